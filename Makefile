@@ -111,7 +111,7 @@ test-node: $(DONE)/test
 	$(VENV)/bin/pytest tests/session/test_ssh_older_python.py --older-python '$(abspath $(NODE_VENV))/bin/python' $(PYTEST_ARGS)
 
 test-deps:
-	@$(call debian,chromium dataset-fashion-mnist iproute2 openssh-server,the tests that need them are skipped)
+	@$(call debian,chromium dataset-fashion-mnist iproute2 munge openssh-server slurm-client slurmctld slurmd,the tests that need them are skipped)
 
 lint: ruff mypy ## ruff, then mypy --strict as Python 3.11 and, what runs on a node, as 3.10
 

@@ -61,8 +61,13 @@ class ShownAsText:
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._repr_pretty_ = _print_text  # type: ignore[attr-defined]  # IPython takes a __repr__ of the class before ours
+
+
+def _print_text(shown: object, printer: Any, cycle: bool) -> None:
+    printer.text(str(shown))
 
 
 def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str:

@@ -16,6 +16,7 @@ from .distributed import DistributedMagics, help_without_body
 from .guard import guard
 from .jobs import JobMagics
 from .notebook import on_shutdown
+from .pipeline import PipelineMagics
 
 __all__ = ["DistributedMagics", "JobMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
 
@@ -44,6 +45,7 @@ def load_ipython_extension(ipython: Any) -> None:
     undo = [
         _register(ipython, magics),
         _register(ipython, JobMagics(ipython, lambda: holder.settings)),
+        _register(ipython, PipelineMagics(ipython)),
         on_shutdown(ipython, holder.end_own, holder.leave_to_restart),
         route_to_ranks(ipython, lambda: magics.session),
         help_without_body(ipython),

@@ -21,8 +21,8 @@ from ..transport.ssh_config import list_hosts
 _LIMIT_S = 0.05  # a key was pressed
 _TO_ESCAPE = re.compile(r"([^\w@%+=:,./~-])")
 _ESCAPED = re.compile(r"\\(.)")
-_NODES_FILES = (".toml", ".json")
-_SPEC_FILES = (".json", ".toml", ".yaml", ".yml")
+_NODES_FILES = (".toml", ".json", ".yaml", ".yml")
+_SPEC_FILES = _NODES_FILES
 _MOST_JOBS = 100  # the newest
 _EVERYWHERE = {*dir(builtins), *keyword.kwlist, "In", "Out", "get_ipython"}
 
@@ -46,7 +46,7 @@ class Candidates:
             "SESSION": lambda word: self._in_time(_sessions, word),
             "JOB": lambda word: self._in_time(_jobs, word),
             "SPEC": lambda word: self._in_time(_specs, word),
-            "FOLDER": lambda word: self._in_time(_files, word),
+            "DIR": lambda word: self._in_time(_folders, word),
             "FILE": lambda word: self._in_time(_files, word),
         }
 
@@ -161,3 +161,7 @@ def _jobs(word: str) -> list[str]:
 
 def _specs(word: str) -> list[str]:
     return _files(word, suffixes=_SPEC_FILES)
+
+
+def _folders(word: str) -> list[str]:
+    return [name for name in _files(word) if name.endswith("/")]

@@ -21,6 +21,7 @@ from .candidates import Candidates
 from .job_options import job_parser, torchrun_parser
 from .notebook import replace_methods
 from .options import HelpShown, broadcast_parser, cell_parser, pull_parser, push_parser, session_parser
+from .pipeline import pipeline_parser
 
 _Answer = TypeVar("_Answer")
 
@@ -32,6 +33,7 @@ _LINE_PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "%push": push_parser,
     "%broadcast": broadcast_parser,
     "%job": job_parser,
+    "%pipeline": pipeline_parser,
     "%%torchrun": torchrun_parser,
 }
 

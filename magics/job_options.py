@@ -6,7 +6,7 @@ import argparse
 import re
 from typing import Any
 
-from ..plan.fields import split_overrides
+from .given_spec import take_fields
 from .options import LineParser, not_empty, not_negative, positive, seconds, seconds_or_0, whole
 
 __all__ = ["job_parser", "parse_job_line", "parse_torchrun_line", "torchrun_parser"]
@@ -29,7 +29,7 @@ def parse_job_line(line: str) -> tuple[LineParser, argparse.Namespace]:
     words = parser.split_line(before)
     fields: list[str] = []
     if words and words[0] in _SPEC_COMMANDS:
-        fields, words = _take_fields(words)
+        fields, words = take_fields(words)
     args = parser.parse_args(words)
     args.fields, args.shell_line = fields, shell_line
     return parser, args
@@ -44,7 +44,7 @@ def parse_torchrun_line(line: str) -> argparse.Namespace:
     words, own = parser.split_line(line), []
     if "--" in words:
         words, own = words[: words.index("--")], words[words.index("--") + 1 :]
-    fields, words = _take_fields(words)
+    fields, words = take_fields(words)
     args = parser.parse_args(words)
     args.fields, args.arguments = fields, [*args.arguments, *own]
     return args
@@ -69,6 +69,7 @@ def job_parser() -> LineParser:
     logs.add_argument("-f", "--follow", action="store_true", help="go on showing it until the job ends")
     logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node, by its name or number")
     logs.add_argument("--rank", type=whole, metavar="R", help="of one rank")
+    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
     _add_max_lines(logs)
     attach = _add_job(commands, "attach", "show what a job prints until it ends; fails where the job does")
     _add_max_lines(attach)
@@ -78,7 +79,7 @@ def job_parser() -> LineParser:
     _add_follow(restart)
     fetch = _add_job(commands, "fetch", "copy what a job has made to this machine")
     fetch.add_argument("patterns", nargs="*", metavar="PATTERN", help="as *.pt; default: the artifacts of its spec")
-    fetch.add_argument("--to", type=not_empty, default=".", metavar="FOLDER", help="default: the current one")
+    fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current one")
     fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
     execute = commands.add_parser(
         "exec", epilog="%job exec JOB -- nvidia-smi | head -5", help="run a shell command on all nodes of a job"
@@ -118,7 +119,7 @@ def _add_job(commands: Any, name: str, words: str) -> LineParser:
 
 
 def _add_spec(parser: LineParser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
+    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, its URL, or a variable")
     _add_name_and_nodes(parser)
 
 
@@ -135,12 +136,6 @@ def _add_follow(parser: LineParser) -> None:
 
 def _add_max_lines(parser: LineParser) -> None:
     parser.add_argument("--max-lines", type=not_negative, metavar="N", help="show at most N lines; 0 is no limit")
-
-
-def _take_fields(words: list[str]) -> tuple[list[str], list[str]]:
-    """The words that set fields of a spec, each as one, and the others."""
-    fields, others = split_overrides(words, is_ours=lambda name: "." in name)
-    return [f"--{name}" if text is None else f"--{name}={text}" for name, text in fields.items()], others
 
 
 def _days(text: str) -> float:

@@ -24,8 +24,8 @@ _MOST_ASIDE = 1000  # lines of all that is no rank
 class JobView:
     """Takes what ``Job.attach`` and ``Job.logs`` give. Ranks are shown as those of a cell are, bounds and all.
 
-    In the last form the lines of ``setup`` stand first, by node; those of torchrun, with their times and process ids,
-    and what was said of links only where the job has not succeeded and no rank has failed: they may tell why.
+    In the last form what is no rank's stands first, that of ``setup`` before that of torchrun, by node; what was said
+    of links that broke is gone.
     """
 
     def __init__(
@@ -72,8 +72,7 @@ class JobView:
     def finish(self, status: JobStatus | None = None) -> None:
         """Bring it into its last form; without ``status`` it is not known how the job is."""
         if status is not None:
-            explains = not (status.is_over and status.exit_code == 0) and status.failed_rank is None
-            told = [line for line in self._aside if line.source == "setup" or explains]
+            told = [line for line in self._aside if line.source]
             told.sort(key=lambda line: (line.source != "setup", line.node))
             self._cell.retell([*self._titles, *map(str, told)])
         self._cell.waiting("")

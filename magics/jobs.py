@@ -12,6 +12,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
 from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
+from .given_spec import read_spec
 from .guard import guard
 from .holder import ask_passphrase
 from .job_options import parse_job_line, parse_torchrun_line
@@ -49,7 +50,7 @@ class JobMagics(Magics):
         %job submit SPEC [--dry-run] [--name NAME] [--nodes NODES] [--storage URL] [--follow] [--training.epochs 2 ...]
         %job check SPEC [--training.epochs 2 ...]
         %job list [--limit N] | show JOB | stop JOB [--grace S] | restart JOB [--follow]
-        %job logs JOB [-f] [--node NODE] [--rank R] | attach JOB
+        %job logs JOB [-f] [--node NODE] [--rank R] [--torchrun] | attach JOB
         %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway]
         %job exec JOB|--nodes NODES [--timeout S] -- COMMAND
         %job rm [JOB...] [--older-than DAYS] [--anyway]
@@ -82,7 +83,7 @@ class JobMagics(Magics):
     def _submit(self, args: Any) -> Job | None:
         from ..jobs import submit
 
-        spec = _with_options(_load(args.spec), args)
+        spec = self._read_spec(args)
         if args.dry_run:
             display(submit(spec, dry_run=True))
             return None
@@ -98,10 +99,11 @@ class JobMagics(Magics):
             name = session_name(self._ipython.user_ns, kernel_name(self._ipython))
             data: dict[str, Any] = {"name": name[:_MOST_NAME_CHARS]}
         else:
-            data = _load(args.spec).to_dict()
+            data = read_spec(self._ipython, args.spec).to_dict()
             before = data.get("source", {})
             source |= {key: before[key] for key in ("setup", "argument_style") if key in before}
-        spec = _with_options(_from_dict({**data, "source": source}), args)
+        spec = _from_dict({**data, "source": source})
+        spec = spec.with_overrides(spec.parse_overrides(_fields(args)))
         if args.count is not None:
             spec = _with_ranks(spec, args.count)
         return self._submit_spec("%%torchrun", spec, args)
@@ -143,7 +145,7 @@ class JobMagics(Magics):
     def _check(self, args: Any) -> None:
         from ..spec import worst
 
-        spec = _with_options(_load(args.spec), args)
+        spec = self._read_spec(args)
         findings = spec.check()
         if worst(findings) == "error":
             raise SpecError("\n".join(map(str, findings)))
@@ -161,10 +163,11 @@ class JobMagics(Magics):
     def _logs(self, args: Any) -> None:
         job = self._find(args.job)
         if args.follow:
-            self._follow("%job logs", job, max_lines=args.max_lines, node=args.node, rank=args.rank, fails=False)
+            which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun}
+            self._follow("%job logs", job, max_lines=args.max_lines, **which, fails=False)
             return
         view = self._view(job, args.max_lines, node=args.node, rank=args.rank, is_live=False)
-        job.logs(node=args.node, rank=args.rank, on_line=view.take)
+        job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, on_line=view.take)
         view.finish()
 
     def _follow(
@@ -175,6 +178,7 @@ class JobMagics(Magics):
         max_lines: int | None,
         node: str | None = None,
         rank: int | None = None,
+        torchrun: bool = False,
         title: str = "",
         fails: bool = True,
     ) -> None:
@@ -187,7 +191,12 @@ class JobMagics(Magics):
         with told_when_interrupted(prog, goes_on):
             try:
                 status = job.attach(
-                    view.take, node=node, rank=rank, on_metrics=view.take_metrics, on_reports=view.take_reports
+                    view.take,
+                    node=node,
+                    rank=rank,
+                    torchrun=torchrun,
+                    on_metrics=view.take_metrics,
+                    on_reports=view.take_reports,
                 )
             finally:
                 view.finish(status)
@@ -267,6 +276,9 @@ class JobMagics(Magics):
 
     # ---- what they share
 
+    def _read_spec(self, args: Any) -> PipelineSpec:
+        return read_spec(self._ipython, args.spec, _fields(args))
+
     def _find(self, wanted: str) -> Job:
         from ..jobs import find_job
 
@@ -276,23 +288,16 @@ class JobMagics(Magics):
         return redrawn_line(self._ipython, is_live=self._settings().output == "live")
 
 
-def _load(url: str) -> PipelineSpec:
-    from ..spec import PipelineSpec
-
-    return PipelineSpec.load(url)
-
-
 def _from_dict(data: dict[str, Any]) -> PipelineSpec:
     from ..spec import PipelineSpec
 
     return PipelineSpec.from_dict(data)
 
 
-def _with_options(spec: PipelineSpec, args: Any) -> PipelineSpec:
-    """The spec with the fields that the line sets."""
-    words = [*args.fields]
-    words += [f"--{name}={text}" for name in ("name", "nodes") if (text := getattr(args, name)) is not None]
-    return spec.with_overrides(spec.parse_overrides(words))
+def _fields(args: Any) -> list[str]:
+    """The fields that the line sets, name and nodes among them, as words."""
+    named = [f"--{name}={text}" for name in ("name", "nodes") if (text := getattr(args, name)) is not None]
+    return [*args.fields, *named]
 
 
 def _with_ranks(spec: PipelineSpec, count: int) -> PipelineSpec:

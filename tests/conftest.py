@@ -33,7 +33,11 @@ DEBIAN = {
     "chromium": "chromium",
     "dataset-fashion-mnist": "/usr/share/datasets/fashion-mnist/train-images-idx3-ubyte.gz",
     "iproute2": "ip",
+    "munge": "munged",
     "openssh-server": "sshd",
+    "slurm-client": "sbatch",
+    "slurmctld": "slurmctld",
+    "slurmd": "slurmd",
 }
 # A failure here is never put down to chance: folders and modules that hold numbers against an oracle, or a promise of
 # SECURITY.md, or the tree against the design.

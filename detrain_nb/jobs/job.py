@@ -117,6 +117,7 @@ class Job(ShownAsText):
         *,
         node: str | None = None,
         rank: int | None = None,
+        torchrun: bool = False,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
     ) -> JobStatus:
@@ -124,15 +125,21 @@ class Job(ShownAsText):
 
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
         """
-        wanted = Wanted(self._positions(node), rank, has_metrics=on_metrics is not None)
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
         return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports)
 
     def logs(
-        self, *, node: str | None = None, rank: int | None = None, follow: bool = False, on_line: OnLine | None = None
+        self,
+        *,
+        node: str | None = None,
+        rank: int | None = None,
+        torchrun: bool = False,
+        follow: bool = False,
+        on_line: OnLine | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``on_line`` gets each line as it comes, and none is kept then.
+        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
         """
         kept: list[LogLine] = []
 
@@ -141,7 +148,8 @@ class Job(ShownAsText):
                 raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
             kept.append(line)
 
-        self._follow(Wanted(self._positions(node), rank, is_once=not follow), on_line=on_line or keep)
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
+        self._follow(wanted, on_line=on_line or keep)
         if not follow:
             kept.sort(key=_place_of)
         return JobLog(tuple(kept))

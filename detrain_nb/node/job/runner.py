@@ -30,7 +30,7 @@ from ..system.processes import (
 from .ending import read_grace
 from .folders import ORDER_NAME, SETUP_LOG, SOURCE_NAME, TORCHRUN_LOG, read_bounded
 from .launching import first_environment, setup_command, torchrun_command
-from .order import JobOrder
+from .order import JobError, JobOrder
 from .outputs import Outputs
 from .status import ENDED, RUNNING, STOPPING, Exit, Reserve, Status
 from .verdict import judge
@@ -80,6 +80,8 @@ class Runner:
             ended = self._run()
         except OSError as exc:
             ended = Exit(127, f"{exc.filename or 'the runner'}: {exc.strerror or exc}")
+        except JobError as exc:
+            ended = Exit(127, str(exc))
         end_descendants()
         self._outputs.close()
         self._reserve.release()
@@ -101,12 +103,12 @@ class Runner:
         self._status.state = STOPPING if self._is_stopped else RUNNING
         self._write_status()
         address, port = self._given["store"]
-        launch = torchrun_command(order, folder, (address, port), self._given["key"])
-        env = {**launch.env, **env, **self._outputs.environment()}
+        argv, env = torchrun_command(order, folder, env, store=(address, port), key=self._given["key"])
+        env |= self._outputs.environment()
         handed = []
         if self._store >= 0:
             handed, env[STORE_FD_VARIABLE] = [self._store], str(self._store)
-        code = self._run_command(launch.argv, env, TORCHRUN_LOG, cwd, handed)
+        code = self._run_command(argv, env, TORCHRUN_LOG, cwd, handed)
         return judge(self._outputs, code, folder=folder, log=TORCHRUN_LOG, stopped=self._is_stopped)
 
     def _find_cwd(self) -> Path:

@@ -1,0 +1,144 @@
+"""What a script for one node of a job does before torchrun: its files, its environment, its set-up.
+
+It needs a shell, and Python with torch. No secret is written: the node has to have it, in a variable of that name.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import PurePath
+
+from ..documents import read_text
+from ..errors import SpecError
+from ..launch import Program
+from ..plan import Plan
+from ..spec import Git, Node, PipelineSpec
+from ..spec.notebook import read_notebook_script
+from ..storage import locate
+from .shell import export, quote, quote_path, write_file
+
+DEFAULT_PORT = 29500  # torchrun's own
+SOURCE = '"$folder/source"'  # where the ranks run, unless their node has a workdir
+_NOTEBOOK_BYTES = 50_000_000  # its outputs are in it
+_JOB_SPEC = '"$folder/job_spec.json"'
+_GIT = "git -c protocol.ext.allow=never -c core.hooksPath=/dev/null -c advice.detachedHead=false"
+
+
+@dataclass(frozen=True)
+class JobProgram:
+    """What the ranks run, in which folder for the shell, and how it comes to the node."""
+
+    program: Program
+    below: str = ""
+    lines: list[str] = field(default_factory=list)
+
+
+def read_program(spec: PipelineSpec, plan: Plan) -> JobProgram:
+    """Read what the spec names; a script and the cells of a notebook become a part of the text.
+
+    Raises: SpecError for what no script of a shell can bring to a node.
+    """
+    source, arguments = spec.source, spec.program_arguments(plan)
+    if source.module is not None:
+        return JobProgram(Program("module", (source.module, *arguments)))
+    if source.git is not None:
+        assert source.entry is not None
+        path = "/".join([*([source.git.folder] if source.git.folder else []), source.entry])
+        return JobProgram(Program("script", (path, *arguments)), SOURCE, _clone(source.git))
+    if source.path is not None:
+        assert source.entry is not None
+        if "://" in source.path:
+            raise SpecError(
+                f"source.path {source.path}: a script of a shell cannot fetch it: give a folder that all nodes have at "
+                "the same path, or source.git"
+            )
+        whole = os.path.join(os.path.abspath(os.path.expanduser(source.path)), source.entry)
+        missing = f"source.path: {whole} is not there: every node needs it at this path"
+        return JobProgram(
+            Program("script", (whole, *arguments)), lines=[f"[ -f {quote(whole)} ] || fail {quote(missing)}"]
+        )
+    name, text = _read_script(spec)
+    return JobProgram(Program("script", (name, *arguments)), SOURCE, [write_file(text, to=f"{SOURCE}/{quote(name)}")])
+
+
+def _read_script(spec: PipelineSpec) -> tuple[str, str]:
+    source = spec.source
+    if source.script_text is not None:
+        return "script.py", source.script_text
+    if source.notebook is not None:
+        return f"{PurePath(source.notebook).stem}.py", read_notebook_script(source.notebook)
+    assert source.script is not None
+    return PurePath(source.script).name, read_text(locate(source.script))
+
+
+def _clone(git: Git) -> list[str]:
+    if git.token is not None:
+        raise SpecError(
+            "source.git.token: a script of a shell hands no token to git: submit the job, or export it with "
+            "source.git.ssh_key, or with a repository that needs none"
+        )
+    if git.how == "bundle":
+        raise SpecError('source.git.how "bundle": a script of a shell carries no repository: give "clone"')
+    ref = quote(git.ref) if git.ref else ""
+    checkout = f"{_GIT} -C {SOURCE} checkout --quiet --detach"
+    key = f"ssh -o IdentitiesOnly=yes -i {quote_path(git.ssh_key)}" if git.ssh_key else ""
+    return [
+        f"rm -rf {SOURCE}",
+        *([export("GIT_SSH_COMMAND", key)] if key else []),
+        f"GIT_TERMINAL_PROMPT=0 {_GIT} clone --quiet -- {quote(git.url)} {SOURCE}",
+        # a branch, else a tag or a commit
+        *([f"{checkout} {quote('origin/' + git.ref)} 2>/dev/null ||\n  {checkout} {ref}"] if git.ref else []),
+    ]
+
+
+def check_what_is_carried(spec: PipelineSpec) -> None:
+    """Raises: SpecError for what needs more than a shell, Python and torch."""
+    if spec.image is not None:
+        raise SpecError(f"image {spec.image}: a script of a shell starts no container: leave it out")
+
+
+def write_begin(name: str) -> list[str]:
+    """What stands at the top of a script: the first error ends it."""
+    return [
+        "set -e",
+        "",
+        "fail() {",
+        f"  printf '%s\\n' {quote(name + ': ')}\"$1\" >&2",
+        "  exit 2",
+        "}",
+    ]
+
+
+def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str]) -> list[str]:
+    """Fill the folder of the job on a node, which the shell has in ``$folder``, and the environment of its ranks."""
+    names = dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env)])
+    return [
+        *(_need(name) for name in names),
+        # torchrun fills in what has a $ in the path of its program
+        f"case \"$folder\" in *'$'*) fail {quote('a folder above has a $ in its name: start this elsewhere')} ;; esac",
+        f"mkdir -p {SOURCE}",
+        write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
+        *program.lines,
+        f"export DETRAIN_NB_JOB_SPEC={_JOB_SPEC}",
+        *(export(name, text) for name, text in {**env, **spec.env}.items()),
+    ]
+
+
+def _need(name: str) -> str:
+    fault = f"{name} is not set: export it on this node first, its value does not stand in this script"
+    return f'[ -n "${{{name}-}}" ] || fail {quote(fault)}'
+
+
+def write_setup(spec: PipelineSpec, node: Node | None) -> list[str]:
+    """Run the lines of the user, and go to the folder of the ranks. They may do what they like with the shell."""
+    lines = [*(node.setup if node else ()), *spec.source.setup]
+    workdir = quote_path(node.workdir) if node and node.workdir else _source_folder(spec)
+    return [*([f"eval {quote(chr(10).join(lines))}"] if lines else []), f"cd {workdir}"]
+
+
+def _source_folder(spec: PipelineSpec) -> str:
+    if spec.source.path is not None:
+        return quote(os.path.abspath(os.path.expanduser(spec.source.path)))
+    git = spec.source.git
+    return f"{SOURCE}/{quote(git.folder)}" if git and git.folder else SOURCE

@@ -1,0 +1,50 @@
+"""Values in scripts of a shell: what sh, bash and dash read is, byte for byte, what was written."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+_HOME = re.compile(r"(~[A-Za-z0-9._-]*)(?:/(.*))?", re.DOTALL)
+
+
+def quote(text: str) -> str:
+    """Write a text as one word; no here-document is used for any: dash loses what looks like the begin of its end."""
+    return shlex.quote(text)
+
+
+def quote_path(path: str) -> str:
+    """Write a path as one word; a ``~`` at its begin stays the home of a user of the node."""
+    if home := _HOME.fullmatch(path):
+        return f"{home[1]}/{quote(home[2])}" if home[2] else home[1]
+    return quote(path)
+
+
+def quote_command(argv: Sequence[str], *, options: Mapping[str, str] | None = None, below: str = "") -> str:
+    """Write a command line of torchrun, in lines that go on.
+
+    The first word is a path. ``options`` are what a script of the shell puts in the place of the value of torchrun's
+    own options, and ``below`` is the folder of the program: both are written as they are.
+    """
+    end = argv.index("--")
+    words = [quote_path(argv[0]), *(_fill(word, options or {}) for word in argv[1:end]), "--"]
+    first, *arguments = argv[end + 1 :]
+    return " \\\n  ".join(
+        [" ".join(words), " ".join([f"{below}/{quote(first)}" if below else quote(first), *map(quote, arguments)])]
+    )
+
+
+def _fill(word: str, options: Mapping[str, str]) -> str:
+    option, is_given, _ = word.partition("=")
+    return f"{option}={options[option]}" if is_given and option in options else quote(word)
+
+
+def export(name: str, text: str) -> str:
+    """Set an environment variable."""
+    return f"export {name}={quote(text)}"
+
+
+def write_file(text: str, *, to: str) -> str:
+    """Write a text to a file; ``to`` is a word of the shell."""
+    return f"printf '%s' {quote(text)} >{to}"

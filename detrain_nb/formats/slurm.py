@@ -1,0 +1,112 @@
+"""A pipeline as a batch script of Slurm: sbatch takes it, and srun runs it once more on each node, as torchrun."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import SpecError
+from ..launch import Rendezvous, launch_job
+from ..plan import Plan
+from ..spec import Node, PipelineSpec
+from .job_script import JobProgram, check_what_is_carried, read_program, write_begin, write_preparation, write_setup
+from .shell import quote, quote_command
+
+__all__ = ["export"]
+
+_OPTION = re.compile(r"[A-Za-z0-9._:,@%/+-]{1,200}")
+_SAME = ("python", "workdir", "setup")
+
+
+def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "", account: str = "") -> str:
+    """Write a batch script. Slurm chooses the nodes; of the spec's, their number counts, and what each has.
+
+    ``time``, ``partition`` and ``account`` are those of sbatch. Raises: SpecError for what Slurm cannot do.
+    """
+    check_what_is_carried(spec)
+    ranks, node = _check_alike(spec, plan)
+    program = read_program(spec, plan)
+    given = {"time": time, "partition": partition, "account": account}
+    for name, value in given.items():
+        if value and not _OPTION.fullmatch(value):
+            raise SpecError(f"{name} {value!r}: give it as sbatch takes it, without spaces")
+    needed = "--gpus-per-node" if plan.device == "cuda" else "--cpus-per-task"
+    lines = [
+        "#!/bin/bash",
+        f"# {spec.name}: {plan.world_size} ranks on {len(plan.nodes)} nodes, {plan.device}: sbatch {spec.name}.sbatch",
+        f"#SBATCH --job-name={spec.name}",
+        f"#SBATCH --nodes={len(plan.nodes)}",
+        "#SBATCH --ntasks-per-node=1",
+        f"#SBATCH {needed}={ranks}",
+        "#SBATCH --output=%x-%j.out",
+        *(f"#SBATCH --{name}={value}" for name, value in given.items() if value),
+        *write_begin(spec.name),
+        "",
+        "on_node() {",
+        f'folder="$PWD"/{quote(spec.name)}-$SLURM_JOB_ID.job/$SLURM_NODEID',
+        *_write_on_node(spec, plan, program, node, ranks),
+        "}",
+        "",
+        'if [ "${1-}" = node ]; then',
+        "  on_node </dev/null",
+        "fi",
+        *_find_first_node(spec),
+        # every node reads this script on its standard input: none needs a folder that all share
+        f'exec srun --kill-on-bad-exit=1 {needed}={ranks} bash -s node <"$0"',
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _write_on_node(spec: PipelineSpec, plan: Plan, program: JobProgram, node: Node | None, ranks: int) -> list[str]:
+    launch = launch_job(
+        Rendezvous(
+            "c10d" if spec.rendezvous.max_restarts else "static",
+            spec.rendezvous.id or spec.name,
+            ("localhost", 0),
+            timeout_s=spec.rendezvous.timeout_s,
+            max_restarts=spec.rendezvous.max_restarts,
+        ),
+        program.program,
+        nodes=len(plan.nodes),
+        ranks=ranks,
+        node_rank=0,
+        python=node.python if node else "python3",
+    )
+    filled = {"--node-rank": '"$SLURM_NODEID"', "--rdzv-endpoint": '"$DETRAIN_NB_ENDPOINT"'}
+    if spec.rendezvous.max_restarts:
+        conf = f"join_timeout={round(spec.rendezvous.timeout_s)},is_host="
+        filled["--rdzv-conf"] = f"{conf}$((SLURM_NODEID == 0))"
+    return [
+        *write_preparation(spec, plan, program, env=launch.env),
+        *write_setup(spec, node),
+        f"exec {quote_command(launch.argv, options=filled, below=program.below)}",
+    ]
+
+
+def _find_first_node(spec: PipelineSpec) -> list[str]:
+    settings = spec.rendezvous
+    host = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+    if settings.endpoint:
+        host = quote(f"[{settings.endpoint}]" if ":" in settings.endpoint else settings.endpoint)
+    port = str(settings.port) if settings.port else "$((20000 + SLURM_JOB_ID % 10000))"
+    return [f"export DETRAIN_NB_ENDPOINT={host}:{port}"]
+
+
+def _check_alike(spec: PipelineSpec, plan: Plan) -> tuple[int, Node | None]:
+    """How many ranks every node has, and what else they have in common."""
+    settings = spec.rendezvous
+    if settings.min_nodes is not None or settings.max_nodes is not None:
+        raise SpecError("rendezvous.min_nodes and max_nodes: Slurm gives a job all its nodes at once: leave them out")
+    first = plan.nodes[0]
+    for other in plan.nodes[1:]:
+        if len(other.ranks) != len(first.ranks) or other.device != first.device:
+            raise SpecError(
+                f"Slurm gives every node the same: {first.name} has {len(first.ranks)} ranks on {first.device}, "
+                f"{other.name} has {len(other.ranks)} on {other.device}: give them the same"
+            )
+    for node in spec.nodes[1:]:
+        if differs := [name for name in _SAME if getattr(node, name) != getattr(spec.nodes[0], name)]:
+            raise SpecError(
+                f"Slurm chooses the nodes: {differs[0]} of {spec.nodes[0].name} and {node.name} differ: give them the "
+                "same"
+            )
+    return len(first.ranks), spec.nodes[0] if spec.nodes else None

@@ -1,0 +1,124 @@
+"""A pipeline as a script of a shell: on each node it is run with the node's name, and becomes torchrun there."""
+
+from __future__ import annotations
+
+from ..errors import SpecError
+from ..launch import NodeLaunch, Rendezvous, launch_job
+from ..plan import Plan
+from ..spec import Node, PipelineSpec
+from .job_script import (
+    DEFAULT_PORT,
+    JobProgram,
+    check_what_is_carried,
+    read_program,
+    write_begin,
+    write_preparation,
+    write_setup,
+)
+from .shell import export as export_variable
+from .shell import quote, quote_command
+
+__all__ = ["export"]
+
+
+def export(spec: PipelineSpec, plan: Plan) -> str:
+    """Write the script that is run on every node, as ``sh mnist.sh gpu1``; with one node, without its name.
+
+    Raises: SpecError for what such a script cannot do.
+    """
+    check_what_is_carried(spec)
+    program = read_program(spec, plan)
+    launches = [_launch(spec, plan, program, node_rank) for node_rank in range(len(plan.nodes))]
+    nodes = [spec.nodes[index] if spec.nodes else None for index in range(len(plan.nodes))]
+    lines = [
+        "#!/bin/sh",
+        *_head(spec, plan),
+        *write_begin(spec.name),
+        "",
+        *_choose_node(plan),
+        f'folder="$PWD"/{quote(spec.name)}.job/$node',
+        *write_preparation(spec, plan, program, env=launches[0].env),
+        "",
+        'case "$node" in',
+        *(
+            line
+            for index, launch in enumerate(launches)
+            for line in _case(spec, plan, nodes[index], program, launch, index)
+        ),
+        "esac",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _head(spec: PipelineSpec, plan: Plan) -> list[str]:
+    names = [node.name for node in plan.nodes if node.name]
+    what = f"# {spec.name}: {plan.world_size} ranks on {len(plan.nodes)} nodes, {plan.device}."
+    if len(names) < 2:
+        return [what, "# It needs Python with torch, and makes the folder of the job where it is started."]
+    address, port = _endpoint(spec)
+    return [
+        f"{what} On each node, at about the same time:",
+        *(f"#   sh {spec.name}.sh {name}" for name in names),
+        f"# Each needs Python with torch, and reaches {names[0]} at {address}, port {port}.",
+        "# It makes the folder of the job where it is started.",
+    ]
+
+
+def _choose_node(plan: Plan) -> list[str]:
+    names = [node.name or "localhost" for node in plan.nodes]
+    if len(names) == 1:
+        return ["node=0"]
+    return [
+        'case "${1-}" in',
+        *(f"{name} | {index}) node={index} ;;" for index, name in enumerate(names)),
+        f"*) fail {quote('give the name of this node, one of ' + ', '.join(names))} ;;",
+        "esac",
+    ]
+
+
+def _case(
+    spec: PipelineSpec, plan: Plan, node: Node | None, program: JobProgram, launch: NodeLaunch, node_rank: int
+) -> list[str]:
+    gpus = plan.nodes[node_rank].gpus
+    return [
+        f"{node_rank})",
+        *([export_variable("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus)))] if gpus is not None else []),
+        *write_setup(spec, node),
+        f"exec {quote_command(launch.argv, below=program.below)}",
+        ";;",
+    ]
+
+
+def _launch(spec: PipelineSpec, plan: Plan, program: JobProgram, node_rank: int) -> NodeLaunch:
+    settings, nodes = spec.rendezvous, len(plan.nodes)
+    is_static = nodes > 1 and not settings.is_elastic
+    rendezvous = Rendezvous(
+        "static" if is_static else "c10d",
+        settings.id or spec.name,
+        _endpoint(spec),
+        timeout_s=settings.timeout_s,
+        max_restarts=settings.max_restarts,
+    )
+    return launch_job(
+        rendezvous,
+        program.program,
+        nodes=nodes if is_static else (settings.min_nodes or nodes, settings.max_nodes or nodes),
+        ranks=len(plan.nodes[node_rank].ranks),
+        node_rank=node_rank,
+        python=spec.nodes[node_rank].python if spec.nodes else "python3",
+    )
+
+
+def _endpoint(spec: PipelineSpec) -> tuple[str, int]:
+    """Where the first node is reached; a node alone finds a free port."""
+    settings = spec.rendezvous
+    if len(spec.nodes) < 2:
+        return settings.endpoint or "localhost", settings.port
+    first = spec.nodes[0]
+    address = settings.endpoint or first.address
+    if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
+        raise SpecError(
+            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
+            "rendezvous.endpoint"
+        )
+    return address or first.host, settings.port or DEFAULT_PORT

@@ -1,0 +1,82 @@
+"""%pipeline: what a spec would do, what is wrong with it, and how it looks as somebody else's file."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, line_magic, magics_class
+
+from ..plan import Plan
+from .given_spec import read_spec, take_fields
+from .guard import guard
+from .options import LineParser
+
+if TYPE_CHECKING:
+    from ..spec import PipelineSpec
+
+_SLURM = ("time", "partition", "account")
+
+
+@magics_class
+class PipelineMagics(Magics):
+    """They need no session, and start nothing."""
+
+    @line_magic
+    def pipeline(self, line: str) -> Plan | None:
+        """A spec in a file, or in a variable: what it would do.
+
+        %pipeline plan SPEC | check SPEC
+        %pipeline export torchrun|slurm SPEC [--output FILE] [--gpus N] [--time T] [--partition P] [--account A]
+
+        --SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2.
+        """
+        return guard("%pipeline", lambda: self._run(line))
+
+    def _run(self, line: str) -> Plan | None:
+        parser = pipeline_parser()
+        fields, words = take_fields(parser.split_line(line))
+        args = parser.parse_args(words or ["--help"])
+        if args.command is None:
+            raise UsageError("%pipeline: no command: give plan, check or export (%pipeline --help)")
+        spec = read_spec(self.shell, args.spec, fields)
+        if args.command == "plan":
+            return spec.plan()
+        if args.command == "check":
+            print("\n".join(map(str, spec.check())) or f"{args.spec}: nothing is wrong with it")
+        else:
+            _export(spec, args)
+        return None
+
+
+def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
+    from ..formats import export_spec
+    from ..storage import locate
+
+    text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in _SLURM})
+    if args.output is None:
+        print(text, end="")
+    else:
+        locate(args.output).write(text.encode("utf-8"))
+        print(f"wrote {args.output}")
+
+
+def pipeline_parser() -> LineParser:
+    """``%pipeline COMMAND``."""
+    parser = LineParser(prog="%pipeline", description="What a spec would do; nothing is started.")
+    commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
+    _add_spec(commands.add_parser("plan", help="which rank is where, and what of the pipeline it has"))
+    _add_spec(commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes"))
+    export = commands.add_parser("export", help="write it as a shell script for torchrun, or a batch script for Slurm")
+    export.add_argument("format", metavar="FORMAT", help="torchrun or slurm")
+    _add_spec(export)
+    export.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
+    export.add_argument("--gpus", type=int, default=0, metavar="N", help="how many a node has that names no devices")
+    for name in _SLURM:
+        export.add_argument(f"--{name}", metavar=name.upper(), help="of Slurm, as sbatch takes it")
+    return parser
+
+
+def _add_spec(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, its URL, or a variable")

@@ -1,0 +1,97 @@
+"""How the script of each exporter is run on one node, and what it has started there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+# Stands in the place of Python with torch: writes down what it was started with, byte for byte.
+RECORDER = """#!{python} -IS
+import json, os, sys
+seen = {{
+    "argv": sys.argv[1:],
+    "env": dict(os.environ),
+    "folder": os.getcwd(),
+    "stdin": sys.stdin.read(),
+}}
+with open(os.environ["SEEN_AT"], "w") as file:
+    json.dump(seen, file)
+"""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What torchrun was started with."""
+
+    options: list[str]
+    program: list[str]
+    env: dict[str, str]
+    folder: str
+    stdin: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    status: int
+    errors: str
+    seen: Seen | None
+
+
+def write_recorder(path: Path) -> str:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(RECORDER.format(python=os.path.realpath(sys.executable)))
+    path.chmod(0o755)
+    return str(path)
+
+
+def _torchrun(shell: str, script: Path, node_rank: int) -> tuple[list[str], dict[str, str], bool]:
+    return [shell, str(script), str(node_rank)], {}, False
+
+
+def _slurm(shell: str, script: Path, node_rank: int) -> tuple[list[str], dict[str, str], bool]:
+    """As srun does: the script comes on the standard input."""
+    env = {"SLURM_JOB_ID": "7", "SLURM_NODEID": str(node_rank), "DETRAIN_NB_ENDPOINT": "first:29500"}
+    return [shell, "-s", "node"], env, True
+
+
+# The command line, the variables, and whether the script is read from the standard input; one for each exporter.
+WAYS: dict[str, Callable[[str, Path, int], tuple[list[str], dict[str, str], bool]]] = {
+    "torchrun": _torchrun,
+    "slurm": _slurm,
+}
+
+
+def run_on_node(
+    exporter: str, text: str, *, shell: str, folder: Path, node_rank: int = 0, env: dict[str, str] | None = None
+) -> Ended:
+    """Run a script as it is run on a node of that number, in a folder of its own."""
+    folder.mkdir(exist_ok=True)
+    script, seen_at = folder / "exported", folder / "seen.json"
+    script.write_bytes(text.encode())
+    seen_at.unlink(missing_ok=True)
+    argv, variables, is_from_stdin = WAYS[exporter](shell, script, node_rank)
+    around = {"PATH": os.environ["PATH"], "HOME": str(folder), "SEEN_AT": str(seen_at), "LC_ALL": "C.UTF-8"}
+    with script.open("rb") as stdin:
+        done = subprocess.run(
+            argv,
+            cwd=folder,
+            env={**around, **variables, **(env or {})},
+            stdin=stdin if is_from_stdin else subprocess.DEVNULL,
+            capture_output=True,
+            timeout=60,
+        )
+    return Ended(done.returncode, done.stderr.decode(), _read(seen_at) if seen_at.exists() else None)
+
+
+def _read(path: Path) -> Seen:
+    seen = json.loads(path.read_text())
+    argv: Sequence[str] = seen["argv"]
+    end = argv.index("--")
+    # torchrun fills in what has a $: it is doubled for it
+    program = [word.replace("$$", "$") for word in argv[end + 1 :]]
+    return Seen(list(argv[:end]), program, seen["env"], seen["folder"], seen["stdin"])

@@ -1,0 +1,294 @@
+"""What every exporter has to do: no field is changed by a shell, no secret is written, what it cannot do it refuses."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from detrain_nb.errors import SpecError
+from detrain_nb.formats import EXPORTERS
+from detrain_nb.plan.job import JobSpec
+from detrain_nb.spec import PipelineSpec
+
+from .on_nodes import WAYS, run_on_node, write_recorder
+
+SHELLS = [shell for shell in ("sh", "bash", "dash") if shutil.which(shell)]
+exporters = pytest.mark.parametrize("exporter", EXPORTERS)
+shells = pytest.mark.parametrize("shell", SHELLS)
+
+NASTY = (
+    " a  'b' \"c\" $HOME ${HOME} $(touch x) `touch x` \\ \\n \\0 %s %% ! !! * ? [a] {a,b} ~ # ; & | < > ( ) \t\n\n"
+    "EOF\n-e\r\n\x01\x7f\x81\xe9 日本 𝄞 \u2028 Ā ́\n"
+)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40)
+LINES = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_size=30)
+NAMES = LINES.map(lambda text: "x" + text.replace("/", "").replace("\\", "") + ".py")
+
+
+def _spec(**fields: Any) -> PipelineSpec:
+    source = {"script_text": "print()\n", **fields.pop("source", {})}
+    return PipelineSpec.from_dict({"name": "mnist", "source": source, **fields})
+
+
+def _export(exporter: str, spec: PipelineSpec) -> str:
+    return EXPORTERS[exporter].export(spec, spec.plan())
+
+
+@pytest.fixture(scope="module")
+def recorder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_recorder(tmp_path_factory.mktemp("recorder") / "my 'py' $(x) `y` é" / "python 3")
+
+
+def test_every_exporter_is_run_here() -> None:
+    assert WAYS.keys() == EXPORTERS.keys()
+
+
+@exporters
+@shells
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arguments=st.lists(TEXTS, max_size=4), value=TEXTS, script=TEXTS, description=LINES, name=NAMES, workdir=LINES)
+@example(
+    arguments=[NASTY, "", "-x", "--", NASTY],
+    value=NASTY,
+    script=NASTY,
+    description=NASTY.split("\t")[0],
+    name="x'$(a)`b`\" é.py",
+    workdir="a 'b' $(c) `d`",
+)
+def test_no_field_is_changed_by_a_shell(
+    exporter: str,
+    shell: str,
+    recorder: str,
+    arguments: list[str],
+    value: str,
+    script: str,
+    description: str,
+    name: str,
+    workdir: str,
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "scripts").mkdir(exist_ok=True)
+    (tmp_path / "scripts" / name).write_bytes(script.encode())
+    at = tmp_path / f"work {workdir.replace('/', '')}"
+    at.mkdir(exist_ok=True)
+    spec = _spec(
+        source={"script_text": None, "script": str(tmp_path / "scripts" / name), "arguments": arguments},
+        env={"VALUE": value},
+        description=description.replace("\t", ""),
+        nodes=[{"host": "first", "python": recorder, "workdir": str(at)}],
+    )
+    ended = run_on_node(exporter, _export(exporter, spec), shell=shell, folder=tmp_path / "node")
+    assert (ended.status, ended.errors) == (0, "")
+    assert ended.seen
+    assert ended.seen.program[1:] == arguments
+    assert Path(ended.seen.program[0]).read_bytes() == script.encode()
+    assert Path(ended.seen.program[0]).name == name
+    assert ended.seen.env["VALUE"] == value
+    assert ended.seen.folder == str(at)
+    assert ended.seen.stdin == "", "ranks would read the script"
+    job = Path(ended.seen.env["DETRAIN_NB_JOB_SPEC"]).read_text()
+    assert JobSpec.from_json(job) == spec.job_spec(spec.plan())
+    assert not list(tmp_path.rglob("x")), "something was run"
+
+
+@exporters
+@shells
+def test_lines_of_setup_are_run_by_the_shell_before_torchrun(
+    exporter: str, shell: str, recorder: str, tmp_path: Path
+) -> None:
+    spec = _spec(
+        source={"setup": ['B="$A more"; export B', "cd /", "if true; then", "  export C='it''s'", "fi"]},
+        nodes=[{"host": "first", "python": recorder, "setup": "export A=$VALUE"}],
+        env={"VALUE": "some"},
+    )
+    seen = run_on_node(exporter, _export(exporter, spec), shell=shell, folder=tmp_path).seen
+    assert seen
+    assert [seen.env[name] for name in "ABC"] == ["some", "some more", "its"]
+    assert Path(seen.folder) == Path(seen.program[0]).parent, "its ranks run where it lies, wherever setup has gone"
+
+
+@exporters
+@shells
+@pytest.mark.parametrize("line", ["false", "exit 3", "nowhere-to-be-found", "echo 'open", "}", "esac; }"])
+def test_line_of_setup_that_fails_ends_the_job(
+    exporter: str, shell: str, line: str, recorder: str, tmp_path: Path
+) -> None:
+    spec = _spec(source={"setup": [line]}, nodes=[{"host": "first", "python": recorder}])
+    ended = run_on_node(exporter, _export(exporter, spec), shell=shell, folder=tmp_path)
+    assert ended.status != 0
+    assert ended.seen is None
+
+
+@exporters
+def test_secret_is_named_and_never_written(
+    exporter: str, recorder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_TOKEN", "very-secret")
+    monkeypatch.setenv("OTHER_TOKEN", "very-secret")
+    spec = _spec(secrets=["MY_TOKEN"], nodes=[{"host": "first", "python": recorder, "env": ["OTHER_TOKEN"]}])
+    text = _export(exporter, spec)
+    assert "very-secret" not in text
+    env = {"MY_TOKEN": "a 'b'"}
+    ended = run_on_node(exporter, text, shell="sh", folder=tmp_path, env=env)
+    assert (ended.status, ended.seen) == (2, None)
+    assert ended.errors.startswith("mnist: OTHER_TOKEN is not set: export it on this node first")
+    seen = run_on_node(exporter, text, shell="sh", folder=tmp_path, env={**env, "OTHER_TOKEN": "c"}).seen
+    assert seen and seen.env["MY_TOKEN"] == "a 'b'"
+
+
+@exporters
+def test_every_node_is_told_its_number_and_where_the_first_one_is(exporter: str, recorder: str, tmp_path: Path) -> None:
+    nodes = [{"host": host, "python": recorder, "ranks": 2} for host in ("first", "second")]
+    text = _export(exporter, _spec(nodes=nodes, rendezvous={"port": 29500, "timeout_s": 77}))
+    for node_rank in (0, 1):
+        seen = run_on_node(exporter, text, shell="sh", folder=tmp_path, node_rank=node_rank).seen
+        assert seen
+        assert {
+            "--nnodes=2",
+            "--nproc-per-node=2",
+            f"--node-rank={node_rank}",
+            "--rdzv-backend=static",
+            "--rdzv-endpoint=first:29500",
+            "--rdzv-conf=timeout=77",
+        } <= set(seen.options)
+
+
+@exporters
+def test_restarts_are_those_of_torchrun(exporter: str, recorder: str, tmp_path: Path) -> None:
+    nodes = [{"host": host, "python": recorder} for host in ("first", "second")]
+    text = _export(exporter, _spec(nodes=nodes, rendezvous={"max_restarts": 3, "timeout_s": 77}))
+    for node_rank in (0, 1):
+        seen = run_on_node(exporter, text, shell="sh", folder=tmp_path, node_rank=node_rank).seen
+        assert seen
+        assert {"--rdzv-backend=c10d", "--max-restarts=3", "--rdzv-endpoint=first:29500"} <= set(seen.options)
+        assert f"--rdzv-conf=join_timeout=77,is_host={int(node_rank == 0)}" in seen.options
+
+
+@exporters
+def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp_path: Path) -> None:
+    def cell(text: str, *tags: str, kind: str = "code") -> dict[str, Any]:
+        return {"cell_type": kind, "metadata": {"tags": [*tags]}, "source": text.splitlines(keepends=True)}
+
+    path = tmp_path / "my notebook.ipynb"
+    cells = [
+        cell("%matplotlib"),
+        cell("import torch", "job"),
+        cell("# x", "job", kind="markdown"),
+        cell("a = 1\n", "job"),
+    ]
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
+    spec = _spec(source={"script_text": None, "notebook": str(path)}, nodes=[{"host": "first", "python": recorder}])
+    seen = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path / "node").seen
+    assert seen and Path(seen.program[0]).name == "my notebook.py"
+    assert Path(seen.program[0]).read_text() == "# Cell 2\nimport torch\n\n\n# Cell 4\na = 1\n"
+    path.write_text(json.dumps({"cells": [cell("a = 1\n%time b", "job")]}))
+    with pytest.raises(SpecError, match=r"notebook\.ipynb, cell 1, line 2: is not Python: a script has no magics"):
+        _export(exporter, spec)
+    path.write_text(json.dumps({"cells": [cell("a = 1")]}))
+    with pytest.raises(SpecError, match=r"no code cell has the tag 'job': give the cells of the job that tag"):
+        _export(exporter, spec)
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """It has a branch, a tag and a commit, each with another text in its script; and a hook that must not run."""
+    folder = tmp_path_factory.mktemp("repositories") / "it's"
+    (folder / "a 'b'").mkdir(parents=True)
+    who = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    for command in (["init", "-q", "-b", "main"],):
+        subprocess.run(["git", *who, *command], cwd=folder, check=True, timeout=60)
+    for text, then in [("first", ["tag", "v1"]), ("second", ["branch", "side"]), ("third", ["status"])]:
+        (folder / "a 'b'" / "train me.py").write_text(text)
+        for command in (["add", "."], ["commit", "-qm", text], then):
+            subprocess.run(["git", *who, *command], cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    return folder
+
+
+@exporters
+@pytest.mark.parametrize("ref, text", [(None, "third"), ("v1", "first"), ("side", "second"), ("commit", "second")])
+def test_repository_is_cloned_at_its_ref(
+    exporter: str, ref: str | None, text: str, repository: Path, recorder: str, tmp_path: Path
+) -> None:
+    if ref == "commit":
+        found = subprocess.run(["git", "rev-parse", "side"], cwd=repository, capture_output=True, text=True, timeout=60)
+        ref = found.stdout.strip()
+    git = {"url": str(repository), **({"ref": ref} if ref else {}), "folder": "a 'b'"}
+    spec = _spec(
+        source={"script_text": None, "git": git, "entry": "train me.py"}, nodes=[{"host": "a", "python": recorder}]
+    )
+    for _ in range(2):  # it can be run again
+        ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
+        assert ended.seen, ended.errors
+        assert Path(ended.seen.program[0]).read_text() == text
+        assert ended.seen.folder.endswith("/source/a 'b'")
+    git["ref"] = "gone"
+    spec = _spec(source={"script_text": None, "git": git, "entry": "train me.py"})
+    ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
+    assert ended.status != 0 and "gone" in ended.errors
+
+
+@exporters
+def test_folder_that_all_nodes_have_is_named_by_its_whole_path(exporter: str, recorder: str, tmp_path: Path) -> None:
+    folder = tmp_path / "my $folder"
+    source = {"script_text": None, "path": str(folder), "entry": "a/train.py"}
+    text = _export(exporter, _spec(source=source, nodes=[{"host": "a", "python": recorder}]))
+    ended = run_on_node(exporter, text, shell="sh", folder=tmp_path / "node")
+    assert ended.status == 2
+    assert ended.errors == f"mnist: source.path: {folder}/a/train.py is not there: every node needs it at this path\n"
+    (folder / "a").mkdir(parents=True)
+    (folder / "a" / "train.py").touch()
+    seen = run_on_node(exporter, text, shell="sh", folder=tmp_path / "node").seen
+    assert seen and (seen.program, seen.folder) == ([f"{folder}/a/train.py"], str(folder))
+
+
+@exporters
+def test_module_is_run_as_one(exporter: str, recorder: str, tmp_path: Path) -> None:
+    spec = _spec(
+        source={"script_text": None, "module": "a.b", "arguments": ["$x"]}, nodes=[{"host": "a", "python": recorder}]
+    )
+    seen = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path).seen
+    assert seen and (seen.options[-1], seen.program) == ("-m", ["a.b", "$x"])
+
+
+GIT = {"url": "https://example.org/a.git"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "a token": (
+        {"source": {"script_text": None, "git": {**GIT, "token": "MY_TOKEN"}, "entry": "a.py"}},
+        r"source\.git\.token: a script of a shell hands no token to git",
+    ),
+    "a bundle": (
+        {"source": {"script_text": None, "git": {**GIT, "how": "bundle"}, "entry": "a.py"}},
+        r'source\.git\.how "bundle": .* give "clone"',
+    ),
+    "a URL": (
+        {"source": {"script_text": None, "path": "s3://bucket/a", "entry": "a.py"}},
+        r"source\.path s3://bucket/a: .* cannot fetch it",
+    ),
+    "an image": ({"image": "ghcr.io/a/b:1"}, r"image ghcr\.io/a/b:1: .* starts no container"),
+    "a script that is gone": ({"source": {"script_text": None, "script": "gone.py"}}, "gone.py cannot be read"),
+}
+
+
+@exporters
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_a_script_cannot_do_is_refused_with_one_line(exporter: str, case: str) -> None:
+    fields, message = REFUSED[case]
+    with pytest.raises(SpecError, match=message) as caught:
+        _export(exporter, _spec(**fields))
+    assert "\n" not in str(caught.value)
+
+
+@exporters
+@shells
+def test_shells_take_the_whole_script(exporter: str, shell: str, tmp_path: Path) -> None:
+    path = tmp_path / "exported"
+    path.write_text(_export(exporter, _spec(nodes=[{"host": "a", "ranks": 2}, {"host": "b", "ranks": 2}])))
+    done = subprocess.run([shell, "-n", path], capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

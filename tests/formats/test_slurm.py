@@ -1,0 +1,132 @@
+"""The batch script of Slurm, on a cluster of its own: ranks meet, a failure is one, a cancelled job leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb.errors import SpecError
+from detrain_nb.formats import slurm
+from detrain_nb.spec import PipelineSpec
+
+from .slurm_cluster import SlurmCluster, slurm_cluster
+
+
+@pytest.fixture(scope="module")
+def cluster(needs_debian: Callable[..., None]) -> Iterator[SlurmCluster]:
+    needs_debian("slurmctld", "slurmd", "slurm-client", "munge")
+    with slurm_cluster() as started:
+        yield started
+
+
+def _spec(text: str, *, ranks: int = 2, nodes: int = 2, **fields: Any) -> PipelineSpec:
+    given = [{"host": f"host{index}", "ranks": ranks, "python": sys.executable} for index in range(nodes)]
+    return PipelineSpec.from_dict(
+        {
+            "name": "train",
+            "source": {"script_text": text, **fields.pop("source", {})},
+            "nodes": given,
+            "rendezvous": {"endpoint": "127.0.0.1"},  # the nodes of this cluster have no names that lead there
+            **fields,
+        }
+    )
+
+
+MEET = """
+import os, sys, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank()])
+dist.all_reduce(total)
+where = os.environ["SLURMD_NODENAME"], os.environ["GROUP_RANK"]
+said = ["rank", dist.get_rank(), "of", dist.get_world_size(), *where, int(total), sys.argv[1:], os.environ["WORD"]]
+os.write(1, (" ".join(map(str, said)) + "\\n").encode())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_four_ranks_on_two_nodes_meet(cluster: SlurmCluster) -> None:
+    spec = _spec(MEET, env={"WORD": "it's $HOME", "GLOO_SOCKET_IFNAME": "lo"}, source={"arguments": ["a b", "$x"]})
+    job = cluster.submit(slurm.export(spec, spec.plan(), time="00:05:00"))
+    assert cluster.wait(job, limit_s=100) == "COMPLETED", cluster.output(job)
+    assert sorted(line for line in cluster.output(job).splitlines() if line.startswith("rank")) == [
+        f"rank {rank} of 4 n{rank // 2} {rank // 2} 6 ['a b', '$x'] it's $HOME" for rank in range(4)
+    ]
+
+
+@pytest.mark.slow
+def test_failure_of_a_rank_is_that_of_the_job(cluster: SlurmCluster) -> None:
+    spec = _spec("import sys; sys.exit('wrong data')", ranks=1, nodes=1)
+    job = cluster.submit(slurm.export(spec, spec.plan()))
+    assert cluster.wait(job, limit_s=100) == "FAILED"
+    assert "wrong data" in cluster.output(job)
+
+
+@pytest.mark.slow
+def test_cancelled_job_leaves_no_process(cluster: SlurmCluster, tmp_path: Path) -> None:
+    script = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w').close(); time.sleep(1000)"
+    spec = _spec(script, ranks=1)
+    job = cluster.submit(slurm.export(spec, spec.plan()))
+    _wait_until(lambda: len(os.listdir(tmp_path)) == 2, limit_s=60)
+    ranks = [int(name) for name in os.listdir(tmp_path)]
+    assert all(map(_is_running, ranks))
+    cluster.run("scancel", str(job))
+    assert cluster.wait(job, limit_s=60) == "CANCELLED"
+    _wait_until(lambda: not any(map(_is_running, ranks)), limit_s=30)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def _wait_until(is_done: Callable[[], bool], *, limit_s: float) -> None:
+    until = time.monotonic() + limit_s
+    while not is_done():
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_slurm_is_asked_for_what_the_plan_needs() -> None:
+    gpus = {"host0": 4, "host1": 4}
+    spec = _spec("a = 1", ranks=4)
+    lines = slurm.export(spec, spec.plan(gpus=gpus), time="1-00:00:00", partition="gpu,gpu2", account="me").splitlines()
+    assert [line.removeprefix("#SBATCH ") for line in lines if line.startswith("#SBATCH")] == [
+        "--job-name=train",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        "--gpus-per-node=4",
+        "--output=%x-%j.out",
+        "--time=1-00:00:00",
+        "--partition=gpu,gpu2",
+        "--account=me",
+    ]
+    assert "#SBATCH --cpus-per-task=4" in slurm.export(spec, spec.plan()).splitlines()
+
+
+@pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(id)", "'"])
+def test_option_that_is_none_is_refused(value: str) -> None:
+    spec = _spec("a = 1")
+    with pytest.raises(SpecError, match=r"^partition .*: give it as sbatch takes it"):
+        slurm.export(spec, spec.plan(), partition=value)
+
+
+def test_nodes_that_differ_are_refused() -> None:
+    def export(*nodes: dict[str, Any], **fields: Any) -> None:
+        spec = _spec("a = 1").with_overrides({"nodes": list(nodes), **fields})
+        slurm.export(spec, spec.plan())
+
+    with pytest.raises(SpecError, match="a has 1 ranks on cpu, b has 2 on cpu: give them the same"):
+        export({"host": "a"}, {"host": "b", "ranks": 2})
+    with pytest.raises(SpecError, match="workdir of a and b differ: give them the same"):
+        export({"host": "a"}, {"host": "b", "workdir": "/x"})
+    with pytest.raises(SpecError, match="Slurm gives a job all its nodes at once"):
+        export({"host": "a"}, {"host": "b"}, **{"rendezvous.min_nodes": 1})

@@ -1,0 +1,115 @@
+"""The script of torchrun: what it says of nodes, and two of them run for real."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb.errors import SpecError
+from detrain_nb.formats import torchrun
+from detrain_nb.spec import PipelineSpec
+
+from .on_nodes import run_on_node, write_recorder
+
+SCRIPT = """
+import json, os, sys
+with open(os.environ["DETRAIN_NB_JOB_SPEC"]) as file:
+    size = json.load(file)["world_size"]
+said = [os.environ["RANK"], "of", os.environ["WORLD_SIZE"], size, sys.argv[1:], os.environ["WORD"]]
+os.write(1, (" ".join(map(str, said)) + "\\n").encode())
+sys.exit(os.environ["WORD"] == "fail")
+"""
+
+
+def _spec(*nodes: dict[str, Any], **fields: Any) -> PipelineSpec:
+    return PipelineSpec.from_dict({"name": "train", "source": {"script_text": SCRIPT}, "nodes": nodes, **fields})
+
+
+@pytest.mark.slow
+def test_two_nodes_run_the_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    spec = _spec(
+        {"host": "first", "address": "127.0.0.1", "python": sys.executable},
+        {"host": "second", "python": sys.executable},
+        rendezvous={"port": port},
+        env={"WORD": "it's\n$HOME"},
+        source={"script_text": SCRIPT, "arguments": ["a b", "$x ${local_rank}", "`id`\n", ""]},
+    )
+    script = tmp_path / "train.sh"
+    script.write_bytes(torchrun.export(spec, spec.plan()).encode())
+    processes = [
+        subprocess.Popen(["sh", script, node], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        for node in ("second", "first")
+    ]
+    try:
+        said = sorted(process.communicate(timeout=100)[0] for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0]
+    arguments = ["a b", "$x ${local_rank}", "`id`\n", ""]
+    assert said == [f"{rank} of 2 2 {arguments} it's\n$HOME\n" for rank in range(2)]
+
+
+@pytest.mark.thorough
+def test_one_node_runs_its_ranks_and_fails_with_them(tmp_path: Path) -> None:
+    spec = _spec({"host": "first", "python": sys.executable, "ranks": 2}, env={"WORD": "fail"})
+    script = tmp_path / "train.sh"
+    script.write_bytes(torchrun.export(spec, spec.plan()).encode())
+    done = subprocess.run(["sh", script], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[0].split()[1:4] == ["of", "2", "2"]
+
+
+def test_node_is_chosen_by_its_name_or_number(tmp_path: Path) -> None:
+    recorder = write_recorder(tmp_path / "python")
+    text = torchrun.export(spec := _spec(*({"host": host, "python": recorder} for host in "ab")), spec.plan())
+    for words, wanted in [(["a"], 0), (["b"], 1), (["1"], 1), (["c"], None), ([], None)]:
+        done = subprocess.run(
+            ["sh", "-s", *words],
+            cwd=tmp_path,
+            input=text,
+            env={"PATH": "/usr/bin:/bin", "SEEN_AT": str(tmp_path / "seen")},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        if wanted is None:
+            assert (done.returncode, done.stderr) == (2, "train: give the name of this node, one of a, b\n")
+        else:
+            assert f"--node-rank={wanted}" in (tmp_path / "seen").read_text()
+
+
+def test_gpus_are_those_of_the_plan(tmp_path: Path) -> None:
+    python = write_recorder(tmp_path / "python")
+    spec = _spec({"host": "a", "devices": [3, 1], "python": python}, {"host": "b", "python": python})
+    text = torchrun.export(spec, spec.plan(gpus={"a": 4}))
+    first = run_on_node("torchrun", text, shell="sh", folder=tmp_path / "a").seen
+    second = run_on_node("torchrun", text, shell="sh", folder=tmp_path / "b", node_rank=1).seen
+    assert first and second
+    assert first.env["CUDA_VISIBLE_DEVICES"] == "3,1" and "--nproc-per-node=2" in first.options
+    assert "CUDA_VISIBLE_DEVICES" not in second.env
+
+
+def test_first_node_has_an_address_that_leads_there() -> None:
+    def endpoint(first: dict[str, Any], **rendezvous: Any) -> str:
+        text = torchrun.export(spec := _spec(first, {"host": "b"}, rendezvous=rendezvous), spec.plan())
+        return text.partition("--rdzv-endpoint=")[2].split()[0]
+
+    assert endpoint({"host": "a"}) == "a:29500"
+    assert endpoint({"host": "a", "address": "10.0.0.1"}, port=77) == "10.0.0.1:77"
+    assert endpoint({"host": "a", "address": "10.0.0.1"}, endpoint="fd00::1") == "[fd00::1]:29500'"
+    with pytest.raises(SpecError, match=r"nodes\[0\] localhost: the other nodes do not reach it at localhost: give"):
+        endpoint({"host": "localhost"})
+
+
+def test_fewer_nodes_may_be_enough() -> None:
+    spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"min_nodes": 2})
+    assert "--nnodes=2:3" in torchrun.export(spec, spec.plan())
