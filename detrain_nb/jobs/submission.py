@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal, overload
 from ..copying.json_lines import FilesError, Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
-from ..deploy.ways import check_ways, settle_here
+from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
 from ..plan import Plan
@@ -215,10 +215,7 @@ class _Submitting:
         for node in nodes:
             if node.account is not None and accounts.count(node.account) > 1:
                 raise SpecError(f"{label(node)} is the same machine as another node: name it once, with ranks = N")
-        settle_here(nodes)
-        if any(node.is_this_machine for node in nodes):
-            self._say("looking whether the nodes reach each other")
-            check_ways(nodes, [node.address for node in nodes])
+        settle_addresses(nodes)
 
     def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
         """Raises: SpecError where the nodes have not what the spec wants."""
