@@ -19,6 +19,8 @@ JOB_BACKEND, ELASTIC_BACKEND = "detrain-job", "detrain-elastic"
 # Where torchrun finds our rendezvous, by the entry points of its group ``torchrun.handlers``.
 RENDEZVOUS_HANDLERS = {
     RENDEZVOUS_BACKEND: "detrain_nb.node.rank.rendezvous:make_handler",
+    JOB_BACKEND: "detrain_nb.node.job.rendezvous:make_handler",
+    ELASTIC_BACKEND: "detrain_nb.node.job.elastic:make_handler",
 }
 RANK_CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
 STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands to the launcher
@@ -170,7 +172,7 @@ def launch_job(
         raise ValueError(f"the {rendezvous.kind} rendezvous takes a fixed number of nodes, not {nodes[0]}:{nodes[1]}")
     if rendezvous.kind == JOB_BACKEND and rendezvous.max_restarts:
         raise ValueError(f"max_restarts={rendezvous.max_restarts} needs the {ELASTIC_BACKEND} rendezvous")
-    is_ours = rendezvous.kind not in ("static", "c10d")
+    is_ours = rendezvous.kind in RENDEZVOUS_HANDLERS
     argv = [
         # only where our code is must torchrun not import what lies in the job's folder
         *((python, "-c", RUN_MODULE, "torch.distributed.run") if is_ours else (python, "-m", "torch.distributed.run")),
@@ -196,12 +198,13 @@ def _write_options(
 ) -> tuple[str, ...]:
     """What torchrun must know of the nodes."""
     address, port = rendezvous.endpoint
-    conf = {"timeout": round(rendezvous.timeout_s)}
-    if rendezvous.kind in (ELASTIC_BACKEND, "c10d"):
-        conf = {"join_timeout": conf["timeout"], "is_host": int(node_rank == 0)}
+    is_dynamic = rendezvous.kind in (ELASTIC_BACKEND, "c10d")
+    conf = {"join_timeout" if is_dynamic else "timeout": round(rendezvous.timeout_s)}
+    if rendezvous.kind == "c10d":
+        conf["is_host"] = int(node_rank == 0)
     if rendezvous.kind in (JOB_BACKEND, ELASTIC_BACKEND):
         conf["silence"] = round(rendezvous.silence_s)
-    if rendezvous.kind in (JOB_BACKEND, RENDEZVOUS_BACKEND):
+    if rendezvous.kind in RENDEZVOUS_HANDLERS:
         conf["rank"] = node_rank  # torchrun passes --node-rank on to its own static rendezvous alone
     return (
         f"--nnodes={nodes if isinstance(nodes, int) else ':'.join(map(str, nodes))}",

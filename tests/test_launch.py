@@ -63,7 +63,7 @@ def test_what_the_nodes_of_a_job_are_told() -> None:
     launch = launch_job(elastic, Program("module", ("trainer",)), interface="eth0", node_names=["a", "b"], **more)
     assert launch.argv[4:] == [
         *("--nnodes=1:4", "--nproc-per-node=2", "--rdzv-backend=detrain-elastic", "--rdzv-endpoint=[fd00::1]:4711"),
-        *("--rdzv-id=job-1", "--rdzv-conf=join_timeout=9,is_host=0,silence=30", "--max-restarts=3"),
+        *("--rdzv-id=job-1", "--rdzv-conf=join_timeout=9,silence=30,rank=1", "--max-restarts=3"),
         *("--local-addr=fd00::2", "-m", "--", "trainer"),
     ]
     assert launch.env["GLOO_SOCKET_IFNAME"] == "eth0"

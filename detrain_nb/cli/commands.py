@@ -87,9 +87,9 @@ def _list_sessions(args: argparse.Namespace) -> int:
     from ..deploy.known import known_sessions  # it takes its time, and nothing else here needs it
 
     lines = [
-        f"{name}  {known}  {known.own_end}; kill {known.pid} ends it"
+        f"{name}  {known}  {known.own_end}; kill {known.pid} ends {'its ranks here' if known.nodes[1:] else 'it'}"
         for name, known in known_sessions().items()
-        if not known.nodes
+        if known.pid
     ]
     print("\n".join(lines) or "no session runs on this machine")
     return 0

@@ -14,14 +14,13 @@ from ..errors import SpecError
 from ..launch import Program
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
-from ..spec.notebook import script_of_notebook
+from ..spec.notebook import read_notebook_script
 from ..storage import locate
 from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
 SOURCE = '"$folder/source"'  # where the ranks run, unless their node has a workdir
-_NOTEBOOK_BYTES = 50_000_000  # its outputs are in it
 _JOB_SPEC = '"$folder/job_spec.json"'
 
 
@@ -67,9 +66,7 @@ def _read_script(spec: PipelineSpec) -> tuple[str, str]:
     if source.script_text is not None:
         return "script.py", source.script_text
     if source.notebook is not None:
-        location = locate(source.notebook)
-        text = read_text(location, limit_bytes=_NOTEBOOK_BYTES)
-        return f"{PurePath(source.notebook).stem}.py", script_of_notebook(text, where=location.name)
+        return f"{PurePath(source.notebook).stem}.py", read_notebook_script(source.notebook)
     assert source.script is not None
     return PurePath(source.script).name, read_text(locate(source.script))
 

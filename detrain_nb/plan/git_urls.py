@@ -63,7 +63,11 @@ def parse_git_url(text: str) -> GitUrl:
     Raises: SpecError for all else: for what has git run a program (``ext::``), is an option, or has a password in it.
     """
     shown = printable(text[:200])
-    if not text or len(text) > _MOST_CHARS or any(_is_odd(char) for char in text):
+    if (
+        not text
+        or len(text) > _MOST_CHARS
+        or any(_is_odd(char) for char in (text.replace(" ", "") if text.startswith("/") else text))
+    ):
         raise SpecError(f"git url {_hide_user(shown)!r}: give 1 to {_MOST_CHARS} characters, no space or backslash")
     if text.startswith("-"):
         raise SpecError(f"git url {shown!r} begins with -, which git takes for an option")

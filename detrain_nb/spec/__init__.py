@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from .findings import Finding, worst
-from .node import Node
-from .nodes_file import parse_nodes, read_nodes, write_nodes
-from .parallelism import Parallelism
-from .pipeline import PipelineSpec
-from .places import Checkpoint, Data, Model, Rendezvous
-from .source import Git, Source
-from .training import Training
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .findings import Finding, worst
+    from .node import Node
+    from .nodes_file import parse_nodes, read_nodes, write_nodes
+    from .parallelism import Parallelism
+    from .pipeline import PipelineSpec
+    from .places import Checkpoint, Data, Model, Rendezvous
+    from .source import Git, Source
+    from .training import Training
 
 __all__ = [
     "Checkpoint",
@@ -28,3 +31,23 @@ __all__ = [
     "worst",
     "write_nodes",
 ]
+
+_HOMES = {
+    **dict.fromkeys(("Finding", "worst"), ".findings"),
+    "Node": ".node",
+    **dict.fromkeys(("parse_nodes", "read_nodes", "write_nodes"), ".nodes_file"),
+    "Parallelism": ".parallelism",
+    "PipelineSpec": ".pipeline",
+    **dict.fromkeys(("Checkpoint", "Data", "Model", "Rendezvous"), ".places"),
+    **dict.fromkeys(("Git", "Source"), ".source"),
+    "Training": ".training",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is asked for: a session has nodes, and needs no model of a pipeline."""
+    from importlib import import_module
+
+    if name in _HOMES:
+        return getattr(import_module(_HOMES[name], __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -7,10 +7,22 @@ import json
 from typing import Any
 
 from ..errors import SpecError
+from ..storage import locate, named_errors
 
 TAG = "job"
 _MAGIC = ("%", "!", "?")
 _MOST_BYTES = 50_000_000  # a notebook holds its outputs, too
+
+
+def read_notebook_script(path: str) -> str:
+    """Return the script of the notebook at a path or URL. Raises: SpecError."""
+    location = locate(path)
+    with named_errors(location.name, "read", kind_of=lambda exc: SpecError):
+        data = location.read(limit_bytes=_MOST_BYTES)
+    try:
+        return script_of_notebook(data.decode("utf-8-sig"), where=location.name)
+    except UnicodeDecodeError:
+        raise SpecError(f"{location.name}: is no notebook: it is not UTF-8") from None
 
 
 def script_of_notebook(text: str, *, where: str) -> str:

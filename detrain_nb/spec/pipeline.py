@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from ..documents import read_document, write_document
+from ..documents import format_document, read_document, write_document
 from ..errors import FieldError
 from ..plan import Plan
 from ..plan.fields import set_fields
 from ..plan.job import JobSpec
 from ..storage import shown
+from ..text import ShownAsText
 from .checking import check_spec
 from .findings import Finding
 from .overrides import read_overrides
@@ -19,11 +20,14 @@ from .pipeline_fields import PipelineFields
 from .planning import plan_spec, program_arguments, resolve_job
 
 
-class PipelineSpec(PipelineFields):
-    """What to run: frozen, and checked as a whole.
+class PipelineSpec(ShownAsText, PipelineFields):
+    """What to run: frozen, and checked as a whole; it prints as the YAML that says as much.
 
     Raises: FieldError, a SpecError, with one line for each field that cannot be.
     """
+
+    def __str__(self) -> str:
+        return format_document(self.to_dict(), ".yaml")
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:

@@ -7,7 +7,7 @@ import unicodedata
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator
+from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
@@ -96,6 +96,11 @@ def as_lines(value: Any) -> tuple[str, ...]:
 
 
 Path = Annotated[str, only(is_path)]
-Lines = Annotated[tuple[str, ...], BeforeValidator(as_lines)]
+_TEXT: dict[str, Any] = {"type": "string"}
+Lines = Annotated[
+    tuple[str, ...],
+    BeforeValidator(as_lines),
+    WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}, mode="validation"),
+]
 Variable = Annotated[str, only(is_variable)]
 Variables = Annotated[tuple[Variable, ...], BeforeValidator(as_set_of)]

@@ -193,7 +193,7 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
     with pytest.raises(SpecError, match=r"notebook\.ipynb, cell 1, line 2: is not Python: a script has no magics"):
         _export(exporter, spec)
     path.write_text(json.dumps({"cells": [cell("a = 1")]}))
-    with pytest.raises(SpecError, match=r"notebook\.ipynb: no code cell has the tag 'job'"):
+    with pytest.raises(SpecError, match=r"no code cell has the tag 'job': give the cells of the job that tag"):
         _export(exporter, spec)
 
 

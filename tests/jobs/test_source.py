@@ -18,7 +18,7 @@ from detrain_nb.jobs.source import ShippedSource, plan_source
 from detrain_nb.node.job.sources import lay_out
 from detrain_nb.spec import PipelineSpec
 
-from ..node.git_host import commit, git, git_host
+from ..node.git_host import commit, git_host
 from ..node.source_talk import source_talk
 
 KEY = "AKIA-secret-of-a-test"
@@ -214,7 +214,7 @@ def test_repository_is_cloned_there_or_sent_from_here(
         with pytest.raises(SpecError, match="GIT_TOKEN is not set here"):
             plan(git={**where, "how": "bundle"}, entry="train.py")
         monkeypatch.setenv("GIT_TOKEN", "wrong")
-        with pytest.raises(DetrainError, match="this machine: git .* does not accept the token"):
+        with pytest.raises(DetrainError, match=r"this machine: git .* does not accept the token"):
             plan(git={**where, "how": "bundle"}, entry="train.py")
         with source_talk(node) as talk, pytest.raises(FilesError, match="does not accept the token"):
             ship(talk, cloned)
@@ -224,7 +224,7 @@ def test_repository_is_cloned_there_or_sent_from_here(
         bundled = plan(git={**where, "how": "bundle"}, entry="train.py")
         commit(work, {"train.py": "print(3)"})
         host.publish(work, "x.git")
-        assert arrive(cloned, node.with_name("second"), at="second") == there  # the branch has gone on
+        assert arrive(cloned, node.with_name("second node"), at="second") == there  # the branch has gone on
         assert plan(git={**where, "how": "bundle", "folder": "sub"}, entry="main.py").files[0].size == 8
     assert bundled.commit == first and bundled.notices == ("links that do not travel: leads_out",)
     del there["leads_out"]
@@ -244,9 +244,9 @@ def test_files_go_through_a_folder_that_all_can_read(tmp_path: Path, node: Path)
     second = node.with_name("second")
     for path in store.iterdir():
         path.write_bytes(b"x" * path.stat().st_size)  # what others have made of it is not run
-    with source_talk(second) as talk, pytest.raises(FilesError, match="another than it was said to be"):
+    with source_talk(second) as talk, pytest.raises(FilesError, match="is not what was put there: remove it"):
         ship(talk, source, storage=f"file://{store}")
-    with source_talk(second) as talk, pytest.raises(SpecError, match="is unknown|refused"):
+    with source_talk(second) as talk, pytest.raises(SpecError, match="any host key"):
         ship(talk, source, storage="sftp://host/x")
 
 
@@ -282,5 +282,5 @@ def test_files_go_through_s3(bucket: str, tmp_path: Path, node: Path, monkeypatc
         assert not path.is_file() or KEY.encode() not in path.read_bytes()
     broken = write(tmp_path / "broken", {"s3fs.py": "raise ImportError('no s3fs here')\n"})
     monkeypatch.setenv("PYTHONPATH", str(broken))
-    with source_talk(node) as talk, pytest.raises(FilesError, match="cannot be read from this node: .*s3fs"):
+    with source_talk(node) as talk, pytest.raises(FilesError, match=r"cannot be read from this node: .*s3fs"):
         ship(talk, source, storage=bucket)

@@ -7,7 +7,7 @@ import contextlib
 import os
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -53,6 +53,8 @@ class GitHost:
     root: Path
     port: int
     token: str = ""
+    leads_to: str = ""  # where it sends all who ask
+    before_asked: dict[str, Callable[[], object]] = field(default_factory=dict)  # by path
     asked: list[tuple[str, str]] = field(default_factory=list)  # path, and who asked
 
     def url(self, name: str) -> str:
@@ -89,7 +91,14 @@ def git_host(root: Path, *, token: str = "") -> Iterator[GitHost]:
         def _serve(self, data: bytes) -> None:
             path, _, query = self.path.partition("?")
             user, _, given = base64.b64decode(self.headers.get("Authorization", "Basic ")[6:]).decode().partition(":")
+            host.before_asked.get(path, list)()
             host.asked.append((path, f"{user}:{given}"))
+            if host.leads_to:
+                self.send_response(302)
+                self.send_header("Location", host.leads_to + self.path)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
             if host.token and given != host.token:
                 self.send_response(401)
                 self.send_header("WWW-Authenticate", 'Basic realm="git"')

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 from detrain_nb.copying.json_lines import Failed
 from detrain_nb.errors import DetrainError
 from detrain_nb.node.job.folders import machine_id
-from detrain_nb.node.job.order import JobOrder
+from detrain_nb.node.job.launching import first_environment, torchrun_command
+from detrain_nb.node.job.order import JobOrder, JobRendezvous
 
 from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
 
@@ -121,11 +122,11 @@ def test_no_file_but_an_artifact_is_read(failed: Ran, name: str) -> None:
 
 def test_command_runs_where_the_ranks_did(failed: Ran) -> None:
     with talk_here() as talk:
-        talk.say("exec", command="echo out >&2; ls out; exit 7", id=failed.order.id, timeout_s=20)
+        talk.say("exec", command="echo $FROM_ORDER >&2; ls out; exit 7", id=failed.order.id, timeout_s=20)
         printed = b""
         while (said := talk.hear("output", "exit"))["type"] == "output":
             printed += b"".join(talk.read(said["size"]))
-        assert (printed, said["status"]) == (b"out\nmodel-0.pt\nmodel-1.pt\n", 7)
+        assert (printed, said["status"]) == (b"c\nmodel-0.pt\nmodel-1.pt\n", 7)
 
 
 def test_command_that_takes_too_long_is_ended_with_what_it_started(jobs_folder: Path) -> None:
@@ -210,6 +211,39 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         assert status_of(talk, order)["exit_code"] == 137
 
 
+def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_folder: Path) -> None:
+    order = make_order(
+        "print('never')", setup=("sleep 1000 & disown; echo $!", "echo no such wheel >&2; exit 4", "echo on")
+    )
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).to_end(talk)
+    assert (followed.job["exit_code"], followed.job["reason"]) == (4, "the setup exited with 4")
+    left, *words = followed.job["last_lines"]
+    assert words == ["no such wheel"] and "rank-0.log" not in followed.data
+    assert _alive([int(left)]) == []
+
+
+def test_job_is_stopped_in_its_setup_though_that_does_not_listen(jobs_folder: Path) -> None:
+    order = make_order("print('never')", setup=("trap '' TERM", "echo begun", "sleep 1000"))
+    with talk_here() as talk:
+        launch(talk, order)
+        Followed(order).begin(talk).until(talk, b"begun", name="setup.log")
+        talk.say("stop", id=order.id, grace_s=0.5)
+        assert talk.hear("stopped")["was"] == "preparing"
+        job = status_of(talk, order)
+    assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 143, "stopped")
+
+
+def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_folder: Path, tmp_path: Path) -> None:
+    """Without torchrun: the command line is what is looked at."""
+    order = replace(make_order("0", workdir=str(tmp_path / "w")), argv=("train.py", "--x"))
+    argv, _ = torchrun_command(order, Path("/job"), {}, store=("127.0.0.1", 1), key="")
+    assert argv[-2:] == ["/job/source/train.py", "--x"]
+    env = first_environment(order, Path("/job"), {})
+    assert env["PYTHONPATH"].split(":")[-1] == "/job/source", "modules of the source, too"
+
+
 def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:
     order = make_order("print('never')")
     with talk_here() as talk:
@@ -248,3 +282,69 @@ def test_order_that_cannot_be_is_refused_and_the_service_goes_on(
         talk.say("status", ids=None)
         assert isinstance(talk.hear("status")["jobs"], list)
     assert sorted(jobs_folder.glob("*")) == before
+
+
+_OF_TWO = "import os, sys, time; sys.exit(5) if os.environ['RANK'] == '1' else time.sleep(100)"
+
+
+@pytest.mark.slow
+def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None:
+    common: dict[str, Any] = {"nodes": ("a", "b"), "world_size": 2, "interface": "lo"}
+    orders = [make_order(_OF_TWO, name="two", node_rank=rank, ranks=(rank,), **common) for rank in (0, 1)]
+    orders[1] = replace(orders[1], id=orders[0].id)
+    with talk_here() as first, talk_here() as second:
+        port = prepare(first, orders[0])
+        assert prepare(second, orders[1]) == 0
+        for talk in (first, second):
+            talk.say("launch", store=["127.0.0.1", port], key="")
+            talk.hear("launched")
+        jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
+        assert [job["reason"] for job in jobs] == ["node b failed: rank 1 ended with 5", "rank 1 exited with 5"]
+        assert (jobs[1]["exit_code"], jobs[1]["failed_rank"], jobs[0]["failed_rank"]) == (5, 1, None)
+        assert jobs[0]["exit_code"]
+        first.say("status", ids=[orders[0].id])
+        assert [job["node_rank"] for job in first.hear("status")["jobs"]] == [0, 1]
+
+
+_PRINTS = """
+for number in range(50_000):
+    print(f"{number:06d} {'x' * 60}")
+"""
+
+
+@pytest.mark.slow
+def test_output_of_ranks_that_print_as_fast_as_they_can_is_followed_whole(jobs_folder: Path) -> None:
+    order = make_order(_PRINTS, ranks=(0, 1, 2, 3), world_size=4)
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).to_end(talk)
+        assert (followed.job["exit_code"], followed.job["reason"]) == (0, "")
+        for rank in range(4):
+            lines = followed.data[f"rank-{rank}.log"].decode().splitlines()
+            assert [int(line[:6]) for line in lines] == list(range(50_000))
+
+
+_RESTARTS = """
+import os, pathlib, sys
+done = pathlib.Path(f"done-{os.environ['RANK']}")
+print("begins with", done.exists(), "restart", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+if os.environ["RANK"] == "1" and not done.exists():
+    done.touch()
+    os.kill(os.getpid(), 9)
+done.touch()
+"""
+
+
+@pytest.mark.slow
+def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Path) -> None:
+    rendezvous = JobRendezvous(kind="elastic", max_restarts=2, timeout_s=30)
+    order = make_order(_RESTARTS, ranks=(0, 1), world_size=2, interface="lo", rendezvous=rendezvous)
+    with talk_here() as talk:
+        port = prepare(talk, order)
+        talk.say("launch", store=["127.0.0.1", port], key="ab" * 32)
+        talk.hear("launched")
+        followed = Followed(order).begin(talk).to_end(talk)
+    assert (followed.job["state"], followed.job["exit_code"], followed.job["restarts"]) == ("ended", 0, 1), (
+        followed.data
+    )
+    assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"

@@ -18,6 +18,7 @@ import pytest
 from detrain_nb.copying.json_lines import Failed, FilesError, Talk
 from detrain_nb.node.job.blobs import Blobs, remove_unused
 from detrain_nb.node.job.git_program import GitLimits
+from detrain_nb.node.job.service import serve
 from detrain_nb.node.job.sources import lay_out
 
 from .git_host import GitHost, commit, git, git_host
@@ -48,6 +49,11 @@ def ship(talk: Talk, given: Mapping[str, bytes], *, executable: str = "", **chan
 def ask_git(talk: Talk, url: str, ref: str = "main", **fields: str) -> dict[str, Any]:
     talk.say("source", of="git", url=url, ref=ref, **fields)
     return talk.hear("ready")
+
+
+def ask_git_once(cache: Path, url: str, **fields: str) -> dict[str, Any]:
+    with source_talk(cache) as talk:
+        return ask_git(talk, url, **fields)
 
 
 def read_all(folder: Path) -> dict[str, bytes]:
@@ -153,6 +159,30 @@ def test_what_nobody_used_for_a_month_goes(cache: Path) -> None:
     os.utime(cache / ".cleaned", (time.time() - MONTHS_S,) * 2)
     with source_talk(cache) as talk:
         assert ship(talk, {"old": b"old", "new": b"new"})[1] == [0]
+
+
+def test_bytes_of_a_file_are_never_taken_for_an_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of a file comes still where the node had no room for its beginning."""
+    ran = tmp_path / "ran"
+    order = json.dumps({"type": "exec", "command": f"touch {ran}", "timeout_s": 5.0}).encode()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "detrain_nb/sources").mkdir(mode=0o700, parents=True)
+    (tmp_path / "detrain_nb/sources/blobs").write_text("in the way")
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+
+    def serve_jobs() -> None:
+        with theirs, theirs.makefile("rb") as reader, theirs.makefile("wb") as writer:
+            serve(Talk(reader, writer), fd=theirs.fileno())
+
+    thread = threading.Thread(target=serve_jobs)
+    thread.start()
+    with ours, ours.makefile("rb") as reader, ours.makefile("wb", buffering=0) as writer:
+        with pytest.raises(Failed, match="cannot be written to"):
+            ship(Talk(reader, writer), {"x": order + b"\n"})
+        assert not reader.read()  # it has hung up
+    thread.join(20)
+    assert not ran.exists()
 
 
 # ---- git
@@ -294,6 +324,69 @@ def test_no_hook_and_no_filter_runs(host: GitHost, work: Path, tmp_path: Path, m
     assert (tmp_path / "source/x.bin").read_text() == "version lfs\n" and not ran.exists()
 
 
+def test_token_does_not_go_where_the_host_sends_us(work: Path, cache: Path, tmp_path: Path) -> None:
+    with git_host(tmp_path / "old", token=TOKEN) as old, git_host(tmp_path / "new", token=TOKEN) as new:
+        new.publish(work, "x.git")
+        old.leads_to = new.url("").rstrip("/")
+        with source_talk(cache) as talk, pytest.raises(Failed, match="does not accept the token"):
+            ask_git(talk, old.url("x.git"), token=TOKEN)
+        assert new.asked and not any(TOKEN in who for _, who in new.asked)
+        new.token = ""
+        assert ask_git_once(cache, old.url("x.git"))["commit"] == git("rev-parse", "HEAD", at=work)
+        inner = tmp_path / "inner"
+        commit(inner, {"x": "y"})
+        with git_host(tmp_path / "third") as third:
+            old.leads_to, third_asked = "", third.asked
+            old.token = ""
+            third.publish(inner, "inner.git")
+            add_submodule(work, "../moved.git", inner)
+            url = old.publish(work, "outer.git")
+
+            def send_on() -> None:
+                old.leads_to = third.url("").rstrip("/")
+
+            with source_talk(cache) as talk, pytest.raises(Failed):
+                old.before_asked["/moved.git/info/refs"] = send_on
+                ask_git(talk, url)
+            assert not third_asked
+
+
+def test_key_is_one_argument_of_ssh(work: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an ssh that runs what it is told, on this machine."""
+    folder, noted = tmp_path / "bin", tmp_path / "noted"
+    folder.mkdir()
+    (folder / "ssh").write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >{noted}\nfor last; do :; done\nexec sh -c "$last"\n')
+    (folder / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    key = "~/the $(touch ran) 'key'"
+    commit_there = git("rev-parse", "HEAD", at=work)
+    for url in (f"git@host.example:{work}/.git", f"ssh://git@host.example:2222{work}/.git"):
+        assert ask_git_once(cache, url, ssh_key=key)["commit"] == commit_there
+        words = noted.read_text().splitlines()
+        assert words[words.index("-i") + 1] == os.path.expanduser(key)
+        assert {"BatchMode=yes", "StrictHostKeyChecking=yes", "git@host.example"} < set(words)
+
+
+@pytest.mark.parametrize("way", ["path", "file://"])
+def test_repository_on_a_disk_of_the_node(work: Path, cache: Path, way: str) -> None:
+    where = f"{way if way == 'file://' else ''}{work}"
+    assert ask_git_once(cache, where)["commit"] == git("rev-parse", "HEAD", at=work)
+    with pytest.raises(Failed, match="is no repository that can be read here"):
+        ask_git_once(cache, f"{where}-gone")
+
+
+def test_mirror_of_a_git_that_was_killed_is_used_again(host: GitHost, work: Path, cache: Path) -> None:
+    url = host.publish(work, "killed.git")
+    first = ask_git_once(cache, url, token=TOKEN)["commit"]
+    (mirror,) = (path.parent for path in cache.glob("git/*/HEAD"))
+    for left in ("shallow.lock", "packed-refs.lock", "objects/pack/tmp_pack_x"):
+        (mirror / left).write_text("left")
+    assert commit(work, {"new.py": "1"}) != first
+    host.publish(work, "killed.git")
+    assert ask_git_once(cache, url, token=TOKEN)["commit"] == git("rev-parse", "HEAD", at=work)
+    assert not (mirror / "objects/pack/tmp_pack_x").exists()
+
+
 def add_submodule(work: Path, url: str, inner: Path, *, at: str = "lib/inner") -> None:
     git("submodule", "--quiet", "add", "--", str(inner), at, at=work)
     git("config", "-f", ".gitmodules", f"submodule.{at}.url", url, at=work)
@@ -359,8 +452,8 @@ def test_repository_that_is_too_large_is_refused(host: GitHost, work: Path, cach
 def test_host_that_never_answers_is_not_waited_for(cache: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/x.git"
-        with source_talk(cache, limits=GitLimits(fetch_s=1.0)) as talk:
-            with pytest.raises(Failed, match="did not end within 1 s"):
-                ask_git(talk, url)
+        limits = GitLimits(fetch_s=1.0)
+        with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match="did not end within 1 s"):
+            ask_git(talk, url)
     left = subprocess.run(["pgrep", "-f", url], capture_output=True, text=True).stdout
     assert not left, left

@@ -75,7 +75,7 @@ def test_ref_is_taken(ref: str) -> None:
 @pytest.mark.parametrize(
     "ref",
     [
-        "-x", "--upload-pack=x", "+main", "a..b", "a b", "a\n", "a:b", "a^", "a~1", "@{u}", "a*", "x.lock", "/a", "a/", 
+        "-x", "--upload-pack=x", "+main", "a..b", "a b", "a\n", "a:b", "a^", "a~1", "@{u}", "a*", "x.lock", "/a", "a/",
         "@", ".a", "a/.b", "a" * 300, "a\\b", "a\x1bb",
     ],
 )  # fmt: skip
@@ -99,7 +99,7 @@ def test_submodule_is_of_the_same_host() -> None:
     assert resolve_submodule(parent, "./c").text == "https://host/a/b.git/c"
     assert resolve_submodule(parent, "../../../../c").text == "https://host/c"
     assert resolve_submodule(parse_git_url("git@host:a/b"), "../c").text == "git@host:a/c"
-    for other in ("https://other/x", "http://host/x", "https://host:444/x", "/etc", "file:///etc", "ext::sh", 
+    for other in ("https://other/x", "http://host/x", "https://host:444/x", "/etc", "file:///etc", "ext::sh",
                   "git@host:x", "https://host:443@other/x", "../../\nx"):  # fmt: skip
         with pytest.raises(SpecError):
             resolve_submodule(parent, other)

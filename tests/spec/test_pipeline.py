@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import FieldError, SpecError
@@ -329,6 +330,7 @@ def test_file_says_where_its_faults_are(tmp_path: Path) -> None:
         PipelineSpec.load(path)
 
 
+SCHEMA = Draft202012Validator(json.loads(FILE.read_text(encoding="utf-8")))
 LINE = st.text(st.characters(exclude_categories=["Cs", "Cc", "Zl", "Zp"]), max_size=20)
 WORD = LINE.filter(lambda text: bool(text.strip()) and not text.startswith("-"))
 TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30)
@@ -374,6 +376,21 @@ SPECS = st.fixed_dictionaries(
 def test_every_format_holds_every_spec(data: dict[str, Any], suffix: str) -> None:
     spec = PipelineSpec.from_dict(data)
     assert PipelineSpec.from_dict(parse_document(format_document(spec.to_dict(), suffix), suffix)) == spec
+    assert PipelineSpec.from_dict(parse_document(str(spec), ".yaml")) == spec
+    SCHEMA.validate(data)  # no editor marks what is right
+
+
+def test_schema_takes_what_the_models_take_and_no_unknown_field() -> None:
+    nodes = [{"host": "a", "devices": [0, 1], "setup": "module load cuda"}, {"host": "b", "setup": ["a", "b"]}]
+    SCHEMA.validate(_spec(nodes=nodes).to_dict() | {"nodes": nodes})
+    assert not SCHEMA.is_valid({**_spec().to_dict(), "trainning": {}})
+    assert not SCHEMA.is_valid({"name": "x"})
+
+
+def test_spec_prints_as_a_document_that_a_notebook_shows_as_text() -> None:
+    spec = _spec(description="<b>")
+    assert str(spec) == 'name: mnist\ndescription: "<b>"\nsource:\n  script_text: print(1)\n'
+    assert "&lt;b&gt;" in spec._repr_html_()
 
 
 JSON = st.recursive(

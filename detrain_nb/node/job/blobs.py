@@ -70,7 +70,7 @@ class Blobs:
         path = self.path(sha256)
         try:
             is_here = path.lstat().st_size == size
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return False
         if is_here:
             touch(path)

@@ -14,8 +14,9 @@ from typing import Any
 
 from ...copying.json_lines import Talk
 from ..system.processes import descendants
-from .folders import ORDER_NAME, SOURCE_NAME, list_parts, read_bounded
-from .order import MOST_TEXT_CHARS, JobError, JobOrder, check_id, check_seconds
+from .folders import ORDER_NAME, SOURCE_NAME, find_job_folder, list_parts, read_bounded
+from .launching import first_environment
+from .order import MOST_TEXT_CHARS, JobError, JobOrder, check_id, check_number, check_seconds
 
 TIMED_OUT = 124  # as timeout(1) has it
 _PIECE_BYTES = 1 << 16
@@ -33,9 +34,11 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
         raise JobError(f"a command of at most {MOST_TEXT_CHARS} characters was expected")
     limit_s = said.get("timeout_s")
     deadline = time.monotonic() + (1e9 if limit_s is None else check_seconds(limit_s))
+    cwd, env = _find_place(said.get("id"), said.get("node_rank"))
     process = subprocess.Popen(
         [shutil.which("bash") or "sh", "-c", command],
-        cwd=_find_cwd(said.get("id")),
+        cwd=cwd,
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -97,10 +100,13 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _find_cwd(job: object) -> Path:
-    """Raises: JobError."""
+def _find_place(job: object, node_rank: object) -> tuple[Path, dict[str, str] | None]:
+    """Where it runs, and with which variables: those of the job, without its secrets. Raises: JobError."""
     if job is None:
-        return Path.home()
-    folder = list_parts(check_id(job))[0]
+        return Path.home(), None
+    folder = (
+        list_parts(check_id(job))[0] if node_rank is None else find_job_folder(check_id(job), check_number(node_rank))
+    )
     order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
-    return Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME
+    env = first_environment(order, folder, {})
+    return Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME, env

@@ -195,16 +195,28 @@ def _credentials(url: GitUrl | None, access: GitAccess) -> list[str]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Nothing that git has started is left after the block."""
+    """Nothing that git has started is left after the block. It is asked first: then it removes its locks."""
     try:
         yield
     finally:
+        if process.poll() is None:
+            _signal(process, signal.SIGTERM)
+            deadline = time.monotonic() + _END_LIMIT_S
+            while hasattr(os, "waitid") and time.monotonic() < deadline:
+                if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                    break  # not waited for yet: its group's number is nobody else's
+                time.sleep(0.01)
+            _signal(process, getattr(signal, "SIGKILL", signal.SIGTERM))
+            process.wait(_END_LIMIT_S)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """To all of its group."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, number)
         else:
-            process.kill()
-        process.wait(_END_LIMIT_S)
+            process.send_signal(number)
 
 
 class _Reader:
@@ -253,6 +265,8 @@ def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> File
             return FilesError(
                 f"{where} does not accept the token, or is not there: look whether it may read the repository"
             )
+        if url.scheme == "file":
+            return FilesError(f"{where} is no repository that can be read here: look at the path, and at whose it is")
         if url.scheme == "ssh":
             return FilesError(
                 f"{where} lets nobody in with the keys here: name one (ssh_key), or use https and a token"

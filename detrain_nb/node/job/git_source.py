@@ -105,6 +105,7 @@ class _Fetcher:
             if not (mirror / "HEAD").is_file():
                 self._git(mirror.parent, "init", "--quiet", "--bare", "--template=", str(mirror))
             touch(mirror)
+            _remove_leftovers(mirror)
             if _COMMIT.fullmatch(ref) and (known := self._find(mirror, ref)):
                 return known
             try:
@@ -214,7 +215,7 @@ class _Fetcher:
     def _find(self, mirror: Path, name: str) -> str:
         """The commit of that name, if it is there."""
         with contextlib.suppress(GitFailed):
-            said = self._git(mirror, "rev-parse", "--quiet", "--verify", "--end-of-options", f"{name}^{{commit}}")
+            said = self._git(mirror, "rev-parse", "--quiet", "--verify", f"{name}^{{commit}}")
             return said.decode("ascii").split()[-1]
         return ""
 
@@ -257,6 +258,14 @@ def lay_out_part(
             left.unlink(missing_ok=True)
 
 
+def _remove_leftovers(mirror: Path) -> None:
+    """Of a git that was killed: nobody else works in the mirror now, but those who lay out what is there."""
+    for pattern in ("*.lock", "refs/detrain/**/*.lock", "objects/pack/tmp_*"):
+        for path in mirror.glob(pattern):
+            if not path.name.startswith("index-"):
+                path.unlink(missing_ok=True)
+
+
 def _size_of(mirror: Path) -> int:
     """What its packs take, those that are coming among them."""
     total = 0
@@ -278,6 +287,7 @@ def _locked(mirror: Path, tick: Callable[[], object]) -> Iterator[None]:
         tick()
         time.sleep(0.05)
     try:
+        touch(path)
         yield
     finally:
         os.close(lock)

@@ -7,31 +7,24 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...guarded import RUN_MODULE
-from ...launch import (
-    JOB_BACKEND,
-    RENDEZVOUS_BACKEND,
-    RENDEZVOUS_HANDLERS,
-    NodeLaunch,
-    Program,
-    Rendezvous,
-    launch_job,
-)
+from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ...metrics import FOLDER_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
 from ..system.surroundings import PER_SESSION_VARIABLES
 from .ending import MARK_VARIABLE
 from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_NAME
-from .order import JobOrder
+from .order import JobError, JobOrder
 
 RANK_MODULE = "detrain_nb.node.job.rank"
 
 SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"
 ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"
-_SETUP_NAME = "setup.sh"
+_SETUP_NAME, _TORCHRUN_FOLDER = "setup.sh", "torchelastic"
+_OUR_VARIABLES = "DETRAIN_NB_"
 _OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD")
 _OF_A_KERNEL = {"MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME"}  # a rank draws into files
 _READ_BYTES = 1 << 22
@@ -66,36 +59,47 @@ def first_environment(order: JobOrder, folder: Path, secrets: Mapping[str, str])
     }
 
 
-def torchrun_command(order: JobOrder, folder: Path, store: tuple[str, int], key: str) -> NodeLaunch:
-    """The command line of this node, whose ranks tell the runner what they print."""
+def torchrun_command(
+    order: JobOrder, folder: Path, env: Mapping[str, str], *, store: tuple[str, int], key: str
+) -> tuple[list[str], dict[str, str]]:
+    """The command line of this node, whose ranks tell the runner what they print, and its environment.
+
+    What ``env`` has comes before what torch would be told by default. Raises: JobError.
+    """
     python, asked = order.python or sys.executable, order.rendezvous
-    kind = JOB_BACKEND if JOB_BACKEND in RENDEZVOUS_HANDLERS else RENDEZVOUS_BACKEND
     rendezvous = Rendezvous(
-        kind,
+        JOB_BACKEND,
         asked.run_id or order.id,
         store,
         timeout_s=asked.timeout_s,
-        max_restarts=asked.max_restarts,
         silence_s=order.silence_s,
     )
+    nodes: int | tuple[int, int] = len(order.nodes)
+    if asked.kind == "elastic":
+        rendezvous = replace(rendezvous, kind=ELASTIC_BACKEND, max_restarts=asked.max_restarts)
+        nodes = (asked.min_nodes, asked.max_nodes)
     first, *arguments = order.argv
-    if not first.startswith("-"):  # a script: where the source is, wherever the ranks start
-        first = str(folder / SOURCE_NAME / first) if order.workdir else first
-    program = Program("command", (python, "-c", RUN_MODULE, RANK_MODULE, python, first, *arguments))
-    return launch_job(
-        rendezvous,
-        program,
-        nodes=len(order.nodes),
-        ranks=len(order.ranks),
-        node_rank=order.node_rank,
-        python=python,
-        interface=order.interface,
-        local_address=order.address,
-        node_names=order.nodes,
-        key=key,
-        end_file=str(folder / END_NAME),
-        options=(f"--log-dir={folder / 'torchelastic'}",),
-    )
+    if not first.startswith("-") and order.workdir:  # a script is where the source is, wherever the ranks start
+        first = str(folder / SOURCE_NAME / first)
+    try:
+        launch = launch_job(
+            rendezvous,
+            Program("command", (python, "-c", RUN_MODULE, RANK_MODULE, python, first, *arguments)),
+            nodes=nodes,
+            ranks=len(order.ranks),
+            node_rank=order.node_rank,
+            python=python,
+            interface=order.interface,
+            local_address=order.address,
+            node_names=order.nodes,
+            key=key,
+            end_file=str(folder / END_NAME),
+            options=(f"--log-dir={folder / _TORCHRUN_FOLDER}",),
+        )
+    except ValueError as exc:
+        raise JobError(str(exc)) from exc
+    ours = {name: value for name, value in launch.env.items() if name.startswith(_OUR_VARIABLES)}
+    return launch.argv, {**launch.env, **env, **ours}
 
 
 @dataclass

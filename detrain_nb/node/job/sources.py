@@ -15,7 +15,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from ...copying.json_lines import FilesError, Talk, Untrue, as_size, check_name, clean
+from ...copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, check_name, clean
 from ...copying.receiver import TreeWriter
 from .blobs import Blobs, remove_unused, sources_folder, touch
 from .git_program import GitAccess, GitLimits
@@ -38,14 +38,15 @@ def handle_source(
     talk: Talk, order: dict[str, Any], *, cache: Path | None = None, limits: GitLimits | None = None
 ) -> None:
     """Serve the order "source"; the answer is "ready" with the id. Raises: FilesError, Failed, Untrue."""
-    cache = cache or sources_folder()
     kind = order.get("of")
-    if kind == "files":
-        _take_files(talk, order, cache)
-    elif kind == "git":
-        _take_git(talk, order, cache, limits)
-    else:
+    if kind not in ("files", "git"):
         raise Untrue(f"{clean(kind)[:40]!r} is no kind of source: files or git")
+    text = _read_list(talk, order) if kind == "files" else b""
+    cache = cache or sources_folder()
+    if kind == "files":
+        _take_files(talk, order, text, cache)
+    else:
+        _take_git(talk, order, cache, limits)
     remove_unused(cache, tick=talk.tick)
 
 
@@ -75,11 +76,14 @@ def _no_tick() -> None:
 # ---- files by their digest
 
 
-def _take_files(talk: Talk, order: dict[str, Any], cache: Path) -> None:
+def _read_list(talk: Talk, order: dict[str, Any]) -> bytes:
     size = as_size(order.get("size"))
     if size > LISTED_BYTES:
         raise Untrue(f"the list of files has {size} bytes, more than {LISTED_BYTES}")
-    text = b"".join(talk.read(size))
+    return b"".join(talk.read(size))
+
+
+def _take_files(talk: Talk, order: dict[str, Any], text: bytes, cache: Path) -> None:
     files = _check_list(_parse(text))
     blobs = Blobs(cache / "blobs")
     wanted: dict[str, int] = {}  # the first place of each file that is not here
@@ -100,8 +104,14 @@ def _take_files(talk: Talk, order: dict[str, Any], cache: Path) -> None:
     else:
         talk.say("need", indices=list(wanted.values()))
         talk.flush()
-        for _, length, sha256, _ in missing:
-            blobs.add(sha256, length, talk.read(length))
+        try:
+            for _, length, sha256, _ in missing:
+                blobs.add(sha256, length, talk.read(length))
+        except FilesError as exc:
+            if isinstance(exc, Failed):
+                raise
+            # what is still on its way are bytes of files: nothing in them may be taken for an order
+            raise Untrue(str(exc)) from exc
     talk.say("ready", source=_write_note(cache, text))
     talk.flush()
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from typing import cast
 
-from ...copying.json_lines import Failed, FilesError, Talk, as_size, clean
+from ...copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, clean
 from ...errors import DetrainError
 from ...guarded import RUN_MODULE
 from ..system.own_files import PACKAGE
@@ -68,7 +68,11 @@ class _StoreReader:
             with self._explained():
                 self._talk.say("read", name=sha256, size=size)
                 self._talk.hear("file")
-                blobs.add(sha256, size, self._ticking(size, tick))
+                try:
+                    blobs.add(sha256, size, self._ticking(size, tick))
+                except Untrue as exc:
+                    there = f"{clean(self._where)}/{sha256}"
+                    raise FilesError(f"{there} is not what was put there: remove it, and submit the job again") from exc
 
     def _ticking(self, size: int, tick: Callable[[], object]) -> Iterator[bytes]:
         for data in self._talk.read(size):

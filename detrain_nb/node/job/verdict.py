@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
-from .folders import END_NAME, TORCHRUN_LOG
+from .folders import END_NAME, TORCHRUN_LOG, read_bounded
 from .log_file import last_lines
+from .order import JobError
 from .outputs import Outputs, RankOutcome
 from .status import Exit
 
 _LAST_LINES = 20
+_MOST_REASON = 2000  # characters
 STOPPED = 128 + signal.SIGTERM
 
 
@@ -41,8 +44,9 @@ def _find_first(outputs: Outputs) -> RankOutcome | None:
 def _read_told(folder: Path) -> str:
     """Why the nodes have ended each other, where another one was the first."""
     try:
-        return (folder / END_NAME).read_text(encoding="utf-8", errors="replace").strip()[:1000]
-    except OSError:
+        said = json.loads(read_bounded(folder / END_NAME))
+        return str(said["reason"])[:_MOST_REASON]
+    except (OSError, ValueError, KeyError, TypeError, JobError):
         return ""
 
 

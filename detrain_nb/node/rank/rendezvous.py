@@ -7,11 +7,9 @@ finds it as the rendezvous backend "detrain-bound", through the entry point grou
 
 from __future__ import annotations
 
-import os
-import socket
 from collections.abc import Callable
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import PrefixStore
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousHandler,
     RendezvousInfo,
@@ -20,7 +18,8 @@ from torch.distributed.elastic.rendezvous.api import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous, create_rdzv_handler
 
-from ...launch import RENDEZVOUS_BACKEND, STORE_FD_VARIABLE
+from ...launch import RENDEZVOUS_BACKEND
+from ..system.bound_store import connect, listen
 
 
 class BoundRendezvous(StaticTCPRendezvous):
@@ -32,33 +31,17 @@ class BoundRendezvous(StaticTCPRendezvous):
     def next_rendezvous(self) -> RendezvousInfo:
         node_rank = int(self.rank)
         if not self._store:
-            self._store = self._listen() if node_rank == 0 else self._connect()
+            if node_rank == 0:
+                self._store = listen(self.master_addr, self.master_port, timeout=self.timeout)
+                self.master_port = self._store.port
+            else:
+                self._store = connect(self.master_addr, self.master_port, timeout=self.timeout)
         return RendezvousInfo(
             PrefixStore(self.run_id, self._store),
             node_rank,
             self.world_size,
             RendezvousStoreInfo(self.master_addr, self.master_port),
         )
-
-    def _listen(self) -> TCPStore:
-        handed = os.environ.pop(STORE_FD_VARIABLE, "")
-        if handed:
-            listener = socket.socket(fileno=int(handed))
-        else:
-            listener = socket.create_server((self.master_addr, self.master_port), backlog=128)
-        self.master_port = listener.getsockname()[1]
-        return TCPStore(
-            host_name=self.master_addr,
-            port=self.master_port,
-            world_size=None,
-            is_master=True,
-            timeout=self.timeout,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-
-    def _connect(self) -> TCPStore:
-        return TCPStore(self.master_addr, self.master_port, self.world_size, is_master=False, timeout=self.timeout)
 
 
 def create_bound_handler(params: RendezvousParameters) -> RendezvousHandler:

@@ -1,0 +1,174 @@
+"""The rendezvous of a job whose nodes may come and go: torchrun's --rdzv-backend detrain-elastic.
+
+torch's own dynamic rendezvous keeps its state in a store and unpickles what it finds there: who reaches the store could
+run code on every node. Here each state is sealed with the job's key (seal.py), and unpickled only if it is ours.
+Node 0 holds the store; every round of ranks gets a store of its own, on one address of the node that has rank 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import DistError, Store, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ...launch import ELASTIC_BACKEND, JOB_KEY_VARIABLE
+from ..system.bound_store import listen
+from .rendezvous import open_store, open_watch, tell_others
+from .seal import MOST_BYTES, Seal, SealBroken
+from .watch import write_reason
+
+_BEAT_S = 5
+_NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_RANKS_STORE_KEY = "detrain_nb.ranks_store"
+
+
+class SealedBackend(RendezvousBackend):
+    """torch's own backend over ``store``, but that each state is sealed."""
+
+    def __init__(self, store: Store, run_id: str, key: bytes) -> None:
+        self._backend = C10dRendezvousBackend(store, run_id)
+        self._seal = Seal(key, f"state of {run_id}")
+
+    @property
+    def name(self) -> str:
+        return ELASTIC_BACKEND
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        found = self._backend.get_state()
+        if found is None:
+            return self._refuse_none()
+        return self._open(found[0]), found[1]
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        if len(state) > MOST_BYTES // 2:
+            raise RendezvousStateError(f"the state of the rendezvous has {len(state)} bytes, {MOST_BYTES // 2} at most")
+        found = self._backend.set_state(self._seal.close(state), token)
+        if found is None:
+            return self._refuse_none()
+        return self._open(found[0]), found[1], found[2]
+
+    def _open(self, sealed: bytes) -> bytes:
+        try:
+            return self._seal.open(sealed)
+        except SealBroken as exc:
+            raise _refused(str(exc)) from exc
+
+    def _refuse_none(self) -> None:
+        if self._seal.has_read:
+            raise _refused("it was there, and is gone")
+
+
+def _refused(why: str) -> RendezvousStateError:
+    reason = f"the state of the rendezvous is refused: {why}"
+    write_reason(reason)
+    return RendezvousStateError(reason)
+
+
+class ElasticRendezvous(RendezvousHandler):
+    """torch's dynamic rendezvous over a sealed backend; the stores it makes listen on one address."""
+
+    def __init__(self, params: RendezvousParameters, key: bytes) -> None:
+        self._node_rank = params.get_as_int("rank", 0) or 0
+        join_s = float(params.get_as_int("join_timeout") or 120)
+        silence_s = float(params.get_as_int("silence") or 60)
+        address, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
+        self._address = params.local_addr or address
+        self._key, self._run_id = key, params.run_id
+        self._store = open_store(address, port, self._node_rank, join_s)
+        self._ranks_store: TCPStore | None = None
+        beat_s = max(1, min(_BEAT_S, round(silence_s / 3)))
+        params.config.setdefault("last_call_timeout", max(1, round(join_s / 4)))  # for nodes beyond the fewest
+        params.config.setdefault("keep_alive_interval", beat_s)
+        params.config.setdefault("keep_alive_max_attempt", max(2, round(silence_s / beat_s)))
+        self._dynamic = create_handler(self._store, SealedBackend(self._store, params.run_id, key), params)
+        self._watch = open_watch(
+            address,
+            self._store.port,
+            node_rank=self._node_rank,
+            num_nodes=params.max_nodes,
+            silence_s=silence_s,
+            is_fixed=False,
+        )
+        self._watch.start()
+
+    def get_backend(self) -> str:
+        return ELASTIC_BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        # torch would let its own store for the ranks listen everywhere, and give ranks that are started again the keys
+        # of those before them
+        users = os.environ.get(_NOT_SHARED)
+        os.environ[_NOT_SHARED] = "1"
+        try:
+            info: RendezvousInfo = self._dynamic.next_rendezvous()
+        finally:
+            del os.environ[_NOT_SHARED]
+            if users is not None:
+                os.environ[_NOT_SHARED] = users
+        self._ranks_store = None
+        where = Seal(self._key, f"store of {self._run_id}")
+        try:
+            if info.rank == 0:
+                limit = timedelta(minutes=5)
+                self._ranks_store = listen(self._address, 0, timeout=limit, is_handed=False)
+                info.store.set(_RANKS_STORE_KEY, where.close(f"{self._ranks_store.port} {self._address}".encode()))
+            port, address = where.open(info.store.get(_RANKS_STORE_KEY)).decode().split(" ", 1)
+        except DistError as exc:
+            raise RendezvousConnectionError(f"the store of the job is lost: {exc}") from exc
+        except SealBroken as exc:
+            raise _refused(str(exc)) from exc
+        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+
+    def is_closed(self) -> bool:
+        return bool(self._dynamic.is_closed())
+
+    def set_closed(self) -> None:
+        self._dynamic.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._dynamic.num_nodes_waiting())
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, ChildFailedError):  # the others may go on without this node
+            return False
+        is_closed = bool(self._dynamic.shutdown())
+        tell_others(self._watch, self._node_rank, error)
+        return is_closed
+
+
+def create_elastic_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Make the handler that torchrun's registry asks for. The key leaves the environment, which the ranks inherit."""
+    try:
+        key = bytes.fromhex(os.environ.pop(JOB_KEY_VARIABLE, ""))
+        return ElasticRendezvous(params, key)
+    except ValueError as exc:
+        raise RendezvousError(f"{JOB_KEY_VARIABLE} is no key: {exc}") from exc
+
+
+def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point: torchrun calls it to get the creator."""
+    return create_elastic_handler

@@ -1,0 +1,207 @@
+"""The rendezvous of a job on fixed nodes: torchrun's --rdzv-backend detrain-job.
+
+The store listens on one address of node 0, on a socket that was bound before torchrun was started; the ranks use the
+same store, as they do under torchrun's own. All nodes watch each other from when they have met (watch.py).
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import DistError, DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from ...launch import JOB_BACKEND, JOB_NODES_VARIABLE
+from ...text import printable
+from ..system.bound_store import connect, listen
+from .watch import Watch, end_ranks, write_reason
+
+_OPERATION_LIMIT_S = 60.0
+_MOST_NAME = 100  # characters
+_Answer = TypeVar("_Answer")
+
+
+class JobRendezvous(RendezvousHandler):
+    """Node rank 0 listens; the others wait for it, and it waits for them."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        self.node_rank = params.get_as_int("rank", 0) or 0
+        self._run_id, self._num_nodes = params.run_id, params.max_nodes
+        self._timeout_s = float(params.get_as_int("timeout") or 120)
+        self._silence_s = float(params.get_as_int("silence") or 60)
+        self._address, self._port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
+        self._store: TCPStore | None = None
+        self._watch: Watch | None = None
+
+    def get_backend(self) -> str:
+        return JOB_BACKEND
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        if self._store is None:
+            self._store = open_store(self._address, self._port, self.node_rank, self._timeout_s)
+            self._port = self._store.port
+            self._watch = self._meet()
+        return RendezvousInfo(
+            PrefixStore(self._run_id, self._store),
+            self.node_rank,
+            self._num_nodes,
+            RendezvousStoreInfo(self._address, self._port),
+        )
+
+    def _meet(self) -> Watch:
+        watch = open_watch(
+            self._address,
+            self._port,
+            node_rank=self.node_rank,
+            num_nodes=self._num_nodes,
+            silence_s=self._silence_s,
+        )
+        try:
+            wrong = watch.wait_for_all(self._timeout_s)
+        except ConnectionError:
+            wrong = f"{watch.name(0)}, which holds the store of the job, is gone"
+        if wrong:
+            write_reason(wrong)
+            watch.tell_end(wrong)
+            raise RendezvousTimeoutError(wrong)
+        watch.start()
+        return watch
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        if self._watch is not None:
+            tell_others(self._watch, self.node_rank, sys.exc_info()[1])
+        return True
+
+
+def tell_others(watch: Watch, node_rank: int, error: BaseException | None) -> None:
+    """Say how this node's ranks have ended. torchrun shuts a rendezvous down while the ``error`` is on its way."""
+    if error is None:
+        watch.tell_done()
+    elif isinstance(error, ChildFailedError):
+        rank, failure = error.get_first_failure()
+        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
+        watch.tell_end(f"{watch.name(node_rank)} failed: rank {rank} {how}")
+    else:
+        watch.tell_end(f"{watch.name(node_rank)} failed: {type(error).__name__}: {error}")
+
+
+def open_store(address: str, port: int, node_rank: int, timeout_s: float) -> TCPStore:
+    """Node 0 serves the store of the job, the others are its clients. Raises: RendezvousConnectionError."""
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        if node_rank == 0:
+            return listen(address, port, timeout=timeout)
+        return connect(address, port, timeout=timeout)
+    except (DistError, OSError) as exc:
+        reason = f"the store of the job, at {address}:{port} on {_name(0)}, cannot be reached within {timeout_s:g} s"
+        write_reason(reason)
+        raise RendezvousConnectionError(reason) from exc
+
+
+def open_watch(
+    address: str, port: int, *, node_rank: int, num_nodes: int, silence_s: float, is_fixed: bool = True
+) -> Watch:
+    """Make the watch of this node, which also says so when torchrun is ended by a signal."""
+    watch = Watch(
+        lambda: WatchStore(address, port),
+        node_rank=node_rank,
+        num_nodes=num_nodes,
+        names=_read_names(),
+        silence_s=silence_s,
+        is_fixed=is_fixed,
+        on_end=end_ranks,
+    )
+    if is_fixed:
+        atexit.register(watch.tell_end, f"{watch.name(node_rank)} was stopped")
+    else:
+        atexit.register(watch.leave)
+    return watch
+
+
+class WatchStore:
+    """The part of the store in which nodes watch each other: a `SharedStore`, over a connection of its own."""
+
+    def __init__(self, address: str, port: int) -> None:
+        try:
+            # torch tries again and again where nobody listens
+            socket.create_connection((address, port), timeout=_OPERATION_LIMIT_S).close()
+            client: Store = connect(address, port, timeout=timedelta(seconds=_OPERATION_LIMIT_S))
+        except (OSError, DistError) as exc:
+            raise ConnectionError(f"the store of the job at {address}:{port} is gone: {exc}") from exc
+        self._store = PrefixStore("detrain_nb.watch", client)
+
+    def set(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.set(key, value))
+
+    def set_first(self, key: str, value: str) -> None:
+        self._call(lambda: self._store.compare_set(key, "", value))
+
+    def get(self, key: str) -> bytes | None:
+        return self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
+
+    def wait(self, key: str, limit_s: float) -> bool:
+        try:
+            self._store.wait([key], timedelta(seconds=limit_s))
+        except DistNetworkError as exc:
+            raise ConnectionError(str(exc)) from exc
+        except DistStoreError:
+            return False
+        return True
+
+    @staticmethod
+    def _call(operation: Callable[[], _Answer]) -> _Answer:
+        try:
+            return operation()
+        except DistError as exc:
+            raise ConnectionError(str(exc)) from exc
+
+
+def _read_names() -> list[str]:
+    """How the nodes are called, by their rank; empty where nobody has said."""
+    try:
+        names = json.loads(os.environ.get(JOB_NODES_VARIABLE, "[]"))
+    except ValueError:
+        return []
+    return [printable(str(name))[:_MOST_NAME] for name in names] if isinstance(names, list) else []
+
+
+def _name(node_rank: int) -> str:
+    names = _read_names()
+    return f"node {names[node_rank] if node_rank < len(names) else node_rank}"
+
+
+def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """The entry point: torchrun calls it to get the creator."""
+    return JobRendezvous

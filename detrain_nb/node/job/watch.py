@@ -1,0 +1,231 @@
+"""The nodes of a job watch each other through the job's store: a node that fails, or of which nothing is heard, ends
+the others, and each of them says which node it was.
+
+Node 0 holds the store and judges the others; they judge node 0. Silence is counted only while whoever counts is
+running: a node that was stopped itself, or a laptop that slept, does not take its own sleep for that of the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...launch import JOB_END_VARIABLE
+from ...text import printable
+
+_BEAT_S = 0.5
+_WORD_LIMIT_S = 5.0  # for a last word to a store that may be gone
+_POLL_S = 0.02
+_MOST_REASON = 2000  # characters
+_END_KEY, _BEAT_KEY, _DONE_KEY, _HEARD_KEY = "end", "beat", "done", "heard"
+
+
+class SharedStore(Protocol):
+    """Keys that all nodes see. Each method may hang where the node that holds them is silent.
+
+    Raises: ConnectionError when it is gone.
+    """
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def set_first(self, key: str, value: str) -> None:
+        """Set it unless it is set already."""
+
+    def get(self, key: str) -> bytes | None: ...
+
+    def wait(self, key: str, limit_s: float) -> bool:
+        """Wait until it is set; False where it was not in time."""
+
+
+class Watch:
+    """Of one node. ``open_store`` makes a client of the store that nobody else uses.
+
+    Without ``is_fixed``, as in elastic jobs, nodes may go and come: only a node's own word ends the others.
+    ``on_end`` is called once, in a thread, with the reason, if the job is ended by another node.
+    """
+
+    def __init__(
+        self,
+        open_store: Callable[[], SharedStore],
+        *,
+        node_rank: int,
+        num_nodes: int,
+        names: Sequence[str] = (),
+        silence_s: float,
+        is_fixed: bool = True,
+        on_end: Callable[[str], None],
+        beat_s: float = _BEAT_S,
+    ) -> None:
+        self._open_store, self._store = open_store, open_store()
+        self._node_rank, self._names = node_rank, names
+        self._others = [rank for rank in range(num_nodes) if rank != node_rank]
+        self._silence_s, self._beat_s, self._is_fixed = silence_s, min(beat_s, silence_s / 3), is_fixed
+        self._on_end = on_end
+        self._rounds = 0
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()  # nothing is judged any more
+        self._heard: dict[int, tuple[bytes | None, float]] = {}  # of each other node: its last beat, and since how long
+
+    def name(self, node_rank: int) -> str:
+        """How a node is called in what is said to people."""
+        return f"node {self._names[node_rank] if node_rank < len(self._names) else node_rank}"
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._threads = [
+            threading.Thread(target=judge, name="watch", daemon=True) for judge in (self._talk, self._time)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait_for_all(self, limit_s: float) -> str:
+        """Wait until every node has come, and say what is wrong if they have not. Before `start`."""
+        deadline = time.monotonic() + limit_s
+        self._store.set(f"{_BEAT_KEY}/{self._node_rank}", "0")
+        missing = list(self._others)
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if self._store.get(f"{_BEAT_KEY}/{rank}") is None]
+            if (end := self._store.get(_END_KEY)) is not None:
+                return _read_reason(end)
+            if missing:
+                time.sleep(_POLL_S)
+        if not missing:
+            return ""
+        names = ", ".join(self.name(rank) for rank in missing)
+        return f"{names} did not come to the rendezvous within {limit_s:g} s: see there why it was not started"
+
+    def tell_done(self, limit_s: float | None = None) -> None:
+        """Say that this node's ranks have ended well. Node 0 waits for the others, to which its store is the job."""
+        self._say(lambda store: store.set(f"{_DONE_KEY}/{self._node_rank}", "1"))
+        if self._node_rank == 0:
+            self._wait_for_others(_DONE_KEY, limit_s)
+        self.leave()
+
+    def tell_end(self, reason: str) -> None:
+        """Say why this node's ranks have ended: those of the others will be ended, unless one has said so before."""
+        if self._over.is_set():
+            return
+        self._over.set()
+        end = json.dumps({"reason": reason[:_MOST_REASON]})
+        self._say(lambda store: store.set_first(_END_KEY, end))
+        if self._node_rank == 0:
+            self._wait_for_others(_HEARD_KEY, _WORD_LIMIT_S)
+        self.leave()
+
+    def leave(self) -> None:
+        """Watch no more. When the process exits, no thread may be in torch: Python would end it there, and abort."""
+        self._over.set()
+        for thread in self._threads:
+            thread.join(4 * self._beat_s)
+
+    def _say(self, word: Callable[[SharedStore], None]) -> None:
+        """Say it over a connection of its own, as the other one may hang in a wait; no longer than some seconds."""
+
+        def say() -> None:
+            try:
+                word(self._open_store())
+            except ConnectionError:
+                pass  # whoever held the store is gone, and the others have noticed
+
+        saying = threading.Thread(target=say, name="last word", daemon=True)
+        saying.start()
+        saying.join(_WORD_LIMIT_S)
+
+    def _wait_for_others(self, key: str, limit_s: float | None) -> None:
+        """On node 0: until each node that is still heard of has set its ``key``, or is done."""
+        deadline = None if limit_s is None else time.monotonic() + limit_s
+        store = self._open_store()
+        left = [rank for rank in self._others if store.get(f"{_BEAT_KEY}/{rank}") is not None]
+        while left and (deadline is None or time.monotonic() < deadline):
+            left = [rank for rank in left if not self._has_set(store, rank, key)]
+            if left:
+                time.sleep(_POLL_S)
+
+    def _has_set(self, store: SharedStore, rank: int, key: str) -> bool:
+        if any(store.get(f"{said}/{rank}") is not None for said in {key, _DONE_KEY}):
+            return True
+        return self._heard.get(rank, (None, 0.0))[1] >= self._silence_s
+
+    # ---- judging, each in a thread of its own
+
+    def _talk(self) -> None:
+        try:
+            before = time.monotonic()
+            while not self._over.is_set():
+                self._rounds += 1
+                self._store.set(f"{_BEAT_KEY}/{self._node_rank}", str(self._rounds))
+                if self._node_rank == 0:
+                    passed_s, before = time.monotonic() - before, time.monotonic()
+                    self._look_at_others(min(passed_s, 2 * self._beat_s))
+                if self._store.wait(_END_KEY, self._beat_s):
+                    self._store.set(f"{_HEARD_KEY}/{self._node_rank}", "1")
+                    self._finish(_read_reason(self._store.get(_END_KEY) or b""))
+        except ConnectionError:
+            self._finish(f"{self.name(0)}, which holds the store of the job, is gone")
+
+    def _look_at_others(self, passed_s: float) -> None:
+        for rank in self._others:
+            beat = self._store.get(f"{_BEAT_KEY}/{rank}")
+            last, silent_s = self._heard.get(rank, (None, 0.0))
+            self._heard[rank] = (beat, silent_s + passed_s if beat == last else 0.0)
+            if not self._is_fixed or self._heard[rank][1] < self._silence_s:
+                continue
+            if self._store.get(f"{_DONE_KEY}/{rank}") is None:
+                reason = f"nothing was heard of {self.name(rank)} for {self._silence_s:g} s"
+                self._store.set_first(_END_KEY, json.dumps({"reason": reason}))  # each reads it there, this node too
+
+    def _time(self) -> None:
+        """Judge node 0 by how long its store has not answered: `_talk` may hang there."""
+        seen, silent_s, before = 0, 0.0, time.monotonic()
+        while not self._over.wait(self._beat_s):
+            passed_s, before = time.monotonic() - before, time.monotonic()
+            silent_s = silent_s + min(passed_s, 2 * self._beat_s) if self._rounds == seen else 0.0
+            seen = self._rounds
+            if silent_s >= self._silence_s:
+                holder = f"{self.name(0)}, which holds the store of the job,"
+                self._finish(f"nothing was heard of {holder} for {self._silence_s:g} s")
+
+    def _finish(self, reason: str) -> None:
+        with self._lock:
+            if self._over.is_set():
+                return
+            self._over.set()
+        self._on_end(reason)
+
+
+def end_ranks(reason: str, *, grace_s: float = 20.0) -> None:
+    """End torchrun, in which we are, and its ranks; write why. Returns only if that fails."""
+    write_reason(reason)
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun ends its ranks, and itself
+    time.sleep(grace_s)
+    os._exit(1)  # its main thread waits for a store that does not answer; whoever started us ends what is left
+
+
+def write_reason(reason: str) -> None:
+    """Say why this node's ranks end: in the log, and for whoever started torchrun."""
+    print(f"detrain_nb: {reason}", file=sys.stderr, flush=True)
+    if path := os.environ.get(JOB_END_VARIABLE):
+        try:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"reason": reason}, file)
+        except OSError as exc:
+            print(f"detrain_nb: {path} cannot be written: {exc}", file=sys.stderr, flush=True)
+
+
+def _read_reason(end: bytes) -> str:
+    """What another node says, which is not trusted to say it well."""
+    try:
+        said = json.loads(end[: 4 * _MOST_REASON])
+        reason = said["reason"] if isinstance(said, dict) else None
+    except (ValueError, KeyError, RecursionError):
+        reason = None
+    if not isinstance(reason, str) or not reason:
+        return "another node has ended the job without saying why"
+    return printable(reason[:_MOST_REASON])
