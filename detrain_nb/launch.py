@@ -198,9 +198,10 @@ def _write_options(
 ) -> tuple[str, ...]:
     """What torchrun must know of the nodes."""
     address, port = rendezvous.endpoint
-    conf = {"timeout": round(rendezvous.timeout_s)}
-    if rendezvous.kind in (ELASTIC_BACKEND, "c10d"):
-        conf = {"join_timeout": conf["timeout"], "is_host": int(node_rank == 0)}
+    is_dynamic = rendezvous.kind in (ELASTIC_BACKEND, "c10d")
+    conf = {"join_timeout" if is_dynamic else "timeout": round(rendezvous.timeout_s)}
+    if rendezvous.kind == "c10d":
+        conf["is_host"] = int(node_rank == 0)
     if rendezvous.kind in (JOB_BACKEND, ELASTIC_BACKEND):
         conf["silence"] = round(rendezvous.silence_s)
     if rendezvous.kind in RENDEZVOUS_HANDLERS:

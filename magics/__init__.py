@@ -12,6 +12,7 @@ from .completion import route_to_ranks
 from .debugging import refuse_debugger
 from .distributed import DistributedMagics, help_without_body
 from .notebook import on_shutdown
+from .pipeline import PipelineMagics
 
 __all__ = ["DistributedMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
 
@@ -36,7 +37,7 @@ def load_ipython_extension(ipython: Any) -> None:
     if hasattr(ipython, _MAGICS):
         return
     magics: DistributedMagics = ipython.__dict__.pop(_UNLOADED, None) or DistributedMagics(ipython)
-    ipython.register_magics(magics)
+    ipython.register_magics(magics, PipelineMagics(ipython))
     holder = magics.holder
     undo = [
         on_shutdown(ipython, holder.end_own, holder.leave_to_restart),

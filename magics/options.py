@@ -369,7 +369,11 @@ def _add_force(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_start(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],...; default: here")
+    parser.add_argument(
+        "--nodes",
+        metavar="NODES",
+        help="a nodes file, or [user@]host[:port],...; localhost is this machine; default: it alone",
+    )
     how_many = "how many, on nodes how many on each; default: the GPUs, else 2, on nodes 1"
     parser.add_argument("-n", dest="count", type=_positive, metavar="N", help=how_many)
     _add_force(parser)

@@ -21,11 +21,12 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.doctor import Cell, Report, examine, fix
 from detrain_nb.errors import LaunchError, SpecError
+from detrain_nb.node.ssh.logout import look_at_logout
 from detrain_nb.spec.node import Node
 from detrain_nb.spec.nodes_file import read_nodes, write_nodes
 
 from .testbed.fixtures import MakeTestbed
-from .testbed.nodes import ssh_nodes
+from .testbed.nodes import away_from, ssh_nodes
 from .testbed.testbed import Link, Testbed
 
 pytestmark = pytest.mark.slow  # hosts that do not answer take their time
@@ -173,6 +174,76 @@ def test_machine_that_is_named_twice_is_a_problem(testbed: Testbed) -> None:
     assert report.cell("address", node.name).state == "good"
     twin = report.cell("address", "again")
     assert twin.state == "bad" and twin.text.endswith(f", as {node.name}") and "name the machine once" in twin.advice
+
+
+def test_this_machine_is_examined_beside_hosts(testbed: Testbed) -> None:
+    h0 = _nodes(testbed)[0]
+    here = Node(host="localhost")
+    report = _examine(testbed, [here, h0])
+    assert report.cell("ssh", "localhost").text == "this machine"
+    assert sys.executable in report.cell("python", "localhost").text
+    assert report.cell("torch", "localhost") == report.cell("torch", h0.name)
+    assert report.cell("address", "localhost").text.startswith(f"{testbed.inventory.notebook_ip} (")
+    assert report.cell("reaches", "localhost").text == h0.name
+    assert report.cell("reaches", h0.name).text == "localhost"
+    assert report.measured_nodes()[0].host == "localhost"
+    with away_from(testbed, "h0") as address:
+        report = _examine(testbed, [here.model_copy(update={"address": address}), h0])
+    cell = report.cell("reaches", h0.name)
+    assert cell.state == "bad" and cell.advice == "put a host first that all nodes reach, and leave localhost out"
+
+
+@pytest.mark.parametrize(
+    ("files", "kills", "lingers"),
+    [
+        ({}, False, False),
+        ({"etc/systemd/logind.conf": "[Login]\n#KillUserProcesses=no\n"}, False, False),
+        ({"usr/lib/systemd/logind.conf": "[Login]\n#KillUserProcesses=yes\n"}, True, False),
+        (
+            {"etc/systemd/logind.conf": "[Login]\nKillUserProcesses = yes\n", "var/lib/systemd/linger/al": ""},
+            True,
+            True,
+        ),
+        ({"etc/systemd/logind.conf": "KillUserProcesses=yes\nKillExcludeUsers=root al\n"}, False, False),
+        ({"etc/systemd/logind.conf": "KillUserProcesses=yes\nKillOnlyUsers=bo\n"}, False, False),
+        (
+            {
+                "etc/systemd/logind.conf": "#KillUserProcesses=no\n",
+                "usr/lib/systemd/logind.conf.d/a.conf": "KillUserProcesses=no\n#KillUserProcesses=no\n",
+                "etc/systemd/logind.conf.d/a.conf": "KillUserProcesses=yes\n",
+            },
+            True,
+            False,
+        ),
+        (
+            {
+                "etc/systemd/logind.conf.d/a.conf": "KillUserProcesses=yes\n",
+                "run/systemd/logind.conf.d/b.conf": "KillUserProcesses=no\n",
+            },
+            False,
+            False,
+        ),
+    ],
+)
+def test_logout_is_read_as_logind_reads_it(files: dict[str, str], kills: bool, lingers: bool, tmp_path: Path) -> None:
+    for name, text in {**files, "run/systemd/seats/seat0": ""}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert look_at_logout(str(tmp_path), "al") == {"kills": kills, "lingers": lingers, "user": "al"}
+
+
+def test_without_logind_nothing_ends_at_a_logout(tmp_path: Path) -> None:
+    (tmp_path / "etc/systemd").mkdir(parents=True)
+    (tmp_path / "etc/systemd/logind.conf").write_text("KillUserProcesses=yes\n")
+    assert look_at_logout(str(tmp_path), "al") == {"kills": False, "lingers": False, "user": "al"}
+
+
+def test_host_whose_logout_ends_jobs_is_said_with_the_command(examine_liar: Callable[..., Report]) -> None:
+    report = examine_liar(_facts(logout={"kills": True, "lingers": False, "user": "al; rm"}))
+    assert report.cell("logout", "h0").state == "warning"
+    assert report.cell("logout", "h0").command.endswith("'loginctl enable-linger USER'")
+    report = examine_liar(_facts(logout={"kills": True, "lingers": True, "user": "al"}))
+    assert report.cell("logout", "h0").state == "good"
 
 
 def test_only_hosts_can_be_examined() -> None:
@@ -371,6 +442,7 @@ def _facts(**fields: Any) -> dict[str, Any]:
         "memory": {"total": 64 * GB, "available": 60 * GB, "limit": None},
         "processors": {"count": 16, "usable": 16, "limit": None},
         "addresses": {"addresses": [["lo", "127.0.0.1"]]},
+        "logout": {"kills": False, "lingers": False, "user": "alice"},
         **fields,
     }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .. import __version__
 from ..errors import DetrainError, SpecError
+from .export import add_export
 from .job_commands import SPEC_SUFFIXES, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, NotebookRun
@@ -68,6 +69,7 @@ def _command_parser() -> argparse.ArgumentParser:
     sessions.set_defaults(act=_list_sessions)
     add_job_commands(commands)
     add_doctor(commands)
+    add_export(commands)
     return parser
 
 
@@ -85,9 +87,9 @@ def _list_sessions(args: argparse.Namespace) -> int:
     from ..deploy.known import known_sessions  # it takes its time, and nothing else here needs it
 
     lines = [
-        f"{name}  {known}  {known.own_end}; kill {known.pid} ends it"
+        f"{name}  {known}  {known.own_end}; kill {known.pid} ends {'its ranks here' if known.nodes[1:] else 'it'}"
         for name, known in known_sessions().items()
-        if not known.nodes
+        if known.pid
     ]
     print("\n".join(lines) or "no session runs on this machine")
     return 0

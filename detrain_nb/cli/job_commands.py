@@ -8,6 +8,7 @@ import getpass
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, SpecError
@@ -44,6 +45,7 @@ def add_job_commands(commands: Any) -> None:
     logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
     logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
     logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
+    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
     _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
     stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
     stop.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds between SIGTERM and SIGKILL")
@@ -74,6 +76,7 @@ def add_job_commands(commands: Any) -> None:
 
     check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
     add_spec(check)
+    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
 
 
 def add_doctor(commands: Any) -> None:
@@ -149,7 +152,7 @@ def _follow(job: Job) -> int:
         print(f"\ndetrain-nb: job {job.id} goes on: detrain-nb jobs attach {job.id}", file=sys.stderr)
         raise
     if status.exit_code != 0 or not status.is_over:
-        print(f"detrain-nb: {status}", file=sys.stderr)
+        print(f"detrain-nb: {replace(status, last_lines=())}", file=sys.stderr)  # they stand above
     return status.exit_status
 
 
@@ -167,10 +170,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _logs(args: argparse.Namespace) -> int:
     job = _find(args.job)
-    if args.follow:
-        job.logs(node=args.node, rank=args.rank, follow=True, on_line=_print_line)
-    else:
-        job.logs(node=args.node, rank=args.rank, on_line=_print_line)
+    job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, follow=args.follow, on_line=_print_line)
     return _OK
 
 
@@ -246,14 +246,16 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    from ..jobs import check_nodes
     from ..spec import worst
 
     spec = _read_spec(args)
-    findings = spec.check()
+    findings = check_nodes(spec, ask_passphrase=_ask_passphrase) if args.on_nodes else spec.check()
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
     if worst(findings) == "error":
         return _FAILED
-    print(spec.plan())
+    with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
+        print(spec.plan())
     return _OK
 
 

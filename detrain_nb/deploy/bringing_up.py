@@ -12,7 +12,7 @@ from ..errors import DetrainError, LaunchError, SessionError, SpecError
 from ..transport import Transport
 from .ending import end_unused
 from .kept import begin_on_kept
-from .ways import check_ways, settle_here
+from .ways import settle_addresses
 
 __all__ = ["End", "attach_to_agents", "bring_up_agents", "give_up_agents", "leave_agents"]
 
@@ -43,10 +43,7 @@ def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
     try:
         reached = [end.transport for end in ends]
         _check_same_torch(reached)
-        settle_here(reached)
-        _check_addresses(reached)
-        if len(reached) > 1 and any(transport.is_this_machine for transport in reached):
-            check_ways(reached, [transport.address for transport in reached])
+        settle_addresses(reached)
     except BaseException:
         give_up_agents(ends)
         raise
@@ -89,13 +86,6 @@ def attach_to_agents(transports: Sequence[Transport], session: str, *, without: 
         return End(transport, transport.connect_agent(session))
 
     return _on_all(transports, connect, give_up=socket.socket.close, attached_to=session)
-
-
-def _check_addresses(transports: Sequence[Transport]) -> None:
-    """Raises: LaunchError when some nodes would be reached at an address that means another machine elsewhere."""
-    local = [transport.name for transport in transports if transport.address.startswith("127.")]
-    if local and len(local) < len(transports):
-        raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
 
 
 def _check_same_torch(transports: Sequence[Transport]) -> None:

@@ -11,7 +11,7 @@ import contextlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ class StartedWith:
 
 @dataclass(frozen=True)
 class KnownSession:
-    """``nodes`` is empty for one of this machine, whose agent has ``pid``.
+    """``nodes`` is empty for one of this machine that has no description; the agent here has ``pid``, 0 for none.
 
     ``started`` is None where it is not known: the session was started by another machine, or the file is unreadable.
     ``is_left``: its kernel was restarted by its user while no cell ran, and nobody has come back to it since.
@@ -92,7 +92,8 @@ def known_sessions() -> dict[str, KnownSession]:
     found = {path.stem: known for path in sorted(_folder().glob("*.json")) if (known := _read(path))}
     for name, pid in running_sessions().items():
         if name in found and any(node.is_this_machine for node in found[name].nodes):
-            continue  # beside others, or with a description
+            found[name] = replace(found[name], pid=pid)
+            continue
         found[name] = _known_by(_load(_local_file(name)), holder_of(name), pid=pid)
     return found
 

@@ -6,6 +6,7 @@ or a firewall keeps them from reaching it. So nothing is launched there before e
 
 from __future__ import annotations
 
+import ipaddress
 import secrets
 import socket
 import threading
@@ -19,7 +20,7 @@ from ..transport import Transport
 from .files import OnProgress, Patience, Stop, label, on_every, open_talk
 from .node_facts import choose_address
 
-__all__ = ["ADVICE", "address_beside", "check_ways", "settle_here"]
+__all__ = ["ADVICE", "address_beside", "check_ways", "settle_addresses", "settle_here"]
 
 ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
 _BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
@@ -28,6 +29,21 @@ _SLACK_S = 20.0
 _MOST_NAMED = 6
 _LONGEST_FAULT = 200
 _TOKEN_BYTES = 16
+
+
+def settle_addresses(transports: Sequence[Transport]) -> None:
+    """See that the nodes, which have all been reached, can be reached by each other: before anything is launched.
+
+    Where this machine is one of several it gets its ``address`` and ``interface`` now, and all ways are gone once.
+    Raises: LaunchError where one would be reached at an address that means another machine elsewhere, or is not.
+    """
+    settle_here(transports)
+    addresses = [transport.address for transport in transports]
+    local = [label(each) for each in transports if ipaddress.ip_address(each.address).is_loopback]
+    if local and len(local) < len(transports):
+        raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
+    if len(transports) > 1 and any(transport.is_this_machine for transport in transports):
+        check_ways(transports, addresses)
 
 
 def settle_here(transports: Sequence[Transport]) -> None:

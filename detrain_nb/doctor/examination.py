@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Self, TypeVar
 
 from ..deploy.node_facts import choose_address
 from ..deploy.questions import Questions
+from ..deploy.ways import address_beside
 from ..errors import DetrainError
+from ..launch import LOOPBACK
+from ..transport.ssh import SshConnection
 from .host_facts import Fault, HostFacts
 from .host_probe import Clock, Door, HostProbe, Way
 from .report import count
@@ -50,8 +53,12 @@ class Host:
         return self.node.name
 
     @property
+    def is_here(self) -> bool:
+        return self.node.is_this_machine
+
+    @property
     def folder_state(self) -> str:
-        folder = self.facts.folder if self.facts else None
+        folder = self.facts.folder if self.facts and not self.is_here else None
         return "" if folder is None or isinstance(folder, Fault) else folder.state
 
 
@@ -98,7 +105,8 @@ class Examination:
 
     def run(self, *, bandwidth: bool) -> None:
         self._progress(f"examining {count(len(self.hosts), 'host')}")
-        self._crew.do(self._visit, self.hosts)
+        self._crew.do(self._visit, [host for host in self.hosts if not host.is_here])
+        self._crew.do(self._visit, [host for host in self.hosts if host.is_here])  # its address is by that of another
         asked = [host for host in self.hosts if host.facts]
         self._progress(f"{len(asked)} of {count(len(self.hosts), 'host')} answered: comparing clocks and connections")
         self._crew.do(self._look_around, asked)
@@ -117,7 +125,8 @@ class Examination:
         except DetrainError as exc:
             host.ssh_fault = exc
             return
-        host.where, host.fingerprint = connection.settings.where, connection.host_key_fingerprint
+        if isinstance(connection, SshConnection):
+            host.where, host.fingerprint = connection.settings.where, connection.host_key_fingerprint
         try:
             facts = host.facts = host.probe.look()
         except DetrainError as exc:
@@ -130,8 +139,12 @@ class Examination:
             host.address = facts.addresses
             return
         try:
-            host.address = choose_address(
-                host.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
+            host.address = (
+                self._address_here(host)
+                if host.is_here
+                else choose_address(
+                    host.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
+                )
             )
         except DetrainError as exc:
             host.address = Fault(str(exc))
@@ -140,6 +153,11 @@ class Examination:
             host.door = host.probe.listen(host.address[0])
         except DetrainError as exc:
             host.door = Fault(str(exc))
+
+    def _address_here(self, host: Host) -> tuple[str, str]:
+        """Beside the first other host that has one. Raises: LaunchError."""
+        others = [other.address for other in self.hosts if not other.is_here and not isinstance(other.address, Fault)]
+        return address_beside(others[0][0] if others else LOOPBACK, host.node)
 
     def _look_around(self, host: Host) -> None:
         """Compare its clock with ours, then let it connect to the others."""
@@ -162,6 +180,8 @@ class Examination:
             self._progress(f"measuring bandwidth between hosts: round {number} of {len(rounds)}")
             self._crew.do(_measure_both, pairs)
         for host in hosts:
+            if host.is_here:
+                continue
             self._progress(f"measuring bandwidth to {host.name}")
             [rate] = self._crew.do(lambda host: host.probe.measure_rate_from_here(), [host])
             host.rate_from_here = Fault(str(rate)) if isinstance(rate, DetrainError) else rate

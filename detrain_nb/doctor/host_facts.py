@@ -12,7 +12,19 @@ from typing import Any, TypeVar
 from ..errors import TransportError
 from ..text import printable
 
-__all__ = ["Disk", "Fault", "Folder", "Gpu", "Gpus", "HostFacts", "Limited", "Said", "Torch", "read_addresses"]
+__all__ = [
+    "Disk",
+    "Fault",
+    "Folder",
+    "Gpu",
+    "Gpus",
+    "HostFacts",
+    "Limited",
+    "Logout",
+    "Said",
+    "Torch",
+    "read_addresses",
+]
 
 _MOST_TEXT = 200
 _MOST_ITEMS = 64
@@ -84,6 +96,15 @@ class Limited:
 
 
 @dataclass(frozen=True)
+class Logout:
+    """Whether the end of a login of ``user`` kills what is detached, but for scopes where it ``lingers``."""
+
+    kills: bool
+    lingers: bool
+    user: str
+
+
+@dataclass(frozen=True)
 class HostFacts:
     """What a host says of itself; it may say anything that fits."""
 
@@ -103,6 +124,7 @@ class HostFacts:
     memory: Limited | Fault
     processors: Limited | Fault
     addresses: tuple[tuple[str, str], ...] | Fault
+    logout: Logout | Fault
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> HostFacts:
@@ -126,6 +148,7 @@ class HostFacts:
             memory=said.part("memory", lambda part: _read_limited(part, "available")),
             processors=said.part("processors", lambda part: _read_limited(part, "usable", total="count")),
             addresses=said.part("addresses", read_addresses),
+            logout=said.part("logout", _read_logout),
         )
 
 
@@ -151,6 +174,12 @@ class Said:
         if not isinstance(values, list) or len(values) != count:
             raise self._complain(name)
         return [self._check(name, value, 0, most) for value in values]
+
+    def flag(self, name: str) -> bool:
+        value = self._fields.get(name)
+        if not isinstance(value, bool):
+            raise self._complain(name)
+        return value
 
     def items(self, name: str, read: Callable[[Said], T], *, count: int | None = None) -> list[T]:
         values = self._fields.get(name)
@@ -201,6 +230,10 @@ def _read_disk(said: Said) -> Disk:
 def _read_folder(said: Said) -> Folder:
     path, other = said.text("path", most=1000), said.text("other", most=1000)
     return Folder(path, said.text("state"), other, said.text("other_state"))
+
+
+def _read_logout(said: Said) -> Logout:
+    return Logout(said.flag("kills"), said.flag("lingers"), said.text("user", most=32))
 
 
 def _read_limited(said: Said, free: str, *, total: str = "total") -> Limited:

@@ -17,7 +17,10 @@ from ..deploy.ssh_node import connect_to
 from ..errors import TransportError
 from ..node.ssh.rates import CHUNK_BYTES, find_rate
 from ..spec.node import Node
-from ..transport.ssh import AskPassphrase, SshConnection
+from ..transport.connection import Connection
+from ..transport.here import HereConnection
+from ..transport.local import own_python
+from ..transport.ssh import AskPassphrase
 from .host_facts import HostFacts, Said
 
 __all__ = ["Clock", "Door", "HostProbe", "Way"]
@@ -73,29 +76,35 @@ class HostProbe:
         self.node = node
         self._config_path = config_path
         self._ask_passphrase = ask_passphrase
-        self._connection: SshConnection | None = None
+        self._connection: Connection | None = None
         self._started: RemoteProgram | None = None
         self._round_trip_s = 0.0
 
-    def connect(self) -> SshConnection:
-        """Connect and authenticate. Raises: TransportError, SpecError."""
-        self._connection = connect_to(
-            self.node,
-            ask_passphrase=self._ask_passphrase,
-            config_path=self._config_path,
-            limit_s=_CONNECT_LIMIT_S,
-        )
+    def connect(self) -> Connection:
+        """Connect and authenticate, where it is another machine. Raises: TransportError, SpecError."""
+        if self.node.is_this_machine:
+            self._connection = HereConnection()
+        else:
+            self._connection = connect_to(
+                self.node,
+                ask_passphrase=self._ask_passphrase,
+                config_path=self._config_path,
+                limit_s=_CONNECT_LIMIT_S,
+            )
         return self._connection
 
     def look(self) -> HostFacts:
         """Start the program; what it sees."""
         assert self._connection is not None  # it was connected to
+        node = self.node
+        if node.is_this_machine:
+            node = node.model_copy(update={"python": own_python(node)})
         self._started = RemoteProgram.start(
             read_program("probe"),
             magic=_MAGIC,
-            node=self.node,
+            node=node,
             connection=self._connection,
-            limit_s=_SETUP_LIMIT_S if self.node.setup else _START_LIMIT_S,
+            limit_s=_SETUP_LIMIT_S if node.setup else _START_LIMIT_S,
         )
         return HostFacts.read(self._ask("look"))
 

@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..deploy.ways import ADVICE
 from ..errors import HostKeyError
 from ..text import format_size
 from .examination import Host
 from .host_facts import Disk, Fault, HostFacts
+from .host_probe import Way
 from .report import Cell, Row, count
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ _MOST_CLOCK_OFFSET_S = 1.0
 _MOST_NAMED = 4
 
 _VERSION = re.compile(r"\d{1,4}\.\d{1,4}[0-9A-Za-z.+!-]{0,40}")
+_USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}")
 _BUILD = re.compile(r".*\+(cu\d+|cpu|rocm[\d.]+)")
 
 _FOLDER_IS_WELL = {"private": "", "absent": ": made when it is needed"}
@@ -44,6 +47,7 @@ _FOLDER_AILS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "no folder": ("is not a directory", "move it away", ()),
     "not writable": ("cannot be written", "make it writable, or set XDG_CACHE_HOME in the setup lines", ()),
 }
+_THERE = Way("")
 _OPEN_THE_WAY = "let TCP pass on all ports between the hosts (firewall), or give the address that the others can reach"
 
 
@@ -81,6 +85,8 @@ def write_rows(hosts: Sequence[Host], *, has_bandwidth: bool) -> Iterator[Row]:
 
 
 def _judge_ssh(host: Host) -> Cell:
+    if host.is_here and host.ssh_fault is None:
+        return Cell("this machine", "good")
     if host.ssh_fault is None:
         return Cell(host.where, "good")
     return Cell("refused by us") if isinstance(host.ssh_fault, HostKeyError) else Cell(str(host.ssh_fault), "bad")
@@ -157,7 +163,7 @@ def _judge_ipython(host: Host, facts: HostFacts, group: _Group) -> Cell:
         return Cell(facts.ipython, "good") if facts.ipython else Cell()
     if _can_send_ipython(facts.python_version):
         return Cell("none: the notebook's goes there by itself", "good")
-    install = _command(host.node, host.node.python, "-m", "pip", "install", "ipython")
+    install = _command(host.node, _python(host), "-m", "pip", "install", "ipython")
     return Cell("missing, and the notebook's is not for this Python", "bad", "install it", install)
 
 
@@ -238,6 +244,8 @@ def _judge_disk(disk: Disk | Fault, little_bytes: float, advice: str) -> Cell:
 
 
 def _judge_folder(host: Host, facts: HostFacts, group: _Group) -> Cell:
+    if host.is_here:
+        return Cell()  # its sessions are elsewhere
     found = facts.folder
     if isinstance(found, Fault):
         return _not_known(found)
@@ -248,6 +256,23 @@ def _judge_folder(host: Host, facts: HostFacts, group: _Group) -> Cell:
     if found.other_state in _FOLDER_IS_WELL:
         return Cell(f"{text}: {found.other} is used instead", "warning", advice, shown)
     return Cell(text, "bad", advice, shown)
+
+
+def _judge_logout(host: Host, facts: HostFacts, group: _Group) -> Cell:
+    found = facts.logout
+    if isinstance(found, Fault):
+        return _not_known(found)
+    if not found.kills:
+        return Cell("jobs and sessions go on", "good")
+    if found.lingers:
+        return Cell("jobs go on; sessions end with the login (KillUserProcesses)", "good")
+    user = found.user if _USER.fullmatch(found.user) else "USER"
+    return Cell(
+        "jobs and sessions end with the login (KillUserProcesses)",
+        "warning",
+        "let jobs stay, which may need an administrator",
+        _command(host.node, "loginctl", "enable-linger", user),
+    )
 
 
 def _judge_clock(host: Host, hosts: Sequence[Host]) -> Cell:
@@ -288,7 +313,8 @@ def _judge_ways(host: Host, hosts: Sequence[Host]) -> Cell:
     if not failed:
         return Cell(", ".join(host.ways) if len(host.ways) <= _MOST_NAMED else f"all {len(host.ways)} others", "good")
     text = "; ".join(f"not {', '.join(names)}: {error}" for error, names in failed.items())
-    return Cell(text, "bad", _OPEN_THE_WAY)
+    is_of_here = host.is_here or any(other.is_here and host.ways.get(other.name, _THERE).error for other in hosts)
+    return Cell(text, "bad", ADVICE if is_of_here else _OPEN_THE_WAY)
 
 
 def _judge_round_trips(host: Host, hosts: Sequence[Host]) -> Cell:
@@ -297,7 +323,11 @@ def _judge_round_trips(host: Host, hosts: Sequence[Host]) -> Cell:
 
 
 def _judge_round_trip_from_here(host: Host, hosts: Sequence[Host]) -> Cell:
-    return Cell() if isinstance(host.clock, Fault) else Cell(_describe_ms(host.clock.round_trip_s * 1e3), "good")
+    return (
+        Cell()
+        if isinstance(host.clock, Fault) or host.is_here
+        else Cell(_describe_ms(host.clock.round_trip_s * 1e3), "good")
+    )
 
 
 def _judge_rates(host: Host) -> Cell:
@@ -308,6 +338,8 @@ def _judge_rates(host: Host) -> Cell:
 
 
 def _judge_rate_from_here(host: Host) -> Cell:
+    if host.is_here:
+        return Cell()
     if isinstance(host.rate_from_here, Fault):
         return _not_known(host.rate_from_here)
     return Cell(_describe_rate(host.rate_from_here), "good")
@@ -333,6 +365,7 @@ _OF_FACTS: Mapping[str, Callable[[Host, HostFacts, _Group], Cell]] = {
     "/tmp": _judge_tmp,
     "/dev/shm": _judge_shm,
     FOLDER: _judge_folder,
+    "logout": _judge_logout,
 }
 _OF_WAYS: Mapping[str, Callable[[Host, Sequence[Host]], Cell]] = {
     "clock": _judge_clock,
@@ -359,14 +392,21 @@ def _can_send_ipython(python_version: tuple[int, int, int]) -> bool:
 
 def _install(host: Host, group: _Group) -> str:
     """The command that installs the torch that the others have, from PyTorch's index where the build says which."""
-    words = [host.node.python, "-m", "pip", "install", f"torch=={group.torch}" if group.torch else "torch"]
+    words = [_python(host), "-m", "pip", "install", f"torch=={group.torch}" if group.torch else "torch"]
     if build := _BUILD.fullmatch(group.torch):
         words += ["--index-url", f"https://download.pytorch.org/whl/{build[1]}"]
     return _command(host.node, *words)
 
 
+def _python(host: Host) -> str:
+    """As the user calls it there; that of this machine may be the notebook's."""
+    return host.facts.python if host.is_here and host.facts else host.node.python
+
+
 def _command(node: Node, *words: str) -> str:
     """What the user would run here to have that run there: quoted for both shells, whatever a host has said."""
+    if node.is_this_machine:
+        return shlex.join(words)
     options: list[str] = []
     for option, value in (("-p", node.port), ("-i", node.identity_file), ("-J", node.proxy_jump)):
         options += [option, str(value)] if value is not None else []

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ..errors import SpecError
+from ..spec import PipelineSpec
 from . import slurm, torchrun
 
-__all__ = ["EXPORTERS", "Exporter"]
+__all__ = ["EXPORTERS", "Exporter", "export_spec"]
 
 
 @dataclass(frozen=True)
@@ -33,3 +35,20 @@ EXPORTERS: Mapping[str, Exporter] = {
         },
     ),
 }
+
+
+def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[str, str | None] | None = None) -> str:
+    """Write a spec as a file of the format ``to``. A node that names no devices has ``gpus`` GPUs.
+
+    ``options`` are those of the exporter; one that is None or empty was not given. Raises: SpecError.
+    """
+    if to not in EXPORTERS:
+        raise SpecError(f"{to!r} is no format to export to: give one of {', '.join(EXPORTERS)}")
+    exporter = EXPORTERS[to]
+    given = {name: value for name, value in (options or {}).items() if value}
+    if unknown := [name for name in given if name not in exporter.options]:
+        known = f"it has {', '.join(exporter.options)}" if exporter.options else "it has no options"
+        raise SpecError(f"{to} has no option {unknown[0]}: {known}")
+    names = [node.name for node in spec.nodes if node.devices == "auto"] if spec.nodes else [""]
+    plan = spec.plan(gpus=dict.fromkeys(names, gpus) if gpus else None)
+    return exporter.export(spec, plan, **given)

@@ -20,6 +20,7 @@ from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
 SOURCE = '"$folder/source"'  # where the ranks run, unless their node has a workdir
+_NOTEBOOK_BYTES = 50_000_000  # its outputs are in it
 _JOB_SPEC = '"$folder/job_spec.json"'
 _GIT = "git -c protocol.ext.allow=never -c core.hooksPath=/dev/null -c advice.detachedHead=false"
 

@@ -55,11 +55,15 @@ class Patience:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which lines: of the nodes, by position, of the ranks, and whether of logs, of metrics or of neither."""
+    """Which lines: of the nodes, by position, of the ranks, and whether of logs, of metrics or of neither.
+
+    What torchrun says is left out unless it is wanted: where a rank has failed that is the trace of its own code.
+    """
 
     nodes: Collection[int] | None = None
     rank: int | None = None
     has_logs: bool = True
+    has_torchrun: bool = False
     has_metrics: bool = False
     is_once: bool = False  # what is there, and no more
 
@@ -67,6 +71,8 @@ class Wanted:
         rank = _RANK_OF.match(name)
         if self.rank is not None and (rank is None or int(rank[1]) != self.rank):
             return False
+        if name == "torchrun.log":
+            return self.has_logs and self.has_torchrun
         return self.has_metrics if name.startswith("metrics/") else self.has_logs
 
     def order(self) -> dict[str, object]:
@@ -234,7 +240,10 @@ class Follower:
             if said["type"] == "end":
                 return
             if said["type"] == "status":
-                state.report = next((each for each in read_reports(said) if each.node_rank == index), state.report)
+                report = next((each for each in read_reports(said) if each.node_rank == index), state.report)
+                if report and state.report and report.restarts > state.report.restarts and self._wanted.has_logs:
+                    self._put(index, "", [f"all ranks begin anew, for the {report.restarts}. time"])
+                state.report = report
                 continue
             name, offset, size = (
                 check_log_name(said.get("name")),

@@ -19,15 +19,18 @@ from .execution import Executed, execute
 from .fetching import Fetched, fetch
 from .following import Follower, LogLine, Patience, Wanted
 from .job_status import JobStatus, judge
-from .record import Changes, Record
+from .noting import note_down
+from .record import Record
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .source import plan_source
+from .starting import gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Job", "JobLog", "OnLine", "note_down"]
+__all__ = ["Job", "JobLog", "OnLine"]
 
 OnLine = Callable[[LogLine], object]
 _STATUS_LIMIT_S = 30.0
@@ -96,16 +99,24 @@ class Job(ShownAsText):
 
     # ---- what it prints
 
-    def attach(self, on_line: OnLine = print, *, node: str | None = None, rank: int | None = None) -> JobStatus:
+    def attach(
+        self, on_line: OnLine = print, *, node: str | None = None, rank: int | None = None, torchrun: bool = False
+    ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on."""
-        return self._follow(Wanted(self._positions(node), rank), on_line=on_line)
+        return self._follow(Wanted(self._positions(node), rank, has_torchrun=torchrun), on_line=on_line)
 
     def logs(
-        self, *, node: str | None = None, rank: int | None = None, follow: bool = False, on_line: OnLine | None = None
+        self,
+        *,
+        node: str | None = None,
+        rank: int | None = None,
+        torchrun: bool = False,
+        follow: bool = False,
+        on_line: OnLine | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``on_line`` gets each line as it comes, and none is kept then.
+        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
         """
         kept: list[LogLine] = []
 
@@ -114,7 +125,8 @@ class Job(ShownAsText):
                 raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
             kept.append(line)
 
-        self._follow(Wanted(self._positions(node), rank, is_once=not follow), on_line=on_line or keep)
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
+        self._follow(wanted, on_line=on_line or keep)
         if not follow:
             kept.sort(key=_place_of)
         return JobLog(tuple(kept))
@@ -157,20 +169,26 @@ class Job(ShownAsText):
 
         Its source is what is there now. Raises: SpecError where a secret that it names is not set here.
         """
-        from .submission import gather_secrets, submit
-
         spec = self.spec
         gather_secrets(spec, secrets)  # before anything is stopped
         self.stop()
         nodes = [node for node in self._nodes if isinstance(node, Transport)] or None
         if spec.checkpoint is not None:
             spec = spec.with_overrides({"checkpoint.resume": True})
-        return submit(
+        spec = read_spec(spec, self.name, nodes)
+        started = start(
             spec,
-            name=self.name,
+            plan_source(spec),
             secrets=secrets,
             on_progress=on_progress,
             nodes=nodes,
+            record=self._record,
+            ask_passphrase=self._ask_passphrase,
+        )
+        return Job(
+            started.id,
+            started.name,
+            started.transports,
             record=self._record,
             ask_passphrase=self._ask_passphrase,
         )
@@ -275,19 +293,6 @@ class Job(ShownAsText):
         if status.state != "unknown":
             note_down(status, self._record)
         return status
-
-
-def note_down(status: JobStatus, record: Record) -> None:
-    """Keep how a job is for who cannot ask its nodes."""
-    known: Changes = {
-        "state": status.state,
-        "exit_code": status.exit_code,
-        "started_at": status.started_at,
-        "ended_at": status.ended_at,
-    }
-    if status.metrics:
-        known["metrics"] = json.dumps(dict(status.metrics))
-    record.update(status.id, **known)
 
 
 def _place_of(line: LogLine) -> tuple[str, int, int]:

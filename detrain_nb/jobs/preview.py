@@ -61,6 +61,7 @@ class Submission:
 
 def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
     """Say what submitting ``spec`` would do. Raises: SpecError."""
+    from ..guarded import RUN_MODULE
     from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 
     plan = spec.plan()
@@ -89,7 +90,8 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
             node_rank=node_rank,
             python=python,
         )
-        commands[node.name or "this-machine"] = launched.argv
+        shown = [python, "-m", *launched.argv[3:]] if launched.argv[1:3] == ["-c", RUN_MODULE] else launched.argv
+        commands[node.name or "this-machine"] = shown
     return Submission(
         spec.name,
         plan,

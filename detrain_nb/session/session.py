@@ -124,9 +124,9 @@ class Session(SlotsOnly):
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
 
         With ``nodes`` (a nodes file, ``alice@gpu1,gpu2:2222``, or nodes), ``ranks`` on each of them, over SSH; by
-        default one a GPU, else one on the CPU. ``group_timeout_s`` is how long a collective waits for another rank: on
-        several nodes 10 minutes, else as long as torch's own. ``ask_passphrase`` gets the path of a key file that needs
-        one.
+        default one a GPU, else one on the CPU. ``localhost`` among them is this machine, which the others have to
+        reach. ``group_timeout_s`` is how long a collective waits for another rank: on several nodes 10 minutes, else as
+        long as torch's own. ``ask_passphrase`` gets the path of a key file that needs one.
 
         ``init`` makes the default process group (``backend``, by default gloo, with NCCL for CUDA tensors). The ranks
         start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (torch is

@@ -38,6 +38,12 @@ if TYPE_CHECKING:
 _SERVICE_LIMIT_S = 10.0
 
 
+def own_python(node: Node | None) -> str:
+    """The Python of the ranks on this machine: that of this process, where ``node`` names none."""
+    is_usual = node is None or node.python == type(node).model_fields["python"].default
+    return sys.executable if is_usual or node is None else os.path.expanduser(node.python)
+
+
 class LocalTransport:
     """Brings up an agent on this machine and connects to it.
 
@@ -60,8 +66,7 @@ class LocalTransport:
         self.node = node
         self.name = node.name if node else ""
         self.place: object = ("this machine", node)
-        is_usual = node is None or node.python == type(node).model_fields["python"].default
-        self.python = sys.executable if is_usual or node is None else os.path.expanduser(node.python)
+        self.python = own_python(node)
         self._agent: subprocess.Popen[bytes] | None = None
         self._pid = 0  # of an agent that another process started
         self._folder = Path()

@@ -199,7 +199,7 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """It has a branch, a tag and a commit, each with another text in its script; and a hook that must not run."""
-    folder = tmp_path_factory.mktemp("repositories") / "my repo"
+    folder = tmp_path_factory.mktemp("repositories") / "it's"
     (folder / "a 'b'").mkdir(parents=True)
     who = ["-c", "user.name=a", "-c", "user.email=a@b"]
     for command in (["init", "-q", "-b", "main"],):

@@ -47,6 +47,7 @@ def spec_of(script: str, name: str) -> PipelineSpec:
     return PipelineSpec.from_dict({"name": name, "source": {"script_text": script}})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_job_on_two_nodes(nodes: list[PipeTransport], tmp_path: Path) -> None:
     lines: list[LogLine] = []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -10,7 +14,9 @@ import psutil
 import pytest
 
 from detrain_nb.errors import JobError, JobFailed, SpecError
-from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, submit
+from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, prune, submit
+from detrain_nb.jobs.record import Record
+from detrain_nb.jobs.submitting import submitting
 from detrain_nb.spec import PipelineSpec
 
 LIMIT_S = 120.0
@@ -150,6 +156,67 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
     job.remove()
     with pytest.raises(JobError):
         find_job(job.id)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_job_goes_on_when_its_notebook_is_killed_and_is_restarted_elsewhere(home: Path) -> None:
+    counting = "import os, time\nfor n in range(int(os.environ['COUNT'])): print(n, flush=True); time.sleep(0.01)"
+    spec = spec_of(counting, name="counting", env={"COUNT": "200"}, secrets=["A_SECRET"])
+    code = "import json, os, sys\nfrom detrain_nb.jobs import submit\nfrom detrain_nb.spec import PipelineSpec\n"
+    code += "print(submit(PipelineSpec.from_dict(json.load(sys.stdin))).id, flush=True)\nos.kill(os.getpid(), 9)"
+    env = {**os.environ, "A_SECRET": "hunter2"}
+    submitted = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(spec.to_dict()), env=env, text=True, stdout=subprocess.PIPE
+    )
+    assert submitted.returncode == -signal.SIGKILL, submitted
+    job = find_job(submitted.stdout.strip())
+    lines: list[str] = []
+    assert job.attach(lambda line: lines.append(str(line))).exit_code == 0
+    assert [line for line in lines if line.startswith("[1] ")] == [f"[1] {n}" for n in range(200)]
+    with pytest.raises(SpecError, match="A_SECRET"):
+        job.restart()
+    again = job.restart(secrets={"A_SECRET": "hunter2"})
+    assert (again.id != job.id, again.name, again.wait().exit_code) == (True, "counting", 0)
+
+
+@pytest.mark.parametrize("moment", ["preparing", "starting"])
+def test_submitter_that_is_killed_before_the_launch_leaves_nothing(moment: str, home: Path) -> None:
+    code = f"""
+import os
+from detrain_nb.jobs import submit
+from detrain_nb.spec import PipelineSpec
+
+def end(text):
+    if text.startswith({moment!r}):
+        os.kill(os.getpid(), 9)
+
+submit(PipelineSpec.from_dict({{"name": "killed-{moment}", "source": {{"script_text": "1"}}}}), on_progress=end)
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
+    assert ended.returncode == -signal.SIGKILL, ended
+    row = next(row for row in jobs().rows if row.name == f"killed-{moment}")
+    _wait_until(lambda: not list((home / "state/detrain_nb/jobs").glob(f"killed-{moment}-*/*")))
+    assert row.state in ("not started", "preparing", "lost")
+    _wait_until(lambda: find_job(row.id).status().state == "not started")
+
+
+def test_old_jobs_are_pruned_and_others_stay(home: Path) -> None:
+    record = Record()
+    for job, state in (("old-20200101-000000-beef", "ended"), ("older-20200101-000000-beef", "not started")):
+        record.add(job, name=job[:5], nodes="[]", spec="{}", state=state)
+        record.update(job, ended_at=time.time() - 40 * 86400)
+    record.add("new-20260101-000000-beef", name="new", nodes="[]", spec="{}", state="ended")
+    record.update("new-20260101-000000-beef", ended_at=time.time())
+    before = {row.id for row in jobs(ask=False)}
+    assert sorted(prune(30)) == ["old-20200101-000000-beef", "older-20200101-000000-beef"]
+    assert before - {row.id for row in jobs(ask=False)} == {"old-20200101-000000-beef", "older-20200101-000000-beef"}
+
+
+def test_two_submits_at_once_are_one(home: Path) -> None:
+    with submitting("twice"), pytest.raises(JobError, match="being submitted by another process"):
+        submit(spec_of("pass", name="twice"))
+    assert not [row for row in jobs().rows if row.name == "twice"]
 
 
 def _wait_until(is_so: object, limit_s: float = 20.0) -> None:

@@ -168,9 +168,12 @@ def test_a_node_that_fails_ends_the_others_which_name_it(job: _Job) -> None:
     ("lost", "number", "reason"),
     [
         (1, signal.SIGSTOP, "nothing was heard of node b for 3 s"),
-        (0, signal.SIGSTOP, "nothing was heard of node a, which holds the store of the job, for 3 s"),
+        pytest.param(
+            *(0, signal.SIGSTOP, "nothing was heard of node a, which holds the store of the job, for 3 s"),
+            marks=pytest.mark.thorough,
+        ),
         (0, signal.SIGKILL, "node a, which holds the store of the job, is gone"),
-        (1, signal.SIGTERM, "node b was stopped"),
+        pytest.param(1, signal.SIGTERM, "node b was stopped", marks=pytest.mark.thorough),
     ],
 )
 def test_a_lost_node_ends_the_other(job: _Job, lost: int, number: int, reason: str) -> None:
@@ -184,7 +187,7 @@ def test_a_lost_node_ends_the_other(job: _Job, lost: int, number: int, reason: s
     assert other.reason == reason
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_node_that_does_not_come_is_named(job: _Job) -> None:
     job.rendezvous = replace(job.rendezvous, timeout_s=1)
     node = job.start(0, _SLEEP)
@@ -249,8 +252,9 @@ store.set("torch.rendezvous.job-1", base64.b64encode(pickle.dumps(Forged())).dec
     assert not (tmp_path / "forged").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_node_that_joins_later_is_taken_in(elastic_job: _Job) -> None:
+    elastic_job.rendezvous = replace(elastic_job.rendezvous, timeout_s=8)
     script = """
 import os, time
 print("ranks", os.environ["WORLD_SIZE"], flush=True)

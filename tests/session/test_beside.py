@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +10,20 @@ import psutil
 import pytest
 
 from detrain_nb import Session
+from detrain_nb.agents import is_running
 from detrain_nb.deploy.known import known_sessions
 from detrain_nb.errors import LaunchError, RankError, RankLost, SpecError
 from detrain_nb.spec import Node
 from detrain_nb.transport import Transport
 from detrain_nb.transport.local import LocalTransport
 
-from ..testbed.nodes import processes_of_sessions, ssh_nodes
+from ..testbed.nodes import away_from, processes_of_sessions, ssh_nodes
 from ..testbed.testbed import Testbed
 from .soon import assert_soon
 from .training import Watcher
 
 _SUM = "t = torch.tensor([rank + 1.0]); dist.all_reduce(t); t.item()"
 _STORE = "import os; os.environ['MASTER_ADDR'], os.environ['GLOO_SOCKET_IFNAME']"
-_NOWHERE = "02:00:00:00:00:00"
 
 Processes = Callable[[], set[psutil.Process]]
 
@@ -46,7 +44,8 @@ def test_localhost_alone_is_a_named_node_on_the_loopback(processes: Processes, t
         assert session.run_cell(_SUM, ranks="me").values == {0: 3.0, 1: 3.0}
         assert session.run_cell(_STORE).values[0] == ("127.0.0.1", "lo")
         assert session.run_cell("os.getcwd()").values[0] == str(workdir)
-        assert [node.name for node in known_sessions()["alone"].nodes] == ["me"]
+        known = known_sessions()["alone"]
+        assert [node.name for node in known.nodes] == ["me"] and is_running(known.pid)
         session.detach()
         with Session.attach("alone") as again:
             assert again.ranks.node_names == {0: "me", 1: "me"}
@@ -113,29 +112,11 @@ def test_localhost_may_stand_second_and_the_session_is_attached_to(testbed: Test
     _assert_none_is_left(testbed, processes)
 
 
-@contextlib.contextmanager
-def _behind_a_wall(testbed: Testbed) -> Iterator[str]:
-    """Gives an address of this machine from which h0 gets no answer, as from a laptop behind a router."""
-    inventory = testbed.inventory
-    address, device = f"198.51.100.{inventory.notebook_ip.split('.')[2]}", f"{inventory.prefix}-nat"
-    ip = lambda *words: subprocess.run(["ip", *words], check=True, timeout=10)  # noqa: E731
-    ip("link", "add", "name", device, "type", "veth", "peer", "name", f"{device}x")
-    try:
-        ip("addr", "add", f"{address}/32", "dev", device)
-        ip("link", "set", device, "up")
-        testbed.output("h0", f"ip route add {address}/32 dev eth0")
-        testbed.output("h0", f"ip neigh replace {address} lladdr {_NOWHERE} dev eth0 nud permanent")
-        yield address
-    finally:
-        ip("link", "del", device)
-        testbed.output("h0", f"ip route del {address}/32; ip neigh del {address} dev eth0")
-
-
 @pytest.mark.slow
 def test_machine_that_a_host_does_not_reach_is_refused_before_any_rank_starts(
     testbed: Testbed, processes: Processes
 ) -> None:
-    with _behind_a_wall(testbed) as address, pytest.raises(LaunchError) as caught:
+    with away_from(testbed, "h0") as address, pytest.raises(LaunchError) as caught:
         Session.start(1, sync=False, nodes=[_here(address=address), *ssh_nodes(testbed, 1)], device="cpu")
     assert str(caught.value).splitlines() == [
         f"h0 does not reach localhost at {address}: no answer within 3 s",

@@ -105,7 +105,7 @@ def test_interrupt_of_a_start_leaves_nothing_wherever_it_comes(
         "the second is asked": (ThreadPoolExecutor, "submit"),
         "it has just been asked": (ThreadPoolExecutor, "submit"),
         "both are there": (ThreadPoolExecutor, "shutdown"),
-        "they are checked": (bringing_up, "_check_addresses"),
+        "they are checked": (bringing_up, "settle_addresses"),
         "the second is linked": (NodeLink, "__init__"),
     }[where]
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):

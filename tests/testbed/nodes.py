@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from detrain_nb.spec.node import Node
 from .fixtures import MakeTestbed
 from .testbed import Testbed
 
+_NOBODYS = "02:00:00:00:00:00"  # hardware address
 _CLONE = str(Path(__file__).parents[2])
 
 
@@ -40,3 +44,24 @@ def home_with_hosts(make_testbed: MakeTestbed, folder: Path) -> Path:
     named = config.replace("Host h0\n", "Host gpu1\n").replace("Host h1\n", "Host gpu2\n")
     (home / ".ssh/config").write_text(named)
     return home
+
+
+@contextlib.contextmanager
+def away_from(testbed: Testbed, host: str) -> Iterator[str]:
+    """Gives an address of this machine from which a host gets no answer, as from a laptop behind a router."""
+    inventory = testbed.inventory
+    address, device = f"198.51.100.{inventory.notebook_ip.split('.')[2]}", f"{inventory.prefix}-nat"
+
+    def ip(*words: str) -> None:
+        subprocess.run(["ip", *words], check=True, timeout=10)
+
+    ip("link", "add", "name", device, "type", "veth", "peer", "name", f"{device}x")
+    try:
+        ip("addr", "add", f"{address}/32", "dev", device)
+        ip("link", "set", device, "up")
+        testbed.output(host, f"ip route add {address}/32 dev eth0")
+        testbed.output(host, f"ip neigh replace {address} lladdr {_NOBODYS} dev eth0 nud permanent")
+        yield address
+    finally:
+        ip("link", "del", device)
+        testbed.output(host, f"ip route del {address}/32; ip neigh del {address} dev eth0")

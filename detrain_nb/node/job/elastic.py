@@ -93,6 +93,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._store = open_store(address, port, self._node_rank, join_s)
         self._ranks_store: TCPStore | None = None
         beat_s = max(1, min(_BEAT_S, round(silence_s / 3)))
+        params.config.setdefault("last_call_timeout", max(1, round(join_s / 4)))  # for nodes beyond the fewest
         params.config.setdefault("keep_alive_interval", beat_s)
         params.config.setdefault("keep_alive_max_attempt", max(2, round(silence_s / beat_s)))
         self._dynamic = create_handler(self._store, SealedBackend(self._store, params.run_id, key), params)
@@ -152,9 +153,10 @@ class ElasticRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         error = sys.exc_info()[1]
-        is_closed = bool(self._dynamic.shutdown()) if error is None or isinstance(error, ChildFailedError) else False
-        if error is None or isinstance(error, ChildFailedError):
-            tell_others(self._watch, self._node_rank, error)
+        if error is not None and not isinstance(error, ChildFailedError):  # the others may go on without this node
+            return False
+        is_closed = bool(self._dynamic.shutdown())
+        tell_others(self._watch, self._node_rank, error)
         return is_closed
 
 

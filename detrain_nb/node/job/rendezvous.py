@@ -145,6 +145,8 @@ def open_watch(
     )
     if is_fixed:
         atexit.register(watch.tell_end, f"{watch.name(node_rank)} was stopped")
+    else:
+        atexit.register(watch.leave)
     return watch
 
 

@@ -106,8 +106,7 @@ class Watch:
         self._say(lambda store: store.set(f"{_DONE_KEY}/{self._node_rank}", "1"))
         if self._node_rank == 0:
             self._wait_for_others(_DONE_KEY, limit_s)
-        self._over.set()
-        self._leave()
+        self.leave()
 
     def tell_end(self, reason: str) -> None:
         """Say why this node's ranks have ended: those of the others will be ended, unless one has said so before."""
@@ -118,10 +117,11 @@ class Watch:
         self._say(lambda store: store.set_first(_END_KEY, end))
         if self._node_rank == 0:
             self._wait_for_others(_HEARD_KEY, _WORD_LIMIT_S)
-        self._leave()
+        self.leave()
 
-    def _leave(self) -> None:
-        """Wait until no thread is in torch: Python would end it there, and abort, when the process exits."""
+    def leave(self) -> None:
+        """Watch no more. When the process exits, no thread may be in torch: Python would end it there, and abort."""
+        self._over.set()
         for thread in self._threads:
             thread.join(4 * self._beat_s)
 

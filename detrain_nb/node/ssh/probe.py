@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 
 from detrain_nb.node.ssh.addresses import list_addresses
+from detrain_nb.node.ssh.logout import look_at_logout
 from detrain_nb.node.ssh.rates import CHUNK_BYTES, find_rate
 from detrain_nb.node.system.cgroups import Cgroup, find_groups, read_mounts
 from detrain_nb.node.system.proc_files import read
@@ -97,6 +98,7 @@ def _look(order: dict[str, Any]) -> dict[str, Any]:
         "memory": _look_at_memory,
         "processors": _look_at_processors,
         "addresses": lambda: {"addresses": list_addresses()},
+        "logout": look_at_logout,
     }
     answer: dict[str, Any] = {
         "python": sys.executable or "",

@@ -1,0 +1,50 @@
+"""`detrain-nb export`: a spec as a file for somebody else's command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from ..storage import locate
+
+__all__ = ["add_export"]
+
+
+def add_export(commands: Any) -> None:
+    """Add `export` to the parser's commands."""
+    parser = commands.add_parser(
+        "export",
+        help="write a spec as a script of torchrun or Slurm",
+        description="Write a spec as a file that runs without detrain_nb: torchrun is a shell script for every node, "
+        "slurm is a batch script for sbatch.",
+        epilog="--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2",
+    )
+    parser.add_argument("format", metavar="FORMAT", help="torchrun or slurm")
+    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
+    parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
+    parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="how many a node has that names no devices")
+    for name in ("time", "partition", "account"):
+        parser.add_argument(f"--{name}", metavar=name.upper(), help="of Slurm, as sbatch takes it")
+    parser.set_defaults(act=_export)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ..formats import export_spec  # it takes its time, and few commands need it
+    from ..spec import PipelineSpec
+
+    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
+    words += [f"--nodes={args.nodes}"] if args.nodes is not None else []
+    spec = PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
+    for finding in spec.check():
+        if finding.severity == "warning":
+            print(f"detrain-nb: {finding}", file=sys.stderr)
+    options = {name: getattr(args, name) for name in ("time", "partition", "account")}
+    text = export_spec(spec, args.format, gpus=args.gpus, options=options)
+    if args.output is None:
+        print(text, end="")
+    else:
+        locate(args.output).write(text.encode("utf-8"))
+        print(f"wrote {args.output}", file=sys.stderr)
+    return 0

@@ -1,0 +1,52 @@
+"""`detrain-nb export`: the script is printed or written, with the fields that the command line sets."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from detrain_nb.cli.commands import main
+from detrain_nb.documents import write_document
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> str:
+    path = tmp_path / "my spec.yaml"
+    nodes = [{"host": "a"}, {"host": "b"}]
+    write_document(path, {"name": "mnist", "source": {"script_text": "a = 1\n"}, "nodes": nodes})
+    return str(path)
+
+
+def test_script_is_printed(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "torchrun", spec, "--training.epochs", "7", "--rendezvous.port=77"]) == 0
+    text, errors = capsys.readouterr()
+    assert text.startswith("#!/bin/sh\n# mnist: 2 ranks on 2 nodes")
+    assert '"epochs": 7' in text and "--rdzv-endpoint=a:77" in text
+    assert errors == ""
+    assert subprocess.run(["sh", "-n"], input=text, text=True, timeout=60).returncode == 0
+
+
+def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "job.sbatch"
+    words = ["--output", str(output), "--gpus", "4", "--time", "01:00:00", "--nodes", "x,y,z"]
+    assert main(["export", "slurm", spec, *words]) == 0
+    assert capsys.readouterr().out == ""
+    text = output.read_text()
+    assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=4\n" in text and "--time=01:00:00\n" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["export", "torchrn", "SPEC"], "'torchrn' is no format to export to: give one of torchrun, slurm"),
+        (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option time: it has no options"),
+        (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),
+        (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it is not there"),
+    ],
+)
+def test_wrong_line_is_one_line(words: list[str], said: str, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([spec if word == "SPEC" else word for word in words]) == 2
+    errors = capsys.readouterr().err
+    assert said in errors and errors.startswith("detrain-nb: ") and errors.count("\n") == 1

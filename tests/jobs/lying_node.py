@@ -1,0 +1,52 @@
+"""A node that says of its jobs whatever a test has it say, over a real byte stream."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from detrain_nb.copying.json_lines import Failed, Talk
+from detrain_nb.spec.node import Node
+from detrain_nb.transport.local import LocalTransport
+
+Answer = Callable[[Talk, dict[str, Any]], None]
+ORDERS = ("facts", "source", "prepare", "launch", "status", "follow", "stop", "artifacts", "read", "exec", "remove")
+
+
+class LyingNode(LocalTransport):
+    """Answers each order as ``answers`` has it; hangs up at one that it has no answer to."""
+
+    def __init__(self, answers: dict[str, Answer], name: str = "") -> None:
+        super().__init__(Node(host="localhost", name=name) if name else None)
+        self.answers = answers
+        self.heard: list[dict[str, Any]] = []
+
+    @contextlib.contextmanager
+    def run_jobs(self) -> Iterator[socket.socket]:
+        ours, theirs = socket.socketpair()
+        thread = threading.Thread(target=self._serve, args=(theirs,), daemon=True)
+        with ours:
+            thread.start()
+            try:
+                yield ours
+            finally:
+                with contextlib.suppress(OSError):
+                    ours.shutdown(socket.SHUT_RDWR)
+                thread.join(10)
+
+    def _serve(self, sock: socket.socket) -> None:
+        with sock, sock.makefile("rb") as reader, sock.makefile("wb") as writer, contextlib.suppress(Failed, EOFError):
+            talk = Talk(reader, writer)
+            while True:
+                order = talk.hear(*ORDERS, most_bytes=1 << 22)
+                self.heard.append(order)
+                if order["type"] not in self.answers:
+                    return
+                try:
+                    self.answers[order["type"]](talk, order)
+                finally:
+                    with contextlib.suppress(Failed):
+                        talk.flush()

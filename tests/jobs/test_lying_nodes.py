@@ -1,0 +1,220 @@
+"""Nothing that a node says of a job writes elsewhere, takes memory without end, or passes for a success."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb.copying.json_lines import Talk
+from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
+from detrain_nb.jobs.execution import execute
+from detrain_nb.jobs.fetching import fetch
+from detrain_nb.jobs.following import Follower, LogLine, Patience, Wanted
+from detrain_nb.jobs.job import Job
+from detrain_nb.jobs.record import Record
+
+from .lying_node import Answer, LyingNode
+
+JOB = "a-20260101-000000-beef"
+DATA = b"0123456789" * 100
+DIGEST = hashlib.sha256(DATA).hexdigest()
+
+
+def listing(*names: str, size: int = len(DATA), digest: str = DIGEST) -> Answer:
+    return lambda talk, order: talk.say("files", files=[[name, size, digest] for name in names])
+
+
+def sending(data: bytes = DATA, *, at_most: int = 1 << 30) -> Answer:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        rest = data[order["offset"] :]
+        talk.say("file", size=len(rest))
+        talk.send(rest[:at_most])
+        if len(rest) > at_most:
+            raise EOFError  # it hangs up
+
+    return answer
+
+
+def everything_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "a\x1b[2J", "a//b"])
+def test_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing(name), "read": sending()})
+    with pytest.raises(WireError):
+        fetch([node], JOB, ["*", name], tmp_path / "in")
+    assert everything_in(tmp_path) == []
+
+
+def test_file_that_was_not_asked_for_is_refused(tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing(".bashrc"), "read": sending()})
+    with pytest.raises(DetrainError, match=r"\.bashrc, which was not asked for"):
+        fetch([node], JOB, ["*.pt"], tmp_path)
+    assert everything_in(tmp_path) == []
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "in/sub").symlink_to(tmp_path / "out")
+    node = LyingNode({"artifacts": listing("sub/m.pt"), "read": sending()})
+    with pytest.raises(DetrainError, match="is no folder"):
+        fetch([node], JOB, ["*.pt"], tmp_path / "in")
+    assert everything_in(tmp_path / "out") == []
+
+
+def test_link_in_the_place_of_a_file_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("precious")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/m.pt").symlink_to(tmp_path / "precious")
+    fetch([LyingNode({"artifacts": listing("m.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path / "in")
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert (tmp_path / "in/m.pt").read_bytes() == DATA
+
+
+def test_other_bytes_than_the_digest_says_are_not_kept(tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing("m.pt"), "read": sending(b"x" * len(DATA))})
+    with pytest.raises(WireError, match="digest"):
+        fetch([node], JOB, ["*.pt"], tmp_path)
+    assert everything_in(tmp_path) == []
+
+
+@pytest.mark.parametrize("size", [len(DATA) - 1, len(DATA) + 1, 1 << 61])
+def test_other_size_than_was_said_is_refused(size: int, tmp_path: Path) -> None:
+    def lie(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("file", size=size)
+        talk.send(DATA)
+
+    with pytest.raises(WireError, match="changed meanwhile"):
+        fetch([LyingNode({"artifacts": listing("m.pt"), "read": lie})], JOB, ["*.pt"], tmp_path)
+
+
+def test_what_came_before_a_link_broke_does_not_come_again(tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing("m.pt"), "read": sending(at_most=400)})
+    with pytest.raises(DetrainError):
+        fetch([node], JOB, ["*.pt"], tmp_path)
+    (part,) = everything_in(tmp_path)
+    assert part.endswith(".part")
+    node.answers["read"] = sending()
+    fetched = fetch([node], JOB, ["*.pt"], tmp_path)
+    assert everything_in(tmp_path) == ["m.pt"] == list(fetched.files)
+    assert node.heard[-1]["offset"] == 400
+
+
+def test_part_with_other_bytes_does_not_pass(tmp_path: Path) -> None:
+    (tmp_path / f".m.pt.{DIGEST[:16]}.part").write_bytes(b"x" * 400)
+    node = LyingNode({"artifacts": listing("m.pt"), "read": sending()})
+    with pytest.raises(WireError, match="fetch it again"):
+        fetch([node], JOB, ["*.pt"], tmp_path)
+    fetch([node], JOB, ["*.pt"], tmp_path)
+    assert (tmp_path / "m.pt").read_bytes() == DATA
+
+
+def test_disk_that_is_too_small_is_said_before_anything_comes(tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing("m.pt", size=1 << 60), "read": sending()})
+    with pytest.raises(DetrainError, match="do not fit"):
+        fetch([node], JOB, ["*.pt"], tmp_path)
+    assert [order["type"] for order in node.heard] == ["artifacts"]
+
+
+def follow(node: LyingNode, **patience: float) -> tuple[list[str], object]:
+    lines: list[LogLine] = []
+    waits = Patience(lost_after_s=0.3, shortest_gap_s=0.01, longest_gap_s=0.05)
+    said = Follower([node], JOB, wanted=Wanted(), on_line=lines.append, patience=waits).run(60)
+    return [line.text for line in lines], said[0]
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"type": "data", "name": "../x", "offset": 0, "size": 1},
+        {"type": "data", "name": "rank-0.log", "offset": 0, "size": 1 << 40},
+        {"type": "data", "name": "rank-0.log", "offset": -1, "size": 1},
+        {"type": "status", "jobs": [{"id": JOB, "node_rank": 0, "state": "happy"}]},
+        {"type": "status", "jobs": 5},
+        {"type": "surprise"},
+    ],
+    ids=str,
+)
+def test_lie_ends_the_following(lie: dict[str, Any]) -> None:
+    node = LyingNode({"follow": lambda talk, order: talk.say(**{"kind": lie["type"], **_rest(lie)})})
+    lines, outcome = follow(node)
+    assert lines == []
+    assert isinstance(outcome, WireError)
+    assert len(node.heard) == 1  # it is not asked again
+
+
+def _rest(lie: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in lie.items() if name != "type"}
+
+
+def test_node_that_hangs_up_without_end_is_lost() -> None:
+    node = LyingNode({})
+    lines, outcome = follow(node)
+    assert isinstance(outcome, NodeLost)
+    assert len(node.heard) > 1
+    assert "the link broke" in lines[0]
+
+
+def test_link_that_breaks_loses_no_line_and_says_none_twice() -> None:
+    text = "".join(f"line {number}\n" for number in range(1000)).encode()
+    cuts = iter([300, 1111, 1111, 5000])
+
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        at = order["offsets"].get("rank-0.log", 0)
+        end = next(cuts, None)
+        piece = text[max(0, at - 7) : end]  # some of it comes again
+        talk.say("data", name="rank-0.log", offset=max(0, at - 7), size=len(piece))
+        talk.send(piece)
+        if end is not None:
+            talk.flush()
+            raise EOFError
+        talk.say("status", jobs=[{"id": JOB, "node_rank": 0, "state": "ended", "exit_code": 0}])
+        talk.say("end")
+
+    lines, outcome = follow(LyingNode({"follow": answer}))
+    assert [line for line in lines if line.startswith("line")] == text.decode().splitlines()
+    assert getattr(outcome, "exit_code", None) == 0
+
+
+def test_status_of_a_node_that_lies_is_no_status(tmp_path: Path) -> None:
+    record = Record(tmp_path / "jobs.sqlite")
+    record.add(JOB, name="a", nodes="[]", spec='{"name": "a", "source": {"script_text": "1"}}', state="running")
+    node = LyingNode({"status": lambda talk, order: talk.say("status", jobs=[{"id": JOB, "state": "ended"}])})
+    job = Job(JOB, "a", [node], record=record)
+    assert job.status().state == "unknown"
+    assert record.get(JOB).state == "running"
+    with pytest.raises(JobError, match="did not succeed"):
+        job.fetch(to=tmp_path)
+
+
+def test_command_that_prints_control_characters_is_shown_clean() -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        data = b"\x1b]0;owned\x07one\ntwo\xff\x1b[2J" + b"x" * 100_000
+        talk.say("output", size=len(data))
+        talk.send(data)
+        talk.say("exit", status=3)
+
+    lines: list[LogLine] = []
+    done = execute([LyingNode({"exec": answer}, "a"), LyingNode({}, "b")], "ls", on_line=lines.append)
+    assert lines[0].text == "one"
+    assert all(line.text.isprintable() for line in lines)
+    assert done.statuses["a"] == 3
+    assert isinstance(done.statuses["b"], DetrainError)
+    assert done.status == 255
+
+
+@pytest.mark.parametrize("act", [lambda job: job.stop(), lambda job: job.remove()], ids=["stop", "remove"])
+def test_node_that_does_not_answer_is_named(act: Callable[[Job], object], tmp_path: Path) -> None:
+    record = Record(tmp_path / "jobs.sqlite")
+    record.add(JOB, name="a", nodes="[]", spec="{}", state="running")
+    with pytest.raises(JobError, match="this-machine|unknown"):
+        act(Job(JOB, "a", [LyingNode({})], record=record))
+    assert record.get(JOB).state == "running"
+    os.sched_yield()

@@ -1,0 +1,71 @@
+"""%pipeline: a spec in a file or a variable, planned, checked and exported, without a session."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from detrain_nb.magics.pipeline import PipelineMagics
+from IPython.core.error import UsageError
+
+from detrain_nb.plan import Plan
+from detrain_nb.spec import PipelineSpec
+
+SPEC = PipelineSpec.from_dict(
+    {"name": "mnist", "source": {"script_text": "a = 1\n"}, "nodes": [{"host": "a", "ranks": 2}, {"host": "b"}]}
+)
+
+
+@pytest.fixture(scope="module")
+def magics() -> PipelineMagics:
+    return PipelineMagics(SimpleNamespace(user_ns={"spec": SPEC}))
+
+
+def test_plan_is_returned(magics: PipelineMagics, tmp_path: Path) -> None:
+    SPEC.save(tmp_path / "my spec.toml")
+    for where in ("spec", f"'{tmp_path}/my spec.toml'"):
+        plan = magics.pipeline(f"plan {where} --parallelism.tp=3")
+        assert isinstance(plan, Plan) and plan.world_size == 3
+        assert plan.mesh and plan.mesh.axes["tp"] == 3
+
+
+def test_faults_are_printed(magics: PipelineMagics, capsys: pytest.CaptureFixture[str]) -> None:
+    assert magics.pipeline("check spec") is None
+    assert capsys.readouterr().out == "spec: nothing is wrong with it\n"
+    magics.pipeline("check spec --rendezvous.min_nodes 3")
+    assert "rendezvous.min_nodes: 3, but the spec has 2 nodes" in capsys.readouterr().out
+
+
+def test_script_is_printed_or_written(
+    magics: PipelineMagics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    magics.pipeline("export torchrun spec --training.epochs 7")
+    text = capsys.readouterr().out
+    assert text.startswith("#!/bin/sh\n") and '"epochs": 7' in text
+    magics.pipeline(f"export torchrun spec --training.epochs 7 --output {tmp_path}/job.sh")
+    assert (tmp_path / "job.sh").read_text() == text
+    assert capsys.readouterr().out == f"wrote {tmp_path}/job.sh\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("plan", "the following arguments are required: SPEC"),
+        ("plna spec", "'plna' is no command: did you mean plan?"),
+        ("plan gone.json", "gone.json cannot be read: it is not there"),
+        ("export torchrn spec", "'torchrn' is no format to export to: give one of torchrun, slurm"),
+        ("export slurm spec", "a has 2 ranks on cpu, b has 1 on cpu: give them the same"),
+        ("plan spec --parallelism.tp 4", "mesh tp=4"),
+        ("plan 'spec", "No closing quotation"),
+    ],
+)
+def test_wrong_line_is_one_line(magics: PipelineMagics, line: str, said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        magics.pipeline(line)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_help_is_printed(magics: PipelineMagics, capsys: pytest.CaptureFixture[str]) -> None:
+    magics.pipeline("")
+    assert "COMMAND" in capsys.readouterr().out
