@@ -375,3 +375,13 @@ def test_service_says_what_it_cannot_do(jobs_folder: Path, line: bytes) -> None:
     with talk_here() as talk, pytest.raises(Failed):
         talk.send(line)
         talk.hear("done")
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_with_all_that_watches_it_is_named(jobs_folder: Path) -> None:
+    """As the kernel does to a whole cgroup: nothing of the rank says how it ended."""
+    order = make_order("import os, signal; os.killpg(0, signal.SIGKILL)", name="killed")
+    with talk_here() as talk:
+        launch(talk, order)
+        job = Followed(order).begin(talk).to_end(talk).job
+    assert (job["exit_code"], job["failed_rank"], job["reason"]) == (137, 0, "rank 0 was ended by SIGKILL")
