@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
@@ -52,7 +53,8 @@ class SealedBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         found = self._backend.get_state()
         if found is None:
-            return self._refuse_none()
+            self._refuse_none()
+            return None
         return self._open(found[0]), found[1]
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
@@ -60,7 +62,8 @@ class SealedBackend(RendezvousBackend):
             raise RendezvousStateError(f"the state of the rendezvous has {len(state)} bytes, {MOST_BYTES // 2} at most")
         found = self._backend.set_state(self._seal.close(state), token)
         if found is None:
-            return self._refuse_none()
+            self._refuse_none()
+            return None
         return self._open(found[0]), found[1], found[2]
 
     def _open(self, sealed: bytes) -> bytes:
@@ -85,13 +88,14 @@ class ElasticRendezvous(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters, key: bytes) -> None:
         self._node_rank = params.get_as_int("rank", 0) or 0
-        join_s = float(params.get_as_int("join_timeout") or 120)
+        self._join_s = join_s = float(params.get_as_int("join_timeout") or 120)
         silence_s = float(params.get_as_int("silence") or 60)
         address, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
         self._address = params.local_addr or address
         self._key, self._run_id = key, params.run_id
         self._store = open_store(address, port, self._node_rank, join_s)
         self._ranks_store: TCPStore | None = None
+        self._has_joined = False
         beat_s = max(1, min(_BEAT_S, round(silence_s / 3)))
         params.config.setdefault("last_call_timeout", max(1, round(join_s / 4)))  # for nodes beyond the fewest
         params.config.setdefault("keep_alive_interval", beat_s)
@@ -121,21 +125,29 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[_NOT_SHARED] = "1"
         try:
             info: RendezvousInfo = self._dynamic.next_rendezvous()
+        except RendezvousTimeoutError as exc:
+            if self._has_joined:  # they would have met it again, but that their ranks had ended
+                raise RendezvousTimeoutError(f"the others did not meet it again within {self._join_s:g} s") from exc
+            raise
         finally:
             del os.environ[_NOT_SHARED]
             if users is not None:
                 os.environ[_NOT_SHARED] = users
+        self._has_joined = True
         self._ranks_store = None
         where = Seal(self._key, f"store of {self._run_id}")
         try:
             if info.rank == 0:
                 limit = timedelta(minutes=5)
                 self._ranks_store = listen(self._address, 0, timeout=limit, is_handed=False)
-                info.store.set(_RANKS_STORE_KEY, where.close(f"{self._ranks_store.port} {self._address}".encode()))
-            port, address = where.open(info.store.get(_RANKS_STORE_KEY)).decode().split(" ", 1)
+                info.store.set(
+                    _RANKS_STORE_KEY, where.close(f"{self._ranks_store.port} {self._address}".encode()).hex()
+                )
+            written = bytes.fromhex(info.store.get(_RANKS_STORE_KEY).decode())
+            port, address = where.open(written).decode().split(" ", 1)
         except DistError as exc:
             raise RendezvousConnectionError(f"the store of the job is lost: {exc}") from exc
-        except SealBroken as exc:
+        except ValueError as exc:  # SealBroken among them
             raise _refused(str(exc)) from exc
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 
@@ -153,9 +165,10 @@ class ElasticRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, ChildFailedError):  # the others may go on without this node
-            return False
-        is_closed = bool(self._dynamic.shutdown())
+        was_left_out = isinstance(error, RendezvousTimeoutError) and self._has_joined
+        if error is not None and not was_left_out and not isinstance(error, ChildFailedError):
+            return False  # the others may go on without this node
+        is_closed = bool(self._dynamic.shutdown())  # first: nodes that wait to be taken in end by it
         tell_others(self._watch, self._node_rank, error)
         return is_closed
 
