@@ -6,6 +6,7 @@ import html
 import itertools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
@@ -59,6 +60,14 @@ class ShownAsText:
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._repr_pretty_ = _print_text  # type: ignore[attr-defined]  # IPython takes a __repr__ of the class before ours
+
+
+def _print_text(shown: object, printer: Any, cycle: bool) -> None:
+    printer.text(str(shown))
 
 
 def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str:

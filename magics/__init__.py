@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from IPython.core.getipython import get_ipython
+from IPython.core.magic import Magics
 
 from ..errors import SessionError
 from ..session.session import Session
 from .completion import route_to_ranks
 from .debugging import refuse_debugger
 from .distributed import DistributedMagics, help_without_body
+from .guard import guard
+from .jobs import JobMagics
 from .notebook import on_shutdown
 from .pipeline import PipelineMagics
 
-__all__ = ["DistributedMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
+__all__ = ["DistributedMagics", "JobMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
 
 _UNLOADED = "detrain_nb_unloaded"  # the same, after %unload_ext
 _MAGICS = "detrain_nb_magics"  # where the notebook's magics are found again, as an attribute of its IPython
@@ -37,13 +41,15 @@ def load_ipython_extension(ipython: Any) -> None:
     if hasattr(ipython, _MAGICS):
         return
     magics: DistributedMagics = ipython.__dict__.pop(_UNLOADED, None) or DistributedMagics(ipython)
-    ipython.register_magics(magics, PipelineMagics(ipython))
     holder = magics.holder
     undo = [
+        _register(ipython, magics),
+        _register(ipython, JobMagics(ipython, lambda: holder.settings)),
+        _register(ipython, PipelineMagics(ipython)),
         on_shutdown(ipython, holder.end_own, holder.leave_to_restart),
         route_to_ranks(ipython, lambda: magics.session),
         help_without_body(ipython),
-        refuse_debugger(ipython, DistributedMagics.guard.__code__),
+        refuse_debugger(ipython, guard.__code__),
     ]
     setattr(ipython, _MAGICS, (magics, undo))
     if there := holder.what_is_there:
@@ -62,6 +68,15 @@ def unload_ipython_extension(ipython: Any) -> None:
         )
     for act in undo:
         act()
-    for kind, names in magics.magics.items():
-        for name in names:
-            ipython.magics_manager.magics[kind].pop(name, None)
+
+
+def _register(ipython: Any, magics: Magics) -> Callable[[], None]:
+    """Returns what takes them away again."""
+    ipython.register_magics(magics)
+
+    def take_away() -> None:
+        for kind, names in magics.magics.items():
+            for name in names:
+                ipython.magics_manager.magics[kind].pop(name, None)
+
+    return take_away

@@ -21,7 +21,9 @@ from ..transport.ssh_config import list_hosts
 _LIMIT_S = 0.05  # a key was pressed
 _TO_ESCAPE = re.compile(r"([^\w@%+=:,./~-])")
 _ESCAPED = re.compile(r"\\(.)")
-_NODES_FILES = (".toml", ".json")
+_NODES_FILES = (".toml", ".json", ".yaml", ".yml")
+_SPEC_FILES = _NODES_FILES
+_MOST_JOBS = 100  # the newest
 _EVERYWHERE = {*dir(builtins), *keyword.kwlist, "In", "Out", "get_ipython"}
 
 
@@ -42,6 +44,9 @@ class Candidates:
             "CELLS": lambda word: _in_list(word, self._cells("")),
             "OTHERS": lambda word: self._in_time(_nodes_but_first, word),
             "SESSION": lambda word: self._in_time(_sessions, word),
+            "JOB": lambda word: self._in_time(_jobs, word),
+            "SPEC": lambda word: self._in_time(_specs, word),
+            "DIR": lambda word: self._in_time(_folders, word),
             "FILE": lambda word: self._in_time(_files, word),
         }
 
@@ -143,3 +148,20 @@ def _nodes_but_first(word: str) -> list[str]:
 
 def _sessions(word: str) -> list[str]:
     return [name for name in session_names() if name.startswith(word)]
+
+
+def _jobs(word: str) -> list[str]:
+    """The ids and names of the newest jobs; a name stands for the newest of it."""
+    from ..jobs.record import Record
+
+    known = Record().summaries(limit=_MOST_JOBS)
+    names = dict.fromkeys(name for row in known for name in (row.name, row.id))
+    return [name for name in names if name.startswith(word)]
+
+
+def _specs(word: str) -> list[str]:
+    return _files(word, suffixes=_SPEC_FILES)
+
+
+def _folders(word: str) -> list[str]:
+    return [name for name in _files(word) if name.endswith("/")]

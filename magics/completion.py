@@ -18,18 +18,23 @@ from IPython.utils.tokenutil import token_at_cursor
 from ..errors import SpecError
 from ..session.session import Session
 from .candidates import Candidates
+from .job_options import job_parser, torchrun_parser
 from .notebook import replace_methods
 from .options import HelpShown, broadcast_parser, cell_parser, pull_parser, push_parser, session_parser
+from .pipeline import pipeline_parser
 
 _Answer = TypeVar("_Answer")
 
 _CELL_MAGICS = ("%%distributed", "%%rank")
 _WORD = re.compile(r"(?:\\.|[^\s\\])+")  # a blank in a name is written with a backslash
-_LINE_PARSERS = {
+_LINE_PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "%distributed": session_parser,
     "%pull": pull_parser,
     "%push": push_parser,
     "%broadcast": broadcast_parser,
+    "%job": job_parser,
+    "%pipeline": pipeline_parser,
+    "%%torchrun": torchrun_parser,
 }
 
 
@@ -113,8 +118,7 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
     options = sorted(name for name in names if name.startswith(word))
     if word.startswith("-"):
         return options, word
-    is_variable = commands is None and prog in _LINE_PARSERS and action is not None
-    if is_variable:
+    if action is not None and action.dest == "names":
         values = candidates.of("NAMES HERE" if prog == "%push" else "NAMES THERE", word)
     else:
         values = _values(action, word, candidates)
@@ -133,7 +137,7 @@ def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.
         elif not word.startswith("-"):
             place += 1
     places = [action for action in parser._actions if not action.option_strings]
-    if places and places[-1].nargs == "+":
+    if places and places[-1].nargs in ("*", "+"):
         place = min(place, len(places) - 1)
     return option or (places[place] if place < len(places) else None)
 

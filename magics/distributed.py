@@ -13,17 +13,17 @@ from typing import Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 
-from ..errors import CellSyntaxError, DetrainError, SessionError, SpecError
+from ..errors import CellSyntaxError, DetrainError, SessionError
 from ..session.session import Session
 from . import options
 from .commands import SessionCommands
+from .guard import guard
 from .holder import SessionHolder
-from .options import HelpShown
 from .render import LiveCell, RenderOptions
 from .screen import screen_for
 from .stops import NOTHING_RUNS, told_when_interrupted
 
-_ASKS_FOR_HELP = re.compile(r"%%(distributed|rank)\s(.*\s)?(-h|--help)\s*$")
+_ASKS_FOR_HELP = re.compile(r"%%(distributed|rank|torchrun)\s(.*\s)?(-h|--help)\s*$")
 
 
 def help_without_body(ipython: Any) -> Callable[[], None]:
@@ -60,12 +60,12 @@ class DistributedMagics(Magics):
 
         %%distributed [-n N] [-r RANKS] [--merge all|same|rank0] [--timeout S] [--out NAME] [--quiet] [--max-lines N]
         """
-        self.guard("%%distributed", lambda: self._run_cell("%%distributed", line, code))
+        guard("%%distributed", lambda: self._run_cell("%%distributed", line, code))
 
     @cell_magic
     def rank(self, line: str, code: str) -> None:
         """Run the cell on some ranks: %%rank RANKS is short for %%distributed -r RANKS."""
-        self.guard("%%rank", lambda: self._run_cell("%%rank", line, code))
+        guard("%%rank", lambda: self._run_cell("%%rank", line, code))
 
     @line_magic("distributed")  # type: ignore[arg-type]
     def distributed_line(self, line: str) -> None:
@@ -80,7 +80,7 @@ class DistributedMagics(Magics):
         %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]
         %distributed attach [NAME] [--steal] [--without NODES] | detach
         """
-        self.guard("%distributed", lambda: self._commands.run(line))
+        guard("%distributed", lambda: self._commands.run(line))
 
     @line_magic
     def pull(self, line: str) -> None:
@@ -88,17 +88,17 @@ class DistributedMagics(Magics):
 
         From several ranks comes a dict {rank: value}, from one rank (-r 0) the value itself.
         """
-        self.guard("%pull", lambda: self._pull(line))
+        guard("%pull", lambda: self._pull(line))
 
     @line_magic
     def push(self, line: str) -> None:
         """Set variables on the ranks to the notebook's values: %push NAME[,NAME...] [-r RANKS]"""
-        self.guard("%push", lambda: self._push(line))
+        guard("%push", lambda: self._push(line))
 
     @line_magic
     def broadcast(self, line: str) -> None:
         """Give ranks the variables of another: %broadcast NAME[,NAME...] [--from 0] [-r RANKS]"""
-        self.guard("%broadcast", lambda: self._broadcast(line))
+        guard("%broadcast", lambda: self._broadcast(line))
 
     def _run_cell(self, prog: str, line: str, code: str) -> None:
         args = self._parse_cell_line(prog, line)
@@ -203,20 +203,6 @@ class DistributedMagics(Magics):
         session = self.holder.running()
         session.broadcast(names, source=args.source, ranks=args.ranks)
         _say_notices(session)
-
-    def guard(self, prog: str, act: Callable[[], None]) -> None:
-        """Help is printed; a wrong line is one line, and so is a stop; what the ranks raised fails the cell."""
-        try:
-            with told_when_interrupted(prog):
-                act()
-        except HelpShown as shown:
-            print(shown)
-        except CellSyntaxError as exc:
-            raise exc.with_traceback(None) from None
-        except SpecError as exc:
-            raise UsageError(str(exc)) from None
-        except DetrainError as exc:
-            raise exc.with_traceback(None) from None
 
 
 def _say_notices(session: Session) -> None:

@@ -42,16 +42,21 @@ class LineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message} ({self.prog} --help)")
 
-    def parse_line(self, line: str) -> argparse.Namespace:
-        """Raises: UsageError, HelpShown."""
+    def split_line(self, line: str) -> list[str]:
+        """The words of a line, as a shell has them, without a comment. Raises: UsageError."""
         try:
-            words = shlex.split(_without_comment(line))
+            return shlex.split(_without_comment(line))
         except ValueError as exc:
             raise UsageError(f"{self.prog}: {exc}: {line}") from exc
+
+    def parse_line(self, line: str) -> argparse.Namespace:
+        """Raises: UsageError, HelpShown."""
+        words = self.split_line(line)
         if self._has_lists:
             words = _joined_at_commas(words)
         if self._subparsers is not None and words and words[0] in _OPTIONS_OF_COMMANDS:
-            self.error(f"{words[0]} stands behind a command: {self.prog} start {words[0]}")
+            first = next(iter(self._subparsers._group_actions[0].choices or ["COMMAND"]))
+            self.error(f"{words[0]} stands behind a command: {self.prog} {first} {words[0]}")
         return self.parse_args(words)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -178,13 +183,13 @@ _MOST_SHOWN = 10**9  # lines or characters
 _CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0"), "check": ("off", "on")}
 
 
-def _not_empty(text: str) -> str:
+def not_empty(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("'' is no name")
     return text
 
 
-def _whole(text: str) -> int:
+def whole(text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -192,14 +197,14 @@ def _whole(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    number = _whole(text)
+    number = whole(text)
     if abs(number) > LARGEST_SEED:
         raise argparse.ArgumentTypeError(f"{number}: give a number from -2**62 to 2**62")
     return number
 
 
-def _positive(text: str) -> int:
-    number = _whole(text)
+def positive(text: str) -> int:
+    number = whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} ranks: a session needs at least 1")
     if number > MOST_RANKS:
@@ -207,8 +212,8 @@ def _positive(text: str) -> int:
     return number
 
 
-def _not_negative(text: str) -> int:
-    number = _whole(text)
+def not_negative(text: str) -> int:
+    number = whole(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{number} is less than 0; 0 is no limit")
     if number > _MOST_SHOWN:
@@ -223,13 +228,13 @@ def _number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
 
 
-def _seconds(text: str) -> float:
+def seconds(text: str) -> float:
     if not 0 < _number(text) <= LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0, at most {LONGEST_S:.0f}")
     return _number(text)
 
 
-def _seconds_or_0(text: str) -> float:
+def seconds_or_0(text: str) -> float:
     if not 0 <= _number(text) <= LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text} seconds: give 0 or more, at most {LONGEST_S:.0f}")
     return _number(text)
@@ -260,7 +265,7 @@ def cell_parser(prog: str = "%%distributed") -> LineParser:
     if prog == "%%rank":
         parser.add_argument("ranks", metavar="RANKS", help=_RANKS_HELP)
     else:
-        parser.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many ranks to start")
+        parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks to start")
         _add_force(parser)
         parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"run on these only: {_RANKS_HELP}")
     parser.add_argument(
@@ -268,10 +273,10 @@ def cell_parser(prog: str = "%%distributed") -> LineParser:
         choices=_CHOICES["merge"],
         help="when it has ended: lines that ranks printed identically once (same), each rank's (all), the first rank's",
     )
-    parser.add_argument("--timeout", type=_seconds, metavar="S", help="stop the cell after S seconds")
+    parser.add_argument("--timeout", type=seconds, metavar="S", help="stop the cell after S seconds")
     parser.add_argument("--out", metavar="NAME", help="put the CellResult into this variable of the notebook")
     parser.add_argument("--quiet", action="store_true", help="show nothing; the log and --out have it all")
-    parser.add_argument("--max-lines", type=_not_negative, metavar="N", help="show at most N lines; 0 is no limit")
+    parser.add_argument("--max-lines", type=not_negative, metavar="N", help="show at most N lines; 0 is no limit")
     return parser
 
 
@@ -291,7 +296,7 @@ def session_parser() -> LineParser:
         "restart", bare=_MEANT_RANKS, help="end the ranks and start as many anew, with the same options"
     )
     which = again.add_mutually_exclusive_group()
-    which.add_argument("-n", dest="count", type=_positive, metavar="N", help="how many ranks")
+    which.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks")
     which.add_argument("-r", "--ranks", metavar="RANKS", help="only these, fresh; the others keep their variables")
     _add_cold(again)
     _add_force(again)
@@ -324,18 +329,18 @@ def session_parser() -> LineParser:
     commands.add_parser("detach", help="leave the ranks running, for a later attach")
     commands.add_parser("list", help="the sessions of this user on this machine")
     put = commands.add_parser("put", help="copy files and folders to the nodes")
-    put.add_argument("paths", type=_not_empty, nargs="+", metavar="FILE")
+    put.add_argument("paths", type=not_empty, nargs="+", metavar="FILE")
     put.add_argument("--to", metavar="FOLDER", help="default: where the ranks start")
     get = commands.add_parser("get", help="copy files and folders from the nodes, each node's into a folder of its own")
     get.add_argument(
-        "paths", type=_not_empty, nargs="+", metavar="REMOTE", help="relative ones from where the ranks start"
+        "paths", type=not_empty, nargs="+", metavar="REMOTE", help="relative ones from where the ranks start"
     )
     get.add_argument("--to", metavar="FOLDER", help="default: the current one")
     for copy in (put, get):
         copy.add_argument("--nodes", metavar="NAMES", help="only these nodes of the session, with commas")
     data = commands.add_parser("data", help="are the same files on every node?")
     data.add_argument("check", choices=("check",), help="compare count, bytes, and the content of a sample")
-    data.add_argument("path", type=_not_empty, metavar="PATH")
+    data.add_argument("path", type=not_empty, metavar="PATH")
     doctor = commands.add_parser(
         "doctor", bare=_MEANT_NODES, help="can these hosts train together, and what to do if not"
     )
@@ -349,7 +354,7 @@ def session_parser() -> LineParser:
     which = log.add_mutually_exclusive_group()
     which.add_argument(
         "--cell",
-        type=_whole,
+        type=whole,
         metavar="CELL",
         help="the number in its prompt, default: the last that ran; -1 is the last that printed, -2 the one before",
     )
@@ -375,11 +380,11 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
         help="a nodes file, or [user@]host[:port],...; localhost is this machine; default: it alone",
     )
     how_many = "how many, on nodes how many on each; default: the GPUs, else 2, on nodes 1"
-    parser.add_argument("-n", dest="count", type=_positive, metavar="N", help=how_many)
+    parser.add_argument("-n", dest="count", type=positive, metavar="N", help=how_many)
     _add_force(parser)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--backend", metavar="NAME", help="of the process group; default gloo, with NCCL on GPUs")
-    parser.add_argument("--name", type=_not_empty, metavar="NAME", help="the session's name; default: the notebook's")
+    parser.add_argument("--name", type=not_empty, metavar="NAME", help="the session's name; default: the notebook's")
     parser.add_argument("--fresh", action="store_true", help="first end what an earlier kernel has left of it")
     parser.add_argument(
         "--no-sync", action="store_true", help="leave the notebook's folder here; else nodes get what changes in it"
@@ -388,11 +393,11 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", type=_variable, action="append", default=[], metavar="K=V", help="for the ranks")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="rank r is seeded with N + r")
     parser.add_argument(
-        "--linger", type=_seconds_or_0, metavar="S", help="how long the ranks wait for the notebook to come back; 600"
+        "--linger", type=seconds_or_0, metavar="S", help="how long the ranks wait for the notebook to come back; 600"
     )
     parser.add_argument(
         "--group-timeout",
-        type=_seconds,
+        type=seconds,
         metavar="S",
         help="how long a collective waits for another rank; 600 on several nodes",
     )
@@ -421,7 +426,7 @@ def broadcast_parser() -> LineParser:
     description = "Give ranks the variables of another, directly between them."
     together = "what belongs together (model,optimizer) in one call"
     parser = _variables_parser("%broadcast", description, bare=_MEANT_RANKS, names_help=together)
-    parser.add_argument("--from", dest="source", type=_whole, default=0, metavar="RANK", help="who has them; default 0")
+    parser.add_argument("--from", dest="source", type=whole, default=0, metavar="RANK", help="who has them; default 0")
     parser.add_argument("-r", "--ranks", metavar="RANKS", help=f"who gets them, default all: {_RANKS_HELP}")
     return parser
 

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import shlex
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
-from ..errors import DetrainError, SpecError
-from ..formats import export_spec
 from ..plan import Plan
-from ..plan.fields import split_overrides
-from ..spec import PipelineSpec
-from ..storage import locate
-from .options import HelpShown, LineParser
+from .given_spec import read_spec, take_fields
+from .guard import guard
+from .options import LineParser
+
+if TYPE_CHECKING:
+    from ..spec import PipelineSpec
 
 _SLURM = ("time", "partition", "account")
 
@@ -33,25 +32,15 @@ class PipelineMagics(Magics):
 
         --SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2.
         """
-        try:
-            return self._run(line)
-        except HelpShown as shown:
-            print(shown)
-        except SpecError as exc:
-            raise UsageError(str(exc)) from None
-        except DetrainError as exc:
-            raise exc.with_traceback(None) from None
-        return None
+        return guard("%pipeline", lambda: self._run(line))
 
     def _run(self, line: str) -> Plan | None:
-        try:
-            fields, words = split_overrides(shlex.split(line), is_ours=lambda name: "." in name)
-        except ValueError as exc:
-            raise UsageError(f"%pipeline: {exc}: {line}") from exc
-        args = pipeline_parser().parse_args(words or ["--help"])
+        parser = pipeline_parser()
+        fields, words = take_fields(parser.split_line(line))
+        args = parser.parse_args(words or ["--help"])
         if args.command is None:
             raise UsageError("%pipeline: no command: give plan, check or export (%pipeline --help)")
-        spec = self._read_spec(args.spec, fields)
+        spec = read_spec(self.shell, args.spec, fields)
         if args.command == "plan":
             return spec.plan()
         if args.command == "check":
@@ -60,14 +49,11 @@ class PipelineMagics(Magics):
             _export(spec, args)
         return None
 
-    def _read_spec(self, where: str, fields: dict[str, str | None]) -> PipelineSpec:
-        named = self.shell.user_ns.get(where) if self.shell and where.isidentifier() else None
-        spec = named if isinstance(named, PipelineSpec) else PipelineSpec.load(where)
-        words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in fields.items()]
-        return spec.with_overrides(PipelineSpec.parse_overrides(words))
-
 
 def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
+    from ..formats import export_spec
+    from ..storage import locate
+
     text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in _SLURM})
     if args.output is None:
         print(text, end="")

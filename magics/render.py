@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .rank_terminal import Fed, RankTerminal
@@ -68,12 +68,17 @@ class LiveCell:
         options: RenderOptions,
         *,
         nodes: Nodes | None = None,
+        how_to_read: str | None = None,
     ) -> None:
-        """``nodes``: the names of the ranks' nodes, where they have one."""
+        """``nodes``: the names of the ranks' nodes, where they have one.
+
+        ``how_to_read``: the line that shows all of it again; with ``--rank`` that of one.
+        """
         self._screen = screen
-        self._nodes = nodes or {}
+        self._nodes = {} if nodes is None else nodes
         self._options = options
         self._number = number
+        self._how_to_read_of = how_to_read
         self.has_begun = False  # it was sent to its ranks
         self._lock = threading.Lock()
         share_lines = -(-options.max_lines // len(ranks))
@@ -204,17 +209,23 @@ class LiveCell:
             self._waiting = text
             self._draw_transient()
 
-    def notice(self, text: str) -> None:
+    def notice(self, text: str, *, stream: str = "stderr") -> None:
         with self._lock:
             self._room_notices -= 1
             if self._room_notices < 0:
                 return
-            notice = Text("stderr", f"{text}\n")
+            notice = Text(stream, f"{text}\n")
             self._notices.append(notice)
             if self._is_outdated:
                 return
             self._shown.append(notice)
             self._screen.show(notice)
+
+    def retell(self, notices: Iterable[str]) -> None:
+        """In the last form these stand, on stdout, in the place of the notices that were given so far."""
+        with self._lock:
+            self._notices = [Text("stdout", f"{text}\n") for text in notices]
+            self._is_redrawn = True
 
     def shown_so_far(self) -> Callable[[], bool]:
         """Has what was given so far been shown? What is not drawn live, or had no room, is shown at the end."""
@@ -239,9 +250,7 @@ class LiveCell:
             if not self._options.is_quiet:
                 if self._is_drawing and self._lines_not_shown and not self._screen.can_clear:
                     more = counted_more(self._lines_not_shown, "line")
-                    self._show_live(
-                        Text("stdout", f"... {more}, read them with %distributed log --cell {self._number} ...\n")
-                    )
+                    self._show_live(Text("stdout", f"... {more}, read them with {self._how_to_read()} ...\n"))
                 has_changed = self._is_outdated or self._is_redrawn and bool(self._shown)
                 rest = None if has_changed else _rest(joined(self._shown), items)
                 if self._screen.settle(items, rest):
@@ -389,8 +398,9 @@ class LiveCell:
         prefix = label([source[0]], self._nodes)
         return [f"{prefix} {beginning_of(line, _DRAWN_CHARS)}" for line in block]
 
-    def _how_to_read(self, rank: int) -> str:
-        return f"%distributed log --cell {self._number} --rank {rank}"
+    def _how_to_read(self, rank: int | None = None) -> str:
+        read = self._how_to_read_of or f"%distributed log --cell {self._number}"
+        return read if rank is None else f"{read} --rank {rank}"
 
     def _canonical(self, transcripts: dict[int, Transcript], effort: Effort | None = None) -> list[Item]:
         how_to_read = {rank: self._how_to_read(rank) for rank in self._transcripts}

@@ -95,7 +95,8 @@ class KernelScreen(Screen):
         self._parent = kernel.get_parent("shell")
         code = self._parent.get("content", {}).get("code", "%%")
         # else the cell may have shown something else before, as with %run or in a loop
-        self.can_clear = code.lstrip().startswith(("%%", "%distributed"))
+        is_job = code.lstrip().startswith("%job") and "\n" not in code.strip()
+        self.can_clear = code.lstrip().startswith(("%%", "%distributed")) or is_job
         if not self.can_clear:
             with contextlib.suppress(Exception):  # a cell may have put anything there
                 sys.stdout.flush()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from ..copying.json_lines import FilesError, Talk, Untrue
@@ -13,10 +13,10 @@ from ..deploy.files import Stop, label
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
+from .report_checks import NodeFacts, read_facts
 
-__all__ = ["ANSWER_LIMIT_S", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
+__all__ = ["ask_facts", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
 
-ANSWER_LIMIT_S = 60.0
 _Result = TypeVar("_Result")
 
 
@@ -36,6 +36,12 @@ def talk_to(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
     """The job service of one node; ``stop`` ends the talk. What goes wrong in the block raises DetrainError."""
     with open_job_talk(node, stop=stop) as talk:
         yield talk
+
+
+def ask_facts(talk: Talk) -> NodeFacts:
+    """What a node says that it has. Raises: FilesError."""
+    talk.say("facts")
+    return read_facts(talk.hear("facts"))
 
 
 @contextlib.contextmanager
@@ -75,16 +81,11 @@ def try_on_all(
         with explained(nodes[index]):
             return act(index)
 
-    work: list[Future[_Result]] = []
-    pool = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="detrain_nb job")
-    try:
-        work += [pool.submit(run, index) for index in range(len(nodes))]
-        if limit_s is None:
-            for node in nodes:
-                node.ask_meanwhile(work)
-        wait(work, limit_s)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    work = [_begin(run, index) for index in range(len(nodes))]
+    if limit_s is None:
+        for node in nodes:
+            node.ask_meanwhile(work)
+    wait(work, limit_s)
     outcomes: list[_Result | DetrainError] = []
     for future, node in zip(work, nodes):
         try:
@@ -94,6 +95,22 @@ def try_on_all(
         except DetrainError as exc:  # anything else is our own fault
             outcomes.append(exc)
     return outcomes
+
+
+def _begin(act: Callable[[int], _Result], index: int) -> Future[_Result]:
+    """In a thread that keeps no process from its end: a host may take long to say that it is not there."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result = act(index)
+        except BaseException as exc:  # noqa: BLE001  whoever waits for the future gets it
+            future.set_exception(exc)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"detrain_nb job {index}", daemon=True).start()
+    return future
 
 
 class _Arrivals:

@@ -6,7 +6,7 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,9 @@ from ..transport import Transport
 from .asking import talk_to
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
 
-__all__ = ["FollowedFile", "Follower", "LogLine", "Patience", "Wanted"]
+__all__ = ["FollowedFile", "Follower", "LogLine", "OnReports", "Patience", "Wanted"]
+
+OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
 _MOST_PIECE_BYTES = 1 << 22
 _MOST_FILES = 8192  # of a node
@@ -136,13 +138,16 @@ class Follower:
         wanted: Wanted | None = None,
         on_line: Callable[[LogLine], object] | None = None,
         on_metrics: Callable[[dict[str, Any]], object] | None = None,
+        on_reports: OnReports | None = None,
         patience: Patience | None = None,
     ) -> None:
+        """``on_reports`` gets, several times a second, what each node has said of the job so far, by name."""
         self._nodes = nodes
         self._job = job
         self._wanted = wanted or Wanted()
         self._on_line = on_line or (lambda line: None)
         self._on_metrics = on_metrics or (lambda line: None)
+        self._on_reports = on_reports or (lambda reports: None)
         self._patience = patience or Patience()
         self._states = {
             index: _NodeState()
@@ -168,6 +173,7 @@ class Follower:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
                 self._show_some()
+                self._on_reports({label(self._nodes[index]): each.report for index, each in self._states.items()})
                 if deadline is not None and time.monotonic() > deadline:
                     raise TimeoutError(f"the job has not ended within {limit_s:g} s")
             while not self._batches.empty():

@@ -17,7 +17,8 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, LogLine, Patience, Wanted
+from .following import Follower, LogLine, OnReports, Patience, Wanted
+from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .noting import note_down
 from .record import Record
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Job", "JobLog", "OnLine"]
 
 OnLine = Callable[[LogLine], object]
+OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
 _MOST_LINES = 1_000_000  # that are kept in memory
 
@@ -73,6 +75,11 @@ class Job(ShownAsText):
 
         return PipelineSpec.from_dict(json.loads(self._record.get(self.id).spec))
 
+    @property
+    def world_size(self) -> int | None:
+        """How many ranks it was started with; None where that is not known."""
+        return self._record.get(self.id).world_size
+
     def __repr__(self) -> str:
         return f"<Job {self.id}>"
 
@@ -93,17 +100,36 @@ class Job(ShownAsText):
         """Wait until the job is over; ``.check()`` of what is returned raises where it failed. Raises: TimeoutError."""
         return self._follow(Wanted(has_logs=False), limit_s=timeout_s)
 
-    def show(self) -> JobStatus:
-        """The same as ``status``, for people."""
-        return self.status()
+    def show(self) -> JobReport:
+        """How it is, for people: its nodes, its plan, and the last it has logged."""
+        status = self.status()
+        try:
+            plan = self.spec.plan()
+        except SpecError:  # another release has written it
+            plan = None
+        if plan is not None and plan.world_size != self.world_size:  # the nodes had GPUs of which nothing is said
+            plan = None
+        has_metrics = any(each.metrics for each in status.reports.values())
+        return JobReport(status, plan, self.metrics() if has_metrics else [])
 
     # ---- what it prints
 
     def attach(
-        self, on_line: OnLine = print, *, node: str | None = None, rank: int | None = None, torchrun: bool = False
+        self,
+        on_line: OnLine = print,
+        *,
+        node: str | None = None,
+        rank: int | None = None,
+        torchrun: bool = False,
+        on_metrics: OnMetrics | None = None,
+        on_reports: OnReports | None = None,
     ) -> JobStatus:
-        """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on."""
-        return self._follow(Wanted(self._positions(node), rank, has_torchrun=torchrun), on_line=on_line)
+        """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
+
+        ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
+        """
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
+        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports)
 
     def logs(
         self,
@@ -270,13 +296,22 @@ class Job(ShownAsText):
         wanted: Wanted,
         *,
         on_line: OnLine | None = None,
-        on_metrics: Callable[[dict[str, Any]], object] | None = None,
+        on_metrics: OnMetrics | None = None,
+        on_reports: OnReports | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
         """Raises: DetrainError of a node that is asked for lines and has none."""
         nodes = self._transports()
         patience = Patience(lost_after_s=0) if wanted.is_once else None
-        follower = Follower(nodes, self.id, wanted=wanted, on_line=on_line, on_metrics=on_metrics, patience=patience)
+        follower = Follower(
+            nodes,
+            self.id,
+            wanted=wanted,
+            on_line=on_line,
+            on_metrics=on_metrics,
+            on_reports=on_reports,
+            patience=patience,
+        )
         said = follower.run(limit_s)
         refused = [
             each for each in said.values() if isinstance(each, DetrainError) and isinstance(each.__cause__, Refused)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..plan import Plan
-from ..text import format_size
+from ..text import ShownAsText, format_size
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -20,7 +20,7 @@ _MOST_FILES = 20
 
 
 @dataclass(frozen=True)
-class Submission:
+class Submission(ShownAsText):
     """A job that was not submitted. ``commands`` has the argv of each node, by its name."""
 
     name: str

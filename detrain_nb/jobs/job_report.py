@@ -1,0 +1,102 @@
+"""One job for people: the state of each node, who does what, and the last it has logged."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import behind_ours, quoted
+from ..plan import Plan
+from ..text import ShownAsText, html_cells, html_table, printable, table_lines
+from .job_status import JobStatus
+from .report_checks import NodeReport
+
+__all__ = ["JobReport", "describe_metrics"]
+
+_NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
+_MOST_ROWS, _MOST_NAMES = 10, 8  # of what was logged: the last steps, the first names
+_MOST_CHARS = 40  # of a name or a text that was logged
+_NO_VALUES = ("step", "rank", "time", "run")
+_LEFT = "text-align:left"
+_FAILED = f"{_LEFT};color:var(--jp-error-color1, #c62828)"
+
+
+@dataclass(frozen=True)
+class JobReport(ShownAsText):
+    """How a job is: shown as tables. ``metrics``: lines of ``Job.metrics()``."""
+
+    status: JobStatus
+    plan: Plan | None = None
+    metrics: Sequence[Mapping[str, Any]] = ()
+
+    def __str__(self) -> str:
+        parts = [str(self.status)]
+        if self.plan is not None:
+            parts.append(str(self.plan))
+        if self.metrics:
+            parts.append("\n".join(table_lines(_metrics_table(self.metrics), num_right=2)))
+        return "\n\n".join(parts)
+
+    def _repr_html_(self) -> str:
+        status = self.status
+        rows = [(_node_cells(node, each), _has_failed(each)) for node, each in status.reports.items()]
+        rows += [((node, "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()]
+        body = "".join(
+            f"<tr>{html_cells(cells, style=_FAILED if has_failed else _LEFT)}</tr>" for cells, has_failed in rows
+        )
+        head = html_cells(_NODE_COLUMNS, tag="th", style=_LEFT)
+        parts = [html_table(head, body, caption=[str(status).partition("\n")[0]])]
+        if status.is_over and status.last_lines:
+            lines = "\n".join([f"the last lines of rank {status.failed_rank}:", *map(quoted, status.last_lines)])
+            parts.append(f"<pre>{html.escape(lines)}</pre>")
+        if self.plan is not None:
+            parts.append(self.plan._repr_html_())
+        if self.metrics:
+            names, *steps = _metrics_table(self.metrics)
+            body = "".join(f"<tr>{html_cells(cells, style=_LEFT)}</tr>" for cells in steps)
+            parts.append(html_table(html_cells(names, tag="th", style=_LEFT), body, caption=["logged last"]))
+        return "".join(parts)
+
+
+def describe_metrics(values: Mapping[str, Any]) -> str:
+    """``step 120, loss 0.031``: of what a rank has logged in one step, the first few names."""
+    shown = [f"{printable(name)[:_MOST_CHARS]} {_short(values[name])}" for name in _names_in([values])]
+    return ", ".join([f"step {_short(values.get('step'))}", *shown])
+
+
+def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
+    ranks = report.ranks
+    cells = (
+        node,
+        report.state,
+        "" if report.exit_code is None else str(report.exit_code),
+        f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ", ".join(map(str, ranks)),
+        str(report.restarts or ""),
+        behind_ours(report.reason) if report.reason else "",
+    )
+    return tuple(map(printable, cells))
+
+
+def _has_failed(report: NodeReport) -> bool:
+    return report.is_over and report.exit_code != 0
+
+
+def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """The last steps, a row for each rank. What stands in them came from a node."""
+    last = lines[-_MOST_ROWS:]
+    names = _names_in(last)
+    rows = [[_short(line.get(name)) for name in ("step", "rank", *names)] for line in last]
+    return [["step", "rank", *(printable(name)[:_MOST_CHARS] for name in names)], *rows]
+
+
+def _names_in(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for line in lines for name in line if name not in _NO_VALUES)
+    return [*names][:_MOST_NAMES]
+
+
+def _short(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else printable(str(value)[:_MOST_CHARS])

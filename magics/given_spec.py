@@ -1,0 +1,31 @@
+"""The spec that a line of a magic names, with the fields that the line sets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..plan.fields import split_overrides
+
+if TYPE_CHECKING:
+    from ..spec import PipelineSpec
+
+__all__ = ["read_spec", "take_fields"]
+
+
+def take_fields(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words that set fields of a spec, as ``--training.epochs 2``, each as one; and the others."""
+    fields, others = split_overrides(words, is_ours=lambda name: "." in name)
+    return [f"--{name}" if text is None else f"--{name}={text}" for name, text in fields.items()], others
+
+
+def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineSpec:
+    """The spec in a variable of the notebook, in a file or at a URL; ``fields`` as `take_fields` gives them.
+
+    Raises: SpecError.
+    """
+    from ..spec import PipelineSpec  # pydantic takes its time
+
+    named = ipython.user_ns.get(where) if ipython is not None and where.isidentifier() else None
+    spec = named if isinstance(named, PipelineSpec) else PipelineSpec.load(where)
+    return spec.with_overrides(PipelineSpec.parse_overrides(fields))

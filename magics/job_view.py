@@ -1,0 +1,92 @@
+"""A job as the notebook shows it: its lines and state as they come, and when it is over the same at every run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..jobs.job_report import describe_metrics
+from ..jobs.job_status import describe_seconds
+from .render import LiveCell, RenderOptions
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..jobs import Job, JobStatus, LogLine
+    from ..jobs.report_checks import NodeReport
+
+__all__ = ["JobView"]
+
+_REDRAW_S = 0.5
+_MOST_ASIDE = 1000  # lines of all that is no rank
+
+
+class JobView:
+    """Takes what ``Job.attach`` and ``Job.logs`` give. Ranks are shown as those of a cell are, bounds and all.
+
+    In the last form what is no rank's stands first, that of ``setup`` before that of torchrun, by node; what was said
+    of links that broke is gone.
+    """
+
+    def __init__(
+        self, screen: Screen, job: Job, options: RenderOptions, *, rank: int | None = None, node: str | None = None
+    ) -> None:
+        self._job = job
+        self._ranks = range(job.world_size or 1) if rank is None else range(rank, rank + 1)
+        self._nodes: dict[int, str] = {}  # of a rank, where the job has several
+        of_node = "" if node is None else f" --node {node}"
+        read = f"%job logs {job.id}{of_node}"
+        self._cell = LiveCell(screen, tuple(self._ranks), 0, options, nodes=self._nodes, how_to_read=read)
+        self._titles: list[str] = []
+        self._aside: list[LogLine] = []
+        self._metrics = ""
+        self._drawn_at = 0.0
+
+    def say(self, title: str) -> None:
+        """Show a line of ours above all others."""
+        self._titles.append(title)
+        self._cell.notice(title, stream="stdout")
+
+    def take(self, line: LogLine) -> None:
+        """Show a line below those that stand there."""
+        rank = int(line.source) if line.source.isdecimal() else -1
+        if rank in self._ranks:
+            if line.node:
+                self._nodes[rank] = line.node
+            self._cell.output(rank, "stdout", f"{line.text}\n")
+        elif len(self._aside) < _MOST_ASIDE:
+            self._aside.append(line)
+            self._cell.notice(str(line), stream="stdout")
+
+    def take_metrics(self, values: Mapping[str, Any]) -> None:
+        """Keep what a rank has logged last for the line of its state."""
+        self._metrics = f"; {describe_metrics(values)}"
+
+    def take_reports(self, reports: Mapping[str, NodeReport | None]) -> None:
+        """Draw the line of its state anew, a few times a second."""
+        now = time.monotonic()
+        if now - self._drawn_at >= _REDRAW_S:
+            self._drawn_at = now
+            self._cell.waiting(f"job {self._job.id} {_describe(reports)}{self._metrics}")
+
+    def finish(self, status: JobStatus | None = None) -> None:
+        """Bring it into its last form; without ``status`` it is not known how the job is."""
+        if status is not None:
+            told = [line for line in self._aside if line.source]
+            told.sort(key=lambda line: (line.source != "setup", line.node))
+            self._cell.retell([*self._titles, *map(str, told)])
+        self._cell.waiting("")
+        self._cell.finish({})
+
+
+def _describe(reports: Mapping[str, NodeReport | None]) -> str:
+    """``running for 12 s``, and which nodes are in another state."""
+    known = [each for each in reports.values() if each is not None]
+    if not known:
+        return "waits for its nodes"
+    states = {node: "silent" if each is None else each.state for node, each in reports.items()}
+    common = max(set(states.values()), key=[*states.values()].count)
+    others = [f"{node} {state}" for node, state in states.items() if state != common]
+    since = min((each.started_at for each in known if each.started_at is not None), default=None)
+    lasted = "" if since is None else f" for {describe_seconds(time.time() - since)}"
+    return f"{', '.join([common + lasted, *others[:3]])}"

@@ -1,0 +1,316 @@
+"""%job, %%torchrun: parse the line, call detrain_nb.jobs, show the result."""
+
+from __future__ import annotations
+
+import ast
+import keyword
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from IPython.core.error import UsageError
+from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
+from IPython.display import display
+
+from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
+from .given_spec import read_spec
+from .guard import guard
+from .holder import ask_passphrase
+from .job_options import parse_job_line, parse_torchrun_line
+from .job_view import JobView
+from .notebook import kernel_name, session_name
+from .options import HelpShown, Settings
+from .progress import CopyProgress, redrawn_line
+from .render import RenderOptions
+from .screen import screen_for
+from .stops import told_when_interrupted
+
+if TYPE_CHECKING:
+    from ..jobs import Job, JobList, JobStatus
+    from ..jobs.job_report import JobReport
+    from ..spec import PipelineSpec
+
+__all__ = ["JobMagics"]
+
+_MOST_NAME_CHARS = 63
+
+
+@magics_class
+class JobMagics(Magics):
+    """The magics about jobs of one notebook. They need no session; ``settings`` gives the notebook's."""
+
+    def __init__(self, shell: Any, settings: Callable[[], Settings]) -> None:
+        super().__init__(shell)
+        self._ipython = shell
+        self._settings = settings
+
+    @line_magic
+    def job(self, line: str) -> Any:
+        """Jobs: scripts that run to their end on all nodes, whatever becomes of this notebook.
+
+        %job submit SPEC [--dry-run] [--name NAME] [--nodes NODES] [--storage URL] [--follow] [--training.epochs 2 ...]
+        %job check SPEC [--training.epochs 2 ...]
+        %job list [--limit N] | show JOB | stop JOB [--grace S] | restart JOB [--follow]
+        %job logs JOB [-f] [--node NODE] [--rank R] [--torchrun] | attach JOB
+        %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway]
+        %job exec JOB|--nodes NODES [--timeout S] -- COMMAND
+        %job rm [JOB...] [--older-than DAYS] [--anyway]
+
+        `submit` and `restart` return the job, `list` all jobs, `stop` its state, `show` what is shown.
+        """
+        return guard("%job", lambda: self._run(line))
+
+    @cell_magic
+    def torchrun(self, line: str, code: str) -> Any:
+        """Run the cell as a script under torchrun on all nodes, detached, and return the job.
+
+        %%torchrun [--spec SPEC] [--nodes NODES] [-n N] [--name NAME] [--storage URL] [--out NAME] [--follow]
+                   [--training.epochs 2 ...] [-- ARGUMENTS]
+
+        It is plain Python: what IPython adds to it, and the notebook's variables, are not there.
+        """
+        return guard("%%torchrun", lambda: self._torchrun(line, code))
+
+    def _run(self, line: str) -> Any:
+        """Raises: HelpShown, UsageError, and what the command does."""
+        parser, args = parse_job_line(line)
+        if args.command is None:
+            raise HelpShown(parser.format_help())
+        with told_when_interrupted(f"%job {args.command}"):
+            return getattr(self, f"_{args.command}")(args)
+
+    # ---- what starts one
+
+    def _submit(self, args: Any) -> Job | None:
+        from ..jobs import submit
+
+        spec = self._read_spec(args)
+        if args.dry_run:
+            display(submit(spec, dry_run=True))
+            return None
+        return self._submit_spec("%job submit", spec, args)
+
+    def _torchrun(self, line: str, code: str) -> Job | None:
+        args = parse_torchrun_line(line)
+        if args.out is not None and not (args.out.isidentifier() and not keyword.iskeyword(args.out)):
+            raise UsageError(f"%%torchrun: --out {args.out!r} is no name of a variable")
+        _check_script(code)
+        source: dict[str, Any] = {"script_text": f"\n{code}", "arguments": args.arguments}  # lines have their numbers
+        if args.spec is None:
+            name = session_name(self._ipython.user_ns, kernel_name(self._ipython))
+            data: dict[str, Any] = {"name": name[:_MOST_NAME_CHARS]}
+        else:
+            data = read_spec(self._ipython, args.spec).to_dict()
+            before = data.get("source", {})
+            source |= {key: before[key] for key in ("setup", "argument_style") if key in before}
+        spec = _from_dict({**data, "source": source})
+        spec = spec.with_overrides(spec.parse_overrides(_fields(args)))
+        if args.count is not None:
+            spec = _with_ranks(spec, args.count)
+        return self._submit_spec("%%torchrun", spec, args)
+
+    def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any) -> Job | None:
+        """The job, where it is not followed: a cell that has shown its end shows no more."""
+        from ..jobs import submit
+
+        with told_when_interrupted(prog, "%job list says whether it runs"), self._line() as say:
+            job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=ask_passphrase)
+        return self._begun(prog, job, args)
+
+    def _restart(self, args: Any) -> Job | None:
+        job = self._find(args.job)
+        with told_when_interrupted("%job restart", "%job list says whether it runs"), self._line() as say:
+            again = job.restart(on_progress=say)
+        return self._begun("%job restart", again, args)
+
+    def _begun(self, prog: str, job: Job, args: Any) -> Job | None:
+        if out := getattr(args, "out", None):
+            self._ipython.user_ns[out] = job
+        title = f"job {job.id} runs: %job logs -f {job.id} follows it"
+        if args.follow:
+            self._follow(prog, job, max_lines=args.max_lines, title=title)
+            return None
+        print(title)
+        return None if out else job
+
+    # ---- how it is
+
+    def _list(self, args: Any) -> JobList:
+        from ..jobs import jobs
+
+        return jobs(limit=args.limit, ask_passphrase=ask_passphrase)
+
+    def _show(self, args: Any) -> JobReport:
+        return self._find(args.job).show()
+
+    def _check(self, args: Any) -> None:
+        from ..spec import worst
+
+        spec = self._read_spec(args)
+        findings = spec.check()
+        if worst(findings) == "error":
+            raise SpecError("\n".join(map(str, findings)))
+        print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
+        display(spec.plan())
+
+    def _stop(self, args: Any) -> JobStatus:
+        return self._find(args.job).stop(grace_s=args.grace)
+
+    # ---- what it prints
+
+    def _attach(self, args: Any) -> None:
+        self._follow("%job attach", self._find(args.job), max_lines=args.max_lines)
+
+    def _logs(self, args: Any) -> None:
+        job = self._find(args.job)
+        if args.follow:
+            which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun}
+            self._follow("%job logs", job, max_lines=args.max_lines, **which, fails=False)
+            return
+        view = self._view(job, args.max_lines, node=args.node, rank=args.rank, is_live=False)
+        job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, on_line=view.take)
+        view.finish()
+
+    def _follow(
+        self,
+        prog: str,
+        job: Job,
+        *,
+        max_lines: int | None,
+        node: str | None = None,
+        rank: int | None = None,
+        torchrun: bool = False,
+        title: str = "",
+        fails: bool = True,
+    ) -> None:
+        """Raises: JobFailed where the job did not succeed, if it ``fails``; SessionError when it was interrupted."""
+        view = self._view(job, max_lines, node=node, rank=rank)
+        if title:
+            view.say(title)
+        status: JobStatus | None = None
+        goes_on = f"job {job.id} goes on: %job attach {job.id} follows it again, %job stop {job.id} ends it"
+        with told_when_interrupted(prog, goes_on):
+            try:
+                status = job.attach(
+                    view.take,
+                    node=node,
+                    rank=rank,
+                    torchrun=torchrun,
+                    on_metrics=view.take_metrics,
+                    on_reports=view.take_reports,
+                )
+            finally:
+                view.finish(status)
+        if fails:
+            if not status.is_over:
+                raise JobError(str(status))
+            status.check()
+        print(f"job {job.id}: {status.state}" + ("" if status.exit_code is None else f", exit {status.exit_code}"))
+
+    def _view(
+        self, job: Job, max_lines: int | None, *, node: str | None, rank: int | None, is_live: bool = True
+    ) -> JobView:
+        settings = self._settings()
+        most = settings.max_lines if max_lines is None else max_lines
+        options = RenderOptions(
+            merge=settings.merge,
+            is_live=is_live and settings.output == "live",
+            max_lines=most,
+            max_chars=settings.max_chars if most else 0,
+        )
+        return JobView(screen_for(self._ipython), job, options, node=node, rank=rank)
+
+    # ---- what it has made, and what is left of it
+
+    def _fetch(self, args: Any) -> None:
+        job = self._find(args.job)
+        again = "the same line goes on with what is missing"
+        with told_when_interrupted("%job fetch", again), self._line() as draw:
+            bar = CopyProgress("fetch", draw)
+            fetched = job.fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=bar)
+        print(fetched)
+
+    def _exec(self, args: Any) -> None:
+        from ..deploy.chosen_nodes import transports_to
+        from ..jobs import execute
+
+        if (args.job is None) == (args.nodes is None):
+            raise UsageError("%job exec: name a job, or --nodes, whose nodes run the command: %job exec JOB -- COMMAND")
+        if not args.shell_line:
+            raise UsageError("%job exec: no command was given: write it behind --, as in %job exec JOB -- nvidia-smi")
+        with told_when_interrupted("%job exec", "the command was ended on all nodes"):
+            if args.job is not None:
+                job = self._find(args.job)
+                executed = job.execute(args.shell_line, timeout_s=args.timeout, on_line=print)
+            else:
+                nodes = transports_to(args.nodes, ask_passphrase=ask_passphrase)
+                executed = execute(nodes, args.shell_line, timeout_s=args.timeout, on_line=print)
+        failed = [
+            str(each) if isinstance(each, DetrainError) else f"{node}: exit {each}"
+            for node, each in executed.statuses.items()
+            if each != 0
+        ]
+        if failed:
+            raise JobError("\n".join(failed))
+
+    def _rm(self, args: Any) -> None:
+        from ..jobs import prune
+
+        if not args.jobs and args.older_than is None:
+            raise UsageError("%job rm: name jobs, or --older-than DAYS")
+        for wanted in args.jobs:
+            job = self._find(wanted)
+            job.remove(anyway=args.anyway)
+            print(f"removed {job.id}")
+        kept: list[str] = []
+
+        def tell(job: str, failure: DetrainError | None) -> None:
+            if failure is None:
+                print(f"removed {job}")
+            else:
+                kept.append(f"kept {job}: {failure}")
+
+        if args.older_than is not None:
+            prune(args.older_than, on_job=tell, ask_passphrase=ask_passphrase)
+        if kept:
+            raise JobError("\n".join(kept))
+
+    # ---- what they share
+
+    def _read_spec(self, args: Any) -> PipelineSpec:
+        return read_spec(self._ipython, args.spec, _fields(args))
+
+    def _find(self, wanted: str) -> Job:
+        from ..jobs import find_job
+
+        return find_job(wanted, ask_passphrase=ask_passphrase)
+
+    def _line(self) -> Any:
+        return redrawn_line(self._ipython, is_live=self._settings().output == "live")
+
+
+def _from_dict(data: dict[str, Any]) -> PipelineSpec:
+    from ..spec import PipelineSpec
+
+    return PipelineSpec.from_dict(data)
+
+
+def _fields(args: Any) -> list[str]:
+    """The fields that the line sets, name and nodes among them, as words."""
+    named = [f"--{name}={text}" for name in ("name", "nodes") if (text := getattr(args, name)) is not None]
+    return [*args.fields, *named]
+
+
+def _with_ranks(spec: PipelineSpec, count: int) -> PipelineSpec:
+    """The spec with ``count`` ranks on each of its nodes, or on this machine."""
+    nodes = [node.to_fields() for node in spec.nodes] or [{"host": "localhost"}]
+    return spec.with_overrides({"nodes": [{**node, "ranks": count} for node in nodes]})
+
+
+def _check_script(code: str) -> None:
+    """Raises: CellSyntaxError, before anything is sent."""
+    if not code.strip():
+        raise UsageError("%%torchrun: the cell is empty: write the script below its first line")
+    try:
+        compile(f"\n{code}", "<cell>", "exec", ast.PyCF_ONLY_AST)
+    except SyntaxError as exc:
+        raise CellSyntaxError(exc) from None
