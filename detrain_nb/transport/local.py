@@ -46,6 +46,7 @@ class LocalTransport:
     contact: object = None
     folder_state: tuple[object, object] = ("", "")
     cache = ""
+    project = ""
 
     def __init__(self) -> None:
         self.env: dict[str, str] = {}
