@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["find_job", "jobs"]
 
 _MOST_SHOWN = 200
-_SUBMIT_LIMIT_S = 600.0  # of another machine that shares the record
 _MOST_ASKED = 100  # jobs of a node: their states fit into a line of the talk
 
 

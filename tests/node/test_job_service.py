@@ -52,6 +52,12 @@ def jobs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base.chmod(0o700)
     with own_folders(base) as folder:
         yield folder
+        with talk_here() as talk:  # what a test that failed has left
+            talk.say("status", ids=None)
+            for job in talk.hear("status")["jobs"]:
+                if job["state"] not in ("ended", "unreadable"):
+                    talk.say("stop", id=job["id"], grace_s=0)
+                    talk.hear("stopped")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +151,7 @@ import os, signal, subprocess, sys, time
 if os.environ["RANK"] == "0":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
     print("child", child.pid, flush=True)
-for number in range(1000):
+for number in range(10_000):
     print("line", number, flush=True)
     time.sleep(0.02)
 """
