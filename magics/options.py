@@ -51,7 +51,10 @@ class LineParser(argparse.ArgumentParser):
 
     def parse_line(self, line: str) -> argparse.Namespace:
         """Raises: UsageError, HelpShown."""
-        words = self.split_line(line)
+        return self.parse_words(self.split_line(line))
+
+    def parse_words(self, words: list[str]) -> argparse.Namespace:
+        """Raises: UsageError, HelpShown."""
         if self._has_lists:
             words = _joined_at_commas(words)
         if self._subparsers is not None and words and words[0] in _OPTIONS_OF_COMMANDS:

@@ -76,6 +76,7 @@ def add_job_commands(commands: Any) -> None:
 
     check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
     add_spec(check)
+    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
 
 
 def add_doctor(commands: Any) -> None:
@@ -245,10 +246,11 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
+    from ..jobs import check_nodes
     from ..spec import worst
 
     spec = _read_spec(args)
-    findings = spec.check()
+    findings = check_nodes(spec, ask_passphrase=_ask_passphrase) if args.on_nodes else spec.check()
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
     if worst(findings) == "error":
         return _FAILED

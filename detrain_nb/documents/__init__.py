@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import SpecError
 from ..storage import Location, locate, named_errors, shown
 from . import json_document, toml_document, yaml_document
-from .content import MOST_BYTES, TOO_DEEP, check_size, check_values, put_place
+from .content import MOST_BYTES, TOO_DEEP, TOO_LARGE, check_size, check_values, put_place
 
 __all__ = [
     "SUFFIXES",
@@ -54,12 +54,12 @@ def read_content(where: str | os.PathLike[str]) -> Any:
     return parse_content(read_text(location), suffix_of(where), where=location.name)
 
 
-def read_text(location: Location, *, limit_bytes: int = MOST_BYTES) -> str:
+def read_text(location: Location) -> str:
     """Read a text of a bounded size. Raises: SpecError."""
     with named_errors(location.name, "read", kind_of=lambda exc: SpecError), location.open() as file:
-        data: bytes = file.read(limit_bytes + 1)
-    if len(data) > limit_bytes:
-        raise SpecError(f"{location.name}: larger than {limit_bytes // 1_000_000} MB: give a smaller file")
+        data: bytes = file.read(MOST_BYTES + 1)
+    if len(data) > MOST_BYTES:
+        raise SpecError(f"{location.name}: {TOO_LARGE}")
     try:
         return data.decode("utf-8-sig")  # editors on Windows put a mark in front
     except UnicodeDecodeError as exc:

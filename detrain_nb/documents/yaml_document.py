@@ -145,7 +145,7 @@ def _scalar(value: Any, *, is_key: bool = False) -> Any:
         text = float_text(value) if type(value) is float else json.dumps(value)
         return yaml.ScalarEvent(None, None, (True, False), text)
     if _PLAIN.fullmatch(value) and _is_text_everywhere(value):
-        return yaml.ScalarEvent(None, None, (True, False), value)
+        return yaml.ScalarEvent(None, None, (True, True), value)  # the emitter puts ... in quotes
     lines = value.split("\n")
     is_block = not is_key and len(lines) > 1 and all(line.isprintable() for line in lines)
     return yaml.ScalarEvent(None, None, (False, True), value, style="|" if is_block else '"')

@@ -13,16 +13,15 @@ from ..documents import read_text
 from ..errors import SpecError, count_ranks
 from ..launch import Program
 from ..plan import Plan
-from ..spec import Git, Node, PipelineSpec
+from ..spec import Node, PipelineSpec
 from ..spec.notebook import read_notebook_script
 from ..storage import locate
+from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
 SOURCE = '"$folder/source"'  # where the ranks run, unless their node has a workdir
-_NOTEBOOK_BYTES = 50_000_000  # its outputs are in it
 _JOB_SPEC = '"$folder/job_spec.json"'
-_GIT = "git -c protocol.ext.allow=never -c core.hooksPath=/dev/null -c advice.detachedHead=false"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def read_program(spec: PipelineSpec, plan: Plan) -> JobProgram:
     if source.git is not None:
         assert source.entry is not None
         path = "/".join([*([source.git.folder] if source.git.folder else []), source.entry])
-        return JobProgram(Program("script", (path, *arguments)), SOURCE, _clone(source.git))
+        return JobProgram(Program("script", (path, *arguments)), SOURCE, write_clone(source.git, to=SOURCE))
     if source.path is not None:
         assert source.entry is not None
         if "://" in source.path:
@@ -70,26 +69,6 @@ def _read_script(spec: PipelineSpec) -> tuple[str, str]:
         return f"{PurePath(source.notebook).stem}.py", read_notebook_script(source.notebook)
     assert source.script is not None
     return PurePath(source.script).name, read_text(locate(source.script))
-
-
-def _clone(git: Git) -> list[str]:
-    if git.token is not None:
-        raise SpecError(
-            "source.git.token: a script of a shell hands no token to git: submit the job, or export it with "
-            "source.git.ssh_key, or with a repository that needs none"
-        )
-    if git.how == "bundle":
-        raise SpecError('source.git.how "bundle": a script of a shell carries no repository: give "clone"')
-    ref = quote(git.ref) if git.ref else ""
-    checkout = f"{_GIT} -C {SOURCE} checkout --quiet --detach"
-    key = f"ssh -o IdentitiesOnly=yes -i {quote_path(git.ssh_key)}" if git.ssh_key else ""
-    return [
-        f"rm -rf {SOURCE}",
-        *([export("GIT_SSH_COMMAND", key)] if key else []),
-        f"GIT_TERMINAL_PROMPT=0 {_GIT} clone --quiet -- {quote(git.url)} {SOURCE}",
-        # a branch, else a tag or a commit
-        *([f"{checkout} {quote('origin/' + git.ref)} 2>/dev/null ||\n  {checkout} {ref}"] if git.ref else []),
-    ]
 
 
 def check_what_is_carried(spec: PipelineSpec) -> None:
@@ -118,14 +97,16 @@ def write_begin(name: str) -> list[str]:
 
 def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str]) -> list[str]:
     """Fill the folder of the job on a node, which the shell has in ``$folder``, and the environment of its ranks."""
-    names = dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env)])
+    for_ranks = dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env)])
+    token = spec.source.git.token if spec.source.git else None
     return [
-        *(_need(name) for name in names),
+        *(_need(name) for name in dict.fromkeys([*for_ranks, *([token] if token else [])])),
         # torchrun fills in what has a $ in the path of its program
         f"case \"$folder\" in *'$'*) fail {quote('a folder above has a $ in its name: start this elsewhere')} ;; esac",
         f"mkdir -p {SOURCE}",
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,
+        *([f"unset {token}"] if token and token not in for_ranks else []),
         f"export DETRAIN_NB_JOB_SPEC={_JOB_SPEC}",
         *(export(name, text) for name, text in {**env, **spec.env}.items()),
     ]

@@ -15,6 +15,7 @@ from .following import LogLine
 from .job import Job, JobLog
 from .job_list import find_job, jobs
 from .job_status import JobStatus
+from .node_checks import check_nodes
 from .preview import Submission
 from .pruning import prune
 from .report import JobList
@@ -29,6 +30,7 @@ __all__ = [
     "JobStatus",
     "LogLine",
     "Submission",
+    "check_nodes",
     "execute",
     "find_job",
     "jobs",

@@ -13,10 +13,10 @@ from ..deploy.files import Stop, label
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
+from .report_checks import NodeFacts, read_facts
 
-__all__ = ["ANSWER_LIMIT_S", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
+__all__ = ["ask_facts", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
 
-ANSWER_LIMIT_S = 60.0
 _Result = TypeVar("_Result")
 
 
@@ -36,6 +36,12 @@ def talk_to(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
     """The job service of one node; ``stop`` ends the talk. What goes wrong in the block raises DetrainError."""
     with open_job_talk(node, stop=stop) as talk:
         yield talk
+
+
+def ask_facts(talk: Talk) -> NodeFacts:
+    """What a node says that it has. Raises: FilesError."""
+    talk.say("facts")
+    return read_facts(talk.hear("facts"))
 
 
 @contextlib.contextmanager

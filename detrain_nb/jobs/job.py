@@ -20,15 +20,18 @@ from .fetching import Fetched, fetch
 from .following import Follower, LogLine, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
-from .record import Changes, Record
+from .noting import note_down
+from .record import Record
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .source import plan_source
+from .starting import gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Job", "JobLog", "OnLine", "note_down"]
+__all__ = ["Job", "JobLog", "OnLine"]
 
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
@@ -192,20 +195,26 @@ class Job(ShownAsText):
 
         Its source is what is there now. Raises: SpecError where a secret that it names is not set here.
         """
-        from .submission import gather_secrets, submit
-
         spec = self.spec
         gather_secrets(spec, secrets)  # before anything is stopped
         self.stop()
         nodes = [node for node in self._nodes if isinstance(node, Transport)] or None
         if spec.checkpoint is not None:
             spec = spec.with_overrides({"checkpoint.resume": True})
-        return submit(
+        spec = read_spec(spec, self.name, nodes)
+        started = start(
             spec,
-            name=self.name,
+            plan_source(spec),
             secrets=secrets,
             on_progress=on_progress,
             nodes=nodes,
+            record=self._record,
+            ask_passphrase=self._ask_passphrase,
+        )
+        return Job(
+            started.id,
+            started.name,
+            started.transports,
             record=self._record,
             ask_passphrase=self._ask_passphrase,
         )
@@ -319,19 +328,6 @@ class Job(ShownAsText):
         if status.state != "unknown":
             note_down(status, self._record)
         return status
-
-
-def note_down(status: JobStatus, record: Record) -> None:
-    """Keep how a job is for who cannot ask its nodes."""
-    known: Changes = {
-        "state": status.state,
-        "exit_code": status.exit_code,
-        "started_at": status.started_at,
-        "ended_at": status.ended_at,
-    }
-    if status.metrics:
-        known["metrics"] = json.dumps(dict(status.metrics))
-    record.update(status.id, **known)
 
 
 def _place_of(line: LogLine) -> tuple[str, int, int]:

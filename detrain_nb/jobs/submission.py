@@ -1,47 +1,24 @@
-"""From a spec to a job on all its nodes: everything is prepared everywhere before anything runs, or nothing is.
-
-A notebook that dies in between leaves nothing: what a node has prepared goes with the talk that asked for it.
-"""
+"""The call that submits a spec: as a job, or to see what that would be."""
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import secrets as random
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
-from ..copying.json_lines import FilesError, Talk
-from ..deploy.chosen_nodes import transports_to
-from ..deploy.files import label
-from ..deploy.ways import settle_addresses
-from ..errors import DetrainError, JobError, LaunchError, SpecError
-from ..node.job.order import JobOrder, JobRendezvous
-from ..plan import Plan
-from ..transport import Transport
-from .asking import on_all, talks_to, try_on_all
 from .job import Job
 from .preview import Submission, preview
 from .record import Record
-from .report_checks import NodeFacts, read_facts, read_port
-from .shipping import ship
-from .source import ShippedSource, plan_source
-from .submitting import submitting
+from .source import plan_source
+from .starting import Say, read_spec, start
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.node import Node
+    from ..transport import Transport
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["gather_secrets", "submit"]
-
-_LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo"
-_KEY_BYTES = 32
-_LAUNCH_GRACE_S = 5.0
-Say = Callable[[str], object]
+__all__ = ["submit"]
 
 
 @overload
@@ -94,234 +71,19 @@ def submit(
     Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
     that failed. Nothing runs then.
     """
-    spec = _read(spec, name, nodes)
+    spec = read_spec(spec, name, nodes)
     source = plan_source(spec)
     if dry_run:
         return preview(spec, source)
-    return _Submitting(spec, source, secrets, storage, nodes, record or Record(), ask_passphrase, on_progress).run()
-
-
-def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The values of all secrets that a spec names. Raises: SpecError with those that are not set."""
-    known = {**os.environ, **(given or {})}
-    if missing := [name for name in spec.secrets if not known.get(name)]:
-        raise SpecError(
-            f"{'secret' if len(missing) == 1 else 'secrets'} {', '.join(missing)}: not set here: set them in the "
-            "environment of this process"
-        )
-    return {name: known[name] for name in spec.secrets}
-
-
-def _read(
-    spec: PipelineSpec | str | os.PathLike[str], name: str | None, nodes: Sequence[Node | Transport] | None
-) -> PipelineSpec:
-    """Raises: SpecError."""
-    from ..spec import PipelineSpec, worst
-
-    if isinstance(spec, (str, os.PathLike)):
-        spec = PipelineSpec.load(os.fspath(spec))
-    overrides: dict[str, object] = {} if name is None else {"name": name}
-    if nodes is not None:
-        described = [node.node if isinstance(node, Transport) else node for node in nodes]
-        overrides["nodes"] = [node.to_fields() for node in described if node is not None]
-    spec = spec.with_overrides({**overrides, **_full_paths(spec)})
-    findings = spec.check()
-    if worst(findings) == "error":
-        raise SpecError("\n".join(str(each) for each in findings if each.severity == "error"))
-    return spec
-
-
-def _full_paths(spec: PipelineSpec) -> dict[str, object]:
-    """What stands here by a relative path: a restart may come from another folder."""
-    kind = spec.source.kind
-    path = getattr(spec.source, kind)
-    if kind not in ("script", "notebook", "path") or "://" in path:
-        return {}
-    return {f"source.{kind}": os.path.abspath(os.path.expanduser(path))}
-
-
-@dataclass
-class _Submitting:
-    """One submission, from the first question to the last answer."""
-
-    spec: PipelineSpec
-    source: ShippedSource
-    given: Mapping[str, str] | None = field(repr=False)
-    storage: str | None
-    nodes: Sequence[Node | Transport] | None
-    record: Record
-    ask_passphrase: AskPassphrase | None
-    on_progress: Say | None
-
-    def run(self) -> Job:
-        with submitting(self.spec.name):
-            return self._run()
-
-    def _run(self) -> Job:
-        secrets = gather_secrets(self.spec, self.given)
-        nodes = list(self.spec.nodes if self.nodes is None else self.nodes)
-        self._transports = transports_to(nodes or None, ask_passphrase=self.ask_passphrase)
-        self._refuse_running()
-        job = _make_id(self.spec.name)
-        listed = json.dumps([node.to_fields() for node in self.spec.nodes])
-        self.record.add(
-            job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
-        )
-        try:
-            for notice in self.source.notices:
-                self._say(f"note: {notice}")
-            self._say(f"connecting to {', '.join(map(label, self._transports))}")
-            with talks_to(self._transports) as talks:
-                facts = on_all(self._transports, lambda index: _ask_facts(talks[index]))
-                self._check_together(facts)
-                plan = self._plan(facts)
-                self.record.update(job, world_size=plan.world_size)
-                self._say("sending what has changed of the source")
-                ready = on_all(self._transports, lambda index: self._ship(talks[index], secrets))
-                orders = self._orders(job, plan)
-                self._prepare_and_launch(talks, orders, ready, secrets)
-        except BaseException as exc:
-            with contextlib.suppress(DetrainError):
-                self.record.update(job, state="not started", ended_at=time.time(), exit_code=None)
-            for transport in self._transports:
-                transport.leave()
-            if isinstance(exc, FilesError):  # of a talk, outside of what names its node
-                raise DetrainError(str(exc)) from exc
-            raise
-        self.record.update(job, state="running", started_at=time.time())
-        return Job(job, self.spec.name, self._transports, record=self.record)
-
-    # ---- before any node is asked
-
-    def _refuse_running(self) -> None:
-        """Raises: JobError where a job of this name runs, as far as is known here; each node looks for itself."""
-        from .job_list import running_job
-
-        if running := running_job(self.spec.name, record=self.record, ask_passphrase=self.ask_passphrase):
-            raise JobError(
-                f"job {running} runs already: stop it first (detrain-nb jobs stop {running}), or give another name "
-                "with --name"
-            )
-
-    # ---- on the nodes
-
-    def _check_together(self, facts: Sequence[NodeFacts]) -> None:
-        """Raises: SpecError, LaunchError where the nodes do not go together."""
-        nodes = self._transports
-        _check_same_torch(nodes, facts)
-        if len(nodes) == 1:
-            return
-        accounts = [node.account for node in nodes]
-        for node in nodes:
-            if node.account is not None and accounts.count(node.account) > 1:
-                raise SpecError(f"{label(node)} is the same machine as another node: name it once, with ranks = N")
-        settle_addresses(nodes)
-
-    def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
-        """Raises: SpecError where the nodes have not what the spec wants."""
-        return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
-
-    def _ship(self, talk: Talk, secrets: Mapping[str, str]) -> str:
-        environment = {**(self.given or {}), **secrets}
-        return ship(talk, self.source, storage=self.storage, environment=environment)
-
-    def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
-        """What each node is to run; the port of the store is not known yet."""
-        rendezvous = self.spec.rendezvous
-        is_alone = len(plan.nodes) == 1
-        address = rendezvous.endpoint or (_LOOPBACK if is_alone else self._transports[0].address)
-        common = JobRendezvous(
-            kind="elastic" if rendezvous.is_elastic else "fixed",
-            run_id=rendezvous.id or random.token_hex(8),
-            address=address,
-            port=rendezvous.port,
-            timeout_s=rendezvous.timeout_s,
-            max_restarts=rendezvous.max_restarts,
-            min_nodes=rendezvous.min_nodes or len(plan.nodes),
-            max_nodes=rendezvous.max_nodes or len(plan.nodes),
-        )
-        resolved = json.loads(self.spec.job_spec(plan).to_json())
-        return [
-            JobOrder(
-                id=job,
-                name=self.spec.name,
-                argv=(*self.source.program, *self.spec.program_arguments(plan)),
-                node_rank=node_rank,
-                nodes=tuple(label(each) for each in self._transports),
-                ranks=node.ranks,
-                world_size=plan.world_size,
-                python=transport.python,
-                workdir=(transport.node.workdir if transport.node else None) or "",
-                env=dict(self.spec.env),
-                secret_names=tuple(self.spec.secrets),
-                setup=tuple(self.spec.source.setup),
-                artifacts=tuple(self.spec.artifacts),
-                spec=resolved,
-                device=node.device,
-                gpus=node.gpus,
-                address=_LOOPBACK if is_alone else transport.address,
-                interface=_LOOPBACK_INTERFACE if is_alone else transport.interface,
-                rendezvous=common,
-            )
-            for node_rank, (node, transport) in enumerate(zip(plan.nodes, self._transports))
-        ]
-
-    def _prepare_and_launch(
-        self, talks: Sequence[Talk], orders: Sequence[JobOrder], ready: Sequence[str], secrets: Mapping[str, str]
-    ) -> None:
-        """Raises: DetrainError of the nodes that failed; those that have launched it are stopped again."""
-
-        def prepare(index: int) -> int:
-            own = {**self._transports[index].env, **secrets}
-            talks[index].say("prepare", order=orders[index].to_dict(), secrets=own, source=ready[index])
-            return read_port(talks[index].hear("prepared").get("port"))
-
-        self._say("preparing it on all nodes")
-        port = on_all(self._transports, prepare)[0]
-        rendezvous = orders[0].rendezvous
-        key = random.token_hex(_KEY_BYTES) if rendezvous.kind == "elastic" else ""
-
-        def launch(index: int) -> None:
-            talks[index].say("launch", store=[rendezvous.address, port], key=key)
-            talks[index].hear("launched")
-
-        self._say("starting its ranks")
-        outcomes = try_on_all(self._transports, launch)
-        failures = [each for each in outcomes if isinstance(each, DetrainError)]
-        if failures:
-            self._undo(talks, orders, [not isinstance(each, DetrainError) for each in outcomes])
-            raise LaunchError("\n".join(map(str, failures)))
-
-    def _undo(self, talks: Sequence[Talk], orders: Sequence[JobOrder], has_launched: Sequence[bool]) -> None:
-        def stop(index: int) -> None:
-            if has_launched[index]:
-                part = {"id": orders[index].id, "node_rank": index}
-                talks[index].say("stop", **part, grace_s=_LAUNCH_GRACE_S)
-                talks[index].hear("stopped")
-                talks[index].say("remove", **part)
-                talks[index].hear("removed")
-
-        try_on_all(self._transports, stop)
-
-    def _say(self, text: str) -> None:
-        if self.on_progress:
-            self.on_progress(text)
-
-
-def _make_id(name: str) -> str:
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{random.token_hex(2)}"
-
-
-def _ask_facts(talk: Talk) -> NodeFacts:
-    talk.say("facts")
-    return read_facts(talk.hear("facts"))
-
-
-def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> None:
-    """Raises: LaunchError where one has none, or they have versions that do not work together."""
-    versions = {label(node): said.torch for node, said in zip(nodes, facts)}
-    if missing := [name for name, version in versions.items() if not version]:
-        raise LaunchError(f"{', '.join(missing)}: torch is missing there: install it, or name another python")
-    if len({tuple(version.split(".")[:2]) for version in versions.values()}) > 1:
-        found = ", ".join(f"{name} {version}" for name, version in versions.items())
-        raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")
+    record = record or Record()
+    started = start(
+        spec,
+        source,
+        storage=storage,
+        secrets=secrets,
+        on_progress=on_progress,
+        nodes=nodes,
+        record=record,
+        ask_passphrase=ask_passphrase,
+    )
+    return Job(started.id, started.name, started.transports, record=record, ask_passphrase=ask_passphrase)

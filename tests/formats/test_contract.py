@@ -17,6 +17,7 @@ from detrain_nb.formats import EXPORTERS
 from detrain_nb.plan.job import JobSpec
 from detrain_nb.spec import PipelineSpec
 
+from ..node.git_host import commit, git_host
 from .on_nodes import WAYS, run_on_node, write_recorder
 
 SHELLS = [shell for shell in ("sh", "bash", "dash") if shutil.which(shell)]
@@ -235,6 +236,26 @@ def test_repository_is_cloned_at_its_ref(
 
 
 @exporters
+def test_token_is_read_where_it_is_and_stands_nowhere(exporter: str, recorder: str, tmp_path: Path) -> None:
+    commit(tmp_path / "work", {"train.py": "private"})
+    with git_host(tmp_path / "host", token="very-secret") as host:
+        git = {"url": host.publish(tmp_path / "work", "a.git"), "token": "MY_TOKEN"}
+        spec = _spec(
+            source={"script_text": None, "git": git, "entry": "train.py"}, nodes=[{"host": "a", "python": recorder}]
+        )
+        text, folder = _export(exporter, spec), tmp_path / "node"
+        ended = run_on_node(exporter, text, shell="sh", folder=folder)
+        assert (ended.status, ended.seen) == (2, None) and "MY_TOKEN is not set" in ended.errors
+        ended = run_on_node(exporter, text, shell="sh", folder=folder, env={"MY_TOKEN": "wrong"})
+        assert ended.status != 0 and ended.seen is None
+        ended = run_on_node(exporter, text, shell="sh", folder=folder, env={"MY_TOKEN": "very-secret"})
+    assert ended.seen, ended.errors
+    assert Path(ended.seen.program[0]).read_text() == "private"
+    assert "MY_TOKEN" not in ended.seen.env, "the ranks need it no more"
+    assert not [path for path in folder.rglob("*") if path.is_file() and b"very-secret" in path.read_bytes()]
+
+
+@exporters
 def test_folder_that_all_nodes_have_is_named_by_its_whole_path(exporter: str, recorder: str, tmp_path: Path) -> None:
     folder = tmp_path / "my $folder"
     source = {"script_text": None, "path": str(folder), "entry": "a/train.py"}
@@ -259,9 +280,9 @@ def test_module_is_run_as_one(exporter: str, recorder: str, tmp_path: Path) -> N
 
 GIT = {"url": "https://example.org/a.git"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a token": (
-        {"source": {"script_text": None, "git": {**GIT, "token": "MY_TOKEN"}, "entry": "a.py"}},
-        r"source\.git\.token: a script of a shell hands no token to git",
+    "a token that all can read": (
+        {"source": {"script_text": None, "git": {"url": "http://a.org/a.git", "token": "T"}, "entry": "a.py"}},
+        r"source\.git\.token: nothing hides it on the way to http://a\.org: give a url with https://",
     ),
     "a bundle": (
         {"source": {"script_text": None, "git": {**GIT, "how": "bundle"}, "entry": "a.py"}},

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from detrain_nb.errors import JobError, JobFailed, SpecError
-from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, submit
+from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, prune, submit
+from detrain_nb.jobs.record import Record
 from detrain_nb.jobs.submitting import submitting
 from detrain_nb.spec import PipelineSpec
 
@@ -198,6 +199,18 @@ submit(PipelineSpec.from_dict({{"name": "killed-{moment}", "source": {{"script_t
     _wait_until(lambda: not list((home / "state/detrain_nb/jobs").glob(f"killed-{moment}-*/*")))
     assert row.state in ("not started", "preparing", "lost")
     _wait_until(lambda: find_job(row.id).status().state == "not started")
+
+
+def test_old_jobs_are_pruned_and_others_stay(home: Path) -> None:
+    record = Record()
+    for job, state in (("old-20200101-000000-beef", "ended"), ("older-20200101-000000-beef", "not started")):
+        record.add(job, name=job[:5], nodes="[]", spec="{}", state=state)
+        record.update(job, ended_at=time.time() - 40 * 86400)
+    record.add("new-20260101-000000-beef", name="new", nodes="[]", spec="{}", state="ended")
+    record.update("new-20260101-000000-beef", ended_at=time.time())
+    before = {row.id for row in jobs(ask=False)}
+    assert sorted(prune(30)) == ["old-20200101-000000-beef", "older-20200101-000000-beef"]
+    assert before - {row.id for row in jobs(ask=False)} == {"old-20200101-000000-beef", "older-20200101-000000-beef"}
 
 
 def test_two_submits_at_once_are_one(home: Path) -> None:

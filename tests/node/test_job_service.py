@@ -16,6 +16,7 @@ import pytest
 from detrain_nb.copying.json_lines import Failed
 from detrain_nb.errors import DetrainError
 from detrain_nb.node.job.folders import machine_id
+from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
 
 from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
@@ -208,6 +209,39 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []
         assert status_of(talk, order)["exit_code"] == 137
+
+
+def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_folder: Path) -> None:
+    order = make_order(
+        "print('never')", setup=("sleep 1000 & disown; echo $!", "echo no such wheel >&2; exit 4", "echo on")
+    )
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).to_end(talk)
+    assert (followed.job["exit_code"], followed.job["reason"]) == (4, "the setup exited with 4")
+    left, *words = followed.job["last_lines"]
+    assert words == ["no such wheel"] and "rank-0.log" not in followed.data
+    assert _alive([int(left)]) == []
+
+
+def test_job_is_stopped_in_its_setup_though_that_does_not_listen(jobs_folder: Path) -> None:
+    order = make_order("print('never')", setup=("trap '' TERM", "echo begun", "sleep 1000"))
+    with talk_here() as talk:
+        launch(talk, order)
+        Followed(order).begin(talk).until(talk, b"begun", name="setup.log")
+        talk.say("stop", id=order.id, grace_s=0.5)
+        assert talk.hear("stopped")["was"] == "preparing"
+        job = status_of(talk, order)
+    assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 143, "stopped")
+
+
+def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_folder: Path, tmp_path: Path) -> None:
+    """Without torchrun: the command line is what is looked at."""
+    order = replace(make_order("0", workdir=str(tmp_path / "w")), argv=("train.py", "--x"))
+    argv, _ = torchrun_command(order, Path("/job"), {}, store=("127.0.0.1", 1), key="")
+    assert argv[-2:] == ["/job/source/train.py", "--x"]
+    env = first_environment(order, Path("/job"), {})
+    assert env["PYTHONPATH"].split(":")[-1] == "/job/source", "modules of the source, too"
 
 
 def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:

@@ -52,7 +52,8 @@ class SealedBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         found = self._backend.get_state()
         if found is None:
-            return self._refuse_none()
+            self._refuse_none()
+            return None
         return self._open(found[0]), found[1]
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
@@ -60,7 +61,8 @@ class SealedBackend(RendezvousBackend):
             raise RendezvousStateError(f"the state of the rendezvous has {len(state)} bytes, {MOST_BYTES // 2} at most")
         found = self._backend.set_state(self._seal.close(state), token)
         if found is None:
-            return self._refuse_none()
+            self._refuse_none()
+            return None
         return self._open(found[0]), found[1], found[2]
 
     def _open(self, sealed: bytes) -> bytes:
@@ -131,11 +133,14 @@ class ElasticRendezvous(RendezvousHandler):
             if info.rank == 0:
                 limit = timedelta(minutes=5)
                 self._ranks_store = listen(self._address, 0, timeout=limit, is_handed=False)
-                info.store.set(_RANKS_STORE_KEY, where.close(f"{self._ranks_store.port} {self._address}".encode()))
-            port, address = where.open(info.store.get(_RANKS_STORE_KEY)).decode().split(" ", 1)
+                info.store.set(
+                    _RANKS_STORE_KEY, where.close(f"{self._ranks_store.port} {self._address}".encode()).hex()
+                )
+            written = bytes.fromhex(info.store.get(_RANKS_STORE_KEY).decode())
+            port, address = where.open(written).decode().split(" ", 1)
         except DistError as exc:
             raise RendezvousConnectionError(f"the store of the job is lost: {exc}") from exc
-        except SealBroken as exc:
+        except ValueError as exc:  # SealBroken among them
             raise _refused(str(exc)) from exc
         return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
 

@@ -16,7 +16,7 @@ from ..system.proc_files import read
 from ..system.processes import start_ticks
 from .folders import find_job_folder, list_parts, read_bounded, remove_job_folder, write_whole
 from .order import JobError, check_id, check_number, check_seconds
-from .status import LOST, Exit, is_live, read_status
+from .status import LOST, UNREADABLE, Exit, is_live, read_status
 
 MARK_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
 GRACE_S = 30.0
@@ -30,7 +30,11 @@ def stop(talk: Talk, said: dict[str, Any]) -> None:
     """End a job on this node: ask it, and after ``grace_s`` kill all of it. Says what it ``was``."""
     job, grace_s = check_id(said.get("id")), check_seconds(said.get("grace_s", GRACE_S))
     folders = _find_parts(job, said.get("node_rank"))
-    was = [read_status(folder)["state"] for folder in folders]
+    states = [read_status(folder) for folder in folders]
+    for status in states:
+        if status["state"] == UNREADABLE:
+            raise JobError(f"job {job} cannot be stopped: {status['reason']}")
+    was = [status["state"] for status in states]
     for folder in folders:
         _ask(folder, grace_s)
     for folder in folders:
@@ -41,7 +45,8 @@ def stop(talk: Talk, said: dict[str, Any]) -> None:
 def remove(talk: Talk, said: dict[str, Any]) -> None:
     """Remove all files of a job that does not run. Raises: JobError."""
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
-    if is_live(read_status(folder)):
+    status = read_status(folder)
+    if is_live(status) or (status["state"] == UNREADABLE and _find_marked(_mark_of(folder))):
         raise JobError(f"job {folder.parent.name} runs: stop it first")
     remove_job_folder(folder)
     talk.say("removed")
@@ -81,7 +86,7 @@ def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
     status = read_status(folder)
     if not is_live(status) and status["state"] != LOST:
         return
-    _sweep(f"{folder.parent.name}/{folder.name.rpartition('-')[2]}")
+    _sweep(_mark_of(folder))
     with contextlib.suppress(OSError):
         Exit(128 + signal.SIGKILL, "stopped without its runner, which was gone or did not answer").write(folder)
 
@@ -114,18 +119,24 @@ def _wait_for(status: dict[str, Any], limit_s: float) -> None:
 
 
 def _sweep(mark: str) -> None:
-    """Kill what is left of a job whose runner is gone: it is known by its environment, whatever its parents are."""
-    wanted = f"{MARK_VARIABLE}={mark}"
+    """Kill what is left of a job whose runner is gone."""
     deadline = time.monotonic() + _SWEEP_LIMIT_S
-    while time.monotonic() < deadline:
-        marked = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, wanted)]
-        found = [pid for pid in marked if start_ticks(pid)]
-        if not found:
-            return
+    while time.monotonic() < deadline and (found := _find_marked(mark)):
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.01)  # SIGKILL is under way; the next pass sees who is left
+
+
+def _mark_of(folder: Path) -> str:
+    return f"{folder.parent.name}/{folder.name.rpartition('-')[2]}"
+
+
+def _find_marked(mark: str) -> list[int]:
+    """The processes of a job: they are known by their environment, whatever their parents are."""
+    wanted = f"{MARK_VARIABLE}={mark}"
+    marked = [pid for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, wanted)]
+    return [int(pid) for pid in marked if start_ticks(int(pid))]
 
 
 def _has(pid: str, wanted: str) -> bool:

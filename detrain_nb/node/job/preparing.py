@@ -69,7 +69,7 @@ class Preparing:
             folder = _make_folder(order)
             on_failure.callback(remove_job_folder, folder)
             _lay_out(said.get("source"), folder, talk)
-            store = _bind(order.address) if order.node_rank == 0 else None
+            store = _bind(order.address, order.rendezvous.port) if order.node_rank == 0 else None
             on_failure.pop_all()
         self._prepared = _Prepared(order, folder, secrets, store)
         talk.say("prepared", port=store.getsockname()[1] if store else 0)
@@ -153,14 +153,14 @@ def _lay_out(source: object, folder: Path, talk: Talk) -> None:
         (folder / SOURCE_NAME).mkdir(mode=0o700)
 
 
-def _bind(address: str) -> socket.socket:
-    """Where the store is going to listen: on that address alone; the system chooses the port."""
+def _bind(address: str, port: int) -> socket.socket:
+    """Where the store is going to listen: on that address alone; for 0 the system chooses the port."""
     try:
         return socket.create_server(
-            (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=128
+            (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=128
         )
     except OSError as exc:
-        raise JobError(f"no socket can be bound on {address}: {exc.strerror or exc}: name another address") from exc
+        raise JobError(f"no socket can be bound on {address} port {port}: {exc.strerror or exc}: name another") from exc
 
 
 def _check_store(said: object) -> tuple[str, int]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import DistError, DistNetworkError, DistStoreError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
@@ -111,7 +111,7 @@ def tell_others(watch: Watch, node_rank: int, error: BaseException | None) -> No
         watch.tell_done()
     elif isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
-        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"ended with {failure.exitcode}"
+        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
         watch.tell_end(f"{watch.name(node_rank)} failed: rank {rank} {how}")
     else:
         watch.tell_end(f"{watch.name(node_rank)} failed: {type(error).__name__}: {error}")
@@ -170,15 +170,6 @@ class WatchStore:
 
     def get(self, key: str) -> bytes | None:
         return self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
-
-    def wait(self, key: str, limit_s: float) -> bool:
-        try:
-            self._store.wait([key], timedelta(seconds=limit_s))
-        except DistNetworkError as exc:
-            raise ConnectionError(str(exc)) from exc
-        except DistStoreError:
-            return False
-        return True
 
     @staticmethod
     def _call(operation: Callable[[], _Answer]) -> _Answer:

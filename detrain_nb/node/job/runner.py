@@ -36,6 +36,7 @@ from .status import ENDED, RUNNING, STOPPING, Exit, Reserve, Status
 from .verdict import judge
 
 _READY = b"ready\n"
+_NOT_STARTED = 127
 _TOUCH_S = 6 * 3600.0
 
 
@@ -76,21 +77,24 @@ class Runner:
 
     def run(self) -> None:
         """Run it to its end, and say how that was."""
+        ended = None
         try:
-            ended = self._run()
+            code, log = self._run()
         except OSError as exc:
-            ended = Exit(127, f"{exc.filename or 'the runner'}: {exc.strerror or exc}")
+            ended = Exit(_NOT_STARTED, f"{exc.filename or 'the runner'}: {exc.strerror or exc}")
         except JobError as exc:
-            ended = Exit(127, str(exc))
+            ended = Exit(_NOT_STARTED, str(exc))
         end_descendants()
-        self._outputs.close()
+        self._outputs.close()  # all that was said has been read
+        ended = ended or judge(self._outputs, code, folder=self._folder, log=log, stopped=self._is_stopped)
         self._reserve.release()
         self._reserve.write(ended)
         self._status.state, self._status.ended_at = ENDED, ended.ended_at
         self._status.exit_code, self._status.reason = ended.exit_code, ended.reason
         self._reserve.write(self._status)
 
-    def _run(self) -> Exit:
+    def _run(self) -> tuple[int, str]:
+        """The exit code of what ran last, and its log. Raises: OSError, JobError."""
         order, folder = self._order, self._folder
         env = first_environment(order, folder, self._given["secrets"])
         cwd = self._find_cwd()
@@ -99,7 +103,7 @@ class Runner:
                 code = self._run_command(setup.argv, env, SETUP_LOG, cwd, [setup.told])
                 env = setup.read_environment() or env
             if code or self._is_stopped:
-                return judge(self._outputs, code, folder=folder, log=SETUP_LOG, stopped=self._is_stopped)
+                return code, SETUP_LOG
         self._status.state = STOPPING if self._is_stopped else RUNNING
         self._write_status()
         address, port = self._given["store"]
@@ -108,8 +112,7 @@ class Runner:
         handed = []
         if self._store >= 0:
             handed, env[STORE_FD_VARIABLE] = [self._store], str(self._store)
-        code = self._run_command(argv, env, TORCHRUN_LOG, cwd, handed)
-        return judge(self._outputs, code, folder=folder, log=TORCHRUN_LOG, stopped=self._is_stopped)
+        return self._run_command(argv, env, TORCHRUN_LOG, cwd, handed), TORCHRUN_LOG
 
     def _find_cwd(self) -> Path:
         """Raises: OSError."""

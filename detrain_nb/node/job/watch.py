@@ -39,9 +39,6 @@ class SharedStore(Protocol):
 
     def get(self, key: str) -> bytes | None: ...
 
-    def wait(self, key: str, limit_s: float) -> bool:
-        """Wait until it is set; False where it was not in time."""
-
 
 class Watch:
     """Of one node. ``open_store`` makes a client of the store that nobody else uses.
@@ -164,9 +161,10 @@ class Watch:
                 if self._node_rank == 0:
                     passed_s, before = time.monotonic() - before, time.monotonic()
                     self._look_at_others(min(passed_s, 2 * self._beat_s))
-                if self._store.wait(_END_KEY, self._beat_s):
+                if (end := self._store.get(_END_KEY)) is not None:
                     self._store.set(f"{_HEARD_KEY}/{self._node_rank}", "1")
-                    self._finish(_read_reason(self._store.get(_END_KEY) or b""))
+                    self._finish(_read_reason(end))
+                self._over.wait(self._beat_s)
         except ConnectionError:
             self._finish(f"{self.name(0)}, which holds the store of the job, is gone")
 

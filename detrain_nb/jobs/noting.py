@@ -1,0 +1,132 @@
+"""What nodes say of jobs, noted down in the record for who cannot ask them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..deploy.chosen_nodes import transports_to
+from ..deploy.files import label
+from ..errors import DetrainError, JobError
+from ..transport import Transport
+from .asking import talk_to, try_on_all
+from .job_status import OVER, JobStatus, judge
+from .record import Changes, JobSummary, Record
+from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .submitting import is_being_submitted
+
+if TYPE_CHECKING:
+    from ..spec.node import Node
+    from ..transport.ssh import AskPassphrase
+
+__all__ = ["ASK_LIMIT_S", "ask_after", "nodes_of_row", "note_down", "running_job"]
+
+ASK_LIMIT_S = 3.0
+_MOST_OF_A_NAME = 100
+_SUBMIT_LIMIT_S = 600.0  # of another machine that shares the record
+
+
+def note_down(status: JobStatus, record: Record) -> None:
+    """Keep how a job is for who cannot ask its nodes."""
+    known: Changes = {
+        "state": status.state,
+        "exit_code": status.exit_code,
+        "started_at": status.started_at,
+        "ended_at": status.ended_at,
+    }
+    if status.metrics:
+        known["metrics"] = json.dumps(dict(status.metrics))
+    record.update(status.id, **known)
+
+
+def running_job(name: str, *, record: Record, ask_passphrase: AskPassphrase | None = None) -> str | None:
+    """The id of a job of that name that is not over, as far as is known within 3 s."""
+    going = [row.id for row in record.summaries(limit=_MOST_OF_A_NAME, name=name) if row.state not in OVER]
+    if going:
+        ask_after(going, record, limit_s=ASK_LIMIT_S, ask_passphrase=ask_passphrase)
+    return next((job for job in going if record.get(job).state not in OVER), None)
+
+
+def nodes_of_row(text: str, job: str) -> list[Node]:
+    """The nodes of a job, as the record has them; none for one on this machine. Raises: JobError."""
+    from ..spec.node import Node
+
+    try:
+        return [Node(**fields) for fields in json.loads(text) if fields is not None]
+    except (ValueError, TypeError) as exc:
+        raise JobError(f"the nodes of job {job} cannot be read, another release has written them: {exc}") from exc
+
+
+def ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passphrase: AskPassphrase | None) -> None:
+    """Note down what the nodes say; each is asked once for all its jobs."""
+    transports: dict[str, Transport] = {}
+    parts: dict[str, list[str]] = {}  # of a job, the keys of its nodes by node rank
+    for job in ids:
+        try:
+            described = nodes_of_row(record.get(job).nodes, job)
+            reached = transports_to(described or None, ask_passphrase=ask_passphrase)
+        except DetrainError:  # it is shown as it was last known
+            continue
+        keys = [_key_of(transport) for transport in reached]
+        transports |= {key: transport for key, transport in zip(keys, reached) if key not in transports}
+        parts[job] = keys
+    keys = list(transports)
+    nodes = [transports[key] for key in keys]
+
+    def ask(index: int) -> list[NodeReport]:
+        wanted = [job for job, of_job in parts.items() if keys[index] in of_job]
+        reports: list[NodeReport] = []
+        with talk_to(nodes[index]) as talk:
+            while wanted:
+                talk.say("status", ids=wanted)
+                said = talk.hear("status", most_bytes=STATUS_BYTES)
+                reports += (more := read_reports(said))
+                told = {each.id for each in more}
+                wanted = [job for job in wanted if job not in told] if told and said.get("more") is True else []
+        return reports
+
+    try:
+        answers = dict(zip(keys, try_on_all(nodes, ask, limit_s=limit_s))) if nodes else {}
+    finally:
+        for node in nodes:
+            node.leave()
+    for job, of_job in parts.items():
+        _note(job, of_job, transports, answers, record)
+
+
+def _note(
+    job: str,
+    keys: Sequence[str],
+    transports: Mapping[str, Transport],
+    answers: Mapping[str, list[NodeReport] | DetrainError],
+    record: Record,
+) -> None:
+    said: dict[str, NodeReport | DetrainError | None] = {}
+    for node_rank, key in enumerate(keys):
+        answer = answers[key]
+        own = (
+            (each for each in answer if (each.id, each.node_rank) == (job, node_rank))
+            if isinstance(answer, list)
+            else ()
+        )
+        said[label(transports[key])] = answer if isinstance(answer, DetrainError) else next(iter(own), None)
+    row = record.get(job)
+    status = judge(job, row.name, said)
+    if status.state == "unknown" or (status.state == "not started" and _may_come(row)):
+        return
+    note_down(status, record)
+
+
+def _may_come(row: JobSummary) -> bool:
+    """Another process is at it, and no node has it yet."""
+    if row.state != "submitting":
+        return False
+    is_at_it = is_being_submitted(row.name)
+    return time.time() - row.updated_at < _SUBMIT_LIMIT_S if is_at_it is None else is_at_it
+
+
+def _key_of(transport: Transport) -> str:
+    node: Any = transport.node
+    return json.dumps(node.model_dump(mode="json", exclude_defaults=True)) if node else transport.name

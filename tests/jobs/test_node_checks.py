@@ -1,0 +1,38 @@
+"""A spec is checked against its nodes as they are now, and nothing is started there."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from detrain_nb.jobs import check_nodes
+from detrain_nb.spec import PipelineSpec
+
+
+def faults(**fields: object) -> list[str]:
+    spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, **fields})
+    return [str(each) for each in check_nodes(spec) if each.severity == "error"]
+
+
+def test_spec_that_can_run_has_no_fault(home: Path) -> None:
+    assert faults() == []
+
+
+def test_port_that_is_taken_is_said(home: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        (fault,) = faults(rendezvous={"port": port})
+    assert fault.startswith(f"rendezvous.port: this-machine cannot listen on 127.0.0.1 port {port}: ")
+    assert "in use" in fault
+
+
+def test_secret_source_and_mesh_are_looked_at(home: Path) -> None:
+    found = faults(
+        secrets=["NOT_SET_ANYWHERE"], source={"script": "/nowhere/train.py"}, parallelism={"pp": 4}, env={"A": "1"}
+    )
+    assert [fault.partition(":")[0] for fault in found] == ["source.script", "secrets", "parallelism"]
+
+
+def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:
+    (fault,) = faults(nodes=[{"host": "nohost.invalid"}])
+    assert fault.startswith("nodes.nohost.invalid: ")
