@@ -30,8 +30,9 @@ TOUR = {
     if not path.name.endswith(".executed.ipynb")
 }
 FASHION = ["dataset-fashion-mnist"]
+WITH_IMAGES = ["01_quickstart", "04_pipeline_parallel", "05_tensor_and_fsdp", "06_pipeline_and_jobs"]
 # What Debian must bring for the outputs that are stored.
-PACKAGES = dict.fromkeys(["01_quickstart.ipynb", "04_pipeline_parallel.ipynb", "05_tensor_and_fsdp.ipynb"], FASHION)
+PACKAGES = dict.fromkeys([f"{name}.ipynb" for name in WITH_IMAGES], FASHION)
 WITH_HOSTS = {"03_remote_nodes.ipynb"}
 MAX_PATTERNS = 7
 MAX_LINES = 14
@@ -55,7 +56,7 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 def test_tour_has_its_notebooks() -> None:
     names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel", "05_tensor_and_fsdp"]
-    assert list(TOUR) == [f"{name}.ipynb" for name in names]
+    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs"]]
 
 
 def test_first_cell_says_what_it_shows_what_it_needs_and_how_long_it_takes(notebook: Path) -> None:
@@ -120,6 +121,15 @@ def test_quickstart_ends_with_its_accuracy_and_stops_its_ranks() -> None:
     assert cells[-1].source == "%distributed stop"
 
 
+def test_model_of_the_job_is_as_good_here_as_it_was_there_and_no_job_is_left() -> None:
+    cells = _code_cells(TOUR["06_pipeline_and_jobs.ipynb"])
+    printed = "\n".join(str(output.get("text", "")) for cell in cells for output in cell.outputs)
+    *_, there, here = re.findall(r"accuracy (0\.[89]\d*)", printed)
+    assert here == there
+    assert len(re.findall(r"^job \S+: ended, exit 0$", printed, flags=re.MULTILINE)) == 2
+    assert cells[-1].source == "%job rm fashion greeting"
+
+
 # ---- what they do
 
 
@@ -131,7 +141,7 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     left_out = {"PYTEST_ADDOPTS", "JPY_SESSION_NAME"}
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"DETRAIN_NB_RUNTIME_DIR": str(runtime), "DETRAIN_NB_OUTPUT": "final", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"DETRAIN_NB_LINGER": "2"}
+    env |= {"DETRAIN_NB_LINGER": "2", "XDG_STATE_HOME": str(tmp_path / "state")}
     yield env
     _, alive = psutil.wait_procs(_processes_with("DETRAIN_NB_RUNTIME_DIR", str(runtime)), timeout=10)
     assert not alive, alive
