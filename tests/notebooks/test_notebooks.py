@@ -213,7 +213,8 @@ def test_what_comes_from_the_examples_runs_on_hosts_too(
     (project / "notebooks").mkdir()
     nbformat.write(notebook, project / "notebooks" / name)
     env["HOME"] = str(home_with_hosts(make_testbed, tmp_path))
-    command = [sys.executable, "-m", "detrain_nb", "run", name, "--timeout", "120", "--output", str(tmp_path / "out.ipynb")]
+    options = ["--timeout", "120", "--output", str(tmp_path / "executed.ipynb")]
+    command = [sys.executable, "-m", "detrain_nb", "run", name, *options]
     done = subprocess.run(
         command, env=env, cwd=project / "notebooks", stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
