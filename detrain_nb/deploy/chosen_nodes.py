@@ -57,7 +57,7 @@ def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) 
     names = [transport.name for transport in transports]
     if twice := [name for name in names if names.count(name) > 1]:
         raise SpecError(f"nodes have the same name {twice[0]!r}: give each a name of its own")
-    if twice_here := describe_twice_here(nodes_of(transports)):
+    if twice_here := describe_twice_here(nodes_of([each for each in transports if each.is_this_machine])):
         raise SpecError(twice_here)
     return transports
 

@@ -19,7 +19,7 @@ from ..deploy.folder import NEVER_TRAVELS, list_folder
 from ..deploy.ignoring import OWN_FILE
 from ..deploy.private import is_private, why_kept
 from ..errors import DetrainError, SpecError
-from ..node.job.blobs import Blobs, sources_folder
+from ..node.job.blobs import PART, Blobs, remove_unused, sources_folder
 from ..node.job.git_program import GitAccess
 from ..node.job.git_source import fetch_parts, lay_out_part
 from ..spec.notebook import script_of_notebook
@@ -244,7 +244,8 @@ def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> Shipped
     try:
         cache = sources_folder()
         parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access)
-        with tempfile.TemporaryDirectory(prefix=".bundle-", dir=cache) as folder:
+        (cache / "bundles").mkdir(mode=0o700, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=PART, dir=cache / "bundles") as folder:
             for part in parts:
                 lay_out_part(cache, part, Path(folder))
             files, skipped = _gather(Path(folder))
@@ -294,7 +295,9 @@ def _of_bytes(name: str, data: bytes) -> SourceFile:
 
 def _blobs_here() -> Blobs:
     try:
-        return Blobs(sources_folder() / "blobs")
+        cache = sources_folder()
+        remove_unused(cache)
+        return Blobs(cache / "blobs")
     except FilesError as exc:
         raise DetrainError(f"this machine: {exc}") from exc
 

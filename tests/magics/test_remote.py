@@ -71,6 +71,8 @@ def _assert_one_line(outcome: Any, words: str) -> None:
     [
         ("start --nodes nosuch.toml", r"nosuch\.toml"),
         ("start --nodes h0,h0", "same name 'h0'"),
+        ("start --nodes localhost,localhost", "both this machine: name it once"),
+        ("start --nodes bob@localhost,h0", "localhost is this machine itself, without SSH: leave out user"),
         ("start --nodes 'h0;ls'", "h0;ls"),
         ("start --nodes", "--nodes"),
         ("start --nodes nosuchhost", r"nosuchhost.* does not resolve"),
@@ -84,6 +86,21 @@ def _assert_one_line(outcome: Any, words: str) -> None:
 )
 def test_wrong_line_without_a_session_is_answered_with_one(idle: Any, line: str, words: str) -> None:
     _assert_one_line(idle.run(f"%distributed {line}"), words)
+
+
+@pytest.mark.thorough
+def test_this_machine_beside_a_host_in_a_notebook(idle: Any) -> None:
+    nodes = [{"host": "localhost", "devices": "cpu"}, {"host": "h0", "devices": "cpu", "python": sys.executable}]
+    assert idle.run(f"import json; open('here.json', 'w').write(json.dumps({nodes}))").status == "ok"
+    assert idle.run("%distributed start --nodes here.json").status == "ok"
+    try:
+        add_up = "%%distributed\nt = torch.ones(1); dist.all_reduce(t); print(rank, int(t))"
+        assert idle.run(add_up).text() == "[localhost:0] 0 2\n[h0:1] 1 2\n"
+        assert any("localhost: reached; rank 0" in line for line in _lines(idle.run("%distributed status")))
+        assert idle.run("%distributed restart -n 2").status == "ok"
+        assert "[h0:3] 3 4" in idle.run(add_up).text()
+    finally:
+        assert idle.run("%distributed stop").status == "ok"
 
 
 def test_doctor_names_a_host_that_is_not_there_and_examines_the_other(idle: Any) -> None:

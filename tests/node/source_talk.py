@@ -13,6 +13,16 @@ from detrain_nb.node.job.git_program import GitLimits
 from detrain_nb.node.job.sources import handle_source
 
 
+class Sender:
+    """What is said goes at once: nothing is left to be sent when the other side has hung up."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.write = sock.sendall
+
+    def flush(self) -> None:
+        """Nothing is kept."""
+
+
 @contextlib.contextmanager
 def source_talk(cache: Path, *, limits: GitLimits | None = None, limit_s: float = 20.0) -> Iterator[Talk]:
     """Serve orders until one fails, as the service of jobs does; ``cache`` is made."""
@@ -35,8 +45,8 @@ def source_talk(cache: Path, *, limits: GitLimits | None = None, limit_s: float 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        with ours.makefile("rb") as reader, ours.makefile("wb") as writer:
-            yield Talk(reader, writer)
+        with ours.makefile("rb") as reader:
+            yield Talk(reader, Sender(ours))
     finally:
         with contextlib.suppress(OSError):
             ours.shutdown(socket.SHUT_RDWR)

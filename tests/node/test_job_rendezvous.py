@@ -216,6 +216,7 @@ while step < 6:
     dist.barrier()
     if step == 3 and dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
+dist.destroy_process_group()
 print("done", "DETRAIN_NB_JOB_KEY" in os.environ, flush=True)
 """
 

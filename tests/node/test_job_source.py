@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import threading
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from detrain_nb.copying.json_lines import Failed, FilesError, Talk
 from detrain_nb.node.job.blobs import Blobs, remove_unused
@@ -22,7 +25,7 @@ from detrain_nb.node.job.service import serve
 from detrain_nb.node.job.sources import lay_out
 
 from .git_host import GitHost, commit, git, git_host
-from .source_talk import source_talk
+from .source_talk import Sender, source_talk
 
 TOKEN = "tok-3n-s3cret"
 MONTHS_S = 60 * 86400
@@ -83,6 +86,25 @@ def test_files_come_once_and_are_laid_out_as_they_were(cache: Path, tmp_path: Pa
     (tmp_path / "job/source/train.py").write_text("changed by a rank")
     lay_out(source, tmp_path / "other", cache=cache)
     assert (tmp_path / "other/train.py").read_bytes() == files["train.py"]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(given=st.dictionaries(st.text("ab/.é\n", min_size=1, max_size=6), st.binary(max_size=4), max_size=5))
+def test_whatever_the_names_nothing_is_outside(cache: Path, tmp_path: Path, given: dict[str, bytes]) -> None:
+    """All are laid out as they came, or none: only where two are in one place, or one leads elsewhere."""
+    target = tmp_path / "job" / "source"
+    shutil.rmtree(target.parent, ignore_errors=True)
+    parts = [tuple(name.split("/")) for name in given]
+    leads_elsewhere = any(part in ("", ".", "..") or "\n" in part for name in parts for part in name)
+    collide = any(one != other and other[: len(one)] == one for one in parts for other in parts)
+    with source_talk(cache) as talk:
+        if leads_elsewhere or collide:
+            with pytest.raises(Failed):
+                ship(talk, given)
+            return
+        source, _ = ship(talk, given)
+    lay_out(source, target, cache=cache)
+    assert read_all(target.parent) == {f"source/{name}": data for name, data in given.items()}
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "a//b", "", ".", "a\nb", "a\0b", "x/" * 200 + "x", 7])
@@ -177,11 +199,11 @@ def test_bytes_of_a_file_are_never_taken_for_an_order(tmp_path: Path, monkeypatc
 
     thread = threading.Thread(target=serve_jobs)
     thread.start()
-    with ours, ours.makefile("rb") as reader, ours.makefile("wb", buffering=0) as writer:
+    with ours, ours.makefile("rb") as reader:
         with pytest.raises(Failed, match="cannot be written to"):
-            ship(Talk(reader, writer), {"x": order + b"\n"})
-        assert not reader.read()  # it has hung up
-    thread.join(20)
+            ship(Talk(reader, Sender(ours)), {"x": order + b"\n"})
+        thread.join(20)
+        assert not thread.is_alive()  # it has hung up
     assert not ran.exists()
 
 

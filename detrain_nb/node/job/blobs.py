@@ -19,13 +19,13 @@ from pathlib import Path
 from ...copying.json_lines import FilesError, Untrue
 from ...guarded import can_others_write, describe, find_guest_parent
 
-__all__ = ["Blobs", "remove_unused", "sources_folder", "touch"]
+__all__ = ["PART", "Blobs", "remove_unused", "sources_folder", "touch"]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 1 << 20
 _UNUSED_S = 30 * 86400.0
 _GAP_S = 86400.0
-_PART = ".part-"
+PART = ".part-"  # begins the name of what is not whole yet
 
 
 def sources_folder() -> Path:
@@ -79,7 +79,7 @@ class Blobs:
     def add(self, sha256: str, size: int, pieces: Iterable[bytes]) -> None:
         """Keep a file. Raises: Untrue where it is not what it was said to be; FilesError where there is no room."""
         path, digest, length = self.path(sha256), hashlib.sha256(), 0
-        part = path.parent / f"{_PART}{secrets.token_hex(8)}"
+        part = path.parent / f"{PART}{secrets.token_hex(8)}"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             free = shutil.disk_usage(path.parent).free
@@ -139,12 +139,12 @@ def remove_unused(root: Path, *, unused_s: float = _UNUSED_S, tick: Callable[[],
             return 0
     with contextlib.suppress(OSError):
         mark.touch()
-        for folder in (*root.glob("blobs/??"), root / "git", root / "listed"):
+        for folder in (*root.glob("blobs/??"), root / "git", root / "listed", root / "bundles"):
             tick()
             for path in folder.iterdir() if folder.is_dir() else ():
                 with contextlib.suppress(OSError):
                     age = time.time() - path.lstat().st_mtime
-                    if age > (_GAP_S if path.name.startswith(_PART) else unused_s):
+                    if age > (_GAP_S if path.name.startswith(PART) else unused_s):
                         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
                         removed += 1
     return removed

@@ -22,6 +22,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousParameters,
     RendezvousStateError,
     RendezvousStoreInfo,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
@@ -87,13 +88,14 @@ class ElasticRendezvous(RendezvousHandler):
 
     def __init__(self, params: RendezvousParameters, key: bytes) -> None:
         self._node_rank = params.get_as_int("rank", 0) or 0
-        join_s = float(params.get_as_int("join_timeout") or 120)
+        self._join_s = join_s = float(params.get_as_int("join_timeout") or 120)
         silence_s = float(params.get_as_int("silence") or 60)
         address, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
         self._address = params.local_addr or address
         self._key, self._run_id = key, params.run_id
         self._store = open_store(address, port, self._node_rank, join_s)
         self._ranks_store: TCPStore | None = None
+        self._has_joined = False
         beat_s = max(1, min(_BEAT_S, round(silence_s / 3)))
         params.config.setdefault("last_call_timeout", max(1, round(join_s / 4)))  # for nodes beyond the fewest
         params.config.setdefault("keep_alive_interval", beat_s)
@@ -123,10 +125,15 @@ class ElasticRendezvous(RendezvousHandler):
         os.environ[_NOT_SHARED] = "1"
         try:
             info: RendezvousInfo = self._dynamic.next_rendezvous()
+        except RendezvousTimeoutError as exc:
+            if self._has_joined:  # they would have met it again, but that their ranks had ended
+                raise RendezvousTimeoutError(f"the others did not meet it again within {self._join_s:g} s") from exc
+            raise
         finally:
             del os.environ[_NOT_SHARED]
             if users is not None:
                 os.environ[_NOT_SHARED] = users
+        self._has_joined = True
         self._ranks_store = None
         where = Seal(self._key, f"store of {self._run_id}")
         try:
@@ -158,9 +165,10 @@ class ElasticRendezvous(RendezvousHandler):
 
     def shutdown(self) -> bool:
         error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, ChildFailedError):  # the others may go on without this node
-            return False
-        is_closed = bool(self._dynamic.shutdown())
+        was_left_out = isinstance(error, RendezvousTimeoutError) and self._has_joined
+        if error is not None and not was_left_out and not isinstance(error, ChildFailedError):
+            return False  # the others may go on without this node
+        is_closed = bool(self._dynamic.shutdown())  # first: nodes that wait to be taken in end by it
         tell_others(self._watch, self._node_rank, error)
         return is_closed
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, check_name, clean
 from ...copying.receiver import TreeWriter
-from .blobs import Blobs, remove_unused, sources_folder, touch
+from .blobs import PART, Blobs, remove_unused, sources_folder, touch
 from .git_program import GitAccess, GitLimits
 from .git_source import GitPart, fetch_parts, lay_out_part
 from .stored_blobs import read_stored
@@ -161,7 +161,7 @@ def _take_git(talk: Talk, order: dict[str, Any], cache: Path, limits: GitLimits 
 def _write_note(cache: Path, text: bytes) -> str:
     source = hashlib.sha256(text).hexdigest()
     folder = cache / "listed"
-    part = folder / f".part-{secrets.token_hex(8)}"
+    part = folder / f"{PART}{secrets.token_hex(8)}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         part.write_bytes(text)

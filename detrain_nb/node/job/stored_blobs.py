@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from io import BufferedReader
 from typing import cast
@@ -23,20 +23,17 @@ from .blobs import Blobs
 __all__ = ["main", "read_stored"]
 
 _CHUNK_BYTES = 1 << 20
-_ANSWER_LIMIT_S = 60.0
+_SILENCE_LIMIT_S = 45.0  # the notebook gives up after 60 s in which nothing is said
 _END_LIMIT_S = 5.0
-_WORDS_BYTES = 1 << 14
 
 
 class _StoreReader:
-    """The program at work; made by `read_stored`."""
+    """The program at work, and a socket to it, which no silence holds up; made by `read_stored`."""
 
-    def __init__(self, process: subprocess.Popen[bytes], where: str) -> None:
-        assert process.stdin is not None and process.stdout is not None
-        self._process, self._where = process, where
-        self._talk = Talk(cast(BufferedReader, process.stdout), process.stdin)
-        self._hung = threading.Timer(_ANSWER_LIMIT_S, process.kill)
-        self._hung.start()
+    def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, where: str) -> None:
+        self._process, self._sock, self._where = process, sock, where
+        self._reader, self._writer = sock.makefile("rb"), sock.makefile("wb")
+        self._talk = Talk(self._reader, self._writer)
 
     def __enter__(self) -> _StoreReader:
         return self
@@ -46,21 +43,17 @@ class _StoreReader:
 
     def close(self) -> None:
         """End the program."""
-        self._hung.cancel()
-        with contextlib.suppress(OSError):
-            self._process.kill()
+        self._process.kill()
         self._process.wait(_END_LIMIT_S)
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe:
-                with contextlib.suppress(OSError):
-                    pipe.close()
+        for each in (self._reader, self._writer, self._sock):
+            with contextlib.suppress(OSError):
+                each.close()
 
     def open(self) -> None:
         """Raises: FilesError where the store cannot be opened: a library is missing, or its name is none."""
         with self._explained():
             self._talk.say("open", where=self._where)
             self._talk.hear("opened")
-        self._hung.cancel()
 
     def fetch(self, wanted: Sequence[tuple[str, int]], blobs: Blobs, *, tick: Callable[[], object]) -> None:
         """Have all files. Raises: FilesError, also for one that is another there."""
@@ -92,19 +85,24 @@ def read_stored(where: str, environment: Mapping[str, str], *, tick: Callable[[]
     """Start the program that reads the store ``where``; it is ended by the block that uses it."""
     above = os.path.dirname(PACKAGE)
     kept = os.environ.get("PYTHONPATH")
+    ours, theirs = socket.socketpair()
+    ours.settimeout(_SILENCE_LIMIT_S)
     try:
         process = subprocess.Popen(
             [sys.executable, "-X", "utf8", "-c", RUN_MODULE, __name__],
             cwd="/",
             env={**os.environ, **environment, "PYTHONPATH": f"{above}{os.pathsep}{kept}" if kept else above},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            stdin=theirs.fileno(),
+            stdout=theirs.fileno(),
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
     except OSError as exc:
+        ours.close()
         raise FilesError(f"no process can be started to read {clean(where)}: {exc.strerror}") from exc
-    reader = _StoreReader(process, where)
+    finally:
+        theirs.close()
+    reader = _StoreReader(process, ours, where)
     try:
         tick()
         reader.open()
