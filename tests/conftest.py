@@ -68,6 +68,7 @@ NEVER_RERUN = {
     "deploy/test_cache_cleanup.py",
     "deploy/test_remote_program.py",
     "deploy/test_sync.py",
+    "deploy/test_ways.py",
     "test_layout.py",
     "test_environment.py",
     "test_types.py",
