@@ -70,6 +70,8 @@ NEVER_RERUN = {
     "transport/test_known_hosts.py",
     "transport/test_ssh.py",
     "cli/test_commands.py",
+    "jobs/test_lying_nodes.py",
+    "jobs/test_report_checks.py",
     "deploy/test_files.py",
     "deploy/test_folder.py",
     "deploy/test_cache_cleanup.py",

@@ -197,6 +197,7 @@ class Job(ShownAsText):
         """
         spec = self.spec
         gather_secrets(spec, secrets)  # before anything is stopped
+        source = plan_source(spec, environment=secrets)
         self.stop()
         nodes = [node for node in self._nodes if isinstance(node, Transport)] or None
         if spec.checkpoint is not None:
@@ -204,7 +205,7 @@ class Job(ShownAsText):
         spec = read_spec(spec, self.name, nodes)
         started = start(
             spec,
-            plan_source(spec),
+            source,
             secrets=secrets,
             on_progress=on_progress,
             nodes=nodes,

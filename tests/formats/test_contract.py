@@ -117,6 +117,16 @@ def test_lines_of_setup_are_run_by_the_shell_before_torchrun(
 
 @exporters
 @shells
+def test_home_is_that_of_the_node(exporter: str, shell: str, tmp_path: Path) -> None:
+    write_recorder(tmp_path / "my env" / "python")
+    (tmp_path / "$x 'y'").mkdir()
+    spec = _spec(nodes=[{"host": "first", "python": "~/my env/python", "workdir": "~/$x 'y'"}])
+    seen = run_on_node(exporter, _export(exporter, spec), shell=shell, folder=tmp_path).seen
+    assert seen and seen.folder == str(tmp_path / "$x 'y'")
+
+
+@exporters
+@shells
 @pytest.mark.parametrize("line", ["false", "exit 3", "nowhere-to-be-found", "echo 'open", "}", "esac; }"])
 def test_line_of_setup_that_fails_ends_the_job(
     exporter: str, shell: str, line: str, recorder: str, tmp_path: Path
