@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -200,3 +201,32 @@ def test_other_output_is_found_and_the_killed_kernel_leaves_no_rank(tmp_path: Pa
     assert done.returncode == 1, done.stdout
     assert "[0-1] 2" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("name", ["04_pipeline_parallel.ipynb", "05_tensor_and_fsdp.ipynb"])
+def test_what_comes_from_the_examples_runs_on_hosts_too(
+    name: str, env: dict[str, str], make_testbed: MakeTestbed, tmp_path: Path
+) -> None:
+    """With the line that the notebook names before each cell that starts ranks."""
+    notebook = nbformat.read(TOUR[name], as_version=4)
+    cells = []
+    for cell in notebook.cells:
+        if found := re.match(r"%%distributed -n (\d)", cell.source):
+            start = f"%distributed start --nodes gpu1,gpu2 -n {int(found[1]) // 2} --project .."
+            cells.append(nbformat.v4.new_code_cell(start))
+        cells.append(cell)
+    notebook.cells = cells
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "examples", project / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (project / "notebooks").mkdir()
+    nbformat.write(notebook, project / "notebooks" / name)
+    env["HOME"] = str(home_with_hosts(make_testbed, tmp_path))
+    options = ["--timeout", "120", "--output", str(tmp_path / "executed.ipynb")]
+    command = [sys.executable, "-m", "detrain_nb", "run", name, *options]
+    done = subprocess.run(
+        command, env=env, cwd=project / "notebooks", stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert "2 ranks on cpu of gpu1, gpu2" in done.stdout
