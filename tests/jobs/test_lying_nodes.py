@@ -214,7 +214,7 @@ def test_command_that_prints_control_characters_is_shown_clean() -> None:
 def test_node_that_does_not_answer_is_named(act: Callable[[Job], object], tmp_path: Path) -> None:
     record = Record(tmp_path / "jobs.sqlite")
     record.add(JOB, name="a", nodes="[]", spec="{}", state="running")
-    with pytest.raises(JobError, match="this-machine|unknown"):
+    with pytest.raises(JobError, match=r"this-machine|unknown"):
         act(Job(JOB, "a", [LyingNode({})], record=record))
     assert record.get(JOB).state == "running"
     os.sched_yield()
