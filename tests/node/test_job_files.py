@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,7 @@ from detrain_nb.node.job.folders import (
 )
 from detrain_nb.node.job.log_file import BoundedLog, last_lines, read_log
 from detrain_nb.node.job.order import JobError, JobOrder, JobRendezvous
+from detrain_nb.node.job.scopes import outlives_logout
 from detrain_nb.node.job.status import Exit, Reserve, Status, is_live, read_status
 
 from ..full_disk import files_end_at
@@ -307,3 +310,24 @@ def test_what_is_no_file_of_the_job_is_not_sent(job: JobOrder, name: str) -> Non
     with pytest.raises((JobError, Untrue)):
         send_artifact(Talk(None, notebook), {"id": job.id, "node_rank": 0, "name": name})  # type: ignore[arg-type]
     assert notebook.said == b""
+
+
+# ---- outliving a logout
+
+
+def test_scope_is_asked_for_only_where_the_user_may_linger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that does what systemd-run does with a scope, as far as a test needs it: it becomes the command."""
+    program = tmp_path / "systemd-run"
+    program.write_text('#!/bin/sh\nwhile [ "$1" != -- ]; do shift; done\nshift\nexec "$@"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    linger = tmp_path / "linger"
+    linger.mkdir()
+    assert outlives_logout("job-1", linger=str(linger)) == [], "no bus, no lingering"
+    (tmp_path / "bus").touch()
+    assert outlives_logout("job-1", linger=str(linger)) == []
+    (linger / pwd.getpwuid(os.getuid()).pw_name).touch()
+    scope = outlives_logout("job-1", linger=str(linger))
+    assert scope[0] == str(program)
+    assert subprocess.run([*scope, "echo", "a b"], capture_output=True, text=True, timeout=20).stdout == "a b\n"

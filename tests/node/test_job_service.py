@@ -155,14 +155,19 @@ def _alive(pids: list[int]) -> list[int]:
     return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
 
 
+def _parents_of(pids: list[int]) -> set[int]:
+    """torchrun among them."""
+    return {psutil.Process(pid).ppid() for pid in pids} - {0, 1}
+
+
 def _child_of(followed: Followed) -> int:
     return int(followed.data["rank-0.log"].split()[1])
 
 
 def test_job_that_runs_is_followed_again_stopped_and_removed(jobs_folder: Path) -> None:
-    order = make_order(_RUNS, name="runs", ranks=(0, 1), world_size=2)
+    order = make_order(_RUNS, name="runs", ranks=(0, 1), world_size=2, secret_names=("TOKEN",))
     with talk_here() as talk:
-        launch(talk, order)
+        launch(talk, order, secrets={"TOKEN": _SECRET})
         followed = Followed(order).begin(talk).until(talk, b"line 5\n", name="rank-0.log")
     # the notebook has gone, and comes back
     with talk_here() as talk:
@@ -174,6 +179,7 @@ def test_job_that_runs_is_followed_again_stopped_and_removed(jobs_folder: Path) 
         assert followed.job["state"] == "running"
         pids = [followed.job["pid"], *(rank["pid"] for rank in followed.job["ranks"]), _child_of(followed)]
         assert _alive(pids) == pids
+        assert _SECRET not in str([psutil.Process(pid).cmdline() for pid in (*pids, *_parents_of(pids))])
         with pytest.raises(Failed, match=f"job {order.id} runs: stop it first"):
             talk.say("remove", id=order.id, node_rank=0)
             talk.hear("removed")
@@ -299,7 +305,7 @@ def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None
             talk.say("launch", store=["127.0.0.1", port], key="")
             talk.hear("launched")
         jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
-        assert [job["reason"] for job in jobs] == ["node b failed: rank 1 ended with 5", "rank 1 exited with 5"]
+        assert [job["reason"] for job in jobs] == ["node b failed: rank 1 exited with 5", "rank 1 exited with 5"]
         assert (jobs[1]["exit_code"], jobs[1]["failed_rank"], jobs[0]["failed_rank"]) == (5, 1, None)
         assert jobs[0]["exit_code"]
         first.say("status", ids=[orders[0].id])
@@ -348,3 +354,24 @@ def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Pat
         followed.data
     )
     assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"type": "nonsense"}\n',
+        b'{"type": "follow", "id": "../x"}\n',
+        b'{"type": "follow", "id": "a-1", "offsets": {"../x": 1}}\n',
+        b'{"type": "status", "ids": 5}\n',
+        b'{"type": "launch"}\n',
+        b'{"type": "stop", "id": "a-1", "grace_s": -1}\n',
+        b'{"type": "exec", "command": ""}\n',
+        b'{"type": "exec", "command": "true", "timeout_s": "x"}\n',
+        b'{"type": "read", "id": "a-1", "name": "..", "offset": -1}\n',
+        b"[" * 300_000 + b"\n",
+    ],
+)
+def test_service_says_what_it_cannot_do(jobs_folder: Path, line: bytes) -> None:
+    with talk_here() as talk, pytest.raises(Failed):
+        talk.send(line)
+        talk.hear("done")
