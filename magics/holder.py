@@ -41,6 +41,7 @@ class StartOptions:
     name: str | None = None
     no_init: bool = False
     no_sync: bool = False
+    project: str = ""
     env: tuple[tuple[str, str], ...] = field(default=(), repr=False)  # it may hold secrets
     seed: int = 0
     start: str = "fork"
@@ -67,6 +68,7 @@ class StartOptions:
             name,
             no_init=not started.init,
             no_sync=not started.sync,
+            project=started.project,
             seed=started.seed,
             start=started.start,
             linger=started.linger_s,
@@ -163,6 +165,7 @@ class SessionHolder:
                     name=name,
                     init=not wanted.no_init,
                     sync=not wanted.no_sync,
+                    project=wanted.project or None,
                     env=dict(wanted.env),
                     seed=wanted.seed,
                     start=wanted.start,
@@ -194,6 +197,7 @@ class SessionHolder:
             "--nodes": _are_same_nodes(wanted.nodes, before.nodes),
             "--name": (wanted.name or self.name) == session.name,
             "--env": wanted.has_env_of(before),
+            "--project": os.path.abspath(wanted.project or ".") == os.path.abspath(before.project or "."),
         }
         for name in ("device", "backend", "no_init", "no_sync", "seed", "start", "group_timeout"):
             is_same[f"--{name.replace('_', '-')}"] = getattr(wanted, name) == getattr(before, name)

@@ -68,6 +68,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         self.name = node.name
         self.python = self.address = self.interface = self._work_folder = ""
         self.facts: NodeFacts | None = None
+        self.project = ""
         self.folder_state: tuple[object, object] = ("", "")  # see deploy/sync.py
         self._digests: list[str] = []  # of our code there, in the order of sys.path
         self._place: object = None
@@ -135,8 +136,12 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         return NodeOffer(self.name, tuple(range(gpus)), self.node.devices, self.node.ranks)
 
     def work_folder(self, folder: str) -> str:
-        """The node's ``workdir``, else one of ours; empty before it was reached."""
-        return self._work_folder
+        """In the node's ``workdir``, else in one of ours, where ``folder`` is in the project; empty before it was
+        reached."""
+        if not self._work_folder or not self.project:
+            return self._work_folder
+        within = os.path.relpath(folder, self.project).replace(os.sep, "/")
+        return posixpath.normpath(posixpath.join(self._work_folder, within))
 
     @property
     def contact(self) -> object:

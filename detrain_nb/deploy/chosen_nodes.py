@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
 from ..errors import SpecError
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Nodes", "check_session_name", "find_nodes", "nodes_of", "transports_to"]
+__all__ = ["Nodes", "check_session_name", "find_nodes", "nodes_of", "project_of", "transports_to"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
@@ -78,6 +79,15 @@ def _transport_to(node: Node | Transport, questions: Questions | None) -> Transp
 def nodes_of(transports: Sequence[Transport]) -> tuple[Node, ...]:
     """The nodes that transports reach, of those that were given as one."""
     return tuple(transport.node for transport in transports if transport.node is not None)
+
+
+def project_of(session: str, folder: str) -> str:
+    """The project that ``session`` was started with, if ``folder`` is in it; else empty."""
+    from .known import known_sessions
+
+    known = known_sessions().get(session)
+    project = known.started.project if known and known.started else ""
+    return project if os.path.isabs(project) and Path(folder).is_relative_to(project) else ""
 
 
 def find_nodes(session: str, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:

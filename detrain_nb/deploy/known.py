@@ -51,6 +51,7 @@ class StartedWith:
     backend: str | None = None
     init: bool = True
     sync: bool = True
+    project: str = ""
     env: tuple[str, ...] = ()
     seed: int = 0
     start: str = "fork"
@@ -231,6 +232,7 @@ _IS_RIGHT: dict[str, Callable[[Any], bool]] = {
     "backend": lambda value: value is None or _is_name(value),
     "init": _is_bool,
     "sync": _is_bool,
+    "project": lambda value: isinstance(value, str) and len(value) <= _MOST_CHARS,
     "env": lambda value: isinstance(value, list) and all(map(_is_name, value)),
     "seed": _is_int,
     "start": lambda value: value in ("fork", "exec"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import SessionError, SpecError
@@ -27,24 +28,41 @@ def current_folder() -> str:
         raise SpecError("the current folder was removed: change to another one") from None
 
 
+def find_project(project: str, folder: str) -> str:
+    """Give the full path of ``project``, which ``folder``, a full path, is in. Raises: SpecError where it is not."""
+    there = os.path.abspath(os.path.expanduser(project))
+    if not Path(folder).is_relative_to(there):
+        raise SpecError(f"project {there} is not above {folder}, where the ranks start: name one that is")
+    if not os.path.isdir(there):
+        raise SpecError(f"project {there} is not there")
+    return there
+
+
 class SessionFiles(SlotsOnly):
-    """The files of a session's nodes: copied there and back, compared, and those of ``folder`` kept the same."""
+    """The files of a session's nodes: copied there and back, compared, and those of ``project`` kept the same."""
 
     __slots__ = {
         **dict.fromkeys(("_elsewhere", "_sync", "_transports")),
-        "folder": "The folder here whose files the nodes have; the ranks start in it, or its like.",
+        "folder": "The folder here in which, or in the like of which, the ranks start.",
+        "project": "The folder here whose files the nodes have: ``folder``, or one above it.",
         "notices": "Why changes in the folder do not go to the nodes.",
     }
 
     def __init__(
-        self, transports: Sequence[Transport], folder: str, *, is_synced: bool = False, takes_over: bool = True
+        self,
+        transports: Sequence[Transport],
+        folder: str,
+        *,
+        project: str = "",
+        is_synced: bool = False,
+        takes_over: bool = True,
     ) -> None:
-        """With ``is_synced`` the nodes elsewhere get what changes in ``folder``; ``notices`` say where they do not.
+        """With ``is_synced`` the nodes elsewhere get what changes in ``project``; ``notices`` say where they do not.
 
         Not ``takes_over``: of a session that goes on, as FolderSync has it. Raises: SpecError when the folder is too
         much for one that begins.
         """
-        self.folder = folder
+        self.folder, self.project = folder, project or folder
         self.notices: list[str] = []
         self.reach_by(transports)
         self._sync = self._begin_sync(takes_over=takes_over) if is_synced and self._elsewhere else None
@@ -54,23 +72,25 @@ class SessionFiles(SlotsOnly):
         from ..deploy.private import why_kept
         from ..deploy.sync import FolderSync
 
-        top = os.path.realpath(self.folder)
+        top = os.path.realpath(self.project)
         if why := why_kept(top):
             self.notices.append(why)
             return None
         try:
-            list_folder(self.folder, top=top)
+            list_folder(self.project, top=top)
         except SpecError as exc:
             if takes_over:
                 raise
             self.notices.append(f"until the next attach no changes here go to the nodes: {exc}")
             return None
-        return FolderSync(self.folder, top=top, takes_over=takes_over)
+        return FolderSync(self.project, top=top, takes_over=takes_over)
 
     def reach_by(self, transports: Sequence[Transport]) -> None:
         """Reach the nodes by these from now on."""
         self._transports = list(transports)
         self._elsewhere = [transport for transport in transports if not transport.shares_paths]
+        for transport in self._elsewhere:
+            transport.project = self.project
 
     @property
     def is_synced(self) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..deploy.bringing_up import attach_to_agents, bring_up_agents, give_up_agents, leave_agents
-from ..deploy.chosen_nodes import Nodes, check_session_name, find_nodes, transports_to
+from ..deploy.chosen_nodes import Nodes, check_session_name, find_nodes, project_of, transports_to
 from ..deploy.ending import end_agents
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..plan import MOST_RANKS, split_names
 from .cell_log import SessionLog
-from .files import SessionFiles, current_folder
+from .files import SessionFiles, current_folder, find_project
 from .news import SessionNews
 from .ranks import SessionRanks
 from .running.asked import check_mapping, check_number, check_seconds, check_text, check_whole, names_of
@@ -110,6 +110,7 @@ class Session(SlotsOnly):
         start: str = "fork",
         seed: int = 0,
         folder: str | None = None,
+        project: str | None = None,
         linger_s: float = LINGER_S,
         spool_limit_bytes: int = SPOOL_LIMIT_BYTES,
         group_timeout_s: float | None = None,
@@ -135,7 +136,8 @@ class Session(SlotsOnly):
         machine, is how many threads torch uses in each, and set there.
 
         With ``sync`` nodes have the files of ``folder`` that .gitignore and .detrainignore do not leave out, before the
-        ranks start and before each cell; no keys and tokens, and nothing of a home: ``news.notices`` say so.
+        ranks start and before each cell; no keys and tokens, and nothing of a home: ``news.notices`` say so. With
+        ``project``, a folder above ``folder``, they have all of that, and the ranks start in the same place in it.
 
         When this process is gone, or has detached, the ranks wait for the next one for ``linger_s``. What they print
         is kept for it, of more than about ``spool_limit_bytes`` the end; what was lost is announced in its place.
@@ -158,6 +160,8 @@ class Session(SlotsOnly):
             check_text(what, text)
         check_text("folder", os.fspath(folder) if isinstance(folder, os.PathLike) else folder or "")
         folder = os.path.abspath(folder or current_folder())
+        check_text("project", os.fspath(project) if isinstance(project, os.PathLike) else project or "")
+        project = find_project(project, folder) if project else ""
         say = on_progress or (lambda line: None)
         transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         if group_timeout_s is not None:
@@ -169,7 +173,7 @@ class Session(SlotsOnly):
         check_warm(warm_s)
         limits = checked_limits(limits)
         name = check_session_name(f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}" if name is None else name)
-        files = SessionFiles(transports, folder, is_synced=sync)
+        files = SessionFiles(transports, folder, project=project, is_synced=sync)
         say(_describe_connecting(transports))
         ends = bring_up_agents(transports, name)
         transports = [end.transport for end in ends]
@@ -182,7 +186,9 @@ class Session(SlotsOnly):
             raise
         try:
             of_env = tuple(env or ())
-            asked = StartedWith(ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s)
+            asked = StartedWith(
+                ranks, device, backend, init, sync, project, of_env, seed, start, linger_s, group_timeout_s
+            )
             attached = place(core, ends, asked, is_here=nodes is None, force=force)
             if files.is_synced:
                 say("bringing the files of the folder to the nodes")
@@ -233,7 +239,8 @@ class Session(SlotsOnly):
         else:
             transports = transports_to(nodes, ask_passphrase=ask_passphrase)
         say = on_progress or (lambda line: None)
-        files = SessionFiles(transports, current_folder(), is_synced=sync, takes_over=False)
+        project = project_of(name, folder := current_folder())
+        files = SessionFiles(transports, folder, project=project, is_synced=sync, takes_over=False)
         say(_describe_connecting(transports))
         try:
             ends = attach_to_agents(transports, name, without=without)

@@ -61,6 +61,7 @@ class LocalTransport:
     contact: object = None
     folder_state: tuple[object, object] = ("", "")
     cache = ""
+    project = ""
 
     def __init__(self, node: Node | None = None) -> None:
         self.node = node

@@ -33,7 +33,8 @@ class Transport(Protocol):
     ``can_resume``: a connection that breaks says nothing of the agent, which can be connected to again. ``is_trusted``:
     the user lets it show active HTML, as this machine may. ``shares_paths``: a path there is the same file as here, so
     that no folder has to be brought. ``place`` is equal for transports to the same node, by the same way; ``account``
-    for those to the same user of the same machine, whatever it is called, None where that is not known.
+    for those to the same user of the same machine, whatever it is called, None where that is not known. ``project`` is
+    set to the folder of the notebook's machine which the node's work folder is like; empty: the one that is asked for.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Transport(Protocol):
     python: str
     address: str
     interface: str
+    project: str
 
     @property
     def node(self) -> Node | None: ...

@@ -51,6 +51,7 @@ class FakeNode:
     contact: object = None
     folder_state: tuple[object, object] = ("", "")
     cache = ""
+    project = ""
 
     @property
     def place(self) -> object:
