@@ -1,0 +1,55 @@
+"""Jobs of this machine whose source is a repository that wants a token, or a folder that goes through a store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb.errors import DetrainError
+from detrain_nb.jobs import jobs, submit
+from detrain_nb.spec import PipelineSpec
+
+from ..node.git_host import commit, git_host
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+PROGRAM = {
+    "train.py": "import os, beside\nprint('rank', os.environ['RANK'], beside.word, 'TOKEN' in os.environ)\n",
+    "beside.py": "word = 'größe'\n",
+}
+SHOWN = ["[0] rank 0 größe False", "[1] rank 1 größe False"]
+
+
+def run(name: str, *, storage: str | None = None, secrets: dict[str, str] | None = None, **source: Any) -> list[str]:
+    lines: list[str] = []
+    spec = PipelineSpec.from_dict({"name": name, "source": {"entry": "train.py", **source}})
+    status = submit(spec, storage=storage, secrets=secrets).attach(lambda line: lines.append(str(line)))
+    assert (status.state, status.exit_code) == ("ended", 0), lines
+    return sorted(line for line in lines if "rank" in line)
+
+
+def test_ranks_run_a_repository_that_wants_a_token(home: Path, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    commit(work, {f"sub/{name}": text for name, text in PROGRAM.items()})
+    with git_host(tmp_path / "host", token="t0ken") as host:
+        wanted = {"url": host.publish(work, "x.git"), "ref": "main", "folder": "sub", "token": "TOKEN"}
+        before = len(jobs())
+        with pytest.raises(DetrainError, match="TOKEN is not set here"):
+            run("cloned", git=wanted)
+        with pytest.raises(DetrainError, match="there is no branch, tag or commit 'gone'"):
+            run("cloned", git={**wanted, "ref": "gone"}, secrets={"TOKEN": "t0ken"})
+        assert run("cloned", git=wanted, secrets={"TOKEN": "t0ken"}) == SHOWN
+    assert len(jobs()) == before + 3
+    for path in home.rglob("*"):
+        assert not path.is_file() or b"t0ken" not in path.read_bytes(), path
+
+
+def test_ranks_run_a_folder_that_went_through_a_store(home: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    for name, text in PROGRAM.items():
+        (folder / name).write_text(text)
+    assert run("stored", path=str(folder), storage=f"file://{tmp_path}/store") == SHOWN
+    assert len(os.listdir(tmp_path / "store")) == 2
