@@ -76,7 +76,6 @@ NEVER_RERUN = {
     "deploy/test_remote_program.py",
     "deploy/test_ways.py",
     "deploy/test_sync.py",
-    "deploy/test_ways.py",
     "test_layout.py",
     "test_environment.py",
     "test_types.py",

@@ -223,22 +223,8 @@ def test_what_comes_from_the_examples_runs_on_hosts_too(
     (project / "notebooks").mkdir()
     nbformat.write(notebook, project / "notebooks" / name)
     env["HOME"] = str(home_with_hosts(make_testbed, tmp_path))
-<<<<<<< HEAD
-    command = [
-        sys.executable,
-        "-m",
-        "detrain_nb",
-        "run",
-        name,
-        "--timeout",
-        "120",
-        "--output",
-        str(tmp_path / "out.ipynb"),
-    ]
-=======
     options = ["--timeout", "120", "--output", str(tmp_path / "executed.ipynb")]
     command = [sys.executable, "-m", "detrain_nb", "run", name, *options]
->>>>>>> 30f660c20001db89c4ea992cd733daf276821c59
     done = subprocess.run(
         command, env=env, cwd=project / "notebooks", stdin=subprocess.DEVNULL, capture_output=True, text=True
     )
