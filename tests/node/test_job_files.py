@@ -26,7 +26,7 @@ from detrain_nb.node.job.folders import (
     remove_job_folder,
 )
 from detrain_nb.node.job.log_file import BoundedLog, last_lines, read_log
-from detrain_nb.node.job.order import JobError, JobOrder, JobRendezvous
+from detrain_nb.node.job.order import MOST_TEXT_BYTES, JobError, JobOrder, JobRendezvous
 from detrain_nb.node.job.scopes import outlives_logout
 from detrain_nb.node.job.status import Exit, Reserve, Status, is_live, read_status
 
@@ -78,6 +78,17 @@ def test_an_order_is_taken_as_it_is_or_refused_in_words(name: str, value: Any) -
         assert len(str(exc)) < 300
     else:
         assert json.loads(order.to_json())[name] == value or name in ("rendezvous", "format", "silence_s")
+
+
+@pytest.mark.parametrize("value", ["x" * (MOST_TEXT_BYTES - 2), "ü" * ((MOST_TEXT_BYTES - 2) // 2)])
+def test_order_takes_what_the_kernel_takes(value: str) -> None:
+    assert JobOrder.from_dict({**make_order("0").to_dict(), "env": {"A": value}}).env == {"A": value}
+    subprocess.run(["/bin/true"], env={"A": value}, check=True)
+    longer = value + "xx"
+    with pytest.raises(JobError, match="the value of A is no text of at most 131069 bytes"):
+        JobOrder.from_dict({**make_order("0").to_dict(), "env": {"A": longer}})
+    with pytest.raises(OSError, match="too long"):
+        subprocess.run(["/bin/true"], env={"A": longer}, check=True)
 
 
 def test_what_a_later_release_adds_to_an_order_is_passed_over() -> None:

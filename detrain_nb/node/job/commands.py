@@ -16,7 +16,7 @@ from ...copying.json_lines import Talk
 from ..system.processes import descendants
 from .folders import ORDER_NAME, SOURCE_NAME, find_job_folder, list_parts, read_bounded
 from .launching import first_environment
-from .order import MOST_TEXT_CHARS, JobError, JobOrder, check_id, check_number, check_seconds
+from .order import MOST_TEXT_BYTES, JobError, JobOrder, check_id, check_number, check_seconds, fits_kernel
 
 TIMED_OUT = 124  # as timeout(1) has it
 _PIECE_BYTES = 1 << 16
@@ -30,8 +30,8 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
     ``fd`` can be read when the notebook says something: that it has gone.
     """
     command = said.get("command")
-    if not isinstance(command, str) or not command.strip() or "\0" in command or len(command) > MOST_TEXT_CHARS:
-        raise JobError(f"a command of at most {MOST_TEXT_CHARS} characters was expected")
+    if not isinstance(command, str) or not command.strip() or not fits_kernel(command):
+        raise JobError(f"a command of at most {MOST_TEXT_BYTES} bytes was expected")
     limit_s = said.get("timeout_s")
     deadline = time.monotonic() + (1e9 if limit_s is None else check_seconds(limit_s))
     cwd, env = _find_place(said.get("id"), said.get("node_rank"))

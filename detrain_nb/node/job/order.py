@@ -12,7 +12,7 @@ from ...copying.json_lines import FilesError, clean
 
 FORMAT = 1
 MOST_JSON_BYTES = 1 << 20
-MOST_TEXT_CHARS = 1 << 17  # the kernel takes no longer argument or variable
+MOST_TEXT_BYTES = (1 << 17) - 1  # the kernel takes no longer argument, or variable with its name
 MOST_ITEMS = 10_000
 JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
@@ -141,14 +141,19 @@ def check_env(said: object) -> dict[str, str]:
     for name, value in said.items():
         if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
             raise JobError(f"{clean(name)[:80]!r} is no name of a variable")
-        if not isinstance(value, str) or "\0" in value or len(value) > MOST_TEXT_CHARS:
-            raise JobError(f"the value of {name} is no text of at most {MOST_TEXT_CHARS} characters")
+        if not isinstance(value, str) or not fits_kernel(f"{name}={value}"):
+            raise JobError(f"the value of {name} is no text of at most {MOST_TEXT_BYTES - len(name) - 1} bytes")
     return said
 
 
+def fits_kernel(text: str) -> bool:
+    """Whether it can be an argument, or a variable with its name."""
+    return "\0" not in text and len(text.encode("utf-8", "surrogatepass")) <= MOST_TEXT_BYTES
+
+
 def _text(said: object) -> str:
-    if not isinstance(said, str) or "\0" in said or len(said) > MOST_TEXT_CHARS:
-        raise JobError(f"{clean(said)[:40]!r} is no text of at most {MOST_TEXT_CHARS} characters")
+    if not isinstance(said, str) or not fits_kernel(said):
+        raise JobError(f"{clean(said)[:40]!r} is no text of at most {MOST_TEXT_BYTES} bytes")
     return said
 
 
