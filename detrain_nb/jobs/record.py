@@ -177,8 +177,9 @@ class Record:
             finally:
                 db.close()
         except OSError as exc:
+            why = f"{exc.filename}: {exc.strerror}: let it be a folder to write in" if exc.filename else exc
             raise JobError(
-                f"the record of jobs cannot be used: {exc}, or set XDG_STATE_HOME to another folder"
+                f"the record of jobs cannot be used: {why}, or set XDG_STATE_HOME to another folder"
             ) from exc
         except sqlite3.Error as exc:
             raise JobError(f"the record of jobs {file} cannot be used: {_told(exc, self._busy_limit_s)}") from exc

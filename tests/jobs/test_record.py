@@ -289,6 +289,12 @@ def test_folder_in_which_others_can_put_another_is_refused(tmp_path: Path) -> No
         Record(open_to_all / "state" / "jobs.sqlite").summaries()
 
 
+def test_place_where_no_folder_can_be_is_said(tmp_path: Path) -> None:
+    (tmp_path / "state").touch()
+    with pytest.raises(JobError, match=r"state: .*: let it be a folder to write in, or set XDG_STATE_HOME"):
+        Record(tmp_path / "state" / "jobs.sqlite").summaries()
+
+
 def test_record_is_where_the_state_of_programs_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     add(Record(), "a")
