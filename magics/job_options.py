@@ -30,7 +30,7 @@ def parse_job_line(line: str) -> tuple[LineParser, argparse.Namespace]:
     fields: list[str] = []
     if words and words[0] in _SPEC_COMMANDS:
         fields, words = take_fields(words)
-    args = parser.parse_args(words)
+    args = parser.parse_words(words)
     args.fields, args.shell_line = fields, shell_line
     return parser, args
 
@@ -45,7 +45,7 @@ def parse_torchrun_line(line: str) -> argparse.Namespace:
     if "--" in words:
         words, own = words[: words.index("--")], words[words.index("--") + 1 :]
     fields, words = take_fields(words)
-    args = parser.parse_args(words)
+    args = parser.parse_words(words)
     args.fields, args.arguments = fields, [*args.arguments, *own]
     return args
 

@@ -37,6 +37,7 @@ class JobView:
         of_node = "" if node is None else f" --node {node}"
         read = f"%job logs {job.id}{of_node}"
         self._cell = LiveCell(screen, tuple(self._ranks), 0, options, nodes=self._nodes, how_to_read=read)
+        self._is_live = options.is_live  # else nothing is shown that the last form would show elsewhere
         self._titles: list[str] = []
         self._aside: list[LogLine] = []
         self._metrics = ""
@@ -45,7 +46,7 @@ class JobView:
     def say(self, title: str) -> None:
         """Show a line of ours above all others."""
         self._titles.append(title)
-        self._cell.notice(title, stream="stdout")
+        self._say_aside(title)
 
     def take(self, line: LogLine) -> None:
         """Show a line below those that stand there."""
@@ -56,7 +57,7 @@ class JobView:
             self._cell.output(rank, "stdout", f"{line.text}\n")
         elif len(self._aside) < _MOST_ASIDE:
             self._aside.append(line)
-            self._cell.notice(str(line), stream="stdout")
+            self._say_aside(str(line))
 
     def take_metrics(self, values: Mapping[str, Any]) -> None:
         """Keep what a rank has logged last for the line of its state."""
@@ -71,12 +72,18 @@ class JobView:
 
     def finish(self, status: JobStatus | None = None) -> None:
         """Bring it into its last form; without ``status`` it is not known how the job is."""
-        if status is not None:
+        if status is None and not self._is_live:
+            self._cell.retell([*self._titles, *map(str, self._aside)])
+        elif status is not None:
             told = [line for line in self._aside if line.source]
             told.sort(key=lambda line: (line.source != "setup", line.node))
             self._cell.retell([*self._titles, *map(str, told)])
         self._cell.waiting("")
         self._cell.finish({})
+
+    def _say_aside(self, text: str) -> None:
+        if self._is_live:
+            self._cell.notice(text, stream="stdout")
 
 
 def _describe(reports: Mapping[str, NodeReport | None]) -> str:

@@ -285,7 +285,7 @@ class JobMagics(Magics):
         return find_job(wanted, ask_passphrase=ask_passphrase)
 
     def _line(self) -> Any:
-        return redrawn_line(self._ipython, is_live=self._settings().output == "live")
+        return redrawn_line(self._ipython, is_live=self._settings().output == "live", is_alone=True)
 
 
 def _from_dict(data: dict[str, Any]) -> PipelineSpec:

@@ -51,7 +51,10 @@ class LineParser(argparse.ArgumentParser):
 
     def parse_line(self, line: str) -> argparse.Namespace:
         """Raises: UsageError, HelpShown."""
-        words = self.split_line(line)
+        return self.parse_words(self.split_line(line))
+
+    def parse_words(self, words: list[str]) -> argparse.Namespace:
+        """Raises: UsageError, HelpShown."""
         if self._has_lists:
             words = _joined_at_commas(words)
         if self._subparsers is not None and words and words[0] in _OPTIONS_OF_COMMANDS:
@@ -389,9 +392,13 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-sync", action="store_true", help="leave the notebook's folder here; else nodes get what changes in it"
     )
+<<<<<<< HEAD
+    parser.add_argument("--project", type=not_empty, metavar="FOLDER", help="above the notebook's: nodes get all of it")
+=======
     parser.add_argument(
         "--project", type=not_empty, metavar="FOLDER", help="above the notebook's: nodes get all of it"
     )
+>>>>>>> 8d0648de5121d5c0b08b2c3886b7327dd27974a0
     parser.add_argument("--no-init", action="store_true", help="make no process group")
     parser.add_argument("--env", type=_variable, action="append", default=[], metavar="K=V", help="for the ranks")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="rank r is seeded with N + r")

@@ -37,7 +37,7 @@ class PipelineMagics(Magics):
     def _run(self, line: str) -> Plan | None:
         parser = pipeline_parser()
         fields, words = take_fields(parser.split_line(line))
-        args = parser.parse_args(words or ["--help"])
+        args = parser.parse_words(words or ["--help"])
         if args.command is None:
             raise UsageError("%pipeline: no command: give plan, check or export (%pipeline --help)")
         spec = read_spec(self.shell, args.spec, fields)

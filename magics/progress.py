@@ -18,8 +18,11 @@ _BAR_CHARS = 30
 
 
 @contextmanager
-def redrawn_line(ipython: Any, *, is_live: bool) -> Iterator[Callable[[str], None]]:
-    """A line that is drawn anew, and gone at the end; none where output is not live, or while it takes no time."""
+def redrawn_line(ipython: Any, *, is_live: bool, is_alone: bool = False) -> Iterator[Callable[[str], None]]:
+    """A line that is drawn anew, and gone at the end; none where output is not live, or while it takes no time.
+
+    ``is_alone``: the cell shows nothing else yet, so that not even an empty output is left of it, where it was slow.
+    """
     screen, started = screen_for(ipython), time.monotonic()
     last = ""
 
@@ -35,6 +38,8 @@ def redrawn_line(ipython: Any, *, is_live: bool) -> Iterator[Callable[[str], Non
             screen.draw_now(last)
     finally:
         screen.set_transient("")
+        if last and is_alone and screen.can_clear:
+            screen.replace([])
         screen.close()
 
 

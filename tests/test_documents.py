@@ -25,7 +25,18 @@ from detrain_nb.errors import SpecError
 
 TRAPS = ["no", "1e3", "1_0", "012", "1:30", "~", "null", ".5", "0x1", "<<", "=", "a: b", "a #b", "- a", "x\ny\n", "\n"]
 TRAPS += ['say "hi"\nbye\\n', '"""\n', "\r\n", "\x7f\n", "\x85", "\u2028", "\ufeff", "2020-01-01", "a\tb\nc ", " \n "]
-TRAPS += ["  two\nthree", "back\\\nslash\\n", "yes", "# no comment", "---", "...\n---\n", "%YAML", "é\n𝄞", "a\n\n\n", "..."]
+TRAPS += [
+    "  two\nthree",
+    "back\\\nslash\\n",
+    "yes",
+    "# no comment",
+    "---",
+    "...\n---\n",
+    "%YAML",
+    "é\n𝄞",
+    "a\n\n\n",
+    "...",
+]
 TEXTS = st.text(max_size=30) | st.sampled_from(TRAPS)
 SCALARS = TEXTS | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
 

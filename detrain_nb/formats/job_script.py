@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 
 from ..documents import read_text
-from ..errors import SpecError
+from ..errors import SpecError, count_ranks
 from ..launch import Program
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
@@ -75,6 +75,12 @@ def check_what_is_carried(spec: PipelineSpec) -> None:
     """Raises: SpecError for what needs more than a shell, Python and torch."""
     if spec.image is not None:
         raise SpecError(f"image {spec.image}: a script of a shell starts no container: leave it out")
+
+
+def describe(spec: PipelineSpec, plan: Plan) -> str:
+    """Say what the script starts: its first line."""
+    nodes = len(plan.nodes)
+    return f"{spec.name}: {count_ranks(plan.world_size)} on {nodes} node{'s' if nodes > 1 else ''}, {plan.device}"
 
 
 def write_begin(name: str) -> list[str]:

@@ -8,7 +8,15 @@ from ..errors import SpecError
 from ..launch import Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
-from .job_script import JobProgram, check_what_is_carried, read_program, write_begin, write_preparation, write_setup
+from .job_script import (
+    JobProgram,
+    check_what_is_carried,
+    describe,
+    read_program,
+    write_begin,
+    write_preparation,
+    write_setup,
+)
 from .shell import quote, quote_command
 
 __all__ = ["export"]
@@ -32,7 +40,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     needed = "--gpus-per-node" if plan.device == "cuda" else "--cpus-per-task"
     lines = [
         "#!/bin/bash",
-        f"# {spec.name}: {plan.world_size} ranks on {len(plan.nodes)} nodes, {plan.device}: sbatch {spec.name}.sbatch",
+        f"# {describe(spec, plan)}: sbatch {spec.name}.sbatch",
         f"#SBATCH --job-name={spec.name}",
         f"#SBATCH --nodes={len(plan.nodes)}",
         "#SBATCH --ntasks-per-node=1",

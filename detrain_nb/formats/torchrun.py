@@ -10,6 +10,7 @@ from .job_script import (
     DEFAULT_PORT,
     JobProgram,
     check_what_is_carried,
+    describe,
     read_program,
     write_begin,
     write_preparation,
@@ -52,7 +53,7 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
 
 def _head(spec: PipelineSpec, plan: Plan) -> list[str]:
     names = [node.name for node in plan.nodes if node.name]
-    what = f"# {spec.name}: {plan.world_size} ranks on {len(plan.nodes)} nodes, {plan.device}."
+    what = f"# {describe(spec, plan)}."
     if len(names) < 2:
         return [what, "# It needs Python with torch, and makes the folder of the job where it is started."]
     address, port = _endpoint(spec)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from ..copying.json_lines import FilesError, Talk, Untrue
@@ -81,16 +81,11 @@ def try_on_all(
         with explained(nodes[index]):
             return act(index)
 
-    work: list[Future[_Result]] = []
-    pool = ThreadPoolExecutor(max(1, len(nodes)), thread_name_prefix="detrain_nb job")
-    try:
-        work += [pool.submit(run, index) for index in range(len(nodes))]
-        if limit_s is None:
-            for node in nodes:
-                node.ask_meanwhile(work)
-        wait(work, limit_s)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+    work = [_begin(run, index) for index in range(len(nodes))]
+    if limit_s is None:
+        for node in nodes:
+            node.ask_meanwhile(work)
+    wait(work, limit_s)
     outcomes: list[_Result | DetrainError] = []
     for future, node in zip(work, nodes):
         try:
@@ -100,6 +95,22 @@ def try_on_all(
         except DetrainError as exc:  # anything else is our own fault
             outcomes.append(exc)
     return outcomes
+
+
+def _begin(act: Callable[[int], _Result], index: int) -> Future[_Result]:
+    """In a thread that keeps no process from its end: a host may take long to say that it is not there."""
+    future: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result = act(index)
+        except BaseException as exc:  # noqa: BLE001  whoever waits for the future gets it
+            future.set_exception(exc)
+        else:
+            future.set_result(result)
+
+    threading.Thread(target=run, name=f"detrain_nb job {index}", daemon=True).start()
+    return future
 
 
 class _Arrivals:

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 __all__ = ["find_job", "jobs"]
 
 _MOST_SHOWN = 200
-_SUBMIT_LIMIT_S = 600.0  # of another machine that shares the record
 _MOST_ASKED = 100  # jobs of a node: their states fit into a line of the talk
 
 
@@ -30,10 +29,12 @@ def jobs(
 ) -> JobList:
     """List the newest jobs; those that are not over are asked after, for ``limit_s`` in all."""
     record = record or Record()
-    if ask:
-        going = [row.id for row in record.summaries(limit=limit) if row.state not in OVER]
+    rows = record.summaries(limit=limit)
+    going = [row.id for row in rows if row.state not in OVER] if ask else []
+    if going:
         ask_after(going[:_MOST_ASKED], record, limit_s=limit_s, ask_passphrase=ask_passphrase)
-    return JobList(record.summaries(limit=limit))
+        rows = record.summaries(limit=limit)
+    return JobList(rows)
 
 
 def find_job(wanted: str, *, record: Record | None = None, ask_passphrase: AskPassphrase | None = None) -> Job:

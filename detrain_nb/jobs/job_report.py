@@ -49,7 +49,8 @@ class JobReport(ShownAsText):
         head = html_cells(_NODE_COLUMNS, tag="th", style=_LEFT)
         parts = [html_table(head, body, caption=[str(status).partition("\n")[0]])]
         if status.is_over and status.last_lines:
-            lines = "\n".join([f"the last lines of rank {status.failed_rank}:", *map(quoted, status.last_lines)])
+            last = [quoted(printable(line)) for line in status.last_lines]
+            lines = "\n".join([f"the last lines of rank {status.failed_rank}:", *last])
             parts.append(f"<pre>{html.escape(lines)}</pre>")
         if self.plan is not None:
             parts.append(self.plan._repr_html_())

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
-from ..doctor import examine
 from ..errors import DetrainError, JobError, SpecError
 from ..spec import Finding
 from ..text import format_size
@@ -41,6 +40,8 @@ def check_nodes(spec: PipelineSpec, *, ask_passphrase: AskPassphrase | None = No
         except DetrainError as exc:
             findings.append(Finding("source", str(exc)))
     if hosts := [node for node in spec.nodes if not node.is_this_machine]:
+        from ..doctor import examine  # it takes its time, and most checks ask no host
+
         report = examine(hosts, ask_passphrase=ask_passphrase)
         for each in report.problems:
             said = ": ".join(filter(None, (each.check, each.what, each.advice, each.command)))

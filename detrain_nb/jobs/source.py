@@ -92,8 +92,8 @@ def plan_source(
 ) -> ShippedSource:
     """Find what of ``spec.source`` travels. A repository that is sent from here (bundle) is fetched now.
 
-    ``environment`` has the token of that one; by default it is this process' own. ``notebook_changed_at``: when the
-    notebook was changed last, where the front end knows.
+    ``environment`` may have the token of that one, beside this process' own. ``notebook_changed_at``: when the notebook
+    was changed last, where the front end knows.
     Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
     """
     source = spec.source
@@ -107,7 +107,7 @@ def plan_source(
     if source.notebook is not None:
         return _of_notebook(source.notebook, notebook_changed_at)
     if source.git is not None:
-        return _of_git(source, source.git, os.environ if environment is None else environment)
+        return _of_git(source, source.git, {**os.environ, **(environment or {})})
     assert source.path is not None
     found = _of_url(source.path) if "://" in source.path else _of_folder(source.path)
     return _with_entry(source, *found)

@@ -10,7 +10,7 @@ import json
 import os
 import secrets as random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
 from ..plan import Plan
 from ..transport import Transport
-from .asking import ask_facts, on_all, talks_to, try_on_all
+from .asking import ask_facts, on_all, talk_to, talks_to, try_on_all
 from .noting import running_job
 from .record import Record
 from .report_checks import NodeFacts, read_port
@@ -40,6 +40,7 @@ __all__ = ["Started", "gather_secrets", "read_spec", "start"]
 _LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 _KEY_BYTES = 32
 _LAUNCH_GRACE_S = 5.0
+_UNDO_LIMIT_S = 30.0
 Say = Callable[[str], object]
 
 
@@ -124,23 +125,23 @@ class _Starting:
     record: Record
     ask_passphrase: AskPassphrase | None
     on_progress: Say | None
+    _may_run: bool = False  # on some of its nodes
 
     def run(self) -> Started:
-        with submitting(self.spec.name):
-            return self._run()
-
-    def _run(self) -> Started:
         secrets = gather_secrets(self.spec, self.given)
         nodes = list(self.spec.nodes if self.nodes is None else self.nodes)
         self._transports = transports_to(nodes or None, ask_passphrase=self.ask_passphrase)
-        self._refuse_running()
-        job = _make_id(self.spec.name)
+        self._refuse_running()  # first: who has the name's lock is at it, and that is not us yet
+        with submitting(self.spec.name):
+            return self._run(_make_id(self.spec.name), secrets)
+
+    def _run(self, job: str, secrets: Mapping[str, str]) -> Started:
         listed = json.dumps([node.to_fields() for node in self.spec.nodes])
         self.record.add(
             job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
         )
         try:
-            for notice in self.source.notices:
+            for notice in (*self.source.notices, *_list_unset(self._transports)):
                 self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with talks_to(self._transports) as talks:
@@ -153,6 +154,8 @@ class _Starting:
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
+            if self._may_run:
+                self._undo(job)
             with contextlib.suppress(DetrainError):
                 self.record.update(job, state="not started", ended_at=time.time(), exit_code=None)
             for transport in self._transports:
@@ -239,7 +242,7 @@ class _Starting:
     def _prepare_and_launch(
         self, talks: Sequence[Talk], orders: Sequence[JobOrder], ready: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
-        """Raises: DetrainError of the nodes that failed; those that have launched it are stopped again."""
+        """Raises: DetrainError with a line for each node that failed."""
 
         def prepare(index: int) -> int:
             own = {**self._transports[index].env, **secrets}
@@ -256,22 +259,24 @@ class _Starting:
             talks[index].hear("launched")
 
         self._say("starting its ranks")
-        outcomes = try_on_all(self._transports, launch)
-        failures = [each for each in outcomes if isinstance(each, DetrainError)]
-        if failures:
-            self._undo(talks, orders, [not isinstance(each, DetrainError) for each in outcomes])
-            raise LaunchError("\n".join(map(str, failures)))
+        self._may_run = True
+        on_all(self._transports, launch)
 
-    def _undo(self, talks: Sequence[Talk], orders: Sequence[JobOrder], has_launched: Sequence[bool]) -> None:
+    def _undo(self, job: str) -> None:
+        """Stop it where it was launched, by talks of their own: an interrupt has shut those of the launch.
+
+        A node that has not launched it has removed it, and says so. One that does not answer ends it when its ranks
+        have waited for the others in vain.
+        """
+
         def stop(index: int) -> None:
-            if has_launched[index]:
-                part = {"id": orders[index].id, "node_rank": index}
-                talks[index].say("stop", **part, grace_s=_LAUNCH_GRACE_S)
-                talks[index].hear("stopped")
-                talks[index].say("remove", **part)
-                talks[index].hear("removed")
+            with talk_to(self._transports[index]) as talk:
+                talk.say("stop", id=job, node_rank=index, grace_s=_LAUNCH_GRACE_S)
+                talk.hear("stopped")
+                talk.say("remove", id=job, node_rank=index)
+                talk.hear("removed")
 
-        try_on_all(self._transports, stop)
+        try_on_all(self._transports, stop, limit_s=_UNDO_LIMIT_S)
 
     def _say(self, text: str) -> None:
         if self.on_progress:
@@ -280,6 +285,13 @@ class _Starting:
 
 def _make_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{random.token_hex(2)}"
+
+
+def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:
+    """What a node is to have of this process' environment, and is not there."""
+    for node in nodes:
+        if unset := [name for name in (node.node.env if node.node else ()) if name not in os.environ]:
+            yield f"{label(node)} is to have {', '.join(unset)}, which this process has not set"
 
 
 def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> None:

@@ -72,7 +72,7 @@ def submit(
     that failed. Nothing runs then.
     """
     spec = read_spec(spec, name, nodes)
-    source = plan_source(spec)
+    source = plan_source(spec, environment=secrets)
     if dry_run:
         return preview(spec, source)
     record = record or Record()

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import SpecError, count_ranks
+from ..text import ShownAsText
 from .batch import Batch
 from .mesh import Mesh
 from .picture import RankRow, draw_html, draw_text
@@ -43,7 +44,7 @@ class NodePlan:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(ShownAsText):
     """A launch, resolved: the nodes in order of node rank, and the group's backend.
 
     A pipeline's plan has a mesh too, and the batch of a step where its size was given; ``stages`` are those of every

@@ -23,8 +23,9 @@ def make_model() -> nn.Sequential:
     )
 
 
-def read_images(folder: Path, part: str) -> TensorDataset:
+def read_images(url: str, part: str) -> TensorDataset:
     """Images (N x 1 x 28 x 28, 0 to 1) and classes (N): ``train`` or ``t10k``; where there are none, digits."""
+    folder = Path(url)
     if not folder.exists():
         return read_digits(part)
     files = (folder / f"{part}-{kind}-ubyte.gz" for kind in ("images-idx3", "labels-idx1"))
@@ -74,11 +75,10 @@ def main() -> None:
     )
     names = [name for name, _ in model.named_parameters()]
     print(f"has {names[0]} to {names[-1]}")
-    folder = Path(job.data.url)
     trainer = training.Trainer(
         model,
-        train=DataLoader(read_images(folder, "train"), job.batch.replica_size, shuffle=True),
-        evaluate=DataLoader(read_images(folder, "t10k"), 250),
+        train=DataLoader(read_images(job.data.url, "train"), job.batch.replica_size, shuffle=True),
+        evaluate=DataLoader(read_images(job.data.url, "t10k"), 250),
         evaluate_every=how.evaluate_every,
         epochs=how.epochs,
         steps=how.steps,

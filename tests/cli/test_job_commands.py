@@ -54,6 +54,7 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert "no job" in capfd.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs", "submit", str(spec), "--follow", "--source.arguments=3", "--name", "fails"]) == 3

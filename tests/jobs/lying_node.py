@@ -19,8 +19,10 @@ ORDERS = ("facts", "source", "prepare", "launch", "status", "follow", "stop", "a
 class LyingNode(LocalTransport):
     """Answers each order as ``answers`` has it; hangs up at one that it has no answer to."""
 
+    is_this_machine = False
+
     def __init__(self, answers: dict[str, Answer], name: str = "") -> None:
-        super().__init__(Node(host="localhost", name=name) if name else None)
+        super().__init__(Node(host=name) if name else None)
         self.answers = answers
         self.heard: list[dict[str, Any]] = []
 

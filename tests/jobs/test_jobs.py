@@ -13,11 +13,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from detrain_nb.errors import JobError, JobFailed, SpecError
+from detrain_nb.errors import DetrainError, JobError, JobFailed, SpecError
 from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, prune, submit
 from detrain_nb.jobs.record import Record
 from detrain_nb.jobs.submitting import submitting
 from detrain_nb.spec import PipelineSpec
+
+from .lying_node import LyingNode
 
 LIMIT_S = 120.0
 TRAIN = """
@@ -180,7 +182,7 @@ def test_job_goes_on_when_its_notebook_is_killed_and_is_restarted_elsewhere(home
     assert (again.id != job.id, again.name, again.wait().exit_code) == (True, "counting", 0)
 
 
-@pytest.mark.parametrize("moment", ["preparing", "starting"])
+@pytest.mark.parametrize("moment", [pytest.param("preparing", marks=pytest.mark.slow), "starting"])
 def test_submitter_that_is_killed_before_the_launch_leaves_nothing(moment: str, home: Path) -> None:
     code = f"""
 import os
@@ -195,7 +197,9 @@ submit(PipelineSpec.from_dict({{"name": "killed-{moment}", "source": {{"script_t
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False)
     assert ended.returncode == -signal.SIGKILL, ended
-    row = next(row for row in jobs().rows if row.name == f"killed-{moment}")
+    with pytest.raises(DetrainError, match=r"hung up|broke"):  # not that one of its name is at it
+        submit(spec_of("pass", name=f"killed-{moment}"), nodes=[LyingNode({})])
+    row = [row for row in jobs().rows if row.name == f"killed-{moment}"][-1]
     _wait_until(lambda: not list((home / "state/detrain_nb/jobs").glob(f"killed-{moment}-*/*")))
     assert row.state in ("not started", "preparing", "lost")
     _wait_until(lambda: find_job(row.id).status().state == "not started")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 
 from detrain_nb.copying.json_lines import Talk
 from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
+from detrain_nb.jobs import submit
+from detrain_nb.jobs.asking import ask_facts, talk_to, try_on_all
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
 from detrain_nb.jobs.following import Follower, LogLine, Patience, Wanted
 from detrain_nb.jobs.job import Job
 from detrain_nb.jobs.record import Record
+from detrain_nb.spec import PipelineSpec
 
 from .lying_node import Answer, LyingNode
 
@@ -183,6 +187,16 @@ def test_link_that_breaks_loses_no_line_and_says_none_twice() -> None:
     assert getattr(outcome, "exit_code", None) == 0
 
 
+def test_ranks_that_begin_anew_are_said() -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        for restarts in (0, 1, 1):
+            talk.say("status", jobs=[{"id": JOB, "node_rank": 0, "state": "running", "restarts": restarts}])
+        talk.say("end")
+
+    lines, _ = follow(LyingNode({"follow": answer}))
+    assert lines == ["all ranks begin anew: restart 1"]
+
+
 def test_status_of_a_node_that_lies_is_no_status(tmp_path: Path) -> None:
     record = Record(tmp_path / "jobs.sqlite")
     record.add(JOB, name="a", nodes="[]", spec='{"name": "a", "source": {"script_text": "1"}}', state="running")
@@ -208,6 +222,56 @@ def test_command_that_prints_control_characters_is_shown_clean() -> None:
     assert done.statuses["a"] == 3
     assert isinstance(done.statuses["b"], DetrainError)
     assert done.status == 255
+
+
+def test_node_that_takes_its_time_holds_nobody() -> None:
+    is_done = threading.Event()
+    node = LyingNode({"facts": lambda talk, order: is_done.wait(30)})
+
+    def ask(index: int) -> object:
+        with talk_to(node) as talk:
+            return ask_facts(talk)
+
+    (outcome,) = try_on_all([node], ask, limit_s=0.1)
+    assert "did not answer within 0.1 s" in str(outcome)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name.startswith("detrain_nb job"))
+    is_done.set()
+
+
+def test_node_that_fails_to_launch_ends_those_that_did(tmp_path: Path) -> None:
+    heard: list[str] = []
+
+    def note(answer: str, **fields: Any) -> Answer:
+        def say(talk: Talk, order: dict[str, Any]) -> None:
+            heard.append(order["type"])
+            talk.say(answer, **fields)
+
+        return say
+
+    machine = {"cpus": 1, "gpus": 0, "free_bytes": 1 << 30, "machine": "m", "torch": "2.9.1"}
+    good = {
+        "facts": note("facts", **machine),
+        "source": _take_source,
+        "prepare": note("prepared", port=1),
+        "launch": note("launched", pid=1),
+        "stop": note("stopped", was="running"),
+        "remove": note("removed"),
+    }
+    bad = {**good, "launch": lambda talk, order: talk.say("failed", text="no memory")}
+    record = Record(tmp_path / "jobs.sqlite")
+    spec = PipelineSpec.from_dict({"name": "partly", "source": {"script_text": "1"}})
+    with pytest.raises(DetrainError, match=r"^b: no memory$"):
+        submit(spec, nodes=[LyingNode(good, "a"), LyingNode(bad, "b")], record=record)
+    assert heard.count("launch") == 1
+    assert heard[-4:].count("stop") >= 1
+    assert heard[-4:].count("remove") >= 1
+    assert record.get("partly").state == "not started"
+
+
+def _take_source(talk: Talk, order: dict[str, Any]) -> None:
+    text = b"".join(talk.read(order["size"]))
+    talk.say("need", indices=[])
+    talk.say("ready", source=hashlib.sha256(text).hexdigest())
 
 
 @pytest.mark.parametrize("act", [lambda job: job.stop(), lambda job: job.remove()], ids=["stop", "remove"])

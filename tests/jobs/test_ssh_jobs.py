@@ -66,7 +66,7 @@ def steps_of(lines: list[LogLine], node: str) -> list[int]:
     return [int(line.text.split()[1]) for line in lines if line.node == node and line.text.startswith("step")]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(LIMIT_S)
 def test_links_that_break_lose_no_line(job_of: StartJob, testbed: Testbed, tmp_path: Path) -> None:
     job = job_of("links", 400)

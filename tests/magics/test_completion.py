@@ -16,6 +16,7 @@ from detrain_nb.magics.candidates import Candidates
 from detrain_nb.magics.completion import route_to_ranks
 
 from detrain_nb.deploy.known import remember
+from detrain_nb.jobs.record import Record
 from detrain_nb.plan import NodePlan, Plan
 from detrain_nb.spec.node import Node
 
@@ -175,6 +176,23 @@ def test_choices_commands_files_and_options(tab: _Tab) -> None:
     assert tab("%distributed data ") == ["check", "--help"]
     assert tab("%distributed start -n ") == []
     assert tab("%distributed start --no-i", after="\n1") == ["--no-init"]
+    assert tab.asked_notebook == 0
+
+
+def test_jobs_specs_and_folders_stand_for_their_names(tab: _Tab, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
+    for number in (1, 2):
+        Record().add(f"train-{number}", name="train", nodes="[]", spec="{}", state="running")
+    assert tab("%job l") == ["list", "logs"]
+    assert tab("%job stop ") == ["train", "train-1", "train-2", "--grace", "--help"]
+    assert tab("%job logs -f train-") == tab("%job fetch train-") == ["train-1", "train-2"]
+    assert tab("%job fetch train *.pt --to ") == ["conf/"]
+    specs = ["conf/", "gpus.json", "my\\ nodes.toml", "nodes.toml"]
+    assert [name for name in tab("%job submit ") if name[:2] != "--"] == specs
+    assert tab("%%torchrun --spec ") == specs
+    assert "gpu1" in tab("%%torchrun --nodes ")
+    assert tab("%%torchrun --fol", after="\n1") == ["--follow"]
+    assert tab("%pipeline pl") == ["plan"]
     assert tab.asked_notebook == 0
 
 

@@ -52,6 +52,12 @@ def jobs_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     base.chmod(0o700)
     with own_folders(base) as folder:
         yield folder
+        with talk_here() as talk:  # what a test that failed has left
+            talk.say("status", ids=None)
+            for job in talk.hear("status")["jobs"]:
+                if job["state"] not in ("ended", "unreadable"):
+                    talk.say("stop", id=job["id"], grace_s=0)
+                    talk.hear("stopped")
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +151,7 @@ import os, signal, subprocess, sys, time
 if os.environ["RANK"] == "0":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
     print("child", child.pid, flush=True)
-for number in range(1000):
+for number in range(10_000):
     print("line", number, flush=True)
     time.sleep(0.02)
 """
@@ -375,3 +381,13 @@ def test_service_says_what_it_cannot_do(jobs_folder: Path, line: bytes) -> None:
     with talk_here() as talk, pytest.raises(Failed):
         talk.send(line)
         talk.hear("done")
+
+
+@pytest.mark.slow
+def test_rank_that_is_killed_with_all_that_watches_it_is_named(jobs_folder: Path) -> None:
+    """As the kernel does to a whole cgroup: nothing of the rank says how it ended."""
+    order = make_order("import os, signal; os.killpg(0, signal.SIGKILL)", name="killed")
+    with talk_here() as talk:
+        launch(talk, order)
+        job = Followed(order).begin(talk).to_end(talk).job
+    assert (job["exit_code"], job["failed_rank"], job["reason"]) == (137, 0, "rank 0 was ended by SIGKILL")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -29,8 +30,9 @@ TOUR = {
     if not path.name.endswith(".executed.ipynb")
 }
 FASHION = ["dataset-fashion-mnist"]
+WITH_IMAGES = ["01_quickstart", "04_pipeline_parallel", "05_tensor_and_fsdp", "06_pipeline_and_jobs"]
 # What Debian must bring for the outputs that are stored.
-PACKAGES = dict.fromkeys(["01_quickstart.ipynb", "04_pipeline_parallel.ipynb", "05_tensor_and_fsdp.ipynb"], FASHION)
+PACKAGES = dict.fromkeys([f"{name}.ipynb" for name in WITH_IMAGES], FASHION)
 WITH_HOSTS = {"03_remote_nodes.ipynb"}
 MAX_PATTERNS = 7
 MAX_LINES = 14
@@ -54,7 +56,7 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 def test_tour_has_its_notebooks() -> None:
     names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel", "05_tensor_and_fsdp"]
-    assert list(TOUR) == [f"{name}.ipynb" for name in names]
+    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs"]]
 
 
 def test_first_cell_says_what_it_shows_what_it_needs_and_how_long_it_takes(notebook: Path) -> None:
@@ -119,6 +121,15 @@ def test_quickstart_ends_with_its_accuracy_and_stops_its_ranks() -> None:
     assert cells[-1].source == "%distributed stop"
 
 
+def test_model_of_the_job_is_as_good_here_as_it_was_there_and_no_job_is_left() -> None:
+    cells = _code_cells(TOUR["06_pipeline_and_jobs.ipynb"])
+    printed = "\n".join(str(output.get("text", "")) for cell in cells for output in cell.outputs)
+    *_, there, here = re.findall(r"accuracy (0\.[89]\d*)", printed)
+    assert here == there
+    assert len(re.findall(r"^job \S+: ended, exit 0$", printed, flags=re.MULTILINE)) == 2
+    assert cells[-1].source == "%job rm fashion greeting"
+
+
 # ---- what they do
 
 
@@ -130,7 +141,7 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     left_out = {"PYTEST_ADDOPTS", "JPY_SESSION_NAME"}
     env = {name: value for name, value in os.environ.items() if name not in left_out}
     env |= {"DETRAIN_NB_RUNTIME_DIR": str(runtime), "DETRAIN_NB_OUTPUT": "final", "CUDA_VISIBLE_DEVICES": ""}
-    env |= {"DETRAIN_NB_LINGER": "2"}
+    env |= {"DETRAIN_NB_LINGER": "2", "XDG_STATE_HOME": str(tmp_path / "state")}
     yield env
     _, alive = psutil.wait_procs(_processes_with("DETRAIN_NB_RUNTIME_DIR", str(runtime)), timeout=10)
     assert not alive, alive
@@ -190,3 +201,36 @@ def test_other_output_is_found_and_the_killed_kernel_leaves_no_rank(tmp_path: Pa
     assert done.returncode == 1, done.stdout
     assert "[0-1] 2" in done.stdout
     assert "1 failed, 1 passed" in done.stdout
+
+
+@pytest.mark.thorough
+@pytest.mark.timeout(2 * LIMIT_S)
+@pytest.mark.parametrize("name", ["04_pipeline_parallel.ipynb", "05_tensor_and_fsdp.ipynb"])
+def test_what_comes_from_the_examples_runs_on_hosts_too(
+    name: str, env: dict[str, str], make_testbed: MakeTestbed, tmp_path: Path
+) -> None:
+    """With the line that the notebook names before each cell that starts ranks; the hosts share a folder."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text(f'[defaults]\nworkdir = "{shared}/work"\n[[nodes]]\nhost = "gpu1"\n[[nodes]]\nhost = "gpu2"\n')
+    notebook = nbformat.read(TOUR[name], as_version=4)
+    cells = []
+    for cell in notebook.cells:
+        if found := re.match(r"%%distributed -n (\d)", cell.source):
+            start = f"%distributed start --nodes {nodes} -n {int(found[1]) // 2} --project .. --env OMP_NUM_THREADS=1"
+            cells.append(nbformat.v4.new_code_cell(start))
+        cells.append(cell)
+    notebook.cells = cells
+    project = tmp_path / "project"
+    shutil.copytree(ROOT / "examples", project / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (project / "notebooks").mkdir()
+    nbformat.write(notebook, project / "notebooks" / name)
+    env["HOME"] = str(home_with_hosts(make_testbed, tmp_path, share=[shared]))
+    options = ["--timeout", "120", "--output", str(tmp_path / "executed.ipynb")]
+    command = [sys.executable, "-m", "detrain_nb", "run", name, *options]
+    done = subprocess.run(
+        command, env=env, cwd=project / "notebooks", stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-5000:]
+    assert "2 ranks on cpu of gpu1, gpu2" in done.stdout

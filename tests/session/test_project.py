@@ -42,15 +42,15 @@ def project(tmp_path: Path) -> Iterator[Path]:
 def test_ranks_on_a_host_start_in_the_like_of_the_notebooks_folder(project: Path, testbed: Testbed) -> None:
     nodes = ssh_nodes(testbed, 1)
     with Session.start(1, nodes=nodes, device="cpu", init=False, name="project", project="..") as session:
-        assert session.run_cell(_LOOK).values == {0: ('notes', 1)}
+        assert session.run_cell(_LOOK).values == {0: ("notes", 1)}
         (project / "lib" / "shared.py").write_text("number = 23\n")
-        assert session.run_cell(_LOOK).values == {0: ('notes', 23)}
+        assert session.run_cell(_LOOK).values == {0: ("notes", 23)}
         session.files.put("notebook.ipynb", "put")
         assert session.run_cell("os.path.exists('put/notebook.ipynb')").values == {0: True}
         session.detach()
     with Session.attach("project", nodes=ssh_nodes(testbed, 1)) as session:  # what was brought is known here
         (project / "lib" / "shared.py").write_text("number = 456\n")
-        assert session.run_cell(_LOOK).values == {0: ('notes', 456)}
+        assert session.run_cell(_LOOK).values == {0: ("notes", 456)}
         assert not session.news.notices
 
 
@@ -63,5 +63,5 @@ def test_a_project_is_the_folder_or_one_above_it(project: Path) -> None:
     assert find_project("..", os.getcwd()) == str(project)
     assert find_project(".", os.getcwd()) == os.getcwd()
     for wrong in ("../lib", "below"):
-        with pytest.raises(SpecError, match="is not above .*/notes, where the ranks start"):
+        with pytest.raises(SpecError, match=r"is not above .*/notes, where the ranks start"):
             find_project(wrong, os.getcwd())

@@ -23,7 +23,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Whole sessions on this machine and over SSH are what most other tests are about: here beside the quick ones."""
     for item in items:
         of = getattr(item, "callspec", None)
-        if item.path.name == "test_sessions.py" and of and of.params.get("make_transport") in ("local", "ssh"):
+        way = of.params.get("make_transport") if of else None
+        if item.path.name == "test_sessions.py" and way in ("local", "ssh"):
+            item.add_marker("slow")
+        if "test_job_is_" in item.name and way in (
+            "local",
+            "pipe",
+        ):  # tests/node/test_job_service.py is about the first
             item.add_marker("slow")
 
 

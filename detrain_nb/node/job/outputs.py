@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import time
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ _MOST_RANKS = 4096  # of one node
 
 @dataclass
 class RankOutcome:
-    """One start of one rank. ``exit_code`` is negative after a signal, None as long as it runs, or was killed."""
+    """One start of one rank. ``exit_code`` is negative after a signal, None as long as it runs."""
 
     rank: int
     local_rank: int
@@ -129,7 +130,7 @@ class Outputs:
 
     def _note_end(self, sock: socket.socket) -> None:
         outcome = self._said.pop(sock)
-        outcome.ended_at = time.monotonic()
+        outcome.ended_at, outcome.exit_code = time.monotonic(), -signal.SIGKILL  # else it would have said how
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             said = json.loads(sock.recv(MOST_SAID_BYTES))
             outcome.exit_code, outcome.ended_at = int(said["ended"]), float(said["at"])

@@ -1,0 +1,317 @@
+"""%job and %%torchrun: their lines, what they show of a job, and real jobs of two ranks in a real kernel."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from detrain_nb.magics.job_options import parse_job_line, parse_torchrun_line
+from detrain_nb.magics.job_view import JobView
+from detrain_nb.magics.options import HelpShown
+from detrain_nb.magics.render import RenderOptions
+from detrain_nb.magics.screen import Screen
+from detrain_nb.magics.transcript import Item, Rich, Text
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from IPython.core.error import UsageError
+
+from detrain_nb.jobs.following import LogLine
+from detrain_nb.jobs.job_report import JobReport
+from detrain_nb.jobs.job_status import JobStatus
+from detrain_nb.jobs.report_checks import NodeReport
+
+from ..testbed.testbed import Testbed
+
+pytestmark = pytest.mark.timeout(120)
+
+# ---- their lines
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("shw", "%job: 'shw' is no command: did you mean show?"),
+        ("--name x", "--name stands behind a command: %job submit --name"),
+        ("submit", "%job submit: the following arguments are required: SPEC"),
+        ("submit a.json b", "'b' is one word too many"),
+        ("show x --training.epochs 2", "--training.epochs is no option here"),
+        ("logs x --rank one", "'one' is no whole number"),
+        ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
+        ("exec x --timeout 0 -- ls", "0 seconds: give more than 0"),
+        ("stop x --grace -1", "-1 seconds: give 0 or more"),
+        ("rm --older-than week", "'week' is no number of days"),
+        ("rm --older-than -1", "-1 days: give 0 to 100000"),
+        ("fetch x 'a", "No closing quotation"),
+    ],
+)
+def test_wrong_line_is_told_in_one_line(line: str, error: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(error)) as caught:
+        parse_job_line(line)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("line", ["--help", "submit -h", "exec --help"])
+def test_help_is_shown(line: str) -> None:
+    with pytest.raises(HelpShown, match="usage: %job"):
+        parse_job_line(line)
+
+
+@settings(max_examples=20, deadline=None)
+@given(command=st.text(st.characters(exclude_categories=["C", "Z"])).filter(str.strip))
+def test_shell_gets_what_stands_behind_the_dashes_as_it_is(command: str) -> None:
+    _, args = parse_job_line(f"exec train --timeout 5 -- {command} 'a b' | wc -l # -- x")
+    assert args.shell_line == f"{command} 'a b' | wc -l # -- x"
+    assert (args.job, args.timeout) == ("train", 5)
+
+
+def test_fields_of_a_spec_stand_anywhere() -> None:
+    _, args = parse_job_line("submit --training.epochs 2 a.yaml --name x --training.dev --training.seed=7 # note")
+    assert args.fields == ["--training.epochs=2", "--training.dev", "--training.seed=7"]
+    assert (args.spec, args.name, args.follow) == ("a.yaml", "x", False)
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("-n 2 --name x", []),
+        ("-n 2 --name x fast --lr 0.1 -n 3", ["fast", "--lr", "0.1", "-n", "3"]),
+        ("-n 2 --name x -- --lr 0.1 --a.b 'c d' -- e", ["--lr", "0.1", "--a.b", "c d", "--", "e"]),
+        ("-n 2 --name x one -- two", ["one", "two"]),
+    ],
+)
+def test_words_behind_the_options_are_the_scripts(line: str, own: list[str]) -> None:
+    args = parse_torchrun_line(line)
+    assert (args.arguments, args.count, args.name) == (own, 2, "x")
+
+
+@pytest.mark.parametrize("line", ["--lr 0.1", "-n 0", "-n", "--out"])
+def test_option_that_there_is_not_needs_dashes(line: str) -> None:
+    with pytest.raises(UsageError):
+        parse_torchrun_line(line)
+
+
+# ---- what is shown of one
+
+
+class _Shown(Screen):
+    """What stands there."""
+
+    can_clear = True
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+
+    def show(self, item: Item, *, display_id: str = "") -> None:
+        self.items.append(item)
+
+    def update(self, rich: Rich, display_id: str) -> None: ...
+
+    def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
+        self.items = items if rest is None else [*self.items, *rest]
+        return rest is None
+
+    def close(self) -> None: ...
+
+    @property
+    def text(self) -> str:
+        return "".join(item.text for item in self.items if isinstance(item, Text))
+
+
+def _view(*, num_ranks: int = 2, max_lines: int = 0) -> tuple[JobView, _Shown]:
+    screen: Any = _Shown()
+    job: Any = SimpleNamespace(id="demo-1", world_size=num_ranks)
+    return JobView(screen, job, RenderOptions(max_lines=max_lines, max_chars=0)), screen
+
+
+_OVER = JobStatus("demo-1", "demo", "ended", exit_code=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(order=st.permutations(range(8)))
+def test_last_form_is_the_same_in_whatever_order_nodes_answer(order: list[int]) -> None:
+    """Of each source its lines come in their order, as they do."""
+    view, screen = _view()
+    sources = [("b", "1"), ("a", "0"), ("b", "setup"), ("a", "setup")]
+    said: dict[tuple[str, str], int] = dict.fromkeys(sources, 0)
+    for number in order:
+        node, source = sources[number % 4]
+        text = ["begin", f"only {source} on {node}"][said[node, source]]
+        said[node, source] += 1
+        view.take(LogLine(node, source, text))
+        if number == 3:
+            view.take(LogLine("a", "", "the link broke, and is made again"))
+    view.finish(_OVER)
+    assert screen.text == (
+        "[a:setup] begin\n[a:setup] only setup on a\n[b:setup] begin\n[b:setup] only setup on b\n"
+        "[0-1] begin\n[a:0] only 0 on a\n[b:1] only 1 on b\n"
+    )
+
+
+def test_lines_that_do_not_fit_are_counted_with_how_to_read_them() -> None:
+    view, screen = _view(num_ranks=1, max_lines=20)
+    for number in range(100):
+        view.take(LogLine("", "0", str(number)))
+    view.take(LogLine("", "9", "a rank that there is not"))
+    view.finish(_OVER)
+    assert "... 80 more lines, read them with %job logs demo-1 --rank 0 ..." in screen.text
+    assert "[9] a rank that there is not\n" in screen.text
+
+
+def test_report_is_tables_of_plain_text() -> None:
+    evil = "<script>alert(1)</script>\x1b[31m"
+    failed = NodeReport("demo-1", 0, "ended", exit_code=3, reason=evil, ranks=(0, 1), last_lines=(evil,), failed_rank=1)
+    status = JobStatus(
+        "demo-1", "demo", "ended", 3, failed_rank=1, last_lines=(evil,), reports={evil: failed}, silent={"b": evil}
+    )
+    metrics = [{"step": step, "rank": 0, evil: evil, "loss": 1 / (step + 1)} for step in range(30)]
+    report = JobReport(status, None, metrics)
+    shown = report._repr_html_()
+    assert "<script" not in shown
+    assert "\x1b" not in shown
+    assert "0.03333" in shown
+    assert "0.1<" not in shown, "the last steps alone"
+    assert "exit 3" in str(report)
+
+
+# ---- in a kernel
+
+_SCRIPT = """
+import os, pathlib, sys
+from detrain_nb import job_spec, log_metrics
+rank = int(os.environ["RANK"])
+print("rank", rank, sys.argv[1:], "epochs", job_spec().training.epochs)
+print("all say this")
+log_metrics(step=1, loss=0.5)
+pathlib.Path("artifacts").mkdir(exist_ok=True)
+pathlib.Path(f"artifacts/{rank}").write_text("made")
+sys.exit(3 if rank == 1 and "fail" in sys.argv else 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def kernel(start_kernel: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A kernel whose jobs are in a home of their own; it has no session."""
+    return start_kernel(**_folders_in(tmp_path_factory.mktemp("jobs")))
+
+
+def _folders_in(base: Path) -> dict[str, str]:
+    """Where jobs are, and what is known of them."""
+    names = {"XDG_STATE_HOME": "state", "XDG_CACHE_HOME": "cache", "DETRAIN_NB_RUNTIME_DIR": "run"}
+    for name in names.values():
+        (base / name).mkdir(mode=0o700)
+    return {variable: str(base / name) for variable, name in names.items()}
+
+
+def _without_id(text: str) -> str:
+    return re.sub(r"-\d{8}-\d{6}-[0-9a-f]{4}", "-ID", text)
+
+
+def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path: Path) -> None:
+    begun = kernel.run(f"%%torchrun -n 2 --name demo --training.epochs 4 --out job -- a 'b c'\n{_SCRIPT}")
+    assert begun.status == "ok", begun.error
+    assert _without_id(begun.text()) == "job demo-ID runs: %job logs -f demo-ID follows it\n"
+    assert [kind for kind, _ in begun.shown] == ["stdout"], "nothing is left of what was drawn meanwhile"
+    followed = kernel.run("%job attach demo")
+    drawn = [content["data"].get("text/plain", "") for kind, content in followed.live if "display" in kind]
+    assert any(re.match(r"job demo-\S+ running for \d+ s", text) for text in drawn), drawn
+    assert _without_id(followed.text()) == (
+        "[0] rank 0 ['a', 'b c'] epochs 4\n[1] rank 1 ['a', 'b c'] epochs 4\n[0-1] all say this\n"
+        "job demo-ID: ended, exit 0\n"
+    )
+    assert kernel.run("%job logs demo --rank 1").text().startswith("[1] rank 1")
+    shown = kernel.run("%job show demo")
+    assert "localhost: ended, exit 0, ranks 0-1" in shown.rich()[0]
+    assert shown.rich("text/html")[0].count("<table>") == 3, "nodes, plan, metrics"
+    fetched = kernel.run(f"%job fetch demo --to {tmp_path}/out")
+    assert (tmp_path / "out/artifacts/1").read_text() == "made", fetched.error
+    assert kernel.run("%job exec demo -- cat artifacts/* | wc -c; echo '$HOME' # -- as it is").text() == "8\n$HOME\n"
+    assert kernel.run("job.id.startswith('demo-')").rich() == ["True"]
+    assert "removed demo-" in kernel.run("%job rm demo").text()
+    assert kernel.run("%job show demo").error.startswith("JobError: no job 'demo' was submitted from here")
+
+
+def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -> None:
+    spec = tmp_path / "train.json"
+    spec.write_text(json.dumps({"name": "train", "source": {"module": "train"}, "training": {"epochs": 1}}))
+    wrong = (
+        ("%%torchrun --lr 1\n1", "UsageError: %%torchrun: --lr is no option here"),
+        ("%%torchrun\n ", "UsageError: %%torchrun: the cell is empty"),
+        ("%%torchrun --out 1\n1", "UsageError: %%torchrun: --out '1' is no name of a variable"),
+        ("%%torchrun --training.epoch 1\n1", "training.epoch"),
+        ("%%torchrun\nx = = 1", "  line 2\n    x = = 1"),
+        ("%job submit nowhere.json", "nowhere.json"),
+        (f"%job submit {spec} --parallelism.pp x", "UsageError: --parallelism.pp"),
+        (f"%job check {spec} --training.epochs 0", "training.epochs"),
+        ("%job exec", "UsageError: %job exec: name a job, or --nodes"),
+        ("%job exec x", "UsageError: %job exec: no command was given"),
+        ("%job rm", "UsageError: %job rm: name jobs, or --older-than DAYS"),
+        ("%job attach nothing", "JobError: no job 'nothing' was submitted from here"),
+    )
+    for code, error in wrong:
+        outcome = kernel.run(code)
+        assert outcome.status == "error", code
+        assert error in outcome.error, code
+    assert "1 rank" in kernel.run(f"%job check {spec} --nodes localhost").rich()[0]
+    assert "torch.distributed.run" in kernel.run(f"%job submit {spec} --dry-run").rich()[0]
+    assert "usage: %job" in kernel.run("%job").text()
+    assert kernel.run("%job list").rich() == ["no jobs were submitted from here"]
+    assert kernel.run("%reload_ext detrain_nb\n%job list").status == "ok"
+    assert "not found" in kernel.run("%unload_ext detrain_nb\n%job list").error
+    assert kernel.run("%load_ext detrain_nb\n%job list").status == "ok"
+
+
+@pytest.mark.slow
+def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) -> None:
+    code = f"%%torchrun -n 2 --name fails --follow -- fail\n{_SCRIPT}"
+    first, again = kernel.run(code), kernel.run(code)
+    assert _without_id(first.text()) == _without_id(again.text())
+    assert _without_id(first.text()).startswith("job fails-ID runs: %job logs -f fails-ID follows it\n[0] rank 0")
+    assert re.match(r"JobFailed: job \S+ ended, exit 3 after .*\(rank 1 on localhost\)", first.error), first.error
+    assert kernel.run("%job fetch fails").error.startswith("JobError: job fails-")
+
+
+@pytest.mark.slow
+def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any, tmp_path: Path) -> None:
+    spec = tmp_path / "waits.json"
+    source = {"script_text": "import time\nprint('begun', flush=True)\ntime.sleep(600)"}
+    spec.write_text(json.dumps({"name": "waits", "source": source}))
+    followed = kernel.run(f"%job submit {spec} --follow", interrupt_when="begun")
+    assert re.match(r"SessionError: .* was interrupted: job \S+ goes on: %job attach", followed.error), followed.error
+    assert "begun" in followed.text()
+    taken = kernel.run(f"%job submit {spec}")
+    assert "runs already" in taken.error, taken.error
+    assert "running" in kernel.run("%job list").rich()[0]
+    assert "ended" in kernel.run("%job stop waits").rich()[0]
+    assert kernel.run("%job attach waits").error.startswith("JobFailed: ")
+    again = kernel.run("%job restart waits")
+    assert _without_id(again.text()) == "job waits-ID runs: %job logs -f waits-ID follows it\n", again.error
+    assert "removed waits-" in kernel.run("%job rm --older-than 0").text()
+    assert "JobError: job waits-" in kernel.run("%job rm waits").error
+    assert kernel.run("%job stop waits --grace 0").status == "ok"
+    assert "removed waits-" in kernel.run("%job rm waits").text()
+
+
+@pytest.mark.thorough
+def test_lines_of_hosts_begin_with_their_names(start_kernel: Any, testbed: Testbed, tmp_path: Path) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\n")
+    kernel = start_kernel(HOME=str(tmp_path), **_folders_in(tmp_path))
+    spec = tmp_path / "hosts.json"
+    hosts = [{"host": name, "python": sys.executable, "devices": "cpu"} for name in ("h0", "h1")]
+    source = {"script_text": "1", "setup": ["echo set up"]}
+    spec.write_text(json.dumps({"name": "hosts", "nodes": hosts, "source": source}))
+    followed = kernel.run(f"%%torchrun --spec {spec} -n 1 --follow\n{_SCRIPT}")
+    assert followed.status == "ok", followed.error
+    assert "[h0:setup] set up\n[h1:setup] set up\n[h0:0] rank 0" in followed.text()
+    assert "[0-1] all say this\n" in followed.text()
+    assert kernel.run("%job logs hosts --node h1").text().startswith("[h1:setup] set up\n[h1:1] rank 1 []")
+    shown = kernel.run("%job show hosts").rich()[0]
+    assert "h0: ended, exit 0" in shown
+    assert "h1: ended, exit 0" in shown
+    assert kernel.run("%job exec hosts -- echo there").text().count("] there") == 2
+    assert kernel.run("%job rm hosts").status == "ok"
