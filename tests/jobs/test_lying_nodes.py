@@ -19,6 +19,7 @@ from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
 from detrain_nb.jobs.following import Follower, LogLine, Patience, Wanted
 from detrain_nb.jobs.job import Job
+from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
 from detrain_nb.spec import PipelineSpec
 
@@ -61,6 +62,26 @@ def test_file_that_was_not_asked_for_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DetrainError, match=r"\.bashrc, which was not asked for"):
         fetch([node], JOB, ["*.pt"], tmp_path)
     assert everything_in(tmp_path) == []
+
+
+@pytest.mark.timeout(30)
+def test_list_of_files_comes_to_its_end(tmp_path: Path) -> None:
+    def endless(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("files", files=[], more=True)
+
+    with pytest.raises(WireError, match="0 files came at once"):
+        fetch([LyingNode({"artifacts": endless})], JOB, ["*"], tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_reports_of_other_jobs_are_not_heard_without_end() -> None:
+    def endless(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("status", jobs=[{"id": "b", "node_rank": 0, "state": "running"}], more=True)
+
+    node = LyingNode({"status": endless})
+    with talk_to(node) as talk:
+        assert [each.id for each in hear_reports(talk, [JOB])] == ["b"]
+    assert len(node.heard) == 1
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:

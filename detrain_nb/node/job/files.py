@@ -19,7 +19,7 @@ from .order import JobError, JobOrder, check_id, check_number, check_texts
 
 USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
 _MOST_FILES = 100_000
-_FILES_OF_A_LINE = 500
+FILES_OF_A_LINE = 500
 _PIECE_BYTES = 1 << 20
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
@@ -35,7 +35,7 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
         except (JobError, FileNotFoundError):  # removed meanwhile, or replaced
             continue
         listed.append((name, size, digest))
-        if len(listed) == _FILES_OF_A_LINE:
+        if len(listed) == FILES_OF_A_LINE:
             talk.say("files", files=listed, more=True)
             listed = []
     talk.say("files", files=listed, more=False)
