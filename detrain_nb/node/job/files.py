@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
-from .folders import ARTIFACTS_NAME, ORDER_NAME, SOURCE_NAME, find_job_folder, read_bounded
+from .folders import ARTIFACTS_NAME, ORDER_NAME, find_job_folder, read_bounded, work_folder
 from .order import JobError, JobOrder, check_id, check_number, check_texts
 
 USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
@@ -64,7 +64,7 @@ def _find_job(said: dict[str, Any]) -> tuple[Path, JobOrder]:
 
 def _roots(folder: Path, order: JobOrder) -> list[Path]:
     """Where artifacts are: below the job's own folder for them they have its name in front."""
-    return [Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME]
+    return [work_folder(order, folder)]
 
 
 def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[str]:
