@@ -20,7 +20,7 @@ from .fetching import Fetched, fetch
 from .following import Follower, LogLine, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
-from .noting import note_down
+from .noting import least_nodes, note_down
 from .record import Record
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
 from .source import plan_source
@@ -325,7 +325,8 @@ class Job(ShownAsText):
 
     def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
         """Judge what the nodes say, and note it down."""
-        status = judge(self.id, self.name, {label(node): each for node, each in zip(self._transports(), said)})
+        by_name = {label(node): each for node, each in zip(self._transports(), said)}
+        status = judge(self.id, self.name, by_name, least_nodes=least_nodes(self._record.get(self.id)))
         if status.state != "unknown":
             note_down(status, self._record)
         return status

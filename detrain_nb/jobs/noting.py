@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from ..errors import DetrainError, JobError
 from ..transport import Transport
 from .asking import talk_to, try_on_all
 from .job_status import OVER, JobStatus, judge
-from .record import Changes, JobSummary, Record
+from .record import Changes, JobRow, JobSummary, Record
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
 from .submitting import is_being_submitted
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["ASK_LIMIT_S", "ask_after", "hear_reports", "nodes_of_row", "note_down", "running_job"]
+__all__ = ["ASK_LIMIT_S", "ask_after", "hear_reports", "least_nodes", "nodes_of_row", "note_down", "running_job"]
 
 ASK_LIMIT_S = 3.0
 _MOST_OF_A_NAME = 100
@@ -48,6 +49,14 @@ def running_job(name: str, *, record: Record, ask_passphrase: AskPassphrase | No
     if going:
         ask_after(going, record, limit_s=ASK_LIMIT_S, ask_passphrase=ask_passphrase)
     return next((job for job in going if record.get(job).state not in OVER), None)
+
+
+def least_nodes(row: JobRow) -> int | None:
+    """How many nodes of an elastic job suffice; None of any other."""
+    with contextlib.suppress(ValueError, AttributeError):
+        found = json.loads(row.spec).get("rendezvous", {}).get("min_nodes")
+        return found if isinstance(found, int) else None
+    return None
 
 
 def nodes_of_row(text: str, job: str) -> list[Node]:
@@ -119,7 +128,7 @@ def _note(
         )
         said[label(transports[key])] = answer if isinstance(answer, DetrainError) else next(iter(own), None)
     row = record.get(job)
-    status = judge(job, row.name, said)
+    status = judge(job, row.name, said, least_nodes=least_nodes(row))
     if status.state == "unknown" or (status.state == "not started" and _may_come(row)):
         return
     note_down(status, record)

@@ -208,6 +208,16 @@ def test_link_that_breaks_loses_no_line_and_says_none_twice() -> None:
     assert getattr(outcome, "exit_code", None) == 0
 
 
+def test_ranks_that_begin_anew_are_said() -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        for restarts in (0, 1, 1):
+            talk.say("status", jobs=[{"id": JOB, "node_rank": 0, "state": "running", "restarts": restarts}])
+        talk.say("end")
+
+    lines, _ = follow(LyingNode({"follow": answer}))
+    assert lines == ["all ranks begin anew: restart 1"]
+
+
 def test_status_of_a_node_that_lies_is_no_status(tmp_path: Path) -> None:
     record = Record(tmp_path / "jobs.sqlite")
     record.add(JOB, name="a", nodes="[]", spec='{"name": "a", "source": {"script_text": "1"}}', state="running")
