@@ -12,6 +12,7 @@ from typing import Any
 
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
+from ..deploy.jobs import ENDLESS
 from ..errors import DetrainError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
@@ -213,7 +214,7 @@ class Follower:
         while not self._is_stopped.is_set():
             offsets = {name: file.offset for name, file in state.files.items()}
             try:
-                with talk_to(self._nodes[index], stop=self._stop) as talk:
+                with talk_to(self._nodes[index], stop=self._stop, patience=ENDLESS) as talk:
                     if has_told:
                         self._put(index, "", ["it answers again"])
                     self._listen(index, talk)

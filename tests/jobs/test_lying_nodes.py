@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from typing import Any
 import pytest
 
 from detrain_nb.copying.json_lines import Talk
+from detrain_nb.deploy.files import Patience as TalkPatience
+from detrain_nb.deploy.jobs import PATIENCE
 from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
 from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, talk_to, try_on_all
@@ -243,6 +246,36 @@ def test_command_that_prints_control_characters_is_shown_clean() -> None:
     assert done.statuses["a"] == 3
     assert isinstance(done.statuses["b"], DetrainError)
     assert done.status == 255
+
+
+@pytest.mark.timeout(30)
+def test_command_that_never_ends_is_not_waited_for() -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        while True:
+            talk.say("output", size=4)
+            talk.send(b"yes\n")
+            talk.flush()
+
+    done = execute([LyingNode({"exec": answer})], "yes", timeout_s=0.1, slack_s=0.2)
+    assert "takes too long" in str(done.statuses["this-machine"])
+
+
+@pytest.mark.timeout(30)
+def test_node_that_is_always_still_at_it_is_not_waited_for() -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        while True:
+            talk.send(b'{"type": "wait"}\n')
+            talk.flush()
+            is_over.wait(0.01)
+
+    is_over = threading.Event()
+    node = LyingNode({"facts": answer})
+    with (
+        pytest.raises(DetrainError, match="takes too long"),
+        talk_to(node, patience=TalkPatience(answer_s=0.2)) as talk,
+    ):
+        ask_facts(talk)
+    assert math.isfinite(PATIENCE.answer_s), "as long as a node is waited for, but for what a job prints"
 
 
 def test_node_that_takes_its_time_holds_nobody() -> None:
