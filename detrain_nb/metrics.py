@@ -98,7 +98,7 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("rank"), int):
-        return {name: _number(value) for name, value in line.items()}
+        return {name: _number(value) for name, value in line.items() if not isinstance(value, (list, dict))}
     return None
 
 

@@ -20,7 +20,7 @@ from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, talk_to, try_on_all
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
-from detrain_nb.jobs.following import Follower, LogLine, Patience, Wanted
+from detrain_nb.jobs.following import Follower, Kept, LogLine, Patience, Wanted
 from detrain_nb.jobs.job import Job
 from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
@@ -276,6 +276,25 @@ def test_node_that_is_always_still_at_it_is_not_waited_for() -> None:
     ):
         ask_facts(talk)
     assert math.isfinite(PATIENCE.answer_s), "as long as a node is waited for, but for what a job prints"
+
+
+@pytest.mark.timeout(30)
+def test_metrics_without_end_do_not_fill_the_memory() -> None:
+    piece = b'{"step": 1, "rank": 0, "nested": [[[]]], "loss": 0.5}\n' * 1000
+
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        for number in range(1000):
+            talk.say("data", name="metrics/rank-0.jsonl", offset=number * len(piece), size=len(piece))
+            talk.send(piece)
+
+    kept = Kept(JOB, 1_000_000)
+    follower = Follower(
+        [LyingNode({"follow": answer})], JOB, wanted=Wanted(has_metrics=True), on_metrics=kept.add_metrics
+    )
+    with pytest.raises(JobError, match="more than 1,000,000 bytes"):
+        follower.run(60)
+    assert 1000 < len(kept.metrics) < 5000
+    assert kept.metrics[0].keys() == {"step", "rank", "loss"}
 
 
 def test_node_that_takes_its_time_holds_nobody() -> None:
