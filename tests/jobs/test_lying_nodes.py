@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -60,10 +61,13 @@ def test_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
     assert everything_in(tmp_path) == []
 
 
-def test_file_that_was_not_asked_for_is_refused(tmp_path: Path) -> None:
-    node = LyingNode({"artifacts": listing(".bashrc"), "read": sending()})
-    with pytest.raises(DetrainError, match=r"\.bashrc, which was not asked for"):
-        fetch([node], JOB, ["*.pt"], tmp_path)
+@pytest.mark.parametrize(
+    ("name", "pattern"), [(".bashrc", "*.pt"), (".bashrc", "*"), (".git/config", "*"), ("a/.git/hooks/x", "a/")]
+)
+def test_file_that_was_not_asked_for_is_refused(name: str, pattern: str, tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing(name), "read": sending()})
+    with pytest.raises(DetrainError, match=f"{re.escape(name)}, which was not asked for"):
+        fetch([node], JOB, [pattern], tmp_path)
     assert everything_in(tmp_path) == []
 
 

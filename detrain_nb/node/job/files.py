@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -21,6 +22,7 @@ USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
 _MOST_FILES = 100_000
 FILES_OF_A_LINE = 500
 _PIECE_BYTES = 1 << 20
+_HIDDEN = re.compile(r"(?:^|/)\.")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -103,8 +105,13 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def fits(name: str, pattern: str) -> bool:
-    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top."""
+    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top.
+
+    As in a shell, what is hidden has to be named: ``*`` brings no ``.bashrc``, and nothing for a ``.git`` that is here.
+    """
     pattern = pattern.removeprefix("./")
+    if _HIDDEN.search(name) and not _HIDDEN.search(pattern):
+        return False
     if pattern.endswith("/"):
         return fnmatchcase(name, f"{pattern}*")
     return fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(name.rpartition("/")[2], pattern))
