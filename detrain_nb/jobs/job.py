@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, LogLine, OnReports, Patience, Wanted
+from .following import Follower, Kept, LogLine, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .noting import least_nodes, note_down
@@ -36,7 +36,7 @@ __all__ = ["Job", "JobLog", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
-_MOST_LINES = 1_000_000  # that are kept in memory
+_MOST_BYTES = 2_000_000_000  # of what is kept in memory
 
 
 @dataclass(frozen=True)
@@ -144,24 +144,18 @@ class Job(ShownAsText):
 
         ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
         """
-        kept: list[LogLine] = []
-
-        def keep(line: LogLine) -> None:
-            if len(kept) >= _MOST_LINES:
-                raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
-            kept.append(line)
-
+        kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
-        self._follow(wanted, on_line=on_line or keep)
+        self._follow(wanted, on_line=on_line or kept.add_line)
         if not follow:
-            kept.sort(key=_place_of)
-        return JobLog(tuple(kept))
+            kept.lines.sort(key=_place_of)
+        return JobLog(tuple(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
-        lines: list[dict[str, Any]] = []
-        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=lines.append)
-        return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+        kept = Kept(self.id, _MOST_BYTES)
+        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
+        return sorted(kept.metrics, key=lambda line: (line["step"], line["rank"]))
 
     def plot(self, *names: str) -> Any:
         """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
