@@ -64,7 +64,8 @@ class JobStatus(ShownAsText):
             lines.append(f"  {node}: {report.state}{code}{ranks}{restarts}{reason}")
         lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]
         if self.is_over and self.last_lines:
-            lines += [f"the last lines of rank {self.failed_rank}:", *map(quoted, self.last_lines)]
+            of_rank = "" if self.failed_rank is None else f" of rank {self.failed_rank}"
+            lines += [f"the last lines{of_rank}:", *map(quoted, self.last_lines)]
         return "\n".join(lines)
 
     def _summary(self) -> str:
