@@ -145,18 +145,8 @@ class Job(ShownAsText):
 
         ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
         """
-<<<<<<< HEAD
-        kept = Kept(self.id, _MOST_BYTES)
-=======
         self._check_rank(rank)
-        kept: list[LogLine] = []
-
-        def keep(line: LogLine) -> None:
-            if len(kept) >= _MOST_LINES:
-                raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
-            kept.append(line)
-
->>>>>>> 8b5392ef7e36c3456164becffdb0a16675bfcf88
+        kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
         self._follow(wanted, on_line=on_line or kept.add_line)
         if not follow:
@@ -165,16 +155,10 @@ class Job(ShownAsText):
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
-<<<<<<< HEAD
+        self._check_rank(rank)
         kept = Kept(self.id, _MOST_BYTES)
         self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
         return sorted(kept.metrics, key=lambda line: (line["step"], line["rank"]))
-=======
-        self._check_rank(rank)
-        lines: list[dict[str, Any]] = []
-        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=lines.append)
-        return sorted(lines, key=lambda line: (line["step"], line["rank"]))
->>>>>>> 8b5392ef7e36c3456164becffdb0a16675bfcf88
 
     def plot(self, *names: str) -> Any:
         """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
