@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, LogLine, OnReports, Patience, Wanted
+from .following import Follower, LogLine, OnPiece, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .noting import least_nodes, note_down
@@ -123,13 +123,17 @@ class Job(ShownAsText):
         torchrun: bool = False,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
 
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
+        ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
-        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports)
+        return self._follow(
+            wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece
+        )
 
     def logs(
         self,
@@ -139,10 +143,12 @@ class Job(ShownAsText):
         torchrun: bool = False,
         follow: bool = False,
         on_line: OnLine | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
+        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
+        as in `attach`.
         """
         kept: list[LogLine] = []
 
@@ -152,7 +158,7 @@ class Job(ShownAsText):
             kept.append(line)
 
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
-        self._follow(wanted, on_line=on_line or keep)
+        self._follow(wanted, on_line=on_line or keep, on_piece=on_piece)
         if not follow:
             kept.sort(key=_place_of)
         return JobLog(tuple(kept))
@@ -299,6 +305,7 @@ class Job(ShownAsText):
         on_line: OnLine | None = None,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
         """Raises: DetrainError of a node that is asked for lines and has none."""
@@ -311,6 +318,7 @@ class Job(ShownAsText):
             on_line=on_line,
             on_metrics=on_metrics,
             on_reports=on_reports,
+            on_piece=on_piece,
             patience=patience,
         )
         said = follower.run(limit_s)
