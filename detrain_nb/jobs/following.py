@@ -20,7 +20,7 @@ from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line,
 
 __all__ = ["FollowedFile", "Follower", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
 
-OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote, not cleaned
+OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
 _MOST_PIECE_BYTES = 1 << 22

@@ -131,9 +131,7 @@ class Job(ShownAsText):
         ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
-        return self._follow(
-            wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece
-        )
+        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
     def logs(
         self,
