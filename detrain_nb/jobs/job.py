@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, Kept, LogLine, OnReports, Patience, Wanted
+from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .noting import least_nodes, note_down
@@ -123,14 +123,16 @@ class Job(ShownAsText):
         torchrun: bool = False,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
 
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
+        ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
         self._check_rank(rank)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
-        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports)
+        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
     def logs(
         self,
@@ -140,15 +142,17 @@ class Job(ShownAsText):
         torchrun: bool = False,
         follow: bool = False,
         on_line: OnLine | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
+        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
+        as in `attach`.
         """
         self._check_rank(rank)
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
-        self._follow(wanted, on_line=on_line or kept.add_line)
+        self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
         if not follow:
             kept.lines.sort(key=_place_of)
         return JobLog(tuple(kept.lines))
@@ -303,6 +307,7 @@ class Job(ShownAsText):
         on_line: OnLine | None = None,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
         """Raises: DetrainError of a node that is asked for lines and has none."""
@@ -315,6 +320,7 @@ class Job(ShownAsText):
             on_line=on_line,
             on_metrics=on_metrics,
             on_reports=on_reports,
+            on_piece=on_piece,
             patience=patience,
         )
         said = follower.run(limit_s)

@@ -162,6 +162,17 @@ def test_lines_that_do_not_fit_are_counted_with_how_to_read_them() -> None:
     assert "[9] a rank that there is not\n" in screen.text
 
 
+def test_bar_is_drawn_while_it_moves_and_colours_stay() -> None:
+    view, screen = _view(num_ranks=1)
+    drawn: list[str] = []
+    screen.set_transient = drawn.append  # type: ignore[method-assign]
+    for piece in (b"\x1b[31mr", b"ed\x1b[0m\n", b"\r 10%|#", b"\r 50%|##", b"\n\x1b[A\r100%|\xe2\x96", b"\x88|\nend\n"):
+        view.take_piece("", 0, piece)
+    assert any("50%" in text for text in drawn)
+    view.finish(_OVER)
+    assert screen.text == "[0] \x1b[31mred\x1b[0m\n[0] 100%|█|\n[0] end\n"
+
+
 def test_report_is_tables_of_plain_text() -> None:
     evil = "<script>alert(1)</script>\x1b[31m"
     failed = NodeReport("demo-1", 0, "ended", exit_code=3, reason=evil, ranks=(0, 1), last_lines=(evil,), failed_rank=1)
