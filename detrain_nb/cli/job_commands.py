@@ -152,7 +152,9 @@ def _follow(job: Job) -> int:
         print(f"\ndetrain-nb: job {job.id} goes on: detrain-nb jobs attach {job.id}", file=sys.stderr)
         raise
     if status.exit_code != 0 or not status.is_over:
-        print(f"detrain-nb: {replace(status, last_lines=())}", file=sys.stderr)  # they stand above
+        if status.failed_rank is not None:
+            status = replace(status, last_lines=())  # they stand above; those of torchrun do not
+        print(f"detrain-nb: {status}", file=sys.stderr)
     return status.exit_status
 
 

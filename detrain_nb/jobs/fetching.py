@@ -124,8 +124,10 @@ def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) ->
 
 
 def _check_room(root: Path, total: int) -> None:
-    """Raises: SpecError where the disk has less room than the files take."""
+    """Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be."""
     above = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not above.is_dir():
+        raise SpecError(f"{above} is no folder: name another one with --to")
     free = shutil.disk_usage(above).free
     if total > free:
         raise SpecError(

@@ -102,9 +102,11 @@ def follow_until(job: Job, is_it: Callable[[LogLine], bool], *, count: int = 1) 
         if sum(map(is_it, lines)) == count:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        job.attach(note)
-    return lines
+    try:
+        status = job.attach(note)
+    except KeyboardInterrupt:
+        return lines
+    pytest.fail(f"{status}\n{lines}")
 
 
 def is_ready(line: LogLine) -> bool:
@@ -163,7 +165,7 @@ def test_job_of_a_killed_host_is_restarted_from_its_checkpoint(
     folder = "/tmp/of-the-job"  # each host has its own
     for host in ("h0", "h1"):
         testbed.output(host, "mkdir", "-p", folder)
-    job = start_job(ssh_nodes(testbed), RESUME, "resumed", checkpoint={"url": folder})
+    job = start_job(ssh_nodes(testbed), RESUME, "resumed", checkpoint={"url": folder, "resume": False})
     follow_until(job, lambda line: line.text == "step 10", count=2)
     kill(testbed, "h0", "detrain_nb.node.job.runner")
     again = job.restart()

@@ -72,6 +72,8 @@ def test_logs_come_again_by_rank(done: tuple[Job, JobStatus, list[LogLine]]) -> 
     job, _, lines = done
     again = find_job(job.id).logs(rank=1)
     assert [line.text for line in again.lines] == [line.text for line in lines if line.source == "1"]
+    with pytest.raises(SpecError, match="has no rank 2: there are 0 to 1"):
+        job.logs(rank=2)
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -87,6 +89,8 @@ def test_what_it_made_is_fetched(done: tuple[Job, JobStatus, list[LogLine]], tmp
     assert (tmp_path / "artifacts/rank-1.txt").read_text() == "x" * 2000
     assert not list(tmp_path.rglob("*.part"))
     assert done[0].fetch(to=tmp_path).num_there == 3
+    with pytest.raises(SpecError, match=r"model\.pt is no folder"):
+        done[0].fetch(to=tmp_path / "model.pt")
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -155,6 +159,10 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
     assert job.stop(grace_s=5).is_over
     assert job.stop().is_over
     _wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    (said,) = home.glob(f"state/detrain_nb/jobs/{job.id}/*/status.json")
+    said.write_text("{")
+    with pytest.raises(JobError, match=r"cannot be stopped: status\.json is damaged"):
+        job.stop()
     job.remove()
     with pytest.raises(JobError):
         find_job(job.id)

@@ -15,7 +15,7 @@ import pytest
 
 from detrain_nb.copying.json_lines import Failed
 from detrain_nb.errors import DetrainError
-from detrain_nb.node.job.folders import machine_id
+from detrain_nb.node.job.folders import machine_id, socket_path
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
 
@@ -223,13 +223,20 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         (rank,) = followed.job["ranks"]
         child = _child_of(followed)
         os.kill(followed.job["pid"], signal.SIGKILL)
-        assert Followed(order).begin(talk).to_end(talk).job["state"] == "lost"
+        lost = Followed(order).begin(talk).to_end(talk).job
+        assert lost["state"] == "lost" and "its runner is gone" in lost["reason"]
         psutil.wait_procs([psutil.Process(rank["pid"])] if psutil.pid_exists(rank["pid"]) else [], timeout=10)
         assert _alive([rank["pid"], child]) == [child], "ranks end with the runner; what has left them does not"
         talk.say("stop", id=order.id, grace_s=5)
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []
         assert status_of(talk, order)["exit_code"] == 137
+        (part,) = (jobs_folder / order.id).iterdir()
+        left = socket_path(part)
+        assert left.exists()
+        talk.say("remove", id=order.id)
+        talk.hear("removed")
+        assert not left.exists()
 
 
 def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_folder: Path) -> None:
@@ -307,6 +314,7 @@ def _fields(**fields: Any) -> dict[str, Any]:
         (_fields(format=2), "the order has format 2 and this node knows format 1: use the same release"),
         (_fields(id="../x"), "id: '../x' is no id of a job"),
         (_fields(env={"A=B": "c"}), "env: 'A=B' is no name of a variable"),
+        (_fields(argv=["no.py"]), "'no.py' is not in the source"),
         (_fields(address="192.0.2.1"), "no socket can be bound on 192.0.2.1"),
         (5, "the order is no object"),
     ],

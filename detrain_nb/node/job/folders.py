@@ -5,6 +5,7 @@ Nodes may share the home: a folder names its machine and the job's node rank. No
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -130,6 +131,8 @@ def remove_job_folder(folder: Path) -> None:
         os.rename(folder, aside / folder.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a runner that was killed has left it
+        socket_path(folder).unlink(missing_ok=True)
     try:
         folder.parent.rmdir()
     except OSError:  # other nodes have their parts there
