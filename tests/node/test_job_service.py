@@ -144,6 +144,15 @@ def test_command_that_takes_too_long_is_ended_with_what_it_started(jobs_folder: 
         assert not psutil.pid_exists(pid)
 
 
+def test_command_ends_with_a_service_that_is_killed(jobs_folder: Path) -> None:
+    with pytest.raises(DetrainError), talk_here() as talk:
+        talk.say("exec", command="echo $$; exec sleep 1000", timeout_s=100)
+        command = psutil.Process(int(b"".join(talk.read(talk.hear("output")["size"]))))
+        os.kill(command.ppid(), signal.SIGKILL)
+        talk.hear("exit")
+    assert not psutil.wait_procs([command], timeout=10)[1]
+
+
 # ---- a job that runs
 
 _RUNS = """

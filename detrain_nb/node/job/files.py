@@ -149,9 +149,11 @@ def _open_below(root: Path, name: str) -> int:
 
 
 def _digest(opened: int, talk: Talk) -> tuple[int, str]:
+    """Of what it has now: a job may add to it faster than it is read."""
     digest, size = hashlib.sha256(), 0
     with open(opened, "rb", buffering=0) as file:
-        while data := file.read(_PIECE_BYTES):
+        most = os.fstat(opened).st_size
+        while data := file.read(min(_PIECE_BYTES, most - size)):
             digest.update(data)
             size += len(data)
             talk.tick()
