@@ -392,9 +392,7 @@ def _add_start(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-sync", action="store_true", help="leave the notebook's folder here; else nodes get what changes in it"
     )
-    parser.add_argument(
-        "--project", type=not_empty, metavar="FOLDER", help="above the notebook's: nodes get all of it"
-    )
+    parser.add_argument("--project", type=not_empty, metavar="FOLDER", help="above the notebook's: nodes get all of it")
     parser.add_argument("--no-init", action="store_true", help="make no process group")
     parser.add_argument("--env", type=_variable, action="append", default=[], metavar="K=V", help="for the ranks")
     parser.add_argument("--seed", type=_seed, default=0, metavar="N", help="rank r is seeded with N + r")
