@@ -248,7 +248,7 @@ class Follower:
             if said["type"] == "status":
                 report = next((each for each in read_reports(said) if each.node_rank == index), state.report)
                 if report and state.report and report.restarts > state.report.restarts and self._wanted.has_logs:
-                    self._put(index, "", [f"all ranks begin anew, for the {report.restarts}. time"])
+                    self._put(index, "", [f"all ranks begin anew: restart {report.restarts}"])
                 state.report = report
                 continue
             name, offset, size = (

@@ -64,7 +64,7 @@ class JobStatus(ShownAsText):
         for node, report in self.reports.items():
             ranks = f", ranks {report.ranks[0]}-{report.ranks[-1]}" if len(report.ranks) > 1 else ""
             code = "" if report.exit_code is None else f", exit {report.exit_code}"
-            restarts = f", {report.restarts} restarts" if report.restarts else ""
+            restarts = f", {report.restarts} restart{'s'[: report.restarts > 1]}" if report.restarts else ""
             reason = f": {behind_ours(report.reason)}" if report.reason else ""
             lines.append(f"  {node}: {report.state}{code}{ranks}{restarts}{reason}")
         lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]

@@ -161,7 +161,7 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
     _wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     (said,) = home.glob(f"state/detrain_nb/jobs/{job.id}/*/status.json")
     said.write_text("{")
-    with pytest.raises(JobError, match="cannot be stopped: status.json is damaged"):
+    with pytest.raises(JobError, match=r"cannot be stopped: status\.json is damaged"):
         job.stop()
     job.remove()
     with pytest.raises(JobError):
