@@ -518,22 +518,46 @@ def test_way_around_the_methods_is_found(find: Any, source: str) -> None:
 
 def test_path_of_a_cell_is_the_one_of_the_design() -> None:
     """Each step is defined in its file. A file calls the next step, or both know a message that goes between them."""
-    design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
-    section = re.search(r"^## The path of a cell\n(.*?)^## ", design, flags=re.MULTILINE | re.DOTALL)
-    assert section
-    ways = [re.findall(r"^    (\S+) +(\S+\.py) ", block, flags=re.MULTILINE) for block in section[1].split("\n\n")]
-    ways = [way for way in ways if way]
+    ways = _read_ways("The path of a cell")
     assert [len(way) for way in ways] == [11, 9]
     for way in ways:
-        sources = [(ROOT / file).read_text(encoding="utf-8") for _, file in way]
-        for (step, file), source in zip(way, sources):
-            assert step in _definitions(ast.parse(source)), f"{step} is not in {file}"
+        sources = _read_steps(way)
         for (step, file), source, (following, _), below in zip(way, sources, way[1:], sources[1:]):
             of, _, method = following.partition(".")
             is_called = re.search(rf"\.{method}\(" if method else rf"\b{of}\b", source)
             is_carried = _names_of_wire(source) & _names_of_wire(below)
             is_shown_to = "." not in step and re.search(rf"\b{step}\b", below)  # a protocol, and who has its methods
             assert is_called or is_carried or is_shown_to, f"{step} in {file} does not hand on to {following}"
+
+
+def test_path_of_a_job_is_the_one_of_the_design() -> None:
+    """Each step is defined in its file. Of two files one names the other's step or module, or says what it hears."""
+    ways = _read_ways("The path of a job")
+    assert [len(way) for way in ways] == [8, 8]
+    for way in ways:
+        sources = _read_steps(way)
+        for (step, file), source, (following, below_file), below in zip(way, sources, way[1:], sources[1:]):
+            is_named = re.search(rf"\b{following.partition('.')[0]}\b|\.{Path(below_file).stem}\b", source)
+            is_read = re.search(rf"\b{step.partition('.')[0]}\b|\.{Path(file).stem}\b", below)
+            is_heard = set(re.findall(r'\.say\("(\w+)"', source)) & set(re.findall(r'"(\w+)"', below))
+            assert is_named or is_read or is_heard, f"{step} in {file} does not hand on to {following}"
+
+
+def _read_ways(heading: str) -> list[list[tuple[str, str]]]:
+    """The paths of a section of the design: each step, and its file."""
+    design = (ROOT / "docs/design.md").read_text(encoding="utf-8")
+    section = re.search(rf"^## {heading}\n(.*?)^## ", design, flags=re.MULTILINE | re.DOTALL)
+    assert section
+    ways = [re.findall(r"^    (\S+) +(\S+\.py) ", block, flags=re.MULTILINE) for block in section[1].split("\n\n")]
+    return [way for way in ways if way]
+
+
+def _read_steps(way: list[tuple[str, str]]) -> list[str]:
+    """The texts of its files, each of which defines its step."""
+    sources = [(ROOT / file).read_text(encoding="utf-8") for _, file in way]
+    for (step, file), source in zip(way, sources):
+        assert step in _definitions(ast.parse(source)), f"{step} is not in {file}"
+    return sources
 
 
 def _names_of_wire(source: str) -> set[str]:

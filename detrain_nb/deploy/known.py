@@ -51,12 +51,12 @@ class StartedWith:
     backend: str | None = None
     init: bool = True
     sync: bool = True
-    project: str = ""
     env: tuple[str, ...] = ()
     seed: int = 0
     start: str = "fork"
     linger_s: float | None = None
     group_timeout_s: float | None = None
+    project: str = ""
 
 
 @dataclass(frozen=True)

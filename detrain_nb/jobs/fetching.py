@@ -14,7 +14,7 @@ from pathlib import Path
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.files import fits
+from ..node.job.files import FILES_OF_A_LINE, fits
 from ..text import format_size, name_some
 from ..transport import Transport
 from .asking import on_all, talk_to
@@ -88,8 +88,10 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
         has_more = True
         while has_more:
             said = talk.hear("files")
-            files = check_different([*files, *read_files(said)])
-            has_more = said.get("more") is True
+            more, has_more = read_files(said), said.get("more") is True
+            if has_more and len(more) < FILES_OF_A_LINE:
+                raise Untrue(f"{len(more)} files came at once, and it says that there are more")
+            files = check_different([*files, *more])
     unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
     if unasked is not None:
         raise DetrainError(f"{label(node)}: it offers {unasked}, which was not asked for")

@@ -17,10 +17,10 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, LogLine, OnReports, Patience, Wanted
+from .following import Follower, Kept, LogLine, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
-from .noting import note_down
+from .noting import least_nodes, note_down
 from .record import Record
 from .report_checks import STATUS_BYTES, NodeReport, read_reports
 from .source import plan_source
@@ -36,7 +36,7 @@ __all__ = ["Job", "JobLog", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
-_MOST_LINES = 1_000_000  # that are kept in memory
+_MOST_BYTES = 2_000_000_000  # of what is kept in memory
 
 
 @dataclass(frozen=True)
@@ -146,25 +146,19 @@ class Job(ShownAsText):
         ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
         """
         self._check_rank(rank)
-        kept: list[LogLine] = []
-
-        def keep(line: LogLine) -> None:
-            if len(kept) >= _MOST_LINES:
-                raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
-            kept.append(line)
-
+        kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
-        self._follow(wanted, on_line=on_line or keep)
+        self._follow(wanted, on_line=on_line or kept.add_line)
         if not follow:
-            kept.sort(key=_place_of)
-        return JobLog(tuple(kept))
+            kept.lines.sort(key=_place_of)
+        return JobLog(tuple(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
         self._check_rank(rank)
-        lines: list[dict[str, Any]] = []
-        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=lines.append)
-        return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+        kept = Kept(self.id, _MOST_BYTES)
+        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
+        return sorted(kept.metrics, key=lambda line: (line["step"], line["rank"]))
 
     def plot(self, *names: str) -> Any:
         """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
@@ -335,7 +329,8 @@ class Job(ShownAsText):
 
     def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
         """Judge what the nodes say, and note it down."""
-        status = judge(self.id, self.name, {label(node): each for node, each in zip(self._transports(), said)})
+        by_name = {label(node): each for node, each in zip(self._transports(), said)}
+        status = judge(self.id, self.name, by_name, least_nodes=least_nodes(self._record.get(self.id)))
         if status.state != "unknown":
             note_down(status, self._record)
         return status

@@ -64,7 +64,7 @@ class JobStatus(ShownAsText):
         for node, report in self.reports.items():
             ranks = f", ranks {report.ranks[0]}-{report.ranks[-1]}" if len(report.ranks) > 1 else ""
             code = "" if report.exit_code is None else f", exit {report.exit_code}"
-            restarts = f", {report.restarts} restart{'s'[: report.restarts > 1]}" if report.restarts else ""
+            restarts = f", {report.restarts} restart{'s' * (report.restarts > 1)}" if report.restarts else ""
             reason = f": {behind_ours(report.reason)}" if report.reason else ""
             lines.append(f"  {node}: {report.state}{code}{ranks}{restarts}{reason}")
         lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]
@@ -85,18 +85,27 @@ class JobStatus(ShownAsText):
         return "\n".join([f"job {self.id} {self._summary()}{rank}{why}", *map(quoted, self.last_lines)])
 
 
-def judge(job: str, name: str, said: Mapping[str, NodeReport | DetrainError | None]) -> JobStatus:
-    """Make one state of those of the nodes; None: a node knows no such job."""
+def judge(
+    job: str, name: str, said: Mapping[str, NodeReport | DetrainError | None], *, least_nodes: int | None = None
+) -> JobStatus:
+    """Make one state of those of the nodes; None: a node knows no such job.
+
+    ``least_nodes`` of an elastic job suffice, with the first among them: the others may be lost on the way.
+    """
     reports = {node: each for node, each in said.items() if isinstance(each, NodeReport)}
     silent = {node: str(each) for node, each in said.items() if isinstance(each, DetrainError)}
     missing = {node: "it has no such job" for node, each in said.items() if each is None}
     state = _state(reports, has_silent=bool(silent), has_missing=bool(missing))
-    first = _first_failed(reports)
+    done = [each.node_rank for each in reports.values() if each.exit_code == 0]
+    is_enough = least_nodes is not None and len(done) >= least_nodes and 0 in done
+    if is_enough and state in (*OVER, "unknown"):
+        state = "ended"
+    first = "" if is_enough else _first_failed(reports)
     failed = reports.get(first)
     starts = [each.started_at for each in reports.values() if each.started_at is not None]
     ends = [each.ended_at for each in reports.values() if each.ended_at is not None]
     is_over = state in OVER
-    succeeded = bool(reports) and not missing and all(each.exit_code == 0 for each in reports.values())
+    succeeded = is_enough or (bool(reports) and not missing and len(done) == len(reports))
     return JobStatus(
         id=job,
         name=name,

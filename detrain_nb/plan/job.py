@@ -24,6 +24,7 @@ from .fields import build, read_json, read_override, set_fields, split_overrides
 
 __all__ = [
     "JOB_SPEC_VARIABLE",
+    "JOB_VARIABLE",
     "JobCheckpoint",
     "JobData",
     "JobModel",
@@ -34,6 +35,7 @@ __all__ = [
     "job_spec",
 ]
 
+JOB_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
 JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # names the file of the job's spec
 _SECTIONS = ("parallelism.", "training.", "data.", "model.", "checkpoint.")  # a script's command line may change these
 _FORMAT = 1

@@ -187,7 +187,7 @@ class Session(SlotsOnly):
         try:
             of_env = tuple(env or ())
             asked = StartedWith(
-                ranks, device, backend, init, sync, project, of_env, seed, start, linger_s, group_timeout_s
+                ranks, device, backend, init, sync, of_env, seed, start, linger_s, group_timeout_s, project
             )
             attached = place(core, ends, asked, is_here=nodes is None, force=force)
             if files.is_synced:

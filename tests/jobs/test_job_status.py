@@ -56,6 +56,19 @@ def test_node_whose_own_rank_failed_says_why() -> None:
         found.check()
 
 
+@pytest.mark.parametrize("lost", [report("lost", node_rank=1), report("ended", 1, node_rank=1), SILENT, None], ids=str)
+def test_elastic_job_succeeds_without_nodes_that_it_can_spare(lost: NodeReport | DetrainError | None) -> None:
+    said = {"a": report("ended", 0), "b": lost}
+    assert judge("job", "name", said, least_nodes=1).exit_code == 0
+    assert judge("job", "name", said, least_nodes=2).exit_code != 0
+    assert judge("job", "name", said).exit_code != 0
+
+
+def test_elastic_job_does_not_succeed_without_its_first_node() -> None:
+    said = {"a": report("lost"), "b": report("ended", 0, node_rank=1)}
+    assert judge("job", "name", said, least_nodes=1).state == "lost"
+
+
 def test_success_is_no_failure() -> None:
     found = status(report("ended", 0))
     assert found.check() is found

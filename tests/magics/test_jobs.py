@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from detrain_nb.magics.options import HelpShown
 from detrain_nb.magics.render import RenderOptions
 from detrain_nb.magics.screen import Screen
 from detrain_nb.magics.transcript import Item, Rich, Text
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
@@ -24,6 +24,8 @@ from detrain_nb.jobs.following import LogLine
 from detrain_nb.jobs.job_report import JobReport
 from detrain_nb.jobs.job_status import JobStatus
 from detrain_nb.jobs.report_checks import NodeReport
+
+from ..testbed.testbed import Testbed
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,6 +61,7 @@ def test_help_is_shown(line: str) -> None:
         parse_job_line(line)
 
 
+@settings(max_examples=20, deadline=None)
 @given(command=st.text(st.characters(exclude_categories=["C", "Z"])).filter(str.strip))
 def test_shell_gets_what_stands_behind_the_dashes_as_it_is(command: str) -> None:
     _, args = parse_job_line(f"exec train --timeout 5 -- {command} 'a b' | wc -l # -- x")
@@ -128,6 +131,7 @@ def _view(*, num_ranks: int = 2, max_lines: int = 0) -> tuple[JobView, _Shown]:
 _OVER = JobStatus("demo-1", "demo", "ended", exit_code=0)
 
 
+@settings(max_examples=50, deadline=None)
 @given(order=st.permutations(range(8)))
 def test_last_form_is_the_same_in_whatever_order_nodes_answer(order: list[int]) -> None:
     """Of each source its lines come in their order, as they do."""
@@ -190,14 +194,17 @@ sys.exit(3 if rank == 1 and "fail" in sys.argv else 0)
 
 
 @pytest.fixture(scope="module")
-def kernel(start_kernel: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def kernel(start_kernel: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A kernel whose jobs are in a home of their own; it has no session."""
-    base = tmp_path_factory.mktemp("jobs")
+    return start_kernel(**_folders_in(tmp_path_factory.mktemp("jobs")))
+
+
+def _folders_in(base: Path) -> dict[str, str]:
+    """Where jobs are, and what is known of them."""
     names = {"XDG_STATE_HOME": "state", "XDG_CACHE_HOME": "cache", "DETRAIN_NB_RUNTIME_DIR": "run"}
-    folders = {variable: base / name for variable, name in names.items()}
-    for folder in folders.values():
-        folder.mkdir(mode=0o700)
-    yield start_kernel(**{name: str(folder) for name, folder in folders.items()})
+    for name in names.values():
+        (base / name).mkdir(mode=0o700)
+    return {variable: str(base / name) for variable, name in names.items()}
 
 
 def _without_id(text: str) -> str:
@@ -210,6 +217,8 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
     assert _without_id(begun.text()) == "job demo-ID runs: %job logs -f demo-ID follows it\n"
     assert [kind for kind, _ in begun.shown] == ["stdout"], "nothing is left of what was drawn meanwhile"
     followed = kernel.run("%job attach demo")
+    drawn = [content["data"].get("text/plain", "") for kind, content in followed.live if "display" in kind]
+    assert any(re.match(r"job demo-\S+ running for \d+ s", text) for text in drawn), drawn
     assert _without_id(followed.text()) == (
         "[0] rank 0 ['a', 'b c'] epochs 4\n[1] rank 1 ['a', 'b c'] epochs 4\n[0-1] all say this\n"
         "job demo-ID: ended, exit 0\n"
@@ -251,6 +260,9 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
     assert "torch.distributed.run" in kernel.run(f"%job submit {spec} --dry-run").rich()[0]
     assert "usage: %job" in kernel.run("%job").text()
     assert kernel.run("%job list").rich() == ["no jobs were submitted from here"]
+    assert kernel.run("%reload_ext detrain_nb\n%job list").status == "ok"
+    assert "not found" in kernel.run("%unload_ext detrain_nb\n%job list").error
+    assert kernel.run("%load_ext detrain_nb\n%job list").status == "ok"
 
 
 @pytest.mark.slow
@@ -276,4 +288,30 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     assert "running" in kernel.run("%job list").rich()[0]
     assert "ended" in kernel.run("%job stop waits").rich()[0]
     assert kernel.run("%job attach waits").error.startswith("JobFailed: ")
-    assert "removed" in kernel.run("%job rm waits").text()
+    again = kernel.run("%job restart waits")
+    assert _without_id(again.text()) == "job waits-ID runs: %job logs -f waits-ID follows it\n", again.error
+    assert "removed waits-" in kernel.run("%job rm --older-than 0").text()
+    assert "JobError: job waits-" in kernel.run("%job rm waits").error
+    assert kernel.run("%job stop waits --grace 0").status == "ok"
+    assert "removed waits-" in kernel.run("%job rm waits").text()
+
+
+@pytest.mark.thorough
+def test_lines_of_hosts_begin_with_their_names(start_kernel: Any, testbed: Testbed, tmp_path: Path) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\n")
+    kernel = start_kernel(HOME=str(tmp_path), **_folders_in(tmp_path))
+    spec = tmp_path / "hosts.json"
+    hosts = [{"host": name, "python": sys.executable, "devices": "cpu"} for name in ("h0", "h1")]
+    source = {"script_text": "1", "setup": ["echo set up"]}
+    spec.write_text(json.dumps({"name": "hosts", "nodes": hosts, "source": source}))
+    followed = kernel.run(f"%%torchrun --spec {spec} -n 1 --follow\n{_SCRIPT}")
+    assert followed.status == "ok", followed.error
+    assert "[h0:setup] set up\n[h1:setup] set up\n[h0:0] rank 0" in followed.text()
+    assert "[0-1] all say this\n" in followed.text()
+    assert kernel.run("%job logs hosts --node h1").text().startswith("[h1:setup] set up\n[h1:1] rank 1 []")
+    shown = kernel.run("%job show hosts").rich()[0]
+    assert "h0: ended, exit 0" in shown
+    assert "h1: ended, exit 0" in shown
+    assert kernel.run("%job exec hosts -- echo there").text().count("] there") == 2
+    assert kernel.run("%job rm hosts").status == "ok"

@@ -263,6 +263,25 @@ def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_fold
     assert env["PYTHONPATH"].split(":")[-1] == "/job/source", "modules of the source, too"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_workdir_of_another_user_is_not_entered(jobs_folder: Path, tmp_path: Path) -> None:
+    """In a folder like /tmp: ranks would import what lies there, and its files would pass for what they have made."""
+    everybodys = tmp_path / "tmp"
+    (everybodys / "work").mkdir(parents=True)
+    everybodys.chmod(0o1777)
+    os.chown(everybodys / "work", 12345, 12345)
+    order = make_order("0", workdir=str(everybodys / "work"), setup=("touch here",))
+    with talk_here() as talk:
+        launch(talk, order)
+        job = Followed(order).begin(talk).to_end(talk).job
+        assert (job["exit_code"], "was made by another user" in job["reason"]) == (127, True)
+        for kind, fields in {"exec": {"command": "touch here"}, "artifacts": {"patterns": ["*"]}}.items():
+            talk.say(kind, id=order.id, node_rank=0, **fields)
+            with pytest.raises(Failed, match="was made by another user"):
+                talk.hear("output", "exit", "files")
+    assert not list((everybodys / "work").iterdir())
+
+
 def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:
     order = make_order("print('never')")
     with talk_here() as talk:

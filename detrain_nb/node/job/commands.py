@@ -14,7 +14,7 @@ from typing import Any
 
 from ...copying.json_lines import Talk
 from ..system.processes import descendants
-from .folders import ORDER_NAME, SOURCE_NAME, find_job_folder, list_parts, read_bounded
+from .folders import ORDER_NAME, find_job_folder, list_parts, read_bounded, work_folder
 from .launching import first_environment
 from .order import MOST_TEXT_CHARS, JobError, JobOrder, check_id, check_number, check_seconds
 
@@ -109,4 +109,4 @@ def _find_place(job: object, node_rank: object) -> tuple[Path, dict[str, str] | 
     )
     order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
     env = first_environment(order, folder, {})
-    return Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME, env
+    return work_folder(order, folder), env

@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...agents import runtime_folder
-from ...guarded import describe, find_guest_parent
+from ...guarded import describe, find_guest_parent, refuse_squatted
 from ..system.proc_files import read
 from ..system.processes import start_ticks
-from .order import JOB_ID, JobError, check_id
+from .order import JOB_ID, JobError, JobOrder, check_id
 
 ORDER_NAME = "order.json"
 SPEC_NAME = "spec.json"
@@ -85,6 +85,18 @@ def find_job_folder(job: str, node_rank: int) -> Path:
     if not folder.is_dir():
         raise JobError(f"no job {job} with node rank {node_rank} is on this node: it was removed, or is on another one")
     return folder
+
+
+def work_folder(order: JobOrder, folder: Path) -> Path:
+    """Where the ranks start. Raises: JobError for one that another user has made, in a folder that is everybody's."""
+    if not order.workdir:
+        return folder / SOURCE_NAME
+    place = Path(os.path.expanduser(order.workdir))
+    try:
+        refuse_squatted(place)
+    except OSError as exc:
+        raise JobError(str(exc)) from exc
+    return place
 
 
 def list_job_folders(*, of: str = "") -> Iterator[Path]:
