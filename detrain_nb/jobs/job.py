@@ -288,7 +288,7 @@ class Job(ShownAsText):
             return [names.index(node)]
         if node.isdecimal() and int(node) < len(names):
             return [int(node)]
-        raise SpecError(f"job {self.id} has no node {node!r}: there are {', '.join(names)}")
+        raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
 
     def _ask_node(self, index: int) -> NodeReport | None:
         with talk_to(self._transports()[index]) as talk:
@@ -306,7 +306,9 @@ class Job(ShownAsText):
         on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
-        """Raises: DetrainError of a node that is asked for lines and has none."""
+        """Raises: DetrainError of a node that is asked for lines and has none, SpecError."""
+        if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
+            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
         patience = Patience(lost_after_s=0) if wanted.is_once else None
         follower = Follower(
