@@ -78,7 +78,9 @@ def job_parser() -> LineParser:
     restart = _add_job(commands, "restart", "stop a job if it runs, submit its spec again, and return the new job")
     _add_follow(restart)
     fetch = _add_job(commands, "fetch", "copy what a job has made to this machine")
-    fetch.add_argument("patterns", nargs="*", default=(), metavar="PATTERN", help="as *.pt; default: the artifacts of its spec")
+    fetch.add_argument(
+        "patterns", nargs="*", default=(), metavar="PATTERN", help="as *.pt; default: the artifacts of its spec"
+    )
     fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current one")
     fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
     execute = commands.add_parser(
@@ -105,10 +107,10 @@ def torchrun_parser() -> LineParser:
     )
     parser.add_argument("--spec", metavar="SPEC", help="a spec: all but what is run comes from there")
     _add_name_and_nodes(parser)
-    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks, on nodes on each")
+    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks on each node")
     parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
     _add_follow(parser)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; or behind --")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="those of the script; also behind --")
     return parser
 
 
