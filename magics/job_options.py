@@ -111,7 +111,7 @@ def torchrun_parser() -> LineParser:
     parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
     _add_follow(parser)
     parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="of the script; also behind --"
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --"
     )
     return parser
 
