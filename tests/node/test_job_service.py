@@ -256,6 +256,15 @@ def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_fold
     assert env["PYTHONPATH"].split(":")[-1] == "/job/source", "modules of the source, too"
 
 
+def test_python_and_pip_of_setup_lines_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = [first_environment(make_order("0", python=python), Path("/job"), {})["PATH"] for python in _PYTHONS]
+    assert path == ["/env/bin:/usr/bin:/bin", "/usr/bin:/bin", "/usr/bin:/bin"]
+
+
+_PYTHONS = ("/env/bin/python", "/usr/bin/python3", "python3")
+
+
 def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:
     order = make_order("print('never')")
     with talk_here() as talk:
