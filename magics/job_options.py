@@ -110,9 +110,7 @@ def torchrun_parser() -> LineParser:
     parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks on each node")
     parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
     _add_follow(parser)
-    parser.add_argument(
-        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --"
-    )
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --")
     return parser
 
 
