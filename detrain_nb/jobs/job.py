@@ -263,7 +263,9 @@ class Job(ShownAsText):
 
         status = self.status()
         if not status.is_over and not (anyway and status.state == "unknown"):
-            raise JobError(f"job {self.id} is {status.state}: stop it first")
+            forget = "--anyway (in Python anyway=True) forgets it here"
+            advice = forget if status.state == "unknown" else "stop it first"
+            raise JobError(f"job {self.id} is {status.state}: {advice}")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
         self._record.remove(self.id)
