@@ -37,7 +37,7 @@ class Fetched:
     num_there: int = 0
 
     def __str__(self) -> str:
-        there = f", {self.num_there} of them were here already" if self.num_there else ""
+        there = f", {self.num_there} here already" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}"
 

@@ -260,7 +260,9 @@ class Job(ShownAsText):
 
         status = self.status()
         if not status.is_over and not (anyway and status.state == "unknown"):
-            raise JobError(f"job {self.id} is {status.state}: stop it first")
+            forget = "--anyway (in Python anyway=True) forgets it here"
+            advice = forget if status.state == "unknown" else "stop it first"
+            raise JobError(f"job {self.id} is {status.state}: {advice}")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
         self._record.remove(self.id)
@@ -285,7 +287,7 @@ class Job(ShownAsText):
             return [names.index(node)]
         if node.isdecimal() and int(node) < len(names):
             return [int(node)]
-        raise SpecError(f"job {self.id} has no node {node!r}: there are {', '.join(names)}")
+        raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
 
     def _check_rank(self, rank: int | None) -> None:
         """Raises: SpecError for one that the job does not have."""
@@ -310,7 +312,9 @@ class Job(ShownAsText):
         on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
-        """Raises: DetrainError of a node that is asked for lines and has none."""
+        """Raises: DetrainError of a node that is asked for lines and has none, SpecError."""
+        if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
+            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
         patience = Patience(lost_after_s=0) if wanted.is_once else None
         follower = Follower(

@@ -44,6 +44,8 @@ pytestmark = pytest.mark.timeout(120)
         ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
         ("exec x --timeout 0 -- ls", "0 seconds: give more than 0"),
         ("stop x --grace -1", "-1 seconds: give 0 or more"),
+        ("list --limit 0", "0 jobs: give 1 or more"),
+        ("fetch", "the following arguments are required: JOB ("),
         ("rm --older-than week", "'week' is no number of days"),
         ("rm --older-than -1", "-1 days: give 0 to 100000"),
         ("fetch x 'a", "No closing quotation"),

@@ -291,6 +291,15 @@ def test_workdir_of_another_user_is_not_entered(jobs_folder: Path, tmp_path: Pat
     assert not list((everybodys / "work").iterdir())
 
 
+def test_python_and_pip_of_setup_lines_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = [first_environment(make_order("0", python=python), Path("/job"), {})["PATH"] for python in _PYTHONS]
+    assert path == ["/env/bin:/usr/bin:/bin", "/usr/bin:/bin", "/usr/bin:/bin"]
+
+
+_PYTHONS = ("/env/bin/python", "/usr/bin/python3", "python3")
+
+
 def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:
     order = make_order("print('never')")
     with talk_here() as talk:

@@ -127,7 +127,7 @@ def test_spec_is_frozen() -> None:
     spec = _spec(training={"epochs": 1})
     with pytest.raises(ValueError, match="frozen"):
         spec.name = "other"
-    with pytest.raises(ValueError, match="frozen"):
+    with pytest.raises(SpecError, match="epochs cannot be set: a spec is frozen; with_overrides of"):
         spec.training.epochs = 2
 
 
