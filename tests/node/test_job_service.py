@@ -112,7 +112,7 @@ def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> 
         assert [name for name, *_ in said["files"]] == [
             *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
         ], "a link is none of them"
-        assert not said["more"]
+        assert not said["more"] and said["left_out"] == 2, "and of each rank's link it is said that it stays"
         name, size, _ = said["files"][1]
         assert size == len(b"weights of 1")
         talk.say("read", **where, name=name, offset=8)
