@@ -112,7 +112,7 @@ def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> 
         assert [name for name, *_ in said["files"]] == [
             *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
         ], "a link is none of them"
-        assert not said["more"]
+        assert not said["more"] and said["left_out"] == 2, "and of each rank's link it is said that it stays"
         name, size, _ = said["files"][1]
         assert size == len(b"weights of 1")
         talk.say("read", **where, name=name, offset=8)
@@ -289,6 +289,15 @@ def test_workdir_of_another_user_is_not_entered(jobs_folder: Path, tmp_path: Pat
             with pytest.raises(Failed, match="was made by another user"):
                 talk.hear("output", "exit", "files")
     assert not list((everybodys / "work").iterdir())
+
+
+def test_python_and_pip_of_setup_lines_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = [first_environment(make_order("0", python=python), Path("/job"), {})["PATH"] for python in _PYTHONS]
+    assert path == ["/env/bin:/usr/bin:/bin", "/usr/bin:/bin", "/usr/bin:/bin"]
+
+
+_PYTHONS = ("/env/bin/python", "/usr/bin/python3", "python3")
 
 
 def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:
