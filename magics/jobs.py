@@ -271,7 +271,7 @@ class JobMagics(Magics):
                 kept.append(f"kept {job}: {failure}")
 
         if args.older_than is not None:
-            prune(args.older_than, on_job=tell, ask_passphrase=ask_passphrase)
+            prune(args.older_than, anyway=args.anyway, on_job=tell, ask_passphrase=ask_passphrase)
         if kept:
             raise JobError("\n".join(kept))
 

@@ -255,7 +255,10 @@ class Job(ShownAsText):
                 talk.hear("removed")
 
         status = self.status()
-        if not status.is_over and not (anyway and status.state == "unknown"):
+        if status.state == "unknown" and not anyway:
+            why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
+            raise JobError(f"job {self.id}: {why}; forget it here with --anyway (in Python anyway=True)")
+        if not status.is_over and status.state != "unknown":
             raise JobError(f"job {self.id} is {status.state}: stop it first")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
