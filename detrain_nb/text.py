@@ -77,7 +77,10 @@ def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str
 
 
 def html_table(head: str, *bodies: str, caption: Iterable[str] = ()) -> str:
-    """Put a table together: ``head`` is cells, each body is rows; ``caption`` is lines of text, and is escaped."""
+    """Put a table together: ``head`` is cells, each body is rows; ``caption`` is lines of text, and is escaped.
+
+    It stands above the table, as wide as the page: a <caption> would be broken where the table ends.
+    """
     lines = "<br>".join(map(html.escape, caption))
-    top = f"<caption>{lines}</caption>" if lines else ""
-    return f"<table>{top}<thead><tr>{head}</tr></thead>{''.join(f'<tbody>{body}</tbody>' for body in bodies)}</table>"
+    top = f"<div>{lines}</div>" if lines else ""
+    return f"{top}<table><thead><tr>{head}</tr></thead>{''.join(f'<tbody>{body}</tbody>' for body in bodies)}</table>"

@@ -168,7 +168,7 @@ class JobMagics(Magics):
             self._follow("%job logs", job, max_lines=args.max_lines, **which, fails=False)
             return
         view = self._view(job, args.max_lines, node=args.node, rank=args.rank, is_live=False)
-        job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, on_line=view.take)
+        job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, on_line=view.take, on_piece=view.take_piece)
         view.finish()
 
     def _follow(
@@ -198,6 +198,7 @@ class JobMagics(Magics):
                     torchrun=torchrun,
                     on_metrics=view.take_metrics,
                     on_reports=view.take_reports,
+                    on_piece=view.take_piece,
                 )
             finally:
                 view.finish(status)

@@ -58,7 +58,7 @@ def test_html_of_a_table_is_escaped_and_its_lines_are_in_one_caption() -> None:
     head = html_cells(["a<b", ""], tag="th")
     body = f"<tr>{html_cells(['<script>', '&'], style='text-align:left')}</tr>"
     assert html_table(head, body, "", caption=["x > y", "'z'"]) == (
-        "<table><caption>x &gt; y<br>&#x27;z&#x27;</caption><thead><tr><th>a&lt;b</th><th></th></tr></thead>"
+        "<div>x &gt; y<br>&#x27;z&#x27;</div><table><thead><tr><th>a&lt;b</th><th></th></tr></thead>"
         "<tbody><tr><td style='text-align:left'>&lt;script&gt;</td><td style='text-align:left'>&amp;</td></tr></tbody>"
         "<tbody></tbody></table>"
     )

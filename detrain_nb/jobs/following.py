@@ -20,8 +20,9 @@ from ..transport import Transport
 from .asking import talk_to
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
 
-__all__ = ["FollowedFile", "Follower", "Kept", "LogLine", "OnReports", "Patience", "Wanted"]
+__all__ = ["FollowedFile", "Follower", "Kept", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
 
+OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
 _MOST_PIECE_BYTES = 1 << 18  # of short lines, which take twenty times as much in memory
@@ -113,21 +114,29 @@ class FollowedFile:
 
     offset: int = 0
     rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
+    _is_in_line: bool = False
 
     def take(self, offset: int, data: bytes) -> list[str]:
         """The lines that ``data``, which stands at ``offset``, completes."""
-        lines: list[str] = []
-        if offset > self.offset:
-            lines = [*self.end(), f"... {offset - self.offset:,} bytes were cut out here ..."]
-            self.offset = offset
-        data = data[self.offset - offset :]  # what has come already is left out
-        self.offset += len(data)
-        *whole, rest = (bytes(self.rest) + data).split(b"\n")
+        *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
         while len(rest) > _MOST_LINE_BYTES:
             whole.append(rest[:_MOST_LINE_BYTES])
             rest = rest[_MOST_LINE_BYTES:]
         self.rest = bytearray(rest)
-        return lines + [_as_line(line) for line in whole]
+        return [_as_line(line) for line in whole]
+
+    def take_piece(self, offset: int, data: bytes) -> bytes:
+        """What of ``data``, which stands at ``offset``, has not come yet, as it is; a line says what is missing."""
+        gap = b""
+        if offset > self.offset:
+            said = f"... {offset - self.offset:,} bytes were cut out here ...\n".encode()
+            gap = b"\n" + said if self._is_in_line else said
+            self.offset = offset
+        data = data[self.offset - offset :]
+        self.offset += len(data)
+        if gap or data:
+            self._is_in_line = not (data or gap).endswith(b"\n")
+        return gap + data
 
     def end(self) -> list[str]:
         """What is left when no more comes."""
@@ -164,22 +173,27 @@ class Follower:
         on_line: Callable[[LogLine], object] | None = None,
         on_metrics: Callable[[dict[str, Any]], object] | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """``on_reports`` gets, several times a second, what each node has said of the job so far, by name."""
+        """``on_reports`` gets, several times a second, what each node has said of the job so far, by name.
+
+        ``on_piece`` gets what ranks print, as it comes, in place of lines: for who draws bars that have no line's end.
+        """
         self._nodes = nodes
         self._job = job
         self._wanted = wanted or Wanted()
         self._on_line = on_line or (lambda line: None)
         self._on_metrics = on_metrics or (lambda line: None)
         self._on_reports = on_reports or (lambda reports: None)
+        self._on_piece = on_piece
         self._patience = patience or Patience()
         self._states = {
             index: _NodeState()
             for index in range(len(nodes))
             if self._wanted.nodes is None or index in self._wanted.nodes
         }
-        self._batches: queue.Queue[tuple[int, str, list[str]]] = queue.Queue(_MOST_BATCHES)
+        self._batches: queue.Queue[tuple[int, str, list[str] | bytes]] = queue.Queue(_MOST_BATCHES)
         self._is_stopped = threading.Event()
         self._stop = Stop()
 
@@ -222,11 +236,15 @@ class Follower:
             return
         if name.startswith("metrics/"):
             for line in lines:
-                if values := read_metrics_line(line):
+                if isinstance(line, str) and (values := read_metrics_line(line)):
                     self._on_metrics(values)
             return
         node = label(self._nodes[index]) if len(self._nodes) > 1 else ""
         source = name.removesuffix(".log").removeprefix("rank-")
+        if isinstance(lines, bytes):
+            assert self._on_piece is not None
+            self._on_piece(node, int(source), lines)
+            return
         for line in lines:
             self._on_line(LogLine(node, source, line))
 
@@ -287,11 +305,12 @@ class Follower:
             if name not in state.files and len(state.files) >= _MOST_FILES:
                 raise Untrue(f"more than {_MOST_FILES:,} files came")
             file = state.files.setdefault(name, FollowedFile())
-            lines = file.take(offset, data)
+            in_pieces = self._on_piece is not None and name.startswith("rank-")
+            lines = file.take_piece(offset, data) if in_pieces else file.take(offset, data)
             if self._wanted.wants(name):
                 self._put(index, name, lines)
 
-    def _put(self, index: int, name: str, lines: list[str]) -> None:
+    def _put(self, index: int, name: str, lines: list[str] | bytes) -> None:
         """Hand lines over, which waits until there is room."""
         while lines and not self._is_stopped.is_set():
             try:

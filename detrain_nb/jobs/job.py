@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, Kept, LogLine, OnReports, Patience, Wanted
+from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .noting import least_nodes, note_down
@@ -123,14 +123,16 @@ class Job(ShownAsText):
         torchrun: bool = False,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
 
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
+        ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
         self._check_rank(rank)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
-        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports)
+        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
     def logs(
         self,
@@ -140,15 +142,17 @@ class Job(ShownAsText):
         torchrun: bool = False,
         follow: bool = False,
         on_line: OnLine | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
+        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
+        as in `attach`.
         """
         self._check_rank(rank)
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
-        self._follow(wanted, on_line=on_line or kept.add_line)
+        self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
         if not follow:
             kept.lines.sort(key=_place_of)
         return JobLog(tuple(kept.lines))
@@ -257,7 +261,7 @@ class Job(ShownAsText):
         status = self.status()
         if status.state == "unknown" and not anyway:
             why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
-            raise JobError(f"job {self.id}: {why}; forget it here with --anyway (in Python anyway=True)")
+            raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
         if not status.is_over and status.state != "unknown":
             raise JobError(f"job {self.id} is {status.state}: stop it first")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
@@ -284,7 +288,7 @@ class Job(ShownAsText):
             return [names.index(node)]
         if node.isdecimal() and int(node) < len(names):
             return [int(node)]
-        raise SpecError(f"job {self.id} has no node {node!r}: there are {', '.join(names)}")
+        raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
 
     def _check_rank(self, rank: int | None) -> None:
         """Raises: SpecError for one that the job does not have."""
@@ -306,9 +310,12 @@ class Job(ShownAsText):
         on_line: OnLine | None = None,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
-        """Raises: DetrainError of a node that is asked for lines and has none."""
+        """Raises: DetrainError of a node that is asked for lines and has none, SpecError."""
+        if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
+            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
         patience = Patience(lost_after_s=0) if wanted.is_once else None
         follower = Follower(
@@ -318,6 +325,7 @@ class Job(ShownAsText):
             on_line=on_line,
             on_metrics=on_metrics,
             on_reports=on_reports,
+            on_piece=on_piece,
             patience=patience,
         )
         said = follower.run(limit_s)

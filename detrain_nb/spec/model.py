@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..errors import FieldError, FieldFault
+from ..errors import FieldError, FieldFault, SpecError
 from ..plan.fields import nearest
 from ..text import printable
 
 # A secret may stand there, or it is long.
 _NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url", "ref", "nodes"}
 _MOST_SHOWN = 60
+_MOST_FAULTS = 50  # of one model
 
 
 class SpecModel(BaseModel):
@@ -30,8 +31,18 @@ class SpecModel(BaseModel):
             try:
                 super().__init__(**fields)
             except ValidationError as exc:
-                faults = [each for fault in exc.errors(include_url=False) for each in _read_fault(type(self), fault)]
-                raise FieldError(faults) from None
+                found = exc.errors(include_url=False)  # thousands, where it is a document of another kind
+                faults = [each for fault in found[:_MOST_FAULTS] for each in _read_fault(type(self), fault)]
+                more = [FieldFault("", f": and {len(found) - _MOST_FAULTS} more")] if len(found) > _MOST_FAULTS else []
+                raise FieldError([*faults, *more]) from None
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in type(self).model_fields:
+                raise SpecError(
+                    f"{name} cannot be set: a spec is frozen; with_overrides of a PipelineSpec gives another one, "
+                    'as spec.with_overrides({"training.steps": 100})'
+                )
+            super().__setattr__(name, value)
 
     def to_fields(self) -> dict[str, Any]:
         """Return what is not as by default, as a document has it."""

@@ -71,6 +71,8 @@ def test_job_runs_on_all_ranks_and_its_lines_come(done: tuple[Job, JobStatus, li
 def test_logs_come_again_by_rank(done: tuple[Job, JobStatus, list[LogLine]]) -> None:
     job, _, lines = done
     again = find_job(job.id).logs(rank=1)
+    with pytest.raises(SpecError, match=r"has no rank 7: its ranks are 0 to 1"):
+        job.logs(rank=7)
     assert [line.text for line in again.lines] == [line.text for line in lines if line.source == "1"]
     with pytest.raises(SpecError, match="has no rank 2: there are 0 to 1"):
         job.logs(rank=2)
@@ -229,7 +231,7 @@ def test_job_whose_node_is_gone_is_forgotten_only_when_asked_to(home: Path) -> N
     record, job = Record(), "gone-20200101-000000-beef"
     record.add(job, name="gone", nodes='[{"host": "127.0.0.1", "port": 1}]', spec="{}", state="not started")
     record.update(job, ended_at=time.time() - 40 * 86400)
-    with pytest.raises(JobError, match=r"does not answer.*forget it here with --anyway"):
+    with pytest.raises(JobError, match=r"does not answer.*anyway=True.* forgets it here"):
         find_job(job).remove()
     assert prune(30) == []
     assert prune(30, anyway=True) == [job]

@@ -340,6 +340,19 @@ def test_what_is_no_file_of_the_job_is_not_sent(job: JobOrder, name: str) -> Non
     assert notebook.said == b""
 
 
+def test_file_that_grows_while_it_is_read_comes_to_an_end(job: JobOrder) -> None:
+    class Growing(Talk):
+        def tick(self) -> None:
+            with open(grown, "ab") as file:
+                file.write(b"more" if file.tell() < 1000 else b"")
+
+    notebook = _Notebook()
+    grown = job_folder(job.id, 0) / "source/a.pt"
+    size = grown.stat().st_size
+    list_artifacts(Growing(None, notebook), {"id": job.id, "node_rank": 0, "patterns": ["a.pt"]})  # type: ignore[arg-type]
+    assert json.loads(notebook.said)["files"][0][1] == size < grown.stat().st_size
+
+
 # ---- outliving a logout
 
 

@@ -112,7 +112,7 @@ def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> 
         assert [name for name, *_ in said["files"]] == [
             *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
         ], "a link is none of them"
-        assert not said["more"]
+        assert not said["more"] and said["left_out"] == 2, "and of each rank's link it is said that it stays"
         name, size, _ = said["files"][1]
         assert size == len(b"weights of 1")
         talk.say("read", **where, name=name, offset=8)
@@ -142,6 +142,15 @@ def test_command_that_takes_too_long_is_ended_with_what_it_started(jobs_folder: 
         assert talk.hear("exit") == {"type": "exit", "status": 124, "timed_out": True}
         psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
         assert not psutil.pid_exists(pid)
+
+
+def test_command_ends_with_a_service_that_is_killed(jobs_folder: Path) -> None:
+    with pytest.raises(DetrainError), talk_here() as talk:
+        talk.say("exec", command="echo $$; exec sleep 1000", timeout_s=100)
+        command = psutil.Process(int(b"".join(talk.read(talk.hear("output")["size"]))))
+        os.kill(command.ppid(), signal.SIGKILL)
+        talk.hear("exit")
+    assert not psutil.wait_procs([command], timeout=10)[1]
 
 
 # ---- a job that runs
@@ -280,6 +289,15 @@ def test_workdir_of_another_user_is_not_entered(jobs_folder: Path, tmp_path: Pat
             with pytest.raises(Failed, match="was made by another user"):
                 talk.hear("output", "exit", "files")
     assert not list((everybodys / "work").iterdir())
+
+
+def test_python_and_pip_of_setup_lines_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    path = [first_environment(make_order("0", python=python), Path("/job"), {})["PATH"] for python in _PYTHONS]
+    assert path == ["/env/bin:/usr/bin:/bin", "/usr/bin:/bin", "/usr/bin:/bin"]
+
+
+_PYTHONS = ("/env/bin/python", "/usr/bin/python3", "python3")
 
 
 def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) -> None:

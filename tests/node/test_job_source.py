@@ -320,6 +320,12 @@ def test_what_cannot_be_fetched_is_said(
     assert TOKEN not in str(caught.value)
 
 
+def test_repository_without_a_commit_is_said(host: GitHost, cache: Path) -> None:
+    subprocess.run(["git", "init", "-q", "--bare", host.root / "empty.git"], check=True)
+    with source_talk(cache) as talk, pytest.raises(Failed, match="names no branch that has a commit: push one"):
+        ask_git(talk, host.url("empty.git"), ref="", token=TOKEN)
+
+
 def test_no_hook_and_no_filter_runs(host: GitHost, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of the user's own configuration, nor such as a broken mirror has."""
     ran = tmp_path / "ran"

@@ -27,20 +27,25 @@ _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
-    """Say name, size and SHA-256 of each, in messages of some hundred files; all but the last have ``more``."""
+    """Say name, size and SHA-256 of each, in messages of some hundred files; all but the last have ``more``.
+
+    The last one has how many match and stay: links, what is no file, what cannot be read, names that are no text.
+    """
     folder, order = _find_job(said)
     patterns = check_texts(said.get("patterns") or []) or order.artifacts or USUAL_PATTERNS
     listed: list[tuple[str, int, str]] = []
+    num_left_out = 0
     for name in _match(folder, order, patterns):
         try:
-            size, digest = _digest(_open_artifact(folder, order, name), talk)
-        except (JobError, FileNotFoundError):  # removed meanwhile, or replaced
+            size, digest = _digest(_open_artifact(folder, order, check_name(name)), talk)
+        except (JobError, FileNotFoundError, Untrue):
+            num_left_out += 1
             continue
         listed.append((name, size, digest))
         if len(listed) == FILES_OF_A_LINE:
             talk.say("files", files=listed, more=True)
             listed = []
-    talk.say("files", files=listed, more=False)
+    talk.say("files", files=listed, more=False, left_out=num_left_out)
 
 
 def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
@@ -83,7 +88,7 @@ def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[s
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Regular files by relative name, no links, as many as can be looked at."""
+    """What is no folder, by its relative name, as many as can be looked at."""
     num_files = 0
     for path, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -94,14 +99,7 @@ def _walk(root: Path) -> Iterator[str]:
             num_files += 1
             if num_files > _MOST_FILES:
                 raise JobError(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")
-            relative = name if inner == "." else f"{inner}/{name}"
-            try:
-                check_name(relative)
-                is_file = stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode)
-            except (Untrue, OSError):
-                continue
-            if is_file:
-                yield relative
+            yield name if inner == "." else f"{inner}/{name}"
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -149,9 +147,11 @@ def _open_below(root: Path, name: str) -> int:
 
 
 def _digest(opened: int, talk: Talk) -> tuple[int, str]:
+    """Of what it has now: a job may add to it faster than it is read."""
     digest, size = hashlib.sha256(), 0
     with open(opened, "rb", buffering=0) as file:
-        while data := file.read(_PIECE_BYTES):
+        most = os.fstat(opened).st_size
+        while data := file.read(min(_PIECE_BYTES, most - size)):
             digest.update(data)
             size += len(data)
             talk.tick()

@@ -44,6 +44,9 @@ def first_environment(order: JobOrder, folder: Path, secrets: Mapping[str, str])
         env.setdefault("CUDA_VISIBLE_DEVICES", "")
     elif order.gpus is not None and "CUDA_VISIBLE_DEVICES" not in order.env:
         env["CUDA_VISIBLE_DEVICES"] = name_gpus(",".join(map(str, order.gpus)), list_gpus())
+    beside, there = os.path.dirname(order.python or sys.executable), env.get("PATH", os.defpath)
+    if os.path.isabs(beside) and beside not in there.split(os.pathsep):  # python and pip are then those of the ranks
+        env["PATH"] = os.pathsep.join([beside, there])
     source = str(folder / SOURCE_NAME) if order.workdir else ""  # else the ranks start there
     paths = [own_path, env.get("PYTHONPATH", "") if "PYTHONPATH" in order.env else "", source]
     if path := os.pathsep.join(filter(None, paths)):

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ _START_LIMIT_S = 60.0
 class _Prepared:
     order: JobOrder
     folder: Path
-    secrets: Mapping[str, str]
+    secrets: Mapping[str, str] = field(repr=False)
     store: socket.socket | None
 
 
