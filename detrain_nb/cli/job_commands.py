@@ -243,7 +243,7 @@ def _remove(args: argparse.Namespace) -> int:
             failed = failed or failure is not None
             print(f"removed {job}" if failure is None else f"kept {job}: {failure}")
 
-        prune(args.older_than, on_job=tell, ask_passphrase=_ask_passphrase)
+        prune(args.older_than, anyway=args.anyway, on_job=tell, ask_passphrase=_ask_passphrase)
     return _FAILED if failed else _OK
 
 

@@ -259,10 +259,11 @@ class Job(ShownAsText):
                 talk.hear("removed")
 
         status = self.status()
-        if not status.is_over and not (anyway and status.state == "unknown"):
-            forget = "--anyway (in Python anyway=True) forgets it here"
-            advice = forget if status.state == "unknown" else "stop it first"
-            raise JobError(f"job {self.id} is {status.state}: {advice}")
+        if status.state == "unknown" and not anyway:
+            why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
+            raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
+        if not status.is_over and status.state != "unknown":
+            raise JobError(f"job {self.id} is {status.state}: stop it first")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
         self._record.remove(self.id)

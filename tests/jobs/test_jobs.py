@@ -227,6 +227,16 @@ def test_old_jobs_are_pruned_and_others_stay(home: Path) -> None:
     assert before - {row.id for row in jobs(ask=False)} == {"old-20200101-000000-beef", "older-20200101-000000-beef"}
 
 
+def test_job_whose_node_is_gone_is_forgotten_only_when_asked_to(home: Path) -> None:
+    record, job = Record(), "gone-20200101-000000-beef"
+    record.add(job, name="gone", nodes='[{"host": "127.0.0.1", "port": 1}]', spec="{}", state="not started")
+    record.update(job, ended_at=time.time() - 40 * 86400)
+    with pytest.raises(JobError, match=r"does not answer.*anyway=True.* forgets it here"):
+        find_job(job).remove()
+    assert prune(30) == []
+    assert prune(30, anyway=True) == [job]
+
+
 def test_two_submits_at_once_are_one(home: Path) -> None:
     with submitting("twice"), pytest.raises(JobError, match="being submitted by another process"):
         submit(spec_of("pass", name="twice"))
