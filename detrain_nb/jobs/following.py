@@ -13,7 +13,7 @@ from typing import Any
 
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..deploy.jobs import ENDLESS
+from ..deploy.jobs import ENDLESS, PATIENCE
 from ..errors import DetrainError, JobError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
@@ -251,12 +251,12 @@ class Follower:
     # ---- in a thread for each node
 
     def _follow(self, index: int) -> None:
-        state = self._states[index]
+        state, patience = self._states[index], PATIENCE if self._wanted.is_once else ENDLESS
         heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
         while not self._is_stopped.is_set():
             offsets = {name: file.offset for name, file in state.files.items()}
             try:
-                with talk_to(self._nodes[index], stop=self._stop, patience=ENDLESS) as talk:
+                with talk_to(self._nodes[index], stop=self._stop, patience=patience) as talk:
                     if has_told:
                         self._put(index, "", ["it answers again"])
                     self._listen(index, talk)

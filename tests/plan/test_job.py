@@ -135,8 +135,6 @@ def test_axes_and_batch_of_a_command_line_are_resolved() -> None:
     job = JobSpec("x", world_size=4, training=JobTraining(batch_size=8), batch=Batch(1, 1, 8))
     words = "--training.batch_size 32 --parallelism.pp 2 --parallelism.dp_shard -1"
     changed = job.with_overrides(words.split())
-        ["--training.batch_size", "32", "--parallelism.pp", "2", "--parallelism.dp_shard", "-1"]
-    )
     assert changed.batch == Batch(replicas=2, microbatches=4, micro_size=4)
     assert (changed.parallelism.dp_shard, changed.parallelism.microbatches) == (2, 4)
     with pytest.raises(SpecError, match="mesh pp=3 x dp_shard=2 needs 6 ranks"):
