@@ -59,7 +59,7 @@ class ShownAsText:
     """A front end shows it as the text that it prints as, in columns of one width."""
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return html_text(str(self))
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -68,6 +68,12 @@ class ShownAsText:
 
 def _print_text(shown: object, printer: Any, cycle: bool) -> None:
     printer.text(str(shown))
+
+
+def html_text(text: str) -> str:
+    """Write it in columns of one width, as a front end shows what was printed: at the same place, in the same size."""
+    style = "margin:0;font-size:var(--jp-code-font-size, inherit);word-break:normal;overflow-wrap:anywhere"
+    return f"<pre style='{style}'>{html.escape(text)}</pre>"
 
 
 def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str:

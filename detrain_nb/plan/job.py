@@ -177,8 +177,8 @@ class JobSpec:
             microbatches=how.microbatches,
             schedule=how.schedule,
         )
-        how = replace(how, **{axis: mesh.axes[axis] for axis in _JOB_AXES})
-        return replace(self, batch=batch, parallelism=replace(how, microbatches=batch.microbatches) if batch else how)
+        resolved = dict(mesh.axes) | ({"microbatches": batch.microbatches} if batch else {})
+        return replace(self, batch=batch, parallelism=build(JobParallelism, asdict(how) | resolved, where="--"))
 
 
 def job_spec(argv: Sequence[str] | None = None) -> JobSpec:

@@ -58,7 +58,7 @@ def lay_out(
             layout.stages_of_rank(place, num_ranks=pipeline_ranks, num_stages=count) for place in range(pipeline_ranks)
         )
         if microbatches is not None:
-            layout.require_microbatches(microbatches, num_stages=count)
+            layout.require_microbatches(microbatches, num_stages=count, num_ranks=pipeline_ranks)
     batch = None
     if batch_size is not None:
         batch = split_batch(
