@@ -130,7 +130,6 @@ class Job(ShownAsText):
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
         ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
-        self._check_rank(rank)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
         return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
@@ -149,7 +148,6 @@ class Job(ShownAsText):
         ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
         as in `attach`.
         """
-        self._check_rank(rank)
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
         self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
@@ -159,7 +157,6 @@ class Job(ShownAsText):
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
-        self._check_rank(rank)
         kept = Kept(self.id, _MOST_BYTES)
         self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
         return sorted(kept.metrics, key=lambda line: (line["step"], line["rank"]))
@@ -289,13 +286,6 @@ class Job(ShownAsText):
         if node.isdecimal() and int(node) < len(names):
             return [int(node)]
         raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
-
-    def _check_rank(self, rank: int | None) -> None:
-        """Raises: SpecError for one that the job does not have."""
-        world_size = self.world_size
-        if rank is not None and not 0 <= rank < (world_size or 1 << 31):
-            there = f"there are 0 to {world_size - 1}" if world_size else "give 0 or more"
-            raise SpecError(f"job {self.id} has no rank {rank}: {there}")
 
     def _ask_node(self, index: int) -> NodeReport | None:
         with talk_to(self._transports()[index]) as talk:
