@@ -71,7 +71,7 @@ def test_job_runs_on_all_ranks_and_its_lines_come(done: tuple[Job, JobStatus, li
 def test_logs_come_again_by_rank(done: tuple[Job, JobStatus, list[LogLine]]) -> None:
     job, _, lines = done
     again = find_job(job.id).logs(rank=1)
-    with pytest.raises(SpecError, match=r"has no rank 7: there are 0 to 1"):
+    with pytest.raises(SpecError, match=r"has no rank 7: its ranks are 0 to 1"):
         job.logs(rank=7)
     assert [line.text for line in again.lines] == [line.text for line in lines if line.source == "1"]
 
