@@ -59,7 +59,7 @@ class ShownAsText:
     """A front end shows it as the text that it prints as, in columns of one width."""
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return html_text(str(self))
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -70,6 +70,12 @@ def _print_text(shown: object, printer: Any, cycle: bool) -> None:
     printer.text(str(shown))
 
 
+def html_text(text: str) -> str:
+    """Write it in columns of one width, as a front end shows what was printed: at the same place, in the same size."""
+    style = "margin:0;font-size:var(--jp-code-font-size, inherit);word-break:normal;overflow-wrap:anywhere"
+    return f"<pre style='{style}'>{html.escape(text)}</pre>"
+
+
 def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str:
     """Write the cells of a row, escaped."""
     opened = f"<{tag} style='{style}'>" if style else f"<{tag}>"
@@ -77,7 +83,10 @@ def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str
 
 
 def html_table(head: str, *bodies: str, caption: Iterable[str] = ()) -> str:
-    """Put a table together: ``head`` is cells, each body is rows; ``caption`` is lines of text, and is escaped."""
+    """Put a table together: ``head`` is cells, each body is rows; ``caption`` is lines of text, and is escaped.
+
+    It stands above the table, as wide as the page: a <caption> would be broken where the table ends.
+    """
     lines = "<br>".join(map(html.escape, caption))
-    top = f"<caption>{lines}</caption>" if lines else ""
-    return f"<table>{top}<thead><tr>{head}</tr></thead>{''.join(f'<tbody>{body}</tbody>' for body in bodies)}</table>"
+    top = f"<div>{lines}</div>" if lines else ""
+    return f"{top}<table><thead><tr>{head}</tr></thead>{''.join(f'<tbody>{body}</tbody>' for body in bodies)}</table>"

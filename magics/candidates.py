@@ -45,7 +45,9 @@ class Candidates:
             "OTHERS": lambda word: self._in_time(_nodes_but_first, word),
             "SESSION": lambda word: self._in_time(_sessions, word),
             "JOB": lambda word: self._in_time(_jobs, word),
-            "SPEC": lambda word: self._in_time(_specs, word),
+            "SPEC": lambda word: [*self._own_specs(word), *self._in_time(_specs, word)],
+            "FIELD": lambda word: self._in_time(_fields, word),
+            "FORMAT": lambda word: self._in_time(_formats, word),
             "DIR": lambda word: self._in_time(_folders, word),
             "FILE": lambda word: self._in_time(_files, word),
         }
@@ -67,6 +69,10 @@ class Candidates:
     def _own_variables(self) -> list[str]:
         here, others = self._ipython.user_ns, self._ipython.user_ns_hidden
         return [name for name, value in list(here.items()) if name[:1] != "_" and value is not others.get(name)]
+
+    def _own_specs(self, word: str) -> list[str]:
+        here = list(self._ipython.user_ns.items())
+        return [name for name, value in here if type(value).__name__ == "PipelineSpec" and name.startswith(word)]
 
     def _variables(self, word: str) -> list[str]:
         """Those of the first idle rank, for the last place of a list; not the names that Python has everywhere."""
@@ -161,6 +167,24 @@ def _jobs(word: str) -> list[str]:
 
 def _specs(word: str) -> list[str]:
     return _files(word, suffixes=_SPEC_FILES)
+
+
+def _fields(word: str) -> list[str]:
+    """``--training.`` of what was begun as ``--tr``, and its fields behind the dot."""
+    from ..spec import PipelineSpec
+
+    section, dot, _ = word.removeprefix("--").partition(".")
+    if dot:
+        found = [f"--{section}.{name}" for name in PipelineSpec.field_names(section)]
+    else:
+        found = [f"--{name}." for name in PipelineSpec.field_names() if PipelineSpec.field_names(name)]
+    return [name for name in found if name.startswith(word)]
+
+
+def _formats(word: str) -> list[str]:
+    from ..formats import EXPORTERS
+
+    return [name for name in EXPORTERS if name.startswith(word)]
 
 
 def _folders(word: str) -> list[str]:

@@ -116,6 +116,8 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
         return _values(action, word, candidates) or [], word
     names = [max(each.option_strings, key=len) for each in parser._actions if each.option_strings]  # the long ones
     options = sorted(name for name in names if name.startswith(word))
+    if word.startswith("--") and any(each.dest == "spec" for each in parser._actions):
+        options += candidates.of("FIELD", word) or []
     if word.startswith("-"):
         return options, word
     if action is not None and action.dest == "names":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import SpecError
 from ..plan.fields import split_overrides
 
 if TYPE_CHECKING:
@@ -27,5 +28,7 @@ def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineS
     from ..spec import PipelineSpec  # pydantic takes its time
 
     named = ipython.user_ns.get(where) if ipython is not None and where.isidentifier() else None
-    spec = named if isinstance(named, PipelineSpec) else PipelineSpec.load(where)
+    if named is not None and not isinstance(named, PipelineSpec):
+        raise SpecError(f"the variable {where} is of type {type(named).__name__}, not PipelineSpec")
+    spec = named or PipelineSpec.load(where)
     return spec.with_overrides(PipelineSpec.parse_overrides(fields))

@@ -63,7 +63,7 @@ def job_parser() -> LineParser:
     listed = commands.add_parser(
         "list", help="the newest jobs; the nodes of those that are not over have 3 s to answer"
     )
-    listed.add_argument("--limit", type=positive, default=50, metavar="N", help="how many, default 50")
+    listed.add_argument("--limit", type=_limit, default=50, metavar="N", help="how many, default 50")
     _add_job(commands, "show", "how a job is: its nodes, its plan, the last metrics")
     logs = _add_job(commands, "logs", "what a job has printed")
     logs.add_argument("-f", "--follow", action="store_true", help="go on showing it until the job ends")
@@ -78,7 +78,9 @@ def job_parser() -> LineParser:
     restart = _add_job(commands, "restart", "stop a job if it runs, submit its spec again, and return the new job")
     _add_follow(restart)
     fetch = _add_job(commands, "fetch", "copy what a job has made to this machine")
-    fetch.add_argument("patterns", nargs="*", metavar="PATTERN", help="as *.pt; default: the artifacts of its spec")
+    fetch.add_argument(
+        "patterns", nargs="*", default=(), metavar="PATTERN", help="as *.pt; default: the artifacts of its spec"
+    )
     fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current one")
     fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
     execute = commands.add_parser(
@@ -93,6 +95,7 @@ def job_parser() -> LineParser:
     remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
     check = commands.add_parser("check", epilog=_FIELDS, help="what is wrong with a spec, and its plan")
     _add_spec(check)
+    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
     return parser
 
 
@@ -105,10 +108,10 @@ def torchrun_parser() -> LineParser:
     )
     parser.add_argument("--spec", metavar="SPEC", help="a spec: all but what is run comes from there")
     _add_name_and_nodes(parser)
-    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks, on nodes on each")
+    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks on each node")
     parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
     _add_follow(parser)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; or behind --")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --")
     return parser
 
 
@@ -136,6 +139,12 @@ def _add_follow(parser: LineParser) -> None:
 
 def _add_max_lines(parser: LineParser) -> None:
     parser.add_argument("--max-lines", type=not_negative, metavar="N", help="show at most N lines; 0 is no limit")
+
+
+def _limit(text: str) -> int:
+    if not 1 <= (number := whole(text)) <= 10**9:
+        raise argparse.ArgumentTypeError(f"{number} jobs: give 1 or more")
+    return number
 
 
 def _days(text: str) -> float:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..jobs.job_report import describe_metrics
 from ..jobs.job_status import describe_seconds
+from ..session.output.safe_output import PieceCleaner
 from .render import LiveCell, RenderOptions
 from .screen import Screen
 
@@ -37,6 +38,7 @@ class JobView:
         of_node = "" if node is None else f" --node {node}"
         read = f"%job logs {job.id}{of_node}"
         self._cell = LiveCell(screen, tuple(self._ranks), 0, options, nodes=self._nodes, how_to_read=read)
+        self._cleaners: dict[int, PieceCleaner] = {}
         self._is_live = options.is_live  # else nothing is shown that the last form would show elsewhere
         self._titles: list[str] = []
         self._aside: list[LogLine] = []
@@ -58,6 +60,14 @@ class JobView:
         elif len(self._aside) < _MOST_ASIDE:
             self._aside.append(line)
             self._say_aside(str(line))
+
+    def take_piece(self, node: str, rank: int, piece: bytes) -> None:
+        """Show what a rank wrote as a cell does: a bar is drawn while it moves, and colours stay."""
+        if rank in self._ranks:
+            if node:
+                self._nodes[rank] = node
+            cleaner = self._cleaners.setdefault(rank, PieceCleaner())
+            self._cell.output(rank, "stdout", cleaner.clean(piece))
 
     def take_metrics(self, values: Mapping[str, Any]) -> None:
         """Keep what a rank has logged last for the line of its state."""

@@ -48,7 +48,7 @@ class JobMagics(Magics):
         """Jobs: scripts that run to their end on all nodes, whatever becomes of this notebook.
 
         %job submit SPEC [--dry-run] [--name NAME] [--nodes NODES] [--storage URL] [--follow] [--training.epochs 2 ...]
-        %job check SPEC [--training.epochs 2 ...]
+        %job check SPEC [--on-nodes] [--training.epochs 2 ...]
         %job list [--limit N] | show JOB | stop JOB [--grace S] | restart JOB [--follow]
         %job logs JOB [-f] [--node NODE] [--rank R] [--torchrun] | attach JOB
         %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway]
@@ -143,10 +143,11 @@ class JobMagics(Magics):
         return self._find(args.job).show()
 
     def _check(self, args: Any) -> None:
+        from ..jobs import check_nodes
         from ..spec import worst
 
         spec = self._read_spec(args)
-        findings = spec.check()
+        findings = check_nodes(spec, ask_passphrase=ask_passphrase) if args.on_nodes else spec.check()
         if worst(findings) == "error":
             raise SpecError("\n".join(map(str, findings)))
         print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
@@ -167,7 +168,7 @@ class JobMagics(Magics):
             self._follow("%job logs", job, max_lines=args.max_lines, **which, fails=False)
             return
         view = self._view(job, args.max_lines, node=args.node, rank=args.rank, is_live=False)
-        job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, on_line=view.take)
+        job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, on_line=view.take, on_piece=view.take_piece)
         view.finish()
 
     def _follow(
@@ -197,6 +198,7 @@ class JobMagics(Magics):
                     torchrun=torchrun,
                     on_metrics=view.take_metrics,
                     on_reports=view.take_reports,
+                    on_piece=view.take_piece,
                 )
             finally:
                 view.finish(status)
@@ -270,7 +272,7 @@ class JobMagics(Magics):
                 kept.append(f"kept {job}: {failure}")
 
         if args.older_than is not None:
-            prune(args.older_than, on_job=tell, ask_passphrase=ask_passphrase)
+            prune(args.older_than, anyway=args.anyway, on_job=tell, ask_passphrase=ask_passphrase)
         if kept:
             raise JobError("\n".join(kept))
 

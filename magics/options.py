@@ -209,9 +209,9 @@ def _seed(text: str) -> int:
 def positive(text: str) -> int:
     number = whole(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} ranks: a session needs at least 1")
+        raise argparse.ArgumentTypeError(f"{number} ranks: give 1 or more")
     if number > MOST_RANKS:
-        raise argparse.ArgumentTypeError(f"{number} ranks: a session has at most {MOST_RANKS:,}")
+        raise argparse.ArgumentTypeError(f"{number} ranks: give at most {MOST_RANKS:,}")
     return number
 
 

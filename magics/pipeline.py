@@ -11,7 +11,7 @@ from IPython.core.magic import Magics, line_magic, magics_class
 from ..plan import Plan
 from .given_spec import read_spec, take_fields
 from .guard import guard
-from .options import LineParser
+from .options import LineParser, whole
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -72,10 +72,16 @@ def pipeline_parser() -> LineParser:
     export.add_argument("format", metavar="FORMAT", help="torchrun or slurm")
     _add_spec(export)
     export.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
-    export.add_argument("--gpus", type=int, default=0, metavar="N", help="how many a node has that names no devices")
+    export.add_argument("--gpus", type=_count, default=0, metavar="N", help="how many a node has that names no devices")
     for name in _SLURM:
         export.add_argument(f"--{name}", metavar=name.upper(), help="of Slurm, as sbatch takes it")
     return parser
+
+
+def _count(text: str) -> int:
+    if (number := whole(text)) < 0:
+        raise argparse.ArgumentTypeError(f"{number}: give 0 or more")
+    return number
 
 
 def _add_spec(parser: argparse.ArgumentParser) -> None:

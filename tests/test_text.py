@@ -58,7 +58,7 @@ def test_html_of_a_table_is_escaped_and_its_lines_are_in_one_caption() -> None:
     head = html_cells(["a<b", ""], tag="th")
     body = f"<tr>{html_cells(['<script>', '&'], style='text-align:left')}</tr>"
     assert html_table(head, body, "", caption=["x > y", "'z'"]) == (
-        "<table><caption>x &gt; y<br>&#x27;z&#x27;</caption><thead><tr><th>a&lt;b</th><th></th></tr></thead>"
+        "<div>x &gt; y<br>&#x27;z&#x27;</div><table><thead><tr><th>a&lt;b</th><th></th></tr></thead>"
         "<tbody><tr><td style='text-align:left'>&lt;script&gt;</td><td style='text-align:left'>&amp;</td></tr></tbody>"
         "<tbody></tbody></table>"
     )
@@ -70,7 +70,8 @@ def test_what_is_shown_as_text_keeps_its_columns_and_has_no_markup_of_its_own() 
         def __str__(self) -> str:
             return "a  <b>\n1  2"
 
-    assert Cut()._repr_html_() == "<pre>a  &lt;b&gt;\n1  2</pre>"
+    assert Cut()._repr_html_().startswith("<pre style='margin:0;")
+    assert Cut()._repr_html_().endswith(">a  &lt;b&gt;\n1  2</pre>")
 
 
 def test_names_that_are_too_many_are_counted() -> None:

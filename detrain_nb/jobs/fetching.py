@@ -14,7 +14,7 @@ from pathlib import Path
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.files import fits
+from ..node.job.files import FILES_OF_A_LINE, fits
 from ..text import format_size, name_some
 from ..transport import Transport
 from .asking import on_all, talk_to
@@ -42,7 +42,7 @@ class Fetched:
     num_left_out: int = 0
 
     def __str__(self) -> str:
-        there = f", {self.num_there} of them were here already" if self.num_there else ""
+        there = f", {self.num_there} here already" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         left_out = _tell_left_out(self.num_left_out)
         return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}{left_out}"
@@ -105,8 +105,10 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
         has_more = True
         while has_more:
             said = talk.hear("files")
-            files = check_different([*files, *read_files(said)])
-            has_more = said.get("more") is True
+            more, has_more = read_files(said), said.get("more") is True
+            if has_more and len(more) < FILES_OF_A_LINE:
+                raise Untrue(f"{len(more)} files came at once, and it says that there are more")
+            files = check_different([*files, *more])
     unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
     if unasked is not None:
         raise DetrainError(f"{label(node)}: it offers {unasked}, which was not asked for")
@@ -139,8 +141,10 @@ def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) ->
 
 
 def _check_room(root: Path, total: int) -> None:
-    """Raises: SpecError where the disk has less room than the files take."""
+    """Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be."""
     above = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not above.is_dir():
+        raise SpecError(f"{above} is no folder: name another one with --to")
     free = shutil.disk_usage(above).free
     if total > free:
         raise SpecError(

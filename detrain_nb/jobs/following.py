@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,21 +13,24 @@ from typing import Any
 
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..errors import DetrainError, NodeLost
+from ..deploy.jobs import ENDLESS, PATIENCE
+from ..errors import DetrainError, JobError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
 from .asking import talk_to
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
 
-__all__ = ["FollowedFile", "Follower", "LogLine", "OnReports", "Patience", "Wanted"]
+__all__ = ["FollowedFile", "Follower", "Kept", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
 
+OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
-_MOST_PIECE_BYTES = 1 << 22
+_MOST_PIECE_BYTES = 1 << 18  # of short lines, which take twenty times as much in memory
 _MOST_FILES = 8192  # of a node
 _MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
-_MOST_BATCHES = 64  # wait to be shown: a node waits meanwhile
+_MOST_BATCHES = 32  # wait to be shown: a node waits meanwhile
 _LOOK_GAP_S = 0.2
+_LINE_TAKES_BYTES = 200  # beside its texts
 _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
 
 
@@ -44,6 +48,28 @@ class LogLine:
     def __str__(self) -> str:
         where = ":".join(filter(None, (self.node, self.source)))
         return f"[{where}] {self.text}" if where else self.text
+
+
+class Kept:
+    """Lines that are kept in memory, of logs or of metrics, as far as they take ``most_bytes``; then JobError."""
+
+    def __init__(self, job: str, most_bytes: int) -> None:
+        self.lines: list[LogLine] = []
+        self.metrics: list[dict[str, Any]] = []
+        self._job, self._most_bytes, self._num_bytes = job, most_bytes, 0
+
+    def add_line(self, line: LogLine) -> None:
+        self._count([line.text])
+        self.lines.append(line)
+
+    def add_metrics(self, values: dict[str, Any]) -> None:
+        self._count([*values, *values.values()])
+        self.metrics.append(values)
+
+    def _count(self, parts: Sequence[object]) -> None:
+        self._num_bytes += _LINE_TAKES_BYTES + sum(map(sys.getsizeof, parts))
+        if self._num_bytes > self._most_bytes:
+            raise JobError(f"job {self._job}: what came takes more than {self._most_bytes:,} bytes: ask for one rank")
 
 
 @dataclass(frozen=True)
@@ -88,21 +114,29 @@ class FollowedFile:
 
     offset: int = 0
     rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
+    _is_in_line: bool = False
 
     def take(self, offset: int, data: bytes) -> list[str]:
         """The lines that ``data``, which stands at ``offset``, completes."""
-        lines: list[str] = []
-        if offset > self.offset:
-            lines = [*self.end(), f"... {offset - self.offset:,} bytes were cut out here ..."]
-            self.offset = offset
-        data = data[self.offset - offset :]  # what has come already is left out
-        self.offset += len(data)
-        *whole, rest = (bytes(self.rest) + data).split(b"\n")
+        *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
         while len(rest) > _MOST_LINE_BYTES:
             whole.append(rest[:_MOST_LINE_BYTES])
             rest = rest[_MOST_LINE_BYTES:]
         self.rest = bytearray(rest)
-        return lines + [_as_line(line) for line in whole]
+        return [_as_line(line) for line in whole]
+
+    def take_piece(self, offset: int, data: bytes) -> bytes:
+        """What of ``data``, which stands at ``offset``, has not come yet, as it is; a line says what is missing."""
+        gap = b""
+        if offset > self.offset:
+            said = f"... {offset - self.offset:,} bytes were cut out here ...\n".encode()
+            gap = b"\n" + said if self._is_in_line else said
+            self.offset = offset
+        data = data[self.offset - offset :]
+        self.offset += len(data)
+        if gap or data:
+            self._is_in_line = not (data or gap).endswith(b"\n")
+        return gap + data
 
     def end(self) -> list[str]:
         """What is left when no more comes."""
@@ -139,22 +173,27 @@ class Follower:
         on_line: Callable[[LogLine], object] | None = None,
         on_metrics: Callable[[dict[str, Any]], object] | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
         patience: Patience | None = None,
     ) -> None:
-        """``on_reports`` gets, several times a second, what each node has said of the job so far, by name."""
+        """``on_reports`` gets, several times a second, what each node has said of the job so far, by name.
+
+        ``on_piece`` gets what ranks print, as it comes, in place of lines: for who draws bars that have no line's end.
+        """
         self._nodes = nodes
         self._job = job
         self._wanted = wanted or Wanted()
         self._on_line = on_line or (lambda line: None)
         self._on_metrics = on_metrics or (lambda line: None)
         self._on_reports = on_reports or (lambda reports: None)
+        self._on_piece = on_piece
         self._patience = patience or Patience()
         self._states = {
             index: _NodeState()
             for index in range(len(nodes))
             if self._wanted.nodes is None or index in self._wanted.nodes
         }
-        self._batches: queue.Queue[tuple[int, str, list[str]]] = queue.Queue(_MOST_BATCHES)
+        self._batches: queue.Queue[tuple[int, str, list[str] | bytes]] = queue.Queue(_MOST_BATCHES)
         self._is_stopped = threading.Event()
         self._stop = Stop()
 
@@ -197,23 +236,27 @@ class Follower:
             return
         if name.startswith("metrics/"):
             for line in lines:
-                if values := read_metrics_line(line):
+                if isinstance(line, str) and (values := read_metrics_line(line)):
                     self._on_metrics(values)
             return
         node = label(self._nodes[index]) if len(self._nodes) > 1 else ""
         source = name.removesuffix(".log").removeprefix("rank-")
+        if isinstance(lines, bytes):
+            assert self._on_piece is not None
+            self._on_piece(node, int(source), lines)
+            return
         for line in lines:
             self._on_line(LogLine(node, source, line))
 
     # ---- in a thread for each node
 
     def _follow(self, index: int) -> None:
-        state = self._states[index]
+        state, patience = self._states[index], PATIENCE if self._wanted.is_once else ENDLESS
         heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
         while not self._is_stopped.is_set():
             offsets = {name: file.offset for name, file in state.files.items()}
             try:
-                with talk_to(self._nodes[index], stop=self._stop) as talk:
+                with talk_to(self._nodes[index], stop=self._stop, patience=patience) as talk:
                     if has_told:
                         self._put(index, "", ["it answers again"])
                     self._listen(index, talk)
@@ -262,11 +305,12 @@ class Follower:
             if name not in state.files and len(state.files) >= _MOST_FILES:
                 raise Untrue(f"more than {_MOST_FILES:,} files came")
             file = state.files.setdefault(name, FollowedFile())
-            lines = file.take(offset, data)
+            in_pieces = self._on_piece is not None and name.startswith("rank-")
+            lines = file.take_piece(offset, data) if in_pieces else file.take(offset, data)
             if self._wanted.wants(name):
                 self._put(index, name, lines)
 
-    def _put(self, index: int, name: str, lines: list[str]) -> None:
+    def _put(self, index: int, name: str, lines: list[str] | bytes) -> None:
         """Hand lines over, which waits until there is room."""
         while lines and not self._is_stopped.is_set():
             try:

@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, LogLine, OnReports, Patience, Wanted
+from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .noting import least_nodes, note_down
@@ -36,7 +36,7 @@ __all__ = ["Job", "JobLog", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
-_MOST_LINES = 1_000_000  # that are kept in memory
+_MOST_BYTES = 2_000_000_000  # of what is kept in memory
 
 
 @dataclass(frozen=True)
@@ -123,13 +123,15 @@ class Job(ShownAsText):
         torchrun: bool = False,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
 
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
+        ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
-        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports)
+        return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
     def logs(
         self,
@@ -139,29 +141,25 @@ class Job(ShownAsText):
         torchrun: bool = False,
         follow: bool = False,
         on_line: OnLine | None = None,
+        on_piece: OnPiece | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then.
+        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
+        as in `attach`.
         """
-        kept: list[LogLine] = []
-
-        def keep(line: LogLine) -> None:
-            if len(kept) >= _MOST_LINES:
-                raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
-            kept.append(line)
-
+        kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
-        self._follow(wanted, on_line=on_line or keep)
+        self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
         if not follow:
-            kept.sort(key=_place_of)
-        return JobLog(tuple(kept))
+            kept.lines.sort(key=_place_of)
+        return JobLog(tuple(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
-        lines: list[dict[str, Any]] = []
-        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=lines.append)
-        return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+        kept = Kept(self.id, _MOST_BYTES)
+        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
+        return sorted(kept.metrics, key=lambda line: (line["step"], line["rank"]))
 
     def plot(self, *names: str) -> Any:
         """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
@@ -184,7 +182,7 @@ class Job(ShownAsText):
         outcomes = try_on_all(self._transports(), stop)
         failures = [each for each in outcomes if isinstance(each, DetrainError)]
         status = self.status()
-        if failures and not status.is_over:
+        if failures and (not status.is_over or status.state == "unreadable"):
             raise JobError("\n".join(map(str, failures)))
         return status
 
@@ -258,7 +256,10 @@ class Job(ShownAsText):
                 talk.hear("removed")
 
         status = self.status()
-        if not status.is_over and not (anyway and status.state == "unknown"):
+        if status.state == "unknown" and not anyway:
+            why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
+            raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
+        if not status.is_over and status.state != "unknown":
             raise JobError(f"job {self.id} is {status.state}: stop it first")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
@@ -284,7 +285,7 @@ class Job(ShownAsText):
             return [names.index(node)]
         if node.isdecimal() and int(node) < len(names):
             return [int(node)]
-        raise SpecError(f"job {self.id} has no node {node!r}: there are {', '.join(names)}")
+        raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
 
     def _ask_node(self, index: int) -> NodeReport | None:
         with talk_to(self._transports()[index]) as talk:
@@ -299,9 +300,12 @@ class Job(ShownAsText):
         on_line: OnLine | None = None,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
+        on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
-        """Raises: DetrainError of a node that is asked for lines and has none."""
+        """Raises: DetrainError of a node that is asked for lines and has none, SpecError."""
+        if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
+            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
         patience = Patience(lost_after_s=0) if wanted.is_once else None
         follower = Follower(
@@ -311,6 +315,7 @@ class Job(ShownAsText):
             on_line=on_line,
             on_metrics=on_metrics,
             on_reports=on_reports,
+            on_piece=on_piece,
             patience=patience,
         )
         said = follower.run(limit_s)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import behind_ours, quoted
 from ..plan import Plan
-from ..text import ShownAsText, html_cells, html_table, printable, table_lines
+from ..text import ShownAsText, html_cells, html_table, html_text, printable, table_lines
 from .job_status import JobStatus
 from .report_checks import NodeReport
 
@@ -50,8 +49,8 @@ class JobReport(ShownAsText):
         parts = [html_table(head, body, caption=[str(status).partition("\n")[0]])]
         if status.is_over and status.last_lines:
             last = [quoted(printable(line)) for line in status.last_lines]
-            lines = "\n".join([f"the last lines of rank {status.failed_rank}:", *last])
-            parts.append(f"<pre>{html.escape(lines)}</pre>")
+            lines = "\n".join([f"{status.whose_lines}:", *last])
+            parts.append(html_text(lines))
         if self.plan is not None:
             parts.append(self.plan._repr_html_())
         if self.metrics:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..plan import Plan
-from ..text import ShownAsText, format_size
+from ..text import ShownAsText, format_size, html_text
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -41,8 +41,8 @@ class Submission(ShownAsText):
         return "\n".join([f"job {self.name} would run", str(self.plan), *self._details()])
 
     def _repr_html_(self) -> str:
-        details = html.escape("\n".join(self._details()))
-        return f"<p>job {html.escape(self.name)} would run</p>{self.plan._repr_html_()}<pre>{details}</pre>"
+        details = html_text("\n".join(self._details()))
+        return f"<div>job {html.escape(self.name)} would run</div>{self.plan._repr_html_()}{details}"
 
     def _details(self) -> list[str]:
         lines = [f"{node}: {shlex.join(argv)}" for node, argv in self.commands.items()]

@@ -118,13 +118,16 @@ class Record:
             db.execute(f"UPDATE jobs SET {columns}updated_at = ? WHERE id = ?", (*changes.values(), time.time(), id))
 
     def get(self, wanted: str) -> JobRow:
-        """Return the job of an id, the newest of a name, or the one whose id begins so. Raises: JobError."""
+        """Return the job of an id, the newest of a name, or the one whose id begins so. Raises: JobError.
+
+        Of a name, a submission that failed stands behind all that were started: nobody asks for its logs.
+        """
         shown = printable(wanted)[:80]
         if not wanted or not wanted.isprintable():
             raise JobError(f"{shown!r} is no job: give its id, what that begins with, or a name")
         columns = f"SELECT {_SUMMARY}, nodes, spec, spec_digest FROM jobs JOIN specs ON digest = spec_digest WHERE"
         with self._reading() as db:
-            for where in ("jobs.id = ?", "name = ?"):
+            for where in ("jobs.id = ?", "name = ? AND state != 'not started'", "name = ?"):
                 if row := db.execute(f"{columns} {where} {_NEWEST} 1", (wanted,)).fetchone():
                     return JobRow(*row)
             between = wanted, wanted + _LAST_CHARACTER

@@ -19,7 +19,7 @@ _COLUMNS = ("job", "state", "exit", "ranks", "submitted", "took", "last metrics"
 _MOST_SHOWN = 200  # of more the newest are
 _MOST_METRICS, _MOST_NAME_CHARS = 4, 40
 _MOST_METRICS_CHARS = 1 << 16
-_LEFT = "text-align:left"
+_LEFT = "text-align:left;white-space:nowrap"  # an id would be broken at its dashes
 _FAILED = f"{_LEFT};color:var(--jp-error-color1, #c62828)"
 
 

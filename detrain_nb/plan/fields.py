@@ -25,11 +25,11 @@ _FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false
 _MOST_SHOWN = 60
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Say which of ``names`` was meant by one that is not among them, or which there are."""
+def nearest(name: str, names: Iterable[str], *, before: str = "") -> str:
+    """Say which of ``names`` was meant by one that is not among them, or which there are; ``before`` stands there."""
     there = list(names)
     close = difflib.get_close_matches(name.lower()[:100], there, n=1)
-    return f"did you mean {close[0]!r}" if close else f"there are {', '.join(there)}"
+    return f"did you mean {before + close[0]!r}?" if close else f"there are {', '.join(there)}"
 
 
 def read_json(text: str, *, where: str) -> Any:
@@ -139,13 +139,14 @@ def read_override(
     None as ``text`` sets a field that is true or false. Raises: SpecError.
     """
     hint = kind
-    told = where + name
+    told, before = where + name, where
     for part in name.split("."):
         inner = next((each for each in _alternatives(hint) if fields_of(each) is not None), None)
         if inner is not None:
             fields = fields_of(inner) or {}
             if part not in fields:
-                raise SpecError(f"{told!r} is no field: {nearest(part, fields)}")
+                raise SpecError(f"{told!r} is no field: {nearest(part, fields, before=before)}")
+            before += f"{part}."
             hint = fields[part]
         elif get_origin(found := _bare(hint)) is dict:
             hint = get_args(found)[1]

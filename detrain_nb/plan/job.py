@@ -25,6 +25,7 @@ from .pipeline import lay_out
 
 __all__ = [
     "JOB_SPEC_VARIABLE",
+    "JOB_VARIABLE",
     "JobCheckpoint",
     "JobData",
     "JobModel",
@@ -35,6 +36,7 @@ __all__ = [
     "job_spec",
 ]
 
+JOB_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
 JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # names the file of the job's spec
 _SECTIONS = ("parallelism.", "training.", "data.", "model.", "checkpoint.")  # a script's command line may change these
 _JOB_AXES = ("pp", "dp_replicate", "dp_shard", "tp")

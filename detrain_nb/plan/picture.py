@@ -92,7 +92,8 @@ def _draw_node(ranks: Sequence[RankRow], paint: _Paint) -> str:
 
 
 def _draw_rank(row: RankRow, paint: _Paint) -> str:
-    place = html.escape(row.place(paint.axes))
+    parts = row.place(paint.axes).split(", ")
+    place = html.escape(", ".join(part.replace(" ", "\N{NO-BREAK SPACE}") for part in parts))  # broken between axes
     below = f"<br><small>{place}</small>" if place else ""
     told = html.escape(f"rank {row.rank}, local rank {row.local_rank}, {row.device}")
     return f"<td style='{_CELL};background-color:{paint.colour(row)}' title='{told}'><b>{row.rank}</b>{below}</td>"

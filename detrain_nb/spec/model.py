@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..errors import FieldError, FieldFault
+from ..errors import FieldError, FieldFault, SpecError
 from ..plan.fields import nearest
 from ..text import printable
 
@@ -35,6 +35,14 @@ class SpecModel(BaseModel):
                 faults = [each for fault in found[:_MOST_FAULTS] for each in _read_fault(type(self), fault)]
                 more = [FieldFault("", f": and {len(found) - _MOST_FAULTS} more")] if len(found) > _MOST_FAULTS else []
                 raise FieldError([*faults, *more]) from None
+
+        def __setattr__(self, name: str, value: object) -> None:
+            if name in type(self).model_fields:
+                raise SpecError(
+                    f"{name} cannot be set: a spec is frozen; with_overrides of a PipelineSpec gives another one, "
+                    'as spec.with_overrides({"training.steps": 100})'
+                )
+            super().__setattr__(name, value)
 
     def to_fields(self) -> dict[str, Any]:
         """Return what is not as by default, as a document has it."""

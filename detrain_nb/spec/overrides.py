@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -25,6 +26,16 @@ def read_overrides(model: type[BaseModel], words: Sequence[str]) -> dict[str, An
         advice = f"write --{others[0]}" if known else f"give --field value: {nearest(others[0], model.model_fields)}"
         raise SpecError(f"{others[0]!r} is no field to change: {advice}")
     return {name: _read(model, name, text) for name, text in found.items()}
+
+
+def name_fields(model: type[BaseModel], section: str = "") -> list[str]:
+    """The names of its fields, or of those of the model in its field ``section``."""
+    if not section:
+        return list(model.model_fields)
+    field = model.model_fields.get(section)
+    kind = None if field is None else field.annotation
+    kinds = get_args(kind) if isinstance(kind, UnionType) else [kind]
+    return [name for each in kinds for name in _fields_of(each) or {}]
 
 
 def _read(model: type[BaseModel], name: str, text: str | None) -> Any:

@@ -15,7 +15,7 @@ from ..storage import shown
 from ..text import ShownAsText
 from .checking import check_spec
 from .findings import Finding
-from .overrides import read_overrides
+from .overrides import name_fields, read_overrides
 from .pipeline_fields import PipelineFields
 from .planning import plan_spec, program_arguments, resolve_job
 
@@ -45,6 +45,11 @@ class PipelineSpec(ShownAsText, PipelineFields):
     def save(self, url: str | os.PathLike[str]) -> None:
         """Write it to a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError."""
         write_document(url, self.to_dict())
+
+    @classmethod
+    def field_names(cls, section: str = "") -> list[str]:
+        """Return the names of its fields, or of those of a ``section`` such as training; none where it has none."""
+        return name_fields(cls, section)
 
     @classmethod
     def parse_overrides(cls, words: Sequence[str]) -> dict[str, Any]:

@@ -28,6 +28,13 @@ def test_cut_is_said() -> None:
     assert file.take(1006, b"last\n") == ["tw", "... 1,000 bytes were cut out here ...", "last"]
 
 
+def test_pieces_are_what_was_written_with_what_is_missing_on_a_line_of_its_own() -> None:
+    file = FollowedFile()
+    assert file.take_piece(0, b"one\n 10%") == b"one\n 10%"
+    assert file.take_piece(3, b"\n 10%\r 20%") == b"\r 20%"
+    assert file.take_piece(1013, b"last\n") == b"\n... 1,000 bytes were cut out here ...\nlast\n"
+
+
 def test_very_long_line_comes_in_parts() -> None:
     file = FollowedFile()
     shown = file.take(0, b"x" * 1_000_000)

@@ -69,6 +69,10 @@ def test_job_is_found_by_id_by_name_and_by_a_beginning(record: Record) -> None:
     add(record, "other-20260101-d", name="other")
     assert record.get("run-20260101-a").id == "run-20260101-a"
     assert record.get("run").id == "run-20260103-c"
+    record.update("run-20260103-c", state="not started")
+    assert record.get("run").id == "run-20260102-b", "the newest that was started"
+    record.update("other-20260101-d", state="not started")
+    assert record.get("other").id == "other-20260101-d", "where none was"
     assert record.get("run-20260102").id == "run-20260102-b"
     assert record.get("oth").id == "other-20260101-d"
     with pytest.raises(JobError, match=r"several jobs begin with 'run-': run-20260103-c, run-20260102-b, run-.*: give"):

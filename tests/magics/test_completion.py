@@ -15,6 +15,8 @@ import pytest
 from detrain_nb.magics.candidates import Candidates
 from detrain_nb.magics.completion import route_to_ranks
 
+import detrain_nb.formats
+import detrain_nb.spec  # noqa: F401
 from detrain_nb.deploy.known import remember
 from detrain_nb.jobs.record import Record
 from detrain_nb.plan import NodePlan, Plan
@@ -193,6 +195,11 @@ def test_jobs_specs_and_folders_stand_for_their_names(tab: _Tab, home: Path, mon
     assert "gpu1" in tab("%%torchrun --nodes ")
     assert tab("%%torchrun --fol", after="\n1") == ["--follow"]
     assert tab("%pipeline pl") == ["plan"]
+    assert [name for name in tab("%pipeline export ") if name[:2] != "--"] == ["slurm", "torchrun"]
+    assert tab("%job submit a.toml --trai") == ["--training."]
+    assert tab("%job submit --training.lo") == ["--training.log_every", "--training.loss"]
+    assert tab("%job submit --checkpoint.k") == ["--checkpoint.keep"]
+    assert tab("%job submit --nodes.") == tab("%job submit --no.such") == tab("%job stop --trai") == []
     assert tab.asked_notebook == 0
 
 

@@ -282,7 +282,7 @@ def test_status_is_a_table(kernel: Any) -> None:
 @pytest.mark.parametrize(
     ("code", "line"),
     [
-        ("%%distributed -n 0\nx", "0 ranks: a session needs at least 1"),
+        ("%%distributed -n 0\nx", "0 ranks: give 1 or more"),
         ("%%distributed -n x\nx", "argument -n: 'x' is no whole number"),
         (
             "%%distributed -n 4\nx",

@@ -44,6 +44,8 @@ pytestmark = pytest.mark.timeout(120)
         ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
         ("exec x --timeout 0 -- ls", "0 seconds: give more than 0"),
         ("stop x --grace -1", "-1 seconds: give 0 or more"),
+        ("list --limit 0", "0 jobs: give 1 or more"),
+        ("fetch", "the following arguments are required: JOB ("),
         ("rm --older-than week", "'week' is no number of days"),
         ("rm --older-than -1", "-1 days: give 0 to 100000"),
         ("fetch x 'a", "No closing quotation"),
@@ -162,6 +164,17 @@ def test_lines_that_do_not_fit_are_counted_with_how_to_read_them() -> None:
     assert "[9] a rank that there is not\n" in screen.text
 
 
+def test_bar_is_drawn_while_it_moves_and_colours_stay() -> None:
+    view, screen = _view(num_ranks=1)
+    drawn: list[str] = []
+    screen.set_transient = drawn.append  # type: ignore[method-assign]
+    for piece in (b"\x1b[31mr", b"ed\x1b[0m\n", b"\r 10%|#", b"\r 50%|##", b"\n\x1b[A\r100%|\xe2\x96", b"\x88|\nend\n"):
+        view.take_piece("", 0, piece)
+    assert any("50%" in text for text in drawn)
+    view.finish(_OVER)
+    assert screen.text == "[0] \x1b[31mred\x1b[0m\n[0] 100%|█|\n[0] end\n"
+
+
 def test_report_is_tables_of_plain_text() -> None:
     evil = "<script>alert(1)</script>\x1b[31m"
     failed = NodeReport("demo-1", 0, "ended", exit_code=3, reason=evil, ranks=(0, 1), last_lines=(evil,), failed_rank=1)
@@ -256,7 +269,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         outcome = kernel.run(code)
         assert outcome.status == "error", code
         assert error in outcome.error, code
-    assert "1 rank" in kernel.run(f"%job check {spec} --nodes localhost").rich()[0]
+    assert "1 rank" in kernel.run(f"%job check {spec} --nodes localhost --on-nodes").rich()[0]
     assert "torch.distributed.run" in kernel.run(f"%job submit {spec} --dry-run").rich()[0]
     assert "usage: %job" in kernel.run("%job").text()
     assert kernel.run("%job list").rich() == ["no jobs were submitted from here"]

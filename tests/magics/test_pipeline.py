@@ -19,7 +19,7 @@ SPEC = PipelineSpec.from_dict(
 
 @pytest.fixture(scope="module")
 def magics() -> PipelineMagics:
-    return PipelineMagics(SimpleNamespace(user_ns={"spec": SPEC}))
+    return PipelineMagics(SimpleNamespace(user_ns={"spec": SPEC, "number": 3}))
 
 
 def test_plan_is_returned(magics: PipelineMagics, tmp_path: Path) -> None:
@@ -57,6 +57,8 @@ def test_script_is_printed_or_written(
         ("export torchrn spec", "'torchrn' is no format to export to: give one of torchrun, slurm"),
         ("export slurm spec", "a has 2 ranks on cpu, b has 1 on cpu: give them the same"),
         ("plan spec --parallelism.tp 4", "mesh tp=4"),
+        ("plan number", "the variable number is of type int, not PipelineSpec"),
+        ("export slurm spec --gpus -3", "-3: give 0 or more"),
         ("plan 'spec", "No closing quotation"),
     ],
 )

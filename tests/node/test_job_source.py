@@ -462,6 +462,32 @@ def test_submodule_of_another_host_is_refused(
         assert not other.asked and not ran.exists()
 
 
+def write_tree(work: Path, *entries: tuple[str, str, str]) -> str:
+    """A tree as git itself would not write it: a name may stand in it twice."""
+    data = b"".join(f"{mode} {name}\0".encode() + bytes.fromhex(number) for mode, name, number in entries)
+    (work.parent / "tree").write_bytes(data)
+    return git("hash-object", "-w", "-t", "tree", "--literally", str(work.parent / "tree"), at=work)
+
+
+def test_link_above_a_submodule_leads_nowhere(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    """One name is a link and a folder: what is laid out in the folder would be where the link leads."""
+    outside, inner = tmp_path / "outside", tmp_path / "inner"
+    outside.mkdir()
+    commit_of_inner = commit(inner, {"inner.py": "x"})
+    host.publish(inner, "inner.git")
+    commit(work, {".gitmodules": '[submodule "x"]\n path = x/inner\n url = ../inner.git\n', "link": str(outside)})
+    modules, link = (git("rev-parse", f"HEAD:{name}", at=work) for name in (".gitmodules", "link"))
+    folder = write_tree(work, ("160000", "inner", commit_of_inner))
+    tree = write_tree(work, ("100644", ".gitmodules", modules), ("40000", "x", folder), ("120000", "x", link))
+    git("reset", "--quiet", "--soft", git("commit-tree", tree, "-m", "x", at=work), at=work)
+    url = host.publish(work, "linked.git")
+    with source_talk(cache) as talk:
+        source = ask_git(talk, url, token=TOKEN)["source"]
+    with pytest.raises(FilesError, match="'x' is no folder"):
+        lay_out(source, tmp_path / "source", cache=cache)
+    assert not list(outside.iterdir())
+
+
 def test_repository_that_is_too_large_is_refused(host: GitHost, work: Path, cache: Path) -> None:
     (work / "zeros").write_bytes(b"\0" * 5_000_000)
     commit(work, {})

@@ -49,7 +49,7 @@ def test_wrong_kind_is_told(
 def test_what_costs_and_cuts_are_shown_as_tables() -> None:
     found = par.split(NET, X, 2)
     for shown in (found, found.profile):
-        assert "the start" in shown._repr_html_() and shown._repr_html_().startswith("<pre>")
+        assert "the start" in shown._repr_html_() and shown._repr_html_().startswith("<pre ")
 
 
 def test_mesh_of_groups_that_were_ended_is_told() -> None:

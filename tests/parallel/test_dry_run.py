@@ -184,7 +184,7 @@ def test_five_hundred_gpus_on_one_machine() -> None:
     text = str(found)
     assert "pp=2 x dp_replicate=4 x dp_shard=64: 512 ranks, 1F1B" in text and "256-511" in text
     assert not dist.is_initialized() and all(parameter.is_meta for parameter in model.parameters())
-    assert "<pre>" in found._repr_html_() and found.peak.total_bytes == max(row.total_bytes for row in found.rows)
+    assert "<pre " in found._repr_html_() and found.peak.total_bytes == max(row.total_bytes for row in found.rows)
 
 
 def test_activations_and_frozen_parameters_count_as_they_are() -> None:

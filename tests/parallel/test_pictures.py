@@ -60,7 +60,7 @@ def test_timeline_is_shown_and_drawn() -> None:
     found = timeline("ZBVZeroBubble", 2, 4)
     text = str(found)
     assert text.count("\n") == 2 and "rank  1" in text and "% bubble" in text and "gradients of weights" in text
-    assert "<pre>" in found._repr_html_()
+    assert "<pre " in found._repr_html_()
     axes = found.draw(Figure().add_subplot())
     assert len(axes.patches) == sum(map(len, found.ranks))
 

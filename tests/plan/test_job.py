@@ -115,7 +115,7 @@ def test_command_line_wins_and_leaves_the_scripts_own_words_alone(spec_file: Pat
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--training.epoch 2", "'--training.epoch' is no field: did you mean 'epochs'"),
+        ("--training.epoch 2", "'--training.epoch' is no field: did you mean '--training.epochs'?"),
         ("--training.epochs two", "--training.epochs 'two': give a whole number or none"),
         ("--training.epochs", "--training.epochs: no value"),
         (

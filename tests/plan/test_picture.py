@@ -34,7 +34,7 @@ def test_ranks_of_a_stage_have_a_colour_and_those_of_a_replica_a_shade() -> None
     hues, shades = [hue for hue, _ in colours], [shade for _, shade in colours]
     assert hues == [hues[0]] * 4 + [hues[4]] * 4 and hues[0] != hues[4]
     assert shades == [shades[0], shades[0], shades[2], shades[2]] * 2 and shades[0] != shades[2]
-    assert "pp 1, dp_shard 0, tp 1" in drawn and "var(--jp-" in drawn
+    assert "pp\N{NO-BREAK SPACE}1, dp_shard\N{NO-BREAK SPACE}0, tp\N{NO-BREAK SPACE}1" in drawn and "var(--jp-" in drawn
 
 
 def test_name_of_a_node_stays_text() -> None:

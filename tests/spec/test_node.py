@@ -94,7 +94,7 @@ def test_every_fault_has_its_line() -> None:
         "host 'a b': give a host name, a Host of your ssh config or an address; user and port are apart",
         "port 70000: give a number from 1 to 65535",
         """devices 'cuda': give "auto", "cpu", or the indices of GPUs, each once, as [0, 1]""",
-        "user_name is no field: did you mean 'user'",
+        "user_name is no field: did you mean 'user'?",
     ]
 
 

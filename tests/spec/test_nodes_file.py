@@ -87,7 +87,7 @@ FAULTS = {
     "an unknown field": (
         "n.toml",
         '[[nodes]]\nhost = "a"\nusername = "b"',
-        ["node 1 (a): username is no field: did you mean 'user'"],
+        ["node 1 (a): username is no field: did you mean 'user'?"],
     ),
     "twins": (
         "n.json",
