@@ -283,7 +283,9 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     code = f"%%torchrun -n 2 --name fails --follow -- fail\n{_SCRIPT}"
     first, again = kernel.run(code), kernel.run(code)
     assert _without_id(first.text()) == _without_id(again.text())
-    assert _without_id(first.text()).startswith("job fails-ID runs: %job logs -f fails-ID follows it\n[0] rank 0")
+    assert _without_id(first.text()).startswith(
+        "job fails-ID runs: %job stop ends it, an interrupt of this cell does not\n[0] rank 0"
+    )
     assert re.match(r"JobFailed: job \S+ ended, exit 3 after .*\(rank 1 on localhost\)", first.error), first.error
     assert kernel.run("%job fetch fails").error.startswith("JobError: job fails-")
 
