@@ -194,7 +194,7 @@ def test_report_is_tables_of_plain_text() -> None:
 # ---- in a kernel
 
 _SCRIPT = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 from detrain_nb import job_spec, log_metrics
 rank = int(os.environ["RANK"])
 print("rank", rank, sys.argv[1:], "epochs", job_spec().training.epochs)
@@ -202,7 +202,10 @@ print("all say this")
 log_metrics(step=1, loss=0.5)
 pathlib.Path("artifacts").mkdir(exist_ok=True)
 pathlib.Path(f"artifacts/{rank}").write_text("made")
-sys.exit(3 if rank == 1 and "fail" in sys.argv else 0)
+if rank == 1 and "fail" in sys.argv:
+    while not pathlib.Path("artifacts/0").exists():  # rank 0 is ended with us: it has said all by then
+        time.sleep(0.01)
+    sys.exit(3)
 """
 
 
