@@ -138,8 +138,8 @@ bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	$(VENV)/bin/python benchmarks/faults.py
 	$(VENV)/bin/python benchmarks/parallel.py
 	@$(call debian,iproute2 openssh-server,the benchmark of hosts over SSH says what it lacks)
-	@echo '$(VENV)/bin/python benchmarks/ssh.py'; [ "$$(id -u)" = 0 ] || { echo 'needs root: left out'; exit 0; }; \
-	  $(VENV)/bin/python benchmarks/ssh.py
+	@echo '$(VENV)/bin/python benchmarks/ssh.py, jobs.py'; [ "$$(id -u)" = 0 ] || { echo 'needs root: left out'; exit 0; }; \
+	  $(VENV)/bin/python benchmarks/ssh.py && $(VENV)/bin/python benchmarks/jobs.py
 
 clean: ## remove what was built; the virtual environment too, if it is the default one
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis $(filter .venv,$(VENV)) $(addsuffix -*,$(filter .venv,$(VENV)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import sys
 import time
@@ -47,9 +48,10 @@ class Hosts:
     def count(self) -> int:
         return len(self._testbed.hosts)
 
-    def nodes(self, count: int | None = None) -> list[SshNode]:
-        """The first hosts as nodes of a session; they run this Python."""
-        return ssh_nodes(self._testbed, count or self.count)
+    def nodes(self, count: int | None = None, *, ranks: int | None = None) -> list[SshNode]:
+        """The first hosts as nodes of a session or a job; they run this Python."""
+        fields = {} if ranks is None else {"ranks": ranks}
+        return ssh_nodes(self._testbed, count or self.count, **fields)
 
     def write_home(self, folder: Path) -> None:
         """Make ``folder`` the home of a user who knows the hosts; nodes.toml in it names them."""
@@ -90,14 +92,29 @@ class Hosts:
             raise RuntimeError(f"torchrun of {len(hosts)} x {ranks} ranks failed: {''.join(outputs)[-2000:]}")
         return max(times) - started_at
 
-    def _run_torchrun(self, node_rank: int, ranks: int) -> str:
+    def _torchrun(self, node_rank: int, ranks: int, *program: str) -> list[str]:
         where = [f"--nnodes={self.count}", f"--node-rank={node_rank}", f"--nproc-per-node={ranks}"]
         where += [f"--master-addr={self._testbed.hosts[0].ip}", f"--master-port={_TORCHRUN_PORT}"]
         settings = ["OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0", "CUDA_VISIBLE_DEVICES="]
-        command = ["env", *settings, sys.executable, "-m", "torch.distributed.run", *where, _PROGRAM, _ENDED]
+        return ["env", *settings, sys.executable, "-m", "torch.distributed.run", *where, *program]
+
+    def _run_torchrun(self, node_rank: int, ranks: int) -> str:
+        command = self._torchrun(node_rank, ranks, _PROGRAM, _ENDED)
         name = self._testbed.hosts[node_rank].name
         done = self._testbed.exec(name, *command, timeout_s=_TORCHRUN_LIMIT_S, capture_output=True, text=True)
         return f"{done.stdout}{done.stderr}"
+
+    def copy(self, name: str, text: str) -> None:
+        """Write a file into the homes of all hosts."""
+        for host in self._testbed.hosts:
+            (self._testbed.path_home(host.name) / name).write_text(text, encoding="utf-8")
+
+    def ssh_torchrun(self, program: str, ranks: int) -> list[list[str]]:
+        """``ssh`` to each host, where torchrun runs a program of the home; as one types it."""
+        return [
+            ["ssh", "-F", str(self._config), host.name, shlex.join(self._torchrun(node_rank, ranks, program))]
+            for node_rank, host in enumerate(self._testbed.hosts)
+        ]
 
     def agent(self, host: int = 0) -> int:
         """The pid, as seen from here, of the agent on a host."""

@@ -97,9 +97,13 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
         line = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    if isinstance(line, dict) and isinstance(line.get("step"), int) and isinstance(line.get("rank"), int):
-        return {name: _number(value) for name, value in line.items()}
+    if isinstance(line, dict) and all(_is_number(line.get(name)) for name in ("step", "rank")):
+        return {name: _number(value) for name, value in line.items() if not isinstance(value, (list, dict))}
     return None
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < 1 << 63
 
 
 def _plain(name: str, value: Any) -> Any:

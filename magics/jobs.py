@@ -48,7 +48,7 @@ class JobMagics(Magics):
         """Jobs: scripts that run to their end on all nodes, whatever becomes of this notebook.
 
         %job submit SPEC [--dry-run] [--name NAME] [--nodes NODES] [--storage URL] [--follow] [--training.epochs 2 ...]
-        %job check SPEC [--training.epochs 2 ...]
+        %job check SPEC [--on-nodes] [--training.epochs 2 ...]
         %job list [--limit N] | show JOB | stop JOB [--grace S] | restart JOB [--follow]
         %job logs JOB [-f] [--node NODE] [--rank R] [--torchrun] | attach JOB
         %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway]
@@ -143,10 +143,11 @@ class JobMagics(Magics):
         return self._find(args.job).show()
 
     def _check(self, args: Any) -> None:
+        from ..jobs import check_nodes
         from ..spec import worst
 
         spec = self._read_spec(args)
-        findings = spec.check()
+        findings = check_nodes(spec, ask_passphrase=ask_passphrase) if args.on_nodes else spec.check()
         if worst(findings) == "error":
             raise SpecError("\n".join(map(str, findings)))
         print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
@@ -271,7 +272,7 @@ class JobMagics(Magics):
                 kept.append(f"kept {job}: {failure}")
 
         if args.older_than is not None:
-            prune(args.older_than, on_job=tell, ask_passphrase=ask_passphrase)
+            prune(args.older_than, anyway=args.anyway, on_job=tell, ask_passphrase=ask_passphrase)
         if kept:
             raise JobError("\n".join(kept))
 

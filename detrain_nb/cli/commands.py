@@ -15,7 +15,7 @@ from ..errors import DetrainError, SpecError
 from .export import add_export
 from .job_commands import SPEC_SUFFIXES, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
-from .notebook_run import FAILED, NotebookRun
+from .notebook_run import FAILED, SIGPIPE, NotebookRun
 
 __all__ = ["main"]
 
@@ -37,6 +37,10 @@ def main(argv: list[str] | None = None) -> int:
             stream.reconfigure(errors="replace")  # a terminal that lacks a character is no reason to stop
     try:
         status: int = args.act(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of | head, which has what it wanted
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
+        return 128 + SIGPIPE
     except DetrainError as exc:
         print(f"detrain-nb: {exc}", file=sys.stderr)
         return _WRONG_USE if isinstance(exc, SpecError) else FAILED

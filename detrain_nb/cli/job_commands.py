@@ -152,7 +152,9 @@ def _follow(job: Job) -> int:
         print(f"\ndetrain-nb: job {job.id} goes on: detrain-nb jobs attach {job.id}", file=sys.stderr)
         raise
     if status.exit_code != 0 or not status.is_over:
-        print(f"detrain-nb: {replace(status, last_lines=())}", file=sys.stderr)  # they stand above
+        if status.failed_rank is not None:
+            status = replace(status, last_lines=())  # they stand above; those of torchrun do not
+        print(f"detrain-nb: {status}", file=sys.stderr)
     return status.exit_status
 
 
@@ -241,7 +243,7 @@ def _remove(args: argparse.Namespace) -> int:
             failed = failed or failure is not None
             print(f"removed {job}" if failure is None else f"kept {job}: {failure}")
 
-        prune(args.older_than, on_job=tell, ask_passphrase=_ask_passphrase)
+        prune(args.older_than, anyway=args.anyway, on_job=tell, ask_passphrase=_ask_passphrase)
     return _FAILED if failed else _OK
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # a second's import, which only `run` needs
 __all__ = ["FAILED", "NotebookRun"]
 
 FAILED = 1  # exit status
-_SIGPIPE = 13  # also where the system has no such signal
+SIGPIPE = 13  # also where the system has no such signal
 _RUN = (  # nothing is imported from the current folder meanwhile, unless it is named somewhere
     "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
     "runpy.run_module('detrain_nb.cli.kernel', run_name='__main__', alter_sys=True)"
@@ -186,7 +186,7 @@ class NotebookRun:
 
     def _stop_unread(self) -> None:
         if not self._stopped_by:
-            self._stop(_SIGPIPE)
+            self._stop(SIGPIPE)
 
     def _stop(self, number: int) -> None:
         if self._stopped_by:

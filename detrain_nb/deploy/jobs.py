@@ -10,14 +10,14 @@ from ..copying.json_lines import Talk
 from ..transport import Transport
 from .files import Patience, Stop, open_stream
 
-__all__ = ["open_job_talk"]
+__all__ = ["ENDLESS", "PATIENCE", "open_job_talk"]
 
-
-_PATIENCE = Patience(answer_s=math.inf)  # a job may print nothing for days, while the service says that it is there
+PATIENCE = Patience(answer_s=7200.0)  # a repository may take half an hour to fetch, a job an hour to stop
+ENDLESS = Patience(answer_s=math.inf)  # a job may print nothing for days, while the service says that it is there
 
 
 @contextlib.contextmanager
-def open_job_talk(node: Transport, *, stop: Stop | None = None, patience: Patience = _PATIENCE) -> Iterator[Talk]:
+def open_job_talk(node: Transport, *, stop: Stop | None = None, patience: Patience = PATIENCE) -> Iterator[Talk]:
     """Run the service of jobs on a node, which serves orders as long as the block lasts.
 
     What goes wrong in the block raises DetrainError with the name of the node.

@@ -9,8 +9,8 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from ..copying.json_lines import FilesError, Talk, Untrue
-from ..deploy.files import Stop, label
-from ..deploy.jobs import open_job_talk
+from ..deploy.files import Patience, Stop, label
+from ..deploy.jobs import PATIENCE, open_job_talk
 from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
 from .report_checks import NodeFacts, read_facts
@@ -32,9 +32,9 @@ def explained(node: Transport) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def talk_to(node: Transport, *, stop: Stop | None = None) -> Iterator[Talk]:
+def talk_to(node: Transport, *, stop: Stop | None = None, patience: Patience = PATIENCE) -> Iterator[Talk]:
     """The job service of one node; ``stop`` ends the talk. What goes wrong in the block raises DetrainError."""
-    with open_job_talk(node, stop=stop) as talk:
+    with open_job_talk(node, stop=stop, patience=patience) as talk:
         yield talk
 
 

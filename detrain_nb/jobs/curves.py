@@ -84,7 +84,7 @@ def _curves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, Curv
     for line in metrics:
         for name, value in line.items():
             if name not in _NO_VALUES and isinstance(value, (int, float)) and not isinstance(value, bool):
-                at = float(line.get("time") or 0.0)
+                at = _as_float(line.get("time"))
                 steps = found.setdefault(printable(name), {}).setdefault(line["rank"], {})
                 if line["step"] not in steps or steps[line["step"]][0] <= at:
                     steps[line["step"]] = at, _as_float(value)
@@ -94,7 +94,9 @@ def _curves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, Curv
     }
 
 
-def _as_float(value: float) -> float:
+def _as_float(value: object) -> float:
+    if not isinstance(value, (int, float)):  # of a time: a node may log anything
+        return 0.0
     try:
         return float(value)
     except OverflowError:  # an integer of hundreds of digits

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..copying.json_lines import Talk, Untrue, as_size
 from ..deploy.files import Stop, label
+from ..deploy.jobs import ENDLESS
 from ..errors import DetrainError, SpecError
 from ..transport import Transport
 from .asking import talk_to, try_on_all
@@ -19,10 +21,11 @@ from .report_checks import clean_line, read_number
 __all__ = ["Executed", "execute"]
 
 FAILED_HERE = 255  # as ssh says where it could not reach a host
-_MOST_PIECE_BYTES = 1 << 22
+_MOST_PIECE_BYTES = 1 << 17  # of what waits to be shown; a node sends half as much
 _MOST_LINE_BYTES = 1 << 16
 _MOST_LINES = 1000  # wait to be shown
 _LOOK_GAP_S = 0.1
+_SLACK_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -44,10 +47,12 @@ def execute(
     job: str | None = None,
     timeout_s: float = 600.0,
     on_line: Callable[[LogLine], object] | None = None,
+    slack_s: float = _SLACK_S,
 ) -> Executed:
     """Run a shell command on all nodes; in the folder and with the environment of ``job``, where one is named.
 
-    ``on_line`` is called in this thread. After ``timeout_s`` the command is ended there. Raises: SpecError.
+    ``on_line`` is called in this thread. After ``timeout_s`` the command is ended there; a node that does not
+    say so within ``slack_s`` more is not waited for. Raises: SpecError.
     """
     if not command.strip() or "\0" in command:
         raise SpecError("no command was given: write it after --")
@@ -56,7 +61,8 @@ def execute(
     output, stop, several = _Output(), Stop(), len(nodes) > 1
 
     def run(index: int) -> int:
-        with talk_to(nodes[index], stop=stop) as talk:
+        with talk_to(nodes[index], stop=stop, patience=ENDLESS) as talk:
+            talk.deadline = time.monotonic() + timeout_s + slack_s
             talk.say("exec", command=command, id=job, node_rank=index, timeout_s=timeout_s)
             return output.take_all(talk, label(nodes[index]) if several else "")
 

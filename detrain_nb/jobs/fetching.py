@@ -14,32 +14,38 @@ from pathlib import Path
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.files import fits
+from ..node.job.files import FILES_OF_A_LINE, fits
 from ..text import format_size, name_some
 from ..transport import Transport
 from .asking import on_all, talk_to
-from .report_checks import NodeFile, check_different, read_files
+from .report_checks import NodeFile, check_different, read_files, read_number
 
 __all__ = ["Fetched", "Place", "choose_places", "fetch"]
 
 OnSize = Callable[[int], object]
 _CHUNK_BYTES = 1 << 18
+_MOST_LEFT_OUT = 10_000_000
 _DIGEST_CHARS = 16  # of the name of a part
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What was fetched: ``files`` by their paths here; ``num_there`` of them were here already."""
+    """What was fetched: ``files`` by their paths here; ``num_there`` of them were here already.
+
+    ``num_left_out`` more match and stay on the nodes: links, what is no file or cannot be read, names that are no text.
+    """
 
     folder: str
     files: tuple[str, ...]
     size_bytes: int
     num_there: int = 0
+    num_left_out: int = 0
 
     def __str__(self) -> str:
         there = f", {self.num_there} here already" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}"
+        left_out = _tell_left_out(self.num_left_out)
+        return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -64,11 +70,14 @@ def fetch(
     name. What came before a link broke does not come again. Raises: JobError where nothing matches, DetrainError.
     """
     root = Path(os.path.abspath(os.path.expanduser(folder)))
-    listed = on_all(nodes, lambda index: _list_files(nodes[index], index, job, patterns))
+    answers = on_all(nodes, lambda index: _list_files(nodes[index], index, job, patterns))
+    listed, num_left_out = [files for files, _ in answers], sum(count for _, count in answers)
     wanted = choose_places([label(node) for node in nodes], listed)
     paths = sorted(each.path for of_node in wanted for each in of_node)
     if not paths:
-        raise JobError(f"job {job} has no artifact that matches {name_some(list(patterns))}")
+        raise JobError(
+            f"job {job} has no artifact that matches {name_some(list(patterns))}{_tell_left_out(num_left_out)}"
+        )
     total = sum(each.file.size for of_node in wanted for each in of_node)
     _check_room(root, total)
     there: list[str] = []
@@ -78,22 +87,32 @@ def fetch(
         _fetch_of_node(node, index, job, wanted[index], root, there=there, stop=stop, tell=tell)
 
     on_every(nodes, act, on_progress)
-    return Fetched(str(root), tuple(paths), total, len(there))
+    return Fetched(str(root), tuple(paths), total, len(there), num_left_out)
 
 
-def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) -> list[NodeFile]:
+def _tell_left_out(count: int) -> str:
+    if not count:
+        return ""
+    which = "is a link or no file, or has an odd name" if count == 1 else "are links or no files, or have odd names"
+    return f"; left out {'was' if count == 1 else 'were'} {count} that {which}"
+
+
+def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) -> tuple[list[NodeFile], int]:
+    """Its files, and how many it leaves out."""
     with talk_to(node) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
         files: list[NodeFile] = []
         has_more = True
         while has_more:
             said = talk.hear("files")
-            files = check_different([*files, *read_files(said)])
-            has_more = said.get("more") is True
+            more, has_more = read_files(said), said.get("more") is True
+            if has_more and len(more) < FILES_OF_A_LINE:
+                raise Untrue(f"{len(more)} files came at once, and it says that there are more")
+            files = check_different([*files, *more])
     unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
     if unasked is not None:
         raise DetrainError(f"{label(node)}: it offers {unasked}, which was not asked for")
-    return files
+    return files, read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
 
 
 def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) -> list[list[Place]]:
@@ -122,8 +141,10 @@ def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) ->
 
 
 def _check_room(root: Path, total: int) -> None:
-    """Raises: SpecError where the disk has less room than the files take."""
+    """Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be."""
     above = next(folder for folder in (root, *root.parents) if folder.exists())
+    if not above.is_dir():
+        raise SpecError(f"{above} is no folder: name another one with --to")
     free = shutil.disk_usage(above).free
     if total > free:
         raise SpecError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,22 +13,24 @@ from typing import Any
 
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..errors import DetrainError, NodeLost
+from ..deploy.jobs import ENDLESS, PATIENCE
+from ..errors import DetrainError, JobError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
 from .asking import talk_to
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
 
-__all__ = ["FollowedFile", "Follower", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
+__all__ = ["FollowedFile", "Follower", "Kept", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
 
 OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
-_MOST_PIECE_BYTES = 1 << 22
+_MOST_PIECE_BYTES = 1 << 18  # of short lines, which take twenty times as much in memory
 _MOST_FILES = 8192  # of a node
 _MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
-_MOST_BATCHES = 64  # wait to be shown: a node waits meanwhile
+_MOST_BATCHES = 32  # wait to be shown: a node waits meanwhile
 _LOOK_GAP_S = 0.2
+_LINE_TAKES_BYTES = 200  # beside its texts
 _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
 
 
@@ -45,6 +48,28 @@ class LogLine:
     def __str__(self) -> str:
         where = ":".join(filter(None, (self.node, self.source)))
         return f"[{where}] {self.text}" if where else self.text
+
+
+class Kept:
+    """Lines that are kept in memory, of logs or of metrics, as far as they take ``most_bytes``; then JobError."""
+
+    def __init__(self, job: str, most_bytes: int) -> None:
+        self.lines: list[LogLine] = []
+        self.metrics: list[dict[str, Any]] = []
+        self._job, self._most_bytes, self._num_bytes = job, most_bytes, 0
+
+    def add_line(self, line: LogLine) -> None:
+        self._count([line.text])
+        self.lines.append(line)
+
+    def add_metrics(self, values: dict[str, Any]) -> None:
+        self._count([*values, *values.values()])
+        self.metrics.append(values)
+
+    def _count(self, parts: Sequence[object]) -> None:
+        self._num_bytes += _LINE_TAKES_BYTES + sum(map(sys.getsizeof, parts))
+        if self._num_bytes > self._most_bytes:
+            raise JobError(f"job {self._job}: what came takes more than {self._most_bytes:,} bytes: ask for one rank")
 
 
 @dataclass(frozen=True)
@@ -226,12 +251,12 @@ class Follower:
     # ---- in a thread for each node
 
     def _follow(self, index: int) -> None:
-        state = self._states[index]
+        state, patience = self._states[index], PATIENCE if self._wanted.is_once else ENDLESS
         heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
         while not self._is_stopped.is_set():
             offsets = {name: file.offset for name, file in state.files.items()}
             try:
-                with talk_to(self._nodes[index], stop=self._stop) as talk:
+                with talk_to(self._nodes[index], stop=self._stop, patience=patience) as talk:
                     if has_told:
                         self._put(index, "", ["it answers again"])
                     self._listen(index, talk)

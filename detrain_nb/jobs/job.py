@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, LogLine, OnPiece, OnReports, Patience, Wanted
+from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .noting import least_nodes, note_down
@@ -36,7 +36,7 @@ __all__ = ["Job", "JobLog", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
-_MOST_LINES = 1_000_000  # that are kept in memory
+_MOST_BYTES = 2_000_000_000  # of what is kept in memory
 
 
 @dataclass(frozen=True)
@@ -130,6 +130,7 @@ class Job(ShownAsText):
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
         ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
+        self._check_rank(rank)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
         return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
@@ -148,24 +149,20 @@ class Job(ShownAsText):
         ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
         as in `attach`.
         """
-        kept: list[LogLine] = []
-
-        def keep(line: LogLine) -> None:
-            if len(kept) >= _MOST_LINES:
-                raise JobError(f"job {self.id} has printed more than {_MOST_LINES:,} lines: give on_line, or one rank")
-            kept.append(line)
-
+        self._check_rank(rank)
+        kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
-        self._follow(wanted, on_line=on_line or keep, on_piece=on_piece)
+        self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
         if not follow:
-            kept.sort(key=_place_of)
-        return JobLog(tuple(kept))
+            kept.lines.sort(key=_place_of)
+        return JobLog(tuple(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
-        lines: list[dict[str, Any]] = []
-        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=lines.append)
-        return sorted(lines, key=lambda line: (line["step"], line["rank"]))
+        self._check_rank(rank)
+        kept = Kept(self.id, _MOST_BYTES)
+        self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
+        return sorted(kept.metrics, key=lambda line: (line["step"], line["rank"]))
 
     def plot(self, *names: str) -> Any:
         """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
@@ -188,7 +185,7 @@ class Job(ShownAsText):
         outcomes = try_on_all(self._transports(), stop)
         failures = [each for each in outcomes if isinstance(each, DetrainError)]
         status = self.status()
-        if failures and not status.is_over:
+        if failures and (not status.is_over or status.state == "unreadable"):
             raise JobError("\n".join(map(str, failures)))
         return status
 
@@ -262,10 +259,11 @@ class Job(ShownAsText):
                 talk.hear("removed")
 
         status = self.status()
-        if not status.is_over and not (anyway and status.state == "unknown"):
-            forget = "--anyway (in Python anyway=True) forgets it here"
-            advice = forget if status.state == "unknown" else "stop it first"
-            raise JobError(f"job {self.id} is {status.state}: {advice}")
+        if status.state == "unknown" and not anyway:
+            why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
+            raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
+        if not status.is_over and status.state != "unknown":
+            raise JobError(f"job {self.id} is {status.state}: stop it first")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
         self._record.remove(self.id)
@@ -291,6 +289,13 @@ class Job(ShownAsText):
         if node.isdecimal() and int(node) < len(names):
             return [int(node)]
         raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
+
+    def _check_rank(self, rank: int | None) -> None:
+        """Raises: SpecError for one that the job does not have."""
+        world_size = self.world_size
+        if rank is not None and not 0 <= rank < (world_size or 1 << 31):
+            there = f"there are 0 to {world_size - 1}" if world_size else "give 0 or more"
+            raise SpecError(f"job {self.id} has no rank {rank}: {there}")
 
     def _ask_node(self, index: int) -> NodeReport | None:
         with talk_to(self._transports()[index]) as talk:

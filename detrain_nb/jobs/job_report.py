@@ -49,7 +49,7 @@ class JobReport(ShownAsText):
         parts = [html_table(head, body, caption=[str(status).partition("\n")[0]])]
         if status.is_over and status.last_lines:
             last = [quoted(printable(line)) for line in status.last_lines]
-            lines = "\n".join([f"the last lines of rank {status.failed_rank}:", *last])
+            lines = "\n".join([f"{status.whose_lines}:", *last])
             parts.append(html_text(lines))
         if self.plan is not None:
             parts.append(self.plan._repr_html_())

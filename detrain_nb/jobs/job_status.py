@@ -48,6 +48,11 @@ class JobStatus(ShownAsText):
         """What a shell is told: the exit code of the job, 1 where it has none of its own."""
         return _GONE if self.exit_code is None else self.exit_code
 
+    @property
+    def whose_lines(self) -> str:
+        """What to write above ``last_lines``: those of the set-up and of torchrun are of no rank."""
+        return "the last lines" if self.failed_rank is None else f"the last lines of rank {self.failed_rank}"
+
     def check(self) -> JobStatus:
         """Return it. Raises: JobFailed, with the rank and its last lines, where the job is over and did not succeed."""
         if self.is_over and self.exit_code != 0:
@@ -64,7 +69,7 @@ class JobStatus(ShownAsText):
             lines.append(f"  {node}: {report.state}{code}{ranks}{restarts}{reason}")
         lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]
         if self.is_over and self.last_lines:
-            lines += [f"the last lines of rank {self.failed_rank}:", *map(quoted, self.last_lines)]
+            lines += [f"{self.whose_lines}:", *map(quoted, self.last_lines)]
         return "\n".join(lines)
 
     def _summary(self) -> str:

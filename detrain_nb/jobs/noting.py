@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..copying.json_lines import Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
 from ..errors import DetrainError, JobError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["ASK_LIMIT_S", "ask_after", "least_nodes", "nodes_of_row", "note_down", "running_job"]
+__all__ = ["ASK_LIMIT_S", "ask_after", "hear_reports", "least_nodes", "nodes_of_row", "note_down", "running_job"]
 
 ASK_LIMIT_S = 3.0
 _MOST_OF_A_NAME = 100
@@ -85,16 +86,8 @@ def ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passphr
     nodes = [transports[key] for key in keys]
 
     def ask(index: int) -> list[NodeReport]:
-        wanted = [job for job, of_job in parts.items() if keys[index] in of_job]
-        reports: list[NodeReport] = []
         with talk_to(nodes[index]) as talk:
-            while wanted:
-                talk.say("status", ids=wanted)
-                said = talk.hear("status", most_bytes=STATUS_BYTES)
-                reports += (more := read_reports(said))
-                told = {each.id for each in more}
-                wanted = [job for job in wanted if job not in told] if told and said.get("more") is True else []
-        return reports
+            return hear_reports(talk, [job for job, of_job in parts.items() if keys[index] in of_job])
 
     try:
         answers = dict(zip(keys, try_on_all(nodes, ask, limit_s=limit_s))) if nodes else {}
@@ -103,6 +96,19 @@ def ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passphr
             node.leave()
     for job, of_job in parts.items():
         _note(job, of_job, transports, answers, record)
+
+
+def hear_reports(talk: Talk, wanted: Sequence[str]) -> list[NodeReport]:
+    """What a node says of jobs, which may take several answers. Raises: FilesError."""
+    reports: list[NodeReport] = []
+    while wanted:
+        talk.say("status", ids=wanted)
+        said = talk.hear("status", most_bytes=STATUS_BYTES)
+        reports += (more := read_reports(said))
+        told = {each.id for each in more}
+        left = [job for job in wanted if job not in told]
+        wanted = left if said.get("more") is True and len(left) < len(wanted) else []
+    return reports
 
 
 def _note(

@@ -23,13 +23,14 @@ _MOST_JOBS = 1_000_000
 def prune(
     older_than_days: float,
     *,
+    anyway: bool = False,
     record: Record | None = None,
     on_job: Callable[[str, DetrainError | None], object] | None = None,
     ask_passphrase: AskPassphrase | None = None,
 ) -> list[str]:
     """Remove the jobs that ended more than so many days ago; return their ids.
 
-    One whose node cannot be asked stays. ``on_job`` gets each id, with what kept it.
+    One whose node cannot be asked stays, or is forgotten here, ``anyway``. ``on_job`` gets each id, with what kept it.
     """
     if not 0 <= older_than_days <= 100_000:
         raise SpecError(f"older than {older_than_days:g} days: give 0 to 100000")
@@ -41,7 +42,7 @@ def prune(
             continue
         failure: DetrainError | None = None
         try:
-            find_job(row.id, record=record, ask_passphrase=ask_passphrase).remove()
+            find_job(row.id, record=record, ask_passphrase=ask_passphrase).remove(anyway=anyway)
             removed.append(row.id)
         except DetrainError as exc:
             failure = exc

@@ -20,7 +20,7 @@ from ..deploy.ignoring import OWN_FILE
 from ..deploy.private import is_private, why_kept
 from ..errors import DetrainError, SpecError
 from ..node.job.blobs import PART, Blobs, remove_unused, sources_folder
-from ..node.job.git_program import GitAccess
+from ..node.job.git_program import GitAccess, GitLimits
 from ..node.job.git_source import fetch_parts, lay_out_part
 from ..spec.notebook import script_of_notebook
 from ..storage import Location, locate, named_errors
@@ -243,7 +243,8 @@ def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> Shipped
     access = GitAccess(read_token(wanted, environment), wanted.ssh_key)
     try:
         cache = sources_folder()
-        parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access)
+        limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
+        parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access, limits=limits)
         (cache / "bundles").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=PART, dir=cache / "bundles") as folder:
             for part in parts:

@@ -75,10 +75,8 @@ def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -
     """The values of all secrets that a spec names. Raises: SpecError with those that are not set."""
     known = {**os.environ, **(given or {})}
     if missing := [name for name in spec.secrets if not known.get(name)]:
-        raise SpecError(
-            f"{'secret' if len(missing) == 1 else 'secrets'} {', '.join(missing)}: not set here: set them in the "
-            "environment of this process"
-        )
+        kind, them = ("secret", "it") if len(missing) == 1 else ("secrets", "them")
+        raise SpecError(f"{kind} {', '.join(missing)}: not set here: set {them} in the environment of this process")
     return {name: known[name] for name in spec.secrets}
 
 

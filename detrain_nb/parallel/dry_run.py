@@ -119,7 +119,7 @@ def dry_run(
     plan = plan_for(model, example_inputs, tp, sizes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     if found is not None:
         num_microbatches = num_microbatches or order.num_microbatches(found.num_stages)
-        order.require_microbatches(num_microbatches, num_stages=found.num_stages)
+        order.require_microbatches(num_microbatches, num_stages=found.num_stages, num_ranks=num_ranks)
     options = {"fsdp": fsdp, "reshard_after_forward": reshard_after_forward, "activations": activations}
     layout = _Layout(
         sizes,

@@ -70,7 +70,7 @@ def as_one_rank_runs(schedule: Schedule) -> Schedule:
 class _FewMicrobatches(Schedule):
     """1F1B with fewer microbatches than stages; torch asks for as many when it is made, and not when it runs."""
 
-    def require_microbatches(self, count: int, *, num_stages: int) -> None:
+    def require_microbatches(self, count: int, *, num_stages: int, num_ranks: int) -> None:
         """Nobody waits for another rank here."""
 
     def make(self, stages: Sequence[Any], count: int, loss: Callable[..., Any] | None) -> Any:

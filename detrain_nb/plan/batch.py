@@ -55,7 +55,7 @@ def split_batch(
     if microbatches is None:
         microbatches = _most_that_divide(size, stages, num_stages, pipeline_ranks) if stages else 1
     if stages:
-        stages.require_microbatches(microbatches, num_stages=num_stages)
+        stages.require_microbatches(microbatches, num_stages=num_stages, num_ranks=pipeline_ranks)
     elif microbatches < 1:
         raise SpecError(f"{microbatches} microbatches: a batch is cut into 1 or more")
     if size % microbatches:

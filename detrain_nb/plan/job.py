@@ -21,9 +21,11 @@ from ..errors import SpecError
 from .batch import Batch
 from .choices import ActivationsKept, PrecisionName, SchedulerName, SyncAlgorithm
 from .fields import build, read_json, read_override, set_fields, split_overrides
+from .pipeline import lay_out
 
 __all__ = [
     "JOB_SPEC_VARIABLE",
+    "JOB_VARIABLE",
     "JobCheckpoint",
     "JobData",
     "JobModel",
@@ -34,8 +36,14 @@ __all__ = [
     "job_spec",
 ]
 
+JOB_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
 JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # names the file of the job's spec
 _SECTIONS = ("parallelism.", "training.", "data.", "model.", "checkpoint.")  # a script's command line may change these
+_JOB_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_LAYOUT = {
+    "training.batch_size",
+    *(f"parallelism.{name}" for name in (*_JOB_AXES, "schedule", "microbatches")),
+}  # what these say, others follow
 _FORMAT = 1
 _LIMIT_BYTES = 1_000_000
 
@@ -150,11 +158,27 @@ class JobSpec:
     def with_overrides(self, words: Sequence[str]) -> JobSpec:
         """Return it with what ``words`` of a command line say, as ``--training.epochs 2``; others are left alone.
 
-        Raises: SpecError.
+        What they say of the axes or the batch is resolved anew. Raises: SpecError.
         """
         found, _ = split_overrides(words, is_ours=lambda name: name.startswith(_SECTIONS))
         values = {name: read_override(name, text, JobSpec, where="--") for name, text in found.items()}
-        return build(JobSpec, set_fields(asdict(self), values), where="--") if values else self
+        if not values:
+            return self
+        changed: JobSpec = build(JobSpec, set_fields(asdict(self), values), where="--")
+        return changed._resolve() if not _LAYOUT.isdisjoint(values) else changed
+
+    def _resolve(self) -> JobSpec:
+        """Raises: SpecError where its axes do not fit its ranks, or its batch its axes."""
+        how = self.parallelism
+        mesh, _, batch = lay_out(
+            self.world_size,
+            axes={axis: getattr(how, axis) for axis in _JOB_AXES},
+            batch_size=self.training.batch_size,
+            microbatches=how.microbatches,
+            schedule=how.schedule,
+        )
+        resolved = dict(mesh.axes) | ({"microbatches": batch.microbatches} if batch else {})
+        return replace(self, batch=batch, parallelism=build(JobParallelism, asdict(how) | resolved, where="--"))
 
 
 def job_spec(argv: Sequence[str] | None = None) -> JobSpec:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from .batch import split_batch
+from .batch import Batch, split_batch
 from .mesh import Mesh, resolve_axes
 from .nodes import NodeOffer, Plan, plan_nodes
 from .stages import StageLayout
@@ -27,7 +27,28 @@ def plan_pipeline(
     Raises: SpecError when the numbers do not fit; it says which, and what to change.
     """
     plan = plan_nodes(offers, device=device, backend=backend)
-    mesh = Mesh(resolve_axes(axes, plan.world_size, nodes=[offer.name for offer in offers]))
+    mesh, stages, batch = lay_out(
+        plan.world_size,
+        axes=axes,
+        batch_size=batch_size,
+        microbatches=microbatches,
+        schedule=schedule,
+        nodes=[offer.name for offer in offers],
+    )
+    return replace(plan, mesh=mesh, batch=batch, stages=stages)
+
+
+def lay_out(
+    world_size: int,
+    *,
+    axes: Mapping[str, int],
+    batch_size: int | None,
+    microbatches: int | None,
+    schedule: str,
+    nodes: Sequence[str] = (),
+) -> tuple[Mesh, tuple[tuple[int, ...], ...], Batch | None]:
+    """Return the mesh of so many ranks, the stages of each place of its pipeline, and the batch. Raises: SpecError."""
+    mesh = Mesh(resolve_axes(axes, world_size, nodes=nodes))
     pipeline_ranks = mesh.axes.get("pp", 1)
     layout = None if schedule.lower().endswith(".csv") else StageLayout(schedule)
     stages: tuple[tuple[int, ...], ...] = ()
@@ -37,7 +58,7 @@ def plan_pipeline(
             layout.stages_of_rank(place, num_ranks=pipeline_ranks, num_stages=count) for place in range(pipeline_ranks)
         )
         if microbatches is not None:
-            layout.require_microbatches(microbatches, num_stages=count)
+            layout.require_microbatches(microbatches, num_stages=count, num_ranks=pipeline_ranks)
     batch = None
     if batch_size is not None:
         batch = split_batch(
@@ -47,4 +68,4 @@ def plan_pipeline(
             stages=layout if stages else None,
             pipeline_ranks=pipeline_ranks,
         )
-    return replace(plan, mesh=mesh, batch=batch, stages=stages)
+    return mesh, stages, batch

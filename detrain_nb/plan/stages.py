@@ -37,13 +37,19 @@ class StageLayout:
         """How many a batch is cut into where nobody says it."""
         return 2 * num_stages
 
-    def require_microbatches(self, count: int, *, num_stages: int) -> None:
+    def require_microbatches(self, count: int, *, num_stages: int, num_ranks: int) -> None:
         """Raises: SpecError where it cannot take so many."""
         if count < 1:
             raise SpecError(f"{count} microbatches: a batch is cut into 1 or more")
         if self.name in _NEED_AS_MANY_MICROBATCHES and count < num_stages:
             raise SpecError(
                 f"{self} needs at least as many microbatches as stages: {count} are fewer than {num_stages}"
+            )
+        if not self.accepts(count, num_ranks=num_ranks):
+            rounds, rest = count // num_ranks, count % (count // num_ranks)
+            raise SpecError(
+                f"{self} runs {count} microbatches on {num_ranks} ranks in {rounds} rounds of as many each: "
+                f"give {count - rest}, or another number that does so"
             )
 
     def accepts(self, count: int, *, num_ranks: int) -> bool:

@@ -14,6 +14,7 @@ from ..text import printable
 # A secret may stand there, or it is long.
 _NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url", "ref", "nodes"}
 _MOST_SHOWN = 60
+_MOST_FAULTS = 50  # of one model
 
 
 class SpecModel(BaseModel):
@@ -30,8 +31,10 @@ class SpecModel(BaseModel):
             try:
                 super().__init__(**fields)
             except ValidationError as exc:
-                faults = [each for fault in exc.errors(include_url=False) for each in _read_fault(type(self), fault)]
-                raise FieldError(faults) from None
+                found = exc.errors(include_url=False)  # thousands, where it is a document of another kind
+                faults = [each for fault in found[:_MOST_FAULTS] for each in _read_fault(type(self), fault)]
+                more = [FieldFault("", f": and {len(found) - _MOST_FAULTS} more")] if len(found) > _MOST_FAULTS else []
+                raise FieldError([*faults, *more]) from None
 
         def __setattr__(self, name: str, value: object) -> None:
             if name in type(self).model_fields:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import ast
 import json
+import re
+import warnings
 from typing import Any
 
 from ..errors import SpecError
 from ..storage import locate, named_errors
 
 TAG = "job"
-_MAGIC = ("%", "!", "?")
+_MAGIC = re.compile(r"[%!?]|\w+ *= *[%!]|.*\?$")  # at the begin of a line, or its value, or help of IPython
 _MOST_BYTES = 50_000_000  # a notebook holds its outputs, too
 
 
@@ -33,16 +34,20 @@ def script_of_notebook(text: str, *, where: str) -> str:
         parts.append(f"# Cell {number}\n{source.rstrip()}\n")
     if not parts:
         raise SpecError(f"{where}: no code cell has the tag {TAG!r}: give the cells of the job that tag, and save")
-    return "\n\n".join(parts)
+    script = "\n\n".join(parts)
+    check_python(script, where=f"{where}, its cells together")  # a second one may not begin with __future__
+    return script
 
 
 def check_python(source: str, *, where: str) -> None:
     """Raises: SpecError for what is not Python, with its line."""
     try:
-        ast.parse(source)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(source, "script", "exec", dont_inherit=True)  # more than its grammar: return, break, await
     except SyntaxError as exc:
         line = (source.splitlines() or [""])[min(exc.lineno or 1, len(source.splitlines()) or 1) - 1].strip()
-        why = "a script has no magics" if line.startswith(_MAGIC) else exc.msg
+        why = "a script has no magics" if _MAGIC.match(line) else exc.msg
         raise SpecError(f"{where}, line {exc.lineno or 1}: is not Python: {why}") from None
     except (ValueError, RecursionError, MemoryError) as exc:  # a NUL; what is nested too deeply
         raise SpecError(f"{where}: is not Python: {exc or 'nested too deeply'}") from None

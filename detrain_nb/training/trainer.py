@@ -23,6 +23,7 @@ from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
 from ..parallel.losses import Loss
 from ..parallel.microbatches import rows_of
 from ..parallel.replicated import local_part
+from ..plan.job import JOB_VARIABLE
 from . import saving
 from .arguments import (
     plain_numbers,
@@ -425,9 +426,13 @@ def _one_copy(model: nn.Module, loss: Loss | None) -> WholeModel:
 
 
 def _warn_of_restarts() -> None:
-    """torchrun shares its store with the ranks, and restarted ones find there where those before them listened."""
+    """torchrun shares its store with the ranks, and restarted ones find there where those before them listened.
+
+    Not in a job of ours, where ranks that begin anew have a new store.
+    """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
-    if restarts != "0" and os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1":
+    is_cured = JOB_VARIABLE in os.environ or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    if restarts != "0" and not is_cured:
         warnings.warn(
             f"torchrun may start these ranks again ({restarts} times), and on gloo they would then look for each other "
             "in the wrong places: start it as  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,3 +112,14 @@ def test_fields_and_command_are_told_apart() -> None:
         {"training.epochs": "2", "x.y": "3", "z.flag": None},
         ["ls", "--a.b"],
     )
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_reader_that_has_enough_is_no_error(spec: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "wb") as output:
+        ended = subprocess.run(
+            [sys.executable, "-m", "detrain_nb", "jobs", "list"], stdout=output, stderr=subprocess.PIPE, check=False
+        )
+    assert (ended.returncode, ended.stderr) == (128 + 13, b"")

@@ -40,7 +40,8 @@ class LyingNode(LocalTransport):
                 thread.join(10)
 
     def _serve(self, sock: socket.socket) -> None:
-        with sock, sock.makefile("rb") as reader, sock.makefile("wb") as writer, contextlib.suppress(Failed, EOFError):
+        broken = contextlib.suppress(Failed, EOFError, BrokenPipeError)
+        with broken, sock, sock.makefile("rb") as reader, sock.makefile("wb") as writer:
             talk = Talk(reader, writer)
             while True:
                 order = talk.hear(*ORDERS, most_bytes=1 << 22)

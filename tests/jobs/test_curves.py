@@ -12,6 +12,7 @@ import pytest
 
 from detrain_nb.errors import SpecError
 from detrain_nb.jobs.curves import plot, write_tensorboard
+from detrain_nb.metrics import read_metrics_line
 
 METRICS: list[dict[str, Any]] = [
     {
@@ -60,6 +61,14 @@ def test_numbers_and_names_that_are_strange_are_drawn() -> None:
     axes = plot(strange, axes=figure().subplots(2, 1))
     axes[0].figure.canvas.draw()
     assert axes[1].get_ylabel() == "\\x1b"
+
+
+@pytest.mark.parametrize("time", ['"x"', "[1]", "1" + "0" * 400, "null"])
+def test_time_that_is_none_is_no_time(time: str) -> None:
+    line = read_metrics_line(f'{{"step": 1, "rank": 0, "time": {time}, "loss": 1}}')
+    assert line is not None
+    assert len(plot([line], axes=[figure().subplots()])) == 1
+    assert read_metrics_line(f'{{"step": {10**70}, "rank": 0}}') is None
 
 
 def test_what_cannot_be_drawn_is_told() -> None:

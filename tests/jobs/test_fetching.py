@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from detrain_nb.jobs.fetching import choose_places
+from detrain_nb.jobs.fetching import Fetched, choose_places
 from detrain_nb.jobs.report_checks import NodeFile
 
 ONE, OTHER = "1" * 64, "2" * 64
@@ -32,3 +32,8 @@ def test_no_file_is_left_out_for_another_of_its_place() -> None:
     first = [NodeFile("m", 1, ONE), NodeFile("a/m", 1, OTHER)]
     places = [path for of_node in paths(first, [NodeFile("m", 1, OTHER)]) for path in of_node]
     assert len(places) == len(set(places)) == 3
+
+
+def test_what_stays_on_the_nodes_is_told() -> None:
+    fetched = Fetched("here", ("a.pt",), 5, num_left_out=2)
+    assert str(fetched) == "1 file, 5 B: a.pt in here; left out were 2 that are links or no files, or have odd names"

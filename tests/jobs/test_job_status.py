@@ -85,3 +85,8 @@ def test_silent_node_is_named() -> None:
 )
 def test_seconds_in_words(seconds: float, words: str) -> None:
     assert describe_seconds(seconds) == words
+
+
+def test_last_lines_of_no_rank_are_said_to_be_none_of_a_rank() -> None:
+    said = str(status(report("ended", 1, reason="torchrun exited with 1", last_lines=("no torch",))))
+    assert "the last lines:\n  | no torch" in said

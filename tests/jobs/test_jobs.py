@@ -74,6 +74,8 @@ def test_logs_come_again_by_rank(done: tuple[Job, JobStatus, list[LogLine]]) -> 
     with pytest.raises(SpecError, match=r"has no rank 7: its ranks are 0 to 1"):
         job.logs(rank=7)
     assert [line.text for line in again.lines] == [line.text for line in lines if line.source == "1"]
+    with pytest.raises(SpecError, match="has no rank 2: there are 0 to 1"):
+        job.logs(rank=2)
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -89,6 +91,8 @@ def test_what_it_made_is_fetched(done: tuple[Job, JobStatus, list[LogLine]], tmp
     assert (tmp_path / "artifacts/rank-1.txt").read_text() == "x" * 2000
     assert not list(tmp_path.rglob("*.part"))
     assert done[0].fetch(to=tmp_path).num_there == 3
+    with pytest.raises(SpecError, match=r"model\.pt is no folder"):
+        done[0].fetch(to=tmp_path / "model.pt")
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -157,6 +161,10 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
     assert job.stop(grace_s=5).is_over
     assert job.stop().is_over
     _wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    (said,) = home.glob(f"state/detrain_nb/jobs/{job.id}/*/status.json")
+    said.write_text("{")
+    with pytest.raises(JobError, match=r"cannot be stopped: status\.json is damaged"):
+        job.stop()
     job.remove()
     with pytest.raises(JobError):
         find_job(job.id)
@@ -217,6 +225,16 @@ def test_old_jobs_are_pruned_and_others_stay(home: Path) -> None:
     before = {row.id for row in jobs(ask=False)}
     assert sorted(prune(30)) == ["old-20200101-000000-beef", "older-20200101-000000-beef"]
     assert before - {row.id for row in jobs(ask=False)} == {"old-20200101-000000-beef", "older-20200101-000000-beef"}
+
+
+def test_job_whose_node_is_gone_is_forgotten_only_when_asked_to(home: Path) -> None:
+    record, job = Record(), "gone-20200101-000000-beef"
+    record.add(job, name="gone", nodes='[{"host": "127.0.0.1", "port": 1}]', spec="{}", state="not started")
+    record.update(job, ended_at=time.time() - 40 * 86400)
+    with pytest.raises(JobError, match=r"does not answer.*anyway=True.* forgets it here"):
+        find_job(job).remove()
+    assert prune(30) == []
+    assert prune(30, anyway=True) == [job]
 
 
 def test_two_submits_at_once_are_one(home: Path) -> None:

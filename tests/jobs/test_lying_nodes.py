@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -12,13 +14,16 @@ from typing import Any
 import pytest
 
 from detrain_nb.copying.json_lines import Talk
+from detrain_nb.deploy.files import Patience as TalkPatience
+from detrain_nb.deploy.jobs import PATIENCE
 from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
 from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, talk_to, try_on_all
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
-from detrain_nb.jobs.following import Follower, LogLine, Patience, Wanted
+from detrain_nb.jobs.following import Follower, Kept, LogLine, Patience, Wanted
 from detrain_nb.jobs.job import Job
+from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
 from detrain_nb.spec import PipelineSpec
 
@@ -56,11 +61,34 @@ def test_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
     assert everything_in(tmp_path) == []
 
 
-def test_file_that_was_not_asked_for_is_refused(tmp_path: Path) -> None:
-    node = LyingNode({"artifacts": listing(".bashrc"), "read": sending()})
-    with pytest.raises(DetrainError, match=r"\.bashrc, which was not asked for"):
-        fetch([node], JOB, ["*.pt"], tmp_path)
+@pytest.mark.parametrize(
+    ("name", "pattern"), [(".bashrc", "*.pt"), (".bashrc", "*"), (".git/config", "*"), ("a/.git/hooks/x", "a/")]
+)
+def test_file_that_was_not_asked_for_is_refused(name: str, pattern: str, tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing(name), "read": sending()})
+    with pytest.raises(DetrainError, match=f"{re.escape(name)}, which was not asked for"):
+        fetch([node], JOB, [pattern], tmp_path)
     assert everything_in(tmp_path) == []
+
+
+@pytest.mark.timeout(30)
+def test_list_of_files_comes_to_its_end(tmp_path: Path) -> None:
+    def endless(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("files", files=[], more=True)
+
+    with pytest.raises(WireError, match="0 files came at once"):
+        fetch([LyingNode({"artifacts": endless})], JOB, ["*"], tmp_path)
+
+
+@pytest.mark.timeout(30)
+def test_reports_of_other_jobs_are_not_heard_without_end() -> None:
+    def endless(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("status", jobs=[{"id": "b", "node_rank": 0, "state": "running"}], more=True)
+
+    node = LyingNode({"status": endless})
+    with talk_to(node) as talk:
+        assert [each.id for each in hear_reports(talk, [JOB])] == ["b"]
+    assert len(node.heard) == 1
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
@@ -224,6 +252,55 @@ def test_command_that_prints_control_characters_is_shown_clean() -> None:
     assert done.statuses["a"] == 3
     assert isinstance(done.statuses["b"], DetrainError)
     assert done.status == 255
+
+
+@pytest.mark.timeout(30)
+def test_command_that_never_ends_is_not_waited_for() -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        while True:
+            talk.say("output", size=4)
+            talk.send(b"yes\n")
+            talk.flush()
+
+    done = execute([LyingNode({"exec": answer})], "yes", timeout_s=0.1, slack_s=0.2)
+    assert "takes too long" in str(done.statuses["this-machine"])
+
+
+@pytest.mark.timeout(30)
+def test_node_that_is_always_still_at_it_is_not_waited_for() -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        while True:
+            talk.send(b'{"type": "wait"}\n')
+            talk.flush()
+            is_over.wait(0.01)
+
+    is_over = threading.Event()
+    node = LyingNode({"facts": answer})
+    with (
+        pytest.raises(DetrainError, match="takes too long"),
+        talk_to(node, patience=TalkPatience(answer_s=0.2)) as talk,
+    ):
+        ask_facts(talk)
+    assert math.isfinite(PATIENCE.answer_s), "as long as a node is waited for, but for what a job prints"
+
+
+@pytest.mark.timeout(30)
+def test_metrics_without_end_do_not_fill_the_memory() -> None:
+    piece = b'{"step": 1, "rank": 0, "nested": [[[]]], "loss": 0.5}\n' * 1000
+
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        for number in range(1000):
+            talk.say("data", name="metrics/rank-0.jsonl", offset=number * len(piece), size=len(piece))
+            talk.send(piece)
+
+    kept = Kept(JOB, 1_000_000)
+    follower = Follower(
+        [LyingNode({"follow": answer})], JOB, wanted=Wanted(has_metrics=True), on_metrics=kept.add_metrics
+    )
+    with pytest.raises(JobError, match="more than 1,000,000 bytes"):
+        follower.run(60)
+    assert 1000 < len(kept.metrics) < 5000
+    assert kept.metrics[0].keys() == {"step", "rank", "loss"}
 
 
 def test_node_that_takes_its_time_holds_nobody() -> None:

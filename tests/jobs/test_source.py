@@ -20,7 +20,7 @@ from detrain_nb.jobs.source import ShippedSource, plan_source
 from detrain_nb.node.job.sources import lay_out
 from detrain_nb.spec import PipelineSpec
 
-from ..node.git_host import commit, git_host
+from ..node.git_host import commit, git, git_host
 from ..node.source_talk import Sender, source_talk
 
 KEY = "AKIA-secret-of-a-test"
@@ -229,6 +229,19 @@ def test_repository_is_cloned_there_or_sent_from_here(
     del there["leads_out"]
     assert arrive(bundled, node, at="bundled") == there
     assert "t0ken" not in repr((cloned, bundled))
+
+
+def test_repository_that_is_sent_from_here_is_no_larger_than_a_folder(tmp_path: Path, node: Path) -> None:
+    work = tmp_path / "work"
+    commit(work, {"train.py": "1"})
+    number = git("rev-parse", "HEAD:train.py", at=work)
+    (tmp_path / "tree").write_bytes(
+        b"".join(f"100644 {name:06}".encode() + b"\0" + bytes.fromhex(number) for name in range(50_001))
+    )
+    tree = git("hash-object", "-w", "-t", "tree", str(tmp_path / "tree"), at=work)
+    git("reset", "--quiet", "--soft", git("commit-tree", tree, "-m", "x", at=work), at=work)
+    with pytest.raises(DetrainError, match=r"has 50001 files .* more than 50000"):
+        plan(git={"url": str(work), "how": "bundle"}, entry="train.py")
 
 
 # ---- a store between

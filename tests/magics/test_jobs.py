@@ -272,7 +272,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         outcome = kernel.run(code)
         assert outcome.status == "error", code
         assert error in outcome.error, code
-    assert "1 rank" in kernel.run(f"%job check {spec} --nodes localhost").rich()[0]
+    assert "1 rank" in kernel.run(f"%job check {spec} --nodes localhost --on-nodes").rich()[0]
     assert "torch.distributed.run" in kernel.run(f"%job submit {spec} --dry-run").rich()[0]
     assert "usage: %job" in kernel.run("%job").text()
     assert kernel.run("%job list").rich() == ["no jobs were submitted from here"]

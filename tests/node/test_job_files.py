@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pwd
@@ -25,6 +26,7 @@ from detrain_nb.node.job.folders import (
     machine_id,
     remove_job_folder,
 )
+from detrain_nb.node.job.following import follow
 from detrain_nb.node.job.log_file import BoundedLog, last_lines, read_log
 from detrain_nb.node.job.order import JobError, JobOrder, JobRendezvous
 from detrain_nb.node.job.scopes import outlives_logout
@@ -178,6 +180,32 @@ def test_state_of_a_job_is_what_is_so_not_what_it_said_last(folder: Path) -> Non
     assert read_status(folder, boot=lambda: "another/1")["state"] == "ended", "before that"
 
 
+class _PrintsOn:
+    """Where the notebook is: the job prints a line whenever something is sent there."""
+
+    def __init__(self, log: Path) -> None:
+        self.sent, self._log = b"", log
+
+    def write(self, data: bytes) -> None:
+        self.sent += data
+        assert len(self.sent) < 100_000, "it has no end"
+        with self._log.open("ab") as log:
+            log.write(b"later\n")
+
+    def flush(self) -> None:
+        """All is written."""
+
+
+def test_log_of_a_job_that_prints_all_the_time_has_an_end(jobs: Path) -> None:
+    part = job_folder("job-1", 0)
+    part.mkdir(parents=True)
+    _write_status(part, state="running")
+    (part / "rank-0.log").write_bytes(b"first\n")
+    notebook = _PrintsOn(part / "rank-0.log")
+    follow(Talk(io.BufferedReader(io.BytesIO()), notebook), {"id": "job-1", "once": True}, wait=lambda limit_s: False)
+    assert b"first\n" in notebook.sent and b"later" not in notebook.sent
+
+
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -310,6 +338,19 @@ def test_what_is_no_file_of_the_job_is_not_sent(job: JobOrder, name: str) -> Non
     with pytest.raises((JobError, Untrue)):
         send_artifact(Talk(None, notebook), {"id": job.id, "node_rank": 0, "name": name})  # type: ignore[arg-type]
     assert notebook.said == b""
+
+
+def test_file_that_grows_while_it_is_read_comes_to_an_end(job: JobOrder) -> None:
+    class Growing(Talk):
+        def tick(self) -> None:
+            with open(grown, "ab") as file:
+                file.write(b"more" if file.tell() < 1000 else b"")
+
+    notebook = _Notebook()
+    grown = job_folder(job.id, 0) / "source/a.pt"
+    size = grown.stat().st_size
+    list_artifacts(Growing(None, notebook), {"id": job.id, "node_rank": 0, "patterns": ["a.pt"]})  # type: ignore[arg-type]
+    assert json.loads(notebook.said)["files"][0][1] == size < grown.stat().st_size
 
 
 # ---- outliving a logout

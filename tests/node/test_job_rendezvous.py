@@ -109,19 +109,25 @@ class _Job:
 
     def end(self) -> None:
         self._store.close()
+        deadline = time.monotonic() + _LIMIT_S
+        while left := _processes_in(self._folder):  # a rank whose torchrun was killed among them
+            assert time.monotonic() < deadline, left
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         for process in self._started:
-            for session in {process.pid, *_ranks_of(process.pid)}:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(session, signal.SIGKILL)
             process.wait(_LIMIT_S)
 
 
-def _ranks_of(pid: int) -> list[int]:
-    """torchrun starts each rank in a session of its own."""
-    try:
-        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except OSError:
-        return []
+def _processes_in(folder: Path) -> list[int]:
+    """Those whose current folder is in ``folder``: torchrun starts each rank in a session of its own."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if Path(os.readlink(entry / "cwd")).is_relative_to(folder):
+                found.append(int(entry.name))
+    return found
 
 
 @pytest.fixture

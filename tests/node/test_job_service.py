@@ -15,7 +15,7 @@ import pytest
 
 from detrain_nb.copying.json_lines import Failed
 from detrain_nb.errors import DetrainError
-from detrain_nb.node.job.folders import machine_id
+from detrain_nb.node.job.folders import machine_id, socket_path
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
 
@@ -112,7 +112,7 @@ def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> 
         assert [name for name, *_ in said["files"]] == [
             *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
         ], "a link is none of them"
-        assert not said["more"]
+        assert not said["more"] and said["left_out"] == 2, "and of each rank's link it is said that it stays"
         name, size, _ = said["files"][1]
         assert size == len(b"weights of 1")
         talk.say("read", **where, name=name, offset=8)
@@ -142,6 +142,15 @@ def test_command_that_takes_too_long_is_ended_with_what_it_started(jobs_folder: 
         assert talk.hear("exit") == {"type": "exit", "status": 124, "timed_out": True}
         psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
         assert not psutil.pid_exists(pid)
+
+
+def test_command_ends_with_a_service_that_is_killed(jobs_folder: Path) -> None:
+    with pytest.raises(DetrainError), talk_here() as talk:
+        talk.say("exec", command="echo $$; exec sleep 1000", timeout_s=100)
+        command = psutil.Process(int(b"".join(talk.read(talk.hear("output")["size"]))))
+        os.kill(command.ppid(), signal.SIGKILL)
+        talk.hear("exit")
+    assert not psutil.wait_procs([command], timeout=10)[1]
 
 
 # ---- a job that runs
@@ -214,13 +223,20 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         (rank,) = followed.job["ranks"]
         child = _child_of(followed)
         os.kill(followed.job["pid"], signal.SIGKILL)
-        assert Followed(order).begin(talk).to_end(talk).job["state"] == "lost"
+        lost = Followed(order).begin(talk).to_end(talk).job
+        assert lost["state"] == "lost" and "its runner is gone" in lost["reason"]
         psutil.wait_procs([psutil.Process(rank["pid"])] if psutil.pid_exists(rank["pid"]) else [], timeout=10)
         assert _alive([rank["pid"], child]) == [child], "ranks end with the runner; what has left them does not"
         talk.say("stop", id=order.id, grace_s=5)
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []
         assert status_of(talk, order)["exit_code"] == 137
+        (part,) = (jobs_folder / order.id).iterdir()
+        left = socket_path(part)
+        assert left.exists()
+        talk.say("remove", id=order.id)
+        talk.hear("removed")
+        assert not left.exists()
 
 
 def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_folder: Path) -> None:
@@ -256,6 +272,25 @@ def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_fold
     assert env["PYTHONPATH"].split(":")[-1] == "/job/source", "modules of the source, too"
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_workdir_of_another_user_is_not_entered(jobs_folder: Path, tmp_path: Path) -> None:
+    """In a folder like /tmp: ranks would import what lies there, and its files would pass for what they have made."""
+    everybodys = tmp_path / "tmp"
+    (everybodys / "work").mkdir(parents=True)
+    everybodys.chmod(0o1777)
+    os.chown(everybodys / "work", 12345, 12345)
+    order = make_order("0", workdir=str(everybodys / "work"), setup=("touch here",))
+    with talk_here() as talk:
+        launch(talk, order)
+        job = Followed(order).begin(talk).to_end(talk).job
+        assert (job["exit_code"], "was made by another user" in job["reason"]) == (127, True)
+        for kind, fields in {"exec": {"command": "touch here"}, "artifacts": {"patterns": ["*"]}}.items():
+            talk.say(kind, id=order.id, node_rank=0, **fields)
+            with pytest.raises(Failed, match="was made by another user"):
+                talk.hear("output", "exit", "files")
+    assert not list((everybodys / "work").iterdir())
+
+
 def test_python_and_pip_of_setup_lines_are_those_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     path = [first_environment(make_order("0", python=python), Path("/job"), {})["PATH"] for python in _PYTHONS]
@@ -288,6 +323,7 @@ def _fields(**fields: Any) -> dict[str, Any]:
         (_fields(format=2), "the order has format 2 and this node knows format 1: use the same release"),
         (_fields(id="../x"), "id: '../x' is no id of a job"),
         (_fields(env={"A=B": "c"}), "env: 'A=B' is no name of a variable"),
+        (_fields(argv=["no.py"]), "'no.py' is not in the source"),
         (_fields(address="192.0.2.1"), "no socket can be bound on 192.0.2.1"),
         (5, "the order is no object"),
     ],

@@ -320,6 +320,12 @@ def test_what_cannot_be_fetched_is_said(
     assert TOKEN not in str(caught.value)
 
 
+def test_repository_without_a_commit_is_said(host: GitHost, cache: Path) -> None:
+    subprocess.run(["git", "init", "-q", "--bare", host.root / "empty.git"], check=True)
+    with source_talk(cache) as talk, pytest.raises(Failed, match="names no branch that has a commit: push one"):
+        ask_git(talk, host.url("empty.git"), ref="", token=TOKEN)
+
+
 def test_no_hook_and_no_filter_runs(host: GitHost, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those of the user's own configuration, nor such as a broken mirror has."""
     ran = tmp_path / "ran"
@@ -454,6 +460,32 @@ def test_submodule_of_another_host_is_refused(
         ):
             ask_git(talk, url, token=TOKEN)
         assert not other.asked and not ran.exists()
+
+
+def write_tree(work: Path, *entries: tuple[str, str, str]) -> str:
+    """A tree as git itself would not write it: a name may stand in it twice."""
+    data = b"".join(f"{mode} {name}\0".encode() + bytes.fromhex(number) for mode, name, number in entries)
+    (work.parent / "tree").write_bytes(data)
+    return git("hash-object", "-w", "-t", "tree", "--literally", str(work.parent / "tree"), at=work)
+
+
+def test_link_above_a_submodule_leads_nowhere(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    """One name is a link and a folder: what is laid out in the folder would be where the link leads."""
+    outside, inner = tmp_path / "outside", tmp_path / "inner"
+    outside.mkdir()
+    commit_of_inner = commit(inner, {"inner.py": "x"})
+    host.publish(inner, "inner.git")
+    commit(work, {".gitmodules": '[submodule "x"]\n path = x/inner\n url = ../inner.git\n', "link": str(outside)})
+    modules, link = (git("rev-parse", f"HEAD:{name}", at=work) for name in (".gitmodules", "link"))
+    folder = write_tree(work, ("160000", "inner", commit_of_inner))
+    tree = write_tree(work, ("100644", ".gitmodules", modules), ("40000", "x", folder), ("120000", "x", link))
+    git("reset", "--quiet", "--soft", git("commit-tree", tree, "-m", "x", at=work), at=work)
+    url = host.publish(work, "linked.git")
+    with source_talk(cache) as talk:
+        source = ask_git(talk, url, token=TOKEN)["source"]
+    with pytest.raises(FilesError, match="'x' is no folder"):
+        lay_out(source, tmp_path / "source", cache=cache)
+    assert not list(outside.iterdir())
 
 
 def test_repository_that_is_too_large_is_refused(host: GitHost, work: Path, cache: Path) -> None:

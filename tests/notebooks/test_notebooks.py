@@ -209,12 +209,16 @@ def test_other_output_is_found_and_the_killed_kernel_leaves_no_rank(tmp_path: Pa
 def test_what_comes_from_the_examples_runs_on_hosts_too(
     name: str, env: dict[str, str], make_testbed: MakeTestbed, tmp_path: Path
 ) -> None:
-    """With the line that the notebook names before each cell that starts ranks."""
+    """With the line that the notebook names before each cell that starts ranks; the hosts share a folder."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text(f'[defaults]\nworkdir = "{shared}/work"\n[[nodes]]\nhost = "gpu1"\n[[nodes]]\nhost = "gpu2"\n')
     notebook = nbformat.read(TOUR[name], as_version=4)
     cells = []
     for cell in notebook.cells:
         if found := re.match(r"%%distributed -n (\d)", cell.source):
-            start = f"%distributed start --nodes gpu1,gpu2 -n {int(found[1]) // 2} --project .."
+            start = f"%distributed start --nodes {nodes} -n {int(found[1]) // 2} --project .. --env OMP_NUM_THREADS=1"
             cells.append(nbformat.v4.new_code_cell(start))
         cells.append(cell)
     notebook.cells = cells
@@ -222,7 +226,7 @@ def test_what_comes_from_the_examples_runs_on_hosts_too(
     shutil.copytree(ROOT / "examples", project / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     (project / "notebooks").mkdir()
     nbformat.write(notebook, project / "notebooks" / name)
-    env["HOME"] = str(home_with_hosts(make_testbed, tmp_path))
+    env["HOME"] = str(home_with_hosts(make_testbed, tmp_path, share=[shared]))
     options = ["--timeout", "120", "--output", str(tmp_path / "executed.ipynb")]
     command = [sys.executable, "-m", "detrain_nb", "run", name, *options]
     done = subprocess.run(

@@ -146,7 +146,7 @@ def test_what_does_not_fit_it_is_told(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="has 2 stages, and the model was cut into 4"):
         written.stages_of_rank(0, num_ranks=2, num_stages=4)
     with pytest.raises(SpecError, match=r"8 microbatches, and own\.csv has 4"):
-        written.require_microbatches(8, num_stages=2)
+        written.require_microbatches(8, num_stages=2, num_ranks=2)
     with pytest.raises(SpecError, match=r"there is no schedule '2F2B': choose one of GPipe, .*, or a file"):
         find_schedule("2F2B")
     with pytest.raises(SpecError, match="cannot be read"):

@@ -131,6 +131,18 @@ def test_word_that_cannot_be_is_refused(words: str, complaint: str, spec_file: P
     assert str(caught.value).startswith(complaint)
 
 
+def test_axes_and_batch_of_a_command_line_are_resolved() -> None:
+    job = JobSpec("x", world_size=4, training=JobTraining(batch_size=8), batch=Batch(1, 1, 8))
+    words = "--training.batch_size 32 --parallelism.pp 2 --parallelism.dp_shard -1"
+    changed = job.with_overrides(words.split())
+    assert changed.batch == Batch(replicas=2, microbatches=4, micro_size=4)
+    assert (changed.parallelism.dp_shard, changed.parallelism.microbatches) == (2, 4)
+    with pytest.raises(SpecError, match="mesh pp=3 x dp_shard=2 needs 6 ranks"):
+        changed.with_overrides(["--parallelism.pp", "3"])
+    with pytest.raises(SpecError, match="a batch of 30 does not divide by 2 replicas x 4 microbatches"):
+        changed.with_overrides(["--training.batch_size", "30"])
+
+
 def test_override_of_what_was_not_given_asks_for_the_rest() -> None:
     with pytest.raises(SpecError, match="data: url is missing"):
         JobSpec("x").with_overrides(["--data.format", "csv"])

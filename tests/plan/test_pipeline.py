@@ -93,6 +93,11 @@ def test_stages_are_those_that_torch_runs() -> None:
             {"pp": 4, "microbatches": 2},
             "1F1B needs at least as many microbatches as stages: 2 are fewer than 4",
         ),
+        (
+            (2,),
+            {"pp": 2, "microbatches": 5, "batch": 20, "schedule": "Interleaved1F1B"},
+            "Interleaved1F1B runs 5 microbatches on 2 ranks in 2 rounds of as many each: give 4, or another number",
+        ),
         ((2,), {"schedule": "2F2B"}, "there is no schedule '2F2B': choose one of GPipe, 1F1B"),
     ],
 )

@@ -99,6 +99,13 @@ def test_every_fault_has_its_line_and_its_field() -> None:
     assert len(str(caught.value).splitlines()) == 6
 
 
+def test_document_of_another_kind_is_refused_in_few_lines() -> None:
+    with pytest.raises(FieldError) as caught:
+        PipelineSpec.from_dict({f"key{number}": 1 for number in range(50_000)})
+    lines = str(caught.value).splitlines()
+    assert len(lines) < 100 and lines[-1] == "and 49952 more"
+
+
 def test_part_alone_says_its_faults_without_the_whole() -> None:
     with pytest.raises(FieldError, match=r"^epochs 0: give "):
         Training(epochs=0)
@@ -225,8 +232,19 @@ FOUND = {
     "a magic": (
         {"notebook": "magic.ipynb"},
         "source.notebook: ",
-        "magic.ipynb, cell 2, line 1: is not Python: a ",
+        "magic.ipynb, cell 2, line 1: is not Python: a script has no magics",
     ),
+    "a shell line": (
+        {"notebook": "shell.ipynb"},
+        "source.notebook: ",
+        "shell.ipynb, cell 1, line 1: is not Python: a script has no magics",
+    ),
+    "a late future": (
+        {"notebook": "late.ipynb"},
+        "source.notebook: ",
+        "late.ipynb, its cells together, line 6: is not Python: from __future__ imports must ",
+    ),
+    "await": ({"script_text": "await a"}, "source.script_text: ", "is not Python: 'await' outside function"),
 }
 
 
@@ -241,6 +259,9 @@ def test_what_is_wrong_with_a_source_is_found_without_a_node(
     (tmp_path / "bad.ipynb").write_text("[" * 100_000)
     (tmp_path / "plain.ipynb").write_text(_notebook(("a = 1", [])))
     (tmp_path / "magic.ipynb").write_text(_notebook(("a = 1", ["job"]), ("%matplotlib inline", ["job"])))
+    (tmp_path / "shell.ipynb").write_text(_notebook(("files = !ls", ["job"])))
+    late = "from __future__ import annotations"
+    (tmp_path / "late.ipynb").write_text(_notebook(("a = 1", ["job"]), (late, ["job"])))
     source, field, text = FOUND[case]
     (finding,) = _spec(source=source).check()
     assert str(finding).startswith(field) and text in str(finding)

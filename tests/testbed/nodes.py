@@ -35,10 +35,11 @@ def processes_of_sessions(testbed: Testbed, host: str) -> dict[int, list[str]]:
     return {pid: argv for pid, argv in running.items() if "detrain_nb" in " ".join(argv).replace(_CLONE, "")}
 
 
-def home_with_hosts(make_testbed: MakeTestbed, folder: Path) -> Path:
+def home_with_hosts(make_testbed: MakeTestbed, folder: Path, **options: Any) -> Path:
     """A home in ``folder`` whose ssh config knows two hosts, gpu1 and gpu2; their python3 is this one."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    config = Path(make_testbed(2, sshd_options=[f"SetEnv PATH={path}"]).inventory.ssh_config).read_text()
+    testbed = make_testbed(2, sshd_options=[f"SetEnv PATH={path}"], **options)
+    config = Path(testbed.inventory.ssh_config).read_text()
     home = folder / "home"
     (home / ".ssh").mkdir(mode=0o700, parents=True)
     named = config.replace("Host h0\n", "Host gpu1\n").replace("Host h1\n", "Host gpu2\n")

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import Talk
-from ..system.processes import descendants
-from .folders import ORDER_NAME, SOURCE_NAME, find_job_folder, list_parts, read_bounded
+from ..system.processes import descendants, die_with_parent
+from .folders import ORDER_NAME, find_job_folder, list_parts, read_bounded, work_folder
 from .launching import first_environment
 from .order import MOST_TEXT_CHARS, JobError, JobOrder, check_id, check_number, check_seconds
 
@@ -34,6 +34,7 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
         raise JobError(f"a command of at most {MOST_TEXT_CHARS} characters was expected")
     limit_s = said.get("timeout_s")
     deadline = time.monotonic() + (1e9 if limit_s is None else check_seconds(limit_s))
+    ours = os.getpid()
     cwd, env = _find_place(said.get("id"), said.get("node_rank"))
     process = subprocess.Popen(
         [shutil.which("bash") or "sh", "-c", command],
@@ -44,6 +45,7 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
         stderr=subprocess.STDOUT,
         start_new_session=True,
         bufsize=0,
+        preexec_fn=lambda: die_with_parent(ours),  # noqa: PLW1509  there is one thread
     )
     is_over, ended = False, os.pidfd_open(process.pid)
     try:
@@ -109,4 +111,4 @@ def _find_place(job: object, node_rank: object) -> tuple[Path, dict[str, str] | 
     )
     order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
     env = first_environment(order, folder, {})
-    return Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME, env
+    return work_folder(order, folder), env

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import Talk
+from ...plan.job import JOB_VARIABLE
 from ..system.proc_files import read
 from ..system.processes import start_ticks
 from .folders import find_job_folder, list_parts, read_bounded, remove_job_folder, write_whole
 from .order import JobError, check_id, check_number, check_seconds
 from .status import LOST, UNREADABLE, Exit, is_live, read_status
 
-MARK_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
 GRACE_S = 30.0
 _STOP_NAME = "stop.json"
 _RUNNERS_LIMIT_S = 15.0  # after the grace: for what it writes
@@ -134,7 +134,7 @@ def _mark_of(folder: Path) -> str:
 
 def _find_marked(mark: str) -> list[int]:
     """The processes of a job: they are known by their environment, whatever their parents are."""
-    wanted = f"{MARK_VARIABLE}={mark}"
+    wanted = f"{JOB_VARIABLE}={mark}"
     marked = [pid for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, wanted)]
     return [int(pid) for pid in marked if start_ticks(int(pid))]
 

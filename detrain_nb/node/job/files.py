@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -14,31 +15,37 @@ from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
-from .folders import ARTIFACTS_NAME, ORDER_NAME, SOURCE_NAME, find_job_folder, read_bounded
+from .folders import ARTIFACTS_NAME, ORDER_NAME, find_job_folder, read_bounded, work_folder
 from .order import JobError, JobOrder, check_id, check_number, check_texts
 
 USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
 _MOST_FILES = 100_000
-_FILES_OF_A_LINE = 500
+FILES_OF_A_LINE = 500
 _PIECE_BYTES = 1 << 20
+_HIDDEN = re.compile(r"(?:^|/)\.")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
-    """Say name, size and SHA-256 of each, in messages of some hundred files; all but the last have ``more``."""
+    """Say name, size and SHA-256 of each, in messages of some hundred files; all but the last have ``more``.
+
+    The last one has how many match and stay: links, what is no file, what cannot be read, names that are no text.
+    """
     folder, order = _find_job(said)
     patterns = check_texts(said.get("patterns") or []) or order.artifacts or USUAL_PATTERNS
     listed: list[tuple[str, int, str]] = []
+    num_left_out = 0
     for name in _match(folder, order, patterns):
         try:
-            size, digest = _digest(_open_artifact(folder, order, name), talk)
-        except (JobError, FileNotFoundError):  # removed meanwhile, or replaced
+            size, digest = _digest(_open_artifact(folder, order, check_name(name)), talk)
+        except (JobError, FileNotFoundError, Untrue):
+            num_left_out += 1
             continue
         listed.append((name, size, digest))
-        if len(listed) == _FILES_OF_A_LINE:
+        if len(listed) == FILES_OF_A_LINE:
             talk.say("files", files=listed, more=True)
             listed = []
-    talk.say("files", files=listed, more=False)
+    talk.say("files", files=listed, more=False, left_out=num_left_out)
 
 
 def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
@@ -64,7 +71,7 @@ def _find_job(said: dict[str, Any]) -> tuple[Path, JobOrder]:
 
 def _roots(folder: Path, order: JobOrder) -> list[Path]:
     """Where artifacts are: below the job's own folder for them they have its name in front."""
-    return [Path(os.path.expanduser(order.workdir)) if order.workdir else folder / SOURCE_NAME]
+    return [work_folder(order, folder)]
 
 
 def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[str]:
@@ -81,7 +88,7 @@ def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[s
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """Regular files by relative name, no links, as many as can be looked at."""
+    """What is no folder, by its relative name, as many as can be looked at."""
     num_files = 0
     for path, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -92,19 +99,17 @@ def _walk(root: Path) -> Iterator[str]:
             num_files += 1
             if num_files > _MOST_FILES:
                 raise JobError(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")
-            relative = name if inner == "." else f"{inner}/{name}"
-            try:
-                check_name(relative)
-                is_file = stat.S_ISREG(os.lstat(os.path.join(path, name)).st_mode)
-            except (Untrue, OSError):
-                continue
-            if is_file:
-                yield relative
+            yield name if inner == "." else f"{inner}/{name}"
 
 
 def fits(name: str, pattern: str) -> bool:
-    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top."""
+    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top.
+
+    As in a shell, what is hidden has to be named: ``*`` brings no ``.bashrc``, and nothing for a ``.git`` that is here.
+    """
     pattern = pattern.removeprefix("./")
+    if _HIDDEN.search(name) and not _HIDDEN.search(pattern):
+        return False
     if pattern.endswith("/"):
         return fnmatchcase(name, f"{pattern}*")
     return fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(name.rpartition("/")[2], pattern))
@@ -142,9 +147,11 @@ def _open_below(root: Path, name: str) -> int:
 
 
 def _digest(opened: int, talk: Talk) -> tuple[int, str]:
+    """Of what it has now: a job may add to it faster than it is read."""
     digest, size = hashlib.sha256(), 0
     with open(opened, "rb", buffering=0) as file:
-        while data := file.read(_PIECE_BYTES):
+        most = os.fstat(opened).st_size
+        while data := file.read(min(_PIECE_BYTES, most - size)):
             digest.update(data)
             size += len(data)
             talk.tick()

@@ -5,6 +5,7 @@ Nodes may share the home: a folder names its machine and the job's node rank. No
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -16,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...agents import runtime_folder
-from ...guarded import describe, find_guest_parent
+from ...guarded import describe, find_guest_parent, refuse_squatted
 from ..system.proc_files import read
 from ..system.processes import start_ticks
-from .order import JOB_ID, JobError, check_id
+from .order import JOB_ID, JobError, JobOrder, check_id
 
 ORDER_NAME = "order.json"
 SPEC_NAME = "spec.json"
@@ -86,6 +87,18 @@ def find_job_folder(job: str, node_rank: int) -> Path:
     return folder
 
 
+def work_folder(order: JobOrder, folder: Path) -> Path:
+    """Where the ranks start. Raises: JobError for one that another user has made, in a folder that is everybody's."""
+    if not order.workdir:
+        return folder / SOURCE_NAME
+    place = Path(os.path.expanduser(order.workdir))
+    try:
+        refuse_squatted(place)
+    except OSError as exc:
+        raise JobError(str(exc)) from exc
+    return place
+
+
 def list_job_folders(*, of: str = "") -> Iterator[Path]:
     """The parts of jobs on this machine, the newest job first; ``of``: what the ids begin with."""
     ours = re.compile(rf"{machine_id()}-\d{{1,6}}")
@@ -118,6 +131,8 @@ def remove_job_folder(folder: Path) -> None:
         os.rename(folder, aside / folder.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
+    with contextlib.suppress(OSError):  # a runner that was killed has left it
+        socket_path(folder).unlink(missing_ok=True)
     try:
         folder.parent.rmdir()
     except OSError:  # other nodes have their parts there

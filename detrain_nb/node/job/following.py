@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import Talk, as_size, check_name
 from .folders import METRICS_NAME, STREAM_NAME, find_job_folder
 from .last_metrics import last_metrics
-from .log_file import read_log
+from .log_file import find_end, read_log
 from .order import JobError, check_id, check_number
 from .status import is_live, read_status
 
@@ -24,12 +24,14 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
     offsets = _check_offsets(said.get("offsets") or {})
     is_once, shown, wants = said.get("once") is True, "", _read_wishes(said)
+    # a job that prints all the time is not run after
+    ends = {name: find_end(folder / name) for name in _list_streams(folder)} if is_once else None
     while True:
         status = read_status(folder)  # before the files: what it printed before it ended is there then
         if (state := repr((status["state"], status.get("ranks"), status.get("restarts")))) != shown:
             talk.say("status", jobs=[{**status, "metrics": last_metrics(folder)}])
             shown = state
-        has_sent = [_send_more(talk, folder, name, offsets) for name in _list_streams(folder) if wants(name)]
+        has_sent = [_send_more(talk, folder, name, offsets, ends) for name in _list_streams(folder) if wants(name)]
         if any(has_sent):
             talk.flush()
         elif is_once or not is_live(status):
@@ -44,9 +46,12 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
             return
 
 
-def _send_more(talk: Talk, folder: Path, name: str, offsets: dict[str, int]) -> bool:
+def _send_more(talk: Talk, folder: Path, name: str, offsets: dict[str, int], ends: Mapping[str, int] | None) -> bool:
     offset = offsets.get(name, 0)
-    at, data = read_log(folder / name, offset, _PIECE_BYTES)
+    left = _PIECE_BYTES if ends is None else ends.get(name, 0) - offset
+    if left <= 0:
+        return False
+    at, data = read_log(folder / name, offset, min(left, _PIECE_BYTES))
     if data:
         talk.say("data", name=name, offset=at, size=len(data))
         talk.send(data)

@@ -248,6 +248,8 @@ class _Reader:
 def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> FilesError:
     """In words for the user: what of the repository is wrong, and what to do."""
     where = f"git {clean(url.text)}"
+    if exc.is_unknown_ref and not ref:
+        return FilesError(f"{where}: names no branch that has a commit: push one, or name another as ref")
     if exc.is_unknown_ref:
         return FilesError(
             f"{where}: there is no branch, tag or commit {clean(ref)!r}: look at its name, and whether it was pushed"

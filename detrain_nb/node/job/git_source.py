@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -246,7 +247,7 @@ def lay_out_part(
     index = mirror / f"index-{secrets.token_hex(8)}"
     env = {"GIT_DIR": str(mirror), "GIT_WORK_TREE": str(place), "GIT_INDEX_FILE": str(index)}
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        _make_place(target, part.place)
         for args in (["read-tree", f"{part.commit}:{part.folder}"], ["checkout-index", "--all", "--force", "--quiet"]):
             run_git(args, cwd=str(place), limits=limits, env=env, tick=tick)
     except GitFailed as exc:
@@ -256,6 +257,18 @@ def lay_out_part(
     finally:
         for left in (index, index.with_name(f"{index.name}.lock")):
             left.unlink(missing_ok=True)
+
+
+def _make_place(target: Path, name: str) -> None:
+    """Make the folder of a part, through no link: a repository can have one above its submodule. Raises: FilesError."""
+    target.mkdir(parents=True, exist_ok=True)
+    folder = target
+    for each in name.split("/") if name else ():
+        folder = folder / each
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+        if not stat.S_ISDIR(folder.lstat().st_mode):
+            raise FilesError(f"a submodule is at {clean(name)!r}, and {clean(each)!r} is no folder in its repository")
 
 
 def _remove_leftovers(mirror: Path) -> None:

@@ -13,15 +13,14 @@ from pathlib import Path
 from ...guarded import RUN_MODULE
 from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ...metrics import FOLDER_VARIABLE
+from ...plan.job import JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
 from ..system.surroundings import PER_SESSION_VARIABLES
-from .ending import MARK_VARIABLE
 from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_NAME
 from .order import JobError, JobOrder
 
 RANK_MODULE = "detrain_nb.node.job.rank"
 
-SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"
 ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"
 _SETUP_NAME, _TORCHRUN_FOLDER = "setup.sh", "torchelastic"
 _OUR_VARIABLES = "DETRAIN_NB_"
@@ -31,7 +30,7 @@ _READ_BYTES = 1 << 22
 
 
 def mark_of(order: JobOrder) -> str:
-    """What MARK_VARIABLE is in all processes of this part of a job."""
+    """What JOB_VARIABLE is in all processes of this part of a job."""
     return f"{order.id}/{order.node_rank}"
 
 
@@ -55,8 +54,8 @@ def first_environment(order: JobOrder, folder: Path, secrets: Mapping[str, str])
     return {
         **env,
         **secrets,
-        MARK_VARIABLE: mark_of(order),
-        SPEC_VARIABLE: str(folder / SPEC_NAME),
+        JOB_VARIABLE: mark_of(order),
+        JOB_SPEC_VARIABLE: str(folder / SPEC_NAME),
         FOLDER_VARIABLE: str(folder / METRICS_NAME),
         ARTIFACTS_VARIABLE: str(folder / ARTIFACTS_NAME),
     }

@@ -112,6 +112,15 @@ def read_log(path: Path, offset: int, most: int) -> tuple[int, bytes]:
     return offset, b""
 
 
+def find_end(path: Path) -> int:
+    """The offset behind all that was written so far."""
+    ends = [0]
+    for begin, part in _list_parts(path):
+        with contextlib.suppress(OSError):  # it was cut meanwhile
+            ends.append(begin + part.lstat().st_size)
+    return max(ends)
+
+
 def last_lines(path: Path, number: int) -> tuple[str, ...]:
     """The last lines of a log, not all of those that are very long."""
     parts = list(_list_parts(path))

@@ -14,6 +14,7 @@ from typing import Any
 
 from ...agents import is_same_user
 from ..system.loop import Loop
+from ..system.processes import short_path
 from .folders import socket_path
 from .log_file import BoundedLog
 from .rank import MOST_SAID_BYTES, SOCKET_VARIABLE
@@ -47,7 +48,8 @@ class Outputs:
         self._path = socket_path(folder)
         self._path.unlink(missing_ok=True)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(str(self._path))
+        with short_path(str(self._path)) as short:
+            self._listener.bind(short)
         self._listener.listen(_MOST_RANKS)
         self._said: dict[socket.socket, RankOutcome] = {}
         self._has_news = False

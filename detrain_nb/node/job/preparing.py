@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...agents import runtime_folder
-from ...copying.json_lines import Talk
+from ...copying.json_lines import Talk, clean
 from ...guarded import RUN_MODULE
 from ...locks import take_lock
 from .folders import (
@@ -47,7 +47,7 @@ _START_LIMIT_S = 60.0
 class _Prepared:
     order: JobOrder
     folder: Path
-    secrets: Mapping[str, str]
+    secrets: Mapping[str, str] = field(repr=False)
     store: socket.socket | None
 
 
@@ -69,6 +69,7 @@ class Preparing:
             folder = _make_folder(order)
             on_failure.callback(remove_job_folder, folder)
             _lay_out(said.get("source"), folder, talk)
+            _check_script(order.argv[0], folder / SOURCE_NAME)
             store = _bind(order.address, order.rendezvous.port) if order.node_rank == 0 else None
             on_failure.pop_all()
         self._prepared = _Prepared(order, folder, secrets, store)
@@ -151,6 +152,12 @@ def _lay_out(source: object, folder: Path, talk: Talk) -> None:
         lay_out(source, folder / SOURCE_NAME, talk)
     else:
         (folder / SOURCE_NAME).mkdir(mode=0o700)
+
+
+def _check_script(first: str, source: Path) -> None:
+    """What a repository has is not known before it is here. Raises: JobError."""
+    if not first.startswith("-") and not (source / first).is_file():
+        raise JobError(f"{clean(first)[:200]!r} is not in the source: look at its name, and at the folder it is in")
 
 
 def _bind(address: str, port: int) -> socket.socket:

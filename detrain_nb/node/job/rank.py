@@ -16,7 +16,7 @@ import sys
 import time
 
 from ...launch import JOB_KEY_VARIABLE, STORE_FD_VARIABLE
-from ..system.processes import die_with_parent
+from ..system.processes import die_with_parent, short_path
 
 SOCKET_VARIABLE = "DETRAIN_NB_JOB_SOCKET"
 MOST_SAID_BYTES = 4096
@@ -30,7 +30,8 @@ def main() -> None:
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _: early.append(number))  # not ignored: the program would inherit that
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as runner:
-        runner.connect(os.environ.pop(SOCKET_VARIABLE))
+        with short_path(os.environ.pop(SOCKET_VARIABLE)) as short:
+            runner.connect(short)
         for name in (JOB_KEY_VARIABLE, STORE_FD_VARIABLE):
             os.environ.pop(name, None)
         _hand_over_output(runner)

@@ -7,11 +7,14 @@ same store, as they do under torchrun's own. All nodes watch each other from whe
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
+import select
 import socket
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
 
@@ -33,6 +36,7 @@ from ..system.bound_store import connect, listen
 from .watch import Watch, end_ranks, write_reason
 
 _OPERATION_LIMIT_S = 60.0
+_GONE_GRACE_S = 1.0  # until torch is left where it waits
 _MOST_NAME = 100  # characters
 _Answer = TypeVar("_Answer")
 
@@ -79,7 +83,7 @@ class JobRendezvous(RendezvousHandler):
         try:
             wrong = watch.wait_for_all(self._timeout_s)
         except ConnectionError:
-            wrong = f"{watch.name(0)}, which holds the store of the job, is gone"
+            wrong = _holder_is_gone()
         if wrong:
             write_reason(wrong)
             watch.tell_end(wrong)
@@ -123,11 +127,45 @@ def open_store(address: str, port: int, node_rank: int, timeout_s: float) -> TCP
     try:
         if node_rank == 0:
             return listen(address, port, timeout=timeout)
-        return connect(address, port, timeout=timeout)
+        with _ended_with_store(address, port, timeout_s):
+            return connect(address, port, timeout=timeout)
+    except ConnectionRefusedError as exc:
+        write_reason(_holder_is_gone())
+        raise RendezvousConnectionError(_holder_is_gone()) from exc
     except (DistError, OSError) as exc:
         reason = f"the store of the job, at {address}:{port} on {_name(0)}, cannot be reached within {timeout_s:g} s"
         write_reason(reason)
         raise RendezvousConnectionError(reason) from exc
+
+
+@contextlib.contextmanager
+def _ended_with_store(address: str, port: int, limit_s: float) -> Iterator[None]:
+    """End this node if node 0 goes while the block waits for its store: torch would try again and again.
+
+    Its socket was bound before any node was launched, so that only one that is gone refuses a connection.
+    Raises: ConnectionRefusedError, OSError.
+    """
+    is_open = threading.Event()
+
+    def look(held: socket.socket) -> None:
+        select.select([held], [], [])  # nothing is ever sent to who says nothing: it was shut
+        if not is_open.is_set():
+            end_ranks(_holder_is_gone(), grace_s=_GONE_GRACE_S)
+
+    with socket.create_connection((address, port), timeout=limit_s) as held:
+        looking = threading.Thread(target=look, args=(held,), name="store", daemon=True)
+        looking.start()
+        try:
+            yield
+        finally:
+            is_open.set()
+            with contextlib.suppress(OSError):  # it was shut already
+                held.shutdown(socket.SHUT_RDWR)
+            looking.join()
+
+
+def _holder_is_gone() -> str:
+    return f"{_name(0)}, which holds the store of the job, is gone"
 
 
 def open_watch(

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...guarded import make_users_folder
 from ...launch import STORE_FD_VARIABLE
 from ..system.own_files import PACKAGE
 from ..system.processes import (
@@ -28,7 +29,7 @@ from ..system.processes import (
     watch_children,
 )
 from .ending import read_grace
-from .folders import ORDER_NAME, SETUP_LOG, SOURCE_NAME, TORCHRUN_LOG, read_bounded
+from .folders import ORDER_NAME, SETUP_LOG, TORCHRUN_LOG, read_bounded, work_folder
 from .launching import first_environment, setup_command, torchrun_command
 from .order import JobError, JobOrder
 from .outputs import Outputs
@@ -115,11 +116,10 @@ class Runner:
         return self._run_command(argv, env, TORCHRUN_LOG, cwd, handed), TORCHRUN_LOG
 
     def _find_cwd(self) -> Path:
-        """Raises: OSError."""
-        if not self._order.workdir:
-            return self._folder / SOURCE_NAME
-        folder = Path(os.path.expanduser(self._order.workdir))
-        folder.mkdir(parents=True, exist_ok=True)
+        """Raises: JobError, OSError."""
+        folder = work_folder(self._order, self._folder)
+        if self._order.workdir:
+            make_users_folder(folder)
         return folder
 
     def _run_command(self, argv: list[str], env: Mapping[str, str], log: str, cwd: Path, handed: list[int]) -> int:

@@ -23,6 +23,10 @@ FORMAT = 1
 PREPARING, RUNNING, STOPPING, ENDED = "preparing", "running", "stopping", "ended"
 LOST, RESTARTED, UNREADABLE = "lost", "node restarted", "unreadable"
 LIVE = (PREPARING, RUNNING, STOPPING)
+_WHY = {
+    LOST: "its runner is gone: it was killed, perhaps for want of memory",
+    RESTARTED: "the machine, or its container, was started anew while it ran",
+}
 _RESERVE_NAME = ".reserve"
 _RESERVE_BYTES = 1 << 16
 
@@ -91,6 +95,7 @@ def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[st
             raise JobError(f"{STATUS_NAME} is damaged")
         if status["state"] in LIVE:
             status["state"] = _judge(status, boot())
+            status["reason"] = _WHY.get(status["state"], "")
         if status["state"] not in LIVE and (folder / EXIT_NAME).exists():
             ended = _read(folder / EXIT_NAME)
             status |= {"state": ENDED, **{name: ended.get(name) for name in _EXIT_FIELDS}}

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 from .proc_files import read, read_number
 
@@ -167,3 +167,16 @@ def close_inherited_sockets(*, keep: set[int]) -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def short_path(path: str) -> Iterator[str]:
+    """Give a path by which a socket can be bound or connected to: its address holds 107 bytes, ``path`` may be longer.
+
+    Raises: OSError.
+    """
+    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
+    finally:
+        os.close(folder)

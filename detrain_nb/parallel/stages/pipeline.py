@@ -78,7 +78,7 @@ class PipelineStages(ParallelModel):
         self.num_stages = found.num_stages
         self.indices = self.schedule.stages_of_rank(rank, num_ranks=num_ranks, num_stages=self.num_stages)
         self.num_microbatches = num_microbatches or self.schedule.num_microbatches(self.num_stages)
-        self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages)
+        self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages, num_ranks=num_ranks)
         if self.num_microbatches > 1 and (layer := found.profile.cut_along_time):
             raise SpecError(
                 f"{layer} has batch_first=False, and gets the first dimension of the inputs as time: a batch is cut "

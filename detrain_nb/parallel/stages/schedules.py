@@ -140,8 +140,8 @@ class WrittenSchedule(Schedule):
     def num_microbatches(self, num_stages: int) -> int:
         return self._count
 
-    def require_microbatches(self, count: int, *, num_stages: int) -> None:
-        super().require_microbatches(count, num_stages=num_stages)
+    def require_microbatches(self, count: int, *, num_stages: int, num_ranks: int) -> None:
+        super().require_microbatches(count, num_stages=num_stages, num_ranks=num_ranks)
         if count > self._count:
             raise SpecError(f"{count} microbatches, and {self} has {self._count}")
 

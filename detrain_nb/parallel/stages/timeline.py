@@ -100,7 +100,7 @@ def timeline(
     if len(times) != num_stages:
         raise SpecError(f"{len(times)} times, and {name} has {num_stages} stages on {num_ranks} ranks")
     if isinstance(order, WrittenSchedule):
-        order.require_microbatches(num_microbatches, num_stages=num_stages)
+        order.require_microbatches(num_microbatches, num_stages=num_stages, num_ranks=num_ranks)
         return Timeline(name, _play(_steps(order.orders(num_microbatches)), times))
     if order.has_one_stage:  # torch's own list of 1F1B is off by one on the last rank, in 2.13
         ahead = [num_microbatches if name == "GPipe" else num_ranks - rank for rank in range(num_ranks)]
