@@ -125,11 +125,11 @@ class JobMagics(Magics):
     def _begun(self, prog: str, job: Job, args: Any) -> Job | None:
         if out := getattr(args, "out", None):
             self._ipython.user_ns[out] = job
-        title = f"job {job.id} runs: %job logs -f {job.id} follows it"
         if args.follow:
+            title = f"job {job.id} runs: %job stop ends it, an interrupt of this cell does not"
             self._follow(prog, job, max_lines=args.max_lines, title=title)
             return None
-        print(title)
+        print(f"job {job.id} runs: %job logs -f {job.id} follows it")
         return None if out else job
 
     # ---- how it is

@@ -194,7 +194,7 @@ def test_report_is_tables_of_plain_text() -> None:
 # ---- in a kernel
 
 _SCRIPT = """
-import os, pathlib, sys
+import os, pathlib, sys, time
 from detrain_nb import job_spec, log_metrics
 rank = int(os.environ["RANK"])
 print("rank", rank, sys.argv[1:], "epochs", job_spec().training.epochs)
@@ -202,7 +202,10 @@ print("all say this")
 log_metrics(step=1, loss=0.5)
 pathlib.Path("artifacts").mkdir(exist_ok=True)
 pathlib.Path(f"artifacts/{rank}").write_text("made")
-sys.exit(3 if rank == 1 and "fail" in sys.argv else 0)
+if rank == 1 and "fail" in sys.argv:
+    while not pathlib.Path("artifacts/0").exists():  # rank 0 is ended with us: it has said all by then
+        time.sleep(0.01)
+    sys.exit(3)
 """
 
 
@@ -283,7 +286,9 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     code = f"%%torchrun -n 2 --name fails --follow -- fail\n{_SCRIPT}"
     first, again = kernel.run(code), kernel.run(code)
     assert _without_id(first.text()) == _without_id(again.text())
-    assert _without_id(first.text()).startswith("job fails-ID runs: %job logs -f fails-ID follows it\n[0] rank 0")
+    assert _without_id(first.text()).startswith(
+        "job fails-ID runs: %job stop ends it, an interrupt of this cell does not\n[0] rank 0"
+    )
     assert re.match(r"JobFailed: job \S+ ended, exit 3 after .*\(rank 1 on localhost\)", first.error), first.error
     assert kernel.run("%job fetch fails").error.startswith("JobError: job fails-")
 
