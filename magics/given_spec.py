@@ -9,9 +9,9 @@ from ..errors import SpecError
 from ..plan.fields import split_overrides
 
 if TYPE_CHECKING:
-    from ..spec import PipelineSpec
+    from ..spec import Finding, PipelineSpec
 
-__all__ = ["read_spec", "take_fields"]
+__all__ = ["read_spec", "show_findings", "take_fields"]
 
 
 def take_fields(words: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -32,3 +32,13 @@ def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineS
         raise SpecError(f"the variable {where} is of type {type(named).__name__}, not PipelineSpec")
     spec = named or PipelineSpec.load(where)
     return spec.with_overrides(PipelineSpec.parse_overrides(fields))
+
+
+def show_findings(findings: Sequence[Finding], where: str) -> None:
+    """Print what was found in the spec that the line names as ``where``. Raises: SpecError where any is an error."""
+    from ..spec import worst
+
+    said = "\n".join(map(str, findings))
+    if worst(findings) == "error":
+        raise SpecError(said)
+    print(said or f"{where}: nothing is wrong with it")

@@ -11,8 +11,8 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
-from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
-from .given_spec import read_spec
+from ..errors import CellSyntaxError, DetrainError, JobError
+from .given_spec import read_spec, show_findings
 from .guard import guard
 from .holder import ask_passphrase
 from .job_options import parse_job_line, parse_torchrun_line
@@ -144,13 +144,10 @@ class JobMagics(Magics):
 
     def _check(self, args: Any) -> None:
         from ..jobs import check_nodes
-        from ..spec import worst
 
         spec = self._read_spec(args)
         findings = check_nodes(spec, ask_passphrase=ask_passphrase) if args.on_nodes else spec.check()
-        if worst(findings) == "error":
-            raise SpecError("\n".join(map(str, findings)))
-        print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
+        show_findings(findings, args.spec)
         display(spec.plan())
 
     def _stop(self, args: Any) -> JobStatus:

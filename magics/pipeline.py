@@ -9,7 +9,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from ..plan import Plan
-from .given_spec import read_spec, take_fields
+from .given_spec import read_spec, show_findings, take_fields
 from .guard import guard
 from .options import LineParser, whole
 
@@ -44,7 +44,7 @@ class PipelineMagics(Magics):
         if args.command == "plan":
             return spec.plan()
         if args.command == "check":
-            print("\n".join(map(str, spec.check())) or f"{args.spec}: nothing is wrong with it")
+            show_findings(spec.check(), args.spec)
         else:
             _export(spec, args)
         return None

@@ -233,6 +233,7 @@ class _Starting:
                 address=_LOOPBACK if is_alone else transport.address,
                 interface=_LOOPBACK_INTERFACE if is_alone else transport.interface,
                 rendezvous=common,
+                silence_s=rendezvous.silence_s,
             )
             for node_rank, (node, transport) in enumerate(zip(plan.nodes, self._transports))
         ]

@@ -61,6 +61,9 @@ class Rendezvous(SpecModel):
     timeout_s: Annotated[float, Field(ge=1, le=86400)] = Field(
         default=600.0, description="seconds, 1 to 86400: within them all nodes come"
     )
+    silence_s: Annotated[float, Field(ge=3, le=3600)] = Field(
+        default=60.0, description="seconds, 3 to 3600: a node that says nothing for so long is lost"
+    )
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=0, description="a whole number, 0 to 1000: how often all ranks begin anew when one fails"
     )
