@@ -35,10 +35,12 @@ def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineS
 
 
 def show_findings(findings: Sequence[Finding], where: str) -> None:
-    """Print what was found in the spec that the line names as ``where``. Raises: SpecError where any is an error."""
-    from ..spec import worst
-
-    said = "\n".join(map(str, findings))
-    if worst(findings) == "error":
-        raise SpecError(said)
-    print(said or f"{where}: nothing is wrong with it")
+    """Print what was found in the spec that the line names as ``where``. Raises: SpecError with what is an error."""
+    errors = [str(each) for each in findings if each.severity == "error"]
+    for each in findings:
+        if each.severity != "error":
+            print(each)
+    if errors:
+        raise SpecError("\n".join(errors))
+    if not findings:
+        print(f"{where}: nothing is wrong with it")
