@@ -187,11 +187,16 @@ class Job(ShownAsText):
         return status
 
     def restart(
-        self, *, secrets: dict[str, str] | None = None, on_progress: Callable[[str], object] | None = None
+        self,
+        *,
+        storage: str | None = None,
+        secrets: dict[str, str] | None = None,
+        on_progress: Callable[[str], object] | None = None,
     ) -> Job:
         """Submit the same spec again as a new job, which goes on from the last checkpoint; a running one is stopped.
 
-        Its source is what is there now. Raises: SpecError where a secret that it names is not set here.
+        Its source is what is there now, and travels by ``storage``: by default the one that it was submitted with,
+        unless that had a password in it. Raises: SpecError where a secret that it names is not set here.
         """
         spec = self.spec
         gather_secrets(spec, secrets)  # before anything is stopped
@@ -204,6 +209,7 @@ class Job(ShownAsText):
         started = start(
             spec,
             source,
+            storage=storage or self._record.get(self.id).storage or None,
             secrets=secrets,
             on_progress=on_progress,
             nodes=nodes,

@@ -21,6 +21,7 @@ from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
 from ..plan import Plan
+from ..storage import has_password
 from ..transport import Transport
 from .asking import ask_facts, on_all, talk_to, talks_to, try_on_all
 from .noting import running_job
@@ -134,9 +135,14 @@ class _Starting:
             return self._run(_make_id(self.spec.name), secrets)
 
     def _run(self, job: str, secrets: Mapping[str, str]) -> Started:
-        listed = json.dumps([node.to_fields() for node in self.spec.nodes])
+        storage = self.storage or ""
         self.record.add(
-            job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
+            job,
+            name=self.spec.name,
+            nodes=json.dumps([node.to_fields() for node in self.spec.nodes]),
+            spec=json.dumps(self.spec.to_dict()),
+            state="submitting",
+            storage="" if has_password(storage) else storage,
         )
         try:
             for notice in (*self.source.notices, *_list_unset(self._transports)):

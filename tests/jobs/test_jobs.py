@@ -241,6 +241,13 @@ def test_two_submits_at_once_are_one(home: Path) -> None:
     assert not [row for row in jobs().rows if row.name == "twice"]
 
 
+def test_storage_is_kept_unless_it_has_a_password(home: Path) -> None:
+    for storage, kept in (("s3://bucket/folder", "s3://bucket/folder"), ("s3://me:hunter2@bucket/folder", "")):
+        with pytest.raises(DetrainError, match=r"hung up|broke"):
+            submit(spec_of("pass", name="stored-there"), nodes=[LyingNode({})], storage=storage)
+        assert Record().get("stored-there").storage == kept
+
+
 def _wait_until(is_so: object, limit_s: float = 20.0) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():  # type: ignore[operator]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detrain_nb.errors import JobError
-from detrain_nb.jobs.record import Record, bring_up_to_date
+from detrain_nb.jobs.record import FORMATS, Record, bring_up_to_date
 
 LIMIT_S = 60
 
@@ -218,7 +218,7 @@ def test_record_of_a_newer_release_is_refused_and_left_alone(file: Path, record:
         db.execute("PRAGMA user_version = 7")
     before = file.read_bytes()
     for use in (record.summaries, lambda: record.get("a"), lambda: record.remove("a"), lambda: add(record, "b")):
-        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 1: update"):
+        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 2: update"):
             use()
     assert file.read_bytes() == before
 
@@ -239,6 +239,20 @@ def test_record_of_an_older_release_gets_what_it_lacks_and_all_or_nothing(tmp_pa
         bring_up_to_date(db, file, formats)
         assert db.execute("SELECT * FROM a").fetchall() == [(1, None)]
         assert db.execute("PRAGMA user_version").fetchone() == (3,)
+
+
+def test_jobs_of_an_older_release_keep_all_and_have_no_storage(file: Path, record: Record) -> None:
+    file.parent.mkdir(mode=0o700)
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        bring_up_to_date(db, file, FORMATS[:1])
+        db.execute("INSERT INTO specs VALUES ('digest', '{}')")
+        db.execute(
+            "INSERT INTO jobs (id, name, state, submitted_at, updated_at, release, spec_digest, nodes) "
+            "VALUES ('old-1', 'old', 'ended', 1, 2, '0', 'digest', '[]')"
+        )
+    assert (record.get("old").id, record.get("old").state, record.get("old").storage) == ("old-1", "ended", "")
+    record.add("new-1", name="new", nodes="[]", spec="{}", state="submitting", storage="s3://bucket/folder")
+    assert record.get("new").storage == "s3://bucket/folder"
 
 
 def test_damaged_record_is_told(file: Path, record: Record) -> None:
