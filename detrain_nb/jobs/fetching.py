@@ -14,7 +14,7 @@ from pathlib import Path
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.files import FILES_OF_A_LINE, fits
+from ..node.job.terms import FILES_OF_A_LINE, fits
 from ..text import format_size, name_some
 from ..transport import Transport
 from .asking import on_all, talk_to

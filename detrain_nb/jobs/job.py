@@ -12,6 +12,7 @@ from ..copying.json_lines import Refused
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import OnProgress, label
 from ..errors import DetrainError, JobError, SpecError
+from ..node.job.terms import ENDED, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
 from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
@@ -182,7 +183,7 @@ class Job(ShownAsText):
         outcomes = try_on_all(self._transports(), stop)
         failures = [each for each in outcomes if isinstance(each, DetrainError)]
         status = self.status()
-        if failures and (not status.is_over or status.state == "unreadable"):
+        if failures and (not status.is_over or status.state == UNREADABLE):
             raise JobError("\n".join(map(str, failures)))
         return status
 
@@ -237,7 +238,7 @@ class Job(ShownAsText):
         Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is.
         """
         status = self.status()
-        if not anyway and not (status.state == "ended" and status.exit_code == 0):
+        if not anyway and not (status.state == ENDED and status.exit_code == 0):
             code = "" if status.exit_code is None else f" with {status.exit_code}"
             raise JobError(
                 f"job {self.id} did not succeed, it is {status.state}{code}: fetch what there is with --anyway "
@@ -262,10 +263,10 @@ class Job(ShownAsText):
                 talk.hear("removed")
 
         status = self.status()
-        if status.state == "unknown" and not anyway:
+        if status.state == UNKNOWN and not anyway:
             why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
             raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
-        if not status.is_over and status.state != "unknown":
+        if not status.is_over and status.state != UNKNOWN:
             raise JobError(f"job {self.id} is {status.state}: stop it first")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
@@ -338,7 +339,7 @@ class Job(ShownAsText):
         """Judge what the nodes say, and note it down."""
         by_name = {label(node): each for node, each in zip(self._transports(), said)}
         status = judge(self.id, self.name, by_name, least_nodes=least_nodes(self._record.get(self.id)))
-        if status.state != "unknown":
+        if status.state != UNKNOWN:
             note_down(status, self._record)
         return status
 

@@ -12,6 +12,7 @@ from ..copying.json_lines import Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
 from ..errors import DetrainError, JobError
+from ..node.job.terms import NOT_STARTED, SUBMITTING, UNKNOWN
 from ..transport import Transport
 from .asking import talk_to, try_on_all
 from .job_status import OVER, JobStatus, judge
@@ -129,14 +130,14 @@ def _note(
         said[label(transports[key])] = answer if isinstance(answer, DetrainError) else next(iter(own), None)
     row = record.get(job)
     status = judge(job, row.name, said, least_nodes=least_nodes(row))
-    if status.state == "unknown" or (status.state == "not started" and _may_come(row)):
+    if status.state == UNKNOWN or (status.state == NOT_STARTED and _may_come(row)):
         return
     note_down(status, record)
 
 
 def _may_come(row: JobSummary) -> bool:
     """Another process is at it, and no node has it yet."""
-    if row.state != "submitting":
+    if row.state != SUBMITTING:
         return False
     is_at_it = is_being_submitted(row.name)
     return time.time() - row.updated_at < _SUBMIT_LIMIT_S if is_at_it is None else is_at_it

@@ -19,6 +19,7 @@ from typing import Any, TypedDict, Unpack
 from .. import __version__
 from ..errors import JobError
 from ..guarded import can_others_write, describe, make_private_folder, state_folder
+from ..node.job.terms import NOT_STARTED
 from ..text import name_some, printable
 
 __all__ = ["FORMATS", "Changes", "JobRow", "JobSummary", "Record", "bring_up_to_date"]
@@ -130,7 +131,7 @@ class Record:
             raise JobError(f"{shown!r} is no job: give its id, what that begins with, or a name")
         columns = f"SELECT {_SUMMARY}, {_DETAILS} FROM jobs JOIN specs ON digest = spec_digest WHERE"
         with self._reading() as db:
-            for where in ("jobs.id = ?", "name = ? AND state != 'not started'", "name = ?"):
+            for where in ("jobs.id = ?", f"name = ? AND state != '{NOT_STARTED}'", "name = ?"):
                 if row := db.execute(f"{columns} {where} {_NEWEST} 1", (wanted,)).fetchone():
                     return JobRow(*row)
             between = wanted, wanted + _LAST_CHARACTER

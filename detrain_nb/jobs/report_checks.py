@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..copying.json_lines import Untrue, as_size, check_name, clean
+from ..node.job.terms import LIVE, OUTPUT_NAME, OVER
 
 __all__ = [
-    "LOG_NAME",
     "STATUS_BYTES",
     "NodeFacts",
     "NodeFile",
@@ -28,8 +28,6 @@ __all__ = [
 ]
 
 STATUS_BYTES = 1 << 22
-STATES = ("preparing", "running", "stopping", "ended", "lost", "node restarted", "unreadable")
-LOG_NAME = re.compile(r"rank-[0-9]{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-[0-9]{1,6}\.jsonl")
 _MOST_JOBS = 10_000
 _MOST_RANKS = 1 << 16
 _MOST_LINES = 100
@@ -62,7 +60,7 @@ class NodeReport:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("ended", "lost", "node restarted", "unreadable")
+        return self.state in OVER
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def read_report(said: object) -> NodeReport:
     if not isinstance(said, dict):
         raise Untrue("what is said of a job is no mapping")
     state = said.get("state")
-    if state not in STATES:
+    if state not in (*LIVE, *OVER):
         raise Untrue(f"{clean(state)[:40]!r} is no state of a job")
     failed = said.get("failed_rank")
     exit_code = said.get("exit_code")
@@ -166,7 +164,7 @@ def read_number(said: object, *, least: int = 0, most: int = 1 << 62) -> int:
 
 def check_log_name(said: object) -> str:
     """The name of a file that can be followed. Raises: Untrue."""
-    if not isinstance(said, str) or not LOG_NAME.fullmatch(said):
+    if not isinstance(said, str) or not OUTPUT_NAME.fullmatch(said):
         raise Untrue(f"{clean(said)[:80]!r} is no log of a job")
     return said
 

@@ -20,6 +20,7 @@ from ..deploy.files import label
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
+from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
 from ..storage import has_password
 from ..transport import Transport
@@ -141,7 +142,7 @@ class _Starting:
             name=self.spec.name,
             nodes=json.dumps([node.to_fields() for node in self.spec.nodes]),
             spec=json.dumps(self.spec.to_dict()),
-            state="submitting",
+            state=SUBMITTING,
             storage="" if has_password(storage) else storage,
         )
         try:
@@ -161,13 +162,13 @@ class _Starting:
             if self._may_run:
                 self._undo(job)
             with contextlib.suppress(DetrainError):
-                self.record.update(job, state="not started", ended_at=time.time(), exit_code=None)
+                self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
             for transport in self._transports:
                 transport.leave()
             if isinstance(exc, FilesError):  # of a talk, outside of what names its node
                 raise DetrainError(str(exc)) from exc
             raise
-        self.record.update(job, state="running", started_at=time.time())
+        self.record.update(job, state=RUNNING, started_at=time.time())
         return Started(job, self.spec.name, self._transports)
 
     # ---- before any node is asked

@@ -17,7 +17,8 @@ from ..system.proc_files import read
 from ..system.processes import start_ticks
 from .folders import find_job_folder, list_parts, read_bounded, remove_job_folder, write_whole
 from .order import JobError, check_id, check_number, check_seconds
-from .status import LOST, UNREADABLE, Exit, is_live, read_status
+from .status import Exit, is_live, read_status
+from .terms import LOST, UNREADABLE
 
 GRACE_S = 30.0
 _STOP_NAME = "stop.json"

@@ -7,22 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
 from .folders import ARTIFACTS_NAME, ORDER_NAME, find_job_folder, read_bounded, work_folder
 from .order import JobError, JobOrder, check_id, check_number, check_texts
+from .terms import FILES_OF_A_LINE, fits
 
 USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
 _MOST_FILES = 100_000
-FILES_OF_A_LINE = 500
 _PIECE_BYTES = 1 << 20
-_HIDDEN = re.compile(r"(?:^|/)\.")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -100,19 +97,6 @@ def _walk(root: Path) -> Iterator[str]:
             if num_files > _MOST_FILES:
                 raise JobError(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")
             yield name if inner == "." else f"{inner}/{name}"
-
-
-def fits(name: str, pattern: str) -> bool:
-    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top.
-
-    As in a shell, what is hidden has to be named: ``*`` brings no ``.bashrc``, and nothing for a ``.git`` that is here.
-    """
-    pattern = pattern.removeprefix("./")
-    if _HIDDEN.search(name) and not _HIDDEN.search(pattern):
-        return False
-    if pattern.endswith("/"):
-        return fnmatchcase(name, f"{pattern}*")
-    return fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(name.rpartition("/")[2], pattern))
 
 
 def _open_artifact(folder: Path, order: JobOrder, name: str) -> int:

@@ -29,7 +29,6 @@ ARTIFACTS_NAME = "artifacts"
 METRICS_NAME = "metrics"
 SETUP_LOG, TORCHRUN_LOG, RUNNER_LOG = "setup.log", "torchrun.log", "runner.log"
 END_NAME = "end.json"  # why the nodes have ended each other
-STREAM_NAME = re.compile(r"rank-\d{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-\d{1,6}\.jsonl")
 _MACHINE_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 _SOCKETS_FOLDER = ".jobs"  # no session: its name begins with a dot
 

@@ -33,7 +33,8 @@ from .folders import ORDER_NAME, SETUP_LOG, TORCHRUN_LOG, read_bounded, work_fol
 from .launching import first_environment, setup_command, torchrun_command
 from .order import JobError, JobOrder
 from .outputs import Outputs
-from .status import ENDED, RUNNING, STOPPING, Exit, Reserve, Status
+from .status import Exit, Reserve, Status
+from .terms import ENDED, RUNNING, STOPPING
 from .verdict import judge
 
 _READY = b"ready\n"

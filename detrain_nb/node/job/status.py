@@ -17,12 +17,10 @@ from ...copying.json_lines import clean
 from ..system.processes import start_ticks
 from .folders import read_boot, read_bounded, write_whole
 from .order import JobError
+from .terms import ENDED, LIVE, LOST, PREPARING, RESTARTED, UNREADABLE
 
 STATUS_NAME, EXIT_NAME = "status.json", "exit.json"
 FORMAT = 1
-PREPARING, RUNNING, STOPPING, ENDED = "preparing", "running", "stopping", "ended"
-LOST, RESTARTED, UNREADABLE = "lost", "node restarted", "unreadable"
-LIVE = (PREPARING, RUNNING, STOPPING)
 _WHY = {
     LOST: "its runner is gone: it was killed, perhaps for want of memory",
     RESTARTED: "the machine, or its container, was started anew while it ran",
