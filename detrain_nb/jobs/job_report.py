@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import behind_ours, quoted
 from ..plan import Plan
 from ..text import ShownAsText, html_cells, html_table, html_text, printable, table_lines
-from .job_status import JobStatus
+from .job_status import JobStatus, has_failed
 from .report_checks import NodeReport
 
 __all__ = ["JobReport", "describe_metrics"]
@@ -40,11 +40,11 @@ class JobReport(ShownAsText):
 
     def _repr_html_(self) -> str:
         status = self.status
-        rows = [(_node_cells(node, each), _has_failed(each)) for node, each in status.reports.items()]
+        rows = [
+            (_node_cells(node, each), has_failed(each.state, each.exit_code)) for node, each in status.reports.items()
+        ]
         rows += [((node, "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()]
-        body = "".join(
-            f"<tr>{html_cells(cells, style=_FAILED if has_failed else _LEFT)}</tr>" for cells, has_failed in rows
-        )
+        body = "".join(f"<tr>{html_cells(cells, style=_FAILED if is_red else _LEFT)}</tr>" for cells, is_red in rows)
         head = html_cells(_NODE_COLUMNS, tag="th", style=_LEFT)
         parts = [html_table(head, body, caption=[str(status).partition("\n")[0]])]
         if status.is_over and status.last_lines:
@@ -77,10 +77,6 @@ def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
         behind_ours(report.reason) if report.reason else "",
     )
     return tuple(map(printable, cells))
-
-
-def _has_failed(report: NodeReport) -> bool:
-    return report.is_over and report.exit_code != 0
 
 
 def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:

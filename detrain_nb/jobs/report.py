@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..text import html_cells, html_table, printable, table_lines
-from .job_status import OVER, describe_age, describe_seconds
+from .job_status import OVER, describe_age, describe_seconds, has_failed
 from .record import JobSummary
 
 __all__ = ["JobList"]
@@ -45,10 +45,8 @@ class JobList:
     def _repr_html_(self) -> str:
         if not self.rows:
             return html.escape(self._title)
-        body = "".join(
-            f"<tr>{html_cells(_cells(row, self.at), style=_FAILED if _has_failed(row) else _LEFT)}</tr>"
-            for row in self.rows[:_MOST_SHOWN]
-        )
+        rows = self.rows[:_MOST_SHOWN]
+        body = "".join(f"<tr>{html_cells(_cells(row, self.at), style=_style(row))}</tr>" for row in rows)
         return html_table(html_cells(_COLUMNS, tag="th", style=_LEFT), body, caption=[self._title, *self._left_out])
 
     @property
@@ -56,7 +54,7 @@ class JobList:
         if not self.rows:
             return "no jobs were submitted from here"
         going = sum(row.state not in OVER for row in self.rows)
-        failed = sum(map(_has_failed, self.rows))
+        failed = sum(has_failed(row.state, row.exit_code) for row in self.rows)
         told = [f"{len(self.rows)} job{'s' if len(self.rows) > 1 else ''}"]
         return ", ".join([*told, *[f"{going} not over"] * (going > 0), *[f"{failed} failed"] * (failed > 0)])
 
@@ -66,8 +64,8 @@ class JobList:
         return [f"... {more} older ones"] if more > 0 else []
 
 
-def _has_failed(row: JobSummary) -> bool:
-    return row.state in OVER and row.exit_code != 0
+def _style(row: JobSummary) -> str:
+    return _FAILED if has_failed(row.state, row.exit_code) else _LEFT
 
 
 def _cells(row: JobSummary, now: float) -> tuple[str, ...]:

@@ -156,8 +156,8 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
         job.remove()
     executed = job.execute("echo here; exit 5", on_line=None)
     assert executed.status == 5
-    assert job.stop(grace_s=5).is_over
-    assert job.stop().is_over
+    assert (job.stop(grace_s=5).state, job.stop().exit_code) == ("stopped", 143)
+    assert [row.state for row in jobs() if row.id == job.id] == ["stopped"]
     _wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     (said,) = home.glob(f"state/detrain_nb/jobs/{job.id}/*/status.json")
     said.write_text("{")

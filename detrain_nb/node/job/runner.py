@@ -34,7 +34,7 @@ from .launching import first_environment, setup_command, torchrun_command
 from .order import JobError, JobOrder
 from .outputs import Outputs
 from .status import Exit, Reserve, Status
-from .terms import ENDED, RUNNING, STOPPING
+from .terms import RUNNING, STOPPING
 from .verdict import judge
 
 _READY = b"ready\n"
@@ -91,7 +91,7 @@ class Runner:
         ended = ended or judge(self._outputs, code, folder=self._folder, log=log, stopped=self._is_stopped)
         self._reserve.release()
         self._reserve.write(ended)
-        self._status.state, self._status.ended_at = ENDED, ended.ended_at
+        self._status.state, self._status.ended_at = ended.state, ended.ended_at
         self._status.exit_code, self._status.reason = ended.exit_code, ended.reason
         self._reserve.write(self._status)
 

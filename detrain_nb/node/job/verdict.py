@@ -11,16 +11,17 @@ from .log_file import last_lines
 from .order import JobError
 from .outputs import Outputs, RankOutcome
 from .status import Exit
+from .terms import STOPPED
 
 _LAST_LINES = 20
 _MOST_REASON = 2000  # characters
-STOPPED = 128 + signal.SIGTERM
+_STOPPED = 128 + signal.SIGTERM
 
 
 def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool) -> Exit:
     """Say how it ended; ``code`` is that of what ran, which wrote to ``log``."""
     if stopped:
-        return Exit(STOPPED, "stopped")
+        return Exit(_STOPPED, state=STOPPED)
     if code == 0:
         return Exit(0)
     if log != TORCHRUN_LOG:
