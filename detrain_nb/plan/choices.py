@@ -17,6 +17,8 @@ ArgumentStyle = Literal["plain", "detrain"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 SCHEDULERS: tuple[str, ...] = get_args(SchedulerName)
 
+ARTIFACTS = ("*.pt", "*.safetensors", "artifacts/")  # what is fetched of a job whose spec says nothing of it
+
 # Of each line one field at most is given; an override of one leaves out the others.
 ONE_OF: tuple[tuple[str, ...], ...] = (
     ("training.epochs", "training.steps"),

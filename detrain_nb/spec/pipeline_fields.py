@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ..plan.choices import ARTIFACTS
 from .model import SpecModel
 from .node import Node
 from .nodes_file import find_twins
@@ -65,7 +66,7 @@ class PipelineFields(SpecModel):
     model: Model | None = Field(default=None, description="a table with the url of a model")
     checkpoint: Checkpoint | None = Field(default=None, description="a table with the url of a folder")
     artifacts: Annotated[tuple[Annotated[str, only(is_inside)], ...], BeforeValidator(as_set_of)] = Field(
-        default=("*.pt", "*.safetensors", "artifacts/"),
+        default=ARTIFACTS,
         description='a list of patterns of files below the folder the ranks run in, as "*.pt", each once, without ..',
     )
     env: _Env = Field(default={}, description="a table of environment variables with texts; secrets stay out of it")

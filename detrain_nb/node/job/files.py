@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
+from ...plan.choices import ARTIFACTS
 from .folders import ARTIFACTS_NAME, ORDER_NAME, find_job_folder, read_bounded, work_folder
 from .order import JobError, JobOrder, check_id, check_number, check_texts
 from .terms import FILES_OF_A_LINE, fits
 
-USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
 _MOST_FILES = 100_000
 _PIECE_BYTES = 1 << 20
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -29,7 +29,7 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
     The last one has how many match and stay: links, what is no file, what cannot be read, names that are no text.
     """
     folder, order = _find_job(said)
-    patterns = check_texts(said.get("patterns") or []) or order.artifacts or USUAL_PATTERNS
+    patterns = check_texts(said.get("patterns") or []) or order.artifacts or ARTIFACTS
     listed: list[tuple[str, int, str]] = []
     num_left_out = 0
     for name in _match(folder, order, patterns):
