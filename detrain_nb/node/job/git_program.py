@@ -24,7 +24,6 @@ from ...plan.git_urls import GitUrl
 __all__ = ["GitAccess", "GitFailed", "GitLimits", "explain", "run_git"]
 
 _TOKEN = "DETRAIN_NB_GIT_TOKEN"
-_USERS = {"bitbucket.org": "x-token-auth"}  # whom a token without a user is of
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "GIT_SSL_CAINFO")
 _KEPT = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TEMP", "SYSTEMROOT", "SSH_AUTH_SOCK", *_PROXIES, *_CERTIFICATES)
@@ -189,8 +188,7 @@ def _environment(url: GitUrl | None, access: GitAccess) -> dict[str, str]:
 def _credentials(url: GitUrl | None, access: GitAccess) -> list[str]:
     if url is None or not access.token:
         return []
-    user = _USERS.get(url.host, "x-access-token")
-    return [f"credential.{url.base}.helper={_HELPER.replace('{user}', user)}"]
+    return [f"credential.{url.base}.helper={_HELPER.replace('{user}', url.token_user)}"]
 
 
 @contextlib.contextmanager
