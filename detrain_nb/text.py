@@ -32,6 +32,12 @@ def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
     return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)
 
 
+def show(value: object, *, most: int = 60) -> str:
+    """Write a value for a message: on one line, cut where it is long."""
+    text = repr(value)  # which escapes what does not print
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def name_some(names: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:
     """Name the first ones, and how many more there are."""
     more = len(names) - most
