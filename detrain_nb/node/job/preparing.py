@@ -17,7 +17,7 @@ from typing import Any
 
 from ...agents import runtime_folder
 from ...copying.json_lines import Talk, clean
-from ...guarded import RUN_MODULE
+from ...guarded import RUN_MODULE, make_private_folder
 from ...locks import take_lock
 from .folders import (
     ARTIFACTS_NAME,
@@ -28,7 +28,6 @@ from .folders import (
     SPEC_NAME,
     job_folder,
     list_job_folders,
-    make_private,
     remove_job_folder,
     write_whole,
 )
@@ -115,7 +114,7 @@ def _make_folder(order: JobOrder) -> Path:
         with contextlib.ExitStack() as on_failure:
             with contextlib.suppress(FileExistsError):  # another node that shares the home has made it
                 folder.parent.mkdir(mode=0o700)
-            make_private(folder.parent)
+            make_private_folder(folder.parent)
             try:
                 folder.mkdir(mode=0o700)
             except FileExistsError as exc:
