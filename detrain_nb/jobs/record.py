@@ -145,13 +145,10 @@ class Record:
             )
         return JobRow(*rows[0])
 
-    def summaries(
-        self, limit: int | None = None, *, state: str | None = None, name: str | None = None
-    ) -> list[JobSummary]:
-        """List the newest jobs first, those of one state or one name if that is given."""
-        given = {column: value for column, value in (("state", state), ("name", name)) if value is not None}
-        where = f"WHERE {' AND '.join(f'{column} = ?' for column in given)}" if given else ""
-        values = (*given.values(), -1 if limit is None else limit)
+    def summaries(self, limit: int | None = None, *, name: str | None = None) -> list[JobSummary]:
+        """List the newest jobs first, those of one name if that is given."""
+        where, named = ("", ()) if name is None else ("WHERE name = ?", (name,))
+        values = (*named, -1 if limit is None else limit)
         with self._reading() as db:
             return [JobSummary(*row) for row in db.execute(f"SELECT {_SUMMARY} FROM jobs {where} {_NEWEST} ?", values)]
 

@@ -9,12 +9,10 @@ from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
 from ..text import name_some
 from .findings import Finding, findings_of
-from .notebook import check_python, script_of_notebook
+from .notebook import MOST_BYTES, check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
 from .planning import plan_spec
 from .source import Source
-
-_MOST_BYTES = 50_000_000
 
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
@@ -106,13 +104,13 @@ def _read(path: Path) -> str:
         raise SpecError(f"{path}: is no file")
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file, looked for in {path.absolute().parent}") from None
     except (OSError, ValueError) as exc:
         raise SpecError(f"{path}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from None
-    if len(data) > _MOST_BYTES:
-        raise SpecError(f"{path}: larger than {_MOST_BYTES // 1_000_000} MB")
+    if len(data) > MOST_BYTES:
+        raise SpecError(f"{path}: larger than {MOST_BYTES // 1_000_000} MB")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:

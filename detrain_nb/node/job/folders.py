@@ -30,6 +30,7 @@ METRICS_NAME = "metrics"
 SETUP_LOG, TORCHRUN_LOG, RUNNER_LOG = "setup.log", "torchrun.log", "runner.log"
 END_NAME = "end.json"  # why the nodes have ended each other
 _MACHINE_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+_MOST_BYTES = 1 << 20  # of a file that is read whole
 _SOCKETS_FOLDER = ".jobs"  # no session: its name begins with a dot
 
 
@@ -139,15 +140,15 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def read_bounded(path: Path, *, most_bytes: int = 1 << 20) -> str:
+def read_bounded(path: Path) -> str:
     """Raises: OSError, JobError for one that is larger, or no file."""
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(opened, "rb") as file:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise JobError(f"{path} is no file")
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise JobError(f"{path} has more than {most_bytes} bytes")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise JobError(f"{path} has more than {_MOST_BYTES} bytes")
     return data.decode("utf-8", errors="replace")
 
 
