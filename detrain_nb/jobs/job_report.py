@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import behind_ours, quoted
+from ..metrics import NO_VALUES
 from ..plan import Plan
 from ..text import ShownAsText, html_cells, html_table, html_text, printable, table_lines
 from .job_status import JobStatus, has_failed
@@ -17,7 +18,6 @@ __all__ = ["JobReport", "describe_metrics"]
 _NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
 _MOST_ROWS, _MOST_NAMES = 10, 8  # of what was logged: the last steps, the first names
 _MOST_CHARS = 40  # of a name or a text that was logged
-_NO_VALUES = ("step", "rank", "time", "run")
 _LEFT = "text-align:left"
 _FAILED = f"{_LEFT};color:var(--jp-error-color1, #c62828)"
 
@@ -88,7 +88,7 @@ def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _names_in(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for line in lines for name in line if name not in _NO_VALUES)
+    names = dict.fromkeys(name for line in lines for name in line if name not in NO_VALUES)
     return [*names][:_MOST_NAMES]
 
 

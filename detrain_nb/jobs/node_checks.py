@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -18,6 +17,7 @@ from .execution import execute
 from .following import LogLine
 from .report_checks import NodeFacts
 from .source import plan_source
+from .starting import gather_secrets
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -64,9 +64,10 @@ def _facts_of(node: Transport) -> NodeFacts:
 
 
 def _check_secrets(spec: PipelineSpec) -> Iterator[Finding]:
-    for name in spec.secrets:
-        if not os.environ.get(name):
-            yield Finding("secrets", f"{name} is not set here: set it in the environment of this process")
+    try:
+        gather_secrets(spec)
+    except SpecError as exc:
+        yield Finding("secrets", str(exc))
 
 
 def _check_facts(

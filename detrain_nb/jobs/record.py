@@ -47,7 +47,7 @@ FORMATS: tuple[Sequence[str], ...] = (
 _SUMMARY = (
     "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
 )
-_DETAILS = "nodes, storage, spec, spec_digest"
+_DETAILS = "nodes, storage, spec"
 _NEWEST = "ORDER BY submitted_at DESC, jobs.id DESC LIMIT"
 
 
@@ -86,7 +86,6 @@ class JobRow(JobSummary):
     nodes: str
     storage: str
     spec: str
-    spec_digest: str
 
 
 class Record:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..metrics import NO_VALUES
 from ..text import html_cells, html_table, printable, table_lines
 from .job_status import OVER, describe_age, describe_seconds, has_failed
 from .record import JobSummary
@@ -99,7 +100,7 @@ def _metrics_of(row: JobSummary) -> list[str]:
 
 
 def _is_shown(name: str, value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("time", "rank")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and name not in NO_VALUES - {"step"}
 
 
 def _short(value: float) -> str:

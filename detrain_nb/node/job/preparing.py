@@ -33,10 +33,9 @@ from .folders import (
 )
 from .order import JobError, JobOrder, check_env, check_number
 from .scopes import outlives_logout
-from .status import Status, is_live, read_status
+from .status import READY, Status, is_live, read_status
 
 RUNNER_MODULE = "detrain_nb.node.job.runner"
-READY = b"ready\n"
 _LOCK_NAME = ".jobs.lock"
 _LOCK_LIMIT_S = 20.0
 _START_LIMIT_S = 60.0

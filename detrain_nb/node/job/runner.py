@@ -33,11 +33,10 @@ from .folders import ORDER_NAME, SETUP_LOG, TORCHRUN_LOG, read_bounded, work_fol
 from .launching import first_environment, setup_command, torchrun_command
 from .order import JobError, JobOrder
 from .outputs import Outputs
-from .status import Exit, Reserve, Status
+from .status import READY, Exit, Reserve, Status
 from .terms import RUNNING, STOPPING
 from .verdict import judge
 
-_READY = b"ready\n"
 _NOT_STARTED = 127
 _TOUCH_S = 6 * 3600.0
 
@@ -48,7 +47,7 @@ def main() -> None:
     order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
     given = json.loads(sys.stdin.buffer.read())
     runner = Runner(folder, order, given, store)
-    os.write(1, _READY)
+    os.write(1, READY)
     lead_nowhere(0, 1)
     runner.run()
 

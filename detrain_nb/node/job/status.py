@@ -21,6 +21,7 @@ from .terms import ENDED, LIVE, LOST, PREPARING, RESTARTED, STOPPED, UNREADABLE
 
 STATUS_NAME, EXIT_NAME = "status.json", "exit.json"
 FORMAT = 1
+READY = b"ready\n"  # what a runner prints once it is there
 _WHY = {
     LOST: "its runner is gone: it was killed, perhaps for want of memory",
     RESTARTED: "the machine, or its container, was started anew while it ran",
