@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import DetrainError, SpecError
 from .export import add_export
-from .job_commands import SPEC_SUFFIXES, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
+from .job_commands import add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, SIGPIPE, NotebookRun
 
@@ -112,7 +112,9 @@ def _is_kept(path: Path) -> bool:
 
 
 def _run(args: argparse.Namespace) -> int:
-    if args.spec.lower().endswith(SPEC_SUFFIXES):
+    from ..documents import SUFFIXES  # it takes its time, and few commands need it
+
+    if args.spec.lower().endswith(SUFFIXES):
         return run_spec(args)
     if args.fields:
         raise SpecError(f"--{next(iter(args.fields))}: {args.spec} is no spec: it has no fields to set")

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from ..storage import locate
+from .job_commands import read_spec
 
 __all__ = ["add_export"]
 
@@ -32,11 +32,9 @@ def add_export(commands: Any) -> None:
 
 def _export(args: argparse.Namespace) -> int:
     from ..formats import export_spec  # it takes its time, and few commands need it
-    from ..spec import PipelineSpec
+    from ..storage import locate
 
-    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
-    words += [f"--nodes={args.nodes}"] if args.nodes is not None else []
-    spec = PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
+    spec = read_spec(args)
     for finding in spec.check():
         if finding.severity == "warning":
             print(f"detrain-nb: {finding}", file=sys.stderr)

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from ..jobs import Job
     from ..spec import PipelineSpec
 
-__all__ = ["SPEC_SUFFIXES", "add_doctor", "add_job_commands", "execute_on_nodes", "run_spec", "split_command"]
+__all__ = ["add_doctor", "add_job_commands", "execute_on_nodes", "read_spec", "run_spec", "split_command"]
 
-SPEC_SUFFIXES = (".json", ".toml", ".yaml", ".yml")
 _OK, _FAILED = 0, 1
 _JOB = "the id of a job, its beginning, or a name: the newest job of that name"
 
@@ -113,6 +112,15 @@ def run_spec(args: argparse.Namespace) -> int:
     return _follow(_submit_job(args))
 
 
+def read_spec(args: argparse.Namespace) -> PipelineSpec:
+    """Read the spec that the line names, with the fields that it sets."""
+    from ..spec import PipelineSpec
+
+    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
+    words += [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
+    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
+
+
 # ---- the commands
 
 
@@ -120,7 +128,7 @@ def _submit(args: argparse.Namespace) -> int:
     from ..jobs import submit
 
     if args.dry_run:
-        print(submit(_read_spec(args), dry_run=True))
+        print(submit(read_spec(args), dry_run=True))
         return _OK
     job = _submit_job(args)
     return _follow(job) if args.follow else _OK
@@ -129,19 +137,11 @@ def _submit(args: argparse.Namespace) -> int:
 def _submit_job(args: argparse.Namespace) -> Job:
     from ..jobs import submit
 
-    spec = _read_spec(args)
+    spec = read_spec(args)
     with _progress() as say:
         job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
     print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
     return job
-
-
-def _read_spec(args: argparse.Namespace) -> PipelineSpec:
-    from ..spec import PipelineSpec
-
-    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
-    words += [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field)) is not None]
-    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
 
 
 def _follow(job: Job) -> int:
@@ -251,7 +251,7 @@ def _check(args: argparse.Namespace) -> int:
     from ..jobs import check_nodes
     from ..spec import worst
 
-    spec = _read_spec(args)
+    spec = read_spec(args)
     findings = check_nodes(spec, ask_passphrase=_ask_passphrase) if args.on_nodes else spec.check()
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
     if worst(findings) == "error":
