@@ -6,6 +6,7 @@ import argparse
 import sys
 from typing import Any
 
+from ..plan.choices import SLURM_OPTIONS
 from .job_commands import read_spec
 
 __all__ = ["add_export"]
@@ -25,8 +26,8 @@ def add_export(commands: Any) -> None:
     parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="how many a node has that names no devices")
-    for name in ("time", "partition", "account"):
-        parser.add_argument(f"--{name}", metavar=name.upper(), help="of Slurm, as sbatch takes it")
+    for name, words in SLURM_OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
     parser.set_defaults(act=_export)
 
 
@@ -38,7 +39,7 @@ def _export(args: argparse.Namespace) -> int:
     for finding in spec.check():
         if finding.severity == "warning":
             print(f"detrain-nb: {finding}", file=sys.stderr)
-    options = {name: getattr(args, name) for name in ("time", "partition", "account")}
+    options = {name: getattr(args, name) for name in SLURM_OPTIONS}
     text = export_spec(spec, args.format, gpus=args.gpus, options=options)
     if args.output is None:
         print(text, end="")
