@@ -6,6 +6,7 @@ import argparse
 import re
 from typing import Any
 
+from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
 from .given_spec import take_fields
 from .options import LineParser, not_empty, not_negative, positive, seconds, seconds_or_0, whole
 
@@ -74,7 +75,9 @@ def job_parser() -> LineParser:
     attach = _add_job(commands, "attach", "show what a job prints until it ends; fails where the job does")
     _add_max_lines(attach)
     stop = _add_job(commands, "stop", "end all ranks of a job")
-    stop.add_argument("--grace", type=seconds_or_0, default=10.0, metavar="S", help="until SIGKILL, default 10")
+    stop.add_argument(
+        "--grace", type=seconds_or_0, default=GRACE_S, metavar="S", help="until SIGKILL, default %(default)g"
+    )
     restart = _add_job(commands, "restart", "stop a job if it runs, submit its spec again, and return the new job")
     _add_follow(restart)
     fetch = _add_job(commands, "fetch", "copy what a job has made to this machine")
@@ -88,7 +91,13 @@ def job_parser() -> LineParser:
     )
     execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB_HELP)
     execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
-    execute.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="end it after S seconds; 600")
+    execute.add_argument(
+        "--timeout",
+        type=seconds,
+        default=COMMAND_LIMIT_S,
+        metavar="S",
+        help="end it after S seconds, default %(default)g",
+    )
     remove = commands.add_parser("rm", help="remove jobs that are over, on their nodes and here")
     remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB_HELP)
     remove.add_argument("--older-than", type=_days, metavar="DAYS", help="all that ended more than DAYS ago")

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, SpecError
+from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
 from ..text import format_size
 
 if TYPE_CHECKING:
@@ -47,7 +48,9 @@ def add_job_commands(commands: Any) -> None:
     logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
     _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
     stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
-    stop.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds between SIGTERM and SIGKILL")
+    stop.add_argument(
+        "--grace", type=float, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
+    )
     restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
     restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
 
@@ -64,7 +67,13 @@ def add_job_commands(commands: Any) -> None:
     )
     execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
     execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
-    execute.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for it, default 600")
+    execute.add_argument(
+        "--timeout",
+        type=float,
+        default=COMMAND_LIMIT_S,
+        metavar="S",
+        help="end it after S seconds, default %(default)g",
+    )
 
     remove = _add(
         actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"

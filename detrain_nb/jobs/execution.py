@@ -13,6 +13,7 @@ from ..copying.json_lines import Talk, Untrue, as_size
 from ..deploy.files import Stop, label
 from ..deploy.jobs import ENDLESS
 from ..errors import DetrainError, SpecError
+from ..node.job.terms import COMMAND_LIMIT_S
 from ..transport import Transport
 from .asking import talk_to, try_on_all
 from .following import LogLine
@@ -45,7 +46,7 @@ def execute(
     command: str,
     *,
     job: str | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = COMMAND_LIMIT_S,
     on_line: Callable[[LogLine], object] | None = None,
     slack_s: float = _SLACK_S,
 ) -> Executed:

@@ -12,7 +12,7 @@ from ..copying.json_lines import Refused
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import OnProgress, label
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.terms import ENDED, UNKNOWN, UNREADABLE
+from ..node.job.terms import COMMAND_LIMIT_S, ENDED, GRACE_S, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
 from ..transport import Transport
 from .asking import on_all, talk_to, try_on_all
@@ -170,7 +170,7 @@ class Job(ShownAsText):
 
     # ---- what is done with it
 
-    def stop(self, *, grace_s: float = 10.0) -> JobStatus:
+    def stop(self, *, grace_s: float = GRACE_S) -> JobStatus:
         """End all its ranks: by SIGTERM, and after ``grace_s`` by SIGKILL. One that is over already stays as it is."""
         if not 0 <= grace_s <= 3600:
             raise SpecError(f"grace {grace_s:g} s: give 0 to 3600")
@@ -247,7 +247,7 @@ class Job(ShownAsText):
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
         return fetch(self._transports(), self.id, patterns, to, on_progress=on_progress)
 
-    def execute(self, command: str, *, timeout_s: float = 600.0, on_line: OnLine | None = print) -> Executed:
+    def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
         """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
         return execute(self._transports(), command, job=self.id, timeout_s=timeout_s, on_line=on_line)
 

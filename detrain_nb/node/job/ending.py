@@ -18,9 +18,9 @@ from ..system.processes import start_ticks
 from .folders import find_job_folder, list_parts, read_bounded, remove_job_folder, write_whole
 from .order import JobError, check_id, check_number, check_seconds
 from .status import Exit, is_live, read_status
-from .terms import ENDED, LOST, STOPPED, UNREADABLE
+from .terms import ENDED, GRACE_S, LOST, STOPPED, UNREADABLE
 
-GRACE_S = 30.0
+_LAST_GRACE_S = 30.0  # where nobody has said how long: the machine goes down
 _STOP_NAME = "stop.json"
 _RUNNERS_LIMIT_S = 15.0  # after the grace: for what it writes
 _SWEEP_LIMIT_S = 5.0
@@ -58,7 +58,7 @@ def read_grace(folder: Path) -> float:
     try:
         return check_seconds(json.loads(read_bounded(folder / _STOP_NAME))["grace_s"])
     except (OSError, ValueError, KeyError, TypeError, JobError):
-        return GRACE_S
+        return _LAST_GRACE_S
 
 
 def _find_parts(job: str, node_rank: object) -> list[Path]:

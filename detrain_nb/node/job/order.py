@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...copying.json_lines import FilesError, clean
+from ...plan.choices import SILENCE_S, TIMEOUT_S
 from ...plan.names import MOST_NAME_CHARS, NAME, VARIABLE
 
 FORMAT = 1
@@ -30,7 +31,7 @@ class JobRendezvous:
     run_id: str = ""
     address: str = "127.0.0.1"
     port: int = 0
-    timeout_s: float = 600.0
+    timeout_s: float = TIMEOUT_S
     max_restarts: int = 0
     min_nodes: int = 1
     max_nodes: int = 1
@@ -63,7 +64,7 @@ class JobOrder:
     address: str = "127.0.0.1"  # of this node
     interface: str = ""
     rendezvous: JobRendezvous = JobRendezvous()
-    silence_s: float = 60.0
+    silence_s: float = SILENCE_S
 
     @property
     def node(self) -> str:

@@ -1,4 +1,4 @@
-"""What the notebook and a node both say of a job: words for its states, names of its files, what a pattern means.
+"""What the notebook and a node both say of a job: words for its states, names of its files, times.
 
 It imports nothing of ours: both ends have it from here.
 """
@@ -13,6 +13,8 @@ ENDED, STOPPED, LOST, RESTARTED, UNREADABLE = OVER = ("ended", "stopped", "lost"
 SUBMITTING, NOT_STARTED, UNKNOWN = "submitting", "not started", "unknown"  # of a whole job: no node says these
 OUTPUT_NAME = re.compile(r"rank-[0-9]{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-[0-9]{1,6}\.jsonl")
 FILES_OF_A_LINE = 500  # of artifacts, in one message
+GRACE_S = 10.0  # between SIGTERM and SIGKILL, unless the user says otherwise
+COMMAND_LIMIT_S = 600.0  # of a command that is run on all nodes
 _HIDDEN = re.compile(r"(?:^|/)\.")
 
 
