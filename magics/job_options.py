@@ -55,6 +55,31 @@ def job_parser() -> LineParser:
     """``%job COMMAND``."""
     parser = LineParser(prog="%job", description="Jobs: scripts that run to their end on all nodes, detached.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
+    _add_submit_and_looks(commands)
+    _add_acts(commands)
+    check = commands.add_parser("check", epilog=_FIELDS, help="what is wrong with a spec, and its plan")
+    _add_spec(check)
+    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
+    return parser
+
+
+def torchrun_parser() -> LineParser:
+    """``%%torchrun``."""
+    parser = LineParser(
+        prog="%%torchrun",
+        description="Run the cell as a script under torchrun on all nodes, detached: a job, see %job --help.",
+        epilog=_FIELDS,
+    )
+    parser.add_argument("--spec", metavar="SPEC", help="a spec: all but what is run comes from there")
+    _add_name_and_nodes(parser)
+    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks on each node")
+    parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
+    _add_follow(parser)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --")
+    return parser
+
+
+def _add_submit_and_looks(commands: Any) -> None:
     submit = commands.add_parser("submit", epilog=_FIELDS, help="start the job that a spec describes, and return it")
     _add_spec(submit)
     _add_follow(submit)
@@ -74,6 +99,10 @@ def job_parser() -> LineParser:
     _add_max_lines(logs)
     attach = _add_job(commands, "attach", "show what a job prints until it ends; fails where the job does")
     _add_max_lines(attach)
+
+
+def _add_acts(commands: Any) -> None:
+    """What is done with a job that there is."""
     stop = _add_job(commands, "stop", "end all ranks of a job")
     stop.add_argument(
         "--grace", type=seconds_or_0, default=GRACE_S, metavar="S", help="until SIGKILL, default %(default)g"
@@ -102,26 +131,6 @@ def job_parser() -> LineParser:
     remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB_HELP)
     remove.add_argument("--older-than", type=_days, metavar="DAYS", help="all that ended more than DAYS ago")
     remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
-    check = commands.add_parser("check", epilog=_FIELDS, help="what is wrong with a spec, and its plan")
-    _add_spec(check)
-    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
-    return parser
-
-
-def torchrun_parser() -> LineParser:
-    """``%%torchrun``."""
-    parser = LineParser(
-        prog="%%torchrun",
-        description="Run the cell as a script under torchrun on all nodes, detached: a job, see %job --help.",
-        epilog=_FIELDS,
-    )
-    parser.add_argument("--spec", metavar="SPEC", help="a spec: all but what is run comes from there")
-    _add_name_and_nodes(parser)
-    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks on each node")
-    parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
-    _add_follow(parser)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --")
-    return parser
 
 
 def _add_job(commands: Any, name: str, words: str) -> LineParser:

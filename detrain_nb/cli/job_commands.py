@@ -29,59 +29,8 @@ def add_job_commands(commands: Any) -> None:
     """Add `jobs` and what can be done with them to the parser's commands."""
     group = commands.add_parser("jobs", help="scripts that run detached on all nodes: submit, follow, stop, fetch")
     actions = group.add_subparsers(metavar="ACTION", required=True)
-
-    submit = _add(
-        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
-    )
-    add_spec(submit)
-    submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
-    submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
-
-    listed = _add(actions, "list", _list, "list the newest jobs, and ask the nodes of those that are not over, for 3 s")
-    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="how many, default 50")
-
-    _add_job(actions, "show", _show, "how a job is, on every node")
-    logs = _add_job(actions, "logs", _logs, "print what a job has printed")
-    logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
-    logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
-    logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
-    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
-    _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
-    stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
-    stop.add_argument(
-        "--grace", type=float, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
-    )
-    restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
-    restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
-
-    fetch = _add_job(actions, "fetch", _fetch, "fetch what a job has made")
-    fetch.add_argument("pattern", nargs="*", metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec')
-    fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
-    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
-
-    execute = _add(
-        actions,
-        "exec",
-        execute_on_nodes,
-        "run a shell command on every node of a job, or of --nodes; the worst exit status",
-    )
-    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
-    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
-    execute.add_argument(
-        "--timeout",
-        type=float,
-        default=COMMAND_LIMIT_S,
-        metavar="S",
-        help="end it after S seconds, default %(default)g",
-    )
-
-    remove = _add(
-        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
-    )
-    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
-    remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
-    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
-
+    _add_submit_and_looks(actions)
+    _add_acts(actions)
     check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
     add_spec(check)
     check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
@@ -308,6 +257,64 @@ def _ask_passphrase(path: str) -> str | None:
     with contextlib.suppress(EOFError):
         return getpass.getpass(f"passphrase of {path}: ") or None
     return None
+
+
+def _add_submit_and_looks(actions: Any) -> None:
+    submit = _add(
+        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
+    )
+    add_spec(submit)
+    submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
+    submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
+
+    listed = _add(actions, "list", _list, "list the newest jobs, and ask the nodes of those that are not over, for 3 s")
+    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="how many, default 50")
+
+    _add_job(actions, "show", _show, "how a job is, on every node")
+    logs = _add_job(actions, "logs", _logs, "print what a job has printed")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
+    logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
+    logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
+    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
+    _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
+
+
+def _add_acts(actions: Any) -> None:
+    """What is done with a job that there is."""
+    stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
+    stop.add_argument(
+        "--grace", type=float, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
+    )
+    restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
+    restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
+
+    fetch = _add_job(actions, "fetch", _fetch, "fetch what a job has made")
+    fetch.add_argument("pattern", nargs="*", metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec')
+    fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
+    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
+
+    execute = _add(
+        actions,
+        "exec",
+        execute_on_nodes,
+        "run a shell command on every node of a job, or of --nodes; the worst exit status",
+    )
+    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
+    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
+    execute.add_argument(
+        "--timeout",
+        type=float,
+        default=COMMAND_LIMIT_S,
+        metavar="S",
+        help="end it after S seconds, default %(default)g",
+    )
+
+    remove = _add(
+        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
+    )
+    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
+    remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
+    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
 
 
 def _add(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
