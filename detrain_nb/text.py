@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+RED = "color:var(--jp-error-color1, #c62828)"  # of what has failed, in a page
 _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import behind_ours, quoted
 from ..metrics import NO_VALUES
 from ..plan import Plan
-from ..text import ShownAsText, html_cells, html_table, html_text, printable, table_lines
+from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, table_lines
 from .job_status import JobStatus, has_failed
 from .report_checks import NodeReport
 
@@ -19,7 +19,7 @@ _NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
 _MOST_ROWS, _MOST_NAMES = 10, 8  # of what was logged: the last steps, the first names
 _MOST_CHARS = 40  # of a name or a text that was logged
 _LEFT = "text-align:left"
-_FAILED = f"{_LEFT};color:var(--jp-error-color1, #c62828)"
+_FAILED = f"{_LEFT};{RED}"
 
 
 @dataclass(frozen=True)

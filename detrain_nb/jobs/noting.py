@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..copying.json_lines import Talk
 from ..deploy.chosen_nodes import transports_to
@@ -65,7 +65,7 @@ def nodes_of_row(text: str, job: str) -> list[Node]:
     from ..spec.node import Node
 
     try:
-        return [Node(**fields) for fields in json.loads(text) if fields is not None]
+        return [Node(**fields) for fields in json.loads(text)]
     except (ValueError, TypeError) as exc:
         raise JobError(f"the nodes of job {job} cannot be read, another release has written them: {exc}") from exc
 
@@ -144,5 +144,4 @@ def _may_come(row: JobSummary) -> bool:
 
 
 def _key_of(transport: Transport) -> str:
-    node: Any = transport.node
-    return json.dumps(node.model_dump(mode="json", exclude_defaults=True)) if node else transport.name
+    return json.dumps(transport.node.to_fields()) if transport.node else transport.name

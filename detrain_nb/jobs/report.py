@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..metrics import NO_VALUES
-from ..text import html_cells, html_table, printable, table_lines
+from ..text import RED, html_cells, html_table, printable, table_lines
 from .job_status import OVER, describe_age, describe_seconds, has_failed
 from .record import JobSummary
 
@@ -21,7 +21,7 @@ _MOST_SHOWN = 200  # of more the newest are
 _MOST_METRICS, _MOST_NAME_CHARS = 4, 40
 _MOST_METRICS_CHARS = 1 << 16
 _LEFT = "text-align:left;white-space:nowrap"  # an id would be broken at its dashes
-_FAILED = f"{_LEFT};color:var(--jp-error-color1, #c62828)"
+_FAILED = f"{_LEFT};{RED}"
 
 
 @dataclass(frozen=True)
