@@ -21,9 +21,9 @@ from .fetching import Fetched, fetch
 from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
-from .noting import least_nodes, note_down
+from .noting import hear_reports, least_nodes, note_down
 from .record import Record
-from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .report_checks import NodeReport, find_part
 from .source import plan_source
 from .starting import gather_secrets, read_spec, start
 
@@ -296,9 +296,7 @@ class Job(ShownAsText):
 
     def _ask_node(self, index: int) -> NodeReport | None:
         with talk_to(self._transports()[index]) as talk:
-            talk.say("status", ids=[self.id])
-            reports = read_reports(talk.hear("status", most_bytes=STATUS_BYTES))
-        return next((each for each in reports if (each.id, each.node_rank) == (self.id, index)), None)
+            return find_part(hear_reports(talk, [self.id]), self.id, index)
 
     def _follow(
         self,

@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import talk_to, try_on_all
 from .job_status import OVER, JobStatus, judge
 from .record import Changes, JobRow, JobSummary, Record
-from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .report_checks import STATUS_BYTES, NodeReport, find_part, read_reports
 from .submitting import is_being_submitted
 
 if TYPE_CHECKING:
@@ -122,12 +122,7 @@ def _note(
     said: dict[str, NodeReport | DetrainError | None] = {}
     for node_rank, key in enumerate(keys):
         answer = answers[key]
-        own = (
-            (each for each in answer if (each.id, each.node_rank) == (job, node_rank))
-            if isinstance(answer, list)
-            else ()
-        )
-        said[label(transports[key])] = answer if isinstance(answer, DetrainError) else next(iter(own), None)
+        said[label(transports[key])] = answer if isinstance(answer, DetrainError) else find_part(answer, job, node_rank)
     row = record.get(job)
     status = judge(job, row.name, said, least_nodes=least_nodes(row))
     if status.state == UNKNOWN or (status.state == NOT_STARTED and _may_come(row)):

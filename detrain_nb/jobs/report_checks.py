@@ -19,6 +19,7 @@ __all__ = [
     "check_different",
     "check_log_name",
     "clean_line",
+    "find_part",
     "read_facts",
     "read_files",
     "read_number",
@@ -68,9 +69,7 @@ class NodeFacts:
     """What a node has; ``torch`` is empty where it is not installed."""
 
     gpus: int
-    cpus: int
     free_bytes: int
-    machine: str
     torch: str
 
 
@@ -117,6 +116,11 @@ def read_report(said: object) -> NodeReport:
     )
 
 
+def find_part(reports: Sequence[NodeReport], job: str, node_rank: int) -> NodeReport | None:
+    """What was said of one part of a job; None where nothing was."""
+    return next((each for each in reports if (each.id, each.node_rank) == (job, node_rank)), None)
+
+
 def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
     """What stands in the answer to "artifacts": each name can only be one below a folder. Raises: Untrue."""
     files: list[NodeFile] = []
@@ -143,9 +147,7 @@ def read_facts(said: Mapping[str, Any]) -> NodeFacts:
     """What a node says of itself. Raises: Untrue."""
     return NodeFacts(
         gpus=read_number(said.get("gpus"), most=_MOST_GPUS),
-        cpus=read_number(said.get("cpus"), most=1 << 20),
         free_bytes=read_number(said.get("free_bytes")),
-        machine=_text(said.get("machine"), most=100),
         torch=_text(said.get("torch"), most=100),
     )
 
