@@ -5,6 +5,7 @@ Nothing outside of these is listed or read, and no link is followed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import stat
@@ -66,17 +67,10 @@ def _find_job(said: dict[str, Any]) -> tuple[Path, JobOrder]:
     return folder, JobOrder.from_json(read_bounded(folder / ORDER_NAME))
 
 
-def _roots(folder: Path, order: JobOrder) -> list[Path]:
-    """Where artifacts are: below the job's own folder for them they have its name in front."""
-    return [work_folder(order, folder)]
-
-
 def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[str]:
+    """In the folder of the ranks, and in the job's own for artifacts, whose name they have in front."""
     seen: set[str] = set()
-    for root, prefix in (
-        *((root, "") for root in _roots(folder, order)),
-        (folder / ARTIFACTS_NAME, f"{ARTIFACTS_NAME}/"),
-    ):
+    for root, prefix in ((work_folder(order, folder), ""), (folder / ARTIFACTS_NAME, f"{ARTIFACTS_NAME}/")):
         for name in _walk(root):
             full = prefix + name
             if full not in seen and any(fits(full, pattern) for pattern in patterns):
@@ -101,14 +95,9 @@ def _walk(root: Path) -> Iterator[str]:
 
 def _open_artifact(folder: Path, order: JobOrder, name: str) -> int:
     """Raises: JobError where there is no such file in either place, or it is a link, or below one."""
-    places = [(root, name) for root in _roots(folder, order)]
-    if name.startswith(f"{ARTIFACTS_NAME}/"):
-        places.append((folder, name))
-    for root, inner in places:
-        try:
-            return _open_below(root, inner)
-        except OSError:
-            continue
+    for root in (work_folder(order, folder), *([folder] if name.startswith(f"{ARTIFACTS_NAME}/") else [])):
+        with contextlib.suppress(OSError):
+            return _open_below(root, name)
     raise JobError(f"{name} is no file of this job")
 
 
