@@ -93,7 +93,7 @@ def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator
     first_word, *words = *source.program, *spec.program_arguments(plan)
     program = Program("module", tuple(words)) if first_word == "-m" else Program("script", (first_word, *words))
     for node_rank, node in enumerate(plan.nodes):
-        python = spec.nodes[node_rank].python if spec.nodes else "python3"
+        python = spec.python_of(node_rank)
         argv = launch_job(
             meeting,
             program,
