@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from .given_spec import take_fields
+from ..plan.fields import take_fields
 from .options import LineParser, not_empty, not_negative, positive, seconds, seconds_or_0, whole
 
 __all__ = ["job_parser", "parse_job_line", "parse_torchrun_line", "torchrun_parser"]

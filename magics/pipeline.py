@@ -10,7 +10,8 @@ from IPython.core.magic import Magics, line_magic, magics_class
 
 from ..plan import Plan
 from ..plan.choices import SLURM_OPTIONS
-from .given_spec import read_spec, show_findings, take_fields
+from ..plan.fields import take_fields
+from .given_spec import read_spec, show_findings
 from .guard import guard
 from .options import LineParser, whole
 

@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _command_parser()
     args = parser.parse_args(words)
     if fields and not hasattr(args, "spec"):
-        parser.error(f"--{next(iter(fields))}: only a command with a spec takes its fields")
+        parser.error(f"{fields[0]}: only a command with a spec takes its fields")
     if command and args.act is not execute_on_nodes:
         parser.error(f"-- {command[0]}: only jobs exec takes a command")
     args.fields, args.command = fields, command
@@ -117,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.spec.lower().endswith(SUFFIXES):
         return run_spec(args)
     if args.fields:
-        raise SpecError(f"--{next(iter(args.fields))}: {args.spec} is no spec: it has no fields to set")
+        raise SpecError(f"{args.fields[0]}: {args.spec} is no spec: it has no fields to set")
     args.notebook = Path(args.spec)
     notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
     mode = args.notebook.stat().st_mode

@@ -53,15 +53,15 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2"
 
 
-def split_command(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None], list[str]]:
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Take fields of a spec (``--training.epochs 2``) and what stands behind ``--`` out of a command line."""
-    from ..plan.fields import split_overrides
+    from ..plan.fields import take_fields
 
     words, command = list(argv), []
     if "--" in words:
         at = words.index("--")
         words, command = words[:at], words[at + 1 :]
-    fields, words = split_overrides(words, is_ours=lambda name: "." in name)
+    fields, words = take_fields(words)
     return words, fields, command
 
 
@@ -74,9 +74,8 @@ def read_spec(args: argparse.Namespace) -> PipelineSpec:
     """Read the spec that the line names, with the fields that it sets."""
     from ..spec import PipelineSpec
 
-    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
-    words += [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
-    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
+    named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
+    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
 
 
 # ---- the commands

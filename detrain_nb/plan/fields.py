@@ -131,6 +131,12 @@ def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> 
     return found, others
 
 
+def take_fields(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take out what sets fields of a spec, as ``--training.epochs 2``; return these, a word each, and the others."""
+    fields, others = split_overrides(words, is_ours=lambda name: "." in name)
+    return [f"--{name}" if text is None else f"--{name}={text}" for name, text in fields.items()], others
+
+
 def read_override(
     name: str, text: str | None, kind: Any, *, fields_of: FieldsOf = dataclass_fields, where: str = ""
 ) -> Any:
