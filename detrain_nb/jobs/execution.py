@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from ..copying.json_lines import Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..deploy.jobs import ENDLESS
+from ..deploy.jobs import ENDLESS, open_job_talk
 from ..errors import DetrainError, SpecError
 from ..node.job.terms import COMMAND_LIMIT_S
 from ..transport import Transport
-from .asking import talk_to, try_on_all
+from .asking import try_on_all
 from .following import LogLine
 from .report_checks import clean_line, read_number
 
@@ -62,7 +62,7 @@ def execute(
     output, stop, several = _Output(), Stop(), len(nodes) > 1
 
     def run(index: int) -> int:
-        with talk_to(nodes[index], stop=stop, patience=ENDLESS) as talk:
+        with open_job_talk(nodes[index], stop=stop, patience=ENDLESS) as talk:
             talk.deadline = time.monotonic() + timeout_s + slack_s
             talk.say("exec", command=command, id=job, node_rank=index, timeout_s=timeout_s)
             return output.take_all(talk, label(nodes[index]) if several else "")

@@ -13,11 +13,10 @@ from typing import Any
 
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..deploy.jobs import ENDLESS, PATIENCE
+from ..deploy.jobs import ENDLESS, PATIENCE, open_job_talk
 from ..errors import DetrainError, JobError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
-from .asking import talk_to
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
 
 __all__ = ["FollowedFile", "Follower", "Kept", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
@@ -256,7 +255,7 @@ class Follower:
         while not self._is_stopped.is_set():
             offsets = {name: file.offset for name, file in state.files.items()}
             try:
-                with talk_to(self._nodes[index], stop=self._stop, patience=patience) as talk:
+                with open_job_talk(self._nodes[index], stop=self._stop, patience=patience) as talk:
                     if has_told:
                         self._put(index, "", ["it answers again"])
                     self._listen(index, talk)

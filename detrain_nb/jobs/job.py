@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from ..copying.json_lines import Refused
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import OnProgress, label
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..node.job.terms import COMMAND_LIMIT_S, ENDED, GRACE_S, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
 from ..transport import Transport
-from .asking import on_all, talk_to, try_on_all
+from .asking import on_all, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
 from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
@@ -176,7 +177,7 @@ class Job(ShownAsText):
             raise SpecError(f"grace {grace_s:g} s: give 0 to 3600")
 
         def stop(index: int) -> None:
-            with talk_to(self._transports()[index]) as talk:
+            with open_job_talk(self._transports()[index]) as talk:
                 talk.say("stop", id=self.id, node_rank=index, grace_s=grace_s)
                 talk.hear("stopped")
 
@@ -258,7 +259,7 @@ class Job(ShownAsText):
         """
 
         def remove(index: int) -> None:
-            with talk_to(self._transports()[index]) as talk:
+            with open_job_talk(self._transports()[index]) as talk:
                 talk.say("remove", id=self.id, node_rank=index)
                 talk.hear("removed")
 
@@ -295,7 +296,7 @@ class Job(ShownAsText):
         raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
 
     def _ask_node(self, index: int) -> NodeReport | None:
-        with talk_to(self._transports()[index]) as talk:
+        with open_job_talk(self._transports()[index]) as talk:
             return find_part(hear_reports(talk, [self.id]), self.id, index)
 
     def _follow(

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..spec import Finding
 from ..text import format_size
 from ..transport import Transport
-from .asking import ask_facts, talk_to, try_on_all
+from .asking import ask_facts, try_on_all
 from .execution import execute
 from .following import LogLine
 from .report_checks import NodeFacts
@@ -59,7 +60,7 @@ def check_nodes(spec: PipelineSpec, *, ask_passphrase: AskPassphrase | None = No
 
 
 def _facts_of(node: Transport) -> NodeFacts:
-    with talk_to(node) as talk:
+    with open_job_talk(node) as talk:
         return ask_facts(talk)
 
 

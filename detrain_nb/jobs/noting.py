@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from ..copying.json_lines import Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError
 from ..node.job.terms import NOT_STARTED, SUBMITTING, UNKNOWN
 from ..transport import Transport
-from .asking import talk_to, try_on_all
+from .asking import try_on_all
 from .job_status import OVER, JobStatus, judge
 from .record import Changes, JobRow, JobSummary, Record
 from .report_checks import STATUS_BYTES, NodeReport, find_part, read_reports
@@ -87,7 +88,7 @@ def ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passphr
     nodes = [transports[key] for key in keys]
 
     def ask(index: int) -> list[NodeReport]:
-        with talk_to(nodes[index]) as talk:
+        with open_job_talk(nodes[index]) as talk:
             return hear_reports(talk, [job for job, of_job in parts.items() if keys[index] in of_job])
 
     try:

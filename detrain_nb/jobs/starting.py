@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from ..copying.json_lines import FilesError, Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.jobs import open_job_talk
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
@@ -24,7 +25,7 @@ from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
 from ..storage import has_password
 from ..transport import Transport
-from .asking import ask_facts, on_all, talk_to, talks_to, try_on_all
+from .asking import ask_facts, on_all, open_job_talks, try_on_all
 from .noting import running_job
 from .record import Record
 from .report_checks import NodeFacts, read_port
@@ -149,7 +150,7 @@ class _Starting:
             for notice in (*self.source.notices, *_list_unset(self._transports)):
                 self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
-            with talks_to(self._transports) as talks:
+            with open_job_talks(self._transports) as talks:
                 facts = on_all(self._transports, lambda index: ask_facts(talks[index]))
                 self._check_together(facts)
                 plan = self._plan(facts)
@@ -276,7 +277,7 @@ class _Starting:
         """
 
         def stop(index: int) -> None:
-            with talk_to(self._transports[index]) as talk:
+            with open_job_talk(self._transports[index]) as talk:
                 talk.say("stop", id=job, node_rank=index, grace_s=_LAUNCH_GRACE_S)
                 talk.hear("stopped")
                 talk.say("remove", id=job, node_rank=index)

@@ -15,10 +15,10 @@ import pytest
 
 from detrain_nb.copying.json_lines import Talk
 from detrain_nb.deploy.files import Patience as TalkPatience
-from detrain_nb.deploy.jobs import PATIENCE
+from detrain_nb.deploy.jobs import PATIENCE, open_job_talk
 from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
 from detrain_nb.jobs import submit
-from detrain_nb.jobs.asking import ask_facts, talk_to, try_on_all
+from detrain_nb.jobs.asking import ask_facts, try_on_all
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
 from detrain_nb.jobs.following import Follower, Kept, LogLine, Patience, Wanted
@@ -86,7 +86,7 @@ def test_reports_of_other_jobs_are_not_heard_without_end() -> None:
         talk.say("status", jobs=[{"id": "b", "node_rank": 0, "state": "running"}], more=True)
 
     node = LyingNode({"status": endless})
-    with talk_to(node) as talk:
+    with open_job_talk(node) as talk:
         assert [each.id for each in hear_reports(talk, [JOB])] == ["b"]
     assert len(node.heard) == 1
 
@@ -278,7 +278,7 @@ def test_node_that_is_always_still_at_it_is_not_waited_for() -> None:
     node = LyingNode({"facts": answer})
     with (
         pytest.raises(DetrainError, match="takes too long"),
-        talk_to(node, patience=TalkPatience(answer_s=0.2)) as talk,
+        open_job_talk(node, patience=TalkPatience(answer_s=0.2)) as talk,
     ):
         ask_facts(talk)
     assert math.isfinite(PATIENCE.answer_s), "as long as a node is waited for, but for what a job prints"
@@ -308,7 +308,7 @@ def test_node_that_takes_its_time_holds_nobody() -> None:
     node = LyingNode({"facts": lambda talk, order: is_done.wait(30)})
 
     def ask(index: int) -> object:
-        with talk_to(node) as talk:
+        with open_job_talk(node) as talk:
             return ask_facts(talk)
 
     (outcome,) = try_on_all([node], ask, limit_s=0.1)
