@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,61 +13,22 @@ from typing import Any
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
 from ..deploy.jobs import ENDLESS, PATIENCE, open_job_talk
-from ..errors import DetrainError, JobError, NodeLost
+from ..errors import DetrainError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
-from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
+from .log_lines import FollowedFile, LogLine
+from .report_checks import STATUS_BYTES, NodeReport, check_log_name, read_reports
 
-__all__ = ["FollowedFile", "Follower", "Kept", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
+__all__ = ["Follower", "OnPiece", "OnReports", "Patience", "Wanted"]
 
 OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
 _MOST_PIECE_BYTES = 1 << 18  # of short lines, which take twenty times as much in memory
 _MOST_FILES = 8192  # of a node
-_MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
 _MOST_BATCHES = 32  # wait to be shown: a node waits meanwhile
 _LOOK_GAP_S = 0.2
-_LINE_TAKES_BYTES = 200  # beside its texts
 _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
-
-
-@dataclass(frozen=True)
-class LogLine:
-    """A line of a job, clean of what controls a terminal. ``source``: a rank, "setup", "torchrun", or "" for ours.
-
-    ``node`` is empty where the job has one node.
-    """
-
-    node: str
-    source: str
-    text: str
-
-    def __str__(self) -> str:
-        where = ":".join(filter(None, (self.node, self.source)))
-        return f"[{where}] {self.text}" if where else self.text
-
-
-class Kept:
-    """Lines that are kept in memory, of logs or of metrics, as far as they take ``most_bytes``; then JobError."""
-
-    def __init__(self, job: str, most_bytes: int) -> None:
-        self.lines: list[LogLine] = []
-        self.metrics: list[dict[str, Any]] = []
-        self._job, self._most_bytes, self._num_bytes = job, most_bytes, 0
-
-    def add_line(self, line: LogLine) -> None:
-        self._count([line.text])
-        self.lines.append(line)
-
-    def add_metrics(self, values: dict[str, Any]) -> None:
-        self._count([*values, *values.values()])
-        self.metrics.append(values)
-
-    def _count(self, parts: Sequence[object]) -> None:
-        self._num_bytes += _LINE_TAKES_BYTES + sum(map(sys.getsizeof, parts))
-        if self._num_bytes > self._most_bytes:
-            raise JobError(f"job {self._job}: what came takes more than {self._most_bytes:,} bytes: ask for one rank")
 
 
 @dataclass(frozen=True)
@@ -105,47 +65,6 @@ class Wanted:
     def order(self) -> dict[str, object]:
         """What of it the node has to know, to send no more than that."""
         return {"once": self.is_once, "rank": self.rank, "logs": self.has_logs, "metrics": self.has_metrics}
-
-
-@dataclass
-class FollowedFile:
-    """A file as far as it has come: its bytes come in pieces, some of them again, and leave it as lines."""
-
-    offset: int = 0
-    rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
-    _is_in_line: bool = False
-
-    def take(self, offset: int, data: bytes) -> list[str]:
-        """The lines that ``data``, which stands at ``offset``, completes."""
-        *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
-        while len(rest) > _MOST_LINE_BYTES:
-            whole.append(rest[:_MOST_LINE_BYTES])
-            rest = rest[_MOST_LINE_BYTES:]
-        self.rest = bytearray(rest)
-        return [_as_line(line) for line in whole]
-
-    def take_piece(self, offset: int, data: bytes) -> bytes:
-        """What of ``data``, which stands at ``offset``, has not come yet, as it is; a line says what is missing."""
-        gap = b""
-        if offset > self.offset:
-            said = f"... {offset - self.offset:,} bytes were cut out here ...\n".encode()
-            gap = b"\n" + said if self._is_in_line else said
-            self.offset = offset
-        data = data[self.offset - offset :]
-        self.offset += len(data)
-        if gap or data:
-            self._is_in_line = not (data or gap).endswith(b"\n")
-        return gap + data
-
-    def end(self) -> list[str]:
-        """What is left when no more comes."""
-        rest, self.rest = bytes(self.rest), bytearray()
-        return [_as_line(rest)] if rest else []
-
-
-def _as_line(data: bytes) -> str:
-    text = data.decode(errors="replace")
-    return text if text.isprintable() else clean_line(text)
 
 
 @dataclass

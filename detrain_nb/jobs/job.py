@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..copying.json_lines import Refused
@@ -19,9 +18,10 @@ from ..transport import Transport
 from .asking import on_all, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
+from .following import Follower, OnPiece, OnReports, Patience, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
+from .log_lines import JobLog, Kept, LogLine, in_order
 from .noting import hear_reports, least_nodes, note_down
 from .record import Record
 from .report_checks import NodeReport, find_part
@@ -33,22 +33,12 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Job", "JobLog", "OnLine"]
+__all__ = ["Job", "OnLine"]
 
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
 _MOST_BYTES = 2_000_000_000  # of what is kept in memory
-
-
-@dataclass(frozen=True)
-class JobLog(ShownAsText):
-    """Lines of a job, by node and rank."""
-
-    lines: tuple[LogLine, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.lines))
 
 
 class Job(ShownAsText):
@@ -153,9 +143,7 @@ class Job(ShownAsText):
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
         self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
-        if not follow:
-            kept.lines.sort(key=_place_of)
-        return JobLog(tuple(kept.lines))
+        return JobLog(tuple(kept.lines) if follow else in_order(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
@@ -341,9 +329,3 @@ class Job(ShownAsText):
         if status.state != UNKNOWN:
             note_down(status, self._record)
         return status
-
-
-def _place_of(line: LogLine) -> tuple[str, int, int]:
-    """setup, torchrun, then the ranks in their order."""
-    is_rank = line.source.isdecimal()
-    return line.node, 2 if is_rank else 1 if line.source == "torchrun" else 0, int(line.source) if is_rank else 0

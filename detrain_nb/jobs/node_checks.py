@@ -15,7 +15,7 @@ from ..text import format_size
 from ..transport import Transport
 from .asking import ask_facts, try_on_all
 from .execution import execute
-from .following import LogLine
+from .log_lines import LogLine
 from .report_checks import NodeFacts
 from .source import plan_source
 from .starting import gather_secrets

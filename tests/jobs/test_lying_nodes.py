@@ -21,8 +21,9 @@ from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, try_on_all
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
-from detrain_nb.jobs.following import Follower, Kept, LogLine, Patience, Wanted
+from detrain_nb.jobs.following import Follower, Patience, Wanted
 from detrain_nb.jobs.job import Job
+from detrain_nb.jobs.log_lines import Kept, LogLine
 from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
 from detrain_nb.spec import PipelineSpec

@@ -20,9 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
 
-from detrain_nb.jobs.following import LogLine
 from detrain_nb.jobs.job_report import JobReport
 from detrain_nb.jobs.job_status import JobStatus
+from detrain_nb.jobs.log_lines import LogLine
 from detrain_nb.jobs.report_checks import NodeReport
 
 from ..testbed.testbed import Testbed
