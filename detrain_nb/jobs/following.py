@@ -19,7 +19,7 @@ from ..transport import Transport
 from .log_lines import FollowedFile, LogLine
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, read_reports
 
-__all__ = ["Follower", "OnPiece", "OnReports", "Patience", "Wanted"]
+__all__ = ["Follower", "OnPiece", "OnReports", "Retries", "Wanted"]
 
 OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
@@ -32,7 +32,7 @@ _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
 
 
 @dataclass(frozen=True)
-class Patience:
+class Retries:
     """How long a node that does not answer is tried again, and how long between two tries."""
 
     lost_after_s: float = 600.0
@@ -92,7 +92,7 @@ class Follower:
         on_metrics: Callable[[dict[str, Any]], object] | None = None,
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
-        patience: Patience | None = None,
+        retries: Retries | None = None,
     ) -> None:
         """``on_reports`` gets, several times a second, what each node has said of the job so far, by name.
 
@@ -105,7 +105,7 @@ class Follower:
         self._on_metrics = on_metrics or (lambda line: None)
         self._on_reports = on_reports or (lambda reports: None)
         self._on_piece = on_piece
-        self._patience = patience or Patience()
+        self._retries = retries or Retries()
         self._states = {
             index: _NodeState()
             for index in range(len(nodes))
@@ -170,7 +170,7 @@ class Follower:
 
     def _follow(self, index: int) -> None:
         state, patience = self._states[index], PATIENCE if self._wanted.is_once else ENDLESS
-        heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
+        heard_at, gap_s, has_told = time.monotonic(), self._retries.shortest_gap_s, False
         while not self._is_stopped.is_set():
             offsets = {name: file.offset for name, file in state.files.items()}
             try:
@@ -184,15 +184,15 @@ class Follower:
                     state.failure = exc
                     break
                 if offsets != {name: file.offset for name, file in state.files.items()}:
-                    heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
-                if time.monotonic() - heard_at > self._patience.lost_after_s:
+                    heard_at, gap_s, has_told = time.monotonic(), self._retries.shortest_gap_s, False
+                if time.monotonic() - heard_at > self._retries.lost_after_s:
                     state.failure = NodeLost(str(exc))
                     break
                 if not has_told:
                     self._put(index, "", [f"the link broke, and is made again: {exc}"])
                     has_told = True
                 self._is_stopped.wait(gap_s)
-                gap_s = min(2 * gap_s, self._patience.longest_gap_s)
+                gap_s = min(2 * gap_s, self._retries.longest_gap_s)
         for name, file in state.files.items():
             self._put(index, name, file.end())
         state.is_done = True

@@ -18,7 +18,7 @@ from ..transport import Transport
 from .asking import on_all, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, OnPiece, OnReports, Patience, Wanted
+from .following import Follower, OnPiece, OnReports, Retries, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
 from .log_lines import JobLog, Kept, LogLine, in_order
@@ -301,7 +301,7 @@ class Job(ShownAsText):
         if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
             raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
-        patience = Patience(lost_after_s=0) if wanted.is_once else None
+        retries = Retries(lost_after_s=0) if wanted.is_once else None
         follower = Follower(
             nodes,
             self.id,
@@ -310,7 +310,7 @@ class Job(ShownAsText):
             on_metrics=on_metrics,
             on_reports=on_reports,
             on_piece=on_piece,
-            patience=patience,
+            retries=retries,
         )
         said = follower.run(limit_s)
         refused = [

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from detrain_nb.copying.json_lines import Talk
-from detrain_nb.deploy.files import Patience as TalkPatience
+from detrain_nb.deploy.files import Patience
 from detrain_nb.deploy.jobs import PATIENCE, open_job_talk
 from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
 from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, try_on_all
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
-from detrain_nb.jobs.following import Follower, Patience, Wanted
+from detrain_nb.jobs.following import Follower, Retries, Wanted
 from detrain_nb.jobs.job import Job
 from detrain_nb.jobs.log_lines import Kept, LogLine
 from detrain_nb.jobs.noting import hear_reports
@@ -156,10 +156,10 @@ def test_disk_that_is_too_small_is_said_before_anything_comes(tmp_path: Path) ->
     assert [order["type"] for order in node.heard] == ["artifacts"]
 
 
-def follow(node: LyingNode, **patience: float) -> tuple[list[str], object]:
+def follow(node: LyingNode) -> tuple[list[str], object]:
     lines: list[LogLine] = []
-    waits = Patience(lost_after_s=0.3, shortest_gap_s=0.01, longest_gap_s=0.05)
-    said = Follower([node], JOB, wanted=Wanted(), on_line=lines.append, patience=waits).run(60)
+    waits = Retries(lost_after_s=0.3, shortest_gap_s=0.01, longest_gap_s=0.05)
+    said = Follower([node], JOB, wanted=Wanted(), on_line=lines.append, retries=waits).run(60)
     return [line.text for line in lines], said[0]
 
 
@@ -279,7 +279,7 @@ def test_node_that_is_always_still_at_it_is_not_waited_for() -> None:
     node = LyingNode({"facts": answer})
     with (
         pytest.raises(DetrainError, match="takes too long"),
-        open_job_talk(node, patience=TalkPatience(answer_s=0.2)) as talk,
+        open_job_talk(node, patience=Patience(answer_s=0.2)) as talk,
     ):
         ask_facts(talk)
     assert math.isfinite(PATIENCE.answer_s), "as long as a node is waited for, but for what a job prints"
