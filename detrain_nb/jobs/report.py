@@ -14,10 +14,10 @@ from ..text import RED, html_cells, html_table, printable, table_lines
 from .job_status import OVER, describe_age, describe_seconds, has_failed
 from .record import JobSummary
 
-__all__ = ["JobList"]
+__all__ = ["MOST_SHOWN", "JobList"]
 
 _COLUMNS = ("job", "state", "exit", "ranks", "submitted", "took", "last metrics", "known")
-_MOST_SHOWN = 200  # of more the newest are
+MOST_SHOWN = 200  # of more the newest are
 _MOST_METRICS, _MOST_NAME_CHARS = 4, 40
 _MOST_METRICS_CHARS = 1 << 16
 _LEFT = "text-align:left;white-space:nowrap"  # an id would be broken at its dashes
@@ -40,13 +40,13 @@ class JobList:
     def __repr__(self) -> str:
         if not self.rows:
             return self._title
-        table = [_COLUMNS, *(_cells(row, self.at) for row in self.rows[:_MOST_SHOWN])]
+        table = [_COLUMNS, *(_cells(row, self.at) for row in self.rows[:MOST_SHOWN])]
         return "\n".join([self._title, *table_lines(table), *self._left_out])
 
     def _repr_html_(self) -> str:
         if not self.rows:
             return html.escape(self._title)
-        rows = self.rows[:_MOST_SHOWN]
+        rows = self.rows[:MOST_SHOWN]
         body = "".join(f"<tr>{html_cells(_cells(row, self.at), style=_style(row))}</tr>" for row in rows)
         return html_table(html_cells(_COLUMNS, tag="th", style=_LEFT), body, caption=[self._title, *self._left_out])
 
@@ -61,7 +61,7 @@ class JobList:
 
     @property
     def _left_out(self) -> list[str]:
-        more = len(self.rows) - _MOST_SHOWN
+        more = len(self.rows) - MOST_SHOWN
         return [f"... {more} older ones"] if more > 0 else []
 
 

@@ -12,9 +12,9 @@ from .order import JobError
 from .outputs import Outputs, RankOutcome
 from .status import Exit
 from .terms import STOPPED
+from .watch import MOST_REASON_CHARS
 
 _LAST_LINES = 20
-_MOST_REASON = 2000  # characters
 _STOPPED = 128 + signal.SIGTERM
 
 
@@ -46,7 +46,7 @@ def _read_told(folder: Path) -> str:
     """Why the nodes have ended each other, where another one was the first."""
     try:
         said = json.loads(read_bounded(folder / END_NAME))
-        return str(said["reason"])[:_MOST_REASON]
+        return str(said["reason"])[:MOST_REASON_CHARS]
     except (OSError, ValueError, KeyError, TypeError, JobError):
         return ""
 
