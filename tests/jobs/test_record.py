@@ -76,7 +76,7 @@ def test_job_is_found_by_id_by_name_and_by_a_beginning(record: Record) -> None:
     with pytest.raises(JobError, match=r"several jobs begin with 'run-': run-20260103-c, run-20260102-b, run-.*: give"):
         record.get("run-")
     for wrong in ("no", "%", "run_20260101", "run-20260101-a2"):
-        with pytest.raises(JobError, match="was submitted from here: %job list shows"):
+        with pytest.raises(JobError, match="was submitted from here: %job list, or"):
             record.get(wrong)
     for wrong in ("", "a\x1b[2J", "\udc80"):
         with pytest.raises(JobError, match="is no job: give its id"):
@@ -196,7 +196,7 @@ def test_list_of_ten_thousand_reads_no_spec_and_no_more_than_it_shows(file: Path
         db.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 9999) "
             "INSERT INTO jobs SELECT 'run-' || i, name, 'ended', 0, submitted_at + i, 1.0, 2.0, 4, '', 3.0, release, "
-            "spec_digest, nodes FROM jobs, n WHERE id = 'first'"
+            "spec_digest, nodes, storage FROM jobs, n WHERE id = 'first'"
         )
         plan = db.execute(
             "EXPLAIN QUERY PLAN SELECT id FROM jobs ORDER BY submitted_at DESC, id DESC LIMIT 200"
