@@ -29,7 +29,7 @@ from .errors import DetrainError, SpecError
 from .guarded import SEARCH
 from .text import printable
 
-__all__ = ["Location", "OnProgress", "locate", "named_errors", "replace_file", "shown", "whole_file"]
+__all__ = ["Location", "OnProgress", "has_password", "locate", "named_errors", "replace_file", "shown", "whole_file"]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -215,6 +215,11 @@ def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
         except ImportError as exc:
             raise SpecError(f"{name}: {exc}") from exc
     return Location(name, path, opened)
+
+
+def has_password(where: str) -> bool:
+    """Whether a path or a URL has a user, a password or a query in it: what no message shows, and no file keeps."""
+    return _HIDDEN in _name(where)
 
 
 def _check(protocol: str, rest: str, name: str) -> None:

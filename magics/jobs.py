@@ -12,6 +12,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
 from ..errors import CellSyntaxError, DetrainError, JobError
+from ..plan.names import MOST_NAME_CHARS
 from .given_spec import read_spec, show_findings
 from .guard import guard
 from .holder import ask_passphrase
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
 
 __all__ = ["JobMagics"]
-
-_MOST_NAME_CHARS = 63
 
 
 @magics_class
@@ -97,7 +96,7 @@ class JobMagics(Magics):
         source: dict[str, Any] = {"script_text": f"\n{code}", "arguments": args.arguments}  # lines have their numbers
         if args.spec is None:
             name = session_name(self._ipython.user_ns, kernel_name(self._ipython))
-            data: dict[str, Any] = {"name": name[:_MOST_NAME_CHARS]}
+            data: dict[str, Any] = {"name": name[:MOST_NAME_CHARS]}
         else:
             data = read_spec(self._ipython, args.spec).to_dict()
             before = data.get("source", {})

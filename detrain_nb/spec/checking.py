@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import SpecError
+from ..plan.git_urls import parse_git_url
 from ..text import name_some
 from .findings import Finding, findings_of
-from .notebook import check_python, script_of_notebook
+from .notebook import MOST_BYTES, check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
 from .planning import plan_spec
 from .source import Source
-
-_MOST_BYTES = 50_000_000
 
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
@@ -41,8 +40,6 @@ def _check_source(source: Source) -> Iterator[Finding]:
             look(source)
         except SpecError as exc:
             yield Finding(f"source.{kind}", str(exc))
-    if source.git and source.git.token and source.git.url.startswith(("http://", "git://")):
-        yield Finding("source.git.url", "a token is sent, and nothing hides it on the way: give https://", "warning")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
@@ -83,9 +80,11 @@ def _look_at_folder(source: Source) -> None:
     check_python(_read(entry), where=str(entry))
 
 
-def _look_at_key(source: Source) -> None:
+def _look_at_git(source: Source) -> None:
     """The key is here where this machine clones; else it is on the nodes."""
     git = source.git
+    if git and git.token and not parse_git_url(git.url).hides_token:
+        raise SpecError("a token is sent over https only, anybody on the way could read it: give an https:// url")
     if git and git.ssh_key and git.how == "bundle" and not Path(git.ssh_key).expanduser().is_file():
         raise SpecError(f"ssh_key {git.ssh_key}: no such file")
 
@@ -95,7 +94,7 @@ _LOOKS: dict[str, Callable[[Source], None]] = {
     "script_text": _look_at_text,
     "notebook": _look_at_notebook,
     "path": _look_at_folder,
-    "git": _look_at_key,
+    "git": _look_at_git,
 }
 
 
@@ -105,13 +104,13 @@ def _read(path: Path) -> str:
         raise SpecError(f"{path}: is no file")
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file, looked for in {path.absolute().parent}") from None
     except (OSError, ValueError) as exc:
         raise SpecError(f"{path}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from None
-    if len(data) > _MOST_BYTES:
-        raise SpecError(f"{path}: larger than {_MOST_BYTES // 1_000_000} MB")
+    if len(data) > MOST_BYTES:
+        raise SpecError(f"{path}: larger than {MOST_BYTES // 1_000_000} MB")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:

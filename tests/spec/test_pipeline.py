@@ -244,6 +244,11 @@ FOUND = {
         "source.notebook: ",
         "late.ipynb, its cells together, line 6: is not Python: from __future__ imports must ",
     ),
+    "a token in the clear": (
+        {"git": {"url": "http://git.example/x", "token": "TOKEN"}, "entry": "a.py"},
+        "source.git: ",
+        "a token is sent over https only",
+    ),
     "await": ({"script_text": "await a"}, "source.script_text: ", "is not Python: 'await' outside function"),
 }
 
@@ -269,9 +274,8 @@ def test_what_is_wrong_with_a_source_is_found_without_a_node(
 
 
 def test_warnings_do_not_stop_a_job() -> None:
-    git = {"url": "http://git.example/x", "token": "TOKEN"}
-    spec = _spec(source={"git": git, "entry": "a.py"}, rendezvous={"max_restarts": 1})
-    assert [each.field for each in spec.check()] == ["source.git.url", "checkpoint"]
+    spec = _spec(rendezvous={"max_restarts": 1})
+    assert [each.field for each in spec.check()] == ["checkpoint"]
     assert worst(spec.check()) == "warning"
 
 
