@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import keyword
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -125,10 +125,13 @@ class JobMagics(Magics):
     def _begun(self, prog: str, job: Job, args: Any) -> Job | None:
         if out := getattr(args, "out", None):
             self._ipython.user_ns[out] = job
+        notes = [f"note: {notice}" for notice in job.notices]
         if args.follow:
-            title = f"job {job.id} runs: %job stop ends it, an interrupt of this cell does not"
-            self._follow(prog, job, max_lines=args.max_lines, title=title)
+            titles = [*notes, f"job {job.id} runs: %job stop ends it, an interrupt of this cell does not"]
+            self._follow(prog, job, max_lines=args.max_lines, titles=titles)
             return None
+        for note in notes:
+            print(note)
         print(f"job {job.id} runs: %job logs -f {job.id} follows it")
         return None if out else job
 
@@ -177,12 +180,12 @@ class JobMagics(Magics):
         node: str | None = None,
         rank: int | None = None,
         torchrun: bool = False,
-        title: str = "",
+        titles: Sequence[str] = (),
         fails: bool = True,
     ) -> None:
         """Raises: JobFailed where the job did not succeed, if it ``fails``; SessionError when it was interrupted."""
         view = self._view(job, max_lines, node=node, rank=rank)
-        if title:
+        for title in titles:
             view.say(title)
         status: JobStatus | None = None
         goes_on = f"job {job.id} goes on: %job attach {job.id} follows it again, %job stop {job.id} ends it"

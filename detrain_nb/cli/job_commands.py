@@ -132,8 +132,14 @@ def _submit_job(args: argparse.Namespace) -> Job:
     spec = _read_spec(args)
     with _progress() as say:
         job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
-    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    _say_begun(job)
     return job
+
+
+def _say_begun(job: Job) -> None:
+    for notice in job.notices:
+        print(f"detrain-nb: note: {notice}", file=sys.stderr)
+    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
 
 
 def _read_spec(args: argparse.Namespace) -> PipelineSpec:
@@ -188,7 +194,7 @@ def _stop(args: argparse.Namespace) -> int:
 def _restart(args: argparse.Namespace) -> int:
     with _progress() as say:
         job = _find(args.job).restart(on_progress=say)
-    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    _say_begun(job)
     return _follow(job) if args.follow else _OK
 
 

@@ -60,9 +60,10 @@ class Job(ShownAsText):
         *,
         record: Record,
         ask_passphrase: AskPassphrase | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
-        """No ``nodes``: the job runs on this machine."""
-        self.id, self.name = job_id, name
+        """No ``nodes``: the job runs on this machine. ``notices``: what the user should know of its submission."""
+        self.id, self.name, self.notices = job_id, name, tuple(notices)
         self._nodes = tuple(nodes)
         self._record = record
         self._ask_passphrase = ask_passphrase
@@ -216,6 +217,7 @@ class Job(ShownAsText):
             started.transports,
             record=self._record,
             ask_passphrase=self._ask_passphrase,
+            notices=started.notices,
         )
 
     def fetch(

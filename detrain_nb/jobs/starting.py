@@ -46,11 +46,15 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Started:
-    """A job that runs; ``transports`` lead to its nodes, and are connected."""
+    """A job that runs; ``transports`` lead to its nodes, and are connected.
+
+    ``notices``: what the user should know of it.
+    """
 
     id: str
     name: str
     transports: list[Transport]
+    notices: tuple[str, ...] = ()
 
 
 def start(
@@ -139,7 +143,8 @@ class _Starting:
             job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
         )
         try:
-            for notice in (*self.source.notices, *_list_unset(self._transports)):
+            notices = (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports))
+            for notice in notices:
                 self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with talks_to(self._transports) as talks:
@@ -162,7 +167,7 @@ class _Starting:
                 raise DetrainError(str(exc)) from exc
             raise
         self.record.update(job, state="running", started_at=time.time())
-        return Started(job, self.spec.name, self._transports)
+        return Started(job, self.spec.name, self._transports, notices)
 
     # ---- before any node is asked
 
@@ -284,6 +289,13 @@ class _Starting:
 
 def _make_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{random.token_hex(2)}"
+
+
+def _list_warnings(spec: PipelineSpec) -> Iterator[str]:
+    """What was found, and starts all the same; whether its ranks fit is left to what the nodes say they have."""
+    for each in spec.check():
+        if each.field not in ("", "parallelism"):
+            yield f"{each.field}: {each.text}"
 
 
 def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:

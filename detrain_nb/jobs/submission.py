@@ -67,7 +67,8 @@ def submit(
 
     ``spec`` may be the URL of one. ``dry_run`` only says what would run where, and which files would travel; no node is
     asked. ``storage``: a location, as ``s3://bucket/folder``, by which the source travels. ``secrets`` are by default
-    those of this process' environment that the spec names.
+    those of this process' environment that the spec names. What the user should know and does not keep it from
+    starting is in the job's ``notices``.
     Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
     that failed. Nothing runs then.
     """
@@ -86,4 +87,11 @@ def submit(
         record=record,
         ask_passphrase=ask_passphrase,
     )
-    return Job(started.id, started.name, started.transports, record=record, ask_passphrase=ask_passphrase)
+    return Job(
+        started.id,
+        started.name,
+        started.transports,
+        record=record,
+        ask_passphrase=ask_passphrase,
+        notices=started.notices,
+    )

@@ -18,7 +18,7 @@ _MOST_BYTES = 50_000_000
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec)]
+    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec), *_check_image(spec)]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -56,6 +56,12 @@ def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
             )
     if spec.rendezvous.is_elastic and spec.checkpoint is None:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
+
+
+def _check_image(spec: PipelineFields) -> Iterator[Finding]:
+    if spec.image is not None:
+        said = f"{spec.image}: no job starts a container yet: its ranks run in the Python of their nodes"
+        yield Finding("image", said, "warning")
 
 
 def _look_at_script(source: Source) -> None:

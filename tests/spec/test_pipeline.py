@@ -273,6 +273,7 @@ def test_warnings_do_not_stop_a_job() -> None:
     spec = _spec(source={"git": git, "entry": "a.py"}, rendezvous={"max_restarts": 1})
     assert [each.field for each in spec.check()] == ["source.git.url", "checkpoint"]
     assert worst(spec.check()) == "warning"
+    assert [each.severity for each in _spec(image="ghcr.io/a/b:1").check()] == ["warning"]
 
 
 def test_more_nodes_than_the_spec_has_are_an_error() -> None:
