@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import keyword
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
-from ..errors import CellSyntaxError, DetrainError, JobError
+from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
 from .given_spec import read_spec, show_findings
 from .guard import guard
 from .holder import ask_passphrase
@@ -151,7 +152,8 @@ class JobMagics(Magics):
         spec = self._read_spec(args)
         findings = check_nodes(spec, ask_passphrase=ask_passphrase) if args.on_nodes else spec.check()
         show_findings(findings, args.spec)
-        display(spec.plan())
+        with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
+            display(spec.plan())
 
     def _stop(self, args: Any) -> JobStatus:
         return self._find(args.job).stop(grace_s=args.grace)

@@ -274,6 +274,8 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         assert error in outcome.error, code
     assert "1 rank" in kernel.run(f"%job check {spec} --nodes localhost --on-nodes").rich()[0]
     assert "torch.distributed.run" in kernel.run(f"%job submit {spec} --dry-run").rich()[0]
+    misfit = kernel.run(f"%job check {spec} --parallelism.tp 8")
+    assert (misfit.status, misfit.text().partition(":")[0]) == ("ok", "warning"), "it may fit on GPUs"
     assert "usage: %job" in kernel.run("%job").text()
     assert kernel.run("%job list").rich() == ["no jobs were submitted from here"]
     assert kernel.run("%reload_ext detrain_nb\n%job list").status == "ok"
