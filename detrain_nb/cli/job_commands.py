@@ -273,7 +273,7 @@ def _doctor(args: argparse.Namespace) -> int:
     with _progress() as say:
         report = examine(args.nodes, bandwidth=args.bandwidth, on_progress=say, ask_passphrase=_ask_passphrase)
     print(report)
-    return _FAILED if report.problems else _OK
+    return _OK if report.is_ok else _FAILED
 
 
 # ---- what they share
