@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..copying.json_lines import Refused
@@ -167,6 +168,15 @@ class Job(ShownAsText):
         from .curves import plot
 
         return plot(self.metrics(), *names)
+
+    def write_tensorboard(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write what was logged for TensorBoard, a folder for each rank, in the place of what it wrote there before.
+
+        Returns the files. Raises: SpecError where nothing was logged, or torch or tensorboard is not installed.
+        """
+        from .curves import write_tensorboard
+
+        return write_tensorboard(os.fspath(folder), self.metrics())
 
     # ---- what is done with it
 
