@@ -51,15 +51,14 @@ def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
     data: dict[str, Any] = spec.model_dump(
         mode="json", include={"name", "description", "training", "data", "model", "checkpoint", "artifacts"}
     )
-    if spec.training.dev:  # a few batches, and no checkpoint
-        data["checkpoint"] = None
     if data["checkpoint"] and data["checkpoint"]["keep"] == "all":
         data["checkpoint"]["keep"] = None
     data["parallelism"] = spec.parallelism.model_dump(mode="json") | dict(plan.mesh.axes if plan.mesh else {})
     if plan.batch:
         data["parallelism"]["microbatches"] = plan.batch.microbatches
     nodes = [JobNode(node.name, node.ranks) for node in plan.nodes]
-    return build(JobSpec, data, where="spec").on(nodes, batch=plan.batch)
+    job: JobSpec = build(JobSpec, data, where="spec")
+    return job.on(nodes, batch=plan.batch).for_dev()
 
 
 def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
@@ -73,7 +72,7 @@ def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
     training = spec.training
     flags: dict[str, Any] = {
         "--gpu": "_".join(str(int(rank in plan.cuda_ranks)) for rank in range(plan.world_size)),
-        "--epochs": training.epochs,
+        "--epochs": 1 if training.dev else training.epochs,
         "--batch_size": plan.batch.replica_size if plan.batch else None,
         "--lr": training.learning_rate,
         "--model_name": spec.name,

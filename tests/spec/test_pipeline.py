@@ -186,7 +186,8 @@ def test_script_reads_a_spec_without_open_numbers() -> None:
     assert [(node.name, node.ranks) for node in job.nodes] == [("a", (0, 1)), ("b", (2, 3))]
     assert job.batch and job.batch.replica_size == 32 and job.batch.microbatches == job.parallelism.microbatches
     assert job.checkpoint and job.checkpoint.keep is None
-    assert spec.with_overrides({"training.dev": True}).job_spec(spec.plan()).checkpoint is None
+    tried = spec.with_overrides({"training.dev": True}).job_spec(spec.plan())
+    assert (tried.checkpoint, tried.training.epochs, tried.training.steps) == (None, None, 3)
 
 
 def test_arguments_in_the_style_of_detrain_stand_behind_the_users() -> None:
