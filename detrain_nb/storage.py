@@ -29,7 +29,7 @@ from .errors import DetrainError, SpecError
 from .guarded import SEARCH
 from .text import printable
 
-__all__ = ["Location", "OnProgress", "locate", "named_errors", "replace_file", "shown", "whole_file"]
+__all__ = ["Location", "OnProgress", "locate", "named_errors", "needed_library", "replace_file", "shown", "whole_file"]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -215,6 +215,16 @@ def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
         except ImportError as exc:
             raise SpecError(f"{name}: {exc}") from exc
     return Location(name, path, opened)
+
+
+def needed_library(where: str) -> str:
+    """What a machine has to have installed beside fsspec to open a URL, as ``s3fs``; empty where that is nothing."""
+    begins = _URL.match(where)
+    if begins is None:
+        return ""
+    protocol = begins[1].lower()
+    module = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
+    return ("aiohttp" if protocol in ("http", "https") else "") if module == "fsspec" else module
 
 
 def _check(protocol: str, rest: str, name: str) -> None:

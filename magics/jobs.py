@@ -150,7 +150,10 @@ class JobMagics(Magics):
         from ..jobs import check_nodes
 
         spec = self._read_spec(args)
-        findings = check_nodes(spec, ask_passphrase=ask_passphrase) if args.on_nodes else spec.check()
+        if args.on_nodes:
+            findings = check_nodes(spec, storage=args.storage, ask_passphrase=ask_passphrase)
+        else:
+            findings = spec.check()
         show_findings(findings, args.spec)
         with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
             display(spec.plan())

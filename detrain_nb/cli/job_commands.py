@@ -76,7 +76,9 @@ def add_job_commands(commands: Any) -> None:
 
     check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
     add_spec(check)
-    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
+    check.add_argument(
+        "--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, libraries, free disk, the port"
+    )
 
 
 def add_doctor(commands: Any) -> None:
@@ -258,7 +260,10 @@ def _check(args: argparse.Namespace) -> int:
     from ..spec import worst
 
     spec = _read_spec(args)
-    findings = check_nodes(spec, ask_passphrase=_ask_passphrase) if args.on_nodes else spec.check()
+    if args.on_nodes:
+        findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase)
+    else:
+        findings = spec.check()
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
     if worst(findings) == "error":
         return _FAILED

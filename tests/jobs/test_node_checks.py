@@ -33,6 +33,16 @@ def test_secret_source_and_mesh_are_looked_at(home: Path) -> None:
     assert [fault.partition(":")[0] for fault in found] == ["source.script", "secrets", "parallelism"]
 
 
+def test_library_that_a_node_lacks_is_said(home: Path) -> None:
+    spec = PipelineSpec.from_dict(
+        {"name": "checked", "source": {"script_text": "1"}, "checkpoint": {"url": "oci://bucket/runs"}}
+    )
+    said = [str(each) for each in check_nodes(spec, storage="oci://bucket/sources")]
+    missing = "this-machine lacks ocifs, which opens such a URL: install it there"
+    assert f"warning: checkpoint.url: {missing}" in said
+    assert f"storage: {missing}" in said
+
+
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:
     (fault,) = faults(nodes=[{"host": "nohost.invalid"}])
     assert fault.startswith("nodes.nohost.invalid: ")
