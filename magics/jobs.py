@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import keyword
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from .guard import guard
 from .holder import ask_passphrase
 from .job_options import parse_job_line, parse_torchrun_line
 from .job_view import JobView
-from .notebook import kernel_name, session_name
+from .notebook import RunCells, kernel_name, session_name
 from .options import HelpShown, Settings
 from .progress import CopyProgress, redrawn_line
 from .render import RenderOptions
@@ -39,10 +40,11 @@ _MOST_NAME_CHARS = 63
 class JobMagics(Magics):
     """The magics about jobs of one notebook. They need no session; ``settings`` gives the notebook's."""
 
-    def __init__(self, shell: Any, settings: Callable[[], Settings]) -> None:
+    def __init__(self, shell: Any, settings: Callable[[], Settings], run_cells: RunCells) -> None:
         super().__init__(shell)
         self._ipython = shell
         self._settings = settings
+        self._run_cells = run_cells
 
     @line_magic
     def job(self, line: str) -> Any:
@@ -86,7 +88,7 @@ class JobMagics(Magics):
 
         spec = self._read_spec(args)
         if args.dry_run:
-            display(submit(spec, dry_run=True))
+            display(submit(spec, dry_run=True, notebook_changed_at=self._changed_at(spec)))
             return None
         return self._submit_spec("%job submit", spec, args)
 
@@ -114,8 +116,19 @@ class JobMagics(Magics):
         from ..jobs import submit
 
         with told_when_interrupted(prog, "%job list says whether it runs"), self._line() as say:
-            job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=ask_passphrase)
+            job = submit(
+                spec,
+                storage=args.storage,
+                on_progress=say,
+                ask_passphrase=ask_passphrase,
+                notebook_changed_at=self._changed_at(spec),
+            )
         return self._begun(prog, job, args)
+
+    def _changed_at(self, spec: PipelineSpec) -> float | None:
+        """The time by which the notebook that the job runs is newer than its file, as far as is known here."""
+        path = spec.source.notebook
+        return time.time() if path is not None and self._run_cells.are_newer_than(path) else None
 
     def _restart(self, args: Any) -> Job | None:
         job = self._find(args.job)
