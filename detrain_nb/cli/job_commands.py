@@ -86,6 +86,8 @@ def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="can these hosts train together, and what to do if not")
     doctor.add_argument("nodes", metavar="NODES", help="a nodes file, or hosts as in alice@gpu1,gpu2")
     doctor.add_argument("--bandwidth", action="store_true", help="measure it too, between the hosts and to here")
+    doctor.add_argument("--fix", action="store_true", help="make our folder on the hosts, closed to others")
+    doctor.add_argument("--save", action="store_true", help="write what was measured into the nodes file")
     doctor.set_defaults(act=_doctor)
 
 
@@ -273,11 +275,21 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ..doctor import examine
+    from ..doctor import examine, fix
+    from ..spec.nodes_file import write_nodes
 
+    if args.save and not args.nodes.endswith(SPEC_SUFFIXES):
+        raise SpecError("--save writes into the nodes file: give one")
     with _progress() as say:
-        report = examine(args.nodes, bandwidth=args.bandwidth, on_progress=say, ask_passphrase=_ask_passphrase)
+        bandwidth = args.bandwidth or args.save
+        report = examine(args.nodes, bandwidth=bandwidth, on_progress=say, ask_passphrase=_ask_passphrase)
     print(report)
+    if args.fix:
+        print(fix(report))
+    if args.save:
+        before = f"{args.nodes}.before"
+        is_kept = write_nodes(args.nodes, report.measured_nodes(), before=before)
+        print(f"{args.nodes} has what was measured" + f"; as it was it is {before}" * is_kept)
     return _OK if report.is_ok else _FAILED
 
 

@@ -83,6 +83,7 @@ def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[
         ["jobs", "exec", "--", "ls"],
         ["jobs", "exec", "some", "--nodes", "gpu1", "--", "ls"],
         ["jobs", "rm"],
+        ["doctor", "gpu1,gpu2", "--save"],
         ["jobs", "submit", "nowhere.yaml"],
         ["run", "nowhere.toml"],
         ["run", "nowhere.ipynb", "--training.epochs", "2"],
