@@ -18,6 +18,12 @@ def test_spec_that_can_run_has_no_fault(home: Path) -> None:
     assert faults() == []
 
 
+def test_spec_is_checked_with_its_nodes(home: Path) -> None:
+    spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, "secrets": ["NOT_SET_ANYWHERE"]})
+    assert spec.check() == []
+    assert [each.field for each in spec.check(nodes=True)] == ["secrets"]
+
+
 def test_port_that_is_taken_is_said(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
