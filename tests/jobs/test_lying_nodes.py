@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,25 @@ def test_link_that_breaks_loses_no_line_and_says_none_twice() -> None:
     lines, outcome = follow(LyingNode({"follow": answer}))
     assert [line for line in lines if line.startswith("line")] == text.decode().splitlines()
     assert getattr(outcome, "exit_code", None) == 0
+
+
+def test_link_of_a_quiet_job_that_breaks_after_hours_is_made_again() -> None:
+    """A laptop that has slept: the job has printed nothing for longer than a node that is gone is tried again."""
+    links = iter([0.5, None])  # the first one lasts longer than all patience that `follow` has
+
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        lasts_s = next(links)
+        state = {"state": "running"} if lasts_s else {"state": "ended", "exit_code": 0}
+        talk.say("status", jobs=[{"id": JOB, "node_rank": 0, **state}])
+        talk.flush()
+        if lasts_s:
+            time.sleep(lasts_s)
+            raise EOFError
+        talk.say("end")
+
+    lines, outcome = follow(LyingNode({"follow": answer}))
+    assert getattr(outcome, "exit_code", None) == 0, outcome
+    assert lines[-1] == "it answers again"
 
 
 def test_ranks_that_begin_anew_are_said() -> None:
