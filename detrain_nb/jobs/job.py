@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -240,7 +240,8 @@ class Job(ShownAsText):
     ) -> Fetched:
         """Fetch what it has made into the folder ``to``: what matches ``pattern``, by default the spec's ``artifacts``.
 
-        Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is.
+        Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is, of the nodes that
+        answer.
         """
         status = self.status()
         if not anyway and not (status.state == "ended" and status.exit_code == 0):
@@ -250,7 +251,12 @@ class Job(ShownAsText):
                 "(in Python anyway=True)"
             )
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
-        return fetch(self._transports(), self.id, patterns, to, on_progress=on_progress)
+        positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
+        if not positions:
+            raise JobError("\n".join(f"{node}: {why}" for node, why in status.silent.items()))
+        nodes = [self._transports()[index] for index in positions]
+        fetched = fetch(nodes, self.id, patterns, to, node_ranks=positions, on_progress=on_progress)
+        return replace(fetched, silent=tuple(status.silent))
 
     def execute(self, command: str, *, timeout_s: float = 600.0, on_line: OnLine | None = print) -> Executed:
         """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
@@ -315,7 +321,7 @@ class Job(ShownAsText):
         on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
-        """Raises: DetrainError of a node that is asked for lines and has none, SpecError."""
+        """Raises: DetrainError where no node that is asked has the job, or answers to who asks once; SpecError."""
         if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
             raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
@@ -331,11 +337,14 @@ class Job(ShownAsText):
             patience=patience,
         )
         said = follower.run(limit_s)
-        refused = [
-            each for each in said.values() if isinstance(each, DetrainError) and isinstance(each.__cause__, Refused)
-        ]
-        if refused and len(refused) == len(said):
-            raise JobError("\n".join(map(str, refused)))
+        failed = {index: each for index, each in said.items() if isinstance(each, DetrainError)}
+        if len(failed) == len(said) and all(
+            wanted.is_once or isinstance(each.__cause__, Refused) for each in failed.values()
+        ):
+            raise JobError("\n".join(map(str, failed.values())))
+        if wanted.is_once and on_line:
+            for index, failure in failed.items():
+                on_line(LogLine(label(nodes[index]), "", f"not all of it: {failure}"))
         if len(said) < len(nodes) or wanted.is_once:
             return self.status()
         return self._note([said[index] for index in range(len(nodes))])

@@ -373,6 +373,41 @@ def _take_source(talk: Talk, order: dict[str, Any]) -> None:
     talk.say("ready", source=hashlib.sha256(text).hexdigest())
 
 
+def test_what_other_nodes_have_comes_without_one_that_does_not_answer(tmp_path: Path) -> None:
+    def reports(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("status", jobs=[{"id": JOB, "node_rank": 1, "state": "ended", "exit_code": 1}])
+
+    def prints(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("data", name="rank-1.log", offset=0, size=6)
+        talk.send(b"hello\n")
+        reports(talk, order)
+        talk.say("end")
+
+    answers: dict[str, Answer] = {
+        "status": reports,
+        "follow": prints,
+        "artifacts": listing("m.pt"),
+        "read": sending(),
+    }
+    record = Record(tmp_path / "jobs.sqlite")
+    record.add(JOB, name="a", nodes="[]", spec='{"name": "a", "source": {"script_text": "1"}}', state="running")
+    there = LyingNode(answers, "there")
+    job = Job(JOB, "a", [LyingNode({}, "gone"), there], record=record)
+    said = [str(line) for line in job.logs().lines]
+    assert said[0].startswith("[gone] not all of it: gone: ")
+    assert said[1:] == ["[there:1] hello"]
+    with pytest.raises(JobError, match="did not succeed"):
+        job.fetch(to=tmp_path / "out")
+    fetched = job.fetch(to=tmp_path / "out", anyway=True)
+    assert (fetched.files, fetched.silent) == (("m.pt",), ("gone",))
+    assert str(fetched).endswith("; nothing came from gone")
+    assert {order["node_rank"] for order in there.heard if order["type"] != "status"} == {1}
+    nobody = Job(JOB, "a", [LyingNode({}, "gone")], record=record)
+    for act in (nobody.logs, nobody.metrics, lambda: nobody.fetch(to=tmp_path, anyway=True)):
+        with pytest.raises(JobError, match="gone: "):
+            act()
+
+
 @pytest.mark.parametrize("act", [lambda job: job.stop(), lambda job: job.remove()], ids=["stop", "remove"])
 def test_node_that_does_not_answer_is_named(act: Callable[[Job], object], tmp_path: Path) -> None:
     record = Record(tmp_path / "jobs.sqlite")
