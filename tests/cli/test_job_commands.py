@@ -87,6 +87,8 @@ def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[
         ["jobs", "submit", "nowhere.yaml"],
         ["run", "nowhere.toml"],
         ["run", "nowhere.ipynb", "--training.epochs", "2"],
+        ["run", "nowhere.ipynb", "--nodes", "gpu1"],
+        ["run", "nowhere.toml", "--timeout", "5"],
     ],
     ids=" ".join,
 )
