@@ -78,7 +78,8 @@ def make_private_folder(folder: Path) -> Path:
     Raises: OSError, also for one that others can enter, or put another one in the place of.
     """
     folder = Path(os.path.realpath(folder.parent), folder.name)
-    if guest := find_guest_parent(folder):
+    guest = find_guest_parent(folder)  # an old Python on a node reads this module too, to say how old it is
+    if guest is not None:
         raise PermissionError(f"others can put another one in the place of {folder}: they can write {describe(guest)}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)

@@ -13,7 +13,7 @@ from ..locks import take_lock
 
 __all__ = ["is_being_submitted", "submitting"]
 
-_FOLDER = ".submitting"
+_PREFIX = ".submitting-"
 
 
 @contextlib.contextmanager
@@ -23,14 +23,13 @@ def submitting(name: str) -> Iterator[None]:
         yield
         return
     path = _lock_file(name)
-    path.parent.mkdir(mode=0o700, exist_ok=True)
     lock = take_lock(path, is_new=True)
     if lock is None:
         raise JobError(f"a job named {name!r} is being submitted by another process: wait for it, or give another name")
     try:
         yield
     finally:
-        os.close(lock)
+        _remove(path, lock)
 
 
 def is_being_submitted(name: str) -> bool | None:
@@ -44,9 +43,15 @@ def is_being_submitted(name: str) -> bool | None:
         return None
     if lock is None:
         return True
-    os.close(lock)
+    _remove(path, lock)  # of one that was killed
     return False
 
 
 def _lock_file(name: str) -> Path:
-    return runtime_folder() / _FOLDER / f"{name}.lock"
+    return runtime_folder() / f"{_PREFIX}{name}"
+
+
+def _remove(path: Path, lock: int) -> None:
+    """While it is held: who takes a lock looks whether it is still in its place."""
+    path.unlink(missing_ok=True)
+    os.close(lock)
