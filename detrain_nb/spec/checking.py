@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
+from ..plan.git_urls import parse_git_url
 from ..text import name_some
 from .findings import Finding, findings_of
 from .notebook import check_python, script_of_notebook
@@ -55,8 +56,8 @@ def _check_source(source: Source) -> Iterator[Finding]:
             look(source)
         except SpecError as exc:
             yield Finding(f"source.{kind}", str(exc))
-    if source.git and source.git.token and source.git.url.startswith(("http://", "git://")):
-        yield Finding("source.git.url", "a token is sent, and nothing hides it on the way: give https://", "warning")
+    if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
+        yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:

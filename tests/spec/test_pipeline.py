@@ -270,11 +270,16 @@ def test_what_is_wrong_with_a_source_is_found_without_a_node(
 
 
 def test_warnings_do_not_stop_a_job() -> None:
-    git = {"url": "http://git.example/x", "token": "TOKEN"}
-    spec = _spec(source={"git": git, "entry": "a.py"}, rendezvous={"max_restarts": 1})
-    assert [each.field for each in spec.check()] == ["source.git.url", "checkpoint"]
+    spec = _spec(image="ghcr.io/a/b:1", rendezvous={"max_restarts": 1})
+    assert [each.field for each in spec.check()] == ["checkpoint", "image"]
     assert worst(spec.check()) == "warning"
-    assert [each.severity for each in _spec(image="ghcr.io/a/b:1").check()] == ["warning"]
+
+
+@pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
+def test_token_is_for_urls_that_hide_it(url: str) -> None:
+    (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
+    assert str(finding).startswith("source.git.token: a token goes over https alone")
+    assert _spec(source={"git": {"url": url}, "entry": "a.py"}).check() == []
 
 
 def test_more_nodes_than_the_spec_has_are_an_error() -> None:
