@@ -8,11 +8,10 @@ from typing import Any
 
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
-from ..text import name_some
 from .findings import Finding, findings_of
 from .notebook import check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
-from .planning import plan_spec
+from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
 
 _MOST_BYTES = 50_000_000
@@ -42,10 +41,8 @@ def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
         plan_spec(spec, gpus={})
     except SpecError as exc:
         field = "parallelism" if str(exc).startswith("mesh") else ""
-        open_nodes = [node.name for node in spec.nodes if node.devices == "auto" and node.ranks is None]
-        if open_nodes or not spec.nodes:
-            where = f"node{'s'[: len(open_nodes) > 1]} {name_some(open_nodes)}" if open_nodes else "this machine"
-            yield Finding(field, f"{exc}; unless {where} {'have' if len(open_nodes) > 1 else 'has'} GPUs", "warning")
+        if describe_unknown_gpus(spec, {}):
+            yield Finding(field, str(exc), "warning")
         else:
             yield from findings_of(exc, field=field)
 
