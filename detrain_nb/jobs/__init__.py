@@ -9,7 +9,7 @@ job.fetch("*.pt", "models")
 
 from __future__ import annotations
 
-from ..spec.checking import ask_nodes_by
+from ..spec.findings import ask_nodes_by
 from .execution import Executed, execute
 from .fetching import Fetched
 from .following import LogLine

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
@@ -15,24 +14,11 @@ from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
 
 _MOST_BYTES = 50_000_000
-_asks_nodes: list[Callable[[Any], list[Finding]]] = []
 
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
     return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec), *_check_image(spec)]
-
-
-def ask_nodes_by(check: Callable[[Any], list[Finding]]) -> None:
-    """Have ``check`` ask the nodes of a spec: what reaches them stands above this room, and says so when imported."""
-    _asks_nodes.append(check)
-
-
-def check_with_nodes(spec: PipelineFields) -> list[Finding]:
-    """Return what is wrong with it, as its nodes are now, too. Raises: SpecError."""
-    if not _asks_nodes:
-        raise SpecError("nodes are asked by detrain_nb.jobs: import that first")
-    return _asks_nodes[-1](spec)
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:

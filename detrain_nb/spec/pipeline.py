@@ -13,8 +13,8 @@ from ..plan.fields import set_fields
 from ..plan.job import JobSpec
 from ..storage import shown
 from ..text import ShownAsText
-from .checking import check_spec, check_with_nodes
-from .findings import Finding
+from .checking import check_spec
+from .findings import Finding, check_with_nodes
 from .overrides import name_fields, read_overrides
 from .pipeline_fields import PipelineFields
 from .planning import plan_spec, program_arguments, resolve_job
