@@ -15,7 +15,7 @@ from ..deploy.files import OnProgress, label
 from ..errors import DetrainError, JobError, SpecError
 from ..text import ShownAsText
 from ..transport import Transport
-from .asking import on_all, talk_to, try_on_all
+from .asking import ask_facts, on_all, talk_to, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
 from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
@@ -28,6 +28,7 @@ from .source import plan_source
 from .starting import gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
+    from ..plan import Plan
     from ..spec import PipelineSpec
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
@@ -105,14 +106,23 @@ class Job(ShownAsText):
     def show(self) -> JobReport:
         """How it is, for people: its nodes, its plan, and the last it has logged."""
         status = self.status()
-        try:
-            plan = self.spec.plan()
-        except SpecError:  # another release has written it
-            plan = None
-        if plan is not None and plan.world_size != self.world_size:  # the nodes had GPUs of which nothing is said
-            plan = None
         has_metrics = any(each.metrics for each in status.reports.values())
-        return JobReport(status, plan, self.metrics() if has_metrics else [])
+        return JobReport(status, self._plan(status), self.metrics() if has_metrics else [])
+
+    def _plan(self, status: JobStatus) -> Plan | None:
+        """As it was made at the start, if the nodes that answer have as many GPUs as then."""
+        nodes = [node for node in self._transports() if label(node) in status.reports]
+
+        def ask(index: int) -> int:
+            with talk_to(nodes[index]) as talk:
+                return ask_facts(talk).gpus
+
+        found = {node.name: each for node, each in zip(nodes, try_on_all(nodes, ask, limit_s=_STATUS_LIMIT_S))}
+        try:
+            plan = self.spec.plan(gpus={name: each for name, each in found.items() if isinstance(each, int)})
+        except SpecError:  # another release has written it, or a node does not say how many it has
+            return None
+        return plan if plan.world_size == self.world_size else None
 
     # ---- what it prints
 

@@ -112,6 +112,8 @@ def test_job_is_known_by_name_and_listed(done: tuple[Job, JobStatus, list[LogLin
     assert job.id in [row.id for row in jobs().rows]
     assert job.id in str(jobs())
     assert find_job("tiny").name == "tiny"
+    shown = job.show()
+    assert shown.plan is not None and shown.plan.world_size == 2
     with pytest.raises(JobError, match="no job"):
         find_job("nothing-of-that-name")
 
