@@ -67,7 +67,11 @@ def _memory_of(host: Host) -> float | None:
         return None
     gpus, memory, wanted = host.facts.gpus, host.facts.memory, host.node.devices
     if wanted != "cpu" and not isinstance(gpus, Fault):
-        sizes = [gpu.total_bytes for index, gpu in enumerate(gpus.gpus) if not isinstance(wanted, tuple) or index in wanted]
+        sizes = [
+            gpu.total_bytes
+            for index, gpu in enumerate(gpus.gpus)
+            if not isinstance(wanted, tuple) or index in wanted
+        ]
         if sizes:
             return min(sizes)
     if isinstance(memory, Fault) or isinstance(wanted, tuple):
