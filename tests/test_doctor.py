@@ -128,7 +128,7 @@ def test_report_is_a_table_with_hosts_as_columns(report_of_two: Report) -> None:
     }
     assert max(map(len, lines)) <= 120
     html = report_of_two._repr_html_()
-    assert html.startswith("<table>")
+    assert html.startswith("<div>2 hosts") and html.count("<table>") == 1
     assert html.count("<tr>") == len(report_of_two.rows) + 1
 
 

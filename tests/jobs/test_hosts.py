@@ -65,6 +65,7 @@ while step < 30 or not checkpoint.resume:
     print("step", step, flush=True)
     time.sleep(0.05)
 pathlib.Path("model.pt").write_text(f"{{dist.get_rank()}} at {{step}}")
+dist.destroy_process_group()
 """
 
 

@@ -27,6 +27,7 @@ dist.all_reduce(total)
 print("total", total.item())
 pathlib.Path("same.pt").write_text("same")
 pathlib.Path("own.pt").write_text(str(dist.get_rank()))
+dist.destroy_process_group()  # a thread of gloo that lets go of a tensor while Python ends can abort the rank
 """
 
 
