@@ -68,9 +68,7 @@ def _memory_of(host: Host) -> float | None:
     gpus, memory, wanted = host.facts.gpus, host.facts.memory, host.node.devices
     if wanted != "cpu" and not isinstance(gpus, Fault):
         sizes = [
-            gpu.total_bytes
-            for index, gpu in enumerate(gpus.gpus)
-            if not isinstance(wanted, tuple) or index in wanted
+            gpu.total_bytes for index, gpu in enumerate(gpus.gpus) if not isinstance(wanted, tuple) or index in wanted
         ]
         if sizes:
             return min(sizes)

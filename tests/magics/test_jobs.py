@@ -193,9 +193,7 @@ def test_report_is_tables_of_plain_text() -> None:
     assert "exit 3" in str(report)
 
 
-def test_notebook_is_newer_than_a_file_that_lacks_what_was_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_notebook_is_newer_than_a_file_that_lacks_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file, other = tmp_path / "open.ipynb", tmp_path / "other.ipynb"
     monkeypatch.delenv("DETRAIN_NB_NOTEBOOK", raising=False)
     monkeypatch.setenv("JPY_SESSION_NAME", str(file))

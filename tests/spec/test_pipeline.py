@@ -155,9 +155,9 @@ def test_node_that_may_have_gpus_makes_a_misfit_a_warning() -> None:
     (finding,) = spec.check()
     assert finding.severity == "warning"
     assert str(finding).endswith("but nodes a, b offer 5: add nodes or lower tp; unless node a has GPUs")
-    with pytest.raises(SpecError, match="add nodes or lower tp; unless node a has GPUs$"):
+    with pytest.raises(SpecError, match=r"add nodes or lower tp; unless node a has GPUs$"):
         spec.plan()
-    with pytest.raises(SpecError, match="add nodes or lower tp$"):
+    with pytest.raises(SpecError, match=r"add nodes or lower tp$"):
         spec.plan(gpus={"a": 1})
     assert spec.plan(gpus={"a": 4, "b": 4}).world_size == 8
     assert _spec(parallelism={"tp": 8}).check()[0].severity == "warning"
