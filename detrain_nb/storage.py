@@ -29,7 +29,17 @@ from .errors import DetrainError, SpecError
 from .guarded import SEARCH
 from .text import printable
 
-__all__ = ["Location", "OnProgress", "has_password", "locate", "named_errors", "replace_file", "shown", "whole_file"]
+__all__ = [
+    "Location",
+    "OnProgress",
+    "has_password",
+    "locate",
+    "named_errors",
+    "needed_library",
+    "replace_file",
+    "shown",
+    "whole_file",
+]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -220,6 +230,16 @@ def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
 def has_password(where: str) -> bool:
     """Whether a path or a URL has a user, a password or a query in it: what no message shows, and no file keeps."""
     return _HIDDEN in _name(where)
+
+
+def needed_library(where: str) -> str:
+    """What a machine has to have installed beside fsspec to open a URL, as ``s3fs``; empty where that is nothing."""
+    begins = _URL.match(where)
+    if begins is None:
+        return ""
+    protocol = begins[1].lower()
+    module = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
+    return ("aiohttp" if protocol in ("http", "https") else "") if module == "fsspec" else module
 
 
 def _check(protocol: str, rest: str, name: str) -> None:

@@ -15,7 +15,7 @@ from .debugging import refuse_debugger
 from .distributed import DistributedMagics, help_without_body
 from .guard import guard
 from .jobs import JobMagics
-from .notebook import on_shutdown
+from .notebook import RunCells, on_shutdown
 from .pipeline import PipelineMagics
 
 __all__ = ["DistributedMagics", "JobMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
@@ -41,10 +41,11 @@ def load_ipython_extension(ipython: Any) -> None:
     if hasattr(ipython, _MAGICS):
         return
     magics: DistributedMagics = ipython.__dict__.pop(_UNLOADED, None) or DistributedMagics(ipython)
-    holder = magics.holder
+    holder, run_cells = magics.holder, RunCells(ipython)
     undo = [
         _register(ipython, magics),
-        _register(ipython, JobMagics(ipython, lambda: holder.settings)),
+        _register(ipython, JobMagics(ipython, lambda: holder.settings, run_cells)),
+        run_cells.close,
         _register(ipython, PipelineMagics(ipython)),
         on_shutdown(ipython, holder.end_own, holder.leave_to_restart),
         route_to_ranks(ipython, lambda: magics.session),

@@ -11,6 +11,7 @@ from IPython.core.error import UsageError
 from IPython.display import display
 
 from ..deploy.private import is_same
+from ..documents import SUFFIXES
 from ..errors import SpecError
 from ..text import format_size
 from .holder import SessionHolder, ask_passphrase
@@ -65,7 +66,7 @@ class HostCommands:
         nodes = args.nodes or (self._holder.session.ranks.nodes if self._holder.session else None)
         if nodes is None:
             raise UsageError("%distributed doctor: no session on other machines runs: name hosts with --nodes")
-        if args.save and not str(args.nodes).endswith((".toml", ".json")):
+        if args.save and not str(args.nodes).endswith(SUFFIXES):
             raise UsageError("%distributed doctor: --save writes into the nodes file: give one with --nodes")
         wants_bandwidth = args.bandwidth or args.save
         with self._lines() as note:
@@ -77,7 +78,7 @@ class HostCommands:
             path = Path(args.nodes).expanduser()
             before = f"{path}.before"
             is_kept = write_nodes(path, report.measured_nodes(), before=before)
-            print(f"{path} has the bandwidth and latency that were measured" + f"; as it was it is {before}" * is_kept)
+            print(f"{path} has what was measured" + f"; as it was it is {before}" * is_kept)
 
     def _lines(self) -> AbstractContextManager[Callable[[str], None]]:
         return redrawn_line(self._ipython, is_live=self._holder.settings.output == "live")

@@ -59,7 +59,9 @@ def job_parser() -> LineParser:
     _add_acts(commands)
     check = commands.add_parser("check", epilog=_FIELDS, help="what is wrong with a spec, and its plan")
     _add_spec(check)
-    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
+    check.add_argument(
+        "--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, libraries, free disk, the port"
+    )
     return parser
 
 

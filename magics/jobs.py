@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import keyword
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
-from ..errors import CellSyntaxError, DetrainError, JobError
+from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
 from ..plan.names import MOST_NAME_CHARS
 from .given_spec import read_spec, show_findings
 from .guard import guard
 from .holder import ask_passphrase
 from .job_options import parse_job_line, parse_torchrun_line
 from .job_view import JobView
-from .notebook import kernel_name, session_name
+from .notebook import RunCells, kernel_name, session_name
 from .options import HelpShown, Settings
 from .progress import CopyProgress, redrawn_line
 from .render import RenderOptions
@@ -37,10 +39,11 @@ __all__ = ["JobMagics"]
 class JobMagics(Magics):
     """The magics about jobs of one notebook. They need no session; ``settings`` gives the notebook's."""
 
-    def __init__(self, shell: Any, settings: Callable[[], Settings]) -> None:
+    def __init__(self, shell: Any, settings: Callable[[], Settings], run_cells: RunCells) -> None:
         super().__init__(shell)
         self._ipython = shell
         self._settings = settings
+        self._run_cells = run_cells
 
     @line_magic
     def job(self, line: str) -> Any:
@@ -84,7 +87,7 @@ class JobMagics(Magics):
 
         spec = self._read_spec(args)
         if args.dry_run:
-            display(submit(spec, dry_run=True))
+            display(submit(spec, dry_run=True, notebook_changed_at=self._changed_at(spec)))
             return None
         return self._submit_spec("%job submit", spec, args)
 
@@ -112,8 +115,19 @@ class JobMagics(Magics):
         from ..jobs import submit
 
         with told_when_interrupted(prog, "%job list says whether it runs"), self._line() as say:
-            job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=ask_passphrase)
+            job = submit(
+                spec,
+                storage=args.storage,
+                on_progress=say,
+                ask_passphrase=ask_passphrase,
+                notebook_changed_at=self._changed_at(spec),
+            )
         return self._begun(prog, job, args)
+
+    def _changed_at(self, spec: PipelineSpec) -> float | None:
+        """The time by which the notebook that the job runs is newer than its file, as far as is known here."""
+        path = spec.source.notebook
+        return time.time() if path is not None and self._run_cells.are_newer_than(path) else None
 
     def _restart(self, args: Any) -> Job | None:
         job = self._find(args.job)
@@ -124,10 +138,13 @@ class JobMagics(Magics):
     def _begun(self, prog: str, job: Job, args: Any) -> Job | None:
         if out := getattr(args, "out", None):
             self._ipython.user_ns[out] = job
+        notes = [f"note: {notice}" for notice in job.notices]
         if args.follow:
-            title = f"job {job.id} runs: %job stop ends it, an interrupt of this cell does not"
-            self._follow(prog, job, max_lines=args.max_lines, title=title)
+            titles = [*notes, f"job {job.id} runs: %job stop ends it, an interrupt of this cell does not"]
+            self._follow(prog, job, max_lines=args.max_lines, titles=titles)
             return None
+        for note in notes:
+            print(note)
         print(f"job {job.id} runs: %job logs -f {job.id} follows it")
         return None if out else job
 
@@ -145,9 +162,13 @@ class JobMagics(Magics):
         from ..jobs import check_nodes
 
         spec = self._read_spec(args)
-        findings = check_nodes(spec, ask_passphrase=ask_passphrase) if args.on_nodes else spec.check()
+        if args.on_nodes:
+            findings = check_nodes(spec, storage=args.storage, ask_passphrase=ask_passphrase)
+        else:
+            findings = spec.check()
         show_findings(findings, args.spec)
-        display(spec.plan())
+        with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
+            display(spec.plan())
 
     def _stop(self, args: Any) -> JobStatus:
         return self._find(args.job).stop(grace_s=args.grace)
@@ -176,12 +197,12 @@ class JobMagics(Magics):
         node: str | None = None,
         rank: int | None = None,
         torchrun: bool = False,
-        title: str = "",
+        titles: Sequence[str] = (),
         fails: bool = True,
     ) -> None:
         """Raises: JobFailed where the job did not succeed, if it ``fails``; SessionError when it was interrupted."""
         view = self._view(job, max_lines, node=node, rank=rank)
-        if title:
+        for title in titles:
             view.say(title)
         status: JobStatus | None = None
         goes_on = f"job {job.id} goes on: %job attach {job.id} follows it again, %job stop {job.id} ends it"

@@ -1,8 +1,10 @@
-"""What a session needs to know of the notebook it belongs to: its name, and when its kernel ends."""
+"""What is known of the notebook: its name, when its kernel ends, whether its file is as old as its cells."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import json
 import os
 import re
 import uuid
@@ -15,16 +17,51 @@ def session_name(user_ns: dict[str, Any], kernel: str) -> str:
     """A name from the notebook's file, so that the same notebook finds its session again; else from its ``kernel``'s.
 
     Where there is neither, as in a terminal, a unique one.
-    `detrain-nb run` says the file in DETRAIN_NB_NOTEBOOK, JupyterLab in JPY_SESSION_NAME, VS Code in a variable.
     """
-    path = (
-        os.environ.get("DETRAIN_NB_NOTEBOOK") or os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
-    )
-    if not isinstance(path, str) or not path:
+    path = _notebook_path(user_ns)
+    if not path:
         digest = hashlib.sha256(kernel.encode()).hexdigest()[:12]
         return f"kernel-{digest}" if kernel else f"kernel-{os.getpid()}-{uuid.uuid4().hex[:6]}"
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(path).stem).strip("-._")[:40] or "notebook"
     return f"{stem}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
+
+
+def _notebook_path(user_ns: dict[str, Any]) -> str:
+    """`detrain-nb run` says it in DETRAIN_NB_NOTEBOOK, JupyterLab in JPY_SESSION_NAME, VS Code in a variable."""
+    path = (
+        os.environ.get("DETRAIN_NB_NOTEBOOK") or os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
+    )
+    return path if isinstance(path, str) else ""
+
+
+class RunCells:
+    """The cells of the open notebook as they were run last, by the ids that a front end gives them."""
+
+    def __init__(self, ipython: Any) -> None:
+        self._ipython = ipython
+        self._texts: dict[str, str] = {}
+        self._last = ""
+        ipython.events.register("pre_run_cell", self._note)
+
+    def close(self) -> None:
+        self._ipython.events.unregister("pre_run_cell", self._note)
+
+    def are_newer_than(self, path: str) -> bool:
+        """The file at ``path`` is that of this notebook, and lacks what was run here; of other front ends: False."""
+        saved: dict[str, str] = {}
+        with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
+            path = os.path.expanduser(path)
+            if not os.path.samefile(path, _notebook_path(self._ipython.user_ns)):
+                return False
+            cells = json.loads(Path(path).read_text("utf-8-sig"))["cells"]
+            saved = {cell["id"]: "".join(cell["source"]) for cell in cells if "id" in cell}
+        known = [cell for cell in self._texts if cell in saved]
+        is_new = bool(known) and self._last not in saved  # else the ids of this front end are not those of the file
+        return is_new or any(self._texts[cell].rstrip() != saved[cell].rstrip() for cell in known)
+
+    def _note(self, info: Any) -> None:
+        if cell := str(info.cell_id or ""):
+            self._texts[cell], self._last = info.raw_cell, cell
 
 
 def connection_file(ipython: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
@@ -54,6 +55,9 @@ def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
     from ..formats import export_spec
     from ..storage import locate
 
+    for finding in spec.check():
+        if finding.severity == "warning":
+            print(finding, file=sys.stderr)
     text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in SLURM_OPTIONS})
     if args.output is None:
         print(text, end="")

@@ -24,7 +24,7 @@ from fsspec.registry import _registry
 
 from detrain_nb import storage
 from detrain_nb.errors import DetrainError, SpecError, TransportError
-from detrain_nb.storage import Location, locate
+from detrain_nb.storage import Location, locate, needed_library
 from detrain_nb.transport.ssh import SshConnection, SshTarget
 
 from .testbed.testbed import Testbed
@@ -116,6 +116,8 @@ def test_missing_library_is_named(url: str, module: str, said: str, monkeypatch:
     monkeypatch.delitem(_registry, url.partition(":")[0], raising=False)
     with pytest.raises(SpecError, match=f"^{url}: .*{said}"):
         locate(url)
+    assert needed_library(url) == module.replace("fsspec.implementations.http", "aiohttp")
+    assert needed_library("/a/path") == needed_library("file:///x") == ""
 
 
 @pytest.mark.parametrize(

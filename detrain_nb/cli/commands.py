@@ -114,7 +114,12 @@ def _is_kept(path: Path) -> bool:
 def _run(args: argparse.Namespace) -> int:
     from ..documents import SUFFIXES  # it takes its time, and few commands need it
 
-    if args.spec.lower().endswith(SUFFIXES):
+    is_spec = args.spec.lower().endswith(SUFFIXES)
+    of_others = ("output", "timeout", "kernel") if is_spec else ("name", "nodes", "storage")
+    if given := [option for option in of_others if getattr(args, option) is not None]:
+        kinds = ("notebooks", "a spec") if is_spec else ("specs", "a notebook")
+        raise SpecError(f"--{given[0]} is for {kinds[0]}, and {args.spec} is {kinds[1]}: leave it out")
+    if is_spec:
         return run_spec(args)
     if args.fields:
         raise SpecError(f"{args.fields[0]}: {args.spec} is no spec: it has no fields to set")

@@ -33,7 +33,9 @@ def add_job_commands(commands: Any) -> None:
     _add_acts(actions)
     check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
     add_spec(check)
-    check.add_argument("--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, free disk, the port")
+    check.add_argument(
+        "--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, libraries, free disk, the port"
+    )
 
 
 def add_doctor(commands: Any) -> None:
@@ -41,6 +43,8 @@ def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="can these hosts train together, and what to do if not")
     doctor.add_argument("nodes", metavar="NODES", help="a nodes file, or hosts as in alice@gpu1,gpu2")
     doctor.add_argument("--bandwidth", action="store_true", help="measure it too, between the hosts and to here")
+    doctor.add_argument("--fix", action="store_true", help="make our folder on the hosts, closed to others")
+    doctor.add_argument("--save", action="store_true", help="write what was measured into the nodes file")
     doctor.set_defaults(act=_doctor)
 
 
@@ -97,8 +101,14 @@ def _submit_job(args: argparse.Namespace) -> Job:
     spec = read_spec(args)
     with _progress() as say:
         job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
-    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    _say_begun(job)
     return job
+
+
+def _say_begun(job: Job) -> None:
+    for notice in job.notices:
+        print(f"detrain-nb: note: {notice}", file=sys.stderr)
+    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
 
 
 def _follow(job: Job) -> int:
@@ -145,7 +155,7 @@ def _stop(args: argparse.Namespace) -> int:
 def _restart(args: argparse.Namespace) -> int:
     with _progress() as say:
         job = _find(args.job).restart(on_progress=say)
-    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    _say_begun(job)
     return _follow(job) if args.follow else _OK
 
 
@@ -209,7 +219,10 @@ def _check(args: argparse.Namespace) -> int:
     from ..spec import worst
 
     spec = read_spec(args)
-    findings = check_nodes(spec, ask_passphrase=_ask_passphrase) if args.on_nodes else spec.check()
+    if args.on_nodes:
+        findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase)
+    else:
+        findings = spec.check()
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
     if worst(findings) == "error":
         return _FAILED
@@ -219,12 +232,23 @@ def _check(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ..doctor import examine
+    from ..doctor import examine, fix
+    from ..documents import SUFFIXES
+    from ..spec.nodes_file import write_nodes
 
+    if args.save and not args.nodes.endswith(SUFFIXES):
+        raise SpecError("--save writes into the nodes file: give one")
     with _progress() as say:
-        report = examine(args.nodes, bandwidth=args.bandwidth, on_progress=say, ask_passphrase=_ask_passphrase)
+        bandwidth = args.bandwidth or args.save
+        report = examine(args.nodes, bandwidth=bandwidth, on_progress=say, ask_passphrase=_ask_passphrase)
     print(report)
-    return _FAILED if report.problems else _OK
+    if args.fix:
+        print(fix(report))
+    if args.save:
+        before = f"{args.nodes}.before"
+        is_kept = write_nodes(args.nodes, report.measured_nodes(), before=before)
+        print(f"{args.nodes} has what was measured" + f"; as it was it is {before}" * is_kept)
+    return _OK if report.is_ok else _FAILED
 
 
 # ---- what they share

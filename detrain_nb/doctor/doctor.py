@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from ..deploy.chosen_nodes import Nodes, nodes_of, transports_to
 from ..errors import SpecError
 from .examination import Crew, Examination, Host
+from .host_facts import Fault
 from .host_probe import HostProbe
 from .judgement import FOLDER, write_rows
 from .report import Link, Problem, Report
@@ -56,7 +57,24 @@ def examine(
         tuple(host.node for host in hosts if host.folder_state in ("absent", "loose")),
         config_path,
         ask_passphrase,
+        {host.name: size for host in hosts if (size := _memory_of(host)) is not None},
     )
+
+
+def _memory_of(host: Host) -> float | None:
+    """In bytes, what its ranks have: that of its smallest GPU where they use GPUs, else of the machine."""
+    if host.facts is None:
+        return None
+    gpus, memory, wanted = host.facts.gpus, host.facts.memory, host.node.devices
+    if wanted != "cpu" and not isinstance(gpus, Fault):
+        sizes = [
+            gpu.total_bytes for index, gpu in enumerate(gpus.gpus) if not isinstance(wanted, tuple) or index in wanted
+        ]
+        if sizes:
+            return min(sizes)
+    if isinstance(memory, Fault) or isinstance(wanted, tuple):
+        return None
+    return memory.total if memory.limit is None else min(memory.total, memory.limit)
 
 
 @dataclass(frozen=True, repr=False)

@@ -6,8 +6,8 @@ import html
 import itertools
 import statistics
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -101,6 +101,7 @@ class Report:
     _to_fix: tuple[Node, ...] = ()
     _config_path: Path | None = None
     _ask_passphrase: AskPassphrase | None = None
+    _memory_bytes: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -126,7 +127,7 @@ class Report:
         return {row.check: row.cells for row in self.rows}[check][self.hosts.index(host)]
 
     def measured_nodes(self) -> tuple[Node, ...]:
-        """The nodes with ``bandwidth_mbit_s`` and ``latency_ms`` as measured; what was not measured stays as it was.
+        """The nodes with ``memory_gb``, ``bandwidth_mbit_s`` and ``latency_ms`` as found; what was not stays as it was.
 
         Of a node's links to the others it is the median: one bad link is not the fault of all it leads to. A link is as
         fast as its slower direction; latency is half a round trip.
@@ -141,6 +142,8 @@ class Report:
         rates = [[link.bandwidth_mbit_s for link in links if link.bandwidth_mbit_s] for links in peers.values()]
         trips = [[link.round_trip_ms for link in links if link.round_trip_ms is not None] for links in peers.values()]
         found: dict[str, float] = {}
+        if host in self._memory_bytes:
+            found["memory_gb"] = max(0.1, round(self._memory_bytes[host] / 1e9, 1))
         if slower := [min(values) for values in rates if values]:
             found["bandwidth_mbit_s"] = max(0.001, round(statistics.median_low(slower), 3))
         if longer := [max(values) for values in trips if values]:

@@ -41,11 +41,14 @@ class Fetched:
     size_bytes: int
     num_there: int = 0
     num_left_out: int = 0
+    silent: tuple[str, ...] = ()  # nodes of which nothing came
 
     def __str__(self) -> str:
         there = f", {self.num_there} here already" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         left_out = _tell_left_out(self.num_left_out)
+        if self.silent:
+            left_out += f"; nothing came from {name_some(self.silent)}"
         return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}{left_out}"
 
 
@@ -63,15 +66,18 @@ def fetch(
     patterns: Sequence[str],
     folder: str | os.PathLike[str],
     *,
+    node_ranks: Sequence[int] | None = None,
     on_progress: OnProgress | None = None,
 ) -> Fetched:
     """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is made.
 
     A file that is the same on several nodes comes once; others of the same name go into a folder with their node's
-    name. What came before a link broke does not come again. Raises: JobError where nothing matches, DetrainError.
+    name. What came before a link broke does not come again. ``node_ranks`` are those of ``nodes``, where these are not
+    all. Raises: JobError where nothing matches, DetrainError.
     """
+    numbers = list(range(len(nodes)) if node_ranks is None else node_ranks)
     root = Path(os.path.abspath(os.path.expanduser(folder)))
-    answers = on_all(nodes, lambda index: _list_files(nodes[index], index, job, patterns))
+    answers = on_all(nodes, lambda index: _list_files(nodes[index], numbers[index], job, patterns))
     listed, num_left_out = [files for files, _ in answers], sum(count for _, count in answers)
     wanted = choose_places([label(node) for node in nodes], listed)
     paths = sorted(each.path for of_node in wanted for each in of_node)
@@ -85,7 +91,7 @@ def fetch(
 
     def act(node: Transport, stop: Stop, tell: OnProgress) -> None:
         index = nodes.index(node)
-        _fetch_of_node(node, index, job, wanted[index], root, there=there, stop=stop, tell=tell)
+        _fetch_of_node(node, numbers[index], job, wanted[index], root, there=there, stop=stop, tell=tell)
 
     on_every(nodes, act, on_progress)
     return Fetched(str(root), tuple(paths), total, len(there), num_left_out)

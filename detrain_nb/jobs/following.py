@@ -72,6 +72,7 @@ class _NodeState:
     files: dict[str, FollowedFile] = field(default_factory=dict)
     report: NodeReport | None = None
     failure: DetrainError | None = None
+    answered_at: float | None = None  # by the link that is there
     is_done: bool = False
 
 
@@ -172,7 +173,7 @@ class Follower:
         state, patience = self._states[index], PATIENCE if self._wanted.is_once else ENDLESS
         heard_at, gap_s, has_told = time.monotonic(), self._retries.shortest_gap_s, False
         while not self._is_stopped.is_set():
-            offsets = {name: file.offset for name, file in state.files.items()}
+            offsets, state.answered_at = {name: file.offset for name, file in state.files.items()}, None
             try:
                 with open_job_talk(self._nodes[index], stop=self._stop, patience=patience) as talk:
                     if has_told:
@@ -183,7 +184,8 @@ class Follower:
                 if isinstance(exc.__cause__, (Refused, Untrue)) or self._is_stopped.is_set():
                     state.failure = exc
                     break
-                if offsets != {name: file.offset for name, file in state.files.items()}:
+                has_moved = offsets != {name: file.offset for name, file in state.files.items()}
+                if has_moved or self._has_held(state):
                     heard_at, gap_s, has_told = time.monotonic(), self._retries.shortest_gap_s, False
                 if time.monotonic() - heard_at > self._retries.lost_after_s:
                     state.failure = NodeLost(str(exc))
@@ -197,6 +199,10 @@ class Follower:
             self._put(index, name, file.end())
         state.is_done = True
 
+    def _has_held(self, state: _NodeState) -> bool:
+        """A job may print nothing for hours: a link that answered, and stayed, was none that breaks again and again."""
+        return state.answered_at is not None and time.monotonic() - state.answered_at > self._retries.longest_gap_s
+
     def _listen(self, index: int, talk: Talk) -> None:
         """Raises: FilesError."""
         state = self._states[index]
@@ -204,6 +210,7 @@ class Follower:
         talk.say("follow", id=self._job, node_rank=index, offsets=offsets, **self._wanted.order())
         while not self._is_stopped.is_set():
             said = talk.hear("data", "status", "end", most_bytes=STATUS_BYTES)
+            state.answered_at = state.answered_at or time.monotonic()
             if said["type"] == "end":
                 return
             if said["type"] == "status":

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..copying.json_lines import Refused
@@ -15,7 +17,7 @@ from ..errors import DetrainError, JobError, SpecError
 from ..node.job.terms import COMMAND_LIMIT_S, ENDED, GRACE_S, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
 from ..transport import Transport
-from .asking import on_all, try_on_all
+from .asking import ask_facts, on_all, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
 from .following import Follower, OnPiece, OnReports, Retries, Wanted
@@ -29,6 +31,7 @@ from .source import plan_source
 from .starting import gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
+    from ..plan import Plan
     from ..spec import PipelineSpec
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
@@ -52,9 +55,10 @@ class Job(ShownAsText):
         *,
         record: Record,
         ask_passphrase: AskPassphrase | None = None,
+        notices: Sequence[str] = (),
     ) -> None:
-        """No ``nodes``: the job runs on this machine."""
-        self.id, self.name = job_id, name
+        """No ``nodes``: the job runs on this machine. ``notices``: what the user should know of its submission."""
+        self.id, self.name, self.notices = job_id, name, tuple(notices)
         self._nodes = tuple(nodes)
         self._record = record
         self._ask_passphrase = ask_passphrase
@@ -95,14 +99,23 @@ class Job(ShownAsText):
     def show(self) -> JobReport:
         """How it is, for people: its nodes, its plan, and the last it has logged."""
         status = self.status()
-        try:
-            plan = self.spec.plan()
-        except SpecError:  # another release has written it
-            plan = None
-        if plan is not None and plan.world_size != self.world_size:  # the nodes had GPUs of which nothing is said
-            plan = None
         has_metrics = any(each.metrics for each in status.reports.values())
-        return JobReport(status, plan, self.metrics() if has_metrics else [])
+        return JobReport(status, self._plan(status), self.metrics() if has_metrics else [])
+
+    def _plan(self, status: JobStatus) -> Plan | None:
+        """As it was made at the start, if the nodes that answer have as many GPUs as then."""
+        nodes = [node for node in self._transports() if label(node) in status.reports]
+
+        def ask(index: int) -> int:
+            with open_job_talk(nodes[index]) as talk:
+                return ask_facts(talk).gpus
+
+        found = {node.name: each for node, each in zip(nodes, try_on_all(nodes, ask, limit_s=_STATUS_LIMIT_S))}
+        try:
+            plan = self.spec.plan(gpus={name: each for name, each in found.items() if isinstance(each, int)})
+        except SpecError:  # another release has written it, or a node does not say how many it has
+            return None
+        return plan if plan.world_size == self.world_size else None
 
     # ---- what it prints
 
@@ -156,6 +169,15 @@ class Job(ShownAsText):
         from .curves import plot
 
         return plot(self.metrics(), *names)
+
+    def write_tensorboard(self, folder: str | os.PathLike[str]) -> list[Path]:
+        """Write what was logged for TensorBoard, a folder for each rank, in the place of what it wrote there before.
+
+        Returns the files. Raises: SpecError where nothing was logged, or torch or tensorboard is not installed.
+        """
+        from .curves import write_tensorboard
+
+        return write_tensorboard(os.fspath(folder), self.metrics())
 
     # ---- what is done with it
 
@@ -212,6 +234,7 @@ class Job(ShownAsText):
             started.transports,
             record=self._record,
             ask_passphrase=self._ask_passphrase,
+            notices=started.notices,
         )
 
     def fetch(
@@ -224,7 +247,8 @@ class Job(ShownAsText):
     ) -> Fetched:
         """Fetch what it has made into the folder ``to``: what matches ``pattern``, by default the spec's ``artifacts``.
 
-        Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is.
+        Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is, of the nodes that
+        answer.
         """
         status = self.status()
         if not anyway and not (status.state == ENDED and status.exit_code == 0):
@@ -234,7 +258,12 @@ class Job(ShownAsText):
                 "(in Python anyway=True)"
             )
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
-        return fetch(self._transports(), self.id, patterns, to, on_progress=on_progress)
+        positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
+        if not positions:
+            raise JobError("\n".join(f"{node}: {why}" for node, why in status.silent.items()))
+        nodes = [self._transports()[index] for index in positions]
+        fetched = fetch(nodes, self.id, patterns, to, node_ranks=positions, on_progress=on_progress)
+        return replace(fetched, silent=tuple(status.silent))
 
     def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
         """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
@@ -297,7 +326,7 @@ class Job(ShownAsText):
         on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
-        """Raises: DetrainError of a node that is asked for lines and has none, SpecError."""
+        """Raises: DetrainError where no node that is asked has the job, or answers to who asks once; SpecError."""
         if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
             raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
@@ -313,11 +342,14 @@ class Job(ShownAsText):
             retries=retries,
         )
         said = follower.run(limit_s)
-        refused = [
-            each for each in said.values() if isinstance(each, DetrainError) and isinstance(each.__cause__, Refused)
-        ]
-        if refused and len(refused) == len(said):
-            raise JobError("\n".join(map(str, refused)))
+        failed = {index: each for index, each in said.items() if isinstance(each, DetrainError)}
+        if len(failed) == len(said) and all(
+            wanted.is_once or isinstance(each.__cause__, Refused) for each in failed.values()
+        ):
+            raise JobError("\n".join(map(str, failed.values())))
+        if wanted.is_once and on_line:
+            for index, failure in failed.items():
+                on_line(LogLine(label(nodes[index]), "", f"not all of it: {failure}"))
         if len(said) < len(nodes) or wanted.is_once:
             return self.status()
         return self._note([said[index] for index in range(len(nodes))])

@@ -1,4 +1,4 @@
-"""What is wrong with a spec as its nodes are now: the doctor, torch, free disk, the port, and whether its ranks fit."""
+"""What is wrong with a spec as its nodes are now: the doctor, torch, libraries, free disk, the port, and its ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..deploy.files import label
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..spec import Finding
+from ..storage import locate, needed_library
 from ..text import format_size
 from ..transport import Transport
 from .asking import ask_facts, try_on_all
@@ -27,12 +28,18 @@ if TYPE_CHECKING:
 __all__ = ["check_nodes"]
 
 _ROOM_BYTES = 500_000_000  # for logs and artifacts
-_PORT_LIMIT_S = 30.0
+_COMMAND_LIMIT_S = 30.0
 _TRY_PORT = "import socket, sys; socket.create_server((sys.argv[1], int(sys.argv[2]))).close()"
+_TRY_IMPORT = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if not u.find_spec(name)])"
 
 
-def check_nodes(spec: PipelineSpec, *, ask_passphrase: AskPassphrase | None = None) -> list[Finding]:
-    """Return what is wrong with ``spec``, as its nodes are now too. Nothing is started there."""
+def check_nodes(
+    spec: PipelineSpec, *, storage: str | None = None, ask_passphrase: AskPassphrase | None = None
+) -> list[Finding]:
+    """Return what is wrong with ``spec``, as its nodes are now too. Nothing is started there.
+
+    ``storage``: the location by which its source is to travel, as `submit` takes it.
+    """
     findings = [*spec.check(), *_check_secrets(spec)]
     size_bytes = 0
     if not any(each.severity == "error" and each.field.startswith("source") for each in findings):
@@ -53,6 +60,8 @@ def check_nodes(spec: PipelineSpec, *, ask_passphrase: AskPassphrase | None = No
         findings += _check_facts(spec, nodes, facts, size_bytes)
         if spec.rendezvous.port and not isinstance(facts[0], DetrainError):
             findings += _check_port(nodes[0], spec.rendezvous.port)
+        answering = [node for node, said in zip(nodes, facts) if not isinstance(said, DetrainError)]
+        findings += _check_libraries(spec, storage, answering)
     finally:
         for node in nodes:
             node.leave()
@@ -98,10 +107,41 @@ def _check_port(node: Transport, port: int) -> Iterator[Finding]:
     command = shlex.join([node.python, "-c", _TRY_PORT, node.address, str(port)])
     said: list[LogLine] = []
     try:
-        done = execute([node], command, timeout_s=_PORT_LIMIT_S, on_line=said.append)
+        done = execute([node], command, timeout_s=_COMMAND_LIMIT_S, on_line=said.append)
     except JobError as exc:
         yield Finding("rendezvous.port", str(exc))
         return
     if done.status:
         why = said[-1].text if said else f"exit {done.status}"
         yield Finding("rendezvous.port", f"{label(node)} cannot listen on {node.address} port {port}: {why}")
+
+
+def _check_libraries(spec: PipelineSpec, storage: str | None, nodes: Sequence[Transport]) -> Iterator[Finding]:
+    """Have the nodes what opens the URLs? Of the spec's own only its script knows whether it opens them there."""
+    urls = {f"{name}.url": part.url for name in ("data", "model", "checkpoint") if (part := getattr(spec, name))}
+    if storage:
+        try:
+            locate(storage)
+        except SpecError as exc:
+            yield Finding("storage", str(exc))
+        urls["storage"] = storage
+    needed = {field: library for field, url in urls.items() if (library := needed_library(url))}
+    if not needed or not nodes:
+        return
+    names = sorted(set(needed.values()))
+    for node, missing in zip(nodes, try_on_all(nodes, lambda index: _find_missing(nodes[index], names))):
+        for field, library in needed.items():
+            if not isinstance(missing, DetrainError) and library in missing:
+                said = f"{label(node)} lacks {library}, which opens such a URL: install it there"
+                yield Finding(field, said, "error" if field == "storage" else "warning")
+
+
+def _find_missing(node: Transport, names: Sequence[str]) -> set[str]:
+    said: list[LogLine] = []
+    execute(
+        [node],
+        shlex.join([node.python, "-c", _TRY_IMPORT, *names]),
+        timeout_s=_COMMAND_LIMIT_S,
+        on_line=said.append,
+    )
+    return {word for line in said for word in line.text.split()}

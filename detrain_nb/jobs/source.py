@@ -85,10 +85,13 @@ class ShippedSource:
         return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {format_size(self.size_bytes)}"
 
 
-def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = None) -> ShippedSource:
+def plan_source(
+    spec: PipelineSpec, *, environment: Mapping[str, str] | None = None, notebook_changed_at: float | None = None
+) -> ShippedSource:
     """Find what of ``spec.source`` travels. A repository that is sent from here (bundle) is fetched now.
 
-    ``environment`` may have the token of that one, beside this process' own.
+    ``environment`` may have the token of that one, beside this process' own. ``notebook_changed_at``: when the notebook
+    was changed last, where the front end knows.
     Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
     """
     source = spec.source
@@ -100,8 +103,7 @@ def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = N
     if source.script_text is not None:
         return _one_script("script.py", source.script_text.encode())
     if source.notebook is not None:
-        name = os.path.splitext(os.path.basename(source.notebook))[0]
-        return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode())
+        return _of_notebook(source.notebook, notebook_changed_at)
     if source.git is not None:
         return _of_git(source, source.git, {**os.environ, **(environment or {})})
     assert source.path is not None
@@ -121,8 +123,20 @@ def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
 # ---- one script
 
 
-def _one_script(name: str, data: bytes) -> ShippedSource:
-    return ShippedSource((_check(name),), (_of_bytes(name, data),))
+def _one_script(name: str, data: bytes, *notices: str) -> ShippedSource:
+    return ShippedSource((_check(name),), (_of_bytes(name, data),), notices=notices)
+
+
+def _of_notebook(path: str, changed_at: float | None) -> ShippedSource:
+    script = read_notebook_script(path)
+    notices = []
+    with contextlib.suppress(OSError):
+        if changed_at is not None and os.stat(os.path.expanduser(path)).st_mtime < changed_at:
+            notices.append(
+                f"{path} was changed since it was saved: the job runs what is saved: save it, and submit again"
+            )
+    name = os.path.splitext(os.path.basename(path))[0]
+    return _one_script(f"{name}.py", script.encode(), *notices)
 
 
 # ---- a folder

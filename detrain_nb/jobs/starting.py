@@ -49,11 +49,15 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Started:
-    """A job that runs; ``transports`` lead to its nodes, and are connected."""
+    """A job that runs; ``transports`` lead to its nodes, and are connected.
+
+    ``notices``: what the user should know of it.
+    """
 
     id: str
     name: str
     transports: list[Transport]
+    notices: tuple[str, ...] = ()
 
 
 def start(
@@ -147,7 +151,8 @@ class _Starting:
             storage="" if has_password(storage) else storage,
         )
         try:
-            for notice in (*self.source.notices, *_list_unset(self._transports)):
+            notices = (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports))
+            for notice in notices:
                 self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with open_job_talks(self._transports) as talks:
@@ -170,7 +175,7 @@ class _Starting:
                 raise DetrainError(str(exc)) from exc
             raise
         self.record.update(job, state=RUNNING, started_at=time.time())
-        return Started(job, self.spec.name, self._transports)
+        return Started(job, self.spec.name, self._transports, notices)
 
     # ---- before any node is asked
 
@@ -292,6 +297,13 @@ class _Starting:
 
 def _make_id(name: str) -> str:
     return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{random.token_hex(2)}"
+
+
+def _list_warnings(spec: PipelineSpec) -> Iterator[str]:
+    """What was found, and starts all the same; whether its ranks fit is left to what the nodes say they have."""
+    for each in spec.check():
+        if each.field not in ("", "parallelism"):
+            yield f"{each.field}: {each.text}"
 
 
 def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:

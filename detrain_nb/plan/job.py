@@ -46,6 +46,7 @@ _LAYOUT = {
 }  # what these say, others follow
 _FORMAT = 1
 _LIMIT_BYTES = 1_000_000
+_DEV_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,22 @@ class JobSpec:
         """Return it for the ranks of ``nodes``."""
         return replace(self, nodes=tuple(nodes), world_size=sum(len(node.ranks) for node in nodes), batch=batch)
 
+    def for_dev(self) -> JobSpec:
+        """Return it as ``training.dev`` wants it, where that is set: a few steps, each of them told, no checkpoint."""
+        how = self.training
+        if not how.dev:
+            return self
+        steps = min(how.steps or _DEV_STEPS, _DEV_STEPS)
+        few = replace(
+            how,
+            epochs=None,
+            steps=steps,
+            warmup_steps=min(how.warmup_steps, steps),
+            log_every=1,
+            evaluate_every=None if how.evaluate_every is None else min(how.evaluate_every, steps),
+        )
+        return replace(self, training=few, checkpoint=None)
+
     def to_json(self) -> str:
         """Write it as JSON, which ``from_json`` reads as an equal one."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, ensure_ascii=False)
@@ -164,7 +181,10 @@ class JobSpec:
         values = {name: read_override(name, text, JobSpec, where="--") for name, text in found.items()}
         if not values:
             return self
-        changed: JobSpec = build(JobSpec, set_fields(asdict(self), values), where="--")
+        before = self
+        if values.get("training.dev"):
+            before = replace(self, training=replace(self.training, dev=True)).for_dev()
+        changed: JobSpec = build(JobSpec, set_fields(asdict(before), values), where="--")
         return changed._resolve() if not _LAYOUT.isdisjoint(values) else changed
 
     def _resolve(self) -> JobSpec:

@@ -7,17 +7,16 @@ from pathlib import Path
 
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
-from ..text import name_some
 from .findings import Finding, findings_of
 from .notebook import MOST_BYTES, check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
-from .planning import plan_spec
+from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
 
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec)]
+    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec), *_check_image(spec)]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -26,10 +25,8 @@ def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
         plan_spec(spec, gpus={})
     except SpecError as exc:
         field = "parallelism" if str(exc).startswith("mesh") else ""
-        open_nodes = [node.name for node in spec.nodes if node.devices == "auto" and node.ranks is None]
-        if open_nodes or not spec.nodes:
-            where = f"node{'s'[: len(open_nodes) > 1]} {name_some(open_nodes)}" if open_nodes else "this machine"
-            yield Finding(field, f"{exc}; unless {where} {'have' if len(open_nodes) > 1 else 'has'} GPUs", "warning")
+        if describe_unknown_gpus(spec, {}):
+            yield Finding(field, str(exc), "warning")
         else:
             yield from findings_of(exc, field=field)
 
@@ -40,6 +37,8 @@ def _check_source(source: Source) -> Iterator[Finding]:
             look(source)
         except SpecError as exc:
             yield Finding(f"source.{kind}", str(exc))
+    if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
+        yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
@@ -53,6 +52,12 @@ def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
             )
     if spec.rendezvous.is_elastic and spec.checkpoint is None:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
+
+
+def _check_image(spec: PipelineFields) -> Iterator[Finding]:
+    if spec.image is not None:
+        said = f"{spec.image}: no job starts a container yet: its ranks run in the Python of their nodes"
+        yield Finding("image", said, "warning")
 
 
 def _look_at_script(source: Source) -> None:

@@ -14,7 +14,7 @@ from ..plan.job import JobSpec
 from ..storage import shown
 from ..text import ShownAsText
 from .checking import check_spec
-from .findings import Finding
+from .findings import Finding, check_with_nodes
 from .overrides import name_fields, read_overrides
 from .pipeline_fields import PipelineFields
 from .planning import plan_spec, program_arguments, resolve_job
@@ -70,9 +70,12 @@ class PipelineSpec(ShownAsText, PipelineFields):
         """
         return plan_spec(self, gpus=gpus or {})
 
-    def check(self) -> list[Finding]:
-        """Return what is wrong with it, as far as that can be known without its nodes; an empty list is good."""
-        return check_spec(self)
+    def check(self, *, nodes: bool = False) -> list[Finding]:
+        """Return what is wrong with it, as far as that can be known without its nodes; an empty list is good.
+
+        ``nodes``: ask them too, as `detrain_nb.jobs.check_nodes` does. Raises: SpecError where that is not imported.
+        """
+        return check_with_nodes(self) if nodes else check_spec(self)
 
     def job_spec(self, plan: Plan) -> JobSpec:
         """Return what the script reads with `detrain_nb.job_spec`."""

@@ -9,6 +9,7 @@ from ..errors import SpecError
 from ..plan import NodeOffer, Plan, plan_pipeline
 from ..plan.fields import build
 from ..plan.job import JobNode, JobSpec
+from ..text import name_some
 from .pipeline_fields import PipelineFields
 
 _RANKS_HERE = 2  # on the CPU, where no node is named
@@ -35,15 +36,31 @@ def plan_spec(spec: PipelineFields, *, gpus: Mapping[str, int | Sequence[int]]) 
     if not offers:
         here = found.get("", ())
         offers = [NodeOffer("", here, ranks=None if here else _RANKS_HERE)]
-    return plan_pipeline(
-        offers,
-        device="auto",
-        backend=None,
-        axes=spec.parallelism.axes,
-        batch_size=spec.training.batch_size,
-        microbatches=spec.parallelism.microbatches,
-        schedule=spec.parallelism.schedule,
-    )
+    try:
+        return plan_pipeline(
+            offers,
+            device="auto",
+            backend=None,
+            axes=spec.parallelism.axes,
+            batch_size=spec.training.batch_size,
+            microbatches=spec.parallelism.microbatches,
+            schedule=spec.parallelism.schedule,
+        )
+    except SpecError as exc:
+        if unless := describe_unknown_gpus(spec, gpus):
+            raise SpecError(f"{exc}; unless {unless}") from None
+        raise
+
+
+def describe_unknown_gpus(spec: PipelineFields, gpus: Mapping[str, object]) -> str:
+    """``nodes a, b have GPUs``: those that have a rank for each, however many; empty where all is known."""
+    if not spec.nodes:
+        return "" if "" in gpus else "this machine has GPUs"
+    names = [
+        node.name for node in spec.nodes if node.devices == "auto" and node.ranks is None and node.name not in gpus
+    ]
+    several = len(names) > 1
+    return f"node{'s' * several} {name_some(names)} {'have' if several else 'has'} GPUs" if names else ""
 
 
 def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
@@ -51,15 +68,14 @@ def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
     data: dict[str, Any] = spec.model_dump(
         mode="json", include={"name", "description", "training", "data", "model", "checkpoint", "artifacts"}
     )
-    if spec.training.dev:  # a few batches, and no checkpoint
-        data["checkpoint"] = None
     if data["checkpoint"] and data["checkpoint"]["keep"] == "all":
         data["checkpoint"]["keep"] = None
     data["parallelism"] = spec.parallelism.model_dump(mode="json") | dict(plan.mesh.axes if plan.mesh else {})
     if plan.batch:
         data["parallelism"]["microbatches"] = plan.batch.microbatches
     nodes = [JobNode(node.name, node.ranks) for node in plan.nodes]
-    return build(JobSpec, data, where="spec").on(nodes, batch=plan.batch)
+    job: JobSpec = build(JobSpec, data, where="spec")
+    return job.on(nodes, batch=plan.batch).for_dev()
 
 
 def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
@@ -73,7 +89,7 @@ def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
     training = spec.training
     flags: dict[str, Any] = {
         "--gpu": "_".join(str(int(rank in plan.cuda_ranks)) for rank in range(plan.world_size)),
-        "--epochs": training.epochs,
+        "--epochs": 1 if training.dev else training.epochs,
         "--batch_size": plan.batch.replica_size if plan.batch else None,
         "--lr": training.learning_rate,
         "--model_name": spec.name,

@@ -41,7 +41,7 @@ class Training(SpecModel):
     )
     log_every: _Count = Field(default=10, description=f"{_COUNT}: steps between two lines of metrics")
     evaluate_every: _Count | None = Field(default=None, description=f"{_COUNT}: steps between two evaluations")
-    dev: bool = Field(default=False, description="true or false: a few batches and no checkpoint, to try a script")
+    dev: bool = Field(default=False, description="true or false: three steps and no checkpoint, to try a script")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -33,7 +33,8 @@ def spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setenv(name, str(tmp_path / folder))
     file = tmp_path / "train.json"
     source = {"script_text": SCRIPT, "arguments": ["0"]}
-    file.write_text(json.dumps({"name": "from-the-shell", "source": source, "training": {"epochs": 1}}))
+    fields = {"name": "from-the-shell", "source": source, "training": {"epochs": 1}, "image": "some/image:1"}
+    file.write_text(json.dumps(fields))
     yield file
 
 
@@ -42,7 +43,8 @@ def test_spec_is_run_and_its_exit_status_returned(
     spec: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["run", str(spec), "--training.epochs", "7"]) == 0
-    out, _ = capfd.readouterr()
+    out, err = capfd.readouterr()
+    assert "detrain-nb: note: image: some/image:1: no job starts a container yet" in err
     assert sorted(out.splitlines()) == ["[0] rank 0 epochs 7", "[1] rank 1 epochs 7"]
     assert main(["jobs", "list"]) == 0
     assert "from-the-shell" in capfd.readouterr().out
@@ -81,9 +83,12 @@ def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[
         ["jobs", "exec", "--", "ls"],
         ["jobs", "exec", "some", "--nodes", "gpu1", "--", "ls"],
         ["jobs", "rm"],
+        ["doctor", "gpu1,gpu2", "--save"],
         ["jobs", "submit", "nowhere.yaml"],
         ["run", "nowhere.toml"],
         ["run", "nowhere.ipynb", "--training.epochs", "2"],
+        ["run", "nowhere.ipynb", "--nodes", "gpu1"],
+        ["run", "nowhere.toml", "--timeout", "5"],
     ],
     ids=" ".join,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -77,9 +78,14 @@ def test_logs_come_again_by_rank(done: tuple[Job, JobStatus, list[LogLine]]) -> 
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_metrics_of_all_ranks(done: tuple[Job, JobStatus, list[LogLine]]) -> None:
+def test_metrics_of_all_ranks(done: tuple[Job, JobStatus, list[LogLine]], tmp_path: Path) -> None:
     found = [(line["step"], line["rank"], round(line["loss"], 3)) for line in done[0].metrics()]
     assert found == [(step, rank, round(1 / (step + 1), 3)) for step in range(3) for rank in range(2)]
+    if importlib.util.find_spec("tensorboard") is None:
+        with pytest.raises(SpecError, match="tensorboard is not installed"):
+            done[0].write_tensorboard(tmp_path)
+    else:
+        assert {path.parent.name for path in done[0].write_tensorboard(tmp_path)} == {"rank-0", "rank-1"}
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -106,6 +112,8 @@ def test_job_is_known_by_name_and_listed(done: tuple[Job, JobStatus, list[LogLin
     assert job.id in [row.id for row in jobs().rows]
     assert job.id in str(jobs())
     assert find_job("tiny").name == "tiny"
+    shown = job.show()
+    assert shown.plan is not None and shown.plan.world_size == 2
     with pytest.raises(JobError, match="no job"):
         find_job("nothing-of-that-name")
 

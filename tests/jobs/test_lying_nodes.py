@@ -7,6 +7,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,25 @@ def test_link_that_breaks_loses_no_line_and_says_none_twice() -> None:
     assert getattr(outcome, "exit_code", None) == 0
 
 
+def test_link_of_a_quiet_job_that_breaks_after_hours_is_made_again() -> None:
+    """A laptop that has slept: the job has printed nothing for longer than a node that is gone is tried again."""
+    links = iter([0.5, None])  # the first one lasts longer than all patience that `follow` has
+
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        lasts_s = next(links)
+        state = {"state": "running"} if lasts_s else {"state": "ended", "exit_code": 0}
+        talk.say("status", jobs=[{"id": JOB, "node_rank": 0, **state}])
+        talk.flush()
+        if lasts_s:
+            time.sleep(lasts_s)
+            raise EOFError
+        talk.say("end")
+
+    lines, outcome = follow(LyingNode({"follow": answer}))
+    assert getattr(outcome, "exit_code", None) == 0, outcome
+    assert lines[-1] == "it answers again"
+
+
 def test_ranks_that_begin_anew_are_said() -> None:
     def answer(talk: Talk, order: dict[str, Any]) -> None:
         for restarts in (0, 1, 1):
@@ -352,6 +372,41 @@ def _take_source(talk: Talk, order: dict[str, Any]) -> None:
     text = b"".join(talk.read(order["size"]))
     talk.say("need", indices=[])
     talk.say("ready", source=hashlib.sha256(text).hexdigest())
+
+
+def test_what_other_nodes_have_comes_without_one_that_does_not_answer(tmp_path: Path) -> None:
+    def reports(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("status", jobs=[{"id": JOB, "node_rank": 1, "state": "ended", "exit_code": 1}])
+
+    def prints(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("data", name="rank-1.log", offset=0, size=6)
+        talk.send(b"hello\n")
+        reports(talk, order)
+        talk.say("end")
+
+    answers: dict[str, Answer] = {
+        "status": reports,
+        "follow": prints,
+        "artifacts": listing("m.pt"),
+        "read": sending(),
+    }
+    record = Record(tmp_path / "jobs.sqlite")
+    record.add(JOB, name="a", nodes="[]", spec='{"name": "a", "source": {"script_text": "1"}}', state="running")
+    there = LyingNode(answers, "there")
+    job = Job(JOB, "a", [LyingNode({}, "gone"), there], record=record)
+    said = [str(line) for line in job.logs().lines]
+    assert said[0].startswith("[gone] not all of it: gone: ")
+    assert said[1:] == ["[there:1] hello"]
+    with pytest.raises(JobError, match="did not succeed"):
+        job.fetch(to=tmp_path / "out")
+    fetched = job.fetch(to=tmp_path / "out", anyway=True)
+    assert (fetched.files, fetched.silent) == (("m.pt",), ("gone",))
+    assert str(fetched).endswith("; nothing came from gone")
+    assert {order["node_rank"] for order in there.heard if order["type"] != "status"} == {1}
+    nobody = Job(JOB, "a", [LyingNode({}, "gone")], record=record)
+    for act in (nobody.logs, nobody.metrics, lambda: nobody.fetch(to=tmp_path, anyway=True)):
+        with pytest.raises(JobError, match="gone: "):
+            act()
 
 
 @pytest.mark.parametrize("act", [lambda job: job.stop(), lambda job: job.remove()], ids=["stop", "remove"])

@@ -18,6 +18,12 @@ def test_spec_that_can_run_has_no_fault(home: Path) -> None:
     assert faults() == []
 
 
+def test_spec_is_checked_with_its_nodes(home: Path) -> None:
+    spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, "secrets": ["NOT_SET_ANYWHERE"]})
+    assert spec.check() == []
+    assert [each.field for each in spec.check(nodes=True)] == ["secrets"]
+
+
 def test_port_that_is_taken_is_said(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -31,6 +37,16 @@ def test_secret_source_and_mesh_are_looked_at(home: Path) -> None:
         secrets=["NOT_SET_ANYWHERE"], source={"script": "/nowhere/train.py"}, parallelism={"pp": 4}, env={"A": "1"}
     )
     assert [fault.partition(":")[0] for fault in found] == ["source.script", "secrets", "parallelism"]
+
+
+def test_library_that_a_node_lacks_is_said(home: Path) -> None:
+    spec = PipelineSpec.from_dict(
+        {"name": "checked", "source": {"script_text": "1"}, "checkpoint": {"url": "oci://bucket/runs"}}
+    )
+    said = [str(each) for each in check_nodes(spec, storage="oci://bucket/sources")]
+    missing = "this-machine lacks ocifs, which opens such a URL: install it there"
+    assert f"warning: checkpoint.url: {missing}" in said
+    assert f"storage: {missing}" in said
 
 
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:

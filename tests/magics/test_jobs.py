@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from detrain_nb.magics.job_options import parse_job_line, parse_torchrun_line
 from detrain_nb.magics.job_view import JobView
+from detrain_nb.magics.notebook import RunCells
 from detrain_nb.magics.options import HelpShown
 from detrain_nb.magics.render import RenderOptions
 from detrain_nb.magics.screen import Screen
@@ -19,6 +20,7 @@ from detrain_nb.magics.transcript import Item, Rich, Text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from IPython.core.error import UsageError
+from IPython.core.events import EventManager, available_events
 
 from detrain_nb.jobs.job_report import JobReport
 from detrain_nb.jobs.job_status import JobStatus
@@ -191,6 +193,36 @@ def test_report_is_tables_of_plain_text() -> None:
     assert "exit 3" in str(report)
 
 
+def test_notebook_is_newer_than_a_file_that_lacks_what_was_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, other = tmp_path / "open.ipynb", tmp_path / "other.ipynb"
+    monkeypatch.delenv("DETRAIN_NB_NOTEBOOK", raising=False)
+    monkeypatch.setenv("JPY_SESSION_NAME", str(file))
+    shell = SimpleNamespace(user_ns={}, events=EventManager(None, available_events))
+    cells = RunCells(shell)
+
+    def save(text: str) -> None:
+        listed = [{"id": "a", "source": [text, "\n", "y"]}, {"id": "b", "source": "%job submit spec"}]
+        for path in (file, other):
+            path.write_text(json.dumps({"cells": listed}))
+
+    def run(cell: str, text: str) -> bool:
+        shell.events.trigger("pre_run_cell", SimpleNamespace(cell_id=cell, raw_cell=text))
+        return cells.are_newer_than(str(file))
+
+    assert not run("a", "x = 1\ny"), "there is no file"
+    save("x = 1")
+    assert not run("b", "%job submit spec")
+    assert run("a", "x = 2\ny"), "it has another text there"
+    assert not cells.are_newer_than(str(other))
+    save("x = 2")
+    assert not run("b", "%job submit spec")
+    assert run("c", "%job submit spec"), "it is not there"
+    cells.close()
+    assert not RunCells(shell).are_newer_than(str(file)), "a front end that says no ids of the file"
+    file.write_text("[")
+    assert not cells.are_newer_than(str(file))
+
+
 # ---- in a kernel
 
 _SCRIPT = """
@@ -274,6 +306,8 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         assert error in outcome.error, code
     assert "1 rank" in kernel.run(f"%job check {spec} --nodes localhost --on-nodes").rich()[0]
     assert "torch.distributed.run" in kernel.run(f"%job submit {spec} --dry-run").rich()[0]
+    misfit = kernel.run(f"%job check {spec} --parallelism.tp 8")
+    assert (misfit.status, misfit.text().partition(":")[0]) == ("ok", "warning"), "it may fit on GPUs"
     assert "usage: %job" in kernel.run("%job").text()
     assert kernel.run("%job list").rich() == ["no jobs were submitted from here"]
     assert kernel.run("%reload_ext detrain_nb\n%job list").status == "ok"

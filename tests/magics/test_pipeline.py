@@ -44,6 +44,8 @@ def test_script_is_printed_or_written(
     magics.pipeline(f"export torchrun spec --training.epochs 7 --output {tmp_path}/job.sh")
     assert (tmp_path / "job.sh").read_text() == text
     assert capsys.readouterr().out == f"wrote {tmp_path}/job.sh\n"
+    magics.pipeline("export torchrun spec --rendezvous.max_restarts 1")
+    assert capsys.readouterr().err.startswith("warning: checkpoint: ranks that begin anew begin at step 0")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from detrain_nb.copying.json_lines import Talk, Untrue
+from detrain_nb.jobs.report_checks import NodeReport, read_report
 from detrain_nb.node.job.files import list_artifacts, send_artifact
 from detrain_nb.node.job.folders import (
     find_job_folder,
@@ -189,6 +190,36 @@ def test_state_of_a_job_is_what_is_so_not_what_it_said_last(folder: Path) -> Non
     assert (status["ended_at"], status["last_lines"]) == (5.0, ["a", "b"])
     assert not is_live(status)
     assert read_status(folder, boot=lambda: "another/1")["state"] == "ended", "before that"
+
+
+def test_what_the_first_release_has_written_is_read_by_each_later_one(folder: Path) -> None:
+    """As it stands on disks: this text is not to be changed."""
+    (folder / "status.json").write_text(
+        '{"format": 1, "id": "job-1", "name": "job", "node_rank": 0, "node": "gpu1", "state": "running", "pid": 77, '
+        '"pid_started": 5, "boot": "b0c1/1", "started_at": 1.5, "ended_at": null, "exit_code": null, "reason": "", '
+        '"world_size": 2, "restarts": 1, '
+        '"ranks": [{"rank": 0, "pid": 78, "exit_code": null}, {"rank": 1, "pid": 79, "exit_code": 3}], '
+        '"updated_at": 2.5, "release": "0.1.0"}'
+    )
+    assert read_report(read_status(folder)).state == "node restarted"
+    (folder / "exit.json").write_text(
+        '{"format": 1, "exit_code": 3, "reason": "rank 1 exited with 3", "failed_rank": 1, "last_lines": ["a", "b"], '
+        '"ended_at": 9.5}'
+    )
+    assert read_report(read_status(folder)) == NodeReport(
+        "job-1",
+        0,
+        "ended",
+        name="job",
+        exit_code=3,
+        reason="rank 1 exited with 3",
+        failed_rank=1,
+        last_lines=("a", "b"),
+        ranks=(0, 1),
+        restarts=1,
+        started_at=1.5,
+        ended_at=9.5,
+    )
 
 
 class _PrintsOn:

@@ -263,6 +263,18 @@ store.set("torch.rendezvous.job-1", base64.b64encode(pickle.dumps(Forged())).dec
 
 
 @pytest.mark.thorough
+def test_an_elastic_job_ends_with_node_0_and_says_so(elastic_job: _Job) -> None:
+    elastic_job.rendezvous = replace(elastic_job.rendezvous, silence_s=3)
+    first, second = (elastic_job.start(rank, _SLEEP) for rank in (0, 1))
+    for node in (first, second):
+        node.wait_for("asleep")
+    os.kill(first.process.pid, signal.SIGKILL)
+    assert second.wait() == 1, second.log
+    assert second.reason == "node a, which holds the store of the job, is gone"
+    assert f"detrain_nb: {second.reason}\n" in second.log
+
+
+@pytest.mark.thorough
 def test_a_node_that_joins_later_is_taken_in(elastic_job: _Job) -> None:
     elastic_job.rendezvous = replace(elastic_job.rendezvous, timeout_s=8)
     script = """

@@ -112,6 +112,18 @@ def test_command_line_wins_and_leaves_the_scripts_own_words_alone(spec_file: Pat
     assert job_spec(["--training.clip", "none"]).training.clip is None
 
 
+def test_try_of_a_script_is_a_few_steps_without_a_checkpoint(spec_file: Path) -> None:
+    tried = job_spec(["--training.dev"])
+    assert (tried.training.epochs, tried.training.steps, tried.training.log_every) == (None, 3, 1)
+    assert tried.checkpoint is None
+    longer = job_spec(["--training.dev", "--training.steps", "9", "--checkpoint.url", "x"])
+    assert (longer.training.steps, longer.checkpoint) == (9, JobCheckpoint("x")), "what is said wins"
+    how = JobTraining(steps=2, warmup_steps=2, evaluate_every=100, dev=True)
+    assert JobSpec("x", training=how).for_dev().training == JobTraining(
+        steps=2, warmup_steps=2, log_every=1, evaluate_every=2, dev=True
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [

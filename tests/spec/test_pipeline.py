@@ -155,6 +155,10 @@ def test_node_that_may_have_gpus_makes_a_misfit_a_warning() -> None:
     (finding,) = spec.check()
     assert finding.severity == "warning"
     assert str(finding).endswith("but nodes a, b offer 5: add nodes or lower tp; unless node a has GPUs")
+    with pytest.raises(SpecError, match=r"add nodes or lower tp; unless node a has GPUs$"):
+        spec.plan()
+    with pytest.raises(SpecError, match=r"add nodes or lower tp$"):
+        spec.plan(gpus={"a": 1})
     assert spec.plan(gpus={"a": 4, "b": 4}).world_size == 8
     assert _spec(parallelism={"tp": 8}).check()[0].severity == "warning"
 
@@ -186,7 +190,8 @@ def test_script_reads_a_spec_without_open_numbers() -> None:
     assert [(node.name, node.ranks) for node in job.nodes] == [("a", (0, 1)), ("b", (2, 3))]
     assert job.batch and job.batch.replica_size == 32 and job.batch.microbatches == job.parallelism.microbatches
     assert job.checkpoint and job.checkpoint.keep is None
-    assert spec.with_overrides({"training.dev": True}).job_spec(spec.plan()).checkpoint is None
+    tried = spec.with_overrides({"training.dev": True}).job_spec(spec.plan())
+    assert (tried.checkpoint, tried.training.epochs, tried.training.steps) == (None, None, 3)
 
 
 def test_arguments_in_the_style_of_detrain_stand_behind_the_users() -> None:
@@ -274,9 +279,16 @@ def test_what_is_wrong_with_a_source_is_found_without_a_node(
 
 
 def test_warnings_do_not_stop_a_job() -> None:
-    spec = _spec(rendezvous={"max_restarts": 1})
-    assert [each.field for each in spec.check()] == ["checkpoint"]
+    spec = _spec(image="ghcr.io/a/b:1", rendezvous={"max_restarts": 1})
+    assert [each.field for each in spec.check()] == ["checkpoint", "image"]
     assert worst(spec.check()) == "warning"
+
+
+@pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
+def test_token_is_for_urls_that_hide_it(url: str) -> None:
+    (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
+    assert str(finding).startswith("source.git.token: a token goes over https alone")
+    assert _spec(source={"git": {"url": url}, "entry": "a.py"}).check() == []
 
 
 def test_more_nodes_than_the_spec_has_are_an_error() -> None:
