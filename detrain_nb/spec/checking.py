@@ -86,8 +86,6 @@ def _look_at_folder(source: Source) -> None:
 def _look_at_git(source: Source) -> None:
     """The key is here where this machine clones; else it is on the nodes."""
     git = source.git
-    if git and git.token and not parse_git_url(git.url).hides_token:
-        raise SpecError("a token is sent over https only, anybody on the way could read it: give an https:// url")
     if git and git.ssh_key and git.how == "bundle" and not Path(git.ssh_key).expanduser().is_file():
         raise SpecError(f"ssh_key {git.ssh_key}: no such file")
 

@@ -249,11 +249,6 @@ FOUND = {
         "source.notebook: ",
         "late.ipynb, its cells together, line 6: is not Python: from __future__ imports must ",
     ),
-    "a token in the clear": (
-        {"git": {"url": "http://git.example/x", "token": "TOKEN"}, "entry": "a.py"},
-        "source.git: ",
-        "a token is sent over https only",
-    ),
     "await": ({"script_text": "await a"}, "source.script_text: ", "is not Python: 'await' outside function"),
 }
 
