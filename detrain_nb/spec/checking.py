@@ -37,6 +37,8 @@ def _check_source(source: Source) -> Iterator[Finding]:
             look(source)
         except SpecError as exc:
             yield Finding(f"source.{kind}", str(exc))
+    if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
+        yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:

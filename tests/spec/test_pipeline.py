@@ -282,7 +282,7 @@ def test_warnings_do_not_stop_a_job() -> None:
 @pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
 def test_token_is_for_urls_that_hide_it(url: str) -> None:
     (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
-    assert str(finding).startswith("source.git: a token is sent over https only")
+    assert str(finding).startswith("source.git.token: a token goes over https alone")
     assert _spec(source={"git": {"url": url}, "entry": "a.py"}).check() == []
 
 
