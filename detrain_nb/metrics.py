@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import SpecError
 
-__all__ = ["FOLDER_VARIABLE", "log_metrics", "read_metrics", "read_metrics_line"]
+__all__ = ["FOLDER_VARIABLE", "NO_VALUES", "log_metrics", "read_metrics", "read_metrics_line"]
 
 FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 _USUAL_FOLDER = "metrics"
@@ -22,6 +22,7 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _MOST_LINE_BYTES = 1 << 20
 _MOST_VALUES = 1000  # of one line
 _OWN_NAMES = {"step", "time", "rank"}
+NO_VALUES = _OWN_NAMES | {"run"}  # what of a line says where a value belongs
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
 
 

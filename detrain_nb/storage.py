@@ -29,7 +29,17 @@ from .errors import DetrainError, SpecError
 from .guarded import SEARCH
 from .text import printable
 
-__all__ = ["Location", "OnProgress", "locate", "named_errors", "needed_library", "replace_file", "shown", "whole_file"]
+__all__ = [
+    "Location",
+    "OnProgress",
+    "has_password",
+    "locate",
+    "named_errors",
+    "needed_library",
+    "replace_file",
+    "shown",
+    "whole_file",
+]
 
 OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
 
@@ -225,6 +235,11 @@ def needed_library(where: str) -> str:
     protocol = begins[1].lower()
     module = str(known_implementations.get(protocol, {}).get("class", "")).partition(".")[0]
     return ("aiohttp" if protocol in ("http", "https") else "") if module == "fsspec" else module
+
+
+def has_password(where: str) -> bool:
+    """Whether a path or a URL has a user, a password or a query in it: what no message shows, and no file keeps."""
+    return _HIDDEN in _name(where)
 
 
 def _check(protocol: str, rest: str, name: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+RED = "color:var(--jp-error-color1, #c62828)"  # of what has failed, in a page
 _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 
@@ -30,6 +31,12 @@ def escape(char: str) -> str:
 def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
     """Put something ``instead`` of all that controls a terminal, ends a line, turns the writing, or is no UTF-8."""
     return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)
+
+
+def show(value: object, *, most: int = 60) -> str:
+    """Write a value for a message: on one line, cut where it is long."""
+    text = repr(value)  # which escapes what does not print
+    return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def name_some(names: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..deploy.known import known_sessions, session_names
+from ..documents import SUFFIXES
 from ..errors import DetrainError
 from ..session.session import Session
 from ..transport.ssh_config import list_hosts
@@ -21,8 +22,6 @@ from ..transport.ssh_config import list_hosts
 _LIMIT_S = 0.05  # a key was pressed
 _TO_ESCAPE = re.compile(r"([^\w@%+=:,./~-])")
 _ESCAPED = re.compile(r"\\(.)")
-_NODES_FILES = (".toml", ".json", ".yaml", ".yml")
-_SPEC_FILES = _NODES_FILES
 _MOST_JOBS = 100  # the newest
 _EVERYWHERE = {*dir(builtins), *keyword.kwlist, "In", "Out", "get_ipython"}
 
@@ -104,7 +103,7 @@ def similar_nodes(nodes: str) -> str:
     """A question about hosts that nobody knows: hosts of ~/.ssh/config, and nodes files, with nearly such a name."""
     with contextlib.suppress(OSError, DetrainError):
         known = list_hosts(Path.home() / ".ssh" / "config")
-        there = [*known, *_files("", suffixes=_NODES_FILES)]
+        there = [*known, *_files("", suffixes=SUFFIXES)]
         hosts = [part.strip().rpartition("@")[2].partition(":")[0] for part in nodes.split(",")]
         unknown = [host for host in hosts if host not in known]
         near = [found for host in unknown for found in difflib.get_close_matches(host, there, n=1, cutoff=0.7)]
@@ -130,7 +129,7 @@ def _hosts_and_files(word: str) -> list[str]:
         with contextlib.suppress(OSError, DetrainError):  # there are still files
             found = [] if at else _in_list(word, [THIS_MACHINE])
             found += _in_list(word, list_hosts(Path.home() / ".ssh" / "config"), prefix=f"{user}{at}")
-    return found if at or "," in word else [*found, *_files(word, suffixes=_NODES_FILES)]
+    return found if at or "," in word else [*found, *_files(word, suffixes=SUFFIXES)]
 
 
 def _files(word: str, *, suffixes: tuple[str, ...] = ("",)) -> list[str]:
@@ -166,7 +165,7 @@ def _jobs(word: str) -> list[str]:
 
 
 def _specs(word: str) -> list[str]:
-    return _files(word, suffixes=_SPEC_FILES)
+    return _files(word, suffixes=SUFFIXES)
 
 
 def _fields(word: str) -> list[str]:

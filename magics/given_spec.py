@@ -6,18 +6,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SpecError
-from ..plan.fields import split_overrides
 
 if TYPE_CHECKING:
     from ..spec import Finding, PipelineSpec
 
-__all__ = ["read_spec", "show_findings", "take_fields"]
-
-
-def take_fields(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The words that set fields of a spec, as ``--training.epochs 2``, each as one; and the others."""
-    fields, others = split_overrides(words, is_ours=lambda name: "." in name)
-    return [f"--{name}" if text is None else f"--{name}={text}" for name, text in fields.items()], others
+__all__ = ["read_spec", "show_findings"]
 
 
 def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineSpec:

@@ -6,7 +6,8 @@ import argparse
 import re
 from typing import Any
 
-from .given_spec import take_fields
+from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
+from ..plan.fields import take_fields
 from .options import LineParser, not_empty, not_negative, positive, seconds, seconds_or_0, whole
 
 __all__ = ["job_parser", "parse_job_line", "parse_torchrun_line", "torchrun_parser"]
@@ -54,45 +55,8 @@ def job_parser() -> LineParser:
     """``%job COMMAND``."""
     parser = LineParser(prog="%job", description="Jobs: scripts that run to their end on all nodes, detached.")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
-    submit = commands.add_parser("submit", epilog=_FIELDS, help="start the job that a spec describes, and return it")
-    _add_spec(submit)
-    _add_follow(submit)
-    submit.add_argument(
-        "--dry-run", action="store_true", help="show what would run where, and which files would travel"
-    )
-    listed = commands.add_parser(
-        "list", help="the newest jobs; the nodes of those that are not over have 3 s to answer"
-    )
-    listed.add_argument("--limit", type=_limit, default=50, metavar="N", help="how many, default 50")
-    _add_job(commands, "show", "how a job is: its nodes, its plan, the last metrics")
-    logs = _add_job(commands, "logs", "what a job has printed")
-    logs.add_argument("-f", "--follow", action="store_true", help="go on showing it until the job ends")
-    logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node, by its name or number")
-    logs.add_argument("--rank", type=whole, metavar="R", help="of one rank")
-    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
-    _add_max_lines(logs)
-    attach = _add_job(commands, "attach", "show what a job prints until it ends; fails where the job does")
-    _add_max_lines(attach)
-    stop = _add_job(commands, "stop", "end all ranks of a job")
-    stop.add_argument("--grace", type=seconds_or_0, default=10.0, metavar="S", help="until SIGKILL, default 10")
-    restart = _add_job(commands, "restart", "stop a job if it runs, submit its spec again, and return the new job")
-    _add_follow(restart)
-    fetch = _add_job(commands, "fetch", "copy what a job has made to this machine")
-    fetch.add_argument(
-        "patterns", nargs="*", default=(), metavar="PATTERN", help="as *.pt; default: the artifacts of its spec"
-    )
-    fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current one")
-    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
-    execute = commands.add_parser(
-        "exec", epilog="%job exec JOB -- nvidia-smi | head -5", help="run a shell command on all nodes of a job"
-    )
-    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB_HELP)
-    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
-    execute.add_argument("--timeout", type=seconds, default=600.0, metavar="S", help="end it after S seconds; 600")
-    remove = commands.add_parser("rm", help="remove jobs that are over, on their nodes and here")
-    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB_HELP)
-    remove.add_argument("--older-than", type=_days, metavar="DAYS", help="all that ended more than DAYS ago")
-    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
+    _add_submit_and_looks(commands)
+    _add_acts(commands)
     check = commands.add_parser("check", epilog=_FIELDS, help="what is wrong with a spec, and its plan")
     _add_spec(check)
     check.add_argument(
@@ -115,6 +79,60 @@ def torchrun_parser() -> LineParser:
     _add_follow(parser)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --")
     return parser
+
+
+def _add_submit_and_looks(commands: Any) -> None:
+    submit = commands.add_parser("submit", epilog=_FIELDS, help="start the job that a spec describes, and return it")
+    _add_spec(submit)
+    _add_follow(submit)
+    submit.add_argument(
+        "--dry-run", action="store_true", help="show what would run where, and which files would travel"
+    )
+    listed = commands.add_parser(
+        "list", help="the newest jobs; the nodes of those that are not over have 3 s to answer"
+    )
+    listed.add_argument("--limit", type=_limit, default=50, metavar="N", help="how many, default 50")
+    _add_job(commands, "show", "how a job is: its nodes, its plan, the last metrics")
+    logs = _add_job(commands, "logs", "what a job has printed")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on showing it until the job ends")
+    logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node, by its name or number")
+    logs.add_argument("--rank", type=whole, metavar="R", help="of one rank")
+    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
+    _add_max_lines(logs)
+    attach = _add_job(commands, "attach", "show what a job prints until it ends; fails where the job does")
+    _add_max_lines(attach)
+
+
+def _add_acts(commands: Any) -> None:
+    """What is done with a job that there is."""
+    stop = _add_job(commands, "stop", "end all ranks of a job")
+    stop.add_argument(
+        "--grace", type=seconds_or_0, default=GRACE_S, metavar="S", help="until SIGKILL, default %(default)g"
+    )
+    restart = _add_job(commands, "restart", "stop a job if it runs, submit its spec again, and return the new job")
+    _add_follow(restart)
+    fetch = _add_job(commands, "fetch", "copy what a job has made to this machine")
+    fetch.add_argument(
+        "patterns", nargs="*", default=(), metavar="PATTERN", help="as *.pt; default: the artifacts of its spec"
+    )
+    fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current one")
+    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
+    execute = commands.add_parser(
+        "exec", epilog="%job exec JOB -- nvidia-smi | head -5", help="run a shell command on all nodes of a job"
+    )
+    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB_HELP)
+    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
+    execute.add_argument(
+        "--timeout",
+        type=seconds,
+        default=COMMAND_LIMIT_S,
+        metavar="S",
+        help="end it after S seconds, default %(default)g",
+    )
+    remove = commands.add_parser("rm", help="remove jobs that are over, on their nodes and here")
+    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB_HELP)
+    remove.add_argument("--older-than", type=_days, metavar="DAYS", help="all that ended more than DAYS ago")
+    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
 
 
 def _add_job(commands: Any, name: str, words: str) -> LineParser:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import keyword
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
 from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
+from ..plan.names import MOST_NAME_CHARS
 from .given_spec import read_spec, show_findings
 from .guard import guard
 from .holder import ask_passphrase
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
 
 __all__ = ["JobMagics"]
-
-_MOST_NAME_CHARS = 63
 
 
 @magics_class
@@ -88,7 +86,7 @@ class JobMagics(Magics):
 
         spec = self._read_spec(args)
         if args.dry_run:
-            display(submit(spec, dry_run=True, notebook_changed_at=self._changed_at(spec)))
+            display(submit(spec, dry_run=True, notices=self._notices(spec)))
             return None
         return self._submit_spec("%job submit", spec, args)
 
@@ -100,7 +98,7 @@ class JobMagics(Magics):
         source: dict[str, Any] = {"script_text": f"\n{code}", "arguments": args.arguments}  # lines have their numbers
         if args.spec is None:
             name = session_name(self._ipython.user_ns, kernel_name(self._ipython))
-            data: dict[str, Any] = {"name": name[:_MOST_NAME_CHARS]}
+            data: dict[str, Any] = {"name": name[:MOST_NAME_CHARS]}
         else:
             data = read_spec(self._ipython, args.spec).to_dict()
             before = data.get("source", {})
@@ -121,14 +119,15 @@ class JobMagics(Magics):
                 storage=args.storage,
                 on_progress=say,
                 ask_passphrase=ask_passphrase,
-                notebook_changed_at=self._changed_at(spec),
+                notices=self._notices(spec),
             )
         return self._begun(prog, job, args)
 
-    def _changed_at(self, spec: PipelineSpec) -> float | None:
-        """The time by which the notebook that the job runs is newer than its file, as far as is known here."""
+    def _notices(self, spec: PipelineSpec) -> list[str]:
         path = spec.source.notebook
-        return time.time() if path is not None and self._run_cells.are_newer_than(path) else None
+        if path is None or not self._run_cells.are_newer_than(path):
+            return []
+        return [f"{path} was changed since it was saved: the job runs what is saved: save it, and submit again"]
 
     def _restart(self, args: Any) -> Job | None:
         job = self._find(args.job)

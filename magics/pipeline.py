@@ -10,14 +10,14 @@ from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
 from ..plan import Plan
-from .given_spec import read_spec, show_findings, take_fields
+from ..plan.choices import SLURM_OPTIONS
+from ..plan.fields import take_fields
+from .given_spec import read_spec, show_findings
 from .guard import guard
 from .options import LineParser, whole
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
-
-_SLURM = ("time", "partition", "account")
 
 
 @magics_class
@@ -58,7 +58,7 @@ def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
     for finding in spec.check():
         if finding.severity == "warning":
             print(finding, file=sys.stderr)
-    text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in _SLURM})
+    text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in SLURM_OPTIONS})
     if args.output is None:
         print(text, end="")
     else:
@@ -77,8 +77,8 @@ def pipeline_parser() -> LineParser:
     _add_spec(export)
     export.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
     export.add_argument("--gpus", type=_count, default=0, metavar="N", help="how many a node has that names no devices")
-    for name in _SLURM:
-        export.add_argument(f"--{name}", metavar=name.upper(), help="of Slurm, as sbatch takes it")
+    for name, words in SLURM_OPTIONS.items():
+        export.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
     return parser
 
 

@@ -27,7 +27,7 @@ PACKAGE = "detrain_nb"
 MAPPED = {"magics": f"{PACKAGE}.magics", "widgets": f"{PACKAGE}.widgets"}  # folder at the top -> import name
 HEAVY = {"IPython", "ipykernel", "ipywidgets", "anywidget", "paramiko", "torch", "numpy"}  # the core does without
 NOT_ON_WINDOWS = {"fcntl", "grp", "pty", "pwd", "resource", "termios"}
-DRIVES_NODES = {"agents", "deploy", "session", "spec", "transport"}  # these run on Windows too
+DRIVES_NODES = {"agents", "deploy", "jobs", "session", "spec", "transport"}  # these run on Windows too
 
 # What the standard library got after Python 3.10.
 NEWER_MODULES = {"annotationlib", "asyncio.taskgroups", "compression", "concurrent.interpreters", "tomllib"}

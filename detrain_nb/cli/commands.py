@@ -13,7 +13,7 @@ from pathlib import Path
 from .. import __version__
 from ..errors import DetrainError, SpecError
 from .export import add_export
-from .job_commands import SPEC_SUFFIXES, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
+from .job_commands import add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, SIGPIPE, NotebookRun
 
@@ -28,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = _command_parser()
     args = parser.parse_args(words)
     if fields and not hasattr(args, "spec"):
-        parser.error(f"--{next(iter(fields))}: only a command with a spec takes its fields")
+        parser.error(f"{fields[0]}: only a command with a spec takes its fields")
     if command and args.act is not execute_on_nodes:
         parser.error(f"-- {command[0]}: only jobs exec takes a command")
     args.fields, args.command = fields, command
@@ -112,7 +112,9 @@ def _is_kept(path: Path) -> bool:
 
 
 def _run(args: argparse.Namespace) -> int:
-    is_spec = args.spec.lower().endswith(SPEC_SUFFIXES)
+    from ..documents import SUFFIXES  # it takes its time, and few commands need it
+
+    is_spec = args.spec.lower().endswith(SUFFIXES)
     of_others = ("output", "timeout", "kernel") if is_spec else ("name", "nodes", "storage")
     if given := [option for option in of_others if getattr(args, option) is not None]:
         kinds = ("notebooks", "a spec") if is_spec else ("specs", "a notebook")
@@ -120,7 +122,7 @@ def _run(args: argparse.Namespace) -> int:
     if is_spec:
         return run_spec(args)
     if args.fields:
-        raise SpecError(f"--{next(iter(args.fields))}: {args.spec} is no spec: it has no fields to set")
+        raise SpecError(f"{args.fields[0]}: {args.spec} is no spec: it has no fields to set")
     args.notebook = Path(args.spec)
     notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
     mode = args.notebook.stat().st_mode

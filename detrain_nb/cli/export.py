@@ -6,7 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from ..storage import locate
+from ..plan.choices import SLURM_OPTIONS
+from .job_commands import read_spec
 
 __all__ = ["add_export"]
 
@@ -25,22 +26,20 @@ def add_export(commands: Any) -> None:
     parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="how many a node has that names no devices")
-    for name in ("time", "partition", "account"):
-        parser.add_argument(f"--{name}", metavar=name.upper(), help="of Slurm, as sbatch takes it")
+    for name, words in SLURM_OPTIONS.items():
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
     parser.set_defaults(act=_export)
 
 
 def _export(args: argparse.Namespace) -> int:
     from ..formats import export_spec  # it takes its time, and few commands need it
-    from ..spec import PipelineSpec
+    from ..storage import locate
 
-    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
-    words += [f"--nodes={args.nodes}"] if args.nodes is not None else []
-    spec = PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
+    spec = read_spec(args)
     for finding in spec.check():
         if finding.severity == "warning":
             print(f"detrain-nb: {finding}", file=sys.stderr)
-    options = {name: getattr(args, name) for name in ("time", "partition", "account")}
+    options = {name: getattr(args, name) for name in SLURM_OPTIONS}
     text = export_spec(spec, args.format, gpus=args.gpus, options=options)
     if args.output is None:
         print(text, end="")

@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, SpecError
+from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
 from ..text import format_size
 
 if TYPE_CHECKING:
     from ..jobs import Job
     from ..spec import PipelineSpec
 
-__all__ = ["SPEC_SUFFIXES", "add_doctor", "add_job_commands", "execute_on_nodes", "run_spec", "split_command"]
+__all__ = ["add_doctor", "add_job_commands", "execute_on_nodes", "read_spec", "run_spec", "split_command"]
 
-SPEC_SUFFIXES = (".json", ".toml", ".yaml", ".yml")
 _OK, _FAILED = 0, 1
 _JOB = "the id of a job, its beginning, or a name: the newest job of that name"
 
@@ -29,51 +29,8 @@ def add_job_commands(commands: Any) -> None:
     """Add `jobs` and what can be done with them to the parser's commands."""
     group = commands.add_parser("jobs", help="scripts that run detached on all nodes: submit, follow, stop, fetch")
     actions = group.add_subparsers(metavar="ACTION", required=True)
-
-    submit = _add(
-        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
-    )
-    add_spec(submit)
-    submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
-    submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
-
-    listed = _add(actions, "list", _list, "list the newest jobs, and ask the nodes of those that are not over, for 3 s")
-    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="how many, default 50")
-
-    _add_job(actions, "show", _show, "how a job is, on every node")
-    logs = _add_job(actions, "logs", _logs, "print what a job has printed")
-    logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
-    logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
-    logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
-    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
-    _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
-    stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
-    stop.add_argument("--grace", type=float, default=10.0, metavar="S", help="seconds between SIGTERM and SIGKILL")
-    restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
-    restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
-
-    fetch = _add_job(actions, "fetch", _fetch, "fetch what a job has made")
-    fetch.add_argument("pattern", nargs="*", metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec')
-    fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
-    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
-
-    execute = _add(
-        actions,
-        "exec",
-        execute_on_nodes,
-        "run a shell command on every node of a job, or of --nodes; the worst exit status",
-    )
-    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
-    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
-    execute.add_argument("--timeout", type=float, default=600.0, metavar="S", help="seconds for it, default 600")
-
-    remove = _add(
-        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
-    )
-    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
-    remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
-    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
-
+    _add_submit_and_looks(actions)
+    _add_acts(actions)
     check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
     add_spec(check)
     check.add_argument(
@@ -100,21 +57,29 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2"
 
 
-def split_command(argv: Sequence[str]) -> tuple[list[str], dict[str, str | None], list[str]]:
+def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
     """Take fields of a spec (``--training.epochs 2``) and what stands behind ``--`` out of a command line."""
-    from ..plan.fields import split_overrides
+    from ..plan.fields import take_fields
 
     words, command = list(argv), []
     if "--" in words:
         at = words.index("--")
         words, command = words[:at], words[at + 1 :]
-    fields, words = split_overrides(words, is_ours=lambda name: "." in name)
+    fields, words = take_fields(words)
     return words, fields, command
 
 
 def run_spec(args: argparse.Namespace) -> int:
     """Submit a spec, follow the job, and return its exit status."""
     return _follow(_submit_job(args))
+
+
+def read_spec(args: argparse.Namespace) -> PipelineSpec:
+    """Read the spec that the line names, with the fields that it sets."""
+    from ..spec import PipelineSpec
+
+    named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
+    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
 
 
 # ---- the commands
@@ -124,7 +89,7 @@ def _submit(args: argparse.Namespace) -> int:
     from ..jobs import submit
 
     if args.dry_run:
-        print(submit(_read_spec(args), dry_run=True))
+        print(submit(read_spec(args), dry_run=True))
         return _OK
     job = _submit_job(args)
     return _follow(job) if args.follow else _OK
@@ -133,7 +98,7 @@ def _submit(args: argparse.Namespace) -> int:
 def _submit_job(args: argparse.Namespace) -> Job:
     from ..jobs import submit
 
-    spec = _read_spec(args)
+    spec = read_spec(args)
     with _progress() as say:
         job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
     _say_begun(job)
@@ -144,14 +109,6 @@ def _say_begun(job: Job) -> None:
     for notice in job.notices:
         print(f"detrain-nb: note: {notice}", file=sys.stderr)
     print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
-
-
-def _read_spec(args: argparse.Namespace) -> PipelineSpec:
-    from ..spec import PipelineSpec
-
-    words = [f"--{field}" if text is None else f"--{field}={text}" for field, text in args.fields.items()]
-    words += [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field)) is not None]
-    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides(words))
 
 
 def _follow(job: Job) -> int:
@@ -261,7 +218,7 @@ def _check(args: argparse.Namespace) -> int:
     from ..jobs import check_nodes
     from ..spec import worst
 
-    spec = _read_spec(args)
+    spec = read_spec(args)
     if args.on_nodes:
         findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase)
     else:
@@ -276,9 +233,10 @@ def _check(args: argparse.Namespace) -> int:
 
 def _doctor(args: argparse.Namespace) -> int:
     from ..doctor import examine, fix
+    from ..documents import SUFFIXES
     from ..spec.nodes_file import write_nodes
 
-    if args.save and not args.nodes.endswith(SPEC_SUFFIXES):
+    if args.save and not args.nodes.endswith(SUFFIXES):
         raise SpecError("--save writes into the nodes file: give one")
     with _progress() as say:
         bandwidth = args.bandwidth or args.save
@@ -322,6 +280,64 @@ def _ask_passphrase(path: str) -> str | None:
     with contextlib.suppress(EOFError):
         return getpass.getpass(f"passphrase of {path}: ") or None
     return None
+
+
+def _add_submit_and_looks(actions: Any) -> None:
+    submit = _add(
+        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
+    )
+    add_spec(submit)
+    submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
+    submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
+
+    listed = _add(actions, "list", _list, "list the newest jobs, and ask the nodes of those that are not over, for 3 s")
+    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="how many, default 50")
+
+    _add_job(actions, "show", _show, "how a job is, on every node")
+    logs = _add_job(actions, "logs", _logs, "print what a job has printed")
+    logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
+    logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
+    logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
+    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
+    _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
+
+
+def _add_acts(actions: Any) -> None:
+    """What is done with a job that there is."""
+    stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
+    stop.add_argument(
+        "--grace", type=float, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
+    )
+    restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
+    restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
+
+    fetch = _add_job(actions, "fetch", _fetch, "fetch what a job has made")
+    fetch.add_argument("pattern", nargs="*", metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec')
+    fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
+    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
+
+    execute = _add(
+        actions,
+        "exec",
+        execute_on_nodes,
+        "run a shell command on every node of a job, or of --nodes; the worst exit status",
+    )
+    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
+    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
+    execute.add_argument(
+        "--timeout",
+        type=float,
+        default=COMMAND_LIMIT_S,
+        metavar="S",
+        help="end it after S seconds, default %(default)g",
+    )
+
+    remove = _add(
+        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
+    )
+    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
+    remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
+    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
 
 
 def _add(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:

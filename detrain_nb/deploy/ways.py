@@ -120,14 +120,19 @@ def check_ways(
         for target, fault in faults.items()
     ]
     if missing:
-        lines = [
-            f"{label(source)} does not reach {label(target)} at {at}: {fault}" for source, target, at, fault in missing
-        ]
-        more = [f"and {len(lines) - _MOST_NAMED} more ways"] if len(lines) > _MOST_NAMED else []
-        is_here = any(end.is_this_machine for source, target, *_ in missing for end in (source, target))
-        raise LaunchError("\n".join([*lines[:_MOST_NAMED], *more, ADVICE if is_here else _BETWEEN_HOSTS]))
+        raise LaunchError(_describe_missing(missing))
     if meeting.broken:
         raise LaunchError(f"the nodes did not come to listen for each other within {patience.answer_s:g} s: try again")
+
+
+def _describe_missing(missing: Sequence[tuple[Transport, Transport, str, str]]) -> str:
+    """A line for each way that there is not: from where, to where, at which address, and why; then what to do."""
+    lines = [
+        f"{label(source)} does not reach {label(target)} at {at}: {fault}" for source, target, at, fault in missing
+    ]
+    more = [f"and {len(lines) - _MOST_NAMED} more ways"] if len(lines) > _MOST_NAMED else []
+    is_here = any(end.is_this_machine for source, target, *_ in missing for end in (source, target))
+    return "\n".join([*lines[:_MOST_NAMED], *more, ADVICE if is_here else _BETWEEN_HOSTS])
 
 
 def _as_port(said: object) -> int:

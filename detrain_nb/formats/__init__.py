@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import SpecError
+from ..plan.choices import SLURM_OPTIONS
 from ..spec import PipelineSpec
 from . import slurm, torchrun
 
@@ -24,16 +25,7 @@ class Exporter:
 
 EXPORTERS: Mapping[str, Exporter] = {
     "torchrun": Exporter(torchrun.export, ".sh", "a shell script that is run on every node"),
-    "slurm": Exporter(
-        slurm.export,
-        ".sbatch",
-        "a batch script for sbatch",
-        {
-            "time": "the longest time, as sbatch takes it: 02:00:00",
-            "partition": "the name of a partition",
-            "account": "the name of an account",
-        },
-    ),
+    "slurm": Exporter(slurm.export, ".sbatch", "a batch script for sbatch", SLURM_OPTIONS),
 }
 
 

@@ -8,7 +8,6 @@ from ..spec import Git
 from .shell import quote, quote_path
 
 _SETTINGS = ("protocol.ext.allow=never", "core.hooksPath=/dev/null", "advice.detachedHead=false")
-_USERS = {"bitbucket.org": "x-token-auth"}  # whom a token is of
 
 
 def write_clone(git: Git, *, to: str) -> list[str]:
@@ -35,6 +34,5 @@ def _credential(git: Git) -> str:
     url = parse_git_url(git.url)
     if not url.hides_token:
         raise SpecError(f"source.git.token: nothing hides it on the way to {url.base}: give a url with https://")
-    user = _USERS.get(url.host, "x-access-token")
-    say = f'printf "username=%s\\npassword=%s\\n" {user} "${git.token}"'
+    say = f'printf "username=%s\\npassword=%s\\n" {url.token_user} "${git.token}"'
     return f'credential.{url.base}.helper=!f() {{ test "$1" = get && {say}; }}; f'

@@ -13,6 +13,7 @@ from ..documents import read_text
 from ..errors import SpecError, count_ranks
 from ..launch import Program
 from ..plan import Plan
+from ..plan.job import JOB_SPEC_VARIABLE
 from ..spec import Node, PipelineSpec
 from ..spec.notebook import read_notebook_script
 from ..storage import locate
@@ -107,7 +108,7 @@ def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, en
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,
         *([f"unset {token}"] if token and token not in for_ranks else []),
-        f"export DETRAIN_NB_JOB_SPEC={_JOB_SPEC}",
+        f"export {JOB_SPEC_VARIABLE}={_JOB_SPEC}",
         *(export(name, text) for name, text in {**env, **spec.env}.items()),
     ]
 

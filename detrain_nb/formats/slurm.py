@@ -77,7 +77,7 @@ def _write_on_node(spec: PipelineSpec, plan: Plan, program: JobProgram, node: No
         nodes=len(plan.nodes),
         ranks=ranks,
         node_rank=0,
-        python=node.python if node else "python3",
+        python=spec.python_of(0),
     )
     filled = {"--node-rank": '"$SLURM_NODEID"', "--rdzv-endpoint": '"$DETRAIN_NB_ENDPOINT"'}
     if spec.rendezvous.max_restarts:

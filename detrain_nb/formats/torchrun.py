@@ -106,7 +106,7 @@ def _launch(spec: PipelineSpec, plan: Plan, program: JobProgram, node_rank: int)
         nodes=nodes if is_static else (settings.min_nodes or nodes, settings.max_nodes or nodes),
         ranks=len(plan.nodes[node_rank].ranks),
         node_rank=node_rank,
-        python=spec.nodes[node_rank].python if spec.nodes else "python3",
+        python=spec.python_of(node_rank),
     )
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 from ..spec.findings import ask_nodes_by
 from .execution import Executed, execute
 from .fetching import Fetched
-from .following import LogLine
-from .job import Job, JobLog
+from .job import Job
 from .job_list import find_job, jobs
 from .job_status import JobStatus
+from .log_lines import JobLog, LogLine
 from .node_checks import check_nodes
 from .preview import Submission
 from .pruning import prune

@@ -9,33 +9,15 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from ..copying.json_lines import FilesError, Talk, Untrue
-from ..deploy.files import Patience, Stop, label
-from ..deploy.jobs import PATIENCE, open_job_talk
+from ..deploy.files import Stop, label
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
 from .report_checks import NodeFacts, read_facts
 
-__all__ = ["ask_facts", "explained", "on_all", "talk_to", "talks_to", "try_on_all"]
+__all__ = ["ask_facts", "on_all", "open_job_talks", "try_on_all"]
 
 _Result = TypeVar("_Result")
-
-
-@contextlib.contextmanager
-def explained(node: Transport) -> Iterator[None]:
-    """What goes wrong in the block is a DetrainError with the name of ``node``."""
-    try:
-        yield
-    except Untrue as exc:
-        raise WireError(f"{label(node)}: {exc}") from exc
-    except FilesError as exc:
-        raise DetrainError(f"{label(node)}: {exc}") from exc
-
-
-@contextlib.contextmanager
-def talk_to(node: Transport, *, stop: Stop | None = None, patience: Patience = PATIENCE) -> Iterator[Talk]:
-    """The job service of one node; ``stop`` ends the talk. What goes wrong in the block raises DetrainError."""
-    with open_job_talk(node, stop=stop, patience=patience) as talk:
-        yield talk
 
 
 def ask_facts(talk: Talk) -> NodeFacts:
@@ -45,7 +27,7 @@ def ask_facts(talk: Talk) -> NodeFacts:
 
 
 @contextlib.contextmanager
-def talks_to(nodes: Sequence[Transport]) -> Iterator[list[Talk]]:
+def open_job_talks(nodes: Sequence[Transport]) -> Iterator[list[Talk]]:
     """The job services of all nodes; where one cannot be reached, none is held. Raises: DetrainError."""
     arrivals, stop = _Arrivals(), Stop()
     try:
@@ -78,7 +60,7 @@ def try_on_all(
     """The same, with the failure of a node in its place. After ``limit_s`` the others are said not to have answered."""
 
     def run(index: int) -> _Result:
-        with explained(nodes[index]):
+        with _explained(nodes[index]):
             return act(index)
 
     work = [_begin(run, index) for index in range(len(nodes))]
@@ -95,6 +77,17 @@ def try_on_all(
         except DetrainError as exc:  # anything else is our own fault
             outcomes.append(exc)
     return outcomes
+
+
+@contextlib.contextmanager
+def _explained(node: Transport) -> Iterator[None]:
+    """What goes wrong in the block is a DetrainError with the name of ``node``."""
+    try:
+        yield
+    except Untrue as exc:
+        raise WireError(f"{label(node)}: {exc}") from exc
+    except FilesError as exc:
+        raise DetrainError(f"{label(node)}: {exc}") from exc
 
 
 def _begin(act: Callable[[int], _Result], index: int) -> Future[_Result]:

@@ -9,13 +9,13 @@ from typing import Any
 
 from ..errors import SpecError
 from ..guarded import make_users_folder
+from ..metrics import NO_VALUES
 from ..text import name_some, printable
 
 __all__ = ["plot", "write_tensorboard"]
 
 Curve = list[tuple[int, float, float]]  # step, time, value
 
-_NO_VALUES = {"step", "time", "rank", "run"}
 _MOST_PICTURES = 12
 _MOST_RANKS = 8  # that have a curve each
 _OUR_SUFFIX = ".detrain_nb"
@@ -83,7 +83,7 @@ def _curves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, Curv
     found: dict[str, dict[int, dict[int, tuple[float, float]]]] = {}
     for line in metrics:
         for name, value in line.items():
-            if name not in _NO_VALUES and isinstance(value, (int, float)) and not isinstance(value, bool):
+            if name not in NO_VALUES and isinstance(value, (int, float)) and not isinstance(value, bool):
                 at = _as_float(line.get("time"))
                 steps = found.setdefault(printable(name), {}).setdefault(line["rank"], {})
                 if line["step"] not in steps or steps[line["step"]][0] <= at:

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from ..copying.json_lines import Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..deploy.jobs import ENDLESS
+from ..deploy.jobs import ENDLESS, open_job_talk
 from ..errors import DetrainError, SpecError
+from ..node.job.terms import COMMAND_LIMIT_S
 from ..transport import Transport
-from .asking import talk_to, try_on_all
-from .following import LogLine
-from .report_checks import clean_line, read_number
+from .asking import try_on_all
+from .log_lines import FollowedFile, LogLine
+from .report_checks import read_number
 
 __all__ = ["Executed", "execute"]
 
 FAILED_HERE = 255  # as ssh says where it could not reach a host
 _MOST_PIECE_BYTES = 1 << 17  # of what waits to be shown; a node sends half as much
-_MOST_LINE_BYTES = 1 << 16
 _MOST_LINES = 1000  # wait to be shown
 _LOOK_GAP_S = 0.1
 _SLACK_S = 60.0
@@ -45,7 +45,7 @@ def execute(
     command: str,
     *,
     job: str | None = None,
-    timeout_s: float = 600.0,
+    timeout_s: float = COMMAND_LIMIT_S,
     on_line: Callable[[LogLine], object] | None = None,
     slack_s: float = _SLACK_S,
 ) -> Executed:
@@ -61,7 +61,7 @@ def execute(
     output, stop, several = _Output(), Stop(), len(nodes) > 1
 
     def run(index: int) -> int:
-        with talk_to(nodes[index], stop=stop, patience=ENDLESS) as talk:
+        with open_job_talk(nodes[index], stop=stop, patience=ENDLESS) as talk:
             talk.deadline = time.monotonic() + timeout_s + slack_s
             talk.say("exec", command=command, id=job, node_rank=index, timeout_s=timeout_s)
             return output.take_all(talk, label(nodes[index]) if several else "")
@@ -93,21 +93,18 @@ class _Output:
 
     def take_all(self, talk: Talk, node: str) -> int:
         """To the end of the command; returns its exit status. Raises: FilesError."""
-        rest = b""
+        file = FollowedFile()
         while (said := talk.hear("output", "exit"))["type"] == "output":
             size = as_size(said.get("size"))
             if size > _MOST_PIECE_BYTES:
                 raise Untrue(f"a piece of {size:,} bytes came: {_MOST_PIECE_BYTES:,} is the most")
-            *whole, rest = (rest + b"".join(talk.read(size))).split(b"\n")
-            if len(rest) > _MOST_LINE_BYTES:
-                whole, rest = [*whole, rest], b""
-            self._put(node, whole)
-        self._put(node, [rest] if rest else [])
+            self._put(node, file.take(file.offset, b"".join(talk.read(size))))
+        self._put(node, file.end())
         return read_number(said.get("status"), least=-255, most=255)
 
-    def _put(self, node: str, lines: list[bytes]) -> None:
+    def _put(self, node: str, lines: list[str]) -> None:
         for line in lines:
             while self.is_wanted:
                 with contextlib.suppress(queue.Full):
-                    self.lines.put(LogLine(node, "", clean_line(line.decode(errors="replace"))), timeout=_LOOK_GAP_S)
+                    self.lines.put(LogLine(node, "", line), timeout=_LOOK_GAP_S)
                     break

@@ -13,11 +13,12 @@ from pathlib import Path
 
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.files import FILES_OF_A_LINE, fits
+from ..node.job.terms import FILES_OF_A_LINE, fits
 from ..text import format_size, name_some
 from ..transport import Transport
-from .asking import on_all, talk_to
+from .asking import on_all
 from .report_checks import NodeFile, check_different, read_files, read_number
 
 __all__ = ["Fetched", "Place", "choose_places", "fetch"]
@@ -105,7 +106,7 @@ def _tell_left_out(count: int) -> str:
 
 def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) -> tuple[list[NodeFile], int]:
     """Its files, and how many it leaves out."""
-    with talk_to(node) as talk:
+    with open_job_talk(node) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
         files: list[NodeFile] = []
         has_more = True
@@ -173,7 +174,7 @@ def _fetch_of_node(
     if not wanted:
         return
     tell(0, 0, total)
-    with talk_to(node, stop=stop) as talk:
+    with open_job_talk(node, stop=stop) as talk:
         for number, each in enumerate(wanted, 1):
             stop.check()
             with _here():

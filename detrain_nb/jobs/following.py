@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,67 +12,27 @@ from typing import Any
 
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..deploy.jobs import ENDLESS, PATIENCE
-from ..errors import DetrainError, JobError, NodeLost
+from ..deploy.jobs import ENDLESS, PATIENCE, open_job_talk
+from ..errors import DetrainError, NodeLost
 from ..metrics import read_metrics_line
 from ..transport import Transport
-from .asking import talk_to
-from .report_checks import STATUS_BYTES, NodeReport, check_log_name, clean_line, read_reports
+from .log_lines import FollowedFile, LogLine
+from .report_checks import STATUS_BYTES, NodeReport, check_log_name, read_reports
 
-__all__ = ["FollowedFile", "Follower", "Kept", "LogLine", "OnPiece", "OnReports", "Patience", "Wanted"]
+__all__ = ["Follower", "OnPiece", "OnReports", "Retries", "Wanted"]
 
 OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
 _MOST_PIECE_BYTES = 1 << 18  # of short lines, which take twenty times as much in memory
 _MOST_FILES = 8192  # of a node
-_MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
 _MOST_BATCHES = 32  # wait to be shown: a node waits meanwhile
 _LOOK_GAP_S = 0.2
-_LINE_TAKES_BYTES = 200  # beside its texts
 _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
 
 
 @dataclass(frozen=True)
-class LogLine:
-    """A line of a job, clean of what controls a terminal. ``source``: a rank, "setup", "torchrun", or "" for ours.
-
-    ``node`` is empty where the job has one node.
-    """
-
-    node: str
-    source: str
-    text: str
-
-    def __str__(self) -> str:
-        where = ":".join(filter(None, (self.node, self.source)))
-        return f"[{where}] {self.text}" if where else self.text
-
-
-class Kept:
-    """Lines that are kept in memory, of logs or of metrics, as far as they take ``most_bytes``; then JobError."""
-
-    def __init__(self, job: str, most_bytes: int) -> None:
-        self.lines: list[LogLine] = []
-        self.metrics: list[dict[str, Any]] = []
-        self._job, self._most_bytes, self._num_bytes = job, most_bytes, 0
-
-    def add_line(self, line: LogLine) -> None:
-        self._count([line.text])
-        self.lines.append(line)
-
-    def add_metrics(self, values: dict[str, Any]) -> None:
-        self._count([*values, *values.values()])
-        self.metrics.append(values)
-
-    def _count(self, parts: Sequence[object]) -> None:
-        self._num_bytes += _LINE_TAKES_BYTES + sum(map(sys.getsizeof, parts))
-        if self._num_bytes > self._most_bytes:
-            raise JobError(f"job {self._job}: what came takes more than {self._most_bytes:,} bytes: ask for one rank")
-
-
-@dataclass(frozen=True)
-class Patience:
+class Retries:
     """How long a node that does not answer is tried again, and how long between two tries."""
 
     lost_after_s: float = 600.0
@@ -109,47 +68,6 @@ class Wanted:
 
 
 @dataclass
-class FollowedFile:
-    """A file as far as it has come: its bytes come in pieces, some of them again, and leave it as lines."""
-
-    offset: int = 0
-    rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
-    _is_in_line: bool = False
-
-    def take(self, offset: int, data: bytes) -> list[str]:
-        """The lines that ``data``, which stands at ``offset``, completes."""
-        *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
-        while len(rest) > _MOST_LINE_BYTES:
-            whole.append(rest[:_MOST_LINE_BYTES])
-            rest = rest[_MOST_LINE_BYTES:]
-        self.rest = bytearray(rest)
-        return [_as_line(line) for line in whole]
-
-    def take_piece(self, offset: int, data: bytes) -> bytes:
-        """What of ``data``, which stands at ``offset``, has not come yet, as it is; a line says what is missing."""
-        gap = b""
-        if offset > self.offset:
-            said = f"... {offset - self.offset:,} bytes were cut out here ...\n".encode()
-            gap = b"\n" + said if self._is_in_line else said
-            self.offset = offset
-        data = data[self.offset - offset :]
-        self.offset += len(data)
-        if gap or data:
-            self._is_in_line = not (data or gap).endswith(b"\n")
-        return gap + data
-
-    def end(self) -> list[str]:
-        """What is left when no more comes."""
-        rest, self.rest = bytes(self.rest), bytearray()
-        return [_as_line(rest)] if rest else []
-
-
-def _as_line(data: bytes) -> str:
-    text = data.decode(errors="replace")
-    return text if text.isprintable() else clean_line(text)
-
-
-@dataclass
 class _NodeState:
     files: dict[str, FollowedFile] = field(default_factory=dict)
     report: NodeReport | None = None
@@ -175,7 +93,7 @@ class Follower:
         on_metrics: Callable[[dict[str, Any]], object] | None = None,
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
-        patience: Patience | None = None,
+        retries: Retries | None = None,
     ) -> None:
         """``on_reports`` gets, several times a second, what each node has said of the job so far, by name.
 
@@ -188,7 +106,7 @@ class Follower:
         self._on_metrics = on_metrics or (lambda line: None)
         self._on_reports = on_reports or (lambda reports: None)
         self._on_piece = on_piece
-        self._patience = patience or Patience()
+        self._retries = retries or Retries()
         self._states = {
             index: _NodeState()
             for index in range(len(nodes))
@@ -253,11 +171,11 @@ class Follower:
 
     def _follow(self, index: int) -> None:
         state, patience = self._states[index], PATIENCE if self._wanted.is_once else ENDLESS
-        heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
+        heard_at, gap_s, has_told = time.monotonic(), self._retries.shortest_gap_s, False
         while not self._is_stopped.is_set():
             offsets, state.answered_at = {name: file.offset for name, file in state.files.items()}, None
             try:
-                with talk_to(self._nodes[index], stop=self._stop, patience=patience) as talk:
+                with open_job_talk(self._nodes[index], stop=self._stop, patience=patience) as talk:
                     if has_told:
                         self._put(index, "", ["it answers again"])
                     self._listen(index, talk)
@@ -268,22 +186,22 @@ class Follower:
                     break
                 has_moved = offsets != {name: file.offset for name, file in state.files.items()}
                 if has_moved or self._has_held(state):
-                    heard_at, gap_s, has_told = time.monotonic(), self._patience.shortest_gap_s, False
-                if time.monotonic() - heard_at > self._patience.lost_after_s:
+                    heard_at, gap_s, has_told = time.monotonic(), self._retries.shortest_gap_s, False
+                if time.monotonic() - heard_at > self._retries.lost_after_s:
                     state.failure = NodeLost(str(exc))
                     break
                 if not has_told:
                     self._put(index, "", [f"the link broke, and is made again: {exc}"])
                     has_told = True
                 self._is_stopped.wait(gap_s)
-                gap_s = min(2 * gap_s, self._patience.longest_gap_s)
+                gap_s = min(2 * gap_s, self._retries.longest_gap_s)
         for name, file in state.files.items():
             self._put(index, name, file.end())
         state.is_done = True
 
     def _has_held(self, state: _NodeState) -> bool:
         """A job may print nothing for hours: a link that answered, and stayed, was none that breaks again and again."""
-        return state.answered_at is not None and time.monotonic() - state.answered_at > self._patience.longest_gap_s
+        return state.answered_at is not None and time.monotonic() - state.answered_at > self._retries.longest_gap_s
 
     def _listen(self, index: int, talk: Talk) -> None:
         """Raises: FilesError."""

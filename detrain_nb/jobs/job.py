@@ -5,25 +5,28 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..copying.json_lines import Refused
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import OnProgress, label
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
+from ..node.job.terms import COMMAND_LIMIT_S, ENDED, GRACE_S, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
 from ..transport import Transport
-from .asking import ask_facts, on_all, talk_to, try_on_all
+from .asking import ask_facts, on_all, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
-from .following import Follower, Kept, LogLine, OnPiece, OnReports, Patience, Wanted
+from .following import Follower, OnPiece, OnReports, Retries, Wanted
 from .job_report import JobReport
 from .job_status import JobStatus, judge
-from .noting import least_nodes, note_down
+from .log_lines import JobLog, Kept, LogLine, in_order
+from .noting import hear_reports, least_nodes, note_down
 from .record import Record
-from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .report_checks import NodeReport, find_part
 from .source import plan_source
 from .starting import gather_secrets, read_spec, start
 
@@ -33,22 +36,12 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Job", "JobLog", "OnLine"]
+__all__ = ["Job", "OnLine"]
 
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
 _MOST_BYTES = 2_000_000_000  # of what is kept in memory
-
-
-@dataclass(frozen=True)
-class JobLog(ShownAsText):
-    """Lines of a job, by node and rank."""
-
-    lines: tuple[LogLine, ...]
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.lines))
 
 
 class Job(ShownAsText):
@@ -114,7 +107,7 @@ class Job(ShownAsText):
         nodes = [node for node in self._transports() if label(node) in status.reports]
 
         def ask(index: int) -> int:
-            with talk_to(nodes[index]) as talk:
+            with open_job_talk(nodes[index]) as talk:
                 return ask_facts(talk).gpus
 
         found = {node.name: each for node, each in zip(nodes, try_on_all(nodes, ask, limit_s=_STATUS_LIMIT_S))}
@@ -163,9 +156,7 @@ class Job(ShownAsText):
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
         self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
-        if not follow:
-            kept.lines.sort(key=_place_of)
-        return JobLog(tuple(kept.lines))
+        return JobLog(tuple(kept.lines) if follow else in_order(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
@@ -190,29 +181,34 @@ class Job(ShownAsText):
 
     # ---- what is done with it
 
-    def stop(self, *, grace_s: float = 10.0) -> JobStatus:
+    def stop(self, *, grace_s: float = GRACE_S) -> JobStatus:
         """End all its ranks: by SIGTERM, and after ``grace_s`` by SIGKILL. One that is over already stays as it is."""
         if not 0 <= grace_s <= 3600:
             raise SpecError(f"grace {grace_s:g} s: give 0 to 3600")
 
         def stop(index: int) -> None:
-            with talk_to(self._transports()[index]) as talk:
+            with open_job_talk(self._transports()[index]) as talk:
                 talk.say("stop", id=self.id, node_rank=index, grace_s=grace_s)
                 talk.hear("stopped")
 
         outcomes = try_on_all(self._transports(), stop)
         failures = [each for each in outcomes if isinstance(each, DetrainError)]
         status = self.status()
-        if failures and (not status.is_over or status.state == "unreadable"):
+        if failures and (not status.is_over or status.state == UNREADABLE):
             raise JobError("\n".join(map(str, failures)))
         return status
 
     def restart(
-        self, *, secrets: dict[str, str] | None = None, on_progress: Callable[[str], object] | None = None
+        self,
+        *,
+        storage: str | None = None,
+        secrets: dict[str, str] | None = None,
+        on_progress: Callable[[str], object] | None = None,
     ) -> Job:
         """Submit the same spec again as a new job, which goes on from the last checkpoint; a running one is stopped.
 
-        Its source is what is there now. Raises: SpecError where a secret that it names is not set here.
+        Its source is what is there now, and travels by ``storage``: by default the one that it was submitted with,
+        unless that had a password in it. Raises: SpecError where a secret that it names is not set here.
         """
         spec = self.spec
         gather_secrets(spec, secrets)  # before anything is stopped
@@ -225,6 +221,7 @@ class Job(ShownAsText):
         started = start(
             spec,
             source,
+            storage=storage or self._record.get(self.id).storage or None,
             secrets=secrets,
             on_progress=on_progress,
             nodes=nodes,
@@ -254,7 +251,7 @@ class Job(ShownAsText):
         answer.
         """
         status = self.status()
-        if not anyway and not (status.state == "ended" and status.exit_code == 0):
+        if not anyway and not (status.state == ENDED and status.exit_code == 0):
             code = "" if status.exit_code is None else f" with {status.exit_code}"
             raise JobError(
                 f"job {self.id} did not succeed, it is {status.state}{code}: fetch what there is with --anyway "
@@ -268,7 +265,7 @@ class Job(ShownAsText):
         fetched = fetch(nodes, self.id, patterns, to, node_ranks=positions, on_progress=on_progress)
         return replace(fetched, silent=tuple(status.silent))
 
-    def execute(self, command: str, *, timeout_s: float = 600.0, on_line: OnLine | None = print) -> Executed:
+    def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
         """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
         return execute(self._transports(), command, job=self.id, timeout_s=timeout_s, on_line=on_line)
 
@@ -279,15 +276,15 @@ class Job(ShownAsText):
         """
 
         def remove(index: int) -> None:
-            with talk_to(self._transports()[index]) as talk:
+            with open_job_talk(self._transports()[index]) as talk:
                 talk.say("remove", id=self.id, node_rank=index)
                 talk.hear("removed")
 
         status = self.status()
-        if status.state == "unknown" and not anyway:
+        if status.state == UNKNOWN and not anyway:
             why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
             raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
-        if not status.is_over and status.state != "unknown":
+        if not status.is_over and status.state != UNKNOWN:
             raise JobError(f"job {self.id} is {status.state}: stop it first")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
@@ -316,10 +313,8 @@ class Job(ShownAsText):
         raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
 
     def _ask_node(self, index: int) -> NodeReport | None:
-        with talk_to(self._transports()[index]) as talk:
-            talk.say("status", ids=[self.id])
-            reports = read_reports(talk.hear("status", most_bytes=STATUS_BYTES))
-        return next((each for each in reports if (each.id, each.node_rank) == (self.id, index)), None)
+        with open_job_talk(self._transports()[index]) as talk:
+            return find_part(hear_reports(talk, [self.id]), self.id, index)
 
     def _follow(
         self,
@@ -335,7 +330,7 @@ class Job(ShownAsText):
         if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
             raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()
-        patience = Patience(lost_after_s=0) if wanted.is_once else None
+        retries = Retries(lost_after_s=0) if wanted.is_once else None
         follower = Follower(
             nodes,
             self.id,
@@ -344,7 +339,7 @@ class Job(ShownAsText):
             on_metrics=on_metrics,
             on_reports=on_reports,
             on_piece=on_piece,
-            patience=patience,
+            retries=retries,
         )
         said = follower.run(limit_s)
         failed = {index: each for index, each in said.items() if isinstance(each, DetrainError)}
@@ -363,12 +358,6 @@ class Job(ShownAsText):
         """Judge what the nodes say, and note it down."""
         by_name = {label(node): each for node, each in zip(self._transports(), said)}
         status = judge(self.id, self.name, by_name, least_nodes=least_nodes(self._record.get(self.id)))
-        if status.state != "unknown":
+        if status.state != UNKNOWN:
             note_down(status, self._record)
         return status
-
-
-def _place_of(line: LogLine) -> tuple[str, int, int]:
-    """setup, torchrun, then the ranks in their order."""
-    is_rank = line.source.isdecimal()
-    return line.node, 2 if is_rank else 1 if line.source == "torchrun" else 0, int(line.source) if is_rank else 0

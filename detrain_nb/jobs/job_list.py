@@ -8,20 +8,19 @@ from .job import Job
 from .job_status import OVER
 from .noting import ASK_LIMIT_S, ask_after, nodes_of_row
 from .record import Record
-from .report import JobList
+from .report import MOST_SHOWN, JobList
 
 if TYPE_CHECKING:
     from ..transport.ssh import AskPassphrase
 
 __all__ = ["find_job", "jobs"]
 
-_MOST_SHOWN = 200
 _MOST_ASKED = 100  # jobs of a node: their states fit into a line of the talk
 
 
 def jobs(
     *,
-    limit: int = _MOST_SHOWN,
+    limit: int = MOST_SHOWN,
     ask: bool = True,
     limit_s: float = ASK_LIMIT_S,
     record: Record | None = None,

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import behind_ours, quoted
+from ..metrics import NO_VALUES
 from ..plan import Plan
-from ..text import ShownAsText, html_cells, html_table, html_text, printable, table_lines
-from .job_status import JobStatus
+from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, table_lines
+from .job_status import JobStatus, has_failed
 from .report_checks import NodeReport
 
 __all__ = ["JobReport", "describe_metrics"]
@@ -17,9 +18,8 @@ __all__ = ["JobReport", "describe_metrics"]
 _NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
 _MOST_ROWS, _MOST_NAMES = 10, 8  # of what was logged: the last steps, the first names
 _MOST_CHARS = 40  # of a name or a text that was logged
-_NO_VALUES = ("step", "rank", "time", "run")
 _LEFT = "text-align:left"
-_FAILED = f"{_LEFT};color:var(--jp-error-color1, #c62828)"
+_FAILED = f"{_LEFT};{RED}"
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class JobReport(ShownAsText):
 
     def _repr_html_(self) -> str:
         status = self.status
-        rows = [(_node_cells(node, each), _has_failed(each)) for node, each in status.reports.items()]
+        rows = [
+            (_node_cells(node, each), has_failed(each.state, each.exit_code)) for node, each in status.reports.items()
+        ]
         rows += [((node, "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()]
-        body = "".join(
-            f"<tr>{html_cells(cells, style=_FAILED if has_failed else _LEFT)}</tr>" for cells, has_failed in rows
-        )
+        body = "".join(f"<tr>{html_cells(cells, style=_FAILED if is_red else _LEFT)}</tr>" for cells, is_red in rows)
         head = html_cells(_NODE_COLUMNS, tag="th", style=_LEFT)
         parts = [html_table(head, body, caption=[str(status).partition("\n")[0]])]
         if status.is_over and status.last_lines:
@@ -79,10 +79,6 @@ def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
     return tuple(map(printable, cells))
 
 
-def _has_failed(report: NodeReport) -> bool:
-    return report.is_over and report.exit_code != 0
-
-
 def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The last steps, a row for each rank. What stands in them came from a node."""
     last = lines[-_MOST_ROWS:]
@@ -92,7 +88,7 @@ def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 
 def _names_in(lines: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = dict.fromkeys(name for line in lines for name in line if name not in _NO_VALUES)
+    names = dict.fromkeys(name for line in lines for name in line if name not in NO_VALUES)
     return [*names][:_MOST_NAMES]
 
 

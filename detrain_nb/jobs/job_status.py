@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..errors import DetrainError, JobFailed, behind_ours, quoted
+from ..node.job import terms
+from ..node.job.terms import ENDED, LOST, NOT_STARTED, RESTARTED, STOPPED, STOPPING, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
 from .report_checks import NodeReport
 
-__all__ = ["OVER", "JobStatus", "describe_age", "judge"]
+__all__ = ["OVER", "JobStatus", "describe_age", "describe_seconds", "has_failed", "judge"]
 
-OVER = ("ended", "lost", "node restarted", "unreadable", "not started")
+OVER = (*terms.OVER, NOT_STARTED)
 _GONE = 1  # the exit status of a job that has left none
 
 
@@ -98,9 +100,9 @@ def judge(
     state = _state(reports, has_silent=bool(silent), has_missing=bool(missing))
     done = [each.node_rank for each in reports.values() if each.exit_code == 0]
     is_enough = least_nodes is not None and len(done) >= least_nodes and 0 in done
-    if is_enough and state in (*OVER, "unknown"):
-        state = "ended"
-    first = "" if is_enough else _first_failed(reports)
+    if is_enough and state in (*OVER, UNKNOWN):
+        state = ENDED
+    first = "" if is_enough else _first_failed(reports, state)
     failed = reports.get(first)
     starts = [each.started_at for each in reports.values() if each.started_at is not None]
     ends = [each.ended_at for each in reports.values() if each.ended_at is not None]
@@ -125,28 +127,40 @@ def judge(
 
 def _state(reports: Mapping[str, NodeReport], *, has_silent: bool, has_missing: bool) -> str:
     if not reports:
-        return "unknown" if has_silent else "not started"
+        return UNKNOWN if has_silent else NOT_STARTED
     states = {each.state for each in reports.values()}
     going = [each.state for each in reports.values() if not each.is_over]
     if going:
-        return "stopping" if "stopping" in going or len(going) < len(reports) else max(going)  # running, preparing
+        return STOPPING if STOPPING in going or len(going) < len(reports) else max(going)  # running, preparing
     if has_silent:
-        return "unknown"
-    for state in ("node restarted", "lost", "unreadable"):
+        return UNKNOWN
+    for state in (RESTARTED, LOST, UNREADABLE):
         if state in states:
             return state
-    return "lost" if has_missing else "ended"
+    if has_missing:
+        return LOST
+    return STOPPED if STOPPED in states else ENDED
 
 
-def _first_failed(reports: Mapping[str, NodeReport]) -> str:
-    """The node whose own rank failed, before those that ended as another node did; empty where none has failed."""
+def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:
+    """The node whose own rank failed, before those that ended as another node did; empty where none has failed.
+
+    Of a job that was stopped one that was: others may have failed as they missed its ranks.
+    """
 
     def order(node: str) -> tuple[bool, bool, float]:
         report = reports[node]
-        return report.failed_rank is None, report.state == "ended", report.ended_at or math.inf
+        return report.failed_rank is None, report.state in (ENDED, STOPPED), report.ended_at or math.inf
 
     failed = [node for node, each in reports.items() if each.is_over and each.exit_code != 0]
+    if state == STOPPED:
+        failed = [node for node in failed if reports[node].state == STOPPED]
     return min(failed, key=order, default="")
+
+
+def has_failed(state: str, exit_code: int | None) -> bool:
+    """It is over, and neither succeeded nor was stopped by the user."""
+    return state in OVER and state != STOPPED and exit_code != 0
 
 
 def describe_seconds(seconds: float) -> str:

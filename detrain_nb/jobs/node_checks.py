@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..spec import Finding
 from ..storage import locate, needed_library
 from ..text import format_size
 from ..transport import Transport
-from .asking import ask_facts, talk_to, try_on_all
+from .asking import ask_facts, try_on_all
 from .execution import execute
-from .following import LogLine
+from .log_lines import LogLine
 from .report_checks import NodeFacts
 from .source import plan_source
+from .starting import gather_secrets
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -68,14 +69,15 @@ def check_nodes(
 
 
 def _facts_of(node: Transport) -> NodeFacts:
-    with talk_to(node) as talk:
+    with open_job_talk(node) as talk:
         return ask_facts(talk)
 
 
 def _check_secrets(spec: PipelineSpec) -> Iterator[Finding]:
-    for name in spec.secrets:
-        if not os.environ.get(name):
-            yield Finding("secrets", f"{name} is not set here: set it in the environment of this process")
+    try:
+        gather_secrets(spec)
+    except SpecError as exc:
+        yield Finding("secrets", str(exc))
 
 
 def _check_facts(

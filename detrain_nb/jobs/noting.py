@@ -6,17 +6,19 @@ import contextlib
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..copying.json_lines import Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError
+from ..node.job.terms import NOT_STARTED, SUBMITTING, UNKNOWN
 from ..transport import Transport
-from .asking import talk_to, try_on_all
+from .asking import try_on_all
 from .job_status import OVER, JobStatus, judge
 from .record import Changes, JobRow, JobSummary, Record
-from .report_checks import STATUS_BYTES, NodeReport, read_reports
+from .report_checks import STATUS_BYTES, NodeReport, find_part, read_reports
 from .submitting import is_being_submitted
 
 if TYPE_CHECKING:
@@ -64,7 +66,7 @@ def nodes_of_row(text: str, job: str) -> list[Node]:
     from ..spec.node import Node
 
     try:
-        return [Node(**fields) for fields in json.loads(text) if fields is not None]
+        return [Node(**fields) for fields in json.loads(text)]
     except (ValueError, TypeError) as exc:
         raise JobError(f"the nodes of job {job} cannot be read, another release has written them: {exc}") from exc
 
@@ -86,7 +88,7 @@ def ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passphr
     nodes = [transports[key] for key in keys]
 
     def ask(index: int) -> list[NodeReport]:
-        with talk_to(nodes[index]) as talk:
+        with open_job_talk(nodes[index]) as talk:
             return hear_reports(talk, [job for job, of_job in parts.items() if keys[index] in of_job])
 
     try:
@@ -121,27 +123,21 @@ def _note(
     said: dict[str, NodeReport | DetrainError | None] = {}
     for node_rank, key in enumerate(keys):
         answer = answers[key]
-        own = (
-            (each for each in answer if (each.id, each.node_rank) == (job, node_rank))
-            if isinstance(answer, list)
-            else ()
-        )
-        said[label(transports[key])] = answer if isinstance(answer, DetrainError) else next(iter(own), None)
+        said[label(transports[key])] = answer if isinstance(answer, DetrainError) else find_part(answer, job, node_rank)
     row = record.get(job)
     status = judge(job, row.name, said, least_nodes=least_nodes(row))
-    if status.state == "unknown" or (status.state == "not started" and _may_come(row)):
+    if status.state == UNKNOWN or (status.state == NOT_STARTED and _may_come(row)):
         return
     note_down(status, record)
 
 
 def _may_come(row: JobSummary) -> bool:
     """Another process is at it, and no node has it yet."""
-    if row.state != "submitting":
+    if row.state != SUBMITTING:
         return False
     is_at_it = is_being_submitted(row.name)
     return time.time() - row.updated_at < _SUBMIT_LIMIT_S if is_at_it is None else is_at_it
 
 
 def _key_of(transport: Transport) -> str:
-    node: Any = transport.node
-    return json.dumps(node.model_dump(mode="json", exclude_defaults=True)) if node else transport.name
+    return json.dumps(transport.node.to_fields()) if transport.node else transport.name

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import html
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..guarded import RUN_MODULE
+from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ..plan import Plan
 from ..text import ShownAsText, format_size, html_text
 
@@ -61,44 +64,42 @@ class Submission(ShownAsText):
 
 def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
     """Say what submitting ``spec`` would do. Raises: SpecError."""
-    from ..guarded import RUN_MODULE
-    from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
-
     plan = spec.plan()
-    rendezvous = spec.rendezvous
-    kind = ELASTIC_BACKEND if rendezvous.is_elastic else JOB_BACKEND
-    first = spec.nodes[0].address or spec.nodes[0].host if len(plan.nodes) > 1 else "127.0.0.1"
-    meeting = Rendezvous(
-        kind,
-        rendezvous.id or spec.name,
-        (rendezvous.endpoint or first, rendezvous.port),
-        timeout_s=rendezvous.timeout_s,
-        max_restarts=rendezvous.max_restarts,
-    )
-    first_word, *words = *source.program, *spec.program_arguments(plan)
-    program = Program("module", tuple(words)) if first_word == "-m" else Program("script", (first_word, *words))
-    commands = {}
-    for node_rank, node in enumerate(plan.nodes):
-        python = spec.nodes[node_rank].python if spec.nodes else "python3"
-        launched = launch_job(
-            meeting,
-            program,
-            nodes=(rendezvous.min_nodes or len(plan.nodes), rendezvous.max_nodes or len(plan.nodes))
-            if rendezvous.is_elastic
-            else len(plan.nodes),
-            ranks=len(node.ranks),
-            node_rank=node_rank,
-            python=python,
-        )
-        shown = [python, "-m", *launched.argv[3:]] if launched.argv[1:3] == ["-c", RUN_MODULE] else launched.argv
-        commands[node.name or "this-machine"] = shown
     return Submission(
         spec.name,
         plan,
-        commands,
+        dict(_commands(spec, source, plan)),
         tuple((file.name, file.size) for file in source.files),
         tuple(spec.source.setup),
         tuple(spec.secrets),
         (*(str(each) for each in spec.check() if each.severity == "warning"), *source.notices),
         "" if source.git is None else str(source),
     )
+
+
+def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator[tuple[str, list[str]]]:
+    """The name of each node, and what it would run."""
+    settings, num_nodes = spec.rendezvous, len(plan.nodes)
+    first = spec.nodes[0].address or spec.nodes[0].host if num_nodes > 1 else "127.0.0.1"
+    meeting = Rendezvous(
+        ELASTIC_BACKEND if settings.is_elastic else JOB_BACKEND,
+        settings.id or spec.name,
+        (settings.endpoint or first, settings.port),
+        timeout_s=settings.timeout_s,
+        silence_s=settings.silence_s,
+        max_restarts=settings.max_restarts,
+    )
+    between = settings.min_nodes or num_nodes, settings.max_nodes or num_nodes
+    first_word, *words = *source.program, *spec.program_arguments(plan)
+    program = Program("module", tuple(words)) if first_word == "-m" else Program("script", (first_word, *words))
+    for node_rank, node in enumerate(plan.nodes):
+        python = spec.python_of(node_rank)
+        argv = launch_job(
+            meeting,
+            program,
+            nodes=between if settings.is_elastic else num_nodes,
+            ranks=len(node.ranks),
+            node_rank=node_rank,
+            python=python,
+        ).argv
+        yield node.name or "this-machine", [python, "-m", *argv[3:]] if argv[1:3] == ["-c", RUN_MODULE] else argv

@@ -24,7 +24,6 @@ def prune(
     older_than_days: float,
     *,
     anyway: bool = False,
-    record: Record | None = None,
     on_job: Callable[[str, DetrainError | None], object] | None = None,
     ask_passphrase: AskPassphrase | None = None,
 ) -> list[str]:
@@ -34,7 +33,7 @@ def prune(
     """
     if not 0 <= older_than_days <= 100_000:
         raise SpecError(f"older than {older_than_days:g} days: give 0 to 100000")
-    record = record or Record()
+    record = Record()
     before = time.time() - older_than_days * _DAY_S
     removed: list[str] = []
     for row in jobs(limit=_MOST_JOBS, record=record, ask_passphrase=ask_passphrase).rows:

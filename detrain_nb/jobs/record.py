@@ -19,15 +19,16 @@ from typing import Any, TypedDict, Unpack
 from .. import __version__
 from ..errors import JobError
 from ..guarded import can_others_write, describe, make_private_folder, state_folder
+from ..node.job.terms import NOT_STARTED
 from ..text import name_some, printable
 
-__all__ = ["Changes", "JobRow", "JobSummary", "Record"]
+__all__ = ["FORMATS", "Changes", "JobRow", "JobSummary", "Record", "bring_up_to_date"]
 
 _FILE_NAME = "jobs.sqlite"
 _BUSY_LIMIT_S = 10.0
 _LAST_CHARACTER = chr(0x10FFFF)  # sorts behind all that can follow
 # What each format adds to the one before; a file says which one it has. None of these is ever changed.
-_FORMATS: tuple[Sequence[str], ...] = (
+FORMATS: tuple[Sequence[str], ...] = (
     (
         """CREATE TABLE jobs (
             id TEXT PRIMARY KEY, name TEXT NOT NULL, state TEXT NOT NULL, exit_code INTEGER,
@@ -41,10 +42,12 @@ _FORMATS: tuple[Sequence[str], ...] = (
         "CREATE INDEX jobs_by_name ON jobs (name, submitted_at)",
         "CREATE INDEX jobs_by_spec ON jobs (spec_digest)",
     ),
+    ("ALTER TABLE jobs ADD COLUMN storage TEXT NOT NULL DEFAULT ''",),
 )
 _SUMMARY = (
     "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
 )
+_DETAILS = "nodes, storage, spec"
 _NEWEST = "ORDER BY submitted_at DESC, jobs.id DESC LIMIT"
 
 
@@ -78,11 +81,11 @@ class JobSummary:
 
 @dataclass(frozen=True)
 class JobRow(JobSummary):
-    """All that is kept of a job; ``nodes`` and ``spec`` are the JSON that was given."""
+    """All that is kept of a job; ``nodes`` and ``spec`` are the JSON that was given, ``storage`` a URL or empty."""
 
     nodes: str
+    storage: str
     spec: str
-    spec_digest: str
 
 
 class Record:
@@ -96,7 +99,7 @@ class Record:
         self._file = file
         self._busy_limit_s = busy_limit_s
 
-    def add(self, id: str, *, name: str, nodes: str, spec: str, state: str) -> None:
+    def add(self, id: str, *, name: str, nodes: str, spec: str, state: str, storage: str = "") -> None:
         """Note down a job that is being submitted now. Raises: JobError for an id that is there."""
         digest, now = hashlib.sha256(spec.encode()).hexdigest(), time.time()
         with self._changing() as db:
@@ -104,9 +107,9 @@ class Record:
                 raise JobError(f"job {id} is there already: give another id")
             db.execute("INSERT OR IGNORE INTO specs VALUES (?, ?)", (digest, spec))
             db.execute(
-                "INSERT INTO jobs (id, name, state, submitted_at, updated_at, release, spec_digest, nodes) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (id, name, state, now, now, __version__, digest, nodes),
+                "INSERT INTO jobs (id, name, state, submitted_at, updated_at, release, spec_digest, nodes, storage) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (id, name, state, now, now, __version__, digest, nodes, storage),
             )
 
     def update(self, id: str, **changes: Unpack[Changes]) -> None:
@@ -125,9 +128,9 @@ class Record:
         shown = printable(wanted)[:80]
         if not wanted or not wanted.isprintable():
             raise JobError(f"{shown!r} is no job: give its id, what that begins with, or a name")
-        columns = f"SELECT {_SUMMARY}, nodes, spec, spec_digest FROM jobs JOIN specs ON digest = spec_digest WHERE"
+        columns = f"SELECT {_SUMMARY}, {_DETAILS} FROM jobs JOIN specs ON digest = spec_digest WHERE"
         with self._reading() as db:
-            for where in ("jobs.id = ?", "name = ? AND state != 'not started'", "name = ?"):
+            for where in ("jobs.id = ?", f"name = ? AND state != '{NOT_STARTED}'", "name = ?"):
                 if row := db.execute(f"{columns} {where} {_NEWEST} 1", (wanted,)).fetchone():
                     return JobRow(*row)
             between = wanted, wanted + _LAST_CHARACTER
@@ -141,13 +144,10 @@ class Record:
             )
         return JobRow(*rows[0])
 
-    def summaries(
-        self, limit: int | None = None, *, state: str | None = None, name: str | None = None
-    ) -> list[JobSummary]:
-        """List the newest jobs first, those of one state or one name if that is given."""
-        given = {column: value for column, value in (("state", state), ("name", name)) if value is not None}
-        where = f"WHERE {' AND '.join(f'{column} = ?' for column in given)}" if given else ""
-        values = (*given.values(), -1 if limit is None else limit)
+    def summaries(self, limit: int | None = None, *, name: str | None = None) -> list[JobSummary]:
+        """List the newest jobs first, those of one name if that is given."""
+        where, named = ("", ()) if name is None else ("WHERE name = ?", (name,))
+        values = (*named, -1 if limit is None else limit)
         with self._reading() as db:
             return [JobSummary(*row) for row in db.execute(f"SELECT {_SUMMARY} FROM jobs {where} {_NEWEST} ?", values)]
 
@@ -202,7 +202,7 @@ class Record:
         return file
 
 
-def bring_up_to_date(db: sqlite3.Connection, file: Path, formats: Sequence[Sequence[str]] = _FORMATS) -> None:
+def bring_up_to_date(db: sqlite3.Connection, file: Path, formats: Sequence[Sequence[str]] = FORMATS) -> None:
     """Add what a file of an older release lacks. Raises: JobError for one of a newer release."""
     if _format_of(db) == len(formats):
         return

@@ -9,18 +9,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..text import html_cells, html_table, printable, table_lines
-from .job_status import OVER, describe_age, describe_seconds
+from ..metrics import NO_VALUES
+from ..text import RED, html_cells, html_table, printable, table_lines
+from .job_status import OVER, describe_age, describe_seconds, has_failed
 from .record import JobSummary
 
-__all__ = ["JobList"]
+__all__ = ["MOST_SHOWN", "JobList"]
 
 _COLUMNS = ("job", "state", "exit", "ranks", "submitted", "took", "last metrics", "known")
-_MOST_SHOWN = 200  # of more the newest are
+MOST_SHOWN = 200  # of more the newest are
 _MOST_METRICS, _MOST_NAME_CHARS = 4, 40
 _MOST_METRICS_CHARS = 1 << 16
 _LEFT = "text-align:left;white-space:nowrap"  # an id would be broken at its dashes
-_FAILED = f"{_LEFT};color:var(--jp-error-color1, #c62828)"
+_FAILED = f"{_LEFT};{RED}"
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,14 @@ class JobList:
     def __repr__(self) -> str:
         if not self.rows:
             return self._title
-        table = [_COLUMNS, *(_cells(row, self.at) for row in self.rows[:_MOST_SHOWN])]
+        table = [_COLUMNS, *(_cells(row, self.at) for row in self.rows[:MOST_SHOWN])]
         return "\n".join([self._title, *table_lines(table), *self._left_out])
 
     def _repr_html_(self) -> str:
         if not self.rows:
             return html.escape(self._title)
-        body = "".join(
-            f"<tr>{html_cells(_cells(row, self.at), style=_FAILED if _has_failed(row) else _LEFT)}</tr>"
-            for row in self.rows[:_MOST_SHOWN]
-        )
+        rows = self.rows[:MOST_SHOWN]
+        body = "".join(f"<tr>{html_cells(_cells(row, self.at), style=_style(row))}</tr>" for row in rows)
         return html_table(html_cells(_COLUMNS, tag="th", style=_LEFT), body, caption=[self._title, *self._left_out])
 
     @property
@@ -56,18 +55,18 @@ class JobList:
         if not self.rows:
             return "no jobs were submitted from here"
         going = sum(row.state not in OVER for row in self.rows)
-        failed = sum(map(_has_failed, self.rows))
+        failed = sum(has_failed(row.state, row.exit_code) for row in self.rows)
         told = [f"{len(self.rows)} job{'s' if len(self.rows) > 1 else ''}"]
         return ", ".join([*told, *[f"{going} not over"] * (going > 0), *[f"{failed} failed"] * (failed > 0)])
 
     @property
     def _left_out(self) -> list[str]:
-        more = len(self.rows) - _MOST_SHOWN
+        more = len(self.rows) - MOST_SHOWN
         return [f"... {more} older ones"] if more > 0 else []
 
 
-def _has_failed(row: JobSummary) -> bool:
-    return row.state in OVER and row.exit_code != 0
+def _style(row: JobSummary) -> str:
+    return _FAILED if has_failed(row.state, row.exit_code) else _LEFT
 
 
 def _cells(row: JobSummary, now: float) -> tuple[str, ...]:
@@ -101,7 +100,7 @@ def _metrics_of(row: JobSummary) -> list[str]:
 
 
 def _is_shown(name: str, value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and name not in ("time", "rank")
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and name not in NO_VALUES - {"step"}
 
 
 def _short(value: float) -> str:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..copying.json_lines import Untrue, as_size, check_name, clean
+from ..node.job.terms import LIVE, OUTPUT_NAME, OVER
 
 __all__ = [
-    "LOG_NAME",
     "STATUS_BYTES",
     "NodeFacts",
     "NodeFile",
@@ -19,6 +19,7 @@ __all__ = [
     "check_different",
     "check_log_name",
     "clean_line",
+    "find_part",
     "read_facts",
     "read_files",
     "read_number",
@@ -28,8 +29,6 @@ __all__ = [
 ]
 
 STATUS_BYTES = 1 << 22
-STATES = ("preparing", "running", "stopping", "ended", "lost", "node restarted", "unreadable")
-LOG_NAME = re.compile(r"rank-[0-9]{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-[0-9]{1,6}\.jsonl")
 _MOST_JOBS = 10_000
 _MOST_RANKS = 1 << 16
 _MOST_LINES = 100
@@ -62,7 +61,7 @@ class NodeReport:
 
     @property
     def is_over(self) -> bool:
-        return self.state in ("ended", "lost", "node restarted", "unreadable")
+        return self.state in OVER
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,7 @@ class NodeFacts:
     """What a node has; ``torch`` is empty where it is not installed."""
 
     gpus: int
-    cpus: int
     free_bytes: int
-    machine: str
     torch: str
 
 
@@ -98,7 +95,7 @@ def read_report(said: object) -> NodeReport:
     if not isinstance(said, dict):
         raise Untrue("what is said of a job is no mapping")
     state = said.get("state")
-    if state not in STATES:
+    if state not in (*LIVE, *OVER):
         raise Untrue(f"{clean(state)[:40]!r} is no state of a job")
     failed = said.get("failed_rank")
     exit_code = said.get("exit_code")
@@ -117,6 +114,11 @@ def read_report(said: object) -> NodeReport:
         ended_at=_time(said.get("ended_at")),
         metrics=_metrics(said.get("metrics")),
     )
+
+
+def find_part(reports: Sequence[NodeReport], job: str, node_rank: int) -> NodeReport | None:
+    """What was said of one part of a job; None where nothing was."""
+    return next((each for each in reports if (each.id, each.node_rank) == (job, node_rank)), None)
 
 
 def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
@@ -145,9 +147,7 @@ def read_facts(said: Mapping[str, Any]) -> NodeFacts:
     """What a node says of itself. Raises: Untrue."""
     return NodeFacts(
         gpus=read_number(said.get("gpus"), most=_MOST_GPUS),
-        cpus=read_number(said.get("cpus"), most=1 << 20),
         free_bytes=read_number(said.get("free_bytes")),
-        machine=_text(said.get("machine"), most=100),
         torch=_text(said.get("torch"), most=100),
     )
 
@@ -166,7 +166,7 @@ def read_number(said: object, *, least: int = 0, most: int = 1 << 62) -> int:
 
 def check_log_name(said: object) -> str:
     """The name of a file that can be followed. Raises: Untrue."""
-    if not isinstance(said, str) or not LOG_NAME.fullmatch(said):
+    if not isinstance(said, str) or not OUTPUT_NAME.fullmatch(said):
         raise Untrue(f"{clean(said)[:80]!r} is no log of a job")
     return said
 

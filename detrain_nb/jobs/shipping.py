@@ -8,16 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from ..copying.json_lines import LINE_BYTES, Talk, Untrue, as_size
 from ..node.job.sources import FORMAT
 from ..storage import locate
 from .source import GitSource, ShippedSource, SourceFile, read_token
 
-__all__ = ["OnProgress", "ship"]
+__all__ = ["ship"]
 
-OnProgress = Callable[[int, int], object]  # bytes done, bytes in all
 _CHUNK_BYTES = 1 << 18
 _INDEX_BYTES = 8  # of a file, in a list
 _DIGITS = frozenset("0123456789abcdef")
@@ -30,7 +29,6 @@ def ship(
     *,
     storage: str | None = None,
     environment: Mapping[str, str] | None = None,
-    on_progress: OnProgress | None = None,
 ) -> str:
     """Have a source on the node that ``talk`` leads to; returns its id there, which "prepare" names.
 
@@ -52,14 +50,13 @@ def ship(
     talk.send(text)
     said = talk.hear("need", most_bytes=LINE_BYTES + _INDEX_BYTES * len(listed))
     wanted = _choose(source.files, said.get("indices"))
-    progress = _Progress(sum(file.size for file in wanted), on_progress)
     if storage:
         with source.lock:
-            _put_into_store(talk, storage, wanted, progress)
+            _put_into_store(talk, storage, wanted)
         talk.say("stored")
     else:
         for file in wanted:
-            _send(talk, file, progress)
+            _send(talk, file)
     ready = talk.hear("ready").get("source")
     if ready != hashlib.sha256(text).hexdigest():
         raise Untrue("it has another source than was sent")
@@ -75,18 +72,17 @@ def _choose(files: tuple[SourceFile, ...], indices: object) -> list[SourceFile]:
     return [files[index] for index in indices]
 
 
-def _send(talk: Talk, file: SourceFile, progress: _Progress) -> None:
+def _send(talk: Talk, file: SourceFile) -> None:
     with file.open() as opened:
         left = file.size
         while left and (data := opened.read(min(left, _CHUNK_BYTES))):
             talk.send(data)
             left -= len(data)
-            progress.advance(len(data))
     if left:
         raise Untrue(f"{file.name} became shorter while it was sent: submit the job again")
 
 
-def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile], progress: _Progress) -> None:
+def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile]) -> None:
     """Put there what is not there yet."""
     folder = locate(storage)
     for file in wanted:
@@ -95,7 +91,6 @@ def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile], progress
             with file.open() as opened:
                 there.write(opened.read())
         talk.tick()
-        progress.advance(file.size)
 
 
 def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Mapping[str, str]) -> str:
@@ -123,13 +118,3 @@ def _as_digits(said: object, lengths: tuple[int, ...]) -> str:
     if not isinstance(said, str) or len(said) not in lengths or not _DIGITS.issuperset(said):
         raise Untrue("what it says of the source is none")
     return said
-
-
-class _Progress:
-    def __init__(self, total: int, on_progress: OnProgress | None) -> None:
-        self._done, self._total, self._on_progress = 0, total, on_progress
-
-    def advance(self, size: int) -> None:
-        self._done += size
-        if self._on_progress:
-            self._on_progress(self._done, self._total)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -22,7 +21,7 @@ from ..errors import DetrainError, SpecError
 from ..node.job.blobs import PART, Blobs, remove_unused, sources_folder
 from ..node.job.git_program import GitAccess, GitLimits
 from ..node.job.git_source import fetch_parts, lay_out_part
-from ..spec.notebook import script_of_notebook
+from ..spec.notebook import MOST_BYTES, read_notebook_script
 from ..storage import Location, locate, named_errors
 from ..text import format_size, name_some
 
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 __all__ = ["GitSource", "ShippedSource", "SourceFile", "plan_source", "read_token"]
 
 _LIMIT_BYTES = 500_000_000
-_SCRIPT_BYTES = 50_000_000
 _MOST_FILES = 50_000
 _CHUNK_BYTES = 1 << 20
 _AGAIN = "was changed while it was sent: submit the job again"
@@ -87,25 +85,23 @@ class ShippedSource:
         return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {format_size(self.size_bytes)}"
 
 
-def plan_source(
-    spec: PipelineSpec, *, environment: Mapping[str, str] | None = None, notebook_changed_at: float | None = None
-) -> ShippedSource:
+def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = None) -> ShippedSource:
     """Find what of ``spec.source`` travels. A repository that is sent from here (bundle) is fetched now.
 
-    ``environment`` may have the token of that one, beside this process' own. ``notebook_changed_at``: when the notebook
-    was changed last, where the front end knows.
+    ``environment`` may have the token of that one, beside this process' own.
     Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
     """
     source = spec.source
     if source.module is not None:
         return ShippedSource(("-m", source.module))
     if source.script is not None:
-        data = _read_script(source.script)
+        data = locate(Path(source.script)).read(limit_bytes=MOST_BYTES)
         return _one_script(os.path.basename(source.script), data)
     if source.script_text is not None:
         return _one_script("script.py", source.script_text.encode())
     if source.notebook is not None:
-        return _of_notebook(source.notebook, notebook_changed_at)
+        name = os.path.splitext(os.path.basename(source.notebook))[0]
+        return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode())
     if source.git is not None:
         return _of_git(source, source.git, {**os.environ, **(environment or {})})
     assert source.path is not None
@@ -125,27 +121,8 @@ def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
 # ---- one script
 
 
-def _one_script(name: str, data: bytes, *notices: str) -> ShippedSource:
-    return ShippedSource((_check(name),), (_of_bytes(name, data),), notices=notices)
-
-
-def _read_script(path: str) -> bytes:
-    return locate(Path(path)).read(limit_bytes=_SCRIPT_BYTES)
-
-
-def _of_notebook(path: str, changed_at: float | None) -> ShippedSource:
-    try:
-        text = _read_script(path).decode("utf-8-sig")
-    except UnicodeDecodeError as exc:
-        raise SpecError(f"{path}: is not UTF-8: save it from JupyterLab") from exc
-    notices = []
-    with contextlib.suppress(OSError):
-        if changed_at is not None and os.stat(os.path.expanduser(path)).st_mtime < changed_at:
-            notices.append(
-                f"{path} was changed since it was saved: the job runs what is saved: save it, and submit again"
-            )
-    name = os.path.splitext(os.path.basename(path))[0]
-    return _one_script(f"{name}.py", script_of_notebook(text, where=path).encode(), *notices)
+def _one_script(name: str, data: bytes) -> ShippedSource:
+    return ShippedSource((_check(name),), (_of_bytes(name, data),))
 
 
 # ---- a folder

@@ -17,12 +17,15 @@ from typing import TYPE_CHECKING
 from ..copying.json_lines import FilesError, Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
+from ..deploy.jobs import open_job_talk
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
+from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
+from ..storage import has_password
 from ..transport import Transport
-from .asking import ask_facts, on_all, talk_to, talks_to, try_on_all
+from .asking import ask_facts, on_all, open_job_talks, try_on_all
 from .noting import running_job
 from .record import Record
 from .report_checks import NodeFacts, read_port
@@ -138,16 +141,21 @@ class _Starting:
             return self._run(_make_id(self.spec.name), secrets)
 
     def _run(self, job: str, secrets: Mapping[str, str]) -> Started:
-        listed = json.dumps([node.to_fields() for node in self.spec.nodes])
+        storage = self.storage or ""
         self.record.add(
-            job, name=self.spec.name, nodes=listed, spec=json.dumps(self.spec.to_dict()), state="submitting"
+            job,
+            name=self.spec.name,
+            nodes=json.dumps([node.to_fields() for node in self.spec.nodes]),
+            spec=json.dumps(self.spec.to_dict()),
+            state=SUBMITTING,
+            storage="" if has_password(storage) else storage,
         )
         try:
             notices = (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports))
             for notice in notices:
                 self._say(f"note: {notice}")
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
-            with talks_to(self._transports) as talks:
+            with open_job_talks(self._transports) as talks:
                 facts = on_all(self._transports, lambda index: ask_facts(talks[index]))
                 self._check_together(facts)
                 plan = self._plan(facts)
@@ -160,13 +168,13 @@ class _Starting:
             if self._may_run:
                 self._undo(job)
             with contextlib.suppress(DetrainError):
-                self.record.update(job, state="not started", ended_at=time.time(), exit_code=None)
+                self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
             for transport in self._transports:
                 transport.leave()
             if isinstance(exc, FilesError):  # of a talk, outside of what names its node
                 raise DetrainError(str(exc)) from exc
             raise
-        self.record.update(job, state="running", started_at=time.time())
+        self.record.update(job, state=RUNNING, started_at=time.time())
         return Started(job, self.spec.name, self._transports, notices)
 
     # ---- before any node is asked
@@ -274,7 +282,7 @@ class _Starting:
         """
 
         def stop(index: int) -> None:
-            with talk_to(self._transports[index]) as talk:
+            with open_job_talk(self._transports[index]) as talk:
                 talk.say("stop", id=job, node_rank=index, grace_s=_LAUNCH_GRACE_S)
                 talk.hear("stopped")
                 talk.say("remove", id=job, node_rank=index)

@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ..errors import SpecError
+from ..text import show
 from .choices import ONE_OF
 
 FieldsOf = Callable[[Any], Mapping[str, Any] | None]  # the fields of a class with their types; of any other type None
 _T = TypeVar("_T")
 _WHOLE = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,30}")
 _FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
-_MOST_SHOWN = 60
 
 
 def nearest(name: str, names: Iterable[str], *, before: str = "") -> str:
@@ -82,7 +82,7 @@ def _conform(value: object, hint: Any, where: str) -> Any:
             return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
-    raise SpecError(f"{where} {_show(value)}: give {_describe(hint)}")
+    raise SpecError(f"{where} {show(value)}: give {_describe(hint)}")
 
 
 def _conform_to_one(value: object, hint: Any, where: str) -> Any:
@@ -91,12 +91,12 @@ def _conform_to_one(value: object, hint: Any, where: str) -> Any:
             return _conform(value, kind, where)  # whose error names the field in it
         with contextlib.suppress(SpecError):
             return _conform(value, kind, where)
-    raise SpecError(f"{where} {_show(value)}: give {_describe(hint)}")
+    raise SpecError(f"{where} {show(value)}: give {_describe(hint)}")
 
 
 def _conform_dataclass(value: object, kind: Any, fields: Mapping[str, Any], where: str) -> Any:
     if not isinstance(value, Mapping):
-        raise SpecError(f"{where} {_show(value)}: give a table of fields")
+        raise SpecError(f"{where} {show(value)}: give a table of fields")
     missing = [
         each.name for each in dataclasses.fields(kind) if each.name not in value and each.default is dataclasses.MISSING
     ]
@@ -129,6 +129,12 @@ def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> 
         else:
             found[name] = rest.pop(0) if rest and not rest[0].startswith("--") else None
     return found, others
+
+
+def take_fields(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take out what sets fields of a spec, as ``--training.epochs 2``; return these, a word each, and the others."""
+    fields, others = split_overrides(words, is_ours=lambda name: "." in name)
+    return [f"--{name}" if text is None else f"--{name}={text}" for name, text in fields.items()], others
 
 
 def read_override(
@@ -169,7 +175,7 @@ def parse_text(text: str, hint: Any, *, where: str) -> Any:
         found = _read_as(text, kind)
         if found is not _NOTHING:
             return found
-    raise SpecError(f"{where} {_show(text)}: give {_describe(hint)}")
+    raise SpecError(f"{where} {show(text)}: give {_describe(hint)}")
 
 
 _NOTHING = object()
@@ -268,8 +274,3 @@ def _describe_one(kind: Any) -> str:
         return f"a list, each {_describe(get_args(kind)[0])}"
     known = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", type(None): "none"}
     return known.get(kind, "a table of fields, as JSON")
-
-
-def _show(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."

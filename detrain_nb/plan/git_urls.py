@@ -22,6 +22,7 @@ _LIKE_SCP = re.compile(r"(?:([^@/:]+)@)?([A-Za-z0-9][A-Za-z0-9.-]*):(?!:)(.+)", 
 _HOST = re.compile(r"(?:[A-Za-z0-9][A-Za-z0-9.-]*|\[[0-9A-Fa-f:.]+\])(?::([0-9]{1,5}))?")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NOT_IN_REF = re.compile(r"[\s~^:?*\[\\]|\.\.|@\{|//|/\.|^[-/.+]|[/.]$|\.lock(?:/|$)|^@$")
+_TOKEN_USERS = {"bitbucket.org": "x-token-auth"}
 _LOOPBACK = re.compile(r"localhost|127(?:\.[0-9]{1,3}){3}|\[::1\]")
 
 
@@ -45,6 +46,11 @@ class GitUrl:
         """Scheme, host and port, as git names credentials by."""
         port = "" if self.port in (None, _PORTS.get(self.scheme)) else f":{self.port}"
         return f"{self.scheme}://{self.host}{port}"
+
+    @property
+    def token_user(self) -> str:
+        """Whom a token is of at that host, where it names nobody."""
+        return _TOKEN_USERS.get(self.host, "x-access-token")
 
     @property
     def hides_token(self) -> bool:
@@ -141,7 +147,6 @@ def resolve_submodule(parent: GitUrl, text: str) -> GitUrl:
         text = _join(parent, text)
     found = parse_git_url(text)
     if found.place != parent.place or parent.scheme == "file":
-        where = found.host or "this machine's files"
         where, above = (each.host or "files of this machine" for each in (found, parent))
         only = "only those of the same host, scheme and port are fetched"
         raise SpecError(f"a submodule comes from {where}, its repository from {above}: {only}")

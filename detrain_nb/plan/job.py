@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ..errors import SpecError
 from .batch import Batch
-from .choices import ActivationsKept, PrecisionName, SchedulerName, SyncAlgorithm
+from .choices import ARTIFACTS, ActivationsKept, PrecisionName, SchedulerName, SyncAlgorithm
 from .fields import build, read_json, read_override, set_fields, split_overrides
 from .pipeline import lay_out
 
@@ -135,7 +135,7 @@ class JobSpec:
     data: JobData | None = None
     model: JobModel | None = None
     checkpoint: JobCheckpoint | None = None
-    artifacts: tuple[str, ...] = ("*.pt", "*.safetensors", "artifacts/")
+    artifacts: tuple[str, ...] = ARTIFACTS
 
     def on(self, nodes: Sequence[JobNode], *, batch: Batch | None) -> JobSpec:
         """Return it for the ranks of ``nodes``."""

@@ -8,12 +8,10 @@ from pathlib import Path
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
 from .findings import Finding, findings_of
-from .notebook import check_python, script_of_notebook
+from .notebook import MOST_BYTES, check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
 from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
-
-_MOST_BYTES = 50_000_000
 
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
@@ -39,8 +37,6 @@ def _check_source(source: Source) -> Iterator[Finding]:
             look(source)
         except SpecError as exc:
             yield Finding(f"source.{kind}", str(exc))
-    if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
-        yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
@@ -87,9 +83,11 @@ def _look_at_folder(source: Source) -> None:
     check_python(_read(entry), where=str(entry))
 
 
-def _look_at_key(source: Source) -> None:
+def _look_at_git(source: Source) -> None:
     """The key is here where this machine clones; else it is on the nodes."""
     git = source.git
+    if git and git.token and not parse_git_url(git.url).hides_token:
+        raise SpecError("a token is sent over https only, anybody on the way could read it: give an https:// url")
     if git and git.ssh_key and git.how == "bundle" and not Path(git.ssh_key).expanduser().is_file():
         raise SpecError(f"ssh_key {git.ssh_key}: no such file")
 
@@ -99,7 +97,7 @@ _LOOKS: dict[str, Callable[[Source], None]] = {
     "script_text": _look_at_text,
     "notebook": _look_at_notebook,
     "path": _look_at_folder,
-    "git": _look_at_key,
+    "git": _look_at_git,
 }
 
 
@@ -109,13 +107,13 @@ def _read(path: Path) -> str:
         raise SpecError(f"{path}: is no file")
     try:
         with path.open("rb") as file:
-            data = file.read(_MOST_BYTES + 1)
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file, looked for in {path.absolute().parent}") from None
     except (OSError, ValueError) as exc:
         raise SpecError(f"{path}: cannot be read: {getattr(exc, 'strerror', None) or exc}") from None
-    if len(data) > _MOST_BYTES:
-        raise SpecError(f"{path}: larger than {_MOST_BYTES // 1_000_000} MB")
+    if len(data) > MOST_BYTES:
+        raise SpecError(f"{path}: larger than {MOST_BYTES // 1_000_000} MB")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as exc:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import FieldError, FieldFault, SpecError
 from ..plan.fields import nearest
-from ..text import printable
+from ..text import printable, show
 
 # A secret may stand there, or it is long.
 _NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url", "ref", "nodes"}
@@ -52,12 +52,6 @@ class SpecModel(BaseModel):
 def describe_field(model: type[BaseModel], field: str) -> str:
     """What to give for it."""
     return model.model_fields[field].description or ""
-
-
-def show(value: object) -> str:
-    """Write a value for a message: on one line, cut where it is long."""
-    text = repr(value)  # which escapes what does not print
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldFault]:

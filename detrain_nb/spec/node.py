@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from ..errors import SpecError
-from ..text import split_target
-from .model import SpecModel, describe_field, show
+from ..text import show, split_target
+from .model import SpecModel, describe_field
 from .words import Lines, Path, Variables, is_node_name, is_path, only
 
 _OF_SSH = ("port", "user", "identity_file", "proxy_jump", "setup")

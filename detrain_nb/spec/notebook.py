@@ -12,14 +12,14 @@ from ..storage import locate, named_errors
 
 TAG = "job"
 _MAGIC = re.compile(r"[%!?]|\w+ *= *[%!]|.*\?$")  # at the begin of a line, or its value, or help of IPython
-_MOST_BYTES = 50_000_000  # a notebook holds its outputs, too
+MOST_BYTES = 50_000_000  # of a script, or a notebook, which holds its outputs
 
 
 def read_notebook_script(path: str) -> str:
     """Return the script of the notebook at a path or URL. Raises: SpecError."""
     location = locate(path)
     with named_errors(location.name, "read", kind_of=lambda exc: SpecError):
-        data = location.read(limit_bytes=_MOST_BYTES)
+        data = location.read(limit_bytes=MOST_BYTES)
     try:
         return script_of_notebook(data.decode("utf-8-sig"), where=location.name)
     except UnicodeDecodeError:
@@ -54,8 +54,8 @@ def check_python(source: str, *, where: str) -> None:
 
 
 def _tagged_cells(text: str, where: str) -> list[tuple[int, str]]:
-    if len(text) > _MOST_BYTES:
-        raise SpecError(f"{where}: larger than {_MOST_BYTES // 1_000_000} MB: clear its outputs, and save")
+    if len(text) > MOST_BYTES:
+        raise SpecError(f"{where}: larger than {MOST_BYTES // 1_000_000} MB: clear its outputs, and save")
     try:
         notebook = json.loads(text)
     except (ValueError, RecursionError):

@@ -7,8 +7,9 @@ from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ..plan.choices import ARTIFACTS
 from .model import SpecModel
-from .node import Node
+from .node import THIS_MACHINE, Node
 from .nodes_file import find_twins
 from .parallelism import Parallelism
 from .places import Checkpoint, Data, Model, Rendezvous
@@ -65,7 +66,7 @@ class PipelineFields(SpecModel):
     model: Model | None = Field(default=None, description="a table with the url of a model")
     checkpoint: Checkpoint | None = Field(default=None, description="a table with the url of a folder")
     artifacts: Annotated[tuple[Annotated[str, only(is_inside)], ...], BeforeValidator(as_set_of)] = Field(
-        default=("*.pt", "*.safetensors", "artifacts/"),
+        default=ARTIFACTS,
         description='a list of patterns of files below the folder the ranks run in, as "*.pt", each once, without ..',
     )
     env: _Env = Field(default={}, description="a table of environment variables with texts; secrets stay out of it")
@@ -91,6 +92,10 @@ class PipelineFields(SpecModel):
         if both := [name for name in self.secrets if name in self.env]:
             raise ValueError(f"{both[0]} stands in env and in secrets: leave it out of env, whose values are stored")
         return self
+
+    def python_of(self, node_rank: int) -> str:
+        """Return which Python a node runs; a job on this machine has no nodes."""
+        return (self.nodes[node_rank] if self.nodes else Node(host=THIS_MACHINE)).python
 
     def to_dict(self) -> dict[str, Any]:
         """Return what is not as by default, as a document has it."""

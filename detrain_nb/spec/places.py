@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from ..plan.choices import SILENCE_S, TIMEOUT_S
 from .model import SpecModel
 from .node import is_address
 from .words import as_set_of, is_job_name, is_one_line, is_path, only
@@ -59,10 +60,10 @@ class Rendezvous(SpecModel):
         default=0, description="a number from 1 to 65535; 0: the first node picks a free one"
     )
     timeout_s: Annotated[float, Field(ge=1, le=86400)] = Field(
-        default=600.0, description="seconds, 1 to 86400: within them all nodes come"
+        default=TIMEOUT_S, description="seconds, 1 to 86400: within them all nodes come"
     )
     silence_s: Annotated[float, Field(ge=3, le=3600)] = Field(
-        default=60.0, description="seconds, 3 to 3600: a node that says nothing for so long is lost"
+        default=SILENCE_S, description="seconds, 3 to 3600: a node that says nothing for so long is lost"
     )
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
         default=0, description="a whole number, 0 to 1000: how often all ranks begin anew when one fails"

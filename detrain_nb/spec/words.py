@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+from ..plan.names import NAME, VARIABLE
+
 _LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*){0,30}")
 
 
@@ -32,12 +32,12 @@ def is_node_name(text: str) -> bool:
 
 
 def is_job_name(text: str) -> bool:
-    return bool(_NAME.fullmatch(text))
+    return bool(NAME.fullmatch(text))
 
 
 def is_variable(text: str) -> bool:
     """It is the name of an environment variable."""
-    return bool(_VARIABLE.fullmatch(text))
+    return bool(VARIABLE.fullmatch(text))
 
 
 def is_module(text: str) -> bool:

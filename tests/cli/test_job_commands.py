@@ -114,7 +114,7 @@ def test_fields_and_command_are_told_apart() -> None:
     argv = ["jobs", "submit", "--training.epochs", "2", "a.json", "--x.y=3", "--z.flag", "--", "ls", "--a.b"]
     assert split_command(argv) == (
         ["jobs", "submit", "a.json"],
-        {"training.epochs": "2", "x.y": "3", "z.flag": None},
+        ["--training.epochs=2", "--x.y=3", "--z.flag"],
         ["ls", "--a.b"],
     )
 

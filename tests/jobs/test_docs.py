@@ -11,7 +11,7 @@ from detrain_nb.magics.job_options import job_parser
 
 from detrain_nb.cli.commands import main
 from detrain_nb.jobs.job_status import OVER
-from detrain_nb.node.job.status import LIVE
+from detrain_nb.node.job.terms import LIVE, SUBMITTING, UNKNOWN
 from detrain_nb.spec import PipelineSpec
 
 ROOT = Path(__file__).parents[2]
@@ -42,7 +42,7 @@ def test_every_field_of_a_spec_is_in_the_guide() -> None:
 def test_every_state_of_a_job_is_in_the_guide() -> None:
     rows = re.findall(r"^\| (`[a-z ,`]+`) \|", GUIDE, flags=re.MULTILINE)
     told = {state for row in rows for state in re.findall(r"`([a-z ]+)`", row)}
-    assert {*LIVE, *OVER, "submitting", "unknown"} - told == set()
+    assert {*LIVE, *OVER, SUBMITTING, UNKNOWN} - told == set()
 
 
 def test_commands_that_are_named_exist(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from detrain_nb.jobs.following import FollowedFile, LogLine, Wanted
+from detrain_nb.jobs.following import Wanted
+from detrain_nb.jobs.log_lines import FollowedFile, LogLine
 
 LINES = st.lists(st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=30), max_size=20)
 

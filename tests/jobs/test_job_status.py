@@ -38,6 +38,10 @@ def status(*said: NodeReport | DetrainError | None) -> JobStatus:
         ([report("ended", 0), report("lost")], "lost", None),
         ([report("lost"), report("node restarted")], "node restarted", None),
         ([report("unreadable")], "unreadable", None),
+        ([report("stopped", 143)], "stopped", 143),
+        ([report("stopped", 143), report("running")], "stopping", None),
+        ([report("ended", 1, failed_rank=2, ended_at=1.0), report("stopped", 143, ended_at=2.0)], "stopped", 143),
+        ([report("stopped", 143), report("lost")], "lost", None),
     ],
 )
 def test_state(said: list[NodeReport | DetrainError | None], state: str, exit_code: int | None) -> None:

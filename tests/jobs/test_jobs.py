@@ -164,8 +164,8 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
         job.remove()
     executed = job.execute("echo here; exit 5", on_line=None)
     assert executed.status == 5
-    assert job.stop(grace_s=5).is_over
-    assert job.stop().is_over
+    assert (job.stop(grace_s=5).state, job.stop().exit_code) == ("stopped", 143)
+    assert [row.state for row in jobs() if row.id == job.id] == ["stopped"]
     _wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids))
     (said,) = home.glob(f"state/detrain_nb/jobs/{job.id}/*/status.json")
     said.write_text("{")
@@ -247,6 +247,13 @@ def test_two_submits_at_once_are_one(home: Path) -> None:
     with submitting("twice"), pytest.raises(JobError, match="being submitted by another process"):
         submit(spec_of("pass", name="twice"))
     assert not [row for row in jobs().rows if row.name == "twice"]
+
+
+def test_storage_is_kept_unless_it_has_a_password(home: Path) -> None:
+    for storage, kept in (("s3://bucket/folder", "s3://bucket/folder"), ("s3://me:hunter2@bucket/folder", "")):
+        with pytest.raises(DetrainError, match=r"hung up|broke"):
+            submit(spec_of("pass", name="stored-there"), nodes=[LyingNode({})], storage=storage)
+        assert Record().get("stored-there").storage == kept
 
 
 def _wait_until(is_so: object, limit_s: float = 20.0) -> None:

@@ -15,15 +15,16 @@ from typing import Any
 import pytest
 
 from detrain_nb.copying.json_lines import Talk
-from detrain_nb.deploy.files import Patience as TalkPatience
-from detrain_nb.deploy.jobs import PATIENCE
+from detrain_nb.deploy.files import Patience
+from detrain_nb.deploy.jobs import PATIENCE, open_job_talk
 from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
 from detrain_nb.jobs import submit
-from detrain_nb.jobs.asking import ask_facts, talk_to, try_on_all
+from detrain_nb.jobs.asking import ask_facts, try_on_all
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
-from detrain_nb.jobs.following import Follower, Kept, LogLine, Patience, Wanted
+from detrain_nb.jobs.following import Follower, Retries, Wanted
 from detrain_nb.jobs.job import Job
+from detrain_nb.jobs.log_lines import Kept, LogLine
 from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
 from detrain_nb.spec import PipelineSpec
@@ -87,7 +88,7 @@ def test_reports_of_other_jobs_are_not_heard_without_end() -> None:
         talk.say("status", jobs=[{"id": "b", "node_rank": 0, "state": "running"}], more=True)
 
     node = LyingNode({"status": endless})
-    with talk_to(node) as talk:
+    with open_job_talk(node) as talk:
         assert [each.id for each in hear_reports(talk, [JOB])] == ["b"]
     assert len(node.heard) == 1
 
@@ -156,10 +157,10 @@ def test_disk_that_is_too_small_is_said_before_anything_comes(tmp_path: Path) ->
     assert [order["type"] for order in node.heard] == ["artifacts"]
 
 
-def follow(node: LyingNode, **patience: float) -> tuple[list[str], object]:
+def follow(node: LyingNode) -> tuple[list[str], object]:
     lines: list[LogLine] = []
-    waits = Patience(lost_after_s=0.3, shortest_gap_s=0.01, longest_gap_s=0.05)
-    said = Follower([node], JOB, wanted=Wanted(), on_line=lines.append, patience=waits).run(60)
+    waits = Retries(lost_after_s=0.3, shortest_gap_s=0.01, longest_gap_s=0.05)
+    said = Follower([node], JOB, wanted=Wanted(), on_line=lines.append, retries=waits).run(60)
     return [line.text for line in lines], said[0]
 
 
@@ -298,7 +299,7 @@ def test_node_that_is_always_still_at_it_is_not_waited_for() -> None:
     node = LyingNode({"facts": answer})
     with (
         pytest.raises(DetrainError, match="takes too long"),
-        talk_to(node, patience=TalkPatience(answer_s=0.2)) as talk,
+        open_job_talk(node, patience=Patience(answer_s=0.2)) as talk,
     ):
         ask_facts(talk)
     assert math.isfinite(PATIENCE.answer_s), "as long as a node is waited for, but for what a job prints"
@@ -328,7 +329,7 @@ def test_node_that_takes_its_time_holds_nobody() -> None:
     node = LyingNode({"facts": lambda talk, order: is_done.wait(30)})
 
     def ask(index: int) -> object:
-        with talk_to(node) as talk:
+        with open_job_talk(node) as talk:
             return ask_facts(talk)
 
     (outcome,) = try_on_all([node], ask, limit_s=0.1)
@@ -347,7 +348,7 @@ def test_node_that_fails_to_launch_ends_those_that_did(tmp_path: Path) -> None:
 
         return say
 
-    machine = {"cpus": 1, "gpus": 0, "free_bytes": 1 << 30, "machine": "m", "torch": "2.9.1"}
+    machine = {"gpus": 0, "free_bytes": 1 << 30, "torch": "2.9.1"}
     good = {
         "facts": note("facts", **machine),
         "source": _take_source,

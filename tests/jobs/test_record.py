@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from detrain_nb.errors import JobError
-from detrain_nb.jobs.record import Record, bring_up_to_date
+from detrain_nb.jobs.record import FORMATS, Record, bring_up_to_date
 
 LIMIT_S = 60
 
@@ -54,14 +54,12 @@ def test_what_was_noted_down_is_there(record: Record) -> None:
         record.update("run-1", spec="")  # type: ignore[call-arg]
 
 
-def test_newest_comes_first_and_a_choice_is_by_state_or_name(record: Record) -> None:
+def test_newest_comes_first_and_a_choice_is_by_name(record: Record) -> None:
     add(record, "a-1", "a-2", name="a")
     add(record, "b-1", name="b")
-    record.update("a-1", state="running")
     assert [row.id for row in record.summaries()] == ["b-1", "a-2", "a-1"]
     assert [row.id for row in record.summaries(limit=2)] == ["b-1", "a-2"]
-    assert [row.id for row in record.summaries(state="running")] == ["a-1"]
-    assert [row.id for row in record.summaries(name="a", state="submitting")] == ["a-2"]
+    assert [row.id for row in record.summaries(name="a")] == ["a-2", "a-1"]
 
 
 def test_job_is_found_by_id_by_name_and_by_a_beginning(record: Record) -> None:
@@ -78,7 +76,7 @@ def test_job_is_found_by_id_by_name_and_by_a_beginning(record: Record) -> None:
     with pytest.raises(JobError, match=r"several jobs begin with 'run-': run-20260103-c, run-20260102-b, run-.*: give"):
         record.get("run-")
     for wrong in ("no", "%", "run_20260101", "run-20260101-a2"):
-        with pytest.raises(JobError, match="was submitted from here: %job list shows"):
+        with pytest.raises(JobError, match="was submitted from here: %job list, or"):
             record.get(wrong)
     for wrong in ("", "a\x1b[2J", "\udc80"):
         with pytest.raises(JobError, match="is no job: give its id"):
@@ -198,7 +196,7 @@ def test_list_of_ten_thousand_reads_no_spec_and_no_more_than_it_shows(file: Path
         db.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 9999) "
             "INSERT INTO jobs SELECT 'run-' || i, name, 'ended', 0, submitted_at + i, 1.0, 2.0, 4, '', 3.0, release, "
-            "spec_digest, nodes FROM jobs, n WHERE id = 'first'"
+            "spec_digest, nodes, storage FROM jobs, n WHERE id = 'first'"
         )
         plan = db.execute(
             "EXPLAIN QUERY PLAN SELECT id FROM jobs ORDER BY submitted_at DESC, id DESC LIMIT 200"
@@ -218,7 +216,7 @@ def test_record_of_a_newer_release_is_refused_and_left_alone(file: Path, record:
         db.execute("PRAGMA user_version = 7")
     before = file.read_bytes()
     for use in (record.summaries, lambda: record.get("a"), lambda: record.remove("a"), lambda: add(record, "b")):
-        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 1: update"):
+        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 2: update"):
             use()
     assert file.read_bytes() == before
 
@@ -239,6 +237,20 @@ def test_record_of_an_older_release_gets_what_it_lacks_and_all_or_nothing(tmp_pa
         bring_up_to_date(db, file, formats)
         assert db.execute("SELECT * FROM a").fetchall() == [(1, None)]
         assert db.execute("PRAGMA user_version").fetchone() == (3,)
+
+
+def test_jobs_of_an_older_release_keep_all_and_have_no_storage(file: Path, record: Record) -> None:
+    file.parent.mkdir(mode=0o700)
+    with closing(sqlite3.connect(file, isolation_level=None)) as db:
+        bring_up_to_date(db, file, FORMATS[:1])
+        db.execute("INSERT INTO specs VALUES ('digest', '{}')")
+        db.execute(
+            "INSERT INTO jobs (id, name, state, submitted_at, updated_at, release, spec_digest, nodes) "
+            "VALUES ('old-1', 'old', 'ended', 1, 2, '0', 'digest', '[]')"
+        )
+    assert (record.get("old").id, record.get("old").state, record.get("old").storage) == ("old-1", "ended", "")
+    record.add("new-1", name="new", nodes="[]", spec="{}", state="submitting", storage="s3://bucket/folder")
+    assert record.get("new").storage == "s3://bucket/folder"
 
 
 def test_damaged_record_is_told(file: Path, record: Record) -> None:

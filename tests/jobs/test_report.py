@@ -36,7 +36,9 @@ def test_table_has_the_last_known_state_and_its_age() -> None:
 
 def test_what_failed_has_a_colour_in_html() -> None:
     rows = [summary("run-a"), summary("run-b", "lost", exit_code=None), summary("run-c", "running")]
-    assert ["error" in row for row in JobList(rows)._repr_html_().split("<tr>")[2:]] == [False, True, False]
+    shown = JobList([*rows, summary("run-d", "stopped", exit_code=143)])
+    assert ["error" in row for row in shown._repr_html_().split("<tr>")[2:]] == [False, True, False, False]
+    assert repr(shown).startswith("4 jobs, 1 not over, 1 failed\n")
 
 
 def test_what_a_node_has_logged_stays_text() -> None:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from detrain_nb.copying.json_lines import FilesError, Talk, Untrue
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.jobs.shipping import ship
-from detrain_nb.jobs.source import ShippedSource, plan_source
+from detrain_nb.jobs.source import ShippedSource, SourceFile, plan_source
 from detrain_nb.node.job.sources import lay_out
 from detrain_nb.spec import PipelineSpec
 
@@ -91,14 +92,12 @@ def test_tagged_cells_of_a_notebook_are_one_script(tmp_path: Path, node: Path) -
     saved = tmp_path / "train.ipynb"
     saved.write_text(json.dumps({"cells": cells, "nbformat": 4}))
     spec = PipelineSpec.from_dict({"name": "x", "source": {"notebook": str(saved)}})
-    source = plan_source(spec, notebook_changed_at=saved.stat().st_mtime - 1)
+    source = plan_source(spec)
     assert source.program == ("train.py",) and not source.notices
     script = arrive(source, node)["train.py"].decode()
     said: list[object] = []
     exec(script, {"print": said.append})
     assert said == [3]
-    (notice,) = plan_source(spec, notebook_changed_at=saved.stat().st_mtime + 1).notices
-    assert "the job runs what is saved" in notice
     saved.write_text(json.dumps({"cells": [], "nbformat": 4}))
     with pytest.raises(SpecError, match="no code cell has the tag"):
         plan_source(spec)
@@ -130,17 +129,21 @@ def test_folder_travels_without_what_stays_here(tmp_path: Path, node: Path) -> N
 
 def test_only_what_has_changed_travels(tmp_path: Path, node: Path) -> None:
     folder = write(tmp_path / "project", {"train.py": "1", "other.py": "2" * 1000})
-    done: list[tuple[int, int]] = []
 
-    def arrive_again() -> tuple[int, int]:
-        done[:] = [(0, 0)]
-        arrive(plan(path=str(folder), entry="train.py"), node, on_progress=lambda *state: done.append(state))
-        return done[-1]
+    def arrive_again() -> list[str]:
+        source, sent = plan(path=str(folder), entry="train.py"), list[str]()
 
-    assert arrive_again() == (1001, 1001)
-    assert arrive_again() == (0, 0)
+        def watched(file: SourceFile) -> SourceFile:
+            return replace(file, open=lambda: sent.append(file.name) or file.open())
+
+        source.files = tuple(map(watched, source.files))
+        arrive(source, node)
+        return sorted(sent)
+
+    assert arrive_again() == ["other.py", "train.py"]
+    assert arrive_again() == []
     write(folder, {"train.py": "33"})
-    assert arrive_again() == (2, 2)
+    assert arrive_again() == ["train.py"]
 
 
 def test_file_that_others_put_in_the_place_of_one_is_not_sent(tmp_path: Path, node: Path) -> None:

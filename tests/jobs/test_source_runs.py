@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from detrain_nb.errors import DetrainError
-from detrain_nb.jobs import jobs, submit
+from detrain_nb.jobs import find_job, jobs, submit
+from detrain_nb.jobs.record import Record
 from detrain_nb.spec import PipelineSpec
 
 from ..node.git_host import commit, git_host
@@ -51,5 +52,10 @@ def test_ranks_run_a_folder_that_went_through_a_store(home: Path, tmp_path: Path
     folder.mkdir()
     for name, text in PROGRAM.items():
         (folder / name).write_text(text)
-    assert run("stored", path=str(folder), storage=f"file://{tmp_path}/store") == SHOWN
+    store = f"file://{tmp_path}/store"
+    assert run("stored", path=str(folder), storage=store) == SHOWN
     assert len(os.listdir(tmp_path / "store")) == 2
+    (folder / "beside.py").write_text("word = 'anew'\n")
+    again = find_job("stored").restart()
+    assert (again.wait().exit_code, Record().get(again.id).storage) == (0, store)
+    assert len(os.listdir(tmp_path / "store")) == 3

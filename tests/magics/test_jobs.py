@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 from IPython.core.events import EventManager, available_events
 
-from detrain_nb.jobs.following import LogLine
 from detrain_nb.jobs.job_report import JobReport
 from detrain_nb.jobs.job_status import JobStatus
+from detrain_nb.jobs.log_lines import LogLine
 from detrain_nb.jobs.report_checks import NodeReport
 
 from ..testbed.testbed import Testbed
@@ -338,7 +338,7 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     taken = kernel.run(f"%job submit {spec}")
     assert "runs already" in taken.error, taken.error
     assert "running" in kernel.run("%job list").rich()[0]
-    assert "ended" in kernel.run("%job stop waits").rich()[0]
+    assert "stopped" in kernel.run("%job stop waits").rich()[0]
     assert kernel.run("%job attach waits").error.startswith("JobFailed: ")
     again = kernel.run("%job restart waits")
     assert _without_id(again.text()) == "job waits-ID runs: %job logs -f waits-ID follows it\n", again.error

@@ -205,9 +205,9 @@ def test_job_that_runs_is_followed_again_stopped_and_removed(jobs_folder: Path) 
         assert talk.hear("stopped")["was"] == "running"
         assert _alive(pids) == []
         job = status_of(talk, order)
-        assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 143, "stopped")
+        assert (job["state"], job["exit_code"], job["reason"]) == ("stopped", 143, "")
         talk.say("stop", id=order.id, grace_s=20)
-        assert talk.hear("stopped")["was"] == "ended"
+        assert talk.hear("stopped")["was"] == "stopped"
         rest = Followed(order, followed.offsets).begin(talk).to_end(talk)
         assert rest.begins["rank-0.log"] == followed.offsets["rank-0.log"]
         talk.say("remove", id=order.id, node_rank=0)
@@ -230,7 +230,7 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         talk.say("stop", id=order.id, grace_s=5)
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []
-        assert status_of(talk, order)["exit_code"] == 137
+        assert (status_of(talk, order)["state"], status_of(talk, order)["exit_code"]) == ("ended", 137)
         (part,) = (jobs_folder / order.id).iterdir()
         left = socket_path(part)
         assert left.exists()
@@ -260,7 +260,7 @@ def test_job_is_stopped_in_its_setup_though_that_does_not_listen(jobs_folder: Pa
         talk.say("stop", id=order.id, grace_s=0.5)
         assert talk.hear("stopped")["was"] == "preparing"
         job = status_of(talk, order)
-    assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 143, "stopped")
+    assert (job["state"], job["exit_code"], job["reason"]) == ("stopped", 143, "")
 
 
 def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_folder: Path, tmp_path: Path) -> None:

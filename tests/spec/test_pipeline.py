@@ -249,6 +249,11 @@ FOUND = {
         "source.notebook: ",
         "late.ipynb, its cells together, line 6: is not Python: from __future__ imports must ",
     ),
+    "a token in the clear": (
+        {"git": {"url": "http://git.example/x", "token": "TOKEN"}, "entry": "a.py"},
+        "source.git: ",
+        "a token is sent over https only",
+    ),
     "await": ({"script_text": "await a"}, "source.script_text: ", "is not Python: 'await' outside function"),
 }
 
@@ -277,13 +282,6 @@ def test_warnings_do_not_stop_a_job() -> None:
     spec = _spec(image="ghcr.io/a/b:1", rendezvous={"max_restarts": 1})
     assert [each.field for each in spec.check()] == ["checkpoint", "image"]
     assert worst(spec.check()) == "warning"
-
-
-@pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
-def test_token_is_for_urls_that_hide_it(url: str) -> None:
-    (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
-    assert str(finding).startswith("source.git.token: a token goes over https alone")
-    assert _spec(source={"git": {"url": url}, "entry": "a.py"}).check() == []
 
 
 def test_more_nodes_than_the_spec_has_are_an_error() -> None:

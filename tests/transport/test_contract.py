@@ -159,7 +159,7 @@ def test_files_go_there_and_back(make_transport: MakeTransport, tmp_path: Path) 
 def test_agent_that_was_started_answers(make_transport: MakeTransport, session: str) -> None:
     answer = Notebook(make_transport().start_agent(session)).attach(session)
     assert answer.pid > 0
-    assert answer.cpus >= 1
+    assert answer.free_bytes > 0
     assert answer.ranks == []
 
 

@@ -128,7 +128,7 @@ def touch(path: Path) -> None:
             os.utime(path)
 
 
-def remove_unused(root: Path, *, unused_s: float = _UNUSED_S, tick: Callable[[], object] = lambda: None) -> int:
+def remove_unused(root: Path, *, tick: Callable[[], object] = lambda: None) -> int:
     """Remove what nobody has used for a month, and what was never whole; once a day is enough. Returns how much it was.
 
     ``root`` is `sources_folder`. Whatever is used is touched first, so that nobody's goes from under their hands.
@@ -144,7 +144,7 @@ def remove_unused(root: Path, *, unused_s: float = _UNUSED_S, tick: Callable[[],
             for path in folder.iterdir() if folder.is_dir() else ():
                 with contextlib.suppress(OSError):
                     age = time.time() - path.lstat().st_mtime
-                    if age > (_GAP_S if path.name.startswith(PART) else unused_s):
+                    if age > (_GAP_S if path.name.startswith(PART) else _UNUSED_S):
                         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
                         removed += 1
     return removed

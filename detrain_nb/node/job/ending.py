@@ -17,9 +17,10 @@ from ..system.proc_files import read
 from ..system.processes import start_ticks
 from .folders import find_job_folder, list_parts, read_bounded, remove_job_folder, write_whole
 from .order import JobError, check_id, check_number, check_seconds
-from .status import LOST, UNREADABLE, Exit, is_live, read_status
+from .status import Exit, is_live, read_status
+from .terms import ENDED, GRACE_S, LOST, STOPPED, UNREADABLE
 
-GRACE_S = 30.0
+_LAST_GRACE_S = 30.0  # where nobody has said how long: the machine goes down
 _STOP_NAME = "stop.json"
 _RUNNERS_LIMIT_S = 15.0  # after the grace: for what it writes
 _SWEEP_LIMIT_S = 5.0
@@ -57,7 +58,7 @@ def read_grace(folder: Path) -> float:
     try:
         return check_seconds(json.loads(read_bounded(folder / _STOP_NAME))["grace_s"])
     except (OSError, ValueError, KeyError, TypeError, JobError):
-        return GRACE_S
+        return _LAST_GRACE_S
 
 
 def _find_parts(job: str, node_rank: object) -> list[Path]:
@@ -76,10 +77,11 @@ def _ask(folder: Path, grace_s: float) -> None:
 
 def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
     """Wait until the runner has ended all; where it does not, or is gone, end what there is of the job."""
-    deadline = time.monotonic() + grace_s + _RUNNERS_LIMIT_S
+    deadline, state = time.monotonic() + grace_s + _RUNNERS_LIMIT_S, ENDED  # of one that was lost before
     while is_live(status := read_status(folder)):
         if time.monotonic() >= deadline:
             _signal(status, signal.SIGKILL)
+            state = STOPPED
             break
         _wait_for(status, min(_TICK_S, max(0.0, deadline - time.monotonic())))
         talk.tick()
@@ -88,7 +90,8 @@ def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
         return
     _sweep(_mark_of(folder))
     with contextlib.suppress(OSError):
-        Exit(128 + signal.SIGKILL, "stopped without its runner, which was gone or did not answer").write(folder)
+        why = "stopped without its runner, which was gone or did not answer"
+        Exit(128 + signal.SIGKILL, why, state=state).write(folder)
 
 
 def _open_process(status: dict[str, Any]) -> int:

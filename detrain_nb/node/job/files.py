@@ -5,24 +5,22 @@ Nothing outside of these is listed or read, and no link is followed.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
+from ...plan.choices import ARTIFACTS
 from .folders import ARTIFACTS_NAME, ORDER_NAME, find_job_folder, read_bounded, work_folder
 from .order import JobError, JobOrder, check_id, check_number, check_texts
+from .terms import FILES_OF_A_LINE, fits
 
-USUAL_PATTERNS = ("*.pt", "*.safetensors", "artifacts/")
 _MOST_FILES = 100_000
-FILES_OF_A_LINE = 500
 _PIECE_BYTES = 1 << 20
-_HIDDEN = re.compile(r"(?:^|/)\.")
 _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -32,7 +30,7 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
     The last one has how many match and stay: links, what is no file, what cannot be read, names that are no text.
     """
     folder, order = _find_job(said)
-    patterns = check_texts(said.get("patterns") or []) or order.artifacts or USUAL_PATTERNS
+    patterns = check_texts(said.get("patterns") or []) or order.artifacts or ARTIFACTS
     listed: list[tuple[str, int, str]] = []
     num_left_out = 0
     for name in _match(folder, order, patterns):
@@ -69,17 +67,10 @@ def _find_job(said: dict[str, Any]) -> tuple[Path, JobOrder]:
     return folder, JobOrder.from_json(read_bounded(folder / ORDER_NAME))
 
 
-def _roots(folder: Path, order: JobOrder) -> list[Path]:
-    """Where artifacts are: below the job's own folder for them they have its name in front."""
-    return [work_folder(order, folder)]
-
-
 def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[str]:
+    """In the folder of the ranks, and in the job's own for artifacts, whose name they have in front."""
     seen: set[str] = set()
-    for root, prefix in (
-        *((root, "") for root in _roots(folder, order)),
-        (folder / ARTIFACTS_NAME, f"{ARTIFACTS_NAME}/"),
-    ):
+    for root, prefix in ((work_folder(order, folder), ""), (folder / ARTIFACTS_NAME, f"{ARTIFACTS_NAME}/")):
         for name in _walk(root):
             full = prefix + name
             if full not in seen and any(fits(full, pattern) for pattern in patterns):
@@ -102,29 +93,11 @@ def _walk(root: Path) -> Iterator[str]:
             yield name if inner == "." else f"{inner}/{name}"
 
 
-def fits(name: str, pattern: str) -> bool:
-    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top.
-
-    As in a shell, what is hidden has to be named: ``*`` brings no ``.bashrc``, and nothing for a ``.git`` that is here.
-    """
-    pattern = pattern.removeprefix("./")
-    if _HIDDEN.search(name) and not _HIDDEN.search(pattern):
-        return False
-    if pattern.endswith("/"):
-        return fnmatchcase(name, f"{pattern}*")
-    return fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(name.rpartition("/")[2], pattern))
-
-
 def _open_artifact(folder: Path, order: JobOrder, name: str) -> int:
     """Raises: JobError where there is no such file in either place, or it is a link, or below one."""
-    places = [(root, name) for root in _roots(folder, order)]
-    if name.startswith(f"{ARTIFACTS_NAME}/"):
-        places.append((folder, name))
-    for root, inner in places:
-        try:
-            return _open_below(root, inner)
-        except OSError:
-            continue
+    for root in (work_folder(order, folder), *([folder] if name.startswith(f"{ARTIFACTS_NAME}/") else [])):
+        with contextlib.suppress(OSError):
+            return _open_below(root, name)
     raise JobError(f"{name} is no file of this job")
 
 

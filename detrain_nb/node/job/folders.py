@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...agents import runtime_folder
-from ...guarded import describe, find_guest_parent, refuse_squatted
+from ...guarded import make_private_folder, refuse_squatted, state_folder
 from ..system.proc_files import read
 from ..system.processes import start_ticks
 from .order import JOB_ID, JobError, JobOrder, check_id
@@ -29,38 +29,20 @@ ARTIFACTS_NAME = "artifacts"
 METRICS_NAME = "metrics"
 SETUP_LOG, TORCHRUN_LOG, RUNNER_LOG = "setup.log", "torchrun.log", "runner.log"
 END_NAME = "end.json"  # why the nodes have ended each other
-STREAM_NAME = re.compile(r"rank-\d{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-\d{1,6}\.jsonl")
 _MACHINE_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+_MOST_BYTES = 1 << 20  # of a file that is read whole
 _SOCKETS_FOLDER = ".jobs"  # no session: its name begins with a dot
 
 
 def jobs_folder() -> Path:
     """The folder of this user's jobs, made if need be; nobody else can enter it. Raises: JobError."""
-    base = os.environ.get("XDG_STATE_HOME", "")
-    wanted = Path(base if os.path.isabs(base) else os.path.expanduser("~/.local/state"), "detrain_nb", "jobs")
-    folder = Path(os.path.realpath(wanted.parent.parent), *wanted.parts[-2:])
     try:
-        if parent := find_guest_parent(folder):
-            raise JobError(
-                f"{folder}: others can put another one in its place, as they can write {describe(parent)}: "
-                "set XDG_STATE_HOME to a folder of your own"
-            )
-        folder.parent.parent.mkdir(parents=True, exist_ok=True)
-        for each in (folder.parent, folder):
-            make_private(each)
+        return make_private_folder(state_folder() / "jobs")
     except OSError as exc:
-        raise JobError(f"the folder of jobs {folder} cannot be made: {exc.strerror}: set XDG_STATE_HOME") from exc
-    return folder
-
-
-def make_private(folder: Path) -> None:
-    """Make a folder that only its user can enter, or find one. Raises: JobError, OSError."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    state = folder.lstat()
-    if not stat.S_ISDIR(state.st_mode) or state.st_uid != os.getuid():
-        raise JobError(f"{describe(folder, state)} is not a folder of this user: remove it")
-    if state.st_mode & 0o077:
-        raise JobError(f"{describe(folder, state)} is open to others: chmod 700 {folder}")
+        why = f"{exc.filename}: {exc.strerror}" if exc.filename else exc
+        raise JobError(
+            f"the folder of jobs cannot be made: {why}, or set XDG_STATE_HOME to a folder of your own"
+        ) from exc
 
 
 def machine_id() -> str:
@@ -158,15 +140,15 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def read_bounded(path: Path, *, most_bytes: int = 1 << 20) -> str:
+def read_bounded(path: Path) -> str:
     """Raises: OSError, JobError for one that is larger, or no file."""
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(opened, "rb") as file:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
             raise JobError(f"{path} is no file")
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise JobError(f"{path} has more than {most_bytes} bytes")
+        data = file.read(_MOST_BYTES + 1)
+    if len(data) > _MOST_BYTES:
+        raise JobError(f"{path} has more than {_MOST_BYTES} bytes")
     return data.decode("utf-8", errors="replace")
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import Talk, as_size, check_name
-from .folders import METRICS_NAME, STREAM_NAME, find_job_folder
+from .folders import METRICS_NAME, find_job_folder
 from .last_metrics import last_metrics
 from .log_file import find_end, read_log
 from .order import JobError, check_id, check_number
 from .status import is_live, read_status
+from .terms import OUTPUT_NAME
 
 _PIECE_BYTES = 1 << 18
 _LOOK_S = 0.05
@@ -65,7 +66,7 @@ def _list_streams(folder: Path) -> list[str]:
     for prefix in ("", f"{METRICS_NAME}/"):
         with contextlib.suppress(OSError):
             names = sorted(os.listdir(folder / prefix), key=lambda name: (len(name), name))
-            found += [prefix + name for name in names if STREAM_NAME.fullmatch(prefix + name)]
+            found += [prefix + name for name in names if OUTPUT_NAME.fullmatch(prefix + name)]
     return found
 
 
@@ -86,7 +87,7 @@ def _check_offsets(said: object) -> dict[str, int]:
     if not isinstance(said, dict):
         raise JobError("offsets by name were expected")
     for name, offset in said.items():
-        if not STREAM_NAME.fullmatch(check_name(name)):
+        if not OUTPUT_NAME.fullmatch(check_name(name)):
             raise JobError(f"{name[:80]!r} is nothing that a job prints to")
         as_size(offset)
     return dict(said)

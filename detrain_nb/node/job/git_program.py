@@ -24,7 +24,6 @@ from ...plan.git_urls import GitUrl
 __all__ = ["GitAccess", "GitFailed", "GitLimits", "explain", "run_git"]
 
 _TOKEN = "DETRAIN_NB_GIT_TOKEN"
-_USERS = {"bitbucket.org": "x-token-auth"}  # whom a token without a user is of
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "GIT_SSL_CAINFO")
 _KEPT = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TEMP", "SYSTEMROOT", "SSH_AUTH_SOCK", *_PROXIES, *_CERTIFICATES)
@@ -131,18 +130,39 @@ def run_git(
     long, prints too much, or is not installed.
     """
     access = access or GitAccess()
-    settings = [
-        *_SETTINGS,
-        f"http.followRedirects={'initial' if may_redirect else 'false'}",
-        *_credentials(url, access),
-    ]
-    command = ["git", *(word for each in settings for word in ("-c", each)), *args]
-    limit_s = limit_s or limits.local_s
+    process = _start(args, cwd=cwd, url=url, access=access, may_redirect=may_redirect, env=env or {})
+    with _ended(process):
+        out, err = _Reader(process.stdout, limits.output_bytes), _Reader(process.stderr, _WORDS_BYTES, is_tail=True)
+        limit_s = limit_s or limits.local_s
+        deadline = time.monotonic() + limit_s
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_GAP_S)
+                break
+            tick()
+            out.check(args[0])
+            if time.monotonic() > deadline:
+                raise FilesError(f"git {args[0]} did not end within {limit_s:.0f} s")
+        out.join()
+        err.join()
+        out.check(args[0])
+        if process.returncode:
+            said = bytes(err.data).decode(errors="replace")
+            raise GitFailed(said.replace(access.token, "***") if access.token else said)
+        return bytes(out.data)
+
+
+def _start(
+    args: Sequence[str], *, cwd: str, url: GitUrl | None, access: GitAccess, may_redirect: bool, env: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Raises: FilesError where it is not installed."""
+    redirects = f"http.followRedirects={'initial' if may_redirect else 'false'}"
+    settings = [*_SETTINGS, redirects, *_credentials(url, access)]
     try:
-        process = subprocess.Popen(
-            command,
+        return subprocess.Popen(
+            ["git", *(word for each in settings for word in ("-c", each)), *args],
             cwd=cwd,
-            env={**_environment(url, access), **(env or {})},
+            env={**_environment(url, access), **env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -152,28 +172,6 @@ def run_git(
         raise FilesError(
             "git is not installed: install it, or have the repository sent from here (how: bundle)"
         ) from exc
-    with _ended(process):
-        out, err = _Reader(process.stdout, limits.output_bytes), _Reader(process.stderr, _WORDS_BYTES, is_tail=True)
-        deadline = time.monotonic() + limit_s
-        while True:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_LOOK_GAP_S)
-                break
-            tick()
-            if out.is_too_much:
-                raise FilesError(
-                    f"git {args[0]} prints more than {limits.output_bytes} bytes: the repository is too large"
-                )
-            if time.monotonic() > deadline:
-                raise FilesError(f"git {args[0]} did not end within {limit_s:.0f} s")
-        out.join()
-        err.join()
-        if out.is_too_much:
-            raise FilesError(f"git {args[0]} prints more than {limits.output_bytes} bytes: the repository is too large")
-        if process.returncode:
-            said = bytes(err.data).decode(errors="replace")
-            raise GitFailed(said.replace(access.token, "***") if access.token else said)
-        return bytes(out.data)
 
 
 def _environment(url: GitUrl | None, access: GitAccess) -> dict[str, str]:
@@ -189,8 +187,7 @@ def _environment(url: GitUrl | None, access: GitAccess) -> dict[str, str]:
 def _credentials(url: GitUrl | None, access: GitAccess) -> list[str]:
     if url is None or not access.token:
         return []
-    user = _USERS.get(url.host, "x-access-token")
-    return [f"credential.{url.base}.helper={_HELPER.replace('{user}', user)}"]
+    return [f"credential.{url.base}.helper={_HELPER.replace('{user}', url.token_user)}"]
 
 
 @contextlib.contextmanager
@@ -224,13 +221,18 @@ class _Reader:
 
     def __init__(self, pipe: IO[bytes] | None, most: int, *, is_tail: bool = False) -> None:
         self.data = bytearray()
-        self.is_too_much = False
+        self._is_too_much = False
         self._pipe, self._most, self._is_tail = pipe, most, is_tail
         self._thread = threading.Thread(target=self._read, name="detrain_nb git", daemon=True)
         self._thread.start()
 
     def join(self) -> None:
         self._thread.join(_END_LIMIT_S)
+
+    def check(self, command: str) -> None:
+        """Raises: FilesError where more has come than is kept."""
+        if self._is_too_much:
+            raise FilesError(f"git {command} prints more than {self._most} bytes: the repository is too large")
 
     def _read(self) -> None:
         assert self._pipe is not None
@@ -240,7 +242,7 @@ class _Reader:
                     self.data += data
                     del self.data[: -self._most]
                 elif len(self.data) + len(data) > self._most:
-                    self.is_too_much = True
+                    self._is_too_much = True
                 else:
                     self.data += data
 

@@ -235,21 +235,19 @@ def lay_out_part(
     part: GitPart,
     target: Path,
     *,
-    limits: GitLimits | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> None:
     """Write the files of a commit into ``target``, as they are in it; no hook and no filter runs.
 
     Raises: FilesError.
     """
-    limits = limits or GitLimits()
     mirror, place = cache / "git" / part.mirror, target / part.place
     index = mirror / f"index-{secrets.token_hex(8)}"
     env = {"GIT_DIR": str(mirror), "GIT_WORK_TREE": str(place), "GIT_INDEX_FILE": str(index)}
     try:
         _make_place(target, part.place)
         for args in (["read-tree", f"{part.commit}:{part.folder}"], ["checkout-index", "--all", "--force", "--quiet"]):
-            run_git(args, cwd=str(place), limits=limits, env=env, tick=tick)
+            run_git(args, cwd=str(place), limits=GitLimits(), env=env, tick=tick)
     except GitFailed as exc:
         raise FilesError(f"commit {part.commit[:12]} cannot be laid out: {clean(exc.said.strip()[-300:])}") from exc
     except OSError as exc:

@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 
 from ...metrics import read_metrics_line
-from .folders import METRICS_NAME, STREAM_NAME
+from .folders import METRICS_NAME
+from .terms import OUTPUT_NAME
 
 _TAIL_BYTES = 1 << 13
 
@@ -16,7 +17,7 @@ def last_metrics(folder: Path) -> dict[str, object] | None:
     """None where there are none, or a line is longer than a list shows."""
     names: list[str] = []
     with contextlib.suppress(OSError):
-        names = [name for name in os.listdir(folder / METRICS_NAME) if STREAM_NAME.fullmatch(f"{METRICS_NAME}/{name}")]
+        names = [name for name in os.listdir(folder / METRICS_NAME) if OUTPUT_NAME.fullmatch(f"{METRICS_NAME}/{name}")]
     if not names:
         return None
     first = min(names, key=lambda name: (len(name), name))

@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ...copying.json_lines import FilesError, clean
+from ...plan.choices import SILENCE_S, TIMEOUT_S
+from ...plan.names import MOST_NAME_CHARS, NAME, VARIABLE
 
 FORMAT = 1
 MOST_JSON_BYTES = 1 << 20
 MOST_TEXT_BYTES = (1 << 17) - 1  # the kernel takes no longer argument, or variable with its name
 MOST_ITEMS = 10_000
-JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")
 
 
 class JobError(FilesError):
@@ -31,7 +31,7 @@ class JobRendezvous:
     run_id: str = ""
     address: str = "127.0.0.1"
     port: int = 0
-    timeout_s: float = 600.0
+    timeout_s: float = TIMEOUT_S
     max_restarts: int = 0
     min_nodes: int = 1
     max_nodes: int = 1
@@ -64,7 +64,7 @@ class JobOrder:
     address: str = "127.0.0.1"  # of this node
     interface: str = ""
     rendezvous: JobRendezvous = JobRendezvous()
-    silence_s: float = 60.0
+    silence_s: float = SILENCE_S
 
     @property
     def node(self) -> str:
@@ -139,7 +139,7 @@ def check_env(said: object) -> dict[str, str]:
     if not isinstance(said, dict) or len(said) > MOST_ITEMS:
         raise JobError(f"at most {MOST_ITEMS} variables by name were expected")
     for name, value in said.items():
-        if not isinstance(name, str) or not _VARIABLE.fullmatch(name):
+        if not isinstance(name, str) or not VARIABLE.fullmatch(name):
             raise JobError(f"{clean(name)[:80]!r} is no name of a variable")
         if not isinstance(value, str) or not fits_kernel(f"{name}={value}"):
             raise JobError(f"the value of {name} is no text of at most {MOST_TEXT_BYTES - len(name) - 1} bytes")
@@ -158,8 +158,10 @@ def _text(said: object) -> str:
 
 
 def _name(said: object) -> str:
-    if not isinstance(said, str) or not JOB_NAME.fullmatch(said):
-        raise JobError(f"{clean(said)[:80]!r} is no name of a job: letters, digits and ._- only, 63 at most")
+    if not isinstance(said, str) or not NAME.fullmatch(said):
+        raise JobError(
+            f"{clean(said)[:80]!r} is no name of a job: letters, digits and ._- only, {MOST_NAME_CHARS} at most"
+        )
     return said
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...agents import runtime_folder
 from ...copying.json_lines import Talk, clean
-from ...guarded import RUN_MODULE
+from ...guarded import RUN_MODULE, make_private_folder
 from ...locks import take_lock
 from .folders import (
     ARTIFACTS_NAME,
@@ -28,16 +28,14 @@ from .folders import (
     SPEC_NAME,
     job_folder,
     list_job_folders,
-    make_private,
     remove_job_folder,
     write_whole,
 )
 from .order import JobError, JobOrder, check_env, check_number
 from .scopes import outlives_logout
-from .status import Status, is_live, read_status
+from .status import READY, Status, is_live, read_status
 
 RUNNER_MODULE = "detrain_nb.node.job.runner"
-READY = b"ready\n"
 _LOCK_NAME = ".jobs.lock"
 _LOCK_LIMIT_S = 20.0
 _START_LIMIT_S = 60.0
@@ -115,7 +113,7 @@ def _make_folder(order: JobOrder) -> Path:
         with contextlib.ExitStack() as on_failure:
             with contextlib.suppress(FileExistsError):  # another node that shares the home has made it
                 folder.parent.mkdir(mode=0o700)
-            make_private(folder.parent)
+            make_private_folder(folder.parent)
             try:
                 folder.mkdir(mode=0o700)
             except FileExistsError as exc:

@@ -41,7 +41,7 @@ _MOST_NAME = 100  # characters
 _Answer = TypeVar("_Answer")
 
 
-class JobRendezvous(RendezvousHandler):
+class FixedRendezvous(RendezvousHandler):
     """Node rank 0 listens; the others wait for it, and it waits for them."""
 
     def __init__(self, params: RendezvousParameters) -> None:
@@ -233,4 +233,4 @@ def _name(node_rank: int) -> str:
 
 def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
     """The entry point: torchrun calls it to get the creator."""
-    return JobRendezvous
+    return FixedRendezvous

@@ -33,10 +33,10 @@ from .folders import ORDER_NAME, SETUP_LOG, TORCHRUN_LOG, read_bounded, work_fol
 from .launching import first_environment, setup_command, torchrun_command
 from .order import JobError, JobOrder
 from .outputs import Outputs
-from .status import ENDED, RUNNING, STOPPING, Exit, Reserve, Status
+from .status import READY, Exit, Reserve, Status
+from .terms import RUNNING, STOPPING
 from .verdict import judge
 
-_READY = b"ready\n"
 _NOT_STARTED = 127
 _TOUCH_S = 6 * 3600.0
 
@@ -47,7 +47,7 @@ def main() -> None:
     order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
     given = json.loads(sys.stdin.buffer.read())
     runner = Runner(folder, order, given, store)
-    os.write(1, _READY)
+    os.write(1, READY)
     lead_nowhere(0, 1)
     runner.run()
 
@@ -90,7 +90,7 @@ class Runner:
         ended = ended or judge(self._outputs, code, folder=self._folder, log=log, stopped=self._is_stopped)
         self._reserve.release()
         self._reserve.write(ended)
-        self._status.state, self._status.ended_at = ENDED, ended.ended_at
+        self._status.state, self._status.ended_at = ended.state, ended.ended_at
         self._status.exit_code, self._status.reason = ended.exit_code, ended.reason
         self._reserve.write(self._status)
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, check_name, clean
 from ...copying.receiver import TreeWriter
+from ...plan.names import VARIABLE
 from .blobs import PART, Blobs, remove_unused, sources_folder, touch
 from .git_program import GitAccess, GitLimits
 from .git_source import GitPart, fetch_parts, lay_out_part
@@ -30,7 +31,6 @@ LISTED_BYTES = 1 << 25  # the list of all files
 _ID = re.compile(r"[0-9a-f]{64}")
 _TEXT_CHARS = 4096
 _MOST_VARIABLES = 64
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _Listed = list[tuple[str, int, str, bool]]  # name, size, digest, whether it can be executed
 
 
@@ -208,6 +208,6 @@ def _text(said: object) -> str:
 def _read_variables(order: dict[str, Any]) -> dict[str, str]:
     """Of the environment of the program that reads a store: what lets it in. Raises: Untrue."""
     said = order.get("environment") or {}
-    if not isinstance(said, dict) or len(said) > _MOST_VARIABLES or not all(map(_VARIABLE.fullmatch, said)):
+    if not isinstance(said, dict) or len(said) > _MOST_VARIABLES or not all(map(VARIABLE.fullmatch, said)):
         raise Untrue("the variables for the store are none")
     return {name: _text(value) for name, value in said.items()}

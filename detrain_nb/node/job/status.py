@@ -17,12 +17,11 @@ from ...copying.json_lines import clean
 from ..system.processes import start_ticks
 from .folders import read_boot, read_bounded, write_whole
 from .order import JobError
+from .terms import ENDED, LIVE, LOST, PREPARING, RESTARTED, STOPPED, UNREADABLE
 
 STATUS_NAME, EXIT_NAME = "status.json", "exit.json"
 FORMAT = 1
-PREPARING, RUNNING, STOPPING, ENDED = "preparing", "running", "stopping", "ended"
-LOST, RESTARTED, UNREADABLE = "lost", "node restarted", "unreadable"
-LIVE = (PREPARING, RUNNING, STOPPING)
+READY = b"ready\n"  # what a runner prints once it is there
 _WHY = {
     LOST: "its runner is gone: it was killed, perhaps for want of memory",
     RESTARTED: "the machine, or its container, was started anew while it ran",
@@ -77,6 +76,7 @@ class Exit:
     failed_rank: int | None = None
     last_lines: tuple[str, ...] = ()
     ended_at: float = field(default_factory=time.time)
+    state: str = ENDED  # or STOPPED, where the user has ended it
 
     def write(self, folder: Path) -> None:
         """Raises: OSError."""
@@ -91,14 +91,15 @@ def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[st
     known = {"id": folder.parent.name, "node_rank": int(folder.name.rpartition("-")[2])}
     try:
         status = {"name": "", **_read(folder / STATUS_NAME), **known}
-        if status.get("state") not in (*LIVE, ENDED):
+        if status.get("state") not in (*LIVE, ENDED, STOPPED):
             raise JobError(f"{STATUS_NAME} is damaged")
         if status["state"] in LIVE:
             status["state"] = _judge(status, boot())
             status["reason"] = _WHY.get(status["state"], "")
         if status["state"] not in LIVE and (folder / EXIT_NAME).exists():
             ended = _read(folder / EXIT_NAME)
-            status |= {"state": ENDED, **{name: ended.get(name) for name in _EXIT_FIELDS}}
+            status |= {name: ended.get(name) for name in _EXIT_FIELDS}
+            status["state"] = STOPPED if ended.get("state") == STOPPED else ENDED
         return status
     except (OSError, JobError) as exc:
         why = str(exc) if isinstance(exc, JobError) else f"{folder.name}: {exc.strerror}"

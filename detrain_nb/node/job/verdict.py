@@ -11,16 +11,17 @@ from .log_file import last_lines
 from .order import JobError
 from .outputs import Outputs, RankOutcome
 from .status import Exit
+from .terms import STOPPED
+from .watch import MOST_REASON_CHARS
 
 _LAST_LINES = 20
-_MOST_REASON = 2000  # characters
-STOPPED = 128 + signal.SIGTERM
+_STOPPED = 128 + signal.SIGTERM
 
 
 def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool) -> Exit:
     """Say how it ended; ``code`` is that of what ran, which wrote to ``log``."""
     if stopped:
-        return Exit(STOPPED, "stopped")
+        return Exit(_STOPPED, state=STOPPED)
     if code == 0:
         return Exit(0)
     if log != TORCHRUN_LOG:
@@ -45,7 +46,7 @@ def _read_told(folder: Path) -> str:
     """Why the nodes have ended each other, where another one was the first."""
     try:
         said = json.loads(read_bounded(folder / END_NAME))
-        return str(said["reason"])[:_MOST_REASON]
+        return str(said["reason"])[:MOST_REASON_CHARS]
     except (OSError, ValueError, KeyError, TypeError, JobError):
         return ""
 

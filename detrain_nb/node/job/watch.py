@@ -22,7 +22,7 @@ from ...text import printable
 _BEAT_S = 0.5
 _WORD_LIMIT_S = 5.0  # for a last word to a store that may be gone
 _POLL_S = 0.02
-_MOST_REASON = 2000  # characters
+MOST_REASON_CHARS = 2000
 _END_KEY, _BEAT_KEY, _DONE_KEY, _HEARD_KEY = "end", "beat", "done", "heard"
 
 
@@ -110,7 +110,7 @@ class Watch:
         if self._over.is_set():
             return
         self._over.set()
-        end = json.dumps({"reason": reason[:_MOST_REASON]})
+        end = json.dumps({"reason": reason[:MOST_REASON_CHARS]})
         self._say(lambda store: store.set_first(_END_KEY, end))
         if self._node_rank == 0:
             self._wait_for_others(_HEARD_KEY, _WORD_LIMIT_S)
@@ -220,10 +220,10 @@ def write_reason(reason: str) -> None:
 def _read_reason(end: bytes) -> str:
     """What another node says, which is not trusted to say it well."""
     try:
-        said = json.loads(end[: 4 * _MOST_REASON])
+        said = json.loads(end[: 4 * MOST_REASON_CHARS])
         reason = said["reason"] if isinstance(said, dict) else None
     except (ValueError, KeyError, RecursionError):
         reason = None
     if not isinstance(reason, str) or not reason:
         return "another node has ended the job without saying why"
-    return printable(reason[:_MOST_REASON])
+    return printable(reason[:MOST_REASON_CHARS])

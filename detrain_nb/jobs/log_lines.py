@@ -1,0 +1,116 @@
+"""Lines of a job: made of the pieces in which its files come, kept in memory, and put in order."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import JobError
+from ..text import ShownAsText
+from .report_checks import clean_line
+
+__all__ = ["FollowedFile", "JobLog", "Kept", "LogLine", "in_order"]
+
+_MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
+_LINE_TAKES_BYTES = 200  # beside its texts
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """A line of a job, clean of what controls a terminal. ``source``: a rank, "setup", "torchrun", or "" for ours.
+
+    ``node`` is empty where the job has one node.
+    """
+
+    node: str
+    source: str
+    text: str
+
+    def __str__(self) -> str:
+        where = ":".join(filter(None, (self.node, self.source)))
+        return f"[{where}] {self.text}" if where else self.text
+
+
+@dataclass(frozen=True)
+class JobLog(ShownAsText):
+    """Lines of a job, by node and rank."""
+
+    lines: tuple[LogLine, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.lines))
+
+
+class Kept:
+    """Lines that are kept in memory, of logs or of metrics, as far as they take ``most_bytes``; then JobError."""
+
+    def __init__(self, job: str, most_bytes: int) -> None:
+        self.lines: list[LogLine] = []
+        self.metrics: list[dict[str, Any]] = []
+        self._job, self._most_bytes, self._num_bytes = job, most_bytes, 0
+
+    def add_line(self, line: LogLine) -> None:
+        self._count([line.text])
+        self.lines.append(line)
+
+    def add_metrics(self, values: dict[str, Any]) -> None:
+        self._count([*values, *values.values()])
+        self.metrics.append(values)
+
+    def _count(self, parts: Sequence[object]) -> None:
+        self._num_bytes += _LINE_TAKES_BYTES + sum(map(sys.getsizeof, parts))
+        if self._num_bytes > self._most_bytes:
+            raise JobError(f"job {self._job}: what came takes more than {self._most_bytes:,} bytes: ask for one rank")
+
+
+@dataclass
+class FollowedFile:
+    """A file as far as it has come: its bytes come in pieces, some of them again, and leave it as lines."""
+
+    offset: int = 0
+    rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
+    _is_in_line: bool = False
+
+    def take(self, offset: int, data: bytes) -> list[str]:
+        """The lines that ``data``, which stands at ``offset``, completes."""
+        *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
+        while len(rest) > _MOST_LINE_BYTES:
+            whole.append(rest[:_MOST_LINE_BYTES])
+            rest = rest[_MOST_LINE_BYTES:]
+        self.rest = bytearray(rest)
+        return [_as_line(line) for line in whole]
+
+    def take_piece(self, offset: int, data: bytes) -> bytes:
+        """What of ``data``, which stands at ``offset``, has not come yet, as it is; a line says what is missing."""
+        gap = b""
+        if offset > self.offset:
+            said = f"... {offset - self.offset:,} bytes were cut out here ...\n".encode()
+            gap = b"\n" + said if self._is_in_line else said
+            self.offset = offset
+        data = data[self.offset - offset :]
+        self.offset += len(data)
+        if gap or data:
+            self._is_in_line = not (data or gap).endswith(b"\n")
+        return gap + data
+
+    def end(self) -> list[str]:
+        """What is left when no more comes."""
+        rest, self.rest = bytes(self.rest), bytearray()
+        return [_as_line(rest)] if rest else []
+
+
+def _as_line(data: bytes) -> str:
+    text = data.decode(errors="replace")
+    return text if text.isprintable() else clean_line(text)
+
+
+def in_order(lines: Iterable[LogLine]) -> tuple[LogLine, ...]:
+    """By node: what setup printed, what torchrun said, then the ranks in their order."""
+    return tuple(sorted(lines, key=_place_of))
+
+
+def _place_of(line: LogLine) -> tuple[str, int, int]:
+    is_rank = line.source.isdecimal()
+    return line.node, 2 if is_rank else 1 if line.source == "torchrun" else 0, int(line.source) if is_rank else 0

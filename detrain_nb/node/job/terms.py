@@ -1,0 +1,31 @@
+"""What the notebook and a node both say of a job: words for its states, names of its files, times.
+
+It imports nothing of ours: both ends have it from here.
+"""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+
+PREPARING, RUNNING, STOPPING = LIVE = ("preparing", "running", "stopping")
+ENDED, STOPPED, LOST, RESTARTED, UNREADABLE = OVER = ("ended", "stopped", "lost", "node restarted", "unreadable")
+SUBMITTING, NOT_STARTED, UNKNOWN = "submitting", "not started", "unknown"  # of a whole job: no node says these
+OUTPUT_NAME = re.compile(r"rank-[0-9]{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-[0-9]{1,6}\.jsonl")
+FILES_OF_A_LINE = 500  # of artifacts, in one message
+GRACE_S = 10.0  # between SIGTERM and SIGKILL, unless the user says otherwise
+COMMAND_LIMIT_S = 600.0  # of a command that is run on all nodes
+_HIDDEN = re.compile(r"(?:^|/)\.")
+
+
+def fits(name: str, pattern: str) -> bool:
+    """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top.
+
+    As in a shell, what is hidden has to be named: ``*`` brings no ``.bashrc``, and nothing for a ``.git`` that is here.
+    """
+    pattern = pattern.removeprefix("./")
+    if _HIDDEN.search(name) and not _HIDDEN.search(pattern):
+        return False
+    if pattern.endswith("/"):
+        return fnmatchcase(name, f"{pattern}*")
+    return fnmatchcase(name, pattern) or ("/" not in pattern and fnmatchcase(name.rpartition("/")[2], pattern))

@@ -1,0 +1,9 @@
+"""What names may be: the same rules for who writes a spec and for the node that is told of one."""
+
+from __future__ import annotations
+
+import re
+
+MOST_NAME_CHARS = 63
+NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MOST_NAME_CHARS - 1}}}")  # of a job or a node: it becomes a file's
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,254}")  # of the environment
