@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import keyword
-import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -87,7 +86,7 @@ class JobMagics(Magics):
 
         spec = self._read_spec(args)
         if args.dry_run:
-            display(submit(spec, dry_run=True, notebook_changed_at=self._changed_at(spec)))
+            display(submit(spec, dry_run=True, notices=self._notices(spec)))
             return None
         return self._submit_spec("%job submit", spec, args)
 
@@ -120,14 +119,15 @@ class JobMagics(Magics):
                 storage=args.storage,
                 on_progress=say,
                 ask_passphrase=ask_passphrase,
-                notebook_changed_at=self._changed_at(spec),
+                notices=self._notices(spec),
             )
         return self._begun(prog, job, args)
 
-    def _changed_at(self, spec: PipelineSpec) -> float | None:
-        """The time by which the notebook that the job runs is newer than its file, as far as is known here."""
+    def _notices(self, spec: PipelineSpec) -> list[str]:
         path = spec.source.notebook
-        return time.time() if path is not None and self._run_cells.are_newer_than(path) else None
+        if path is None or not self._run_cells.are_newer_than(path):
+            return []
+        return [f"{path} was changed since it was saved: the job runs what is saved: save it, and submit again"]
 
     def _restart(self, args: Any) -> Job | None:
         job = self._find(args.job)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import io
 import os
@@ -86,13 +85,10 @@ class ShippedSource:
         return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {format_size(self.size_bytes)}"
 
 
-def plan_source(
-    spec: PipelineSpec, *, environment: Mapping[str, str] | None = None, notebook_changed_at: float | None = None
-) -> ShippedSource:
+def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = None) -> ShippedSource:
     """Find what of ``spec.source`` travels. A repository that is sent from here (bundle) is fetched now.
 
-    ``environment`` may have the token of that one, beside this process' own. ``notebook_changed_at``: when the notebook
-    was changed last, where the front end knows.
+    ``environment`` may have the token of that one, beside this process' own.
     Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
     """
     source = spec.source
@@ -104,7 +100,8 @@ def plan_source(
     if source.script_text is not None:
         return _one_script("script.py", source.script_text.encode())
     if source.notebook is not None:
-        return _of_notebook(source.notebook, notebook_changed_at)
+        name = os.path.splitext(os.path.basename(source.notebook))[0]
+        return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode())
     if source.git is not None:
         return _of_git(source, source.git, {**os.environ, **(environment or {})})
     assert source.path is not None
@@ -124,20 +121,8 @@ def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
 # ---- one script
 
 
-def _one_script(name: str, data: bytes, *notices: str) -> ShippedSource:
-    return ShippedSource((_check(name),), (_of_bytes(name, data),), notices=notices)
-
-
-def _of_notebook(path: str, changed_at: float | None) -> ShippedSource:
-    script = read_notebook_script(path)
-    notices = []
-    with contextlib.suppress(OSError):
-        if changed_at is not None and os.stat(os.path.expanduser(path)).st_mtime < changed_at:
-            notices.append(
-                f"{path} was changed since it was saved: the job runs what is saved: save it, and submit again"
-            )
-    name = os.path.splitext(os.path.basename(path))[0]
-    return _one_script(f"{name}.py", script.encode(), *notices)
+def _one_script(name: str, data: bytes) -> ShippedSource:
+    return ShippedSource((_check(name),), (_of_bytes(name, data),))
 
 
 # ---- a folder

@@ -33,7 +33,7 @@ def submit(
     nodes: Sequence[Node | Transport] | None = None,
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
-    notebook_changed_at: float | None = None,
+    notices: Sequence[str] = (),
 ) -> Job: ...
 
 
@@ -49,7 +49,7 @@ def submit(
     nodes: Sequence[Node | Transport] | None = None,
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
-    notebook_changed_at: float | None = None,
+    notices: Sequence[str] = (),
 ) -> Submission: ...
 
 
@@ -64,19 +64,20 @@ def submit(
     nodes: Sequence[Node | Transport] | None = None,
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
-    notebook_changed_at: float | None = None,
+    notices: Sequence[str] = (),
 ) -> Job | Submission:
     """Start a job on all nodes of ``spec``, or of ``nodes``; it goes on when this process ends.
 
     ``spec`` may be the URL of one. ``dry_run`` only says what would run where, and which files would travel; no node is
     asked. ``storage``: a location, as ``s3://bucket/folder``, by which the source travels. ``secrets`` are by default
     those of this process' environment that the spec names. What the user should know and does not keep it from
-    starting is in the job's ``notices``. ``notebook_changed_at``: as `plan_source` takes it.
+    starting is in the job's ``notices``, behind those that are given.
     Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
     that failed. Nothing runs then.
     """
     spec = read_spec(spec, name, nodes)
-    source = plan_source(spec, environment=secrets, notebook_changed_at=notebook_changed_at)
+    source = plan_source(spec, environment=secrets)
+    source.notices = (*notices, *source.notices)
     if dry_run:
         return preview(spec, source)
     record = record or Record()
