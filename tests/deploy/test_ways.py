@@ -65,7 +65,7 @@ def test_nodes_that_reach_each_other_leave_nothing_listening() -> None:
     before = len(os.listdir("/proc/self/fd"))
     check_ways([_node("a"), _node("b"), _node("c")], _LOOPBACK)
     assert not _threads()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # fewer, where garbage of another test went meanwhile
 
 
 def test_address_that_is_not_the_nodes_own_is_said() -> None:
