@@ -12,8 +12,9 @@ from ..deploy.chosen_nodes import Nodes, nodes_of, transports_to
 from ..errors import SpecError
 from .examination import Crew, Examination, Host
 from .host_facts import Fault
+from .host_judgement import FOLDER
 from .host_probe import HostProbe
-from .judgement import FOLDER, write_rows
+from .judgement import write_rows
 from .report import Link, Problem, Report
 
 if TYPE_CHECKING:
