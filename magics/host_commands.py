@@ -68,9 +68,9 @@ class HostCommands:
             raise UsageError("%distributed doctor: no session on other machines runs: name hosts with --nodes")
         if args.save and not str(args.nodes).endswith(SUFFIXES):
             raise UsageError("%distributed doctor: --save writes into the nodes file: give one with --nodes")
-        wants_bandwidth = args.bandwidth or args.save
+        wanted = {name: getattr(args, name) or args.save for name in ("bandwidth", "speed")}
         with self._lines() as note:
-            report = examine(nodes, bandwidth=wants_bandwidth, on_progress=note, ask_passphrase=ask_passphrase)
+            report = examine(nodes, **wanted, on_progress=note, ask_passphrase=ask_passphrase)
         display(report)
         if args.fix:
             print(fix(report))

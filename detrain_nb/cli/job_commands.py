@@ -43,8 +43,9 @@ def add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="can these hosts train together, and what to do if not")
     doctor.add_argument("nodes", metavar="NODES", help="a nodes file, or hosts as in alice@gpu1,gpu2")
     doctor.add_argument("--bandwidth", action="store_true", help="measure it too, between the hosts and to here")
+    doctor.add_argument("--speed", action="store_true", help="measure how fast a rank of each is beside the others")
     doctor.add_argument("--fix", action="store_true", help="make our folder on the hosts, closed to others")
-    doctor.add_argument("--save", action="store_true", help="write what was measured into the nodes file")
+    doctor.add_argument("--save", action="store_true", help="measure all of it, and write it into the nodes file")
     doctor.set_defaults(act=_doctor)
 
 
@@ -239,8 +240,8 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.save and not args.nodes.endswith(SUFFIXES):
         raise SpecError("--save writes into the nodes file: give one")
     with _progress() as say:
-        bandwidth = args.bandwidth or args.save
-        report = examine(args.nodes, bandwidth=bandwidth, on_progress=say, ask_passphrase=_ask_passphrase)
+        wanted = {name: getattr(args, name) or args.save for name in ("bandwidth", "speed")}
+        report = examine(args.nodes, **wanted, on_progress=say, ask_passphrase=_ask_passphrase)
     print(report)
     if args.fix:
         print(fix(report))

@@ -1,6 +1,6 @@
 """Can these nodes train together, how fast, and what to fix: hosts examined side by side, whatever ails one of them.
 
-report = examine("nodes.toml", bandwidth=True)
+report = examine("nodes.toml", bandwidth=True, speed=True)
 write_nodes("nodes.toml", report.measured_nodes())
 """
 

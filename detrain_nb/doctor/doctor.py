@@ -14,7 +14,7 @@ from .examination import Crew, Examination, Host
 from .host_facts import Fault
 from .host_judgement import FOLDER
 from .host_probe import HostProbe
-from .judgement import write_rows
+from .judgement import relative_speeds, write_rows
 from .report import Link, Problem, Report
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ def examine(
     nodes: Nodes,
     *,
     bandwidth: bool = False,
+    speed: bool = False,
     on_progress: Callable[[str], None] | None = None,
     config_path: Path | None = None,
     ask_passphrase: AskPassphrase | None = None,
@@ -35,8 +36,10 @@ def examine(
 
     Nothing is written there. For a moment a port is open on each host, on the address at which the others reach it.
     ``bandwidth``: measure it too, from host to host and from the notebook; that loads the network for a second or two
-    for each other host. ``on_progress`` is called with a line before every part, ``ask_passphrase`` when a key needs
-    one, both in the calling thread; ``config_path`` is ~/.ssh/config. Raises: SpecError for nodes that cannot be.
+    for each other host. ``speed``: measure how fast a rank of each host is beside the fastest, all ranks at once on the
+    devices that they would have; that loads these for a second or two. ``on_progress`` is called with a line before
+    every part, ``ask_passphrase`` when a key needs one, both in the calling thread; ``config_path`` is ~/.ssh/config.
+    Raises: SpecError for nodes that cannot be.
     """
     transports = transports_to(nodes)
     chosen = nodes_of(transports)
@@ -47,18 +50,19 @@ def examine(
     with Crew(len(chosen), ask_passphrase) as crew:
         examination = Examination(chosen, crew, on_progress or (lambda line: None), config_path)
         try:
-            examination.run(bandwidth=bandwidth)
+            examination.run(bandwidth=bandwidth, speed=speed)
         finally:
             examination.close()
     hosts = examination.hosts
     return Report(
         chosen,
-        tuple(write_rows(hosts, has_bandwidth=bandwidth)),
+        tuple(write_rows(hosts, has_bandwidth=bandwidth, has_speed=speed)),
         tuple(_list_links(hosts)),
         tuple(host.node for host in hosts if host.folder_state in ("absent", "loose")),
         config_path,
         ask_passphrase,
         {host.name: size for host in hosts if (size := _memory_of(host)) is not None},
+        relative_speeds(hosts),
     )
 
 

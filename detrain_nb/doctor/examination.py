@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Self, TypeVar
 from ..deploy.node_facts import choose_address
 from ..deploy.questions import Questions
 from ..deploy.ways import address_beside
-from ..errors import DetrainError
-from ..launch import LOOPBACK
+from ..errors import DetrainError, SpecError
+from ..launch import LOOPBACK, threads_per_rank
+from ..node.system.gpus import read_visible
+from ..plan.nodes import NodeOffer, NodePlan, plan_nodes
 from ..transport.ssh import SshConnection
-from .host_facts import Fault, HostFacts
-from .host_probe import Clock, Door, HostProbe, Way
+from .host_facts import Fault, Gpus, HostFacts
+from .host_probe import Clock, Door, HostProbe, Speed, Way
 from .report import count
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _MOST_HOSTS_AT_ONCE = 32
+_MOST_RANKS_AT_ONCE = 64  # of one host, to see how fast they are
 
 
 @dataclass
@@ -47,6 +50,7 @@ class Host:
     ways: dict[str, Way] = field(default_factory=dict)
     rates: dict[str, float | Fault] = field(default_factory=dict)
     rate_from_here: float | Fault = field(default_factory=lambda: Fault(""))
+    speed: Speed | Fault | None = None  # where there is no torch
 
     @property
     def name(self) -> str:
@@ -103,13 +107,16 @@ class Examination:
         self._progress = progress
         self._is_over = False
 
-    def run(self, *, bandwidth: bool) -> None:
+    def run(self, *, bandwidth: bool, speed: bool) -> None:
         self._progress(f"examining {count(len(self.hosts), 'host')}")
         self._crew.do(self._visit, [host for host in self.hosts if not host.is_here])
         self._crew.do(self._visit, [host for host in self.hosts if host.is_here])  # its address is by that of another
         asked = [host for host in self.hosts if host.facts]
         self._progress(f"{len(asked)} of {count(len(self.hosts), 'host')} answered: comparing clocks and connections")
         self._crew.do(self._look_around, asked)
+        if speed:
+            self._progress(f"measuring how fast ranks are on {count(len(asked), 'host')}")
+            self._crew.do(_measure_speed, asked)
         if bandwidth:
             self._measure_rates(asked)
 
@@ -185,6 +192,37 @@ class Examination:
             self._progress(f"measuring bandwidth to {host.name}")
             [rate] = self._crew.do(lambda host: host.probe.measure_rate_from_here(), [host])
             host.rate_from_here = Fault(str(rate)) if isinstance(rate, DetrainError) else rate
+
+
+def _measure_speed(host: Host) -> None:
+    """As all ranks of it would run, and those of the other hosts meanwhile."""
+    assert host.facts is not None  # it was asked
+    torch, processors = host.facts.torch, host.facts.processors
+    if isinstance(torch, Fault) or not torch.version:
+        return
+    if isinstance(processors, Fault):
+        host.speed = processors
+        return
+    try:
+        ranks = _plan_ranks(host.node, host.facts.gpus)
+        threads = threads_per_rank(len(ranks.ranks), cpus=int(processors.free))
+        host.speed = host.probe.measure_speed(ranks, threads=threads)
+    except DetrainError as exc:
+        host.speed = Fault(str(exc))
+
+
+def _plan_ranks(node: Node, gpus: Gpus | Fault) -> NodePlan:
+    """Those that a session would have there. Raises: SpecError."""
+    if (node.ranks or 1) > _MOST_RANKS_AT_ONCE:
+        raise SpecError(f"{node.ranks} ranks are too many to be tried at once")
+    visible: tuple[str, ...] = ()
+    if node.devices != "cpu":
+        if isinstance(gpus, Fault):
+            raise SpecError(gpus.text)
+        visible = read_visible(gpus.visible or None, len(gpus.gpus))
+    offer = NodeOffer(node.name, tuple(range(len(visible))), node.devices, node.ranks)
+    [plan] = plan_nodes([offer], device="auto", backend=None).nodes
+    return plan
 
 
 def _pair_off(hosts: Sequence[Host]) -> Iterator[list[tuple[Host, Host]]]:

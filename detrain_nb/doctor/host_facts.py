@@ -169,11 +169,11 @@ class Said:
     def number(self, name: str, *, low: float = 0.0, most: float = _MOST_BYTES_OF_ANYTHING) -> float:
         return self._check(name, self._fields.get(name), low, most)
 
-    def numbers(self, name: str, count: int, *, most: float) -> list[float]:
+    def numbers(self, name: str, count: int, *, low: float = 0.0, most: float) -> list[float]:
         values = self._fields.get(name)
         if not isinstance(values, list) or len(values) != count:
             raise self._complain(name)
-        return [self._check(name, value, 0, most) for value in values]
+        return [self._check(name, value, low, most) for value in values]
 
     def flag(self, name: str) -> bool:
         value = self._fields.get(name)
@@ -205,7 +205,8 @@ class Said:
 
 
 def _read_gpus(said: Said) -> Gpus:
-    return Gpus(tuple(said.items("gpus", _read_gpu)), said.text("driver"), said.text("cuda"), said.text("visible"))
+    visible = said.text("visible", most=1000)  # a UUID has 40
+    return Gpus(tuple(said.items("gpus", _read_gpu)), said.text("driver"), said.text("cuda"), visible)
 
 
 def _read_gpu(said: Said) -> Gpu:

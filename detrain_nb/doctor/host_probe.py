@@ -1,4 +1,4 @@
-"""A host, asked by a program on it (node/ssh/probe.py) over one connection; host_facts.py reads what it says."""
+"""A host, asked by programs on it (node/ssh/: probe.py, speed.py) over one connection; host_facts.py reads answers."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..deploy.remote_program import RemoteProgram, read_program
 from ..deploy.ssh_node import connect_to
 from ..errors import TransportError
 from ..node.ssh.rates import CHUNK_BYTES, find_rate
+from ..plan.nodes import NodePlan
 from ..spec.node import Node
 from ..transport.connection import Connection
 from ..transport.here import HereConnection
@@ -23,15 +24,18 @@ from ..transport.local import own_python
 from ..transport.ssh import AskPassphrase
 from .host_facts import HostFacts, Said
 
-__all__ = ["Clock", "Door", "HostProbe", "Way"]
+__all__ = ["Clock", "Door", "HostProbe", "Speed", "Way"]
 
 _MAGIC = b"\ndetrain-nb probe 1\n"
+_SPEED_MAGIC = b"\ndetrain-nb speed 1\n"
 _CONNECT_LIMIT_S = 8.0
 _START_LIMIT_S = 10.0
 _SETUP_LIMIT_S = 60.0  # `module load` of a cluster takes its time
 _ANSWER_LIMIT_S = 10.0
 _REACH_LIMIT_S = 6.0  # packets may be lost on the way, and are sent again after a second or three
 _TRANSFER_LIMIT_S = 20.0
+_SPEED_LIMIT_S = 60  # nearly all of it for `import torch`, in all ranks at once
+_LEAST_GFLOP_S, _MOST_GFLOP_S = 1e-6, 1e6  # 1e6 is ten times a B200
 _CLOCK_ROUNDS = 8
 _CLOCK_LIMIT_S = 0.5  # after which no further round begins
 _MOST_BYTES = 1 << 28
@@ -61,6 +65,15 @@ class Way:
 
     error: str
     round_trip_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Speed:
+    """1e9 operations a second of the slowest of the ranks, all at once; ``threads`` is None where they have GPUs."""
+
+    gflop_s: float
+    num_ranks: int
+    threads: int | None
 
 
 class HostProbe:
@@ -95,17 +108,7 @@ class HostProbe:
 
     def look(self) -> HostFacts:
         """Start the program; what it sees."""
-        assert self._connection is not None  # it was connected to
-        node = self.node
-        if node.is_this_machine:
-            node = node.model_copy(update={"python": own_python(node)})
-        self._started = RemoteProgram.start(
-            read_program("probe"),
-            magic=_MAGIC,
-            node=node,
-            connection=self._connection,
-            limit_s=_SETUP_LIMIT_S if node.setup else _START_LIMIT_S,
-        )
+        self._started = self._start("probe", _MAGIC)
         return HostFacts.read(self._ask("look"))
 
     def compare_clocks(self) -> Clock:
@@ -159,6 +162,18 @@ class HostProbe:
         seconds, counted = said.number("seconds", most=1e6), said.number("counted", most=size)
         return counted / seconds if counted and seconds else 0.0
 
+    def measure_speed(self, ranks: NodePlan, *, threads: int) -> Speed:
+        """Let a program of its own do what the ranks would, on their GPUs or with so many threads each."""
+        count = len(ranks.ranks)
+        program = self._start("speed", _SPEED_MAGIC)
+        try:
+            program.say(gpus=ranks.gpus or [None] * count, threads=threads, within_s=_SPEED_LIMIT_S)
+            said = Said(program.hear("speed", limit_s=_SPEED_LIMIT_S + 5.0))
+        finally:
+            program.close()
+        speeds = said.numbers("gflop_s", count, low=_LEAST_GFLOP_S, most=_MOST_GFLOP_S)
+        return Speed(min(speeds), count, None if ranks.gpus else threads)
+
     def fix(self) -> str:
         """Let it make our folder, or close it to others; what was done, empty when there was nothing to do."""
         return Said(self._ask("fix")).text("done", most=1000)
@@ -169,6 +184,19 @@ class HostProbe:
             self._started.close()
         if self._connection is not None:
             self._connection.close()
+
+    def _start(self, name: str, magic: bytes) -> RemoteProgram:
+        assert self._connection is not None  # it was connected to
+        node = self.node
+        if node.is_this_machine:
+            node = node.model_copy(update={"python": own_python(node)})
+        return RemoteProgram.start(
+            read_program(name),
+            magic=magic,
+            node=node,
+            connection=self._connection,
+            limit_s=_SETUP_LIMIT_S if node.setup else _START_LIMIT_S,
+        )
 
     @property
     def _program(self) -> RemoteProgram:

@@ -1,4 +1,4 @@
-"""What was found, as rows: of each host by itself (host_judgement.py), then of the ways between them."""
+"""What was found, as rows: of each host by itself (host_judgement.py), then of the ways between them, and speed."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ from ..deploy.ways import ADVICE
 from .examination import Host
 from .host_facts import Fault
 from .host_judgement import OF_CONNECTION, OF_FACTS, Group, command_on, not_known
-from .host_probe import Way
-from .report import Cell, Row
+from .host_probe import Speed, Way
+from .report import Cell, Row, count
 
-__all__ = ["write_rows"]
+__all__ = ["relative_speeds", "write_rows"]
 
 _MOST_CLOCK_OFFSET_S = 1.0
 _MOST_NAMED = 4
+_SLOW = 0.5  # beside the fastest
 
 _THERE = Way("")
+_SLOW_ADVICE = "every step waits for the slowest rank: see what else runs there, give it fewer ranks, or leave it out"
 _OPEN_THE_WAY = "let TCP pass on all ports between the hosts (firewall), or give the address that the others can reach"
 
 
-def write_rows(hosts: Sequence[Host], *, has_bandwidth: bool) -> Iterator[Row]:
+def write_rows(hosts: Sequence[Host], *, has_bandwidth: bool, has_speed: bool) -> Iterator[Row]:
     group = Group.of(hosts)
     for name, of_connection in OF_CONNECTION.items():
         yield Row(name, tuple(map(of_connection, hosts)))
@@ -30,6 +32,15 @@ def write_rows(hosts: Sequence[Host], *, has_bandwidth: bool) -> Iterator[Row]:
         yield Row(name, tuple(of_ways(host, hosts) if host.facts else Cell() for host in hosts))
     for name, of_rates in _OF_RATES.items() if has_bandwidth else ():
         yield Row(name, tuple(of_rates(host) if host.facts else Cell() for host in hosts))
+    if has_speed:
+        relative = relative_speeds(hosts)
+        yield Row("speed", tuple(_judge_speed(host, relative) if host.facts else Cell() for host in hosts))
+
+
+def relative_speeds(hosts: Sequence[Host]) -> dict[str, float]:
+    """How fast a rank is beside the fastest, 1.0, for each host on which that was measured."""
+    speeds = {host.name: host.speed.gflop_s for host in hosts if isinstance(host.speed, Speed)}
+    return {name: max(0.001, round(speed / max(speeds.values()), 3)) for name, speed in speeds.items()}
 
 
 def _judge_clock(host: Host, hosts: Sequence[Host]) -> Cell:
@@ -102,6 +113,18 @@ def _judge_rate_from_here(host: Host) -> Cell:
     return Cell(_describe_rate(host.rate_from_here), "good")
 
 
+def _judge_speed(host: Host, relative: Mapping[str, float]) -> Cell:
+    speed = host.speed
+    if speed is None:
+        return Cell("not measured: there is no torch")
+    if isinstance(speed, Fault):
+        return Cell(f"not measured: {speed.text}", "warning")
+    ranks = f"{speed.num_ranks} ranks at once, each with" if speed.num_ranks > 1 else "1 rank with"
+    share = count(speed.threads, "thread") if speed.threads else "a GPU"
+    text = f"{_describe_gflop_s(speed.gflop_s)}, {relative[host.name]} of the fastest ({ranks} {share})"
+    return Cell(text, "warning", _SLOW_ADVICE) if relative[host.name] < _SLOW else Cell(text, "good")
+
+
 _OF_WAYS: Mapping[str, Callable[[Host, Sequence[Host]], Cell]] = {
     "clock": _judge_clock,
     "address": _judge_address,
@@ -127,3 +150,7 @@ def _describe_ms(time_ms: float) -> str:
 def _describe_rate(bytes_per_s: float) -> str:
     mbit_s = bytes_per_s * 8e-6
     return f"{mbit_s:,.3g} Mbit/s" if mbit_s < 1000 else f"{mbit_s / 1000:,.1f} Gbit/s"
+
+
+def _describe_gflop_s(gflop_s: float) -> str:
+    return f"{gflop_s:.3g} GFLOP/s" if gflop_s < 1000 else f"{gflop_s / 1000:,.1f} TFLOP/s"

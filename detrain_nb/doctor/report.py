@@ -102,6 +102,7 @@ class Report:
     _config_path: Path | None = None
     _ask_passphrase: AskPassphrase | None = None
     _memory_bytes: Mapping[str, float] = field(default_factory=dict)
+    _relative_speeds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -127,10 +128,10 @@ class Report:
         return {row.check: row.cells for row in self.rows}[check][self.hosts.index(host)]
 
     def measured_nodes(self) -> tuple[Node, ...]:
-        """The nodes with ``memory_gb``, ``bandwidth_mbit_s`` and ``latency_ms`` as found; what was not stays as it was.
+        """The nodes with ``memory_gb``, ``bandwidth_mbit_s``, ``latency_ms`` and ``relative_speed`` as found.
 
-        Of a node's links to the others it is the median: one bad link is not the fault of all it leads to. A link is as
-        fast as its slower direction; latency is half a round trip.
+        What was not found stays as it was. Of a node's links to the others it is the median: one bad link is not the
+        fault of all it leads to. A link is as fast as its slower direction; latency is half a round trip.
         """
         return tuple(node.model_copy(update=self._measures_of(node.name)) for node in self.nodes)
 
@@ -148,6 +149,8 @@ class Report:
             found["bandwidth_mbit_s"] = max(0.001, round(statistics.median_low(slower), 3))
         if longer := [max(values) for values in trips if values]:
             found["latency_ms"] = round(statistics.median_high(longer) / 2, 3)
+        if host in self._relative_speeds:
+            found["relative_speed"] = self._relative_speeds[host]
         return found
 
     def __repr__(self) -> str:

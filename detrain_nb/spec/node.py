@@ -112,7 +112,7 @@ class Node(SpecModel):
         default=None, description="gigabytes of memory, of a GPU where the ranks use GPUs, more than 0"
     )
     relative_speed: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="how fast a rank there is beside others, as 1.0 and 0.5, more than 0"
+        default=None, description="how fast a rank there is beside the fastest, as 1.0 and 0.5, more than 0"
     )
 
     @model_validator(mode="before")

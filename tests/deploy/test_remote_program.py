@@ -18,7 +18,7 @@ from detrain_nb.deploy import bootstrapped_node, remote_program
 from detrain_nb.deploy.remote_program import read_program
 from detrain_nb.doctor import host_facts
 from detrain_nb.errors import TransportError
-from detrain_nb.node.ssh import bootstrap, probe
+from detrain_nb.node.ssh import bootstrap, probe, speed
 from detrain_nb.spec.node import Node
 
 _PLANTED = ("__future__", "collections", "ctypes", "json", "platform", "socket", "struct", "typing")
@@ -80,14 +80,21 @@ def test_folder_of_ours_is_none_that_others_can_put_another_in_place_of(tmp_path
     assert said()["cache"] == str(shared / ".cache" / "detrain_nb")
 
 
-def test_probe_takes_no_module_from_where_the_shell_keeps_it(planted: Path) -> None:
-    said = run(read_program("probe"), b'{"type": "clock"}\n', planted)
-    before, _, answer = said.partition(probe.MAGIC.decode())
+@pytest.mark.parametrize(
+    ("name", "magic", "order"),
+    [("probe", probe.MAGIC, {"type": "clock"}), ("speed", speed.MAGIC, {"gpus": [], "threads": 1, "within_s": 9})],
+    ids=["clock", "speed"],
+)
+def test_program_of_the_doctor_takes_no_module_from_where_the_shell_keeps_it(
+    name: str, magic: bytes, order: dict[str, object], planted: Path, request: pytest.FixtureRequest
+) -> None:
+    said = run(read_program(name), json.dumps(order).encode() + b"\n", planted)
+    before, _, answer = said.partition(magic.decode())
     assert not before
-    assert json.loads(answer)["type"] == "clock"
+    assert json.loads(answer)["type"] == request.node.callspec.id
 
 
-@pytest.mark.parametrize("name", ["bootstrap", "probe"])
+@pytest.mark.parametrize("name", ["bootstrap", "probe", "speed"])
 def test_old_python_can_read_a_program_to_say_how_old_it_is(name: str) -> None:
     ast.parse(read_program(name), feature_version=(3, 7))
 

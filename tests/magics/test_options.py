@@ -47,6 +47,7 @@ _COMMANDS = (
         ("%distributed start --group-timout=3", "--group-timout is no option here: did you mean --group-timeout?"),
         ("%distributed attach --steel", "--steel is no option here: did you mean --steal?"),
         ("%distributed doctor --bandwith", "--bandwith is no option here: did you mean --bandwidth?"),
+        ("%distributed doctor --sped", "--sped is no option here: did you mean --speed?"),
         ("%distributed list -x", "-x is no option here: there are --help"),
         ("%distributed stop --force", "--force is no option here: there are --help"),
         ("%distributed put a -r 0", "-r is no option here: there are --help, --to, --nodes"),

@@ -109,6 +109,15 @@ def test_doctor_names_a_host_that_is_not_there_and_examines_the_other(idle: Any)
     assert re.search(r"\bh0\b", shown)
 
 
+def test_doctor_saves_how_fast_a_host_is(idle: Any) -> None:
+    content = json.dumps({"nodes": [{"host": "h0", "python": sys.executable, "devices": "cpu"}]})
+    assert idle.run(f"open('measured.json', 'w').write({content!r})").status == "ok"
+    shown = " ".join("\n".join(_lines(idle.run("%distributed doctor --nodes measured.json --save"))).split())
+    assert "1.0 of the fastest" in shown
+    assert "measured.json has what was measured" in shown
+    assert json.loads(idle.run("print(open('measured.json').read())").text())["nodes"][0]["relative_speed"] == 1.0
+
+
 # ---- with one
 
 
