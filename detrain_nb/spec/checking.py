@@ -16,7 +16,8 @@ from .source import Source
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec), *_check_image(spec)]
+    checks = (_check_plan, _check_speeds, _check_rendezvous, _check_image)
+    return [*_check_source(spec.source), *(finding for check in checks for finding in check(spec))]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -39,6 +40,16 @@ def _check_source(source: Source) -> Iterator[Finding]:
             yield Finding(f"source.{kind}", str(exc))
     if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
         yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
+
+
+def _check_speeds(spec: PipelineFields) -> Iterator[Finding]:
+    fastest = max((node.relative_speed or 0.0 for node in spec.nodes), default=0.0)
+    for node in spec.nodes if spec.parallelism.algorithm == "sync" else ():
+        if node.relative_speed and node.relative_speed < fastest / 2:
+            said = f"{node.relative_speed:g}, the fastest has {fastest:g}, and every step waits for the slowest rank"
+            yield Finding(
+                f"nodes.{node.name}.relative_speed", f"{said}: give it fewer ranks, or leave it out", "warning"
+            )
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:

@@ -279,6 +279,15 @@ def test_warnings_do_not_stop_a_job() -> None:
     assert worst(spec.check()) == "warning"
 
 
+def test_node_that_all_others_wait_for_is_told_of() -> None:
+    nodes = [{"host": "a", "relative_speed": 1.0}, {"host": "b", "relative_speed": 0.49}, {"host": "c"}]
+    (finding,) = _spec(nodes=nodes).check()
+    assert (finding.field, finding.severity) == ("nodes.b.relative_speed", "warning")
+    assert finding.text.startswith("0.49, the fastest has 1, and every step waits for the slowest rank")
+    assert _spec(nodes=[{**node, "relative_speed": 0.5} for node in nodes[1:]]).check() == []
+    assert _spec(nodes=[nodes[0], {"host": "b", "relative_speed": 0.5}]).check() == []
+
+
 @pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
 def test_token_is_for_urls_that_hide_it(url: str) -> None:
     (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
