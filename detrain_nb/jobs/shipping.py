@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Mapping
 
-from ..copying.json_lines import LINE_BYTES, Talk, Untrue, as_size
+from ..copying.json_lines import LINE_BYTES, FilesError, Talk, Untrue, as_size, clean
 from ..node.job.sources import FORMAT
 from ..storage import locate
 from .source import GitSource, ShippedSource, SourceFile, read_token
@@ -19,6 +19,7 @@ __all__ = ["ship"]
 
 _CHUNK_BYTES = 1 << 18
 _INDEX_BYTES = 8  # of a file, in a list
+_REASON_CHARS = 300
 _DIGITS = frozenset("0123456789abcdef")
 _STORE_PREFIXES = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "HF_")  # of variables that let a program into a store
 
@@ -27,18 +28,21 @@ def ship(
     talk: Talk,
     source: ShippedSource,
     *,
+    node: str = "",
     storage: str | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> str:
     """Have a source on the node that ``talk`` leads to; returns its id there, which "prepare" names.
 
+    It is empty for a repository where ``source.unreached`` says of a node, by its name ``node``, that it does not reach
+    the host: what `fetch_here` makes of it is to be shipped instead.
     ``storage``: the URL of a folder that this machine can write and the nodes can read. ``environment`` are secrets:
     the token of a repository, and what lets a node into the store; a token may also stand in this process' own.
     It may run for several nodes at once. Raises: SpecError, DetrainError; FilesError with what the node says.
     """
     given = environment or {}
     if source.git is not None:
-        return _ship_git(talk, source, source.git, {**os.environ, **given})
+        return _ship_git(talk, source, source.git, {**os.environ, **given}, node)
     listed = [[file.name, file.size, file.sha256, file.is_executable] for file in source.files]
     text = json.dumps({"format": FORMAT, "files": listed}).encode()
     by_store: dict[str, object] = {}
@@ -93,25 +97,32 @@ def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile]) -> None:
         talk.tick()
 
 
-def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Mapping[str, str]) -> str:
+def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Mapping[str, str], node: str) -> str:
     """The first node finds out which commit a branch is at; all others take that one."""
     token = read_token(git, environment)
-    if not source.commit:
-        with source.lock:
-            if not source.commit:
-                ready, source.commit = _ask_git(talk, git, token, "")
-                return ready
-    ready, commit = _ask_git(talk, git, token, source.commit)
-    if commit != source.commit:
-        raise Untrue("it has another commit than was asked for")
-    return ready
+    with source.lock:
+        if source.unreached:
+            return ""
+        if not source.commit:
+            return _ask_git(talk, source, git, token, node)
+    return _ask_git(talk, source, git, token, node)
 
 
-def _ask_git(talk: Talk, git: GitSource, token: str, commit: str) -> tuple[str, str]:
+def _ask_git(talk: Talk, source: ShippedSource, git: GitSource, token: str, node: str) -> str:
     wanted = {"url": git.url, "ref": git.ref, "folder": git.folder, "ssh_key": git.ssh_key}
-    talk.say("source", of="git", **wanted, commit=commit, token=token)
-    said = talk.hear("ready")
-    return _as_digits(said.get("source"), (64,)), _as_digits(said.get("commit"), (40, 64))
+    talk.say("source", of="git", **wanted, commit=source.commit, token=token)
+    said = talk.hear("ready", "unreached")
+    if said["type"] == "unreached":
+        why = clean(said.get("text"))[:_REASON_CHARS]
+        if git.is_cloned:
+            raise FilesError(f'{why}; source.git.how = "auto" has it fetched where you are, and sent')
+        source.unreached = f"{node}: {why}"
+        return ""
+    commit = _as_digits(said.get("commit"), (40, 64))
+    if source.commit not in ("", commit):
+        raise Untrue("it has another commit than was asked for")
+    source.commit = commit
+    return _as_digits(said.get("source"), (64,))
 
 
 def _as_digits(said: object, lengths: tuple[int, ...]) -> str:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.source import Git, Source
 
-__all__ = ["GitSource", "ShippedSource", "SourceFile", "plan_source", "read_token"]
+__all__ = ["GitSource", "ShippedSource", "SourceFile", "fetch_here", "plan_source", "read_token"]
 
 _LIMIT_BYTES = 500_000_000
 _MOST_FILES = 50_000
@@ -50,21 +50,26 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class GitSource:
-    """A repository that each node fetches; ``token`` is the name of a variable of the environment here."""
+    """A repository that each node fetches; ``token`` is the name of a variable of the environment here.
+
+    ``is_cloned``: the nodes have to, also where one does not reach its host.
+    """
 
     url: str
     ref: str
     folder: str
     token: str
     ssh_key: str
+    is_cloned: bool = False
 
 
 @dataclass
 class ShippedSource:
     """What travels: ``files``, or a repository. ``program`` is what runs, in the folder that has them.
 
-    ``commit`` is found by the first node that fetches: the others take the same one. It is shared by the threads that
-    send it, which hold ``lock`` for what only one of them is to do.
+    ``commit`` is found by the first node that fetches: the others take the same one. ``unreached`` is said by the first
+    that does not reach the host: then none has to. It is shared by the threads that send it, which hold ``lock`` for
+    what only one of them is to do.
     """
 
     program: tuple[str, ...]
@@ -72,6 +77,7 @@ class ShippedSource:
     git: GitSource | None = None
     notices: tuple[str, ...] = ()
     commit: str = ""
+    unreached: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
@@ -213,15 +219,33 @@ def _slashes(name: str) -> Iterator[int]:
 
 
 def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> ShippedSource:
-    wanted = GitSource(git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "")
-    entry = _check(source.entry or "")
-    if git.how == "clone":
-        return ShippedSource((entry,), git=wanted)
+    wanted = GitSource(
+        git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "", is_cloned=git.how == "clone"
+    )
+    shipped = ShippedSource((_check(source.entry or ""),), git=wanted)
+    return fetch_here(shipped, environment) if git.how == "bundle" else shipped
+
+
+def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> ShippedSource:
+    """Fetch a repository, at its commit if that is known, and have it travel as files.
+
+    Raises: SpecError where the token is not set or the entry is not in it, DetrainError.
+    """
+    wanted, (entry,) = source.git, source.program
+    assert wanted is not None
     access = GitAccess(read_token(wanted, environment), wanted.ssh_key)
+    limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
     try:
         cache = sources_folder()
-        limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
-        parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access, limits=limits)
+        parts = fetch_parts(
+            cache,
+            wanted.url,
+            wanted.ref,
+            commit=source.commit,
+            folder=wanted.folder,
+            access=access,
+            limits=limits,
+        )
         (cache / "bundles").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=PART, dir=cache / "bundles") as folder:
             for part in parts:

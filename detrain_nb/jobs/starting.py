@@ -30,7 +30,7 @@ from .noting import running_job
 from .record import Record
 from .report_checks import NodeFacts, read_port
 from .shipping import ship
-from .source import ShippedSource
+from .source import ShippedSource, fetch_here
 from .submitting import submitting
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ class _Starting:
     ask_passphrase: AskPassphrase | None
     on_progress: Say | None
     _may_run: bool = False  # on some of its nodes
+    _notices: list[str] = field(default_factory=list)
 
     def run(self) -> Started:
         secrets = gather_secrets(self.spec, self.given)
@@ -151,17 +152,15 @@ class _Starting:
             storage="" if has_password(storage) else storage,
         )
         try:
-            notices = (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports))
-            for notice in notices:
-                self._say(f"note: {notice}")
+            for notice in (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports)):
+                self._note(notice)
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with open_job_talks(self._transports) as talks:
                 facts = on_all(self._transports, lambda index: ask_facts(talks[index]))
                 self._check_together(facts)
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
-                self._say("sending what has changed of the source")
-                ready = on_all(self._transports, lambda index: self._ship(talks[index], secrets))
+                ready = self._ship_to_all(talks, secrets)
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
@@ -175,7 +174,7 @@ class _Starting:
                 raise DetrainError(str(exc)) from exc
             raise
         self.record.update(job, state=RUNNING, started_at=time.time())
-        return Started(job, self.spec.name, self._transports, notices)
+        return Started(job, self.spec.name, self._transports, tuple(self._notices))
 
     # ---- before any node is asked
 
@@ -205,9 +204,30 @@ class _Starting:
         """Raises: SpecError where the nodes have not what the spec wants."""
         return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
 
-    def _ship(self, talk: Talk, secrets: Mapping[str, str]) -> str:
+    def _ship_to_all(self, talks: Sequence[Talk], secrets: Mapping[str, str]) -> list[str]:
+        """All nodes get the same files: where one does not reach the host of a repository, all get it from here.
+
+        Raises: DetrainError with a line for each node that failed, SpecError.
+        """
         environment = {**(self.given or {}), **secrets}
-        return ship(talk, self.source, storage=self.storage, environment=environment)
+
+        def ship_to(index: int) -> str:
+            name = label(self._transports[index])
+            return ship(talks[index], self.source, node=name, storage=self.storage, environment=environment)
+
+        self._say("sending what has changed of the source")
+        ready = on_all(self._transports, ship_to)
+        if not (why := self.source.unreached):
+            return ready
+        self._say(f"{why}: fetching it here")
+        try:
+            self.source = fetch_here(self.source, {**os.environ, **environment})
+        except DetrainError as exc:
+            raise DetrainError(f"{why}\n{exc}") from exc
+        self._note(f"{why}: commit {self.source.commit[:12]} was fetched here, and all nodes get it from here")
+        for notice in self.source.notices:
+            self._note(notice)
+        return on_all(self._transports, ship_to)
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""
@@ -289,6 +309,10 @@ class _Starting:
                 talk.hear("removed")
 
         try_on_all(self._transports, stop, limit_s=_UNDO_LIMIT_S)
+
+    def _note(self, text: str) -> None:
+        self._notices.append(text)
+        self._say(f"note: {text}")
 
     def _say(self, text: str) -> None:
         if self.on_progress:

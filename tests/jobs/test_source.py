@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from detrain_nb.copying.json_lines import FilesError, Talk, Untrue
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.jobs.shipping import ship
-from detrain_nb.jobs.source import ShippedSource, SourceFile, plan_source
+from detrain_nb.jobs.source import ShippedSource, SourceFile, fetch_here, plan_source
 from detrain_nb.node.job.sources import lay_out
 from detrain_nb.spec import PipelineSpec
 
@@ -232,6 +232,31 @@ def test_repository_is_cloned_there_or_sent_from_here(
     del there["leads_out"]
     assert arrive(bundled, node, at="bundled") == there
     assert "t0ken" not in repr((cloned, bundled))
+
+
+def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_not_reach_its_host(
+    tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    first = commit(work, {"train.py": "print(1)"})
+    with git_host(tmp_path / "host") as host:
+        source = plan(git={"url": host.publish(work, "x.git"), "ref": "main"}, entry="train.py")
+        with source_talk(node) as talk:
+            assert ship(talk, source, node="a") and source.commit == first
+        commit(work, {"train.py": "print(2)"})
+        host.publish(work, "x.git")
+        with monkeypatch.context() as patch, source_talk(node) as talk:
+            patch.setenv("PATH", str(tmp_path))  # without git
+            assert ship(talk, source, node="b") == ""
+            with pytest.raises(FilesError, match=r'git is not installed; source\.git\.how = "auto" has it'):
+                ship(talk, plan(git={"url": host.url("x.git"), "how": "clone"}, entry="train.py"))
+        assert source.unreached == "b: git is not installed"
+        asked = len(host.asked)
+        with source_talk(node) as talk:
+            assert ship(talk, source, node="c") == "" and len(host.asked) == asked  # it is not to fetch it either
+        sent = fetch_here(source, {})
+    assert sent.commit == first and sent.program == source.program
+    assert arrive(sent, node.with_name("second")) == {"train.py": b"print(1)"}
 
 
 def test_repository_that_is_sent_from_here_is_no_larger_than_a_folder(tmp_path: Path, node: Path) -> None:

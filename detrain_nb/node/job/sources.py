@@ -19,7 +19,7 @@ from ...copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, che
 from ...copying.receiver import TreeWriter
 from ...plan.names import VARIABLE
 from .blobs import PART, Blobs, remove_unused, sources_folder, touch
-from .git_program import GitAccess, GitLimits
+from .git_program import GitAccess, GitLimits, GitUnreached
 from .git_source import GitPart, fetch_parts, lay_out_part
 from .stored_blobs import read_stored
 
@@ -37,7 +37,10 @@ _Listed = list[tuple[str, int, str, bool]]  # name, size, digest, whether it can
 def handle_source(
     talk: Talk, order: dict[str, Any], *, cache: Path | None = None, limits: GitLimits | None = None
 ) -> None:
-    """Serve the order "source"; the answer is "ready" with the id. Raises: FilesError, Failed, Untrue."""
+    """Serve the order "source"; the answer is "ready" with the id. Raises: FilesError, Failed, Untrue.
+
+    It is "unreached", with the reason in words, where nothing of a repository's host is reached from here.
+    """
     kind = order.get("of")
     if kind not in ("files", "git"):
         raise Untrue(f"{clean(kind)[:40]!r} is no kind of source: files or git")
@@ -148,10 +151,13 @@ def _take_git(talk: Talk, order: dict[str, Any], cache: Path, limits: GitLimits 
         _text(order.get(key, "")) for key in ("url", "ref", "commit", "folder", "token", "ssh_key")
     )
     access = GitAccess(token, ssh_key)
-    parts = fetch_parts(cache, url, ref, commit=commit, folder=folder, access=access, limits=limits, tick=talk.tick)
-    listed = [[part.mirror, part.commit, part.folder, part.place] for part in parts]
-    text = json.dumps({"format": FORMAT, "parts": listed}).encode()
-    talk.say("ready", source=_write_note(cache, text), commit=parts[0].commit)
+    try:
+        parts = fetch_parts(cache, url, ref, commit=commit, folder=folder, access=access, limits=limits, tick=talk.tick)
+        listed = [[part.mirror, part.commit, part.folder, part.place] for part in parts]
+        text = json.dumps({"format": FORMAT, "parts": listed}).encode()
+        talk.say("ready", source=_write_note(cache, text), commit=parts[0].commit)
+    except GitUnreached as exc:
+        talk.say("unreached", text=str(exc))
     talk.flush()
 
 
