@@ -8,11 +8,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import tempfile
 from collections.abc import Mapping
 
 from ..copying.json_lines import LINE_BYTES, FilesError, Talk, Untrue, as_size, clean
+from ..copying.sender import Progress
+from ..deploy.files import OnProgress
 from ..node.job.sources import FORMAT
-from ..storage import locate
+from ..storage import Location, locate
 from .source import GitSource, ShippedSource, SourceFile, read_token
 
 __all__ = ["ship"]
@@ -31,6 +35,7 @@ def ship(
     node: str = "",
     storage: str | None = None,
     environment: Mapping[str, str] | None = None,
+    on_progress: OnProgress | None = None,
 ) -> str:
     """Have a source on the node that ``talk`` leads to; returns its id there, which "prepare" names.
 
@@ -38,6 +43,7 @@ def ship(
     the host: what `fetch_here` makes of it is to be shipped instead.
     ``storage``: the URL of a folder that this machine can write and the nodes can read. ``environment`` are secrets:
     the token of a repository, and what lets a node into the store; a token may also stand in this process' own.
+    ``on_progress`` is told the files that are sent, the bytes, and the bytes in all; what the store has counts as sent.
     It may run for several nodes at once. Raises: SpecError, DetrainError; FilesError with what the node says.
     """
     given = environment or {}
@@ -54,13 +60,15 @@ def ship(
     talk.send(text)
     said = talk.hear("need", most_bytes=LINE_BYTES + _INDEX_BYTES * len(listed))
     wanted = _choose(source.files, said.get("indices"))
+    progress = Progress(on_progress)
+    progress.begin(sum(file.size for file in wanted))
     if storage:
         with source.lock:
-            _put_into_store(talk, storage, wanted)
+            _put_into_store(talk, storage, wanted, progress)
         talk.say("stored")
     else:
         for file in wanted:
-            _send(talk, file)
+            _send(talk, file, progress)
     ready = talk.hear("ready").get("source")
     if ready != hashlib.sha256(text).hexdigest():
         raise Untrue("it has another source than was sent")
@@ -76,25 +84,37 @@ def _choose(files: tuple[SourceFile, ...], indices: object) -> list[SourceFile]:
     return [files[index] for index in indices]
 
 
-def _send(talk: Talk, file: SourceFile) -> None:
+def _send(talk: Talk, file: SourceFile, progress: Progress) -> None:
     with file.open() as opened:
         left = file.size
         while left and (data := opened.read(min(left, _CHUNK_BYTES))):
             talk.send(data)
             left -= len(data)
+            progress.advance(len(data))
     if left:
         raise Untrue(f"{file.name} became shorter while it was sent: submit the job again")
+    progress.end_file()
 
 
-def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile]) -> None:
+def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile], progress: Progress) -> None:
     """Put there what is not there yet."""
     folder = locate(storage)
     for file in wanted:
-        there = folder / file.sha256
-        if not there.exists():
-            with file.open() as opened:
-                there.write(opened.read())
+        _put(file, folder / file.sha256, progress)
         talk.tick()
+
+
+def _put(file: SourceFile, there: Location, progress: Progress) -> None:
+    """What was opened goes there, by a copy: whatever stands at its path by then does not."""
+    before = progress.size
+    if not there.exists():
+        with tempfile.TemporaryDirectory(prefix="detrain-nb-") as folder:
+            path = os.path.join(folder, "copy")
+            with file.open() as opened, open(path, "wb") as copy:
+                shutil.copyfileobj(opened, copy)
+            there.put(path, on_progress=lambda done, _: progress.advance(before + done - progress.size))
+    progress.advance(before + file.size - progress.size)
+    progress.end_file()
 
 
 def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Mapping[str, str], node: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..copying.json_lines import FilesError, Talk
 from ..deploy.chosen_nodes import transports_to
-from ..deploy.files import label
+from ..deploy.files import OnProgress, label
 from ..deploy.jobs import open_job_talk
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
@@ -24,8 +24,9 @@ from ..node.job.order import JobOrder, JobRendezvous
 from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
 from ..storage import has_password
+from ..text import CopyProgress
 from ..transport import Transport
-from .asking import ask_facts, on_all, open_job_talks, try_on_all
+from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
 from .noting import running_job
 from .record import Record
 from .report_checks import NodeFacts, read_port
@@ -211,12 +212,18 @@ class _Starting:
         """
         environment = {**(self.given or {}), **secrets}
 
-        def ship_to(index: int) -> str:
-            name = label(self._transports[index])
-            return ship(talks[index], self.source, node=name, storage=self.storage, environment=environment)
+        def ship_to(index: int, tell: OnProgress) -> str:
+            return ship(
+                talks[index],
+                self.source,
+                node=label(self._transports[index]),
+                storage=self.storage,
+                environment=environment,
+                on_progress=tell,
+            )
 
         self._say("sending what has changed of the source")
-        ready = on_all(self._transports, ship_to)
+        ready = send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
         if not (why := self.source.unreached):
             return ready
         self._say(f"{why}: fetching it here")
@@ -227,7 +234,7 @@ class _Starting:
         self._note(f"{why}: commit {self.source.commit[:12]} was fetched here, and all nodes get it from here")
         for notice in self.source.notices:
             self._note(notice)
-        return on_all(self._transports, ship_to)
+        return send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""

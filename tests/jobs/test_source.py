@@ -171,6 +171,24 @@ def test_folder_at_a_url(node: Path) -> None:
     files.store.clear()
 
 
+@pytest.mark.parametrize("by_store", [False, True])
+def test_large_source_tells_how_far_it_is(tmp_path: Path, node: Path, by_store: bool) -> None:
+    folder = write(tmp_path / "project", {"train.py": "1", "sub/small": "2"})
+    (folder / "weights.bin").write_bytes(os.urandom(20_000_000))
+    source, told = plan(path=str(folder), entry="train.py"), list[tuple[int, int, int]]()
+    storage = f"file://{tmp_path}/store" if by_store else None
+    arrive(source, node, storage=storage, on_progress=lambda *done: told.append(done))
+    assert told[0] == (0, 0, 20_000_002) and told[-1] == (3, 20_000_002, 20_000_002)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert len({done for _, done, _ in told}) > 10
+    told.clear()
+    arrive(source, node.with_name("second"), storage=storage, on_progress=lambda *done: told.append(done))
+    assert told[-1] == (3, 20_000_002, 20_000_002)
+    told.clear()
+    arrive(source, node, at="again", storage=storage, on_progress=lambda *done: told.append(done))
+    assert set(told) == {(0, 0, 0)}
+
+
 # ---- a node that says what is not so
 
 
