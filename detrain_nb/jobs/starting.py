@@ -71,12 +71,14 @@ def start(
     nodes: Sequence[Node | Transport] | None = None,
     record: Record,
     ask_passphrase: AskPassphrase | None = None,
+    before: str = "",
 ) -> Started:
     """Start a job of a spec that was read with `read_spec`, on its nodes or on ``nodes``, with its source.
 
-    Raises: as `submit`. Nothing runs then.
+    ``before``: the id of the job that is restarted, whose checkpoints are taken over. Raises: as `submit`. Nothing runs
+    then.
     """
-    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress).run()
+    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before).run()
 
 
 def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -131,6 +133,7 @@ class _Starting:
     record: Record
     ask_passphrase: AskPassphrase | None
     on_progress: Say | None
+    before: str
     _may_run: bool = False  # on some of its nodes
     _notices: list[str] = field(default_factory=list)
 
@@ -285,7 +288,8 @@ class _Starting:
 
         def prepare(index: int) -> int:
             own = {**self._transports[index].env, **secrets}
-            talks[index].say("prepare", order=orders[index].to_dict(), secrets=own, source=ready[index])
+            order = orders[index].to_dict()
+            talks[index].say("prepare", order=order, secrets=own, source=ready[index], before=self.before)
             return read_port(talks[index].hear("prepared").get("port"))
 
         self._say("preparing it on all nodes")
