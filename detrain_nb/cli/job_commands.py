@@ -54,7 +54,9 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
     parser.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
     parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
-    parser.add_argument("--storage", metavar="URL", help="where the source travels by, as s3://bucket/folder")
+    parser.add_argument(
+        "--storage", metavar="URL", help="where the source travels by: s3://BUCKET/FOLDER, or a shared folder"
+    )
     parser.epilog = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2"
 
 

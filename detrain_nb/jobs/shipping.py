@@ -53,7 +53,6 @@ def ship(
     text = json.dumps({"format": FORMAT, "files": listed}).encode()
     by_store: dict[str, object] = {}
     if storage:
-        locate(storage)  # a URL that cannot be is said before any node is asked
         lets_in = {name: value for name, value in given.items() if name.startswith(_STORE_PREFIXES)}
         by_store = {"storage": storage, "environment": lets_in}
     talk.say("source", of="files", size=len(text), **by_store)

@@ -23,7 +23,7 @@ from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
 from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
-from ..storage import has_password
+from ..storage import has_password, locate
 from ..text import CopyProgress
 from ..transport import Transport
 from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
@@ -78,6 +78,7 @@ def start(
     ``before``: the id of the job that is restarted, whose checkpoints are taken over. Raises: as `submit`. Nothing runs
     then.
     """
+    storage = _full_url(storage)
     return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before).run()
 
 
@@ -119,6 +120,12 @@ def _full_paths(spec: PipelineSpec) -> dict[str, object]:
     if kind not in ("script", "notebook", "path") or "://" in path:
         return {}
     return {f"source.{kind}": os.path.abspath(os.path.expanduser(path))}
+
+
+def _full_url(storage: str | None) -> str | None:
+    """A path is one of this machine, from the folder that we are in; nodes find the same there. Raises: SpecError."""
+    path = locate(storage).path if storage else ""
+    return f"file://{path}" if storage and "://" not in storage else storage
 
 
 @dataclass

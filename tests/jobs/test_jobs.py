@@ -278,6 +278,18 @@ def test_two_submits_at_once_are_one(home: Path) -> None:
     assert not [row for row in jobs().rows if row.name == "twice"]
 
 
+@pytest.mark.parametrize(
+    ("storage", "said"),
+    [
+        ("file://store", r"file://store: write file:///\.\.\."),
+        ("sftp://host/store", "would take any host key"),
+    ],
+)
+def test_storage_that_cannot_be_is_refused_before_a_node_is_asked(home: Path, storage: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        submit(spec_of("pass", name="nowhere"), nodes=[LyingNode({})], storage=storage)
+
+
 def test_storage_is_kept_unless_it_has_a_password(home: Path) -> None:
     for storage, kept in (("s3://bucket/folder", "s3://bucket/folder"), ("s3://me:hunter2@bucket/folder", "")):
         with pytest.raises(DetrainError, match=r"hung up|broke"):

@@ -47,15 +47,19 @@ def test_ranks_run_a_repository_that_wants_a_token(home: Path, tmp_path: Path) -
         assert not path.is_file() or b"t0ken" not in path.read_bytes(), path
 
 
-def test_ranks_run_a_folder_that_went_through_a_store(home: Path, tmp_path: Path) -> None:
+def test_ranks_run_a_folder_that_went_through_a_store(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     for name, text in PROGRAM.items():
         (folder / name).write_text(text)
-    store = f"file://{tmp_path}/store"
-    assert run("stored", path=str(folder), storage=store) == SHOWN
+    monkeypatch.chdir(tmp_path)
+    assert run("stored", path="project", storage="store") == SHOWN
+    assert Record().get("stored").storage == f"file://{tmp_path}/store"
     assert len(os.listdir(tmp_path / "store")) == 2
     (folder / "beside.py").write_text("word = 'anew'\n")
+    monkeypatch.chdir("/")
     again = find_job("stored").restart()
-    assert (again.wait().exit_code, Record().get(again.id).storage) == (0, store)
+    assert (again.wait().exit_code, Record().get(again.id).storage) == (0, f"file://{tmp_path}/store")
     assert len(os.listdir(tmp_path / "store")) == 3
