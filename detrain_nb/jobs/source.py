@@ -7,7 +7,7 @@ import io
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -20,7 +20,7 @@ from ..deploy.private import is_private, why_kept
 from ..errors import DetrainError, SpecError
 from ..node.job.blobs import PART, Blobs, remove_unused, sources_folder
 from ..node.job.git_program import GitAccess, GitLimits
-from ..node.job.git_source import fetch_parts, lay_out_part
+from ..node.job.git_source import fetch_parts, find_pointers, lay_out_part
 from ..spec.notebook import MOST_BYTES, read_notebook_script
 from ..storage import Location, locate, named_errors
 from ..text import format_size, name_some
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.source import Git, Source
 
-__all__ = ["GitSource", "ShippedSource", "SourceFile", "fetch_here", "plan_source", "read_token"]
+__all__ = ["GitSource", "ShippedSource", "SourceFile", "fetch_here", "plan_source", "read_token", "tell_pointers"]
 
 _LIMIT_BYTES = 500_000_000
 _MOST_FILES = 50_000
+_MOST_NAMED = 3
 _CHUNK_BYTES = 1 << 20
 _AGAIN = "was changed while it was sent: submit the job again"
 
@@ -250,13 +251,25 @@ def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> Shipped
         with tempfile.TemporaryDirectory(prefix=PART, dir=cache / "bundles") as folder:
             for part in parts:
                 lay_out_part(cache, part, Path(folder))
+            pointers = find_pointers(cache, parts, Path(folder))
             files, skipped = _gather(Path(folder))
     except FilesError as exc:
         raise DetrainError(f"this machine: {exc}") from exc
     if entry not in {file.name for file in files}:
         raise SpecError(f"source.entry {entry!r} is not in {wanted.url} at commit {parts[0].commit[:12]}")
-    notices = (f"links that do not travel: {name_some(skipped)}",) if skipped else ()
-    return ShippedSource((entry,), tuple(files), notices=notices, commit=parts[0].commit)
+    notices = [f"links that do not travel: {name_some(skipped)}"] if skipped else []
+    if pointers:
+        notices.append(tell_pointers(pointers))
+    return ShippedSource((entry,), tuple(files), notices=tuple(notices), commit=parts[0].commit)
+
+
+def tell_pointers(names: Sequence[str]) -> str:
+    """What the ranks find in the place of files that git LFS has, and how they get those."""
+    named = ", ".join(map(clean, names[:_MOST_NAMED])) + (" and others" if len(names) > _MOST_NAMED else "")
+    return (
+        f"git LFS has the contents of {named}: the ranks find a few lines that say where; to have them, clone the "
+        "repository with git-lfs here and give the folder as source.path, or fetch them by a line of source.setup"
+    )
 
 
 def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:

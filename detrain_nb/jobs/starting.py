@@ -29,9 +29,9 @@ from ..transport import Transport
 from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
 from .noting import running_job
 from .record import Record
-from .report_checks import NodeFacts, read_port
+from .report_checks import NodeFacts, read_pointers, read_port
 from .shipping import ship
-from .source import ShippedSource, fetch_here
+from .source import ShippedSource, fetch_here, tell_pointers
 from .submitting import submitting
 
 if TYPE_CHECKING:
@@ -293,14 +293,17 @@ class _Starting:
     ) -> None:
         """Raises: DetrainError with a line for each node that failed."""
 
-        def prepare(index: int) -> int:
+        def prepare(index: int) -> tuple[int, list[str]]:
             own = {**self._transports[index].env, **secrets}
             order = orders[index].to_dict()
             talks[index].say("prepare", order=order, secrets=own, source=ready[index], before=self.before)
-            return read_port(talks[index].hear("prepared").get("port"))
+            said = talks[index].hear("prepared")
+            return read_port(said.get("port")), read_pointers(said.get("pointers"))
 
         self._say("preparing it on all nodes")
-        port = on_all(self._transports, prepare)[0]
+        port, pointers = on_all(self._transports, prepare)[0]
+        if pointers:
+            self._note(tell_pointers(pointers))
         rendezvous = orders[0].rendezvous
         key = random.token_hex(_KEY_BYTES) if rendezvous.kind == "elastic" else ""
 

@@ -213,6 +213,17 @@ def test_node_gets_no_file_that_does_not_travel(indices: object) -> None:
     thread.join(20)
 
 
+def test_what_a_node_says_of_a_git_host_is_cleaned_and_cut() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+    with ours, theirs, theirs.makefile("wb") as writer, ours.makefile("rb") as reader:
+        writer.write(json.dumps({"type": "unreached", "text": "\x1b[2J\n" + "x" * 10_000}).encode() + b"\n")
+        writer.flush()
+        source = plan(git={"url": "https://git.example/x"}, entry="train.py")
+        assert ship(Talk(reader, Sender(ours)), source, node="a") == ""
+    assert source.unreached == "a: ?[2J?" + "x" * 295
+
+
 # ---- git
 
 
@@ -250,6 +261,17 @@ def test_repository_is_cloned_there_or_sent_from_here(
     del there["leads_out"]
     assert arrive(bundled, node, at="bundled") == there
     assert "t0ken" not in repr((cloned, bundled))
+
+
+def test_files_that_git_lfs_has_the_contents_of_are_told_of(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    work = tmp_path / "work"
+    commit(work, {".gitattributes": "*.bin filter=lfs\n", "train.py": "1", "weights.bin": pointer})
+    (notice,) = plan(git={"url": str(work), "how": "bundle"}, entry="train.py").notices
+    assert notice.startswith("git LFS has the contents of weights.bin: the ranks find a few lines that say where")
+    commit(work, {f"{number}.bin": pointer for number in range(3)})
+    (notice,) = plan(git={"url": str(work), "how": "bundle"}, entry="train.py").notices
+    assert notice.startswith("git LFS has the contents of 0.bin, 1.bin, 2.bin and others: ")
 
 
 def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_not_reach_its_host(

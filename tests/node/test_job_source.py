@@ -402,6 +402,30 @@ def test_no_hook_and_no_filter_runs(host: GitHost, work: Path, tmp_path: Path, m
     assert (tmp_path / "source/x.bin").read_text() == "version lfs\n" and not ran.exists()
 
 
+def test_files_that_git_lfs_has_the_contents_of_are_named(
+    host: GitHost, work: Path, cache: Path, tmp_path: Path
+) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    files = {f"sub/{number}.bin": pointer for number in range(5)}
+    commit(work, {**files, "lib/a.bin": pointer, "sub/text.bin": "text", "sub/long.bin": pointer + " " * 2000})
+    (work / "sub/link.bin").symlink_to("0.bin")
+    commit(work, {})
+    url = host.publish(work, "lfs.git")
+
+    def find(name: str, **fields: str) -> list[str]:
+        with source_talk(cache) as talk:
+            source = ask_git(talk, url, token=TOKEN, **fields)["source"]
+        return lay_out(source, tmp_path / name, cache=cache)
+
+    assert find("folder", folder="lib") == ["a.bin"], "what tells of it stands above"
+    found = find("all")
+    assert len(found) == 4 and set(found) <= {"lib/a.bin", *files}
+    assert find("earlier", ref="v1") == []
+    commit(work, {".gitattributes": "*.txt text\n"})
+    host.publish(work, "lfs.git")
+    assert find("none") == []
+
+
 def test_token_does_not_go_where_the_host_sends_us(work: Path, cache: Path, tmp_path: Path) -> None:
     with git_host(tmp_path / "old", token=TOKEN) as old, git_host(tmp_path / "new", token=TOKEN) as new:
         new.publish(work, "x.git")

@@ -67,14 +67,14 @@ class Preparing:
         with contextlib.ExitStack() as on_failure:
             folder = _make_folder(order)
             on_failure.callback(remove_job_folder, folder)
-            _lay_out(said.get("source"), folder, talk)
+            pointers = _lay_out(said.get("source"), folder, talk)
             if said.get("before"):
                 _take_over(check_id(said["before"]), order, folder)
             _check_script(order.argv[0], folder / SOURCE_NAME)
             store = _bind(order.address, order.rendezvous.port) if order.node_rank == 0 else None
             on_failure.pop_all()
         self._prepared = _Prepared(order, folder, secrets, store)
-        talk.say("prepared", port=store.getsockname()[1] if store else 0)
+        talk.say("prepared", port=store.getsockname()[1] if store else 0, pointers=pointers)
 
     def launch(self, talk: Talk, said: dict[str, Any]) -> None:
         """Start what was prepared, as a process that goes on without us. Raises: JobError, OSError."""
@@ -145,14 +145,17 @@ def _alone() -> Iterator[None]:
         os.close(lock)
 
 
-def _lay_out(source: object, folder: Path, talk: Talk) -> None:
-    """Put the job's source in its place; without one that is an empty folder. Raises: FilesError, OSError."""
+def _lay_out(source: object, folder: Path, talk: Talk) -> list[str]:
+    """Put the job's source in its place; without one that is an empty folder. Returns: as `lay_out`.
+
+    Raises: FilesError, OSError.
+    """
     if source:
         from .sources import lay_out
 
-        lay_out(source, folder / SOURCE_NAME, talk)
-    else:
-        (folder / SOURCE_NAME).mkdir(mode=0o700)
+        return lay_out(source, folder / SOURCE_NAME, talk)
+    (folder / SOURCE_NAME).mkdir(mode=0o700)
+    return []
 
 
 def _take_over(before: str, order: JobOrder, folder: Path) -> None:

@@ -20,7 +20,7 @@ from ...copying.receiver import TreeWriter
 from ...plan.names import VARIABLE
 from .blobs import PART, Blobs, remove_unused, sources_folder, touch
 from .git_program import GitAccess, GitLimits, GitUnreached
-from .git_source import GitPart, fetch_parts, lay_out_part
+from .git_source import GitPart, fetch_parts, find_pointers, lay_out_part
 from .stored_blobs import read_stored
 
 __all__ = ["FORMAT", "LISTED_BYTES", "MOST_FILES", "handle_source", "lay_out"]
@@ -53,23 +53,25 @@ def handle_source(
     remove_unused(cache, tick=talk.tick)
 
 
-def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Path | None = None) -> None:
+def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Path | None = None) -> list[str]:
     """Write all files of a source into the folder ``target``, which is made. ``talk`` is told that it goes on.
 
-    Raises: FilesError.
+    Returns some that git LFS has the contents of. Raises: FilesError.
     """
     tick = talk.tick if talk else _no_tick
     cache = cache or sources_folder()
     noted = _read_note(cache, source)
     if "parts" in noted:
-        for part in map(GitPart.read, noted["parts"]):
+        parts = list(map(GitPart.read, noted["parts"]))
+        for part in parts:
             lay_out_part(cache, part, target, tick=tick)
-        return
+        return find_pointers(cache, parts, target, tick=tick)
     blobs = Blobs(cache / "blobs")
     with TreeWriter(str(target)) as writer:
         for name, size, sha256, is_executable in _check_list(noted):
             tick()
             writer.add_file(name, size, 0o755 if is_executable else 0o644, blobs.read(sha256, size))
+    return []
 
 
 def _no_tick() -> None:
