@@ -49,6 +49,12 @@ def ship(
     given = environment or {}
     if source.git is not None:
         return _ship_git(talk, source, source.git, {**os.environ, **given}, node)
+    return _ship_files(talk, source, storage, given, Progress(on_progress))
+
+
+def _ship_files(
+    talk: Talk, source: ShippedSource, storage: str | None, given: Mapping[str, str], progress: Progress
+) -> str:
     listed = [[file.name, file.size, file.sha256, file.is_executable] for file in source.files]
     text = json.dumps({"format": FORMAT, "files": listed}).encode()
     by_store: dict[str, object] = {}
@@ -59,7 +65,6 @@ def ship(
     talk.send(text)
     said = talk.hear("need", most_bytes=LINE_BYTES + _INDEX_BYTES * len(listed))
     wanted = _choose(source.files, said.get("indices"))
-    progress = Progress(on_progress)
     progress.begin(sum(file.size for file in wanted))
     if storage:
         with source.lock:
