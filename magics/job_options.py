@@ -149,7 +149,9 @@ def _add_spec(parser: LineParser) -> None:
 def _add_name_and_nodes(parser: LineParser) -> None:
     parser.add_argument("--name", type=not_empty, metavar="NAME", help="the job's name")
     parser.add_argument("--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],...")
-    parser.add_argument("--storage", metavar="URL", help="where the source travels by, as s3://bucket/folder")
+    parser.add_argument(
+        "--storage", metavar="URL", help="where the source travels by: s3://BUCKET/FOLDER, or a shared folder"
+    )
 
 
 def _add_follow(parser: LineParser) -> None:

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import getpass
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, SpecError
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from ..text import format_size
+from ..text import CopyProgress
 
 if TYPE_CHECKING:
     from ..jobs import Job
@@ -54,7 +55,9 @@ def add_spec(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
     parser.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
     parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
-    parser.add_argument("--storage", metavar="URL", help="where the source travels by, as s3://bucket/folder")
+    parser.add_argument(
+        "--storage", metavar="URL", help="where the source travels by: s3://BUCKET/FOLDER, or a shared folder"
+    )
     parser.epilog = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2"
 
 
@@ -162,11 +165,8 @@ def _restart(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> int:
     with _progress() as say:
-
-        def tell(files: int, done: int, total: int) -> None:
-            say(f"{files} files, {format_size(done)} of {format_size(total)}")
-
-        fetched = _find(args.job).fetch(args.pattern or None, args.to, anyway=args.anyway, on_progress=tell)
+        bar = CopyProgress("fetch", say)
+        fetched = _find(args.job).fetch(args.pattern or None, args.to, anyway=args.anyway, on_progress=bar)
     print(fetched)
     return _OK
 
@@ -271,8 +271,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda text: None
         return
+
+    def draw(text: str) -> None:
+        columns = shutil.get_terminal_size().columns - 1  # what is longer has a second line, which stays
+        print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
+
     try:
-        yield lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        yield draw
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
