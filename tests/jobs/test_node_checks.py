@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 from detrain_nb.jobs import check_nodes
@@ -22,6 +24,16 @@ def test_spec_is_checked_with_its_nodes(home: Path) -> None:
     spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, "secrets": ["NOT_SET_ANYWHERE"]})
     assert spec.check() == []
     assert [each.field for each in spec.check(nodes=True)] == ["secrets"]
+
+
+def test_who_has_imported_a_spec_alone_can_check_it_with_its_nodes(home: Path) -> None:
+    code = """
+from detrain_nb.spec import PipelineSpec
+spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, "secrets": ["NOT_SET_ANYWHERE"]})
+print([each.field for each in spec.check(nodes=True)])
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=home, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "['secrets']\n", done.stderr
 
 
 def test_port_that_is_taken_is_said(home: Path) -> None:
