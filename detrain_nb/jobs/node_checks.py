@@ -23,6 +23,7 @@ from .starting import gather_secrets
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
+    from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
 __all__ = ["check_nodes"]
@@ -47,17 +48,13 @@ def check_nodes(
             size_bytes = plan_source(spec).size_bytes
         except DetrainError as exc:
             findings.append(Finding("source", str(exc)))
-    if hosts := [node for node in spec.nodes if not node.is_this_machine]:
-        from ..doctor import examine  # it takes its time, and most checks ask no host
-
-        report = examine(hosts, ask_passphrase=ask_passphrase)
-        for each in report.problems:
-            said = ": ".join(filter(None, (each.check, each.what, each.advice, each.command)))
-            findings.append(Finding(f"nodes.{each.host}", said, "warning" if each.is_warning else "error"))
+    if spec.nodes:
+        findings += _examine(spec.nodes, ask_passphrase)
     nodes = transports_to(list(spec.nodes) or None, ask_passphrase=ask_passphrase)
     try:
         facts = try_on_all(nodes, lambda index: _facts_of(nodes[index]))
-        findings += _check_facts(spec, nodes, facts, size_bytes)
+        told = {each.field for each in findings if each.severity == "error"}  # the doctor names what to do about it
+        findings += [each for each in _check_facts(spec, nodes, facts, size_bytes) if each.field not in told]
         if spec.rendezvous.port and not isinstance(facts[0], DetrainError):
             findings += _check_port(nodes[0], spec.rendezvous.port)
         answering = [node for node, said in zip(nodes, facts) if not isinstance(said, DetrainError)]
@@ -66,6 +63,14 @@ def check_nodes(
         for node in nodes:
             node.leave()
     return findings
+
+
+def _examine(nodes: Sequence[Node], ask_passphrase: AskPassphrase | None) -> Iterator[Finding]:
+    from ..doctor import examine  # it takes its time, and a job without nodes asks no host
+
+    for each in examine(nodes, ask_passphrase=ask_passphrase).problems:
+        said = ": ".join(filter(None, (each.check, each.what, each.advice, each.command)))
+        yield Finding(f"nodes.{each.host}", said, "warning" if each.is_warning else "error")
 
 
 def _facts_of(node: Transport) -> NodeFacts:
@@ -87,8 +92,7 @@ def _check_facts(
     for node, said in zip(nodes, facts):
         field = f"nodes.{label(node)}"
         if isinstance(said, DetrainError):
-            if node.is_this_machine:  # of a host the doctor has said it
-                yield Finding(field, str(said))
+            yield Finding(field, str(said))
             continue
         known[node.name] = said.gpus
         if not said.torch:

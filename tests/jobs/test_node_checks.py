@@ -61,6 +61,19 @@ def test_library_that_a_node_lacks_is_said(home: Path) -> None:
     assert f"storage: {missing}" in said
 
 
+def test_python_of_this_machine_that_lacks_torch_is_told_once(home: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    (fault,) = faults(nodes=[{"host": "localhost", "python": str(python)}])
+    assert fault.startswith("nodes.localhost: torch: missing in ")
+
+
+def test_python_of_this_machine_that_cannot_be_started_is_told(home: Path) -> None:
+    (fault,) = faults(nodes=[{"host": "localhost", "python": "/nowhere/python"}])
+    assert fault.startswith("nodes.localhost: ") and "/nowhere/python" in fault
+
+
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:
     (fault,) = faults(nodes=[{"host": "nohost.invalid"}])
     assert fault.startswith("nodes.nohost.invalid: ")
