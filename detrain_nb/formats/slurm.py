@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 from ..errors import SpecError
 from ..launch import Rendezvous, launch_job
@@ -14,6 +15,7 @@ from .job_script import (
     describe,
     read_program,
     write_begin,
+    write_left_out,
     write_preparation,
     write_setup,
 )
@@ -41,6 +43,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     lines = [
         "#!/bin/bash",
         f"# {describe(spec, plan)}: sbatch {spec.name}.sbatch",
+        *write_left_out(spec, *_list_chosen_there(spec)),
         f"#SBATCH --job-name={spec.name}",
         f"#SBATCH --nodes={len(plan.nodes)}",
         "#SBATCH --ntasks-per-node=1",
@@ -88,6 +91,14 @@ def _write_on_node(spec: PipelineSpec, plan: Plan, program: JobProgram, node: No
         *write_setup(spec, node),
         f"exec {quote_command(launch.argv, options=filled, below=program.below)}",
     ]
+
+
+def _list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
+    """What the spec says of nodes and Slurm chooses itself: of devices their kind and number count."""
+    if any(node.address for node in spec.nodes):
+        yield "nodes.address"
+    if any(isinstance(node.devices, tuple) for node in spec.nodes):
+        yield "nodes.devices"
 
 
 def _find_first_node(spec: PipelineSpec) -> list[str]:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
+from ..text import name_some
 from .findings import Finding, findings_of
 from .notebook import MOST_BYTES, check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
 from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
 
+_READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
+
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec), *_check_image(spec)]
+    parts = (_check_source(spec.source), _check_reader(spec), _check_plan(spec), _check_rendezvous(spec))
+    return [*itertools.chain(*parts), *_check_unused(spec)]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -41,6 +47,16 @@ def _check_source(source: Source) -> Iterator[Finding]:
         yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
 
 
+def _check_reader(spec: PipelineFields) -> Iterator[Finding]:
+    """Does the script read what it alone can make use of? Of a folder, a repository or a module nobody knows here."""
+    given = spec.to_fields()
+    fields = [f"{section}.{name}" for section in _READ_BY_SCRIPTS for name in given.get(section, {})]
+    script = _script_of(spec.source)
+    if fields and script and spec.source.argument_style == "plain" and "job_spec" not in script.lower():
+        said = f"the script does not call job_spec(), by which it would read {name_some(fields, most=6)}"
+        yield Finding("source", f"{said}: call it, unless a module does that it imports", "warning")
+
+
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
     there = max(1, len(spec.nodes))
     nodes = f"{there} node{'s' if there > 1 else ''}"
@@ -54,10 +70,24 @@ def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
 
 
-def _check_image(spec: PipelineFields) -> Iterator[Finding]:
+def _check_unused(spec: PipelineFields) -> Iterator[Finding]:
     if spec.image is not None:
         said = f"{spec.image}: no job starts a container yet: its ranks run in the Python of their nodes"
         yield Finding("image", said, "warning")
+    for index, node in enumerate(spec.nodes):
+        if node.relative_speed is not None:
+            said = f"{node.relative_speed:g}: nothing uses it yet: every rank has as much to do"
+            yield Finding(f"nodes[{index}].relative_speed", said, "warning")
+
+
+def _script_of(source: Source) -> str:
+    """The text of one that is a file alone; empty where it is none, or cannot be read."""
+    with contextlib.suppress(SpecError):
+        if source.script is not None:
+            return _read(Path(source.script).expanduser())
+        if source.notebook is not None:
+            return script_of_notebook(_read(Path(source.notebook).expanduser()), where=source.notebook)
+    return source.script_text or ""
 
 
 def _look_at_script(source: Source) -> None:

@@ -112,6 +112,17 @@ def test_slurm_is_asked_for_what_the_plan_needs() -> None:
     assert "#SBATCH --cpus-per-task=4" in slurm.export(spec, spec.plan()).splitlines()
 
 
+def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
+    spec = _spec("a = 1").with_overrides(
+        {"nodes": [{"host": "a", "address": "10.0.0.1", "devices": [2, 3]}, {"host": "b", "devices": [0, 1]}]}
+    )
+    spec = spec.with_overrides({"artifacts": ["*.txt"]})
+    lines = slurm.export(spec, spec.plan(gpus={"a": 4, "b": 2})).splitlines()
+    told = "# Left out, as nothing here has a use for it: artifacts, nodes.address, nodes.devices."
+    assert told in lines[: lines.index("set -e")]
+    assert "Left out" not in slurm.export(_spec("a = 1"), _spec("a = 1").plan())
+
+
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(id)", "'"])
 def test_option_that_is_none_is_refused(value: str) -> None:
     spec = _spec("a = 1")
