@@ -17,7 +17,7 @@ from ..transport import Transport
 from .asking import ask_facts, try_on_all
 from .execution import execute
 from .log_lines import LogLine
-from .report_checks import NodeFacts
+from .report_checks import NodeResources
 from .source import plan_source
 from .starting import gather_secrets
 
@@ -73,7 +73,7 @@ def _examine(nodes: Sequence[Node], ask_passphrase: AskPassphrase | None) -> Ite
         yield Finding(f"nodes.{each.host}", said, "warning" if each.is_warning else "error")
 
 
-def _facts_of(node: Transport) -> NodeFacts:
+def _facts_of(node: Transport) -> NodeResources:
     with open_job_talk(node) as talk:
         return ask_facts(talk)
 
@@ -86,7 +86,7 @@ def _check_secrets(spec: PipelineSpec) -> Iterator[Finding]:
 
 
 def _check_facts(
-    spec: PipelineSpec, nodes: Sequence[Transport], facts: Sequence[NodeFacts | DetrainError], size_bytes: int
+    spec: PipelineSpec, nodes: Sequence[Transport], facts: Sequence[NodeResources | DetrainError], size_bytes: int
 ) -> Iterator[Finding]:
     known: dict[str, int] = {}
     for node, said in zip(nodes, facts):

@@ -28,7 +28,7 @@ from ..transport import Transport
 from .asking import ask_facts, on_all, open_job_talks, try_on_all
 from .noting import running_job
 from .record import Record
-from .report_checks import NodeFacts, read_port
+from .report_checks import NodeResources, read_port
 from .shipping import ship
 from .source import ShippedSource
 from .submitting import submitting
@@ -189,7 +189,7 @@ class _Starting:
 
     # ---- on the nodes
 
-    def _check_together(self, facts: Sequence[NodeFacts]) -> None:
+    def _check_together(self, facts: Sequence[NodeResources]) -> None:
         """Raises: SpecError, LaunchError where the nodes do not go together."""
         nodes = self._transports
         _check_same_torch(nodes, facts)
@@ -201,7 +201,7 @@ class _Starting:
                 raise SpecError(f"{label(node)} is the same machine as another node: name it once, with ranks = N")
         settle_addresses(nodes)
 
-    def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
+    def _plan(self, facts: Sequence[NodeResources]) -> Plan:
         """Raises: SpecError where the nodes have not what the spec wants."""
         return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
 
@@ -313,7 +313,7 @@ def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:
             yield f"{label(node)} is to have {', '.join(unset)}, which this process has not set"
 
 
-def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> None:
+def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeResources]) -> None:
     """Raises: LaunchError where one has none, or they have versions that do not work together."""
     versions = {label(node): said.torch for node, said in zip(nodes, facts)}
     if missing := [name for name, version in versions.items() if not version]:
