@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ..errors import SpecError
+from ..errors import SpecError, count_ranks
 from ..launch import Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
@@ -119,7 +119,7 @@ def _check_alike(spec: PipelineSpec, plan: Plan) -> tuple[int, Node | None]:
     for other in plan.nodes[1:]:
         if len(other.ranks) != len(first.ranks) or other.device != first.device:
             raise SpecError(
-                f"Slurm gives every node the same: {first.name} has {len(first.ranks)} ranks on {first.device}, "
+                f"Slurm gives every node the same: {first.name} has {count_ranks(len(first.ranks))} on {first.device}, "
                 f"{other.name} has {len(other.ranks)} on {other.device}: give them the same"
             )
     for node in spec.nodes[1:]:

@@ -135,7 +135,7 @@ def test_nodes_that_differ_are_refused() -> None:
         spec = _spec("a = 1").with_overrides({"nodes": list(nodes), **fields})
         slurm.export(spec, spec.plan())
 
-    with pytest.raises(SpecError, match="a has 1 ranks on cpu, b has 2 on cpu: give them the same"):
+    with pytest.raises(SpecError, match="a has 1 rank on cpu, b has 2 on cpu: give them the same"):
         export({"host": "a"}, {"host": "b", "ranks": 2})
     with pytest.raises(SpecError, match="workdir of a and b differ: give them the same"):
         export({"host": "a"}, {"host": "b", "workdir": "/x"})

@@ -7,8 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from detrain_nb.jobs import check_nodes
 from detrain_nb.spec import PipelineSpec
+
+from ..testbed.fixtures import MakeTestbed
+from ..testbed.nodes import home_with_hosts
 
 
 def faults(**fields: object) -> list[str]:
@@ -72,6 +77,17 @@ def test_python_of_this_machine_that_lacks_torch_is_told_once(home: Path, tmp_pa
 def test_python_of_this_machine_that_cannot_be_started_is_told(home: Path) -> None:
     (fault,) = faults(nodes=[{"host": "localhost", "python": "/nowhere/python"}])
     assert fault.startswith("nodes.localhost: ") and "/nowhere/python" in fault
+
+
+def test_port_is_tried_where_the_other_nodes_reach_this_machine(
+    home: Path, tmp_path: Path, make_testbed: MakeTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home_with_hosts(make_testbed, tmp_path)))
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (fault,) = faults(nodes=[{"host": "localhost"}, {"host": "gpu1"}], rendezvous={"port": port})
+    assert fault.startswith("rendezvous.port: localhost cannot listen on ") and "in use" in fault
+    assert f"127.0.0.1 port {port}" not in fault
 
 
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:
