@@ -17,7 +17,7 @@ from ...plan.job import JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
 from ..system.surroundings import PER_SESSION_VARIABLES
 from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_NAME
-from .order import JobError, JobOrder
+from .order import JobOrder, JobRefused
 
 RANK_MODULE = "detrain_nb.node.job.rank"
 
@@ -66,7 +66,7 @@ def torchrun_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line of this node, whose ranks tell the runner what they print, and its environment.
 
-    What ``env`` has comes before what torch would be told by default. Raises: JobError.
+    What ``env`` has comes before what torch would be told by default. Raises: JobRefused.
     """
     python, asked = order.python or sys.executable, order.rendezvous
     rendezvous = Rendezvous(
@@ -99,7 +99,7 @@ def torchrun_command(
             options=(f"--log-dir={folder / _TORCHRUN_FOLDER}",),
         )
     except ValueError as exc:
-        raise JobError(str(exc)) from exc
+        raise JobRefused(str(exc)) from exc
     ours = {name: value for name, value in launch.env.items() if name.startswith(_OUR_VARIABLES)}
     return launch.argv, {**launch.env, **env, **ours}
 
