@@ -211,19 +211,7 @@ class _Starting:
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""
-        rendezvous = self.spec.rendezvous
-        is_alone = len(plan.nodes) == 1
-        address = rendezvous.endpoint or (_LOOPBACK if is_alone else self._transports[0].address)
-        common = JobRendezvous(
-            kind="elastic" if rendezvous.is_elastic else "fixed",
-            run_id=rendezvous.id or random.token_hex(8),
-            address=address,
-            port=rendezvous.port,
-            timeout_s=rendezvous.timeout_s,
-            max_restarts=rendezvous.max_restarts,
-            min_nodes=rendezvous.min_nodes or len(plan.nodes),
-            max_nodes=rendezvous.max_nodes or len(plan.nodes),
-        )
+        is_alone, rendezvous = len(plan.nodes) == 1, self._rendezvous(plan)
         resolved = json.loads(self.spec.job_spec(plan).to_json())
         return [
             JobOrder(
@@ -245,11 +233,24 @@ class _Starting:
                 gpus=node.gpus,
                 address=_LOOPBACK if is_alone else transport.address,
                 interface=_LOOPBACK_INTERFACE if is_alone else transport.interface,
-                rendezvous=common,
-                silence_s=rendezvous.silence_s,
+                rendezvous=rendezvous,
+                silence_s=self.spec.rendezvous.silence_s,
             )
             for node_rank, (node, transport) in enumerate(zip(plan.nodes, self._transports))
         ]
+
+    def _rendezvous(self, plan: Plan) -> JobRendezvous:
+        asked, nodes = self.spec.rendezvous, len(plan.nodes)
+        return JobRendezvous(
+            kind="elastic" if asked.is_elastic else "fixed",
+            run_id=asked.id or random.token_hex(8),
+            address=asked.endpoint or (_LOOPBACK if nodes == 1 else self._transports[0].address),
+            port=asked.port,
+            timeout_s=asked.timeout_s,
+            max_restarts=asked.max_restarts,
+            min_nodes=asked.min_nodes or nodes,
+            max_nodes=asked.max_nodes or nodes,
+        )
 
     def _prepare_and_launch(
         self, talks: Sequence[Talk], orders: Sequence[JobOrder], ready: Sequence[str], secrets: Mapping[str, str]
