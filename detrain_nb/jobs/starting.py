@@ -304,7 +304,7 @@ def _list_warnings(spec: PipelineSpec) -> Iterator[str]:
     """What was found, and starts all the same; whether its ranks fit is left to what the nodes say they have."""
     for each in spec.check():
         if each.field not in ("", "parallelism"):
-            yield f"{each.field}: {each.text}"
+            yield each.told
 
 
 def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:

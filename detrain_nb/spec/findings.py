@@ -20,8 +20,12 @@ class Finding:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        where = f"{self.field}: " if self.field else ""
-        return f"{'warning: ' if self.severity == 'warning' else ''}{where}{self.text}"
+        return f"{'warning: ' if self.severity == 'warning' else ''}{self.told}"
+
+    @property
+    def told(self) -> str:
+        """Where it is, and what: for whoever says by other means how bad it is."""
+        return f"{self.field}: {self.text}" if self.field else self.text
 
 
 def findings_of(error: ValueError, *, field: str = "") -> list[Finding]:
