@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,8 +20,8 @@ _READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    parts = (_check_source(spec.source), _check_reader(spec), _check_plan(spec), _check_rendezvous(spec))
-    return [*itertools.chain(*parts), *_check_unused(spec)]
+    checks = (_check_reader, _check_plan, _check_rendezvous, _check_image)
+    return [*_check_source(spec.source), *(finding for check in checks for finding in check(spec))]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -70,14 +69,10 @@ def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
 
 
-def _check_unused(spec: PipelineFields) -> Iterator[Finding]:
+def _check_image(spec: PipelineFields) -> Iterator[Finding]:
     if spec.image is not None:
         said = f"{spec.image}: no job starts a container yet: its ranks run in the Python of their nodes"
         yield Finding("image", said, "warning")
-    for index, node in enumerate(spec.nodes):
-        if node.relative_speed is not None:
-            said = f"{node.relative_speed:g}: nothing uses it yet: every rank has as much to do"
-            yield Finding(f"nodes[{index}].relative_speed", said, "warning")
 
 
 def _script_of(source: Source) -> str:

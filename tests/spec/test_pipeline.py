@@ -314,11 +314,6 @@ def test_script_that_may_read_its_fields_is_not_complained_of(tmp_path: Path) ->
         assert _spec(source=source, training={"epochs": 3}).check() == []
 
 
-def test_speed_of_a_node_is_said_to_be_without_effect() -> None:
-    (finding,) = _spec(nodes=[{"host": "a"}, {"host": "b", "relative_speed": 0.5}]).check()
-    assert str(finding) == "warning: nodes[1].relative_speed: 0.5: nothing uses it yet: every rank has as much to do"
-
-
 @pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
 def test_token_is_for_urls_that_hide_it(url: str) -> None:
     (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
