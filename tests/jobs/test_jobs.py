@@ -245,9 +245,9 @@ def test_job_whose_node_is_gone_is_forgotten_only_when_asked_to(home: Path) -> N
 
 
 def test_two_submits_at_once_are_one(home: Path) -> None:
-    with submitting("twice"), pytest.raises(JobError, match="being submitted by another process"):
-        submit(spec_of("pass", name="twice"))
-    assert not [row for row in jobs().rows if row.name == "twice"]
+    with submitting("twice-here"), pytest.raises(JobError, match="being submitted by another process"):
+        submit(spec_of("pass", name="twice-here"))
+    assert not [row for row in jobs().rows if row.name == "twice-here"]
 
 
 def test_storage_is_kept_unless_it_has_a_password(home: Path) -> None:
