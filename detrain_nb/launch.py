@@ -16,6 +16,7 @@ WORKER_MODULE = "detrain_nb.node.rank.worker"
 LAUNCHER_MODULE = "detrain_nb.node.rank.launcher"
 RENDEZVOUS_BACKEND = "detrain-bound"
 JOB_BACKEND, ELASTIC_BACKEND = "detrain-job", "detrain-elastic"
+_DYNAMIC = (ELASTIC_BACKEND, "c10d")  # nodes may come and go
 # Where torchrun finds our rendezvous, by the entry points of its group ``torchrun.handlers``.
 RENDEZVOUS_HANDLERS = {
     RENDEZVOUS_BACKEND: "detrain_nb.node.rank.rendezvous:make_handler",
@@ -165,13 +166,7 @@ def launch_job(
     ``key`` is what nodes of an elastic job share, 32 bytes in hex. ``options`` are more of torchrun's own.
     Raises: ValueError where they do not go together.
     """
-    if not program.argv:
-        raise ValueError("the program is empty: name a script, a module or a command")
-    is_elastic = rendezvous.kind in (ELASTIC_BACKEND, "c10d")
-    if not is_elastic and not isinstance(nodes, int):
-        raise ValueError(f"the {rendezvous.kind} rendezvous takes a fixed number of nodes, not {nodes[0]}:{nodes[1]}")
-    if rendezvous.kind == JOB_BACKEND and rendezvous.max_restarts:
-        raise ValueError(f"max_restarts={rendezvous.max_restarts} needs the {ELASTIC_BACKEND} rendezvous")
+    _check_together(rendezvous, program, nodes)
     is_ours = rendezvous.kind in RENDEZVOUS_HANDLERS
     argv = [
         # only where our code is must torchrun not import what lies in the job's folder
@@ -193,13 +188,21 @@ def launch_job(
     return NodeLaunch(argv, env)
 
 
+def _check_together(rendezvous: Rendezvous, program: Program, nodes: int | tuple[int, int]) -> None:
+    if not program.argv:
+        raise ValueError("the program is empty: name a script, a module or a command")
+    if rendezvous.kind not in _DYNAMIC and not isinstance(nodes, int):
+        raise ValueError(f"the {rendezvous.kind} rendezvous takes a fixed number of nodes, not {nodes[0]}:{nodes[1]}")
+    if rendezvous.kind == JOB_BACKEND and rendezvous.max_restarts:
+        raise ValueError(f"max_restarts={rendezvous.max_restarts} needs the {ELASTIC_BACKEND} rendezvous")
+
+
 def _write_options(
     rendezvous: Rendezvous, *, nodes: int | tuple[int, int], ranks: int, node_rank: int
 ) -> tuple[str, ...]:
     """What torchrun must know of the nodes."""
     address, port = rendezvous.endpoint
-    is_dynamic = rendezvous.kind in (ELASTIC_BACKEND, "c10d")
-    conf = {"join_timeout" if is_dynamic else "timeout": round(rendezvous.timeout_s)}
+    conf = {"join_timeout" if rendezvous.kind in _DYNAMIC else "timeout": round(rendezvous.timeout_s)}
     if rendezvous.kind == "c10d":
         conf["is_host"] = int(node_rank == 0)
     if rendezvous.kind in (JOB_BACKEND, ELASTIC_BACKEND):

@@ -98,6 +98,7 @@ class Rules:
     ]  # the same for the rooms in a room: `node/cell`; `node/.` is what stands beside them
     libraries: dict[str, Libraries]
     on_node: frozenset[str]
+    when_called: frozenset[tuple[str, str]]  # ("spec/pipeline.py", "jobs"): imports of a room above, inside a function
 
 
 def read_rules(design: str) -> Rules:
@@ -107,8 +108,8 @@ def read_rules(design: str) -> Rules:
     arrows = next(block for block in blocks if block.startswith("    __init__:"))
     top_level, in_package = _read_rooms(rooms)
     inner = next(block for block in blocks if block.startswith("    node/system:"))
-    may_import, libraries, on_node = _read_arrows(arrows)
-    return Rules(top_level, in_package, may_import, _read_inner_arrows(inner), libraries, on_node)
+    may_import, libraries, on_node, when_called = _read_arrows(arrows)
+    return Rules(top_level, in_package, may_import, _read_inner_arrows(inner), libraries, on_node, when_called)
 
 
 def _read_rooms(block: str) -> tuple[frozenset[str], frozenset[str]]:
@@ -122,10 +123,13 @@ def _read_rooms(block: str) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(top_level), frozenset(in_package)
 
 
-def _read_arrows(block: str) -> tuple[dict[str, frozenset[str]], dict[str, Libraries], frozenset[str]]:
+def _read_arrows(
+    block: str,
+) -> tuple[dict[str, frozenset[str]], dict[str, Libraries], frozenset[str], frozenset[tuple[str, str]]]:
     may_import: dict[str, frozenset[str]] = {}
     libraries: dict[str, Libraries] = {}
     on_node: frozenset[str] = frozenset()
+    when_called: frozenset[tuple[str, str]] = frozenset()
     for line in re.sub(r"\n {5,}# ", "; ", block).splitlines():  # a comment may go on below
         match = re.fullmatch(r" {4}([\w ,]+):\s+([^#]+?)(?:\s+# (.+))?", line)
         if not match:
@@ -134,11 +138,15 @@ def _read_arrows(block: str) -> tuple[dict[str, frozenset[str]], dict[str, Libra
         if names == ["on a node"]:
             on_node = frozenset(targets.split(", "))
             continue
+        if names == ["when called"]:
+            pairs = (each.partition(": ") for each in targets.split(", "))
+            when_called = frozenset((file, room) for file, _, room in pairs)
+            continue
         reached = _read_targets(targets, may_import)
         for name in names:
             may_import[name] = reached | set(names)
             libraries[name] = _read_libraries(comment)
-    return may_import, libraries, on_node
+    return may_import, libraries, on_node, when_called
 
 
 def _read_inner_arrows(block: str) -> dict[str, frozenset[str]]:
@@ -276,13 +284,13 @@ def _find_faults_in(module: Module, source: str, rules: Rules) -> Iterator[tuple
 
 
 def _check_import(module: Module, use: Use, rules: Rules) -> Iterator[tuple[int, str]]:
-    library, *inner = use.module.split(".")
+    library = use.module.partition(".")[0]
     if library == PACKAGE:
-        room = _room_of(use, inner, rules)
+        room = _room_of(use, rules)
         if module.room == "__init__":
             if use.scope == "top":
                 yield use.line, f"the porch imports {room} when it is imported: do it in a function"
-        elif use.target == f"{PACKAGE}.__version__":
+        elif use.target == f"{PACKAGE}.__version__" or _is_when_called(module, use, rules):
             return
         elif room not in rules.may_import[module.room]:
             allowed = ", ".join(sorted(rules.may_import[module.room] - {module.room})) or "nothing of ours"
@@ -292,6 +300,11 @@ def _check_import(module: Module, use: Use, rules: Rules) -> Iterator[tuple[int,
     ):
         where = " here" if library in rules.libraries[module.room].in_functions else ""
         yield use.line, f"{module.room} may not import {library}{where}: design.md says which file may, and where"
+
+
+def _is_when_called(module: Module, use: Use, rules: Rules) -> bool:
+    file = "/".join(module.path.parts[1:])
+    return use.scope == "function" and (file, _room_of(use, rules)) in rules.when_called
 
 
 def _check_inner_import(module: Module, use: Use, rules: Rules) -> Iterator[tuple[int, str]]:
@@ -309,8 +322,9 @@ def _check_inner_import(module: Module, use: Use, rules: Rules) -> Iterator[tupl
         )
 
 
-def _room_of(use: Use, inner: list[str], rules: Rules) -> str:
+def _room_of(use: Use, rules: Rules) -> str:
     """The room an import of ours leads to; a name that is no room is one that the porch gives."""
+    _, *inner = use.module.split(".")
     name = inner[0] if inner else use.name
     return name if name in rules.may_import else "__init__"
 
@@ -459,13 +473,27 @@ def test_rooms_in_rooms_are_those_of_the_design(rules: Rules) -> None:
     assert found == set(rules.inside)
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_room_above_is_imported_when_called_where_the_design_says_so(rules: Rules) -> None:
+    found = set()
+    for module in list_modules(ROOT):
+        uses = _Uses(module)
+        uses.visit(ast.parse((ROOT / module.path).read_text(encoding="utf-8")))
+        if any(_is_when_called(module, use, rules) for use in uses.imports):
+            found.add("/".join(module.path.parts[1:]))
+    assert found == {file for file, _ in rules.when_called}
+
+
+def test_no_modules_import_each_other_in_a_circle(rules: Rules) -> None:
     modules = {module.import_name: module for module in list_modules(ROOT)}
     below: dict[str, set[str]] = {}
     for name, module in modules.items():
         uses = _Uses(module)
         uses.visit(ast.parse((ROOT / module.path).read_text(encoding="utf-8")))
-        found = {use.target if use.target in modules else use.module for use in uses.imports}
+        found = {
+            use.target if use.target in modules else use.module
+            for use in uses.imports
+            if not _is_when_called(module, use, rules)
+        }
         below[name] = (found & set(modules)) - {name, PACKAGE}  # the porch imports in functions what imports it
     while leaves := [name for name, found in below.items() if not found]:
         below = {name: found - {*leaves} for name, found in below.items() if name not in leaves}
@@ -616,6 +644,16 @@ FAULTS = {
         "session may not import IPython",
     ),
     "magics in a view": ("../widgets/board.py", "import detrain_nb.magics", "widgets imports magics"),
+    "a room above, when called, elsewhere": (
+        "spec/planning.py",
+        "def f():\n    from ..jobs import check_nodes",
+        "spec imports jobs",
+    ),
+    "a room above, when called, at the top": (
+        "spec/pipeline.py",
+        "from ..jobs import check_nodes",
+        "spec imports jobs",
+    ),
     "magics by its folder": ("cli/commands.py", "import magics", "cli may not import magics"),
     "torch at the top of values": ("values.py", "import torch", "values may not import torch here"),
     "torch in the agent": ("node/agent/agent.py", "def f():\n    import torch", "node may not import torch"),
@@ -661,6 +699,7 @@ ALLOWED = {
         "from .. import recording\nfrom ..mesh import AXES",
     ),
     "a lazy porch": ("__init__.py", "def load_ipython_extension(ip):\n    from .magics import load"),
+    "a room above, when called": ("spec/pipeline.py", "def f():\n    from ..jobs import check_nodes"),
     "the version in the core": ("plan/a.py", "from .. import __version__"),
     "the version in a view": ("../magics/a.py", "import IPython\nfrom detrain_nb import __version__"),
     "torch in a function of values": ("values.py", "import struct\ndef f():\n    import torch"),

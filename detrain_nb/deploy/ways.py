@@ -87,42 +87,58 @@ def check_ways(
     so far that it listens, and to answer.
     Raises: LaunchError with a line for each way that there is not, which names both ends; DetrainError.
     """
-    meeting = threading.Barrier(len(transports))
-    tokens = [secrets.token_hex(_TOKEN_BYTES) for _ in transports]
-    ports = [0] * len(transports)
-    numbers = {id(transport): number for number, transport in enumerate(transports)}
-    patience = Patience(silence_s=within_s + slack_s, answer_s=within_s + slack_s)
+    meeting = _Meeting(transports, addresses, within_s=within_s, slack_s=slack_s)
+    missing = [
+        (transports[source], transports[target], addresses[target], fault)
+        for source, faults in enumerate(on_every(transports, meeting.look))
+        for target, fault in faults.items()
+    ]
+    if missing:
+        raise LaunchError(_describe_missing(missing))
+    if meeting.is_broken:
+        raise LaunchError(f"the nodes did not come to listen for each other within {within_s + slack_s:g} s: try again")
 
-    def look(node: Transport, stop: Stop, _: OnProgress) -> dict[int, str]:
-        number = numbers[id(node)]
-        others = [other for other in range(len(transports)) if other != number]
+
+class _Meeting:
+    """Nodes that listen for a moment, all of them, while each connects to each other; ``look`` is the part of one."""
+
+    def __init__(
+        self, transports: Sequence[Transport], addresses: Sequence[str], *, within_s: float, slack_s: float
+    ) -> None:
+        self._numbers = {id(transport): number for number, transport in enumerate(transports)}
+        self._addresses = addresses
+        self._tokens = [secrets.token_hex(_TOKEN_BYTES) for _ in transports]
+        self._ports = [0] * len(transports)
+        self._within_s = within_s
+        self._patience = Patience(silence_s=within_s + slack_s, answer_s=within_s + slack_s)
+        self._barrier = threading.Barrier(len(transports))
+
+    @property
+    def is_broken(self) -> bool:
+        """Some did not come so far in time."""
+        return self._barrier.broken
+
+    def look(self, node: Transport, stop: Stop, _: OnProgress) -> dict[int, str]:
+        """Which other nodes one does not reach, by number, and why."""
+        number, limit_s = self._numbers[id(node)], self._patience.answer_s
+        others = [other for other in self._numbers.values() if other != number]
         try:
-            with stop.watch(meeting.abort), open_talk(node, stop=stop, patience=patience) as talk:
-                talk.say("meet", address=addresses[number], token=tokens[number])
-                ports[number] = _as_port(talk.hear("listening").get("port"))
-                meeting.wait(patience.answer_s)
-                peers = [(addresses[other], ports[other], tokens[other]) for other in others]
-                talk.say("reach", peers=peers, within_s=within_s)
+            with stop.watch(self._barrier.abort), open_talk(node, stop=stop, patience=self._patience) as talk:
+                talk.say("meet", address=self._addresses[number], token=self._tokens[number])
+                self._ports[number] = _as_port(talk.hear("listening").get("port"))
+                self._barrier.wait(limit_s)
+                peers = [(self._addresses[other], self._ports[other], self._tokens[other]) for other in others]
+                talk.say("reach", peers=peers, within_s=self._within_s)
                 faults = _as_faults(talk.hear("reached").get("faults"), count=len(others))
-                meeting.wait(patience.answer_s)
+                self._barrier.wait(limit_s)
                 talk.say("done")
                 talk.flush()
         except threading.BrokenBarrierError:
             return {}  # another node has failed, and says why; or none has come so far in time
         except BaseException:
-            meeting.abort()
+            self._barrier.abort()
             raise
         return {other: fault for other, fault in zip(others, faults) if fault}
-
-    missing = [
-        (transports[source], transports[target], addresses[target], fault)
-        for source, faults in enumerate(on_every(transports, look))
-        for target, fault in faults.items()
-    ]
-    if missing:
-        raise LaunchError(_describe_missing(missing))
-    if meeting.broken:
-        raise LaunchError(f"the nodes did not come to listen for each other within {patience.answer_s:g} s: try again")
 
 
 def _describe_missing(missing: Sequence[tuple[Transport, Transport, str, str]]) -> str:

@@ -13,6 +13,7 @@ from ..documents import read_text
 from ..errors import SpecError, count_ranks
 from ..launch import Program
 from ..plan import Plan
+from ..plan.choices import ARTIFACTS, SILENCE_S
 from ..plan.job import JOB_SPEC_VARIABLE
 from ..spec import Node, PipelineSpec
 from ..spec.notebook import read_notebook_script
@@ -82,6 +83,16 @@ def describe(spec: PipelineSpec, plan: Plan) -> str:
     """Say what the script starts: its first line."""
     nodes = len(plan.nodes)
     return f"{spec.name}: {count_ranks(plan.world_size)} on {nodes} node{'s' if nodes > 1 else ''}, {plan.device}"
+
+
+def write_left_out(spec: PipelineSpec, *more: str) -> list[str]:
+    """Name in a comment what the spec says and a job alone does, and ``more`` of it."""
+    fields = [
+        *(["artifacts"] if spec.artifacts != ARTIFACTS else []),
+        *(["rendezvous.silence_s"] if spec.rendezvous.silence_s != SILENCE_S else []),
+        *more,
+    ]
+    return [f"# Left out, as nothing here has a use for it: {', '.join(fields)}."] if fields else []
 
 
 def write_begin(name: str) -> list[str]:

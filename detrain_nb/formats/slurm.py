@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from ..errors import SpecError
+from ..errors import SpecError, count_ranks
 from ..launch import Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
@@ -14,6 +15,7 @@ from .job_script import (
     describe,
     read_program,
     write_begin,
+    write_left_out,
     write_preparation,
     write_setup,
 )
@@ -41,6 +43,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     lines = [
         "#!/bin/bash",
         f"# {describe(spec, plan)}: sbatch {spec.name}.sbatch",
+        *write_left_out(spec, *_list_chosen_there(spec)),
         f"#SBATCH --job-name={spec.name}",
         f"#SBATCH --nodes={len(plan.nodes)}",
         "#SBATCH --ntasks-per-node=1",
@@ -90,6 +93,14 @@ def _write_on_node(spec: PipelineSpec, plan: Plan, program: JobProgram, node: No
     ]
 
 
+def _list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
+    """What the spec says of nodes and Slurm chooses itself: of devices their kind and number count."""
+    if any(node.address for node in spec.nodes):
+        yield "nodes.address"
+    if any(isinstance(node.devices, tuple) for node in spec.nodes):
+        yield "nodes.devices"
+
+
 def _find_first_node(spec: PipelineSpec) -> list[str]:
     settings = spec.rendezvous
     host = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
@@ -108,7 +119,7 @@ def _check_alike(spec: PipelineSpec, plan: Plan) -> tuple[int, Node | None]:
     for other in plan.nodes[1:]:
         if len(other.ranks) != len(first.ranks) or other.device != first.device:
             raise SpecError(
-                f"Slurm gives every node the same: {first.name} has {len(first.ranks)} ranks on {first.device}, "
+                f"Slurm gives every node the same: {first.name} has {count_ranks(len(first.ranks))} on {first.device}, "
                 f"{other.name} has {len(other.ranks)} on {other.device}: give them the same"
             )
     for node in spec.nodes[1:]:

@@ -13,6 +13,7 @@ from .job_script import (
     describe,
     read_program,
     write_begin,
+    write_left_out,
     write_preparation,
     write_setup,
 )
@@ -34,6 +35,7 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
     lines = [
         "#!/bin/sh",
         *_head(spec, plan),
+        *write_left_out(spec),
         *write_begin(spec.name),
         "",
         *_choose_node(plan),

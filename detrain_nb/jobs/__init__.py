@@ -9,7 +9,6 @@ job.fetch("*.pt", "models")
 
 from __future__ import annotations
 
-from ..spec.findings import ask_nodes_by
 from .execution import Executed, execute
 from .fetching import Fetched
 from .job import Job
@@ -38,5 +37,3 @@ __all__ = [
     "prune",
     "submit",
 ]
-
-ask_nodes_by(check_nodes)  # `PipelineSpec.check(nodes=True)`

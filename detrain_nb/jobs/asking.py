@@ -13,14 +13,14 @@ from ..deploy.files import OnProgress, Stop, label, on_every
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
-from .report_checks import NodeFacts, read_facts
+from .report_checks import NodeResources, read_facts
 
 __all__ = ["ask_facts", "on_all", "open_job_talks", "send_to_all", "try_on_all"]
 
 _Result = TypeVar("_Result")
 
 
-def ask_facts(talk: Talk) -> NodeFacts:
+def ask_facts(talk: Talk) -> NodeResources:
     """What a node says that it has. Raises: FilesError."""
     talk.say("facts")
     return read_facts(talk.hear("facts"))

@@ -6,8 +6,9 @@ import contextlib
 import queue
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from ..copying.json_lines import Talk, Untrue, as_size
 from ..deploy.files import Stop, label
@@ -69,11 +70,7 @@ def execute(
     pool = ThreadPoolExecutor(1, thread_name_prefix="detrain_nb exec")
     try:
         work = pool.submit(try_on_all, nodes, run)
-        while not (work.done() and output.lines.empty()):
-            with contextlib.suppress(queue.Empty):
-                line = output.lines.get(timeout=_LOOK_GAP_S)
-                if on_line:
-                    on_line(line)
+        output.show_until_done(work, on_line)
     except BaseException:
         output.is_wanted = False
         stop.ask()
@@ -88,7 +85,7 @@ class _Output:
     """What a command prints on all nodes, as lines that wait to be shown; a node waits meanwhile."""
 
     def __init__(self) -> None:
-        self.lines: queue.Queue[LogLine] = queue.Queue(_MOST_LINES)
+        self._lines: queue.Queue[LogLine] = queue.Queue(_MOST_LINES)
         self.is_wanted = True
 
     def take_all(self, talk: Talk, node: str) -> int:
@@ -102,9 +99,17 @@ class _Output:
         self._put(node, file.end())
         return read_number(said.get("status"), least=-255, most=255)
 
+    def show_until_done(self, work: Future[Any], on_line: Callable[[LogLine], object] | None) -> None:
+        """Give each line to ``on_line``, in this thread, until ``work`` is done and none waits."""
+        while not (work.done() and self._lines.empty()):
+            with contextlib.suppress(queue.Empty):
+                line = self._lines.get(timeout=_LOOK_GAP_S)
+                if on_line:
+                    on_line(line)
+
     def _put(self, node: str, lines: list[str]) -> None:
         for line in lines:
             while self.is_wanted:
                 with contextlib.suppress(queue.Full):
-                    self.lines.put(LogLine(node, "", line), timeout=_LOOK_GAP_S)
+                    self._lines.put(LogLine(node, "", line), timeout=_LOOK_GAP_S)
                     break

@@ -327,7 +327,10 @@ class Job(ShownAsText):
         on_piece: OnPiece | None = None,
         limit_s: float | None = None,
     ) -> JobStatus:
-        """Raises: DetrainError where no node that is asked has the job, or answers to who asks once; SpecError."""
+        """Hear what is ``wanted`` of it, to its end or once, and judge how it is then.
+
+        Raises: JobError where no node has the job, or none answers who asks once; SpecError for a rank it has not.
+        """
         if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
             raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
         nodes = self._transports()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import behind_ours, quoted
+from ..errors import behind_ours, quoted, short_ranks
 from ..metrics import NO_VALUES
 from ..plan import Plan
 from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, table_lines
@@ -67,12 +67,11 @@ def describe_metrics(values: Mapping[str, Any]) -> str:
 
 
 def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
-    ranks = report.ranks
     cells = (
         node,
         report.state,
         "" if report.exit_code is None else str(report.exit_code),
-        f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else ", ".join(map(str, ranks)),
+        short_ranks(report.ranks),
         str(report.restarts or ""),
         behind_ours(report.reason) if report.reason else "",
     )

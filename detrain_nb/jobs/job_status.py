@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..errors import DetrainError, JobFailed, behind_ours, quoted
+from ..errors import DetrainError, JobFailed, behind_ours, quoted, short_ranks
 from ..node.job import terms
 from ..node.job.terms import ENDED, LOST, NOT_STARTED, RESTARTED, STOPPED, STOPPING, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
@@ -64,7 +64,7 @@ class JobStatus(ShownAsText):
     def __str__(self) -> str:
         lines = [f"job {self.id}: {self._summary()}"]
         for node, report in self.reports.items():
-            ranks = f", ranks {report.ranks[0]}-{report.ranks[-1]}" if len(report.ranks) > 1 else ""
+            ranks = f", ranks {short_ranks(report.ranks)}" if len(report.ranks) > 1 else ""
             code = "" if report.exit_code is None else f", exit {report.exit_code}"
             restarts = f", {report.restarts} restart{'s' * (report.restarts > 1)}" if report.restarts else ""
             reason = f": {behind_ours(report.reason)}" if report.reason else ""

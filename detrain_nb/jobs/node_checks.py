@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import label
 from ..deploy.jobs import open_job_talk
-from ..errors import DetrainError, JobError, SpecError
+from ..deploy.ways import settle_here
+from ..errors import DetrainError, LaunchError, SpecError
+from ..launch import LOOPBACK
 from ..spec import Finding
 from ..storage import locate, needed_library
 from ..text import format_size
@@ -18,16 +20,17 @@ from ..transport import Transport
 from .asking import ask_facts, try_on_all
 from .execution import execute
 from .log_lines import LogLine
-from .report_checks import NodeFacts
+from .report_checks import NodeResources
 from .shipping import ship
 from .source import ShippedSource, fetch_here, plan_source
 from .starting import gather_secrets
 
 if TYPE_CHECKING:
-    from ..spec import PipelineSpec
+    from ..spec import PipelineSpec, Rendezvous
+    from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["check_nodes"]
+__all__ = ["check_nodes", "check_port"]
 
 _ROOM_BYTES = 500_000_000  # for logs and artifacts
 _COMMAND_LIMIT_S = 30.0
@@ -49,20 +52,16 @@ def check_nodes(
             source = plan_source(spec)
         except DetrainError as exc:
             findings.append(Finding("source", str(exc)))
-    if hosts := [node for node in spec.nodes if not node.is_this_machine]:
-        from ..doctor import examine  # it takes its time, and most checks ask no host
-
-        report = examine(hosts, ask_passphrase=ask_passphrase)
-        for each in report.problems:
-            said = ": ".join(filter(None, (each.check, each.what, each.advice, each.command)))
-            findings.append(Finding(f"nodes.{each.host}", said, "warning" if each.is_warning else "error"))
+    if spec.nodes:
+        findings += _examine(spec.nodes, ask_passphrase)
     nodes = transports_to(list(spec.nodes) or None, ask_passphrase=ask_passphrase)
     try:
         facts = try_on_all(nodes, lambda index: _facts_of(nodes[index]))
-        findings += _check_facts(spec, nodes, facts, source.size_bytes)
-        if spec.rendezvous.port and not isinstance(facts[0], DetrainError):
-            findings += _check_port(nodes[0], spec.rendezvous.port)
+        told = {each.field for each in findings if each.severity == "error"}  # the doctor names what to do about it
+        findings += [each for each in _check_facts(spec, nodes, facts, source.size_bytes) if each.field not in told]
         answering = [node for node, said in zip(nodes, facts) if not isinstance(said, DetrainError)]
+        if spec.rendezvous.port and nodes[0] in answering:
+            findings += _check_endpoint(spec.rendezvous, nodes[0], answering, is_alone=len(nodes) == 1)
         findings += _check_libraries(spec, storage, answering)
         if source.git and answering:
             findings += _check_repository(source, answering)
@@ -72,7 +71,15 @@ def check_nodes(
     return findings
 
 
-def _facts_of(node: Transport) -> NodeFacts:
+def _examine(nodes: Sequence[Node], ask_passphrase: AskPassphrase | None) -> Iterator[Finding]:
+    from ..doctor import examine  # it takes its time, and a job without nodes asks no host
+
+    for each in examine(nodes, ask_passphrase=ask_passphrase).problems:
+        said = ": ".join(filter(None, (each.check, each.what, each.advice, each.command)))
+        yield Finding(f"nodes.{each.host}", said, "warning" if each.is_warning else "error")
+
+
+def _facts_of(node: Transport) -> NodeResources:
     with open_job_talk(node) as talk:
         return ask_facts(talk)
 
@@ -85,14 +92,13 @@ def _check_secrets(spec: PipelineSpec) -> Iterator[Finding]:
 
 
 def _check_facts(
-    spec: PipelineSpec, nodes: Sequence[Transport], facts: Sequence[NodeFacts | DetrainError], size_bytes: int
+    spec: PipelineSpec, nodes: Sequence[Transport], facts: Sequence[NodeResources | DetrainError], size_bytes: int
 ) -> Iterator[Finding]:
     known: dict[str, int] = {}
     for node, said in zip(nodes, facts):
         field = f"nodes.{label(node)}"
         if isinstance(said, DetrainError):
-            if node.is_this_machine:  # of a host the doctor has said it
-                yield Finding(field, str(said))
+            yield Finding(field, str(said))
             continue
         known[node.name] = said.gpus
         if not said.torch:
@@ -106,18 +112,29 @@ def _check_facts(
         yield Finding("parallelism", str(exc))
 
 
-def _check_port(node: Transport, port: int) -> Iterator[Finding]:
-    """Can the first node listen there, as it will have to?"""
-    command = shlex.join([node.python, "-c", _TRY_PORT, node.address, str(port)])
-    said: list[LogLine] = []
+def _check_endpoint(
+    rendezvous: Rendezvous, first: Transport, answering: Sequence[Transport], *, is_alone: bool
+) -> Iterator[Finding]:
+    """Can the first node listen where its store will be, as a job has it?"""
     try:
-        done = execute([node], command, timeout_s=_COMMAND_LIMIT_S, on_line=said.append)
-    except JobError as exc:
-        yield Finding("rendezvous.port", str(exc))
+        settle_here(answering)
+    except LaunchError as exc:
+        yield Finding(f"nodes.{label(first)}", str(exc))
         return
-    if done.status:
-        why = said[-1].text if said else f"exit {done.status}"
-        yield Finding("rendezvous.port", f"{label(node)} cannot listen on {node.address} port {port}: {why}")
+    address = rendezvous.endpoint or (LOOPBACK if is_alone else first.address)
+    yield from check_port(first, address, rendezvous.port)
+
+
+def check_port(node: Transport, address: str, port: int) -> Iterator[Finding]:
+    """Can a node listen there?"""
+    command = shlex.join([node.python, "-c", _TRY_PORT, address, str(port)])
+    said: list[LogLine] = []
+    (outcome,) = execute([node], command, timeout_s=_COMMAND_LIMIT_S, on_line=said.append).statuses.values()
+    if isinstance(outcome, DetrainError):
+        yield Finding("rendezvous.port", f"whether port {port} is free is not known: {outcome}", "warning")
+    elif outcome:
+        why = said[-1].text if said else f"exit {outcome}"
+        yield Finding("rendezvous.port", f"{label(node)} cannot listen on {address} port {port}: {why}")
 
 
 def _check_libraries(spec: PipelineSpec, storage: str | None, nodes: Sequence[Transport]) -> Iterator[Finding]:

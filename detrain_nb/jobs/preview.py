@@ -72,7 +72,7 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         tuple((file.name, file.size) for file in source.files),
         tuple(spec.source.setup),
         tuple(spec.secrets),
-        (*(str(each) for each in spec.check() if each.severity == "warning"), *source.notices),
+        (*(each.told for each in spec.check() if each.severity == "warning"), *source.notices),
         _describe_repository(source),
     )
 

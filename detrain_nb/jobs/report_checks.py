@@ -14,9 +14,9 @@ from ..node.job.terms import LIVE, OUTPUT_NAME, OVER
 
 __all__ = [
     "STATUS_BYTES",
-    "NodeFacts",
     "NodeFile",
     "NodeReport",
+    "NodeResources",
     "check_different",
     "check_log_name",
     "clean_line",
@@ -67,8 +67,8 @@ class NodeReport:
 
 
 @dataclass(frozen=True)
-class NodeFacts:
-    """What a node has; ``torch`` is empty where it is not installed."""
+class NodeResources:
+    """What a node has for jobs; ``torch`` is empty where it is not installed."""
 
     gpus: int
     free_bytes: int
@@ -145,9 +145,9 @@ def check_different(files: list[NodeFile]) -> list[NodeFile]:
     return files
 
 
-def read_facts(said: Mapping[str, Any]) -> NodeFacts:
+def read_facts(said: Mapping[str, Any]) -> NodeResources:
     """What a node says of itself. Raises: Untrue."""
-    return NodeFacts(
+    return NodeResources(
         gpus=read_number(said.get("gpus"), most=_MOST_GPUS),
         free_bytes=read_number(said.get("free_bytes")),
         torch=_text(said.get("torch"), most=100),

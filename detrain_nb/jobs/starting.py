@@ -29,7 +29,7 @@ from ..transport import Transport
 from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
 from .noting import running_job
 from .record import Record
-from .report_checks import NodeFacts, read_pointers, read_port
+from .report_checks import NodeResources, read_pointers, read_port
 from .shipping import ship
 from .source import ShippedSource, fetch_here, tell_pointers
 from .submitting import submitting
@@ -199,7 +199,7 @@ class _Starting:
 
     # ---- on the nodes
 
-    def _check_together(self, facts: Sequence[NodeFacts]) -> None:
+    def _check_together(self, facts: Sequence[NodeResources]) -> None:
         """Raises: SpecError, LaunchError where the nodes do not go together."""
         nodes = self._transports
         _check_same_torch(nodes, facts)
@@ -211,7 +211,7 @@ class _Starting:
                 raise SpecError(f"{label(node)} is the same machine as another node: name it once, with ranks = N")
         settle_addresses(nodes)
 
-    def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
+    def _plan(self, facts: Sequence[NodeResources]) -> Plan:
         """Raises: SpecError where the nodes have not what the spec wants."""
         return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
 
@@ -248,19 +248,7 @@ class _Starting:
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""
-        rendezvous = self.spec.rendezvous
-        is_alone = len(plan.nodes) == 1
-        address = rendezvous.endpoint or (_LOOPBACK if is_alone else self._transports[0].address)
-        common = JobRendezvous(
-            kind="elastic" if rendezvous.is_elastic else "fixed",
-            run_id=rendezvous.id or random.token_hex(8),
-            address=address,
-            port=rendezvous.port,
-            timeout_s=rendezvous.timeout_s,
-            max_restarts=rendezvous.max_restarts,
-            min_nodes=rendezvous.min_nodes or len(plan.nodes),
-            max_nodes=rendezvous.max_nodes or len(plan.nodes),
-        )
+        is_alone, rendezvous = len(plan.nodes) == 1, self._rendezvous(plan)
         resolved = json.loads(self.spec.job_spec(plan).to_json())
         return [
             JobOrder(
@@ -282,11 +270,24 @@ class _Starting:
                 gpus=node.gpus,
                 address=_LOOPBACK if is_alone else transport.address,
                 interface=_LOOPBACK_INTERFACE if is_alone else transport.interface,
-                rendezvous=common,
-                silence_s=rendezvous.silence_s,
+                rendezvous=rendezvous,
+                silence_s=self.spec.rendezvous.silence_s,
             )
             for node_rank, (node, transport) in enumerate(zip(plan.nodes, self._transports))
         ]
+
+    def _rendezvous(self, plan: Plan) -> JobRendezvous:
+        asked, nodes = self.spec.rendezvous, len(plan.nodes)
+        return JobRendezvous(
+            kind="elastic" if asked.is_elastic else "fixed",
+            run_id=asked.id or random.token_hex(8),
+            address=asked.endpoint or (_LOOPBACK if nodes == 1 else self._transports[0].address),
+            port=asked.port,
+            timeout_s=asked.timeout_s,
+            max_restarts=asked.max_restarts,
+            min_nodes=asked.min_nodes or nodes,
+            max_nodes=asked.max_nodes or nodes,
+        )
 
     def _prepare_and_launch(
         self, talks: Sequence[Talk], orders: Sequence[JobOrder], ready: Sequence[str], secrets: Mapping[str, str]
@@ -348,7 +349,7 @@ def _list_warnings(spec: PipelineSpec) -> Iterator[str]:
     """What was found, and starts all the same; whether its ranks fit is left to what the nodes say they have."""
     for each in spec.check():
         if each.field not in ("", "parallelism"):
-            yield f"{each.field}: {each.text}"
+            yield each.told
 
 
 def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:
@@ -358,7 +359,7 @@ def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:
             yield f"{label(node)} is to have {', '.join(unset)}, which this process has not set"
 
 
-def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> None:
+def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeResources]) -> None:
     """Raises: LaunchError where one has none, or they have versions that do not work together."""
     versions = {label(node): said.torch for node, said in zip(nodes, facts)}
     if missing := [name for name, version in versions.items() if not version]:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
+from ..text import name_some
 from .findings import Finding, findings_of
 from .notebook import MOST_BYTES, check_python, script_of_notebook
 from .pipeline_fields import PipelineFields
 from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
 
+_READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
+
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    checks = (_check_plan, _check_speeds, _check_rendezvous, _check_image)
+    checks = (_check_reader, _check_plan, _check_speeds, _check_rendezvous, _check_image)
     return [*_check_source(spec.source), *(finding for check in checks for finding in check(spec))]
 
 
@@ -52,6 +56,16 @@ def _check_speeds(spec: PipelineFields) -> Iterator[Finding]:
             )
 
 
+def _check_reader(spec: PipelineFields) -> Iterator[Finding]:
+    """Does the script read what it alone can make use of? Of a folder, a repository or a module nobody knows here."""
+    given = spec.to_fields()
+    fields = [f"{section}.{name}" for section in _READ_BY_SCRIPTS for name in given.get(section, {})]
+    script = _script_of(spec.source)
+    if fields and script and spec.source.argument_style == "plain" and "job_spec" not in script.lower():
+        said = f"the script does not call job_spec(), by which it would read {name_some(fields, most=6)}"
+        yield Finding("source", f"{said}: call it, unless a module does that it imports", "warning")
+
+
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
     there = max(1, len(spec.nodes))
     nodes = f"{there} node{'s' if there > 1 else ''}"
@@ -69,6 +83,16 @@ def _check_image(spec: PipelineFields) -> Iterator[Finding]:
     if spec.image is not None:
         said = f"{spec.image}: no job starts a container yet: its ranks run in the Python of their nodes"
         yield Finding("image", said, "warning")
+
+
+def _script_of(source: Source) -> str:
+    """The text of one that is a file alone; empty where it is none, or cannot be read."""
+    with contextlib.suppress(SpecError):
+        if source.script is not None:
+            return _read(Path(source.script).expanduser())
+        if source.notebook is not None:
+            return script_of_notebook(_read(Path(source.notebook).expanduser()), where=source.notebook)
+    return source.script_text or ""
 
 
 def _look_at_script(source: Source) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from ..errors import FieldError, SpecError
+from ..errors import FieldError
 
 Severity = Literal["error", "warning"]
 
@@ -20,8 +20,12 @@ class Finding:
     severity: Severity = "error"
 
     def __str__(self) -> str:
-        where = f"{self.field}: " if self.field else ""
-        return f"{'warning: ' if self.severity == 'warning' else ''}{where}{self.text}"
+        return f"{'warning: ' if self.severity == 'warning' else ''}{self.told}"
+
+    @property
+    def told(self) -> str:
+        """Where it is, and what: for whoever says by other means how bad it is."""
+        return f"{self.field}: {self.text}" if self.field else self.text
 
 
 def findings_of(error: ValueError, *, field: str = "") -> list[Finding]:
@@ -35,18 +39,3 @@ def worst(findings: Iterable[Finding]) -> Severity | None:
     """``error`` where there is one, None where nothing was found."""
     kinds = {each.severity for each in findings}
     return "error" if "error" in kinds else "warning" if kinds else None
-
-
-def ask_nodes_by(check: Callable[[Any], list[Finding]]) -> None:
-    """Have ``check`` ask the nodes of a spec: what reaches them stands above this room, and says so when imported."""
-    _asks_nodes.append(check)
-
-
-def check_with_nodes(spec: Any) -> list[Finding]:
-    """Return what is wrong with a spec, as its nodes are now, too. Raises: SpecError."""
-    if not _asks_nodes:
-        raise SpecError("nodes are asked by detrain_nb.jobs: import that first")
-    return _asks_nodes[-1](spec)
-
-
-_asks_nodes: list[Callable[[Any], list[Finding]]] = []

@@ -15,7 +15,7 @@ from .connection import CommandStream
 __all__ = ["HereConnection"]
 
 _TAIL_BYTES = 4000
-_END_LIMIT_S = 5.0
+_END_LIMIT_S = 10.0
 
 
 class HereConnection:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -15,6 +17,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import __version__
 from ..agents import (
     JOBS_MAGIC,
     JOBS_MODULE,
@@ -30,11 +33,22 @@ from ..agents import (
 from ..errors import LaunchError, SessionError
 from ..guarded import RUN_MODULE, make_users_folder
 from ..plan import NodeOffer
+from ..text import printable
+from .here import HereConnection
 from .transport import AgentFolders
 
 if TYPE_CHECKING:
     from ..spec.node import Node
+    from .connection import CommandStream
 
+_LOOK_LIMIT_S = 60.0
+_FIND_VERSIONS = """
+import importlib.util, json, sys
+from importlib import metadata
+there = [name for name in sys.argv[1:] if importlib.util.find_spec(name)]
+known = {name: metadata.version(name) for name in there if [*metadata.distributions(name=name)]}
+print(json.dumps({**dict.fromkeys(there, "unknown"), **known}))
+"""
 _SERVICE_LIMIT_S = 10.0
 
 
@@ -68,6 +82,7 @@ class LocalTransport:
         self.name = node.name if node else ""
         self.place: object = ("this machine", node)
         self.python = own_python(node)
+        self._versions: dict[str, str] | None = None  # of what another Python than ours has, once it was asked
         self._agent: subprocess.Popen[bytes] | None = None
         self._pid = 0  # of an agent that another process started
         self._folder = Path()
@@ -79,16 +94,30 @@ class LocalTransport:
 
     @property
     def torch(self) -> str:
-        """The version that this process has; empty where the ranks use another Python."""
+        """The version that the Python of the ranks has; of another one than ours it is known once that was asked."""
         with contextlib.suppress(PackageNotFoundError):
-            return version("torch") if self.python == sys.executable else ""
+            return version("torch") if self.python == sys.executable else (self._versions or {}).get("torch", "")
         return ""
+
+    def _look_at_python(self) -> None:
+        """Raises: LaunchError where the ranks use another Python than ours, and it lacks what they need."""
+        if self.python == sys.executable or self._versions is not None:
+            return
+        found = _find_versions(self.python, ["torch", "detrain_nb"])
+        for name in ("torch", "detrain_nb"):
+            if name not in found:
+                install = f"install it there ({self.python} -m pip install {name})"
+                raise LaunchError(f"{name} is missing in {self.python}: {install}, or name another python")
+        if (theirs := found["detrain_nb"]) != __version__:
+            raise LaunchError(f"{self.python} has detrain_nb {theirs}, not {__version__} as here: install the same one")
+        self._versions = found
 
     def start_agent(self, session: str) -> socket.socket:
         """Start the agent of ``session`` and return a connected socket.
 
         Raises: LaunchError when it does not come up, SessionError when a session of that name runs already.
         """
+        self._look_at_python()
         self._make_workdir()
         self._folder = runtime_folder() / session
         self._agent, sock = start_agent(self._folder)
@@ -137,27 +166,14 @@ class LocalTransport:
 
     @contextlib.contextmanager
     def run_jobs(self) -> Iterator[socket.socket]:
-        """As a child of this process, which the jobs are not: they outlive it."""
+        """By the Python of the ranks, as a child of this process, which the jobs are not: they outlive it."""
         if sys.platform != "linux":
             raise LaunchError(f"jobs on this machine need Linux: {sys.platform} can drive nodes, not be one")
-        ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                argv = [sys.executable, "-X", "utf8", "-c", RUN_MODULE, JOBS_MODULE]
-                service = subprocess.Popen(
-                    argv, cwd="/", stdin=theirs.fileno(), stdout=theirs.fileno(), start_new_session=True
-                )
-            try:
-                _skip_to(ours, JOBS_MAGIC)
-                yield ours
-            finally:
-                with contextlib.suppress(OSError):  # it has hung up
-                    ours.shutdown(socket.SHUT_RDWR)
-                try:
-                    service.wait(_SERVICE_LIMIT_S)
-                except subprocess.TimeoutExpired:
-                    service.kill()
-                    service.wait()
+        self._look_at_python()
+        service = shlex.join([self.python, "-X", "utf8", "-c", RUN_MODULE, JOBS_MODULE])
+        with contextlib.closing(HereConnection().open_stream(f"cd / && exec {service}")) as stream:
+            _skip_to(stream, JOBS_MAGIC)
+            yield stream.sock
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
         """Wait until the agent has ended the session; kill it when it does not.
@@ -184,16 +200,37 @@ class LocalTransport:
                 threading.Thread(target=self._agent.wait, name="detrain_nb agent", daemon=True).start()
 
 
-def _skip_to(sock: socket.socket, magic: bytes) -> None:
-    """Read what a program says first. Raises: LaunchError when it does not say that."""
+def _find_versions(python: str, names: list[str]) -> dict[str, str]:
+    """Of what another Python of this machine has, without importing it. Raises: LaunchError."""
+    command = [python, "-c", _FIND_VERSIONS, *names]
+    try:
+        asked = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=_LOOK_LIMIT_S)
+        found: dict[str, str] = json.loads(asked.stdout)
+    except OSError as exc:
+        raise LaunchError(f"python {python} cannot be started: {exc.strerror}") from exc
+    except subprocess.TimeoutExpired as exc:
+        raise LaunchError(f"python {python} has said nothing within {_LOOK_LIMIT_S:.0f} s") from exc
+    except ValueError as exc:
+        raise LaunchError(f"python {python} cannot be used: {_last_line(asked.stderr)}") from exc
+    return found
+
+
+def _skip_to(service: CommandStream, magic: bytes) -> None:
+    """Read what the service says first. Raises: LaunchError when it does not say that."""
+    sock = service.sock
     sock.settimeout(_SERVICE_LIMIT_S)
     said = b""
     try:
         while not said.endswith(magic):
             data = sock.recv(1)
             if not data or len(said) > len(magic):
-                raise LaunchError("the service of jobs ended at once: look at what this process prints to stderr")
+                service.exit_status(limit_s=_SERVICE_LIMIT_S)  # it has said then why
+                raise LaunchError(f"the service of jobs ended at once: {_last_line(service.stderr_tail())}")
             said += data
     except TimeoutError as exc:
         raise LaunchError(f"the service of jobs did not come up within {_SERVICE_LIMIT_S:.0f} s") from exc
     sock.settimeout(None)
+
+
+def _last_line(said: str) -> str:
+    return printable(([line for line in said.splitlines() if line.strip()] or ["it said nothing"])[-1][:500])

@@ -15,7 +15,7 @@ from detrain_nb.documents import write_document
 def spec(tmp_path: Path) -> str:
     path = tmp_path / "my spec.yaml"
     nodes = [{"host": "a"}, {"host": "b"}]
-    write_document(path, {"name": "mnist", "source": {"script_text": "a = 1\n"}, "nodes": nodes})
+    write_document(path, {"name": "mnist", "source": {"script_text": "job_spec()\n"}, "nodes": nodes})
     return str(path)
 
 

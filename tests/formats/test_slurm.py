@@ -112,6 +112,17 @@ def test_slurm_is_asked_for_what_the_plan_needs() -> None:
     assert "#SBATCH --cpus-per-task=4" in slurm.export(spec, spec.plan()).splitlines()
 
 
+def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
+    spec = _spec("a = 1").with_overrides(
+        {"nodes": [{"host": "a", "address": "10.0.0.1", "devices": [2, 3]}, {"host": "b", "devices": [0, 1]}]}
+    )
+    spec = spec.with_overrides({"artifacts": ["*.txt"]})
+    lines = slurm.export(spec, spec.plan(gpus={"a": 4, "b": 2})).splitlines()
+    told = "# Left out, as nothing here has a use for it: artifacts, nodes.address, nodes.devices."
+    assert told in lines[: lines.index("set -e")]
+    assert "Left out" not in slurm.export(_spec("a = 1"), _spec("a = 1").plan())
+
+
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(id)", "'"])
 def test_option_that_is_none_is_refused(value: str) -> None:
     spec = _spec("a = 1")
@@ -124,7 +135,7 @@ def test_nodes_that_differ_are_refused() -> None:
         spec = _spec("a = 1").with_overrides({"nodes": list(nodes), **fields})
         slurm.export(spec, spec.plan())
 
-    with pytest.raises(SpecError, match="a has 1 ranks on cpu, b has 2 on cpu: give them the same"):
+    with pytest.raises(SpecError, match="a has 1 rank on cpu, b has 2 on cpu: give them the same"):
         export({"host": "a"}, {"host": "b", "ranks": 2})
     with pytest.raises(SpecError, match="workdir of a and b differ: give them the same"):
         export({"host": "a"}, {"host": "b", "workdir": "/x"})

@@ -110,6 +110,13 @@ def test_first_node_has_an_address_that_leads_there() -> None:
         endpoint({"host": "localhost"})
 
 
+def test_what_a_job_alone_does_stands_in_a_comment() -> None:
+    spec = _spec(artifacts=["*.txt"], rendezvous={"silence_s": 10})
+    told = "# Left out, as nothing here has a use for it: artifacts, rendezvous.silence_s."
+    assert told in torchrun.export(spec, spec.plan()).splitlines()
+    assert "Left out" not in torchrun.export(_spec(), _spec().plan())
+
+
 def test_fewer_nodes_may_be_enough() -> None:
     spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"min_nodes": 2})
     assert "--nnodes=2:3" in torchrun.export(spec, spec.plan())

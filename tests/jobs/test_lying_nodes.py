@@ -25,6 +25,7 @@ from detrain_nb.jobs.fetching import fetch
 from detrain_nb.jobs.following import Follower, Retries, Wanted
 from detrain_nb.jobs.job import Job
 from detrain_nb.jobs.log_lines import Kept, LogLine
+from detrain_nb.jobs.node_checks import check_port
 from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
 from detrain_nb.spec import PipelineSpec
@@ -273,6 +274,12 @@ def test_command_that_prints_control_characters_is_shown_clean() -> None:
     assert done.statuses["a"] == 3
     assert isinstance(done.statuses["b"], DetrainError)
     assert done.status == 255
+
+
+def test_port_that_a_node_does_not_try_is_not_said_to_be_taken() -> None:
+    (finding,) = check_port(LyingNode({}, "b"), "127.0.0.1", 29500)
+    assert finding.severity == "warning"
+    assert finding.text.startswith("whether port 29500 is free is not known: b: ")
 
 
 @pytest.mark.timeout(30)

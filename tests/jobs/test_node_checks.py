@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from detrain_nb.jobs import check_nodes
 from detrain_nb.spec import PipelineSpec
 
 from ..node.git_host import commit, git_host
+from ..testbed.fixtures import MakeTestbed
+from ..testbed.nodes import home_with_hosts
 
 
 def faults(**fields: object) -> list[str]:
@@ -24,6 +30,16 @@ def test_spec_is_checked_with_its_nodes(home: Path) -> None:
     spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, "secrets": ["NOT_SET_ANYWHERE"]})
     assert spec.check() == []
     assert [each.field for each in spec.check(nodes=True)] == ["secrets"]
+
+
+def test_who_has_imported_a_spec_alone_can_check_it_with_its_nodes(home: Path) -> None:
+    code = """
+from detrain_nb.spec import PipelineSpec
+spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, "secrets": ["NOT_SET_ANYWHERE"]})
+print([each.field for each in spec.check(nodes=True)])
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", code], cwd=home, capture_output=True, text=True, timeout=100)
+    assert done.stdout == "['secrets']\n", done.stderr
 
 
 def test_port_that_is_taken_is_said(home: Path) -> None:
@@ -70,6 +86,30 @@ def test_repository_is_fetched_as_the_job_would(home: Path, tmp_path: Path) -> N
     assert fault.startswith(f"source.git: this machine: git {url} cannot be reached: ")
     (fault,) = check(url=url, how="clone")
     assert fault.startswith(f"source.git: this-machine: git {url} cannot be reached: ")
+
+
+def test_python_of_this_machine_that_lacks_torch_is_told_once(home: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
+    python.chmod(0o755)
+    (fault,) = faults(nodes=[{"host": "localhost", "python": str(python)}])
+    assert fault.startswith("nodes.localhost: torch: missing in ")
+
+
+def test_python_of_this_machine_that_cannot_be_started_is_told(home: Path) -> None:
+    (fault,) = faults(nodes=[{"host": "localhost", "python": "/nowhere/python"}])
+    assert fault.startswith("nodes.localhost: ") and "/nowhere/python" in fault
+
+
+def test_port_is_tried_where_the_other_nodes_reach_this_machine(
+    home: Path, tmp_path: Path, make_testbed: MakeTestbed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(home_with_hosts(make_testbed, tmp_path)))
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        (fault,) = faults(nodes=[{"host": "localhost"}, {"host": "gpu1"}], rendezvous={"port": port})
+    assert fault.startswith("rendezvous.port: localhost cannot listen on ") and "in use" in fault
+    assert f"127.0.0.1 port {port}" not in fault
 
 
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:

@@ -30,7 +30,7 @@ from detrain_nb.node.job.folders import (
 )
 from detrain_nb.node.job.following import follow
 from detrain_nb.node.job.log_file import BoundedLog, last_lines, read_log
-from detrain_nb.node.job.order import FORMAT, MOST_TEXT_BYTES, JobError, JobOrder, JobRendezvous
+from detrain_nb.node.job.order import FORMAT, MOST_TEXT_BYTES, JobOrder, JobRefused, JobRendezvous
 from detrain_nb.node.job.scopes import outlives_logout
 from detrain_nb.node.job.status import Exit, Reserve, Status, is_live, read_status
 
@@ -78,7 +78,7 @@ def test_an_order_is_taken_as_it_is_or_refused_in_words(name: str, value: Any) -
     said = {**make_order("0").to_dict(), name: value}
     try:
         order = JobOrder.from_dict(said)
-    except JobError as exc:
+    except JobRefused as exc:
         assert len(str(exc)) < 300
     else:
         assert json.loads(order.to_json())[name] == value or name in ("rendezvous", "format", "silence_s")
@@ -89,7 +89,7 @@ def test_order_takes_what_the_kernel_takes(value: str) -> None:
     assert JobOrder.from_dict({**make_order("0").to_dict(), "env": {"A": value}}).env == {"A": value}
     subprocess.run(["/bin/true"], env={"A": value}, check=True)
     longer = value + "xx"
-    with pytest.raises(JobError, match="the value of A is no text of at most 131069 bytes"):
+    with pytest.raises(JobRefused, match="the value of A is no text of at most 131069 bytes"):
         JobOrder.from_dict({**make_order("0").to_dict(), "env": {"A": longer}})
     with pytest.raises(OSError, match="too long"):
         subprocess.run(["/bin/true"], env={"A": longer}, check=True)
@@ -141,16 +141,16 @@ def test_order_of_the_first_release_is_read_by_each_later_one(later: int, monkey
 
 def test_order_of_a_later_format_is_refused_with_both_numbers() -> None:
     later = _FIRST_ORDER.replace('"format": 1', f'"format": {FORMAT + 1}')
-    with pytest.raises(JobError, match=f"has format {FORMAT + 1}, .* this one reads up to format {FORMAT}: use that"):
+    with pytest.raises(JobRefused, match=f"has format {FORMAT + 1}, .* this one reads up to format {FORMAT}: use that"):
         JobOrder.from_json(later)
     for number in ("0", "-1", "true", "null", '"1"', "1.0"):
-        with pytest.raises(JobError, match="is no number of an order's format"):
+        with pytest.raises(JobRefused, match="is no number of an order's format"):
             JobOrder.from_json(_FIRST_ORDER.replace('"format": 1', f'"format": {number}'))
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "[]", '{"format": 1}', " " * (1 << 21)])
 def test_what_is_no_order_is_refused(text: str) -> None:
-    with pytest.raises(JobError):
+    with pytest.raises(JobRefused):
         JobOrder.from_json(text)
 
 
@@ -343,7 +343,7 @@ def jobs(tmp_path: Path) -> Iterator[Path]:
 def test_folder_of_jobs_that_others_can_enter_is_refused(jobs: Path) -> None:
     assert jobs_folder() == jobs
     jobs.chmod(0o755)
-    with pytest.raises(JobError, match=r"is open to others: chmod 700"):
+    with pytest.raises(JobRefused, match=r"is open to others: chmod 700"):
         jobs_folder()
 
 
@@ -362,13 +362,13 @@ def test_jobs_of_this_machine_are_listed_the_newest_first_beside_those_of_others
     assert [folder.parent.name for folder in list_job_folders()] == [ids[1], ids[0], ids[2]]
     remove_job_folder(job_folder(ids[0], 0))
     assert (jobs / ids[0] / "000000000000-1").is_dir(), "another machine's"
-    with pytest.raises(JobError, match="no job b-20260102-030405-aaaa with node rank 0 is on this node"):
+    with pytest.raises(JobRefused, match="no job b-20260102-030405-aaaa with node rank 0 is on this node"):
         find_job_folder(ids[0], 0)
 
 
 @pytest.mark.parametrize("job", ["..", "a/b", "", ".hidden", "a" * 97, 5, None])
 def test_id_that_leads_elsewhere_is_none(jobs: Path, job: Any) -> None:
-    with pytest.raises(JobError, match="is no id of a job"):
+    with pytest.raises(JobRefused, match="is no id of a job"):
         job_folder(job, 0)
 
 
@@ -426,7 +426,7 @@ def test_patterns_name_files_of_the_job_alone(job: JobOrder, patterns: list[str]
 )
 def test_what_is_no_file_of_the_job_is_not_sent(job: JobOrder, name: str) -> None:
     notebook = _Notebook()
-    with pytest.raises((JobError, Untrue)):
+    with pytest.raises((JobRefused, Untrue)):
         send_artifact(Talk(None, notebook), {"id": job.id, "node_rank": 0, "name": name})  # type: ignore[arg-type]
     assert notebook.said == b""
 

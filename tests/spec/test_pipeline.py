@@ -18,12 +18,12 @@ from detrain_nb.spec.schema import FILE, make_schema
 
 
 def _spec(**fields: Any) -> PipelineSpec:
-    return PipelineSpec(**{"name": "mnist", "source": {"script_text": "print(1)"}, **fields})
+    return PipelineSpec(**{"name": "mnist", "source": {"script_text": "job_spec()"}, **fields})
 
 
 def test_name_and_source_are_a_spec_for_this_machine() -> None:
     spec = _spec()
-    assert spec.to_dict() == {"name": "mnist", "source": {"script_text": "print(1)"}}
+    assert spec.to_dict() == {"name": "mnist", "source": {"script_text": "job_spec()"}}
     assert spec.plan().world_size == 2
     assert spec.plan(gpus={"": 3}).device == "cuda"
     assert spec.check() == []
@@ -288,6 +288,41 @@ def test_node_that_all_others_wait_for_is_told_of() -> None:
     assert _spec(nodes=[nodes[0], {"host": "b", "relative_speed": 0.5}]).check() == []
 
 
+NOT_READ = {
+    "a text": {"script_text": "import torch"},
+    "a file": {"script": "train.py"},
+    "a notebook": {"notebook": "train.ipynb"},
+}
+
+
+@pytest.mark.parametrize("case", NOT_READ)
+def test_fields_that_the_script_does_not_read_are_told(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("import torch")
+    (tmp_path / "train.ipynb").write_text(_notebook(("import torch", ["job"])))
+    fields = {"training": {"epochs": 3, "dev": True}, "checkpoint": {"url": "c"}, "data": {"url": "d", "chunks": ["a"]}}
+    (finding,) = _spec(source=NOT_READ[case], **fields).check()
+    named = "training.epochs, training.dev, data.url, data.chunks, checkpoint.url"
+    assert str(finding).startswith(
+        f"warning: source: the script does not call job_spec(), by which it would read {named}"
+    )
+    assert _spec(source=NOT_READ[case]).check() == []
+
+
+def test_script_that_may_read_its_fields_is_not_complained_of(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("import beside")
+    for source in (
+        {"script_text": "from detrain_nb import job_spec"},
+        {"script_text": "os.environ['DETRAIN_NB_JOB_SPEC']"},
+        {"script_text": "1", "argument_style": "detrain"},
+        {"path": str(tmp_path), "entry": "a.py"},
+        {"module": "package.train"},
+    ):
+        assert _spec(source=source, training={"epochs": 3}).check() == []
+
+
 @pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
 def test_token_is_for_urls_that_hide_it(url: str) -> None:
     (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
@@ -313,7 +348,7 @@ def test_words_of_a_command_line_win_over_the_spec() -> None:
         "training": {"steps": 5, "dev": True},
         "parallelism": {"tp": 2},
         "nodes": [{"host": "gpu1"}, {"host": "gpu2", "user": "bob", "port": 2222}],
-        "source": {"script_text": "print(1)", "arguments": ["--a", "b c"]},
+        "source": {"script_text": "job_spec()", "arguments": ["--a", "b c"]},
         "data": {"url": "s3://b/x", "chunks": ["a", "b"]},
         "checkpoint": {"url": "c", "keep": "all"},
         "env": {"A": "1"},
@@ -430,7 +465,7 @@ def test_schema_takes_what_the_models_take_and_no_unknown_field() -> None:
 
 def test_spec_prints_as_a_document_that_a_notebook_shows_as_text() -> None:
     spec = _spec(description="<b>")
-    assert str(spec) == 'name: mnist\ndescription: "<b>"\nsource:\n  script_text: print(1)\n'
+    assert str(spec) == 'name: mnist\ndescription: "<b>"\nsource:\n  script_text: job_spec()\n'
     assert "&lt;b&gt;" in spec._repr_html_()
 
 

@@ -16,7 +16,7 @@ from ...copying.json_lines import Talk
 from ..system.processes import descendants, die_with_parent
 from .folders import ORDER_NAME, find_job_folder, list_parts, read_bounded, work_folder
 from .launching import first_environment
-from .order import MOST_TEXT_BYTES, JobError, JobOrder, check_id, check_number, check_seconds, fits_kernel
+from .order import MOST_TEXT_BYTES, JobOrder, JobRefused, check_id, check_number, check_seconds, fits_kernel
 
 TIMED_OUT = 124  # as timeout(1) has it
 _PIECE_BYTES = 1 << 16
@@ -31,7 +31,7 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
     """
     command = said.get("command")
     if not isinstance(command, str) or not command.strip() or not fits_kernel(command):
-        raise JobError(f"a command of at most {MOST_TEXT_BYTES} bytes was expected")
+        raise JobRefused(f"a command of at most {MOST_TEXT_BYTES} bytes was expected")
     limit_s = said.get("timeout_s")
     deadline = time.monotonic() + (1e9 if limit_s is None else check_seconds(limit_s))
     ours = os.getpid()
@@ -103,7 +103,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _find_place(job: object, node_rank: object) -> tuple[Path, dict[str, str] | None]:
-    """Where it runs, and with which variables: those of the job, without its secrets. Raises: JobError."""
+    """Where it runs, and with which variables: those of the job, without its secrets. Raises: JobRefused."""
     if job is None:
         return Path.home(), None
     folder = (

@@ -16,7 +16,7 @@ from ...plan.job import JOB_VARIABLE
 from ..system.proc_files import read
 from ..system.processes import start_ticks
 from .folders import find_job_folder, list_parts, read_bounded, remove_job_folder, write_whole
-from .order import JobError, check_id, check_number, check_seconds
+from .order import JobRefused, check_id, check_number, check_seconds
 from .status import Exit, is_live, read_status
 from .terms import ENDED, GRACE_S, LOST, STOPPED, UNREADABLE
 
@@ -34,7 +34,7 @@ def stop(talk: Talk, said: dict[str, Any]) -> None:
     states = [read_status(folder) for folder in folders]
     for status in states:
         if status["state"] == UNREADABLE:
-            raise JobError(f"job {job} cannot be stopped: {status['reason']}")
+            raise JobRefused(f"job {job} cannot be stopped: {status['reason']}")
     was = [status["state"] for status in states]
     for folder in folders:
         _ask(folder, grace_s)
@@ -44,11 +44,11 @@ def stop(talk: Talk, said: dict[str, Any]) -> None:
 
 
 def remove(talk: Talk, said: dict[str, Any]) -> None:
-    """Remove all files of a job that does not run. Raises: JobError."""
+    """Remove all files of a job that does not run. Raises: JobRefused."""
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
     status = read_status(folder)
     if is_live(status) or (status["state"] == UNREADABLE and _find_marked(_mark_of(folder))):
-        raise JobError(f"job {folder.parent.name} runs: stop it first")
+        raise JobRefused(f"job {folder.parent.name} runs: stop it first")
     remove_job_folder(folder)
     talk.say("removed")
 
@@ -57,7 +57,7 @@ def read_grace(folder: Path) -> float:
     """How long the runner gives its ranks when it is asked to stop."""
     try:
         return check_seconds(json.loads(read_bounded(folder / _STOP_NAME))["grace_s"])
-    except (OSError, ValueError, KeyError, TypeError, JobError):
+    except (OSError, ValueError, KeyError, TypeError, JobRefused):
         return _LAST_GRACE_S
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
 from ...plan.choices import ARTIFACTS
 from .folders import ARTIFACTS_NAME, ORDER_NAME, find_job_folder, read_bounded, work_folder
-from .order import JobError, JobOrder, check_id, check_number, check_texts
+from .order import JobOrder, JobRefused, check_id, check_number, check_texts
 from .terms import FILES_OF_A_LINE, fits
 
 _MOST_FILES = 100_000
@@ -36,7 +36,7 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
     for name in _match(folder, order, patterns):
         try:
             size, digest = _digest(_open_artifact(folder, order, check_name(name)), talk)
-        except (JobError, FileNotFoundError, Untrue):
+        except (JobRefused, FileNotFoundError, Untrue):
             num_left_out += 1
             continue
         listed.append((name, size, digest))
@@ -47,7 +47,7 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
 
 
 def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
-    """Send what a file has from ``offset`` on. Raises: JobError, OSError."""
+    """Send what a file has from ``offset`` on. Raises: JobRefused, OSError."""
     folder, order = _find_job(said)
     offset = as_size(said.get("offset", 0))
     with open(_open_artifact(folder, order, check_name(said.get("name"))), "rb") as file:
@@ -89,16 +89,16 @@ def _walk(root: Path) -> Iterator[str]:
         for name in sorted(names):
             num_files += 1
             if num_files > _MOST_FILES:
-                raise JobError(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")
+                raise JobRefused(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")
             yield name if inner == "." else f"{inner}/{name}"
 
 
 def _open_artifact(folder: Path, order: JobOrder, name: str) -> int:
-    """Raises: JobError where there is no such file in either place, or it is a link, or below one."""
+    """Raises: JobRefused where there is no such file in either place, or it is a link, or below one."""
     for root in (work_folder(order, folder), *([folder] if name.startswith(f"{ARTIFACTS_NAME}/") else [])):
         with contextlib.suppress(OSError):
             return _open_below(root, name)
-    raise JobError(f"{name} is no file of this job")
+    raise JobRefused(f"{name} is no file of this job")
 
 
 def _open_below(root: Path, name: str) -> int:

@@ -20,7 +20,7 @@ from ...agents import runtime_folder
 from ...guarded import make_private_folder, refuse_squatted, state_folder
 from ..system.proc_files import read
 from ..system.processes import start_ticks
-from .order import JOB_ID, JobError, JobOrder, check_id
+from .order import JOB_ID, JobOrder, JobRefused, check_id
 
 ORDER_NAME = "order.json"
 SPEC_NAME = "spec.json"
@@ -35,12 +35,12 @@ _SOCKETS_FOLDER = ".jobs"  # no session: its name begins with a dot
 
 
 def jobs_folder() -> Path:
-    """The folder of this user's jobs, made if need be; nobody else can enter it. Raises: JobError."""
+    """The folder of this user's jobs, made if need be; nobody else can enter it. Raises: JobRefused."""
     try:
         return make_private_folder(state_folder() / "jobs")
     except OSError as exc:
         why = f"{exc.filename}: {exc.strerror}" if exc.filename else exc
-        raise JobError(
+        raise JobRefused(
             f"the folder of jobs cannot be made: {why}, or set XDG_STATE_HOME to a folder of your own"
         ) from exc
 
@@ -57,27 +57,29 @@ def read_boot() -> str:
 
 
 def job_folder(job: str, node_rank: int) -> Path:
-    """Where one node's part of a job is, or would be. Raises: JobError."""
+    """Where one node's part of a job is, or would be. Raises: JobRefused."""
     return jobs_folder() / check_id(job) / f"{machine_id()}-{node_rank}"
 
 
 def find_job_folder(job: str, node_rank: int) -> Path:
-    """Raises: JobError when this node has no such job."""
+    """Raises: JobRefused when this node has no such job."""
     folder = job_folder(job, node_rank)
     if not folder.is_dir():
-        raise JobError(f"no job {job} with node rank {node_rank} is on this node: it was removed, or is on another one")
+        raise JobRefused(
+            f"no job {job} with node rank {node_rank} is on this node: it was removed, or is on another one"
+        )
     return folder
 
 
 def work_folder(order: JobOrder, folder: Path) -> Path:
-    """Where the ranks start. Raises: JobError for one that another user has made, in a folder that is everybody's."""
+    """Where the ranks start. Raises: JobRefused for one that another user has made, in a folder that is everybody's."""
     if not order.workdir:
         return folder / SOURCE_NAME
     place = Path(os.path.expanduser(order.workdir))
     try:
         refuse_squatted(place)
     except OSError as exc:
-        raise JobError(str(exc)) from exc
+        raise JobRefused(str(exc)) from exc
     return place
 
 
@@ -95,10 +97,10 @@ def list_job_folders(*, of: str = "") -> Iterator[Path]:
 
 
 def list_parts(job: str) -> list[Path]:
-    """The parts of one job on this machine. Raises: JobError when there are none."""
+    """The parts of one job on this machine. Raises: JobRefused when there are none."""
     if folders := [folder for folder in list_job_folders(of=check_id(job)) if folder.parent.name == job]:
         return folders
-    raise JobError(f"no job {job} is on this node: it was removed, or is on another one")
+    raise JobRefused(f"no job {job} is on this node: it was removed, or is on another one")
 
 
 def _moment(job: str) -> str:
@@ -141,14 +143,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def read_bounded(path: Path) -> str:
-    """Raises: OSError, JobError for one that is larger, or no file."""
+    """Raises: OSError, JobRefused for one that is larger, or no file."""
     opened = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     with open(opened, "rb") as file:
         if not stat.S_ISREG(os.fstat(opened).st_mode):
-            raise JobError(f"{path} is no file")
+            raise JobRefused(f"{path} is no file")
         data = file.read(_MOST_BYTES + 1)
     if len(data) > _MOST_BYTES:
-        raise JobError(f"{path} has more than {_MOST_BYTES} bytes")
+        raise JobRefused(f"{path} has more than {_MOST_BYTES} bytes")
     return data.decode("utf-8", errors="replace")
 
 

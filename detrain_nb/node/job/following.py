@@ -12,7 +12,7 @@ from ...copying.json_lines import Talk, as_size, check_name
 from .folders import METRICS_NAME, find_job_folder
 from .last_metrics import last_metrics
 from .log_file import find_end, read_log
-from .order import JobError, check_id, check_number
+from .order import JobRefused, check_id, check_number
 from .status import is_live, read_status
 from .terms import OUTPUT_NAME
 
@@ -85,9 +85,9 @@ def _read_wishes(said: dict[str, Any]) -> Callable[[str], bool]:
 
 def _check_offsets(said: object) -> dict[str, int]:
     if not isinstance(said, dict):
-        raise JobError("offsets by name were expected")
+        raise JobRefused("offsets by name were expected")
     for name, offset in said.items():
         if not OUTPUT_NAME.fullmatch(check_name(name)):
-            raise JobError(f"{name[:80]!r} is nothing that a job prints to")
+            raise JobRefused(f"{name[:80]!r} is nothing that a job prints to")
         as_size(offset)
     return dict(said)

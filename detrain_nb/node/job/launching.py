@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...guarded import RUN_MODULE
@@ -17,7 +17,7 @@ from ...plan.job import JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
 from ..system.surroundings import PER_SESSION_VARIABLES
 from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_NAME
-from .order import JobError, JobOrder
+from .order import JobOrder, JobRefused
 
 RANK_MODULE = "detrain_nb.node.job.rank"
 
@@ -66,28 +66,17 @@ def torchrun_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line of this node, whose ranks tell the runner what they print, and its environment.
 
-    What ``env`` has comes before what torch would be told by default. Raises: JobError.
+    What ``env`` has comes before what torch would be told by default. Raises: JobRefused.
     """
-    python, asked = order.python or sys.executable, order.rendezvous
-    rendezvous = Rendezvous(
-        JOB_BACKEND,
-        asked.run_id or order.id,
-        store,
-        timeout_s=asked.timeout_s,
-        silence_s=order.silence_s,
-    )
-    nodes: int | tuple[int, int] = len(order.nodes)
-    if asked.kind == "elastic":
-        rendezvous = replace(rendezvous, kind=ELASTIC_BACKEND, max_restarts=asked.max_restarts)
-        nodes = (asked.min_nodes, asked.max_nodes)
+    python, is_elastic = order.python or sys.executable, order.rendezvous.kind == "elastic"
     first, *arguments = order.argv
     if not first.startswith("-") and order.workdir:  # a script is where the source is, wherever the ranks start
         first = str(folder / SOURCE_NAME / first)
     try:
         launch = launch_job(
-            rendezvous,
+            _rendezvous_at(store, order),
             Program("command", (python, "-c", RUN_MODULE, RANK_MODULE, python, first, *arguments)),
-            nodes=nodes,
+            nodes=(order.rendezvous.min_nodes, order.rendezvous.max_nodes) if is_elastic else len(order.nodes),
             ranks=len(order.ranks),
             node_rank=order.node_rank,
             python=python,
@@ -99,9 +88,22 @@ def torchrun_command(
             options=(f"--log-dir={folder / _TORCHRUN_FOLDER}",),
         )
     except ValueError as exc:
-        raise JobError(str(exc)) from exc
+        raise JobRefused(str(exc)) from exc
     ours = {name: value for name, value in launch.env.items() if name.startswith(_OUR_VARIABLES)}
     return launch.argv, {**launch.env, **env, **ours}
+
+
+def _rendezvous_at(store: tuple[str, int], order: JobOrder) -> Rendezvous:
+    asked = order.rendezvous
+    is_elastic = asked.kind == "elastic"
+    return Rendezvous(
+        ELASTIC_BACKEND if is_elastic else JOB_BACKEND,
+        asked.run_id or order.id,
+        store,
+        timeout_s=asked.timeout_s,
+        max_restarts=asked.max_restarts if is_elastic else 0,
+        silence_s=order.silence_s,
+    )
 
 
 @dataclass

@@ -19,7 +19,7 @@ MOST_ITEMS = 10_000
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
-class JobError(FilesError):
+class JobRefused(FilesError):
     """What cannot be done with a job on this node, in words for the user."""
 
 
@@ -79,73 +79,73 @@ class JobOrder:
 
     @classmethod
     def from_json(cls, text: str) -> JobOrder:
-        """Read one, of an earlier format too; names that a later release adds are passed over. Raises: JobError."""
+        """Read one, of an earlier format too; names that a later release adds are passed over. Raises: JobRefused."""
         if len(text) > MOST_JSON_BYTES:
-            raise JobError(f"the order has {len(text)} characters: {MOST_JSON_BYTES} at most")
+            raise JobRefused(f"the order has {len(text)} characters: {MOST_JSON_BYTES} at most")
         try:
             said = json.loads(text)
         except (ValueError, RecursionError) as exc:
-            raise JobError("the order is not JSON") from exc
+            raise JobRefused("the order is not JSON") from exc
         return cls.from_dict(said)
 
     @classmethod
     def from_dict(cls, said: object) -> JobOrder:
-        """Take what was asked for apart, checked. Raises: JobError."""
+        """Take what was asked for apart, checked. Raises: JobRefused."""
         if not isinstance(said, dict):
-            raise JobError("the order is no object")
+            raise JobRefused("the order is no object")
         number = said.get("format")
         if type(number) is not int or number < 1:
-            raise JobError(f"{clean(number)[:20]!r} is no number of an order's format")
+            raise JobRefused(f"{clean(number)[:20]!r} is no number of an order's format")
         if number > FORMAT:
-            raise JobError(
+            raise JobRefused(
                 f"the order has format {number}, a later release has written it: this one reads up to format {FORMAT}: "
                 "use that release, or a later one"
             )
         order = cls(**_checked(said, _CHECKS, required={"id", "name", "argv"}))
         if not 0 <= order.node_rank < len(order.nodes):
-            raise JobError(f"node_rank is {order.node_rank}, of {len(order.nodes)} nodes")
+            raise JobRefused(f"node_rank is {order.node_rank}, of {len(order.nodes)} nodes")
         if not order.argv:
-            raise JobError("argv is empty: name a script or a module")
+            raise JobRefused("argv is empty: name a script or a module")
         return order
 
 
 def check_id(said: object) -> str:
-    """Return the id of a job, which is a name of a folder. Raises: JobError."""
+    """Return the id of a job, which is a name of a folder. Raises: JobRefused."""
     if not isinstance(said, str) or not JOB_ID.fullmatch(said):
-        raise JobError(f"{clean(said)[:80]!r} is no id of a job")
+        raise JobRefused(f"{clean(said)[:80]!r} is no id of a job")
     return said
 
 
 def check_number(said: object, *, most: int = 1 << 31) -> int:
-    """Return a number from 0. Raises: JobError."""
+    """Return a number from 0. Raises: JobRefused."""
     if type(said) is not int or not 0 <= said <= most:
-        raise JobError(f"{clean(said)[:40]!r} is no number from 0 to {most}")
+        raise JobRefused(f"{clean(said)[:40]!r} is no number from 0 to {most}")
     return said
 
 
 def check_seconds(said: object) -> float:
-    """Return a time that can be waited for. Raises: JobError."""
+    """Return a time that can be waited for. Raises: JobRefused."""
     if type(said) not in (int, float) or not 0 <= said <= 1e9:  # type: ignore[operator]
-        raise JobError(f"{clean(said)[:40]!r} is no number of seconds")
+        raise JobRefused(f"{clean(said)[:40]!r} is no number of seconds")
     return float(said)  # type: ignore[arg-type]
 
 
 def check_texts(said: object) -> tuple[str, ...]:
-    """Return a list of texts. Raises: JobError."""
+    """Return a list of texts. Raises: JobRefused."""
     if not isinstance(said, (list, tuple)) or len(said) > MOST_ITEMS:
-        raise JobError(f"a list of at most {MOST_ITEMS} texts was expected")
+        raise JobRefused(f"a list of at most {MOST_ITEMS} texts was expected")
     return tuple(map(_text, said))
 
 
 def check_env(said: object) -> dict[str, str]:
-    """Return variables by name. Raises: JobError, without a value in it: it may be a secret."""
+    """Return variables by name. Raises: JobRefused, without a value in it: it may be a secret."""
     if not isinstance(said, dict) or len(said) > MOST_ITEMS:
-        raise JobError(f"at most {MOST_ITEMS} variables by name were expected")
+        raise JobRefused(f"at most {MOST_ITEMS} variables by name were expected")
     for name, value in said.items():
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            raise JobError(f"{clean(name)[:80]!r} is no name of a variable")
+            raise JobRefused(f"{clean(name)[:80]!r} is no name of a variable")
         if not isinstance(value, str) or not fits_kernel(f"{name}={value}"):
-            raise JobError(f"the value of {name} is no text of at most {MOST_TEXT_BYTES - len(name) - 1} bytes")
+            raise JobRefused(f"the value of {name} is no text of at most {MOST_TEXT_BYTES - len(name) - 1} bytes")
     return said
 
 
@@ -156,13 +156,13 @@ def fits_kernel(text: str) -> bool:
 
 def _text(said: object) -> str:
     if not isinstance(said, str) or not fits_kernel(said):
-        raise JobError(f"{clean(said)[:40]!r} is no text of at most {MOST_TEXT_BYTES} bytes")
+        raise JobRefused(f"{clean(said)[:40]!r} is no text of at most {MOST_TEXT_BYTES} bytes")
     return said
 
 
 def _name(said: object) -> str:
     if not isinstance(said, str) or not NAME.fullmatch(said):
-        raise JobError(
+        raise JobRefused(
             f"{clean(said)[:80]!r} is no name of a job: letters, digits and ._- only, {MOST_NAME_CHARS} at most"
         )
     return said
@@ -170,20 +170,20 @@ def _name(said: object) -> str:
 
 def _numbers(said: object) -> tuple[int, ...]:
     if not isinstance(said, (list, tuple)) or len(said) > MOST_ITEMS:
-        raise JobError(f"a list of at most {MOST_ITEMS} numbers was expected")
+        raise JobRefused(f"a list of at most {MOST_ITEMS} numbers was expected")
     return tuple(map(check_number, said))
 
 
 def _object(said: object) -> dict[str, Any]:
     if not isinstance(said, dict):
-        raise JobError(f"{clean(said)[:40]!r} is no object")
+        raise JobRefused(f"{clean(said)[:40]!r} is no object")
     return said
 
 
 def _rendezvous(said: object) -> JobRendezvous:
     made = JobRendezvous(**_checked(_object(said), _RENDEZVOUS_CHECKS))
     if made.kind not in ("fixed", "elastic"):
-        raise JobError(f"{clean(made.kind)[:40]!r} is no kind of rendezvous: fixed, elastic")
+        raise JobRefused(f"{clean(made.kind)[:40]!r} is no kind of rendezvous: fixed, elastic")
     return made
 
 
@@ -191,14 +191,14 @@ def _checked(
     said: Mapping[str, Any], checks: Mapping[str, Callable[[object], Any]], *, required: set[str] | None = None
 ) -> dict[str, Any]:
     if lacking := sorted((required or set()) - said.keys()):
-        raise JobError(f"the order has no {', '.join(lacking)}")
+        raise JobRefused(f"the order has no {', '.join(lacking)}")
     found = {}
     for name, check in checks.items():
         if name in said:
             try:
                 found[name] = check(said[name])
-            except JobError as exc:
-                raise JobError(f"{name}: {exc}") from exc
+            except JobRefused as exc:
+                raise JobRefused(f"{name}: {exc}") from exc
     return found
 
 

@@ -32,7 +32,7 @@ from .folders import (
     remove_job_folder,
     write_whole,
 )
-from .order import JobError, JobOrder, check_env, check_id, check_number
+from .order import JobOrder, JobRefused, check_env, check_id, check_number
 from .scopes import outlives_logout
 from .status import READY, Status, is_live, read_status
 
@@ -58,12 +58,12 @@ class Preparing:
         self._runners: list[subprocess.Popen[bytes]] = []  # of which we are the parents: their ends are noted
 
     def prepare(self, talk: Talk, said: dict[str, Any]) -> None:
-        """Make all ready; nothing runs yet. Raises: JobError, OSError."""
+        """Make all ready; nothing runs yet. Raises: JobRefused, OSError."""
         self.close()
         order = JobOrder.from_dict(said.get("order"))
         secrets = check_env(said.get("secrets") or {})
         if missing := sorted(set(order.secret_names) - secrets.keys()):
-            raise JobError(f"the secrets {', '.join(missing)} did not come")
+            raise JobRefused(f"the secrets {', '.join(missing)} did not come")
         with contextlib.ExitStack() as on_failure:
             folder = _make_folder(order)
             on_failure.callback(remove_job_folder, folder)
@@ -77,14 +77,14 @@ class Preparing:
         talk.say("prepared", port=store.getsockname()[1] if store else 0, pointers=pointers)
 
     def launch(self, talk: Talk, said: dict[str, Any]) -> None:
-        """Start what was prepared, as a process that goes on without us. Raises: JobError, OSError."""
+        """Start what was prepared, as a process that goes on without us. Raises: JobRefused, OSError."""
         if self._prepared is None:
-            raise JobError("nothing was prepared here")
+            raise JobRefused("nothing was prepared here")
         prepared = self._prepared
         address, port = _check_store(said.get("store"))
         key = said.get("key") or ""
         if not isinstance(key, str) or len(key) > 1024:
-            raise JobError("the key is no text")
+            raise JobRefused("the key is no text")
         given = {"secrets": prepared.secrets, "store": [address, port], "key": key}
         runner = _start_detached(prepared, json.dumps(given).encode())
         self._runners = [each for each in self._runners if each.poll() is None] + [runner]
@@ -106,12 +106,12 @@ class Preparing:
 
 
 def _make_folder(order: JobOrder) -> Path:
-    """Raises: JobError where a job of that name runs already, OSError."""
+    """Raises: JobRefused where a job of that name runs already, OSError."""
     with _alone():
         for other in list_job_folders(of=order.name):
             status = read_status(other)
             if status["name"] == order.name and is_live(status) and status["id"] != order.id:
-                raise JobError(f"a job named {order.name} runs already on this node: {status['id']}")
+                raise JobRefused(f"a job named {order.name} runs already on this node: {status['id']}")
         folder = job_folder(order.id, order.node_rank)
         with contextlib.ExitStack() as on_failure:
             with contextlib.suppress(FileExistsError):  # another node that shares the home has made it
@@ -120,7 +120,7 @@ def _make_folder(order: JobOrder) -> Path:
             try:
                 folder.mkdir(mode=0o700)
             except FileExistsError as exc:
-                raise JobError(f"the job {order.id} is on this node already: submit it under a new id") from exc
+                raise JobRefused(f"the job {order.id} is on this node already: submit it under a new id") from exc
             on_failure.callback(remove_job_folder, folder)
             for inner in (ARTIFACTS_NAME, METRICS_NAME):
                 (folder / inner).mkdir(mode=0o700)
@@ -133,11 +133,11 @@ def _make_folder(order: JobOrder) -> Path:
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """No other service of this machine makes a job meanwhile. Raises: JobError."""
+    """No other service of this machine makes a job meanwhile. Raises: JobRefused."""
     path, deadline = runtime_folder() / _LOCK_NAME, time.monotonic() + _LOCK_LIMIT_S
     while (lock := take_lock(path, is_new=True)) is None:
         if time.monotonic() > deadline:
-            raise JobError(f"another job is being prepared on this node, for more than {_LOCK_LIMIT_S:.0f} s")
+            raise JobRefused(f"another job is being prepared on this node, for more than {_LOCK_LIMIT_S:.0f} s")
         time.sleep(0.02)
     try:
         yield
@@ -161,7 +161,7 @@ def _lay_out(source: object, folder: Path, talk: Talk) -> list[str]:
 def _take_over(before: str, order: JobOrder, folder: Path) -> None:
     """Have the checkpoints of the job that is restarted, where they are in its folder; what the source has stays.
 
-    Both have the same files, until one of them puts another in the place of one. Raises: JobError, OSError.
+    Both have the same files, until one of them puts another in the place of one. Raises: JobRefused, OSError.
     """
     url = (order.spec.get("checkpoint") or {}).get("url")
     if order.workdir or not isinstance(url, str) or "://" in url or url.startswith(("/", "~")):
@@ -184,9 +184,9 @@ def _link(source: str, target: str) -> None:
 
 
 def _check_script(first: str, source: Path) -> None:
-    """What a repository has is not known before it is here. Raises: JobError."""
+    """What a repository has is not known before it is here. Raises: JobRefused."""
     if not first.startswith("-") and not (source / first).is_file():
-        raise JobError(f"{clean(first)[:200]!r} is not in the source: look at its name, and at the folder it is in")
+        raise JobRefused(f"{clean(first)[:200]!r} is not in the source: look at its name, and at the folder it is in")
 
 
 def _bind(address: str, port: int) -> socket.socket:
@@ -196,25 +196,27 @@ def _bind(address: str, port: int) -> socket.socket:
             (address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET, backlog=128
         )
     except OSError as exc:
-        raise JobError(f"no socket can be bound on {address} port {port}: {exc.strerror or exc}: name another") from exc
+        raise JobRefused(
+            f"no socket can be bound on {address} port {port}: {exc.strerror or exc}: name another"
+        ) from exc
 
 
 def _check_store(said: object) -> tuple[str, int]:
     if not isinstance(said, list) or len(said) != 2 or not isinstance(said[0], str):
-        raise JobError("the store has an address and a port")
+        raise JobRefused("the store has an address and a port")
     return said[0], check_number(said[1], most=65535)
 
 
 def _start_detached(prepared: _Prepared, given: bytes) -> subprocess.Popen[bytes]:
-    """Start the runner, where it can be so that it outlives a logout. Raises: JobError, OSError."""
+    """Start the runner, where it can be so that it outlives a logout. Raises: JobRefused, OSError."""
     if scope := outlives_logout(prepared.order.id):
-        with contextlib.suppress(JobError):  # the user's manager does not answer
+        with contextlib.suppress(JobRefused):  # the user's manager does not answer
             return _start_runner(prepared, given, scope)
     return _start_runner(prepared, given, [])
 
 
 def _start_runner(prepared: _Prepared, given: bytes, scope: list[str]) -> subprocess.Popen[bytes]:
-    """Wait until it says that it is there. Raises: JobError, OSError."""
+    """Wait until it says that it is there. Raises: JobRefused, OSError."""
     folder, store = prepared.folder, prepared.store
     handed = [store.fileno()] if store else []
     argv = [sys.executable, "-X", "utf8", "-c", RUN_MODULE, RUNNER_MODULE, str(folder), *map(str, handed)]
@@ -236,7 +238,7 @@ def _start_runner(prepared: _Prepared, given: bytes, scope: list[str]) -> subpro
             is_said = bool(select.select([runner.stdout], [], [], _START_LIMIT_S)[0])
             if not is_said or runner.stdout.readline(len(READY)) != READY:
                 said = (folder / RUNNER_LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                raise JobError(f"the runner did not start: {said[-1] if said else 'it said nothing'}")
+                raise JobRefused(f"the runner did not start: {said[-1] if said else 'it said nothing'}")
     except BaseException:
         runner.kill()
         runner.wait()

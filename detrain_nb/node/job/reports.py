@@ -10,7 +10,7 @@ from typing import Any
 from ...copying.json_lines import LINE_BYTES, Talk
 from .folders import list_job_folders, list_parts
 from .last_metrics import last_metrics
-from .order import JobError, check_id
+from .order import JobRefused, check_id
 from .status import read_status
 
 _MOST_JOBS = 100
@@ -20,7 +20,7 @@ _MOST_IDS = 10_000
 def _parts_if_any(job: str) -> list[Path]:
     try:
         return list_parts(job)
-    except JobError:
+    except JobRefused:
         return []
 
 
@@ -28,7 +28,7 @@ def report(talk: Talk, said: dict[str, Any]) -> None:
     """All that is known of jobs by id, or, without last lines, of the newest ones; no more than fits into a line."""
     ids = said.get("ids")
     if ids is not None and (not isinstance(ids, list) or len(ids) > _MOST_IDS):
-        raise JobError(f"a list of at most {_MOST_IDS} ids was expected")
+        raise JobRefused(f"a list of at most {_MOST_IDS} ids was expected")
     folders: Iterable[Path]
     if ids is None:
         folders = (folder for folder, _ in zip(list_job_folders(), range(_MOST_JOBS)))

@@ -31,7 +31,7 @@ from ..system.processes import (
 from .ending import read_grace
 from .folders import ORDER_NAME, SETUP_LOG, TORCHRUN_LOG, read_bounded, work_folder
 from .launching import first_environment, setup_command, torchrun_command
-from .order import JobError, JobOrder
+from .order import JobOrder, JobRefused
 from .outputs import Outputs
 from .status import READY, Exit, Reserve, Status
 from .terms import RUNNING, STOPPING
@@ -83,7 +83,7 @@ class Runner:
             code, log = self._run()
         except OSError as exc:
             ended = Exit(_NOT_STARTED, f"{exc.filename or 'the runner'}: {exc.strerror or exc}")
-        except JobError as exc:
+        except JobRefused as exc:
             ended = Exit(_NOT_STARTED, str(exc))
         end_descendants()
         self._outputs.close()  # all that was said has been read
@@ -95,7 +95,7 @@ class Runner:
         self._reserve.write(self._status)
 
     def _run(self) -> tuple[int, str]:
-        """The exit code of what ran last, and its log. Raises: OSError, JobError."""
+        """The exit code of what ran last, and its log. Raises: OSError, JobRefused."""
         order, folder = self._order, self._folder
         env = first_environment(order, folder, self._given["secrets"])
         cwd = self._find_cwd()
@@ -116,7 +116,7 @@ class Runner:
         return self._run_command(argv, env, TORCHRUN_LOG, cwd, handed), TORCHRUN_LOG
 
     def _find_cwd(self) -> Path:
-        """Raises: JobError, OSError."""
+        """Raises: JobRefused, OSError."""
         folder = work_folder(self._order, self._folder)
         if self._order.workdir:
             make_users_folder(folder)

@@ -16,7 +16,7 @@ from typing import Any
 from ...copying.json_lines import clean
 from ..system.processes import start_ticks
 from .folders import read_boot, read_bounded, write_whole
-from .order import JobError
+from .order import JobRefused
 from .terms import ENDED, LIVE, LOST, PREPARING, RESTARTED, STOPPED, UNREADABLE
 
 STATUS_NAME, EXIT_NAME = "status.json", "exit.json"
@@ -92,7 +92,7 @@ def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[st
     try:
         status = {"name": "", **_read(folder / STATUS_NAME), **known}
         if status.get("state") not in (*LIVE, ENDED, STOPPED):
-            raise JobError(f"{STATUS_NAME} is damaged")
+            raise JobRefused(f"{STATUS_NAME} is damaged")
         if status["state"] in LIVE:
             status["state"] = _judge(status, boot())
             status["reason"] = _WHY.get(status["state"], "")
@@ -101,8 +101,8 @@ def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[st
             status |= {name: ended.get(name) for name in _EXIT_FIELDS}
             status["state"] = STOPPED if ended.get("state") == STOPPED else ENDED
         return status
-    except (OSError, JobError) as exc:
-        why = str(exc) if isinstance(exc, JobError) else f"{folder.name}: {exc.strerror}"
+    except (OSError, JobRefused) as exc:
+        why = str(exc) if isinstance(exc, JobRefused) else f"{folder.name}: {exc.strerror}"
         return {**known, "name": "", "state": UNREADABLE, "reason": why}
 
 
@@ -123,12 +123,12 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         said = json.loads(read_bounded(path))
     except (ValueError, RecursionError) as exc:
-        raise JobError(f"{path.name} is damaged") from exc
+        raise JobRefused(f"{path.name} is damaged") from exc
     if not isinstance(said, dict) or type(said.get("format")) is not int:
-        raise JobError(f"{path.name} is damaged")
+        raise JobRefused(f"{path.name} is damaged")
     if said["format"] > FORMAT:
         release = clean(said.get("release", "a later one"))[:40]
-        raise JobError(f"{path.name} was written by release {release}: this one ({find_release()}) cannot read it")
+        raise JobRefused(f"{path.name} was written by release {release}: this one ({find_release()}) cannot read it")
     return said
 
 

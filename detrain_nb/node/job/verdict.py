@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .folders import END_NAME, TORCHRUN_LOG, read_bounded
 from .log_file import last_lines
-from .order import JobError
+from .order import JobRefused
 from .outputs import Outputs, RankOutcome
 from .status import Exit
 from .terms import STOPPED
@@ -47,7 +47,7 @@ def _read_told(folder: Path) -> str:
     try:
         said = json.loads(read_bounded(folder / END_NAME))
         return str(said["reason"])[:MOST_REASON_CHARS]
-    except (OSError, ValueError, KeyError, TypeError, JobError):
+    except (OSError, ValueError, KeyError, TypeError, JobRefused):
         return ""
 
 

@@ -1,0 +1,83 @@
+"""This machine as a node whose ranks use another Python: it is asked what it has, as that of a host is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from detrain_nb import __version__
+from detrain_nb.deploy.jobs import open_job_talk
+from detrain_nb.errors import DetrainError, LaunchError
+from detrain_nb.jobs.asking import ask_facts
+from detrain_nb.session.session import Session
+from detrain_nb.spec import Node
+from detrain_nb.transport.local import LocalTransport
+
+Transports = Callable[[str], LocalTransport]
+
+
+@pytest.fixture
+def here_with(tmp_path: Path) -> Transports:
+    """Return a function that makes a Python of the lines of a shell script, and is this machine with it."""
+
+    def make(script: str) -> LocalTransport:
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return LocalTransport(Node(host="localhost", python=str(path)))
+
+    return make
+
+
+def _with_release(folder: Path, name: str, version: str) -> str:
+    """A Python that says of a library that it has another version."""
+    known = folder / "other" / f"{name}-{version}.dist-info"
+    known.mkdir(parents=True)
+    (known / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    return f'PYTHONPATH={folder}/other exec {sys.executable} "$@"'
+
+
+def test_version_of_torch_is_that_of_the_python_of_the_ranks(here_with: Transports, tmp_path: Path) -> None:
+    here = here_with(_with_release(tmp_path, "torch", "2.0.1+cu118"))
+    with open_job_talk(here) as talk:
+        assert ask_facts(talk).torch == "2.0.1+cu118"
+    assert here.torch == "2.0.1+cu118"
+
+
+@pytest.mark.parametrize(
+    ("script", "complaint"),
+    [
+        (f'exec {sys.executable} -I -S "$@"', "torch is missing in {python}: install it there ({python} -m pip"),
+        ("echo it is broken >&2; exit 3", "python {python} cannot be used: it is broken"),
+        ("exit 3", "python {python} cannot be used: it said nothing"),
+    ],
+)
+def test_python_that_cannot_be_used_is_told_before_anything_starts(
+    script: str, complaint: str, here_with: Transports
+) -> None:
+    here = here_with(script)
+    for start in (lambda: open_job_talk(here).__enter__(), lambda: Session.start(nodes=[here], device="cpu")):
+        with pytest.raises(LaunchError) as caught:
+            start()
+        assert complaint.format(python=here.python) in str(caught.value)
+
+
+def test_python_that_is_not_there_is_told() -> None:
+    here = LocalTransport(Node(host="localhost", python="/nowhere/python"))
+    with pytest.raises(LaunchError, match="python /nowhere/python cannot be started: No such file"), here.run_jobs():
+        pass
+
+
+def test_other_release_of_ours_is_told(here_with: Transports, tmp_path: Path) -> None:
+    here = here_with(_with_release(tmp_path, "detrain_nb", "0.0.1"))
+    with pytest.raises(LaunchError, match=f"has detrain_nb 0.0.1, not {__version__} as here"), here.run_jobs():
+        pass
+
+
+def test_service_that_ends_at_once_says_why(here_with: Transports) -> None:
+    here = here_with(f'[ "$1" != -X ] || {{ echo out of order >&2; exit 3; }}; exec {sys.executable} "$@"')
+    with pytest.raises(DetrainError, match="the service of jobs ended at once: out of order"), here.run_jobs():
+        pass
