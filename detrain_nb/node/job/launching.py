@@ -20,6 +20,7 @@ from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_N
 from .order import JobError, JobOrder
 
 RANK_MODULE = "detrain_nb.node.job.rank"
+_LAST_WORD_MODULE = "detrain_nb.node.job.last_word"
 
 ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"
 _SETUP_NAME, _TORCHRUN_FOLDER = "setup.sh", "torchelastic"
@@ -102,6 +103,13 @@ def torchrun_command(
         raise JobError(str(exc)) from exc
     ours = {name: value for name, value in launch.env.items() if name.startswith(_OUR_VARIABLES)}
     return launch.argv, {**launch.env, **env, **ours}
+
+
+def last_word_command(order: JobOrder, store: tuple[str, int], reason: str) -> list[str]:
+    """Tells the other nodes why this one has failed."""
+    address, port = store
+    said = f"node {order.node} failed: {reason}"
+    return [order.python or sys.executable, "-c", RUN_MODULE, _LAST_WORD_MODULE, address, str(port), said]
 
 
 @dataclass
