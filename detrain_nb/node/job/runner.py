@@ -92,11 +92,11 @@ class Runner:
         ended = ended or judge(self._outputs, code, folder=self._folder, log=log, stopped=self._is_stopped)
         if ended.state == ENDED and ended.exit_code:
             self._tell_others(ended.reason, code)
-        self._reserve.release()
         self._reserve.write(ended)
         self._status.state, self._status.ended_at = ended.state, ended.ended_at
         self._status.exit_code, self._status.reason = ended.exit_code, ended.reason
         self._reserve.write(self._status)
+        self._reserve.release()
 
     def _run(self) -> tuple[int, str]:
         """The exit code of what ran last, and its log. Raises: OSError, JobError."""
