@@ -446,6 +446,29 @@ def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Pat
     assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"
 
 
+_OF_AN_OLDER_LIBC = """
+import os, signal
+for module, name in ((os, "memfd_create"), (os, "pidfd_open"), (signal, "pidfd_send_signal")):
+    vars(module).pop(name, None)
+"""
+
+
+def test_python_that_was_built_for_an_older_libc_is_enough(
+    jobs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_OF_AN_OLDER_LIBC)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import os, time; print(hasattr(os, 'memfd_create'), os.environ['SET'], flush=True); time.sleep(600)"
+    order = make_order(code, name="older", setup=("export SET=up",))
+    with talk_here() as talk:
+        launch(talk, order)
+        Followed(order).begin(talk).until(talk, b"False up\n", name="rank-0.log")
+        talk.say("exec", id=order.id, command="sleep 600 & exit 4", timeout_s=60)
+        assert talk.hear("exit") == {"type": "exit", "status": 4, "timed_out": False}
+        talk.say("stop", id=order.id, grace_s=10)
+        assert talk.hear("stopped")["was"] == "running"
+
+
 @pytest.mark.parametrize(
     "line",
     [

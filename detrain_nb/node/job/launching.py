@@ -15,6 +15,7 @@ from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_
 from ...metrics import FOLDER_VARIABLE
 from ...plan.job import JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
+from ..system.processes import open_memory_file
 from ..system.surroundings import PER_SESSION_VARIABLES
 from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_NAME
 from .order import JobError, JobOrder
@@ -129,7 +130,7 @@ class SetupCommand:
 @contextlib.contextmanager
 def setup_command(lines: tuple[str, ...], folder: Path) -> Iterator[SetupCommand]:
     """Write the lines as a script, which ends with the first that fails. Raises: OSError."""
-    path, told = folder / _SETUP_NAME, os.memfd_create("environment")  # secrets are in it: never in a file
+    path, told = folder / _SETUP_NAME, open_memory_file("environment")  # secrets are in it: never in a file
     try:
         path.write_text("\n".join(["set -e", *lines, f"env -0 >/proc/self/fd/{told}", ""]), encoding="utf-8")
         yield SetupCommand([shutil.which("bash") or "sh", str(path)], told)
