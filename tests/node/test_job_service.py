@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ import pytest
 
 from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
-from detrain_nb.node.job.folders import machine_id, socket_path
+from detrain_nb.node.job.folders import machine_id
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
 
@@ -231,12 +233,8 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []
         assert (status_of(talk, order)["state"], status_of(talk, order)["exit_code"]) == ("ended", 137)
-        (part,) = (jobs_folder / order.id).iterdir()
-        left = socket_path(part)
-        assert left.exists()
         talk.say("remove", id=order.id)
         talk.hear("removed")
-        assert not left.exists()
 
 
 def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_folder: Path) -> None:
@@ -444,6 +442,22 @@ def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Pat
         followed.data
     )
     assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"
+
+
+def test_ranks_that_start_after_a_logout_find_their_runner(
+    jobs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system removes a user's folder for sockets when the last connection of that user is closed."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(run))
+    wait = f"while [ -e {shlex.quote(str(run))} ]; do sleep 0.05; done"
+    order = make_order("print('on')", name="logged-out", setup=(wait,))
+    with talk_here() as talk:
+        launch(talk, order)
+        shutil.rmtree(run)
+        followed = Followed(order).begin(talk).to_end(talk)
+    assert (followed.job["exit_code"], followed.data.get("rank-0.log")) == (0, b"on\n"), followed.data
 
 
 _OF_AN_OLDER_LIBC = """
