@@ -7,6 +7,8 @@ import os
 import shlex
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +19,11 @@ import pytest
 
 from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
+from detrain_nb.guarded import RUN_MODULE
 from detrain_nb.node.job.folders import machine_id
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
+from detrain_nb.node.job.preparing import RUNNER_MODULE
 
 from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
 
@@ -304,6 +308,23 @@ def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) ->
         assert prepare(talk, order) > 0
         assert status_of(talk, order)["state"] == "preparing"
     assert not (jobs_folder / order.id).exists()
+
+
+def test_runner_that_fails_says_so_in_its_last_words(jobs_folder: Path) -> None:
+    order = make_order("print('never')", name="faulty", setup=("sleep 1000 & true",))
+    with talk_here() as talk:
+        prepare(talk, order)
+        (part,) = (jobs_folder / order.id).iterdir()
+        ran = subprocess.run(
+            [sys.executable, "-c", RUN_MODULE, RUNNER_MODULE, str(part)],
+            input=b'{"secrets": {}}',  # nothing of the store
+            capture_output=True,
+            timeout=60,
+        )
+        assert (ran.returncode, ran.stdout) == (0, b"ready\n")
+        assert b"Traceback" in ran.stderr
+        job = status_of(talk, order)
+    assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 127, "the runner failed: KeyError('store')")
 
 
 def test_secret_that_did_not_come_is_named(jobs_folder: Path) -> None:
