@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,11 +17,13 @@ from typing import Any
 import psutil
 import pytest
 
-from detrain_nb.copying.json_lines import Failed
+from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
-from detrain_nb.node.job.folders import machine_id, socket_path
+from detrain_nb.guarded import RUN_MODULE
+from detrain_nb.node.job.folders import machine_id
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
+from detrain_nb.node.job.preparing import RUNNER_MODULE
 
 from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
 
@@ -231,12 +237,8 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []
         assert (status_of(talk, order)["state"], status_of(talk, order)["exit_code"]) == ("ended", 137)
-        (part,) = (jobs_folder / order.id).iterdir()
-        left = socket_path(part)
-        assert left.exists()
         talk.say("remove", id=order.id)
         talk.hear("removed")
-        assert not left.exists()
 
 
 def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_folder: Path) -> None:
@@ -337,6 +339,23 @@ def test_checkpoints_in_the_folder_of_a_job_are_those_of_the_one_that_restarts_i
             prepare(talk, make_order("0"), before="../x")
 
 
+def test_runner_that_fails_says_so_in_its_last_words(jobs_folder: Path) -> None:
+    order = make_order("print('never')", name="faulty", setup=("sleep 1000 & true",))
+    with talk_here() as talk:
+        prepare(talk, order)
+        (part,) = (jobs_folder / order.id).iterdir()
+        ran = subprocess.run(
+            [sys.executable, "-c", RUN_MODULE, RUNNER_MODULE, str(part)],
+            input=b'{"secrets": {}}',  # nothing of the store
+            capture_output=True,
+            timeout=60,
+        )
+        assert (ran.returncode, ran.stdout) == (0, b"ready\n")
+        assert b"Traceback" in ran.stderr
+        job = status_of(talk, order)
+    assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 127, "the runner failed: KeyError('store')")
+
+
 def test_secret_that_did_not_come_is_named(jobs_folder: Path) -> None:
     with talk_here() as talk, pytest.raises(Failed, match="the secrets B did not come"):
         prepare(talk, make_order("0", secret_names=("A", "B")), secrets={"A": "1"})
@@ -375,21 +394,60 @@ _OF_TWO = "import os, sys, time; sys.exit(5) if os.environ['RANK'] == '1' else t
 
 @pytest.mark.slow
 def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None:
-    common: dict[str, Any] = {"nodes": ("a", "b"), "world_size": 2, "interface": "lo"}
-    orders = [make_order(_OF_TWO, name="two", node_rank=rank, ranks=(rank,), **common) for rank in (0, 1)]
-    orders[1] = replace(orders[1], id=orders[0].id)
+    orders = _make_two("two", _OF_TWO)
     with talk_here() as first, talk_here() as second:
-        port = prepare(first, orders[0])
-        assert prepare(second, orders[1]) == 0
-        for talk in (first, second):
-            talk.say("launch", store=["127.0.0.1", port], key="")
-            talk.hear("launched")
+        _launch_two(first, second, orders)
         jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
         assert [job["reason"] for job in jobs] == ["node b failed: rank 1 exited with 5", "rank 1 exited with 5"]
         assert (jobs[1]["exit_code"], jobs[1]["failed_rank"], jobs[0]["failed_rank"]) == (5, 1, None)
         assert jobs[0]["exit_code"]
         first.say("status", ids=[orders[0].id])
         assert [job["node_rank"] for job in first.hear("status")["jobs"]] == [0, 1]
+
+
+def _make_two(name: str, code: str) -> list[JobOrder]:
+    """The parts of two nodes in one job, which would wait for each other longer than a test does."""
+    common: dict[str, Any] = {"nodes": ("a", "b"), "world_size": 2, "interface": "lo", "silence_s": 300.0}
+    orders = [make_order(code, name=name, node_rank=rank, ranks=(rank,), **common) for rank in (0, 1)]
+    return [orders[0], replace(orders[1], id=orders[0].id)]
+
+
+def _launch_two(first: Talk, second: Talk, orders: list[JobOrder]) -> None:
+    port = prepare(first, orders[0])
+    assert prepare(second, orders[1]) == 0
+    for talk in (first, second):
+        talk.say("launch", store=["127.0.0.1", port], key="")
+        talk.hear("launched")
+
+
+@pytest.mark.slow
+def test_node_whose_torchrun_is_killed_ends_the_other_which_says_so(jobs_folder: Path) -> None:
+    orders = _make_two("killed-two", "import time; print('ready', flush=True); time.sleep(100)")
+    with talk_here() as first, talk_here() as second:
+        _launch_two(first, second, orders)
+        both = list(zip(orders, (first, second)))
+        for order, talk in both:
+            followed = Followed(order).begin(talk).until(talk, b"ready\n", name=f"rank-{order.node_rank}.log")
+        runner = psutil.Process(followed.job["pid"])
+        (torchrun,) = runner.children()
+        assert not runner.net_connections(kind="tcp")
+        torchrun.kill()
+        jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in both]
+    assert [job["reason"] for job in jobs] == [
+        "node b failed: torchrun was ended by SIGKILL",
+        "torchrun was ended by SIGKILL",
+    ]
+    assert (jobs[1]["exit_code"], jobs[1]["failed_rank"]) == (137, None)
+
+
+@pytest.mark.slow
+def test_node_whose_setup_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None:
+    first_order, second_order = _make_two("setup-two", "print('never')")
+    orders = [first_order, replace(second_order, setup=("exit 4",))]
+    with talk_here() as first, talk_here() as second:
+        _launch_two(first, second, orders)
+        jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
+    assert [job["reason"] for job in jobs] == ["node b failed: the setup exited with 4", "the setup exited with 4"]
 
 
 _PRINTS = """
@@ -434,6 +492,45 @@ def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Pat
         followed.data
     )
     assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"
+
+
+def test_ranks_that_start_after_a_logout_find_their_runner(
+    jobs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system removes a user's folder for sockets when the last connection of that user is closed."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(run))
+    wait = f"while [ -e {shlex.quote(str(run))} ]; do sleep 0.05; done"
+    order = make_order("print('on')", name="logged-out", setup=(wait,))
+    with talk_here() as talk:
+        launch(talk, order)
+        shutil.rmtree(run)
+        followed = Followed(order).begin(talk).to_end(talk)
+    assert (followed.job["exit_code"], followed.data.get("rank-0.log")) == (0, b"on\n"), followed.data
+
+
+_OF_AN_OLDER_LIBC = """
+import os, signal
+for module, name in ((os, "memfd_create"), (os, "pidfd_open"), (signal, "pidfd_send_signal")):
+    vars(module).pop(name, None)
+"""
+
+
+def test_python_that_was_built_for_an_older_libc_is_enough(
+    jobs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_OF_AN_OLDER_LIBC)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import os, time; print(hasattr(os, 'memfd_create'), os.environ['SET'], flush=True); time.sleep(600)"
+    order = make_order(code, name="older", setup=("export SET=up",))
+    with talk_here() as talk:
+        launch(talk, order)
+        Followed(order).begin(talk).until(talk, b"False up\n", name="rank-0.log")
+        talk.say("exec", id=order.id, command="sleep 600 & exit 4", timeout_s=60)
+        assert talk.hear("exit") == {"type": "exit", "status": 4, "timed_out": False}
+        talk.say("stop", id=order.id, grace_s=10)
+        assert talk.hear("stopped")["was"] == "running"
 
 
 @pytest.mark.parametrize(

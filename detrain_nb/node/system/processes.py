@@ -9,10 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from .proc_files import read, read_number
 
+_MFD_CLOEXEC = 1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -118,6 +119,11 @@ def start_ticks(pid: int) -> int:
     return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else 0
 
 
+def has_ended(child: int) -> bool:
+    """A child has ended, and still has its number."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def memory_bytes(pid: int) -> int:
     """Resident memory of a process, 0 where it cannot be read."""
     return (read_number(f"/proc/{pid}/statm", r"\d+ ") or 0) * os.sysconf("SC_PAGE_SIZE")
@@ -169,14 +175,12 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-@contextlib.contextmanager
-def short_path(path: str) -> Iterator[str]:
-    """Give a path by which a socket can be bound or connected to: its address holds 107 bytes, ``path`` may be longer.
+def open_memory_file(name: str) -> int:
+    """Make a file on no disk. Not by `os`: Python of conda, or of uv, was built for an older libc, and lacks it there.
 
     Raises: OSError.
     """
-    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
-    finally:
-        os.close(folder)
+    opened: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), _MFD_CLOEXEC)
+    if opened < 0:
+        raise OSError(ctypes.get_errno(), "no file in memory can be made")
+    return opened
