@@ -8,7 +8,6 @@ import getpass
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, SpecError
@@ -119,8 +118,6 @@ def _follow(job: Job) -> int:
         print(f"\ndetrain-nb: job {job.id} goes on: detrain-nb jobs attach {job.id}", file=sys.stderr)
         raise
     if status.exit_code != 0 or not status.is_over:
-        if status.failed_rank is not None:
-            status = replace(status, last_lines=())  # they stand above; those of torchrun do not
         print(f"detrain-nb: {status}", file=sys.stderr)
     return status.exit_status
 

@@ -142,6 +142,13 @@ class Follower:
             self._stop.insist()
         return {index: self._outcome_of(index) for index in self._states}
 
+    def has_shown_end(self, index: int, rank: int | None) -> bool:
+        """The last lines of what failed on a node were given: of its ``rank``, else of its set-up, or of torchrun."""
+        state = self._states.get(index)
+        if rank is not None or state is None:
+            return state is not None and self._wanted.wants(f"rank-{rank}.log")
+        return self._wanted.wants("torchrun.log" if "torchrun.log" in state.files else "setup.log")
+
     def _outcome_of(self, index: int) -> NodeReport | DetrainError:
         state = self._states[index]
         if state.failure is not None:

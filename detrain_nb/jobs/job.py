@@ -132,6 +132,7 @@ class Job(ShownAsText):
     ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
 
+        Of the last lines of what failed, what is returned has the very last alone where the others were followed.
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
         ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
@@ -352,7 +353,11 @@ class Job(ShownAsText):
                 on_line(LogLine(label(nodes[index]), "", f"not all of it: {failure}"))
         if len(said) < len(nodes) or wanted.is_once:
             return self.status()
-        return self._note([said[index] for index in range(len(nodes))])
+        status = self._note([said[index] for index in range(len(nodes))])
+        names = [label(node) for node in nodes]
+        if status.failed_node and follower.has_shown_end(names.index(status.failed_node), status.failed_rank):
+            return replace(status, last_lines=status.last_lines[-1:])
+        return status
 
     def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
         """Judge what the nodes say, and note it down."""

@@ -63,7 +63,17 @@ def test_spec_is_run_and_its_exit_status_returned(
 @pytest.mark.timeout(LIMIT_S)
 def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs", "submit", str(spec), "--follow", "--source.arguments=3", "--name", "fails"]) == 3
-    assert "exit 3" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert err.splitlines()[-3:] == [
+        "  this-machine: ended, exit 3, ranks 0-1: rank 0 exited with 3",
+        "the last line of rank 0:",
+        "  | rank 0 epochs 1",
+    ]
+    setup = ["--source.setup=echo one; echo two; false", "--name", "unset"]
+    assert main(["jobs", "submit", str(spec), "--follow", *setup]) == 1
+    out, err = capfd.readouterr()
+    assert out == "[setup] one\n[setup] two\n"
+    assert err.endswith("the last line:\n  | two\n")
 
 
 def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
