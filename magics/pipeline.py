@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
+from ..options.jobs import add_export_options
 from ..plan import Plan
 from ..plan.choices import SLURM_OPTIONS
 from ..plan.fields import take_fields
-from .given_spec import read_spec, show_findings
+from .given_spec import SPEC, read_spec, show_findings
 from .guard import guard
-from .options import LineParser, whole
+from .options import LineParser
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -70,23 +71,10 @@ def pipeline_parser() -> LineParser:
     """``%pipeline COMMAND``."""
     parser = LineParser(prog="%pipeline", description="What a spec would do; nothing is started.")
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
-    _add_spec(commands.add_parser("plan", help="which rank is where, and what of the pipeline it has"))
-    _add_spec(commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes"))
+    plan = commands.add_parser("plan", help="which rank is where, and what of the pipeline it has")
+    check = commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes")
+    for looked_at in (plan, check):
+        looked_at.add_argument("spec", metavar="SPEC", help=SPEC)
     export = commands.add_parser("export", help="write it as a shell script for torchrun, or a batch script for Slurm")
-    export.add_argument("format", metavar="FORMAT", help="torchrun or slurm")
-    _add_spec(export)
-    export.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
-    export.add_argument("--gpus", type=_count, default=0, metavar="N", help="how many a node has that names no devices")
-    for name, words in SLURM_OPTIONS.items():
-        export.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
+    add_export_options(export, spec=SPEC)
     return parser
-
-
-def _count(text: str) -> int:
-    if (number := whole(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{number}: give 0 or more")
-    return number
-
-
-def _add_spec(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, its URL, or a variable")

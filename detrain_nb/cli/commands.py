@@ -9,9 +9,12 @@ import signal
 import stat
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import DetrainError, SpecError
+from ..options.jobs import add_name_and_nodes
+from ..options.parser import OptionParser, number
 from .export import add_export
 from .job_commands import add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
@@ -49,10 +52,15 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _command_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="detrain-nb", description="Train PyTorch models from notebooks, on many machines."
-    )
+class _Parser(OptionParser):
+    """What is wrong with a command line is one line, and an exit status."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_WRONG_USE, f"{self.prog}: {message} ({self.prog} --help)\n")
+
+
+def _command_parser() -> _Parser:
+    parser = _Parser(prog="detrain-nb", description="Train PyTorch models from notebooks, on many machines.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser(
@@ -63,11 +71,9 @@ def _command_parser() -> argparse.ArgumentParser:
     )
     run.add_argument("spec", metavar="FILE", help="a notebook, .ipynb, or a spec, .json, .toml or .yaml")
     run.add_argument("--output", type=Path, metavar="PATH", help="the executed notebook; default: NAME.executed.ipynb")
-    run.add_argument("--timeout", type=_seconds, metavar="S", help="end when a cell takes longer than S seconds")
+    run.add_argument("--timeout", type=number, metavar="S", help="end when a cell takes longer than S seconds")
     run.add_argument("--kernel", metavar="NAME", help="a Jupyter kernel by name, instead of this Python")
-    run.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
-    run.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
-    run.add_argument("--storage", metavar="URL", help="where the source of the job travels by, as s3://bucket/folder")
+    add_name_and_nodes(run)
     run.set_defaults(act=_run)
     sessions = commands.add_parser("sessions", help="list the running sessions of this user on this machine")
     sessions.set_defaults(act=_list_sessions)
@@ -75,16 +81,6 @@ def _command_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_export(commands)
     return parser
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0")
-    return seconds
-
-
-_seconds.__name__ = "number"  # argparse names it when the text is none
 
 
 def _list_sessions(args: argparse.Namespace) -> int:
@@ -123,6 +119,8 @@ def _run(args: argparse.Namespace) -> int:
         return run_spec(args)
     if args.fields:
         raise SpecError(f"{args.fields[0]}: {args.spec} is no spec: it has no fields to set")
+    if args.timeout is not None and not args.timeout > 0:
+        raise SpecError(f"timeout {args.timeout:g} s: give more than 0")
     args.notebook = Path(args.spec)
     notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
     mode = args.notebook.stat().st_mode

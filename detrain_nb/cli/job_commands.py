@@ -11,30 +11,38 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, SpecError
-from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
+from ..options import jobs as options
 from ..text import format_size
 
 if TYPE_CHECKING:
     from ..jobs import Job
     from ..spec import PipelineSpec
 
-__all__ = ["add_doctor", "add_job_commands", "execute_on_nodes", "read_spec", "run_spec", "split_command"]
+__all__ = ["SPEC", "add_doctor", "add_job_commands", "execute_on_nodes", "read_spec", "run_spec", "split_command"]
 
 _OK, _FAILED = 0, 1
-_JOB = "the id of a job, its beginning, or a name: the newest job of that name"
+SPEC = "a .json, .toml or .yaml file, or its URL"
 
 
 def add_job_commands(commands: Any) -> None:
     """Add `jobs` and what can be done with them to the parser's commands."""
     group = commands.add_parser("jobs", help="scripts that run detached on all nodes: submit, follow, stop, fetch")
     actions = group.add_subparsers(metavar="ACTION", required=True)
-    _add_submit_and_looks(actions)
-    _add_acts(actions)
-    check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
-    add_spec(check)
-    check.add_argument(
-        "--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, libraries, free disk, the port"
-    )
+    acts = {
+        "submit": _submit,
+        "check": _check,
+        "list": _list,
+        "show": _show,
+        "logs": _logs,
+        "attach": _attach,
+        "stop": _stop,
+        "restart": _restart,
+        "fetch": _fetch,
+        "exec": execute_on_nodes,
+        "rm": _remove,
+    }
+    for name, parser in options.add_job_commands(actions, spec=SPEC).items():
+        parser.set_defaults(act=acts[name])
 
 
 def add_doctor(commands: Any) -> None:
@@ -45,15 +53,6 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("--fix", action="store_true", help="make our folder on the hosts, closed to others")
     doctor.add_argument("--save", action="store_true", help="write what was measured into the nodes file")
     doctor.set_defaults(act=_doctor)
-
-
-def add_spec(parser: argparse.ArgumentParser) -> None:
-    """Add what every command with a spec takes."""
-    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
-    parser.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
-    parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
-    parser.add_argument("--storage", metavar="URL", help="where the source travels by, as s3://bucket/folder")
-    parser.epilog = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2"
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -162,7 +161,7 @@ def _fetch(args: argparse.Namespace) -> int:
         def tell(files: int, done: int, total: int) -> None:
             say(f"{files} files, {format_size(done)} of {format_size(total)}")
 
-        fetched = _find(args.job).fetch(args.pattern or None, args.to, anyway=args.anyway, on_progress=tell)
+        fetched = _find(args.job).fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=tell)
     print(fetched)
     return _OK
 
@@ -277,85 +276,3 @@ def _ask_passphrase(path: str) -> str | None:
     with contextlib.suppress(EOFError):
         return getpass.getpass(f"passphrase of {path}: ") or None
     return None
-
-
-def _add_submit_and_looks(actions: Any) -> None:
-    submit = _add(
-        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
-    )
-    add_spec(submit)
-    submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
-    submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
-
-    listed = _add(actions, "list", _list, "list the newest jobs, and ask the nodes of those that are not over, for 3 s")
-    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="how many, default 50")
-
-    _add_job(actions, "show", _show, "how a job is, on every node")
-    logs = _add_job(actions, "logs", _logs, "print what a job has printed")
-    logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
-    logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
-    logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
-    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
-    _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
-
-
-def _add_acts(actions: Any) -> None:
-    """What is done with a job that there is."""
-    stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
-    stop.add_argument(
-        "--grace", type=float, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
-    )
-    restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
-    restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
-
-    fetch = _add_job(actions, "fetch", _fetch, "fetch what a job has made")
-    fetch.add_argument("pattern", nargs="*", metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec')
-    fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
-    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
-
-    execute = _add(
-        actions,
-        "exec",
-        execute_on_nodes,
-        "run a shell command on every node of a job, or of --nodes; the worst exit status",
-    )
-    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
-    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
-    execute.add_argument(
-        "--timeout",
-        type=float,
-        default=COMMAND_LIMIT_S,
-        metavar="S",
-        help="end it after S seconds, default %(default)g",
-    )
-
-    remove = _add(
-        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
-    )
-    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
-    remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
-    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
-
-
-def _add(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=words, description=f"{words[0].upper()}{words[1:]}."
-    )
-    parser.set_defaults(act=act)
-    return parser
-
-
-def _add_job(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    parser = _add(actions, name, act, words)
-    parser.add_argument("job", metavar="JOB", help=_JOB)
-    return parser
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
-    return count
-
-
-_count.__name__ = "number"  # argparse names it when the text is none

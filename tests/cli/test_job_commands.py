@@ -99,10 +99,17 @@ def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[
         ["run", "nowhere.ipynb", "--training.epochs", "2"],
         ["run", "nowhere.ipynb", "--nodes", "gpu1"],
         ["run", "nowhere.toml", "--timeout", "5"],
+        ["jobs", "list", "--limit", "0"],
+        ["jobs", "rm", "--older-than", "nan"],
+        ["jobs", "exec", "--nodes", "localhost", "--timeout", "-1", "--", "ls"],
+        ["export", "slurm", "train.json", "--gpus", "-1"],
     ],
     ids=" ".join,
 )
-def test_wrong_use_is_one_line(wrong: list[str], spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_one_line(
+    wrong: list[str], spec: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(spec.parent)
     assert main(wrong) == 2
     out, err = capfd.readouterr()
     assert not out
@@ -111,13 +118,29 @@ def test_wrong_use_is_one_line(wrong: list[str], spec: Path, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "wrong", [["jobs", "list", "--training.epochs", "2"], ["jobs", "list", "--", "ls"], ["jobs"]], ids=str
+    ("line", "said"),
+    [
+        (
+            "jobs list --training.epochs 2",
+            "detrain-nb: --training.epochs=2: only a command with a spec takes its fields",
+        ),
+        ("jobs list -- ls", "detrain-nb: -- ls: only jobs exec takes a command"),
+        ("jobs", "detrain-nb jobs: the following arguments are required: ACTION"),
+        ("jobs shw", "detrain-nb jobs: 'shw' is no command: did you mean show?"),
+        ("jobs logs x --rnk 1", "detrain-nb jobs logs: --rnk is no option here: did you mean --rank?"),
+        ("jobs logs x --rank", "detrain-nb jobs logs: --rank needs a value: --rank R"),
+        ("jobs logs x --rank one", "detrain-nb jobs logs: argument --rank: 'one' is no whole number"),
+        ("jobs stop a b", "detrain-nb jobs stop: 'b' is one word too many: leave it out"),
+        ("jobs attach", "detrain-nb jobs attach: the following arguments are required: JOB"),
+    ],
 )
-def test_what_a_command_does_not_take(wrong: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_command_does_not_take(line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(wrong)
+        main(line.split())
     assert ended.value.code == 2
-    assert "usage" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    prog = said.partition(":")[0]
+    assert err == f"{said} ({prog} --help)\n"
 
 
 def test_fields_and_command_are_told_apart() -> None:

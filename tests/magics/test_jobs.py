@@ -44,12 +44,9 @@ pytestmark = pytest.mark.timeout(120)
         ("show x --training.epochs 2", "--training.epochs is no option here"),
         ("logs x --rank one", "'one' is no whole number"),
         ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
-        ("exec x --timeout 0 -- ls", "0 seconds: give more than 0"),
-        ("stop x --grace -1", "-1 seconds: give 0 or more"),
-        ("list --limit 0", "0 jobs: give 1 or more"),
+        ("stop x --grace long", "argument --grace: 'long' is no number"),
         ("fetch", "the following arguments are required: JOB ("),
-        ("rm --older-than week", "'week' is no number of days"),
-        ("rm --older-than -1", "-1 days: give 0 to 100000"),
+        ("rm --older-than week", "argument --older-than: 'week' is no number"),
         ("fetch x 'a", "No closing quotation"),
     ],
 )
@@ -298,6 +295,10 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         ("%job exec", "UsageError: %job exec: name a job, or --nodes"),
         ("%job exec x", "UsageError: %job exec: no command was given"),
         ("%job rm", "UsageError: %job rm: name jobs, or --older-than DAYS"),
+        ("%job exec --nodes localhost --timeout 0 -- ls", "UsageError: timeout 0 s: give more than 0"),
+        ("%job list --limit 0", "UsageError: limit 0: give 1 to "),
+        ("%job rm --older-than -1", "UsageError: older than -1 days: give 0 to 100000"),
+        (f"%pipeline export slurm {spec} --gpus -1", "UsageError: gpus -1: give 0 or more"),
         ("%job attach nothing", "JobError: no job 'nothing' was submitted from here"),
     )
     for code, error in wrong:
