@@ -51,7 +51,7 @@ class JobMagics(Magics):
         %job submit SPEC [--dry-run] [--name NAME] [--nodes NODES] [--storage URL] [--follow] [--training.epochs 2 ...]
         %job check SPEC [--on-nodes] [--training.epochs 2 ...]
         %job list [--limit N] | show JOB | stop JOB [--grace S] | restart JOB [--follow]
-        %job logs JOB [-f] [--node NODE] [--rank R] [--torchrun] | attach JOB
+        %job logs JOB [-f] [--tail N] [--node NODE] [--rank R] [--torchrun] | attach JOB
         %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway]
         %job exec JOB|--nodes NODES [--timeout S] -- COMMAND
         %job rm [JOB...] [--older-than DAYS] [--anyway]
@@ -180,12 +180,12 @@ class JobMagics(Magics):
 
     def _logs(self, args: Any) -> None:
         job = self._find(args.job)
+        which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun, "tail": args.tail}
         if args.follow:
-            which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun}
             self._follow("%job logs", job, max_lines=args.max_lines, **which, fails=False)
             return
         view = self._view(job, args.max_lines, node=args.node, rank=args.rank, is_live=False)
-        job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, on_line=view.take, on_piece=view.take_piece)
+        job.logs(**which, on_line=view.take, on_piece=view.take_piece)
         view.finish()
 
     def _follow(
@@ -197,6 +197,7 @@ class JobMagics(Magics):
         node: str | None = None,
         rank: int | None = None,
         torchrun: bool = False,
+        tail: int | None = None,
         titles: Sequence[str] = (),
         fails: bool = True,
     ) -> None:
@@ -213,6 +214,7 @@ class JobMagics(Magics):
                     node=node,
                     rank=rank,
                     torchrun=torchrun,
+                    tail=tail,
                     on_metrics=view.take_metrics,
                     on_reports=view.take_reports,
                     on_piece=view.take_piece,

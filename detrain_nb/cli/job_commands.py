@@ -135,7 +135,8 @@ def _show(args: argparse.Namespace) -> int:
 
 def _logs(args: argparse.Namespace) -> int:
     job = _find(args.job)
-    job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, follow=args.follow, on_line=_print_line)
+    which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun, "tail": args.tail}
+    job.logs(**which, follow=args.follow, on_line=_print_line)
     return _OK
 
 

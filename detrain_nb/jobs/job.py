@@ -41,6 +41,7 @@ __all__ = ["Job", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
+_MOST_TAIL_LINES = 1_000_000
 _MOST_BYTES = 2_000_000_000  # of what is kept in memory
 
 
@@ -126,6 +127,7 @@ class Job(ShownAsText):
         node: str | None = None,
         rank: int | None = None,
         torchrun: bool = False,
+        tail: int | None = None,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
@@ -133,10 +135,12 @@ class Job(ShownAsText):
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
 
         Of the last lines of what failed, what is returned has the very last alone where the others were followed.
+        ``tail`` is as in `logs`.
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
         ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
-        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
+        has_metrics = on_metrics is not None
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=has_metrics, tail=tail)
         return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
     def logs(
@@ -146,16 +150,17 @@ class Job(ShownAsText):
         rank: int | None = None,
         torchrun: bool = False,
         follow: bool = False,
+        tail: int | None = None,
         on_line: OnLine | None = None,
         on_piece: OnPiece | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
-        as in `attach`.
+        ``torchrun``: what that says, too. ``tail``: of what there is so many last lines of each rank, at most 4 MB.
+        ``on_line`` gets each line as it comes, and none is kept then; ``on_piece`` as in `attach`.
         """
         kept = Kept(self.id, _MOST_BYTES)
-        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow, tail=tail)
         self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
         return JobLog(tuple(kept.lines) if follow else in_order(kept.lines))
 
@@ -330,6 +335,8 @@ class Job(ShownAsText):
         """Raises: DetrainError where no node that is asked has the job, or answers to who asks once; SpecError."""
         if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
             raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
+        if wanted.tail is not None and not 0 <= wanted.tail <= _MOST_TAIL_LINES:
+            raise SpecError(f"tail {wanted.tail}: give 0 to {_MOST_TAIL_LINES:,}")
         nodes = self._transports()
         retries = Retries(lost_after_s=0) if wanted.is_once else None
         follower = Follower(

@@ -29,6 +29,7 @@ def add_job_commands(commands: Any, *, spec: str) -> dict[str, OptionParser]:
     parsers["show"] = _add_job(commands, "show", "how a job is: its nodes, its plan, the last metrics")
     parsers["logs"] = logs = _add_job(commands, "logs", "what a job has printed")
     logs.add_argument("-f", "--follow", action="store_true", help="go on to its end; an interrupt leaves the job")
+    logs.add_argument("--tail", type=whole, metavar="N", help="of what there is only the last N lines of each rank")
     logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node, by its name or number")
     logs.add_argument("--rank", type=whole, metavar="R", help="of one rank")
     logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")

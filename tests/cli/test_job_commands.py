@@ -50,6 +50,10 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert "from-the-shell" in capfd.readouterr().out
     assert main(["jobs", "logs", "from-the-shell", "--rank", "1"]) == 0
     assert capfd.readouterr().out == "[1] rank 1 epochs 7\n"
+    assert main(["jobs", "logs", "from-the-shell", "--tail", "0"]) == 0
+    assert main(["jobs", "logs", "from-the-shell", "--tail", "-1"]) == 2
+    out, err = capfd.readouterr()
+    assert (out, err) == ("", "detrain-nb: tail -1: give 0 to 1,000,000\n")
     assert main(["jobs", "fetch", "from-the-shell", "--to", str(tmp_path / "made")]) == 0
     assert (tmp_path / "made/artifacts/1").read_text() == "made"
     assert main(["jobs", "exec", "from-the-shell", "--", "cat artifacts/0; exit 4"]) == 4

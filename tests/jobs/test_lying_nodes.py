@@ -188,6 +188,28 @@ def _rest(lie: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in lie.items() if name != "type"}
 
 
+def test_tail_is_that_of_the_first_link(tmp_path: Path) -> None:
+    """What came while a link was broken is no part of it, and comes whole."""
+
+    def begin(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("data", name="rank-0.log", offset=100, size=0)
+        talk.say("status", jobs=[{"id": JOB, "node_rank": 0, "state": "running"}])
+        node.answers["follow"] = go_on
+        raise EOFError
+
+    def go_on(talk: Talk, order: dict[str, Any]) -> None:
+        for name, offset in (("rank-0.log", 100), ("rank-1.log", 0)):
+            talk.say("data", name=name, offset=offset, size=4)
+            talk.send(b"more")
+        talk.say("end")
+
+    node = LyingNode({"follow": begin})
+    lines: list[str] = []
+    Follower([node], JOB, wanted=Wanted(tail=3), on_line=lambda line: lines.append(str(line))).run(60)
+    assert [(order["tail"], order["offsets"]) for order in node.heard] == [(3, {}), (None, {"rank-0.log": 100})]
+    assert [line for line in lines if "link" not in line and "answers" not in line] == ["[0] more", "[1] more"]
+
+
 def test_node_that_hangs_up_without_end_is_lost() -> None:
     node = LyingNode({})
     lines, outcome = follow(node)

@@ -269,6 +269,9 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
         "job demo-ID: ended, exit 0\n"
     )
     assert kernel.run("%job logs demo --rank 1").text().startswith("[1] rank 1")
+    assert kernel.run("%job logs demo --tail 1").text() == "[0-1] all say this\n"
+    tail = kernel.run("%job logs demo -f --tail 1 --rank 1").text()
+    assert _without_id(tail) == "[1] all say this\njob demo-ID: ended, exit 0\n"
     shown = kernel.run("%job show demo")
     assert "localhost: ended, exit 0, ranks 0-1" in shown.rich()[0]
     assert shown.rich("text/html")[0].count("<table>") == 3, "nodes, plan, metrics"
