@@ -15,7 +15,7 @@ from IPython.display import display
 from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
 from ..plan.names import MOST_NAME_CHARS
 from .given_spec import read_spec, show_findings
-from .guard import guard
+from .guard import PROG, guard
 from .holder import ask_passphrase
 from .job_options import parse_job_line, parse_torchrun_line
 from .job_view import JobView
@@ -285,6 +285,8 @@ class JobMagics(Magics):
         kept: list[str] = []
 
         def tell(job: str, failure: DetrainError | None) -> None:
+            if isinstance(failure, JobError):
+                failure.prog = PROG
             if failure is None:
                 print(f"removed {job}")
             else:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
-from ..errors import DetrainError, SpecError
+from ..errors import DetrainError, JobError, SpecError
 from ..options.jobs import add_name_and_nodes
 from ..options.parser import OptionParser, number
 from .export import add_export
-from .job_commands import add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
+from .job_commands import PROG, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, SIGPIPE, NotebookRun
 
@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
         return 128 + SIGPIPE
     except DetrainError as exc:
+        if isinstance(exc, JobError):
+            exc.prog = PROG
         print(f"detrain-nb: {exc}", file=sys.stderr)
         return _WRONG_USE if isinstance(exc, SpecError) else FAILED
     except KeyboardInterrupt:  # before there was a kernel, or after

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DetrainError, SpecError
+from ..errors import DetrainError, JobError, SpecError
 from ..options import jobs as options
 from ..text import format_size
 
@@ -18,8 +18,18 @@ if TYPE_CHECKING:
     from ..jobs import Job
     from ..spec import PipelineSpec
 
-__all__ = ["SPEC", "add_doctor", "add_job_commands", "execute_on_nodes", "read_spec", "run_spec", "split_command"]
+__all__ = [
+    "PROG",
+    "SPEC",
+    "add_doctor",
+    "add_job_commands",
+    "execute_on_nodes",
+    "read_spec",
+    "run_spec",
+    "split_command",
+]
 
+PROG = "detrain-nb jobs"  # what begins a command about jobs here
 _OK, _FAILED = 0, 1
 SPEC = "a .json, .toml or .yaml file, or its URL"
 
@@ -204,6 +214,8 @@ def _remove(args: argparse.Namespace) -> int:
 
         def tell(job: str, failure: DetrainError | None) -> None:
             nonlocal failed
+            if isinstance(failure, JobError):
+                failure.prog = PROG
             failed = failed or failure is not None
             print(f"removed {job}" if failure is None else f"kept {job}: {failure}")
 

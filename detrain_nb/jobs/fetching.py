@@ -151,11 +151,11 @@ def _check_room(root: Path, total: int) -> None:
     """Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be."""
     above = next(folder for folder in (root, *root.parents) if folder.exists())
     if not above.is_dir():
-        raise SpecError(f"{above} is no folder: name another one with --to")
+        raise SpecError(f"{above} is no folder: fetch into another one")
     free = shutil.disk_usage(above).free
     if total > free:
         raise SpecError(
-            f"{format_size(total)} do not fit: {above} has {format_size(free)} free: name another folder with --to"
+            f"{format_size(total)} do not fit: {above} has {format_size(free)} free: fetch into another folder"
         )
 
 

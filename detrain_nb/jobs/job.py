@@ -260,8 +260,9 @@ class Job(ShownAsText):
         if not anyway and not (status.state == ENDED and status.exit_code == 0):
             code = "" if status.exit_code is None else f" with {status.exit_code}"
             raise JobError(
-                f"job {self.id} did not succeed, it is {status.state}{code}: fetch what there is with --anyway "
-                "(in Python anyway=True)"
+                f"job {self.id} did not succeed, it is {status.state}{code}",
+                advice="{} fetches what there is",
+                typed="--anyway",
             )
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
         positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
@@ -289,9 +290,9 @@ class Job(ShownAsText):
         status = self.status()
         if status.state == UNKNOWN and not anyway:
             why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
-            raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
+            raise JobError(f"job {self.id}: {why}", advice="{} forgets it here", typed="--anyway")
         if not status.is_over and status.state != UNKNOWN:
-            raise JobError(f"job {self.id} is {status.state}: stop it first")
+            raise JobError(f"job {self.id} is {status.state}", advice="{} ends it first", typed=f"stop {self.id}")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
         self._record.remove(self.id)

@@ -60,7 +60,8 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert "made" in capfd.readouterr().out
     assert main(["jobs", "rm", "from-the-shell"]) == 0
     assert main(["jobs", "show", "from-the-shell"]) == 1
-    assert "no job" in capfd.readouterr().err
+    no_job = "no job 'from-the-shell' was submitted from here: detrain-nb jobs list shows those that were"
+    assert capfd.readouterr().err == f"detrain-nb: {no_job}\n"
 
 
 @pytest.mark.slow

@@ -302,7 +302,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         ("%job list --limit 0", "UsageError: limit 0: give 1 to "),
         ("%job rm --older-than -1", "UsageError: older than -1 days: give 0 to 100000"),
         (f"%pipeline export slurm {spec} --gpus -1", "UsageError: gpus -1: give 0 or more"),
-        ("%job attach nothing", "JobError: no job 'nothing' was submitted from here"),
+        ("%job attach nothing", "JobError: no job 'nothing' was submitted from here: %job list shows those that were"),
     )
     for code, error in wrong:
         outcome = kernel.run(code)
@@ -343,7 +343,17 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     assert re.match(r"SessionError: .* was interrupted: job \S+ goes on: %job attach", followed.error), followed.error
     assert "begun" in followed.text()
     taken = kernel.run(f"%job submit {spec}")
-    assert "runs already" in taken.error, taken.error
+    goes_on = r"JobError: job (waits-\S+) runs already: %job stop \1 ends it; or give this one another name"
+    assert re.fullmatch(goes_on, taken.error), taken.error
+    assert re.fullmatch(
+        r"JobError: job (\S+) is running: %job stop \1 ends it first", kernel.run("%job rm waits").error
+    )
+    not_over = r"JobError: job \S+ did not succeed, it is running: --anyway fetches what there is"
+    assert re.fullmatch(not_over, kernel.run("%job fetch waits").error)
+    in_python = kernel.run("from detrain_nb.jobs import find_job\nfind_job('waits').remove()").error
+    assert re.fullmatch(r"JobError: job (\S+) is running: find_job\('\1'\)\.stop\(\) ends it first", in_python), (
+        in_python
+    )
     assert "running" in kernel.run("%job list").rich()[0]
     assert "stopped" in kernel.run("%job stop waits").rich()[0]
     assert kernel.run("%job attach waits").error.startswith("JobFailed: ")
