@@ -103,6 +103,61 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert everything_in(tmp_path / "out") == []
 
 
+def test_link_that_comes_after_the_look_is_not_followed(tmp_path: Path) -> None:
+    """As a process of others can put one there, in a folder that a group can write: at any moment of the fetch."""
+    (tmp_path / "out").mkdir()
+    place = tmp_path / "in/sub"
+
+    def swap_and_send(talk: Talk, order: dict[str, Any]) -> None:
+        if not place.is_symlink():
+            place.rename(tmp_path / "in/before")
+            place.symlink_to(tmp_path / "out")
+        sending()(talk, order)
+
+    node = LyingNode({"artifacts": listing("sub/m.pt"), "read": swap_and_send})
+    fetch([node], JOB, ["*.pt"], tmp_path / "in")
+    assert everything_in(tmp_path / "out") == []
+    assert (tmp_path / "in/before/m.pt").read_bytes() == DATA, "in the folder that was looked at"
+
+
+def test_part_that_is_another_file_of_the_user_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "in").mkdir()
+    os.link(precious, tmp_path / f"in/.m.pt.{DIGEST[:16]}.part")
+    os.mkfifo(tmp_path / f"in/.n.pt.{DIGEST[:16]}.part")
+    fetch([LyingNode({"artifacts": listing("m.pt", "n.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path / "in")
+    assert precious.read_text() == "precious"
+    assert (tmp_path / "in/m.pt").read_bytes() == (tmp_path / "in/n.pt").read_bytes() == DATA
+
+
+def test_two_fetches_into_one_folder_do_not_write_into_each_others_files(tmp_path: Path) -> None:
+    """The second one's node lies about what it sends, while the first one's is at the same file."""
+    is_begun, is_over = threading.Event(), threading.Event()
+
+    def slow(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("file", size=len(DATA))
+        talk.send(DATA[:500])
+        talk.flush()
+        is_begun.set()
+        assert is_over.wait(30)
+        talk.send(DATA[500:])
+
+    honest = LyingNode({"artifacts": listing("m.pt"), "read": slow})
+    lying = LyingNode({"artifacts": listing("m.pt"), "read": sending(b"x" * len(DATA))})
+    first = threading.Thread(target=fetch, args=([honest], JOB, ["*.pt"], tmp_path), daemon=True)
+    first.start()
+    assert is_begun.wait(30)
+    with pytest.raises(WireError, match="digest"):
+        fetch([lying], JOB, ["*.pt"], tmp_path)
+    fetch([LyingNode({"artifacts": listing("m.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path)
+    is_over.set()
+    first.join(30)
+    assert not first.is_alive()
+    assert everything_in(tmp_path) == ["m.pt"]
+    assert (tmp_path / "m.pt").read_bytes() == DATA
+
+
 def test_link_in_the_place_of_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "in").mkdir()
