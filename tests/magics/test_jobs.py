@@ -24,7 +24,7 @@ from IPython.core.events import EventManager, available_events
 
 from detrain_nb.jobs.job_report import JobReport
 from detrain_nb.jobs.job_status import JobStatus
-from detrain_nb.jobs.log_lines import LogLine
+from detrain_nb.jobs.log_lines import FollowedFile, LogLine
 from detrain_nb.jobs.report_checks import NodeReport
 
 from ..testbed.testbed import Testbed
@@ -172,6 +172,18 @@ def test_bar_is_drawn_while_it_moves_and_colours_stay() -> None:
     assert any("50%" in text for text in drawn)
     view.finish(_OVER)
     assert screen.text == "[0] \x1b[31mred\x1b[0m\n[0] 100%|█|\n[0] end\n"
+
+
+def test_print_takes_the_place_of_a_bar_which_is_drawn_again_below() -> None:
+    view, screen = _view(num_ranks=1)
+    file, at = FollowedFile(), 0
+    for step in range(300):
+        printed = b"step\n" if step == 100 else b""
+        piece = f"\r{step}/300 [00:00<00:02,  9.94it/s]".encode() + printed
+        view.take_piece("", 0, file.take_piece(at, piece))
+        at += len(piece)
+    view.finish(_OVER)
+    assert screen.text == "[0] step\n[0] 299/300 [00:00<00:02,  9.94it/s]\n"
 
 
 def test_report_is_tables_of_plain_text() -> None:

@@ -147,6 +147,9 @@ def test_last_lines_of_a_log_in_several_files(tmp_path: Path) -> None:
     log.close()
     assert last_lines(tmp_path / "rank-0.log", 3) == ("line 97", "line 98", "line 99")
     assert last_lines(tmp_path / "rank-1.log", 3) == ()
+    (tmp_path / "rank-2.log").write_bytes(b"first\n" + b"\r 10%" * 50 + b"\nlast\n")
+    first, bar, last = last_lines(tmp_path / "rank-2.log", 3)
+    assert (first, bar[-4:], last) == ("first", " 10%", "last"), "a bar is one line, however often it was drawn"
 
 
 def _read_on(path: Path, offset: int) -> bytes:

@@ -162,8 +162,8 @@ def last_lines(path: Path, number: int) -> tuple[str, ...]:
             data = file.read(_TAIL_BYTES) + data
         if len(data) >= _TAIL_BYTES:
             break
-    lines = data.decode("utf-8", errors="replace").rstrip().splitlines()
-    return tuple(line[-_LINE_CHARS:] for line in lines[-number:])
+    lines = data.decode("utf-8", errors="replace").rstrip().split("\n")  # a bar that was drawn many times is one
+    return tuple(line[-_LINE_CHARS:] for line in lines[-number:]) if data.strip() else ()
 
 
 def _list_parts(path: Path) -> list[tuple[int, Path]]:
