@@ -16,7 +16,7 @@ from ..errors import DetrainError, JobError, SpecError
 from ..options.jobs import add_name_and_nodes
 from ..options.parser import OptionParser, number
 from .export import add_export
-from .job_commands import PROG, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
+from .job_commands import OF_JOB, PROG, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, SIGPIPE, NotebookRun
 
@@ -62,14 +62,20 @@ class _Parser(OptionParser):
 
 
 def _command_parser() -> _Parser:
-    parser = _Parser(prog="detrain-nb", description="Train PyTorch models from notebooks, on many machines.")
+    parser = _Parser(
+        prog="detrain-nb",
+        description="Train PyTorch models from notebooks, on many machines.",
+        epilog="The exit status is 0, 1 where something failed, 2 for a wrong command or spec, 130 by an interrupt; "
+        "some commands have more, which their own --help says.",
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser(
         "run",
         help="execute a notebook, or the job of a spec, its output appearing here as it comes",
         description="Execute a notebook in its own folder, with this Python, or submit the spec of a job and follow it "
-        "to its end. What is printed appears here as it comes; the exit status is that of the notebook, or the job.",
+        "to its end. What is printed appears here as it comes.",
+        epilog=f"Of a notebook the exit status is 0, or 1 where a cell fails. Of a spec {OF_JOB}.",
     )
     run.add_argument("spec", metavar="FILE", help="a notebook, .ipynb, or a spec, .json, .toml or .yaml")
     run.add_argument("--output", type=Path, metavar="PATH", help="the executed notebook; default: NAME.executed.ipynb")

@@ -7,6 +7,7 @@ import contextlib
 import getpass
 import shlex
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
 
 __all__ = [
+    "OF_JOB",
     "PROG",
     "SPEC",
     "add_doctor",
@@ -30,6 +32,13 @@ __all__ = [
 ]
 
 PROG = "detrain-nb jobs"  # what begins a command about jobs here
+OF_JOB = "the exit status is that of the job, 1 where it has none, and 130 by an interrupt, which leaves the job"
+_STATUSES = {
+    **dict.fromkeys(("submit", "restart"), f"With --follow {OF_JOB}."),
+    "attach": f"{OF_JOB[0].upper()}{OF_JOB[1:]}.",
+    "exec": "The exit status is the worst of all nodes, 124 after the timeout, 255 where a node was not reached.",
+}
+_IS_IT_THERE = f"{PROG} list says whether it runs"
 _OK, _FAILED = 0, 1
 SPEC = "a .json, .toml or .yaml file, or its URL"
 
@@ -53,6 +62,7 @@ def add_job_commands(commands: Any) -> None:
     }
     for name, parser in options.add_job_commands(actions, spec=SPEC).items():
         parser.set_defaults(act=acts[name])
+        parser.epilog = " ".join(filter(None, [parser.epilog, _STATUSES.get(name)])) or None
 
 
 def add_doctor(commands: Any) -> None:
@@ -107,7 +117,7 @@ def _submit_job(args: argparse.Namespace) -> Job:
     from ..jobs import submit
 
     spec = read_spec(args)
-    with _progress() as say:
+    with _told_when_interrupted(_IS_IT_THERE), _progress() as say:
         job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
     _say_begun(job)
     return job
@@ -116,16 +126,15 @@ def _submit_job(args: argparse.Namespace) -> Job:
 def _say_begun(job: Job) -> None:
     for notice in job.notices:
         print(f"detrain-nb: note: {notice}", file=sys.stderr)
-    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    print(f"job {job.id} runs: {PROG} logs -f {job.id}", file=sys.stderr)
 
 
 def _follow(job: Job) -> int:
     """An interrupt ends only the following."""
-    try:
+    with _told_when_interrupted(
+        f"job {job.id} goes on: {PROG} attach {job.id} follows it, {PROG} stop {job.id} ends it"
+    ):
         status = job.attach(_print_line)
-    except KeyboardInterrupt:
-        print(f"\ndetrain-nb: job {job.id} goes on: detrain-nb jobs attach {job.id}", file=sys.stderr)
-        raise
     if status.exit_code != 0 or not status.is_over:
         print(f"detrain-nb: {status}", file=sys.stderr)
     return status.exit_status
@@ -146,7 +155,8 @@ def _show(args: argparse.Namespace) -> int:
 def _logs(args: argparse.Namespace) -> int:
     job = _find(args.job)
     which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun, "tail": args.tail}
-    job.logs(**which, follow=args.follow, on_line=_print_line)
+    with _told_when_interrupted(f"job {job.id} goes on" if args.follow else "not all of it was shown"):
+        job.logs(**which, follow=args.follow, on_line=_print_line)
     return _OK
 
 
@@ -160,14 +170,14 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _restart(args: argparse.Namespace) -> int:
-    with _progress() as say:
+    with _told_when_interrupted(_IS_IT_THERE), _progress() as say:
         job = _find(args.job).restart(on_progress=say)
     _say_begun(job)
     return _follow(job) if args.follow else _OK
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    with _progress() as say:
+    with _told_when_interrupted("the same line goes on with what is missing"), _progress() as say:
 
         def tell(files: int, done: int, total: int) -> None:
             say(f"{files} files, {format_size(done)} of {format_size(total)}")
@@ -187,11 +197,12 @@ def execute_on_nodes(args: argparse.Namespace) -> int:
     if not args.command:
         raise SpecError("no command was given: write it after --")
     command = args.command[0] if len(args.command) == 1 else shlex.join(args.command)
-    if args.job is not None:
-        executed = _find(args.job).execute(command, timeout_s=args.timeout, on_line=_print_line)
-    else:
-        nodes = transports_to(args.nodes, ask_passphrase=_ask_passphrase)
-        executed = execute(nodes, command, timeout_s=args.timeout, on_line=_print_line)
+    with _told_when_interrupted("the command was ended on all nodes"):
+        if args.job is not None:
+            executed = _find(args.job).execute(command, timeout_s=args.timeout, on_line=_print_line)
+        else:
+            nodes = transports_to(args.nodes, ask_passphrase=_ask_passphrase)
+            executed = execute(nodes, command, timeout_s=args.timeout, on_line=_print_line)
     for node, status in executed.statuses.items():
         if isinstance(status, DetrainError):
             print(f"detrain-nb: {status}", file=sys.stderr)
@@ -285,7 +296,19 @@ def _progress() -> Iterator[Callable[[str], None]]:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def _told_when_interrupted(left: str) -> Iterator[None]:
+    """An interrupt says what is ``left``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ndetrain-nb: interrupted: {left}", file=sys.stderr)
+        raise
+
+
 def _ask_passphrase(path: str) -> str | None:
-    with contextlib.suppress(EOFError):
+    """None where there is no terminal on which it could be typed unseen."""
+    with contextlib.suppress(EOFError, getpass.GetPassWarning), warnings.catch_warnings():
+        warnings.simplefilter("error", getpass.GetPassWarning)
         return getpass.getpass(f"passphrase of {path}: ") or None
     return None

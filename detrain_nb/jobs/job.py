@@ -334,8 +334,10 @@ class Job(ShownAsText):
         limit_s: float | None = None,
     ) -> JobStatus:
         """Raises: DetrainError where no node that is asked has the job, or answers to who asks once; SpecError."""
-        if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
-            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
+        size = self.world_size
+        if wanted.rank is not None and (wanted.rank < 0 or size is not None and wanted.rank >= size):
+            there = "count from 0" if size is None else f"are 0 to {size - 1}"
+            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks {there}")
         if wanted.tail is not None and not 0 <= wanted.tail <= _MOST_TAIL_LINES:
             raise SpecError(f"tail {wanted.tail}: give 0 to {_MOST_TAIL_LINES:,}")
         nodes = self._transports()

@@ -27,7 +27,7 @@ def add_job_commands(commands: Any, *, spec: str) -> dict[str, OptionParser]:
         "--limit", type=whole, default=_NUM_LISTED, metavar="N", help="how many, default %(default)s"
     )
     parsers["show"] = _add_job(commands, "show", "how a job is: its nodes, its plan, the last metrics")
-    parsers["logs"] = logs = _add_job(commands, "logs", "what a job has printed")
+    parsers["logs"] = logs = _add_job(commands, "logs", "what a job has printed", "train -f --tail 20 --node gpu1")
     logs.add_argument("-f", "--follow", action="store_true", help="go on to its end; an interrupt leaves the job")
     logs.add_argument("--tail", type=whole, metavar="N", help="of what there is only the last N lines of each rank")
     logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node, by its name or number")
@@ -44,9 +44,17 @@ def add_job_commands(commands: Any, *, spec: str) -> dict[str, OptionParser]:
 
 
 def _add_those_with_a_spec(commands: Any, spec: str) -> dict[str, OptionParser]:
-    submit = _add(commands, "submit", "start the job of a spec, which goes on whatever becomes of this", epilog=FIELDS)
-    check = _add(commands, "check", "what is wrong with a spec, and its plan; nothing is started", epilog=FIELDS)
+    submit = _add(
+        commands,
+        "submit",
+        "start the job of a spec: it goes on when this ends",
+        "train.toml --nodes gpu1,gpu2 --follow",
+    )
+    check = _add(
+        commands, "check", "what is wrong with a spec, and its plan; nothing is started", "train.toml --on-nodes"
+    )
     for parser in (submit, check):
+        parser.epilog = f"{FIELDS} {parser.epilog}"
         parser.add_argument("spec", metavar="SPEC", help=spec)
         add_name_and_nodes(parser)
     add_follow(submit)
@@ -58,13 +66,16 @@ def _add_those_with_a_spec(commands: Any, spec: str) -> dict[str, OptionParser]:
 
 
 def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
-    fetch = _add_job(commands, "fetch", "copy what a job has made to this machine")
+    fetch = _add_job(commands, "fetch", "copy what a job has made to this machine", 'train "*.pt" --to models')
     fetch.add_argument(
         "patterns", nargs="*", default=(), metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec'
     )
     fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current folder")
     fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
-    execute = _add(commands, "exec", "run a shell command on every node of a job, or of --nodes")
+    bare = "a command stands behind --, as in: exec JOB -- {}"
+    execute = _add(
+        commands, "exec", "run a shell command on every node of a job, or of --nodes", "train -- nvidia-smi", bare=bare
+    )
     execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
     execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
     execute.add_argument(
@@ -74,7 +85,12 @@ def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
         metavar="S",
         help="end it after S seconds, default %(default)g",
     )
-    remove = _add(commands, "rm", "remove jobs that are over: their folders on the nodes, and what is known here")
+    remove = _add(
+        commands,
+        "rm",
+        "remove jobs that are over: their folders on the nodes, and what is known here",
+        "--older-than 30",
+    )
     remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
     remove.add_argument("--older-than", type=number, metavar="DAYS", help="all that ended more than DAYS ago")
     remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
@@ -104,12 +120,13 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
         parser.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
 
 
-def _add(commands: Any, name: str, words: str, **more: Any) -> OptionParser:
+def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -> OptionParser:
     parser: OptionParser = commands.add_parser(name, help=words, description=f"{words[0].upper()}{words[1:]}.", **more)
+    parser.epilog = f"Example: %(prog)s {example}" if example else None
     return parser
 
 
-def _add_job(commands: Any, name: str, words: str) -> OptionParser:
-    parser = _add(commands, name, words)
+def _add_job(commands: Any, name: str, words: str, example: str = "") -> OptionParser:
+    parser = _add(commands, name, words, example)
     parser.add_argument("job", metavar="JOB", help=_JOB)
     return parser
