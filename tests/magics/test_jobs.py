@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 from IPython.core.events import EventManager, available_events
 
-from detrain_nb.jobs.job_report import JobReport
+from detrain_nb.jobs.job_report import JobReport, describe_metrics
 from detrain_nb.jobs.job_status import JobStatus
 from detrain_nb.jobs.log_lines import FollowedFile, LogLine
 from detrain_nb.jobs.report_checks import NodeReport
@@ -161,6 +161,36 @@ def test_lines_that_do_not_fit_are_counted_with_how_to_read_them() -> None:
     view.finish(_OVER)
     assert "... 80 more lines, read them with %job logs demo-1 --rank 0 ..." in screen.text
     assert "[9] a rank that there is not\n" in screen.text
+
+
+def test_node_that_says_it_has_the_rank_of_another_speaks_for_itself_alone() -> None:
+    """Ranks of an elastic job go from node to node; and a node can say what it likes."""
+    view, screen = _view()
+    view.take_piece("a", 0, b"from a\n")
+    view.take_piece("b", 0, b"from b\n")
+    view.take_piece("a", 0, b"more of ")
+    view.take_piece("b", 0, b"\rlies\n")
+    view.take_piece("a", 0, b"a\n")
+    view.take(LogLine("b", "0", "[a:0] not a"))
+    view.take(LogLine("c", "0", "from c"))
+    view.finish(_OVER)
+    assert screen.text == ("[a:0] from a\n[a:0] more of a\n[b:0] from b\n[b:0] lies\n[b:0] [a:0] not a\n[c:0] from c\n")
+
+
+def test_what_a_node_logs_stands_in_quotes_among_our_words() -> None:
+    values = {"step": 3, "rank": 0, "loss": 0.5, "val loss": 1, "x; job ended": "exit 0\n", "\x1b[2Jy": "z" * 100}
+    said = describe_metrics(values)
+    assert said.startswith("step 3, loss 0.5, 'val loss' 1, 'x; job ended' 'exit 0\\\\n', ")
+    assert said.isprintable()
+    assert len(said) < 200
+
+
+def test_lines_aside_are_counted_where_they_are_too_many() -> None:
+    view, screen = _view()
+    for number in range(1500):
+        view.take(LogLine("", "setup", f"pip {number}"))
+    view.finish(_OVER)
+    assert "[setup] pip 999\n... 500 more lines, read them with %job logs demo-1 ...\n" in screen.text
 
 
 def test_bar_is_drawn_while_it_moves_and_colours_stay() -> None:
