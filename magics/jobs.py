@@ -153,7 +153,7 @@ class JobMagics(Magics):
             self._ipython.user_ns[out] = job
         notes = [f"note: {notice}" for notice in job.notices]
         if args.follow:
-            titles = [*notes, f"job {job.id} runs: %job stop ends it, an interrupt of this cell does not"]
+            titles = [*notes, f"job {job.id} runs: %job stop {job.id} ends it, an interrupt of this cell does not"]
             self._follow(prog, job, max_lines=args.max_lines, titles=titles)
             return None
         for note in notes:

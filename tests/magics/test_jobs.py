@@ -388,7 +388,7 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     first, again = kernel.run(code), kernel.run(code)
     assert _without_id(first.text()) == _without_id(again.text())
     assert _without_id(first.text()).startswith(
-        "job fails-ID runs: %job stop ends it, an interrupt of this cell does not\n[0] rank 0"
+        "job fails-ID runs: %job stop fails-ID ends it, an interrupt of this cell does not\n[0] rank 0"
     )
     failed = r"JobFailed: job \S+ ended, exit 3 after .* \(rank 1 on localhost\): rank 1 exited with 3"
     assert re.fullmatch(rf"{failed}\n  \| all say this", first.error), "what it printed stands above"
