@@ -124,7 +124,26 @@ class ForeignConnection(SessionError):
 
 
 class JobError(DetrainError):
-    """A job is not in a state for what was asked, or there is none of that name."""
+    """A job is not in a state for what was asked, or there is none of that name.
+
+    ``advice`` says what to do, with braces for what is ``typed``: the command ``stop ID`` or ``list``, or ``--anyway``.
+    A front end sets the ``prog`` that begins its commands, as ``%job``; where none has, it is said in Python.
+    """
+
+    prog = ""
+
+    def __init__(self, fault: str, *, advice: str = "{}", typed: str = "") -> None:
+        self.fault, self.advice, self.typed = fault, advice, typed
+        super().__init__(fault)
+
+    def __str__(self) -> str:
+        if not self.typed:
+            return self.fault
+        command, _, job = self.typed.partition(" ")
+        in_python = {"stop": f"find_job({job!r}).stop()", "list": "jobs()", "--anyway": "anyway=True"}
+        is_option = command.startswith("--")
+        here = f"{'' if is_option else f'{self.prog} '}{self.typed}" if self.prog else in_python[command]
+        return f"{self.fault}: {self.advice.format(here)}"
 
 
 class JobFailed(JobError):

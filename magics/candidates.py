@@ -9,7 +9,7 @@ import keyword
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +56,10 @@ class Candidates:
         numbers = [str(cell) for cell in dict.fromkeys(ran.cell for ran in session.log.cells)] if session else []
         return [number for number in numbers if number.startswith(word)]
 
-    def of(self, kind: str | None, word: str) -> list[str] | None:
-        """Whole words that begin with ``word``; None where nothing is known of the kind."""
+    def of(self, kind: str | None, word: str, before: Sequence[str] = ()) -> list[str] | None:
+        """Whole words that begin with ``word``, behind those ``before``; None where nothing is known of the kind."""
+        if kind == "NODE":
+            return sorted(self._in_time(lambda word: _nodes_of_job(before, word), word))
         find = self._by_kind.get(kind or "")
         return sorted(find(word)) if find else None
 
@@ -164,19 +166,30 @@ def _jobs(word: str) -> list[str]:
     return [name for name in names if name.startswith(word)]
 
 
+def _nodes_of_job(words: Sequence[str], word: str) -> list[str]:
+    """Those of the first job that is named on the line."""
+    from ..jobs.noting import nodes_of_row
+    from ..jobs.record import Record
+
+    for name in words:
+        with contextlib.suppress(DetrainError):
+            job = Record().get(name)
+            return [node.name for node in nodes_of_row(job.nodes, job.id) if node.name.startswith(word)]
+    return []
+
+
 def _specs(word: str) -> list[str]:
     return _files(word, suffixes=SUFFIXES)
 
 
 def _fields(word: str) -> list[str]:
-    """``--training.`` of what was begun as ``--tr``, and its fields behind the dot."""
+    """``--training.`` of what was begun as ``--tr``, and its fields behind the dot; ``--source.git.`` again."""
     from ..spec import PipelineSpec
 
-    section, dot, _ = word.removeprefix("--").partition(".")
-    if dot:
-        found = [f"--{section}.{name}" for name in PipelineSpec.field_names(section)]
-    else:
-        found = [f"--{name}." for name in PipelineSpec.field_names() if PipelineSpec.field_names(name)]
+    section, dot, _ = word.removeprefix("--").rpartition(".")
+    names = [f"{section}{dot}{name}" for name in PipelineSpec.field_names(section)]
+    ends = {name: "." if PipelineSpec.field_names(name) else "" for name in names}
+    found = [f"--{name}{end}" for name, end in ends.items() if dot or end]
     return [name for name in found if name.startswith(word)]
 
 

@@ -109,11 +109,11 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
         parser = commands[command]
     option, equals, value = word.partition("=")
     if equals and option in parser._option_string_actions:
-        values = _values(parser._option_string_actions[option], value, candidates)
+        values = _values(parser._option_string_actions[option], value, candidates, words)
         return [f"{option}={found}" for found in values or []], word
     action = _next_action(parser, words)
     if action is not None and action.option_strings:
-        return _values(action, word, candidates) or [], word
+        return _values(action, word, candidates, words) or [], word
     names = [max(each.option_strings, key=len) for each in parser._actions if each.option_strings]  # the long ones
     options = sorted(name for name in names if name.startswith(word))
     if word.startswith("--") and any(each.dest == "spec" for each in parser._actions):
@@ -123,7 +123,7 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
     if action is not None and action.dest == "names":
         values = candidates.of("NAMES HERE" if prog == "%push" else "NAMES THERE", word)
     else:
-        values = _values(action, word, candidates)
+        values = _values(action, word, candidates, words)
     return [*(values or []), *options], word
 
 
@@ -144,14 +144,14 @@ def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.
     return option or (places[place] if place < len(places) else None)
 
 
-def _values(action: argparse.Action | None, word: str, candidates: Candidates) -> list[str] | None:
-    """What may stand for a value that begins with ``word``; None where that is not known."""
+def _values(action: argparse.Action | None, word: str, candidates: Candidates, before: list[str]) -> list[str] | None:
+    """What may stand for a value that begins with ``word``, behind the words ``before``; None where it is not known."""
     if action is None:
         return None
     if action.choices is not None:
         return sorted(str(choice) for choice in action.choices if str(choice).startswith(word))
     is_session = action.dest == "name" and not action.option_strings
-    return candidates.of("SESSION" if is_session else str(action.metavar), word)
+    return candidates.of("SESSION" if is_session else str(action.metavar), word, before)
 
 
 def _reply(matches: list[str], start: int, end: int, types: list[str] | None = None) -> dict[str, Any]:

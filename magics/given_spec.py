@@ -10,7 +10,9 @@ from ..errors import SpecError
 if TYPE_CHECKING:
     from ..spec import Finding, PipelineSpec
 
-__all__ = ["read_spec", "show_findings"]
+__all__ = ["SPEC", "read_spec", "show_findings"]
+
+SPEC = "a .json, .toml or .yaml file, its URL, or a variable"
 
 
 def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineSpec:

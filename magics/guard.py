@@ -7,10 +7,11 @@ from typing import TypeVar
 
 from IPython.core.error import UsageError
 
-from ..errors import CellSyntaxError, DetrainError, SpecError
+from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
 from .options import HelpShown
 from .stops import told_when_interrupted
 
+PROG = "%job"  # what begins a command about jobs here
 T = TypeVar("T")
 
 
@@ -26,5 +27,7 @@ def guard(prog: str, act: Callable[[], T]) -> T | None:
     except SpecError as exc:
         raise UsageError(str(exc)) from None
     except DetrainError as exc:
+        if isinstance(exc, JobError):
+            exc.prog = PROG
         raise exc.with_traceback(None) from None
     return None

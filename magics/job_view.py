@@ -11,6 +11,7 @@ from ..jobs.job_status import describe_seconds
 from ..session.output.safe_output import PieceCleaner
 from .render import LiveCell, RenderOptions
 from .screen import Screen
+from .transcript import FURTHER, counted_more
 
 if TYPE_CHECKING:
     from ..jobs import Job, JobStatus, LogLine
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["JobView"]
 
 _REDRAW_S = 0.5
-_MOST_ASIDE = 1000  # lines of all that is no rank
+_MOST_ASIDE, _MOST_ASIDE_CHARS = 1000, 1 << 20  # lines of all that is no rank
 
 
 class JobView:
@@ -34,14 +35,15 @@ class JobView:
     ) -> None:
         self._job = job
         self._ranks = range(job.world_size or 1) if rank is None else range(rank, rank + 1)
-        self._nodes: dict[int, str] = {}  # of a rank, where the job has several
+        self._nodes: dict[int, str] = {}  # whose lines are shown as those of a rank; empty where the job has one node
         of_node = "" if node is None else f" --node {node}"
-        read = f"%job logs {job.id}{of_node}"
-        self._cell = LiveCell(screen, tuple(self._ranks), 0, options, nodes=self._nodes, how_to_read=read)
+        self._read = f"%job logs {job.id}{of_node}"
+        self._cell = LiveCell(screen, tuple(self._ranks), 0, options, nodes=self._nodes, how_to_read=self._read)
         self._cleaners: dict[int, PieceCleaner] = {}
         self._is_live = options.is_live  # else nothing is shown that the last form would show elsewhere
         self._titles: list[str] = []
         self._aside: list[LogLine] = []
+        self._room_aside_chars, self._num_left_out = _MOST_ASIDE_CHARS, 0
         self._metrics = ""
         self._drawn_at = 0.0
 
@@ -54,20 +56,31 @@ class JobView:
         """Show a line below those that stand there."""
         rank = int(line.source) if line.source.isdecimal() else -1
         if rank in self._ranks:
-            if line.node:
-                self._nodes[rank] = line.node
-            self._cell.output(rank, "stdout", f"{line.text}\n")
-        elif len(self._aside) < _MOST_ASIDE:
+            self._cell.output(self._speaker(line.node, rank), "stdout", f"{line.text}\n")
+        elif len(self._aside) < _MOST_ASIDE and self._room_aside_chars > 0:
+            self._room_aside_chars -= len(line.text)
             self._aside.append(line)
             self._say_aside(str(line))
+        else:
+            self._num_left_out += 1
 
     def take_piece(self, node: str, rank: int, piece: bytes) -> None:
         """Show what a rank wrote as a cell does: a bar is drawn while it moves, and colours stay."""
         if rank in self._ranks:
-            if node:
-                self._nodes[rank] = node
-            cleaner = self._cleaners.setdefault(rank, PieceCleaner())
-            self._cell.output(rank, "stdout", cleaner.clean(piece))
+            speaker = self._speaker(node, rank)
+            cleaner = self._cleaners.setdefault(speaker, PieceCleaner())
+            self._cell.output(speaker, "stdout", cleaner.clean(piece))
+
+    def _speaker(self, node: str, rank: int) -> int:
+        """Who says it, for the cell: a rank of the node that first had one of that number, or of a further node.
+
+        Ranks of an elastic job go from node to node; and a node that is not trusted may say that it has any rank.
+        """
+        speaker = rank
+        while self._nodes.setdefault(speaker, node) != node:
+            speaker += FURTHER
+        self._cell.admit(speaker)
+        return speaker
 
     def take_metrics(self, values: Mapping[str, Any]) -> None:
         """Keep what a rank has logged last for the line of its state."""
@@ -82,12 +95,13 @@ class JobView:
 
     def finish(self, status: JobStatus | None = None) -> None:
         """Bring it into its last form; without ``status`` it is not known how the job is."""
-        if status is None and not self._is_live:
-            self._cell.retell([*self._titles, *map(str, self._aside)])
-        elif status is not None:
-            told = [line for line in self._aside if line.source]
+        told = [line for line in self._aside if line.source or status is None]
+        if status is not None:
             told.sort(key=lambda line: (line.source != "setup", line.node))
-            self._cell.retell([*self._titles, *map(str, told)])
+        if status is not None or not self._is_live:
+            more = counted_more(self._num_left_out, "line")
+            left_out = [f"... {more}, read them with {self._read} ..."] if more else []
+            self._cell.retell([*self._titles, *map(str, told), *left_out])
         self._cell.waiting("")
         self._cell.finish({})
 

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn
 
 from IPython.core.error import UsageError
 
 from ..deploy.kept import LONGEST_WARM_S
+from ..options.parser import OptionParser, not_empty, number, whole
 from ..plan import MOST_RANKS
 from ..session.running.asked import LONGEST_S
 from ..session.running.start import LARGEST_SEED
@@ -26,16 +25,12 @@ class HelpShown(Exception):
     """``--help`` was asked for; the text is the message."""
 
 
-class LineParser(argparse.ArgumentParser):
-    """argparse for a line of a notebook: an error is IPython's UsageError, of which one line is shown."""
+class LineParser(OptionParser):
+    """The parser of a line of a notebook: an error is IPython's UsageError, of which one line is shown."""
 
-    def __init__(self, *, bare: str = "leave it out", has_lists: bool = False, **options: Any) -> None:
-        """``bare``: what to do about a word too many, which is put in its braces.
-
-        ``has_lists``: it takes names and ranks alone, where blanks beside a comma mean nothing.
-        """
-        super().__init__(add_help=False, allow_abbrev=False, **options)
-        self._bare = bare
+    def __init__(self, *, has_lists: bool = False, **options: Any) -> None:
+        """``has_lists``: it takes names and ranks alone, where blanks beside a comma mean nothing."""
+        super().__init__(add_help=False, **options)
         self._has_lists = has_lists
         self.add_argument("-h", "--help", action=_ShowHelp, help="show this text")
 
@@ -62,37 +57,6 @@ class LineParser(argparse.ArgumentParser):
             self.error(f"{words[0]} stands behind a command: {self.prog} {first} {words[0]}")
         return self.parse_args(words)
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Raises: UsageError for what is left over, in the words of the command that it was said to."""
-        known, left = super().parse_known_args(args, namespace)
-        if left:
-            self.error(self._describe_unknown(left))
-        return known, left
-
-    def _describe_unknown(self, words: list[str]) -> str:
-        for word in words:
-            if word.startswith("-"):
-                option = word.partition("=")[0]
-                return f"{option} is no option here{_advice(option, self._option_string_actions)}"
-        return f"{words[0]!r} is one word too many: {self._bare.format(shlex.quote(words[0]))}"
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is None or value in action.choices:
-            return
-        if isinstance(action, argparse._SubParsersAction):
-            self.error(f"{value!r} is no command{_advice(value, action.choices)}")
-        name = action.option_strings[-1] if action.option_strings else str(action.dest)
-        self.error(f"{name} {value!r}{_advice(value, action.choices, is_short=True)}")
-
-    def _match_argument(self, action: argparse.Action, arg_strings_pattern: str) -> int:
-        try:
-            return super()._match_argument(action, arg_strings_pattern)
-        except argparse.ArgumentError:
-            if not action.option_strings:
-                raise
-            value = action.metavar or "|".join(map(str, action.choices or ["VALUE"]))
-            self.error(f"{action.option_strings[-1]} needs a value: {action.option_strings[-1]} {value}")
-
 
 def _joined_at_commas(words: list[str]) -> list[str]:
     """``a, b`` is ``a,b``: one list of names, or of ranks."""
@@ -112,15 +76,6 @@ def _without_comment(line: str) -> str:
             shlex.split(line[: found.start()])
             return line[: found.start()]
     return line
-
-
-def _advice(word: str, known: Iterable[str], *, is_short: bool = False) -> str:
-    """What to write instead of ``word``: what is nearly the same, else all there are."""
-    known = [name for name in known if is_short or name != "-h"]
-    near = difflib.get_close_matches(word, known, n=2, cutoff=0.7)
-    if near and not is_short:
-        return f": did you mean {' or '.join(near)}?"
-    return f": {'give one of' if is_short else 'there are'} {', '.join(known)}"
 
 
 class _ShowHelp(argparse.Action):
@@ -186,19 +141,6 @@ _MOST_SHOWN = 10**9  # lines or characters
 _CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0"), "check": ("off", "on")}
 
 
-def not_empty(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("'' is no name")
-    return text
-
-
-def whole(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
-
-
 def _seed(text: str) -> int:
     number = whole(text)
     if abs(number) > LARGEST_SEED:
@@ -224,23 +166,16 @@ def not_negative(text: str) -> int:
     return number
 
 
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds") from None
-
-
 def seconds(text: str) -> float:
-    if not 0 < _number(text) <= LONGEST_S:
+    if not 0 < number(text) <= LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0, at most {LONGEST_S:.0f}")
-    return _number(text)
+    return number(text)
 
 
 def seconds_or_0(text: str) -> float:
-    if not 0 <= _number(text) <= LONGEST_S:
+    if not 0 <= number(text) <= LONGEST_S:
         raise argparse.ArgumentTypeError(f"{text} seconds: give 0 or more, at most {LONGEST_S:.0f}")
-    return _number(text)
+    return number(text)
 
 
 def _variable(text: str) -> tuple[str, str]:

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 
+from ..options.jobs import add_export_options
 from ..plan import Plan
 from ..plan.choices import SLURM_OPTIONS
 from ..plan.fields import take_fields
-from .given_spec import read_spec, show_findings
+from .given_spec import SPEC, read_spec, show_findings
 from .guard import guard
-from .options import LineParser, whole
+from .options import LineParser
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -26,12 +27,15 @@ class PipelineMagics(Magics):
 
     @line_magic
     def pipeline(self, line: str) -> Plan | None:
-        """A spec in a file, or in a variable: what it would do.
+        """A spec in a file, or in a variable: what it would do. Nothing is started, and no node is asked.
 
-        %pipeline plan SPEC | check SPEC
-        %pipeline export torchrun|slurm SPEC [--output FILE] [--gpus N] [--time T] [--partition P] [--account A]
+            %pipeline plan train.toml                        which rank is where, and what of the pipeline it has
+            %pipeline plan train.toml --parallelism.pp 4     the same with another value of a field
+            %pipeline check train.toml                       what is wrong with it
+            %pipeline export slurm train.toml --output train.sbatch --gpus 8 --time 2:00:00
+            %pipeline export torchrun train.toml             a shell script for every node, printed
 
-        --SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2.
+        %job submit train.toml starts it. %pipeline COMMAND --help has all options.
         """
         return guard("%pipeline", lambda: self._run(line))
 
@@ -68,25 +72,16 @@ def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
 
 def pipeline_parser() -> LineParser:
     """``%pipeline COMMAND``."""
-    parser = LineParser(prog="%pipeline", description="What a spec would do; nothing is started.")
+    parser = LineParser(
+        prog="%pipeline",
+        description="What a spec would do; nothing is started.",
+        epilog="Example: %(prog)s plan train.toml --training.epochs 2. %(prog)s? has more of them.",
+    )
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
-    _add_spec(commands.add_parser("plan", help="which rank is where, and what of the pipeline it has"))
-    _add_spec(commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes"))
+    plan = commands.add_parser("plan", help="which rank is where, and what of the pipeline it has")
+    check = commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes")
+    for looked_at in (plan, check):
+        looked_at.add_argument("spec", metavar="SPEC", help=SPEC)
     export = commands.add_parser("export", help="write it as a shell script for torchrun, or a batch script for Slurm")
-    export.add_argument("format", metavar="FORMAT", help="torchrun or slurm")
-    _add_spec(export)
-    export.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
-    export.add_argument("--gpus", type=_count, default=0, metavar="N", help="how many a node has that names no devices")
-    for name, words in SLURM_OPTIONS.items():
-        export.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
+    add_export_options(export, spec=SPEC)
     return parser
-
-
-def _count(text: str) -> int:
-    if (number := whole(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{number}: give 0 or more")
-    return number
-
-
-def _add_spec(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, its URL, or a variable")

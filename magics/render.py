@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .rank_terminal import Fed, RankTerminal
 from .screen import Screen
 from .transcript import (
+    FURTHER,
     Bundle,
     Effort,
     Item,
@@ -81,13 +82,13 @@ class LiveCell:
         self._how_to_read_of = how_to_read
         self.has_begun = False  # it was sent to its ranks
         self._lock = threading.Lock()
-        share_lines = -(-options.max_lines // len(ranks))
-        share_chars = -(-options.max_chars // len(ranks))
-        self._transcripts = {rank: Transcript(max_lines=share_lines, max_chars=share_chars) for rank in ranks}
-        self._terminals = {(rank, stream): RankTerminal() for rank in ranks for stream in _STREAMS}
+        self._share_lines = -(-options.max_lines // len(ranks))
+        self._share_chars = -(-options.max_chars // len(ranks))
+        self._transcripts: dict[int, Transcript] = {}
+        self._terminals: dict[tuple[int, str], RankTerminal] = {}
         self._turns: dict[int, tuple[int, str]] = {}  # of each rank's streams: how many so far, and whose it is
         self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
-        self._displays: dict[int, dict[str, tuple[str, Rich]]] = {rank: {} for rank in ranks}
+        self._displays: dict[int, dict[str, tuple[str, Rich]]] = {}
         self._to_be_cleared: set[int] = set()  # ranks that have something to show first
         self._num_displays = 0
         self._standing: dict[str, int] = {}  # ids of displays that the screen can redraw alone: 2 below a label, or 1
@@ -105,6 +106,16 @@ class LiveCell:
         self._fed_at: dict[tuple[int, str], float] = {}
         self._is_finished = False
         self._is_shown = False  # all of it, after the end
+        for rank in ranks:
+            self.admit(rank)
+
+    def admit(self, rank: int) -> None:
+        """One more rank says something; it may have been there already."""
+        with self._lock:
+            if rank not in self._transcripts:
+                self._transcripts[rank] = Transcript(max_lines=self._share_lines, max_chars=self._share_chars)
+                self._terminals |= {(rank, stream): RankTerminal() for stream in _STREAMS}
+                self._displays[rank] = {}
 
     # ---- while it runs, in the session's thread
 
@@ -400,7 +411,7 @@ class LiveCell:
 
     def _how_to_read(self, rank: int | None = None) -> str:
         read = self._how_to_read_of or f"%distributed log --cell {self._number}"
-        return read if rank is None else f"{read} --rank {rank}"
+        return read if rank is None else f"{read} --rank {rank % FURTHER}"
 
     def _canonical(self, transcripts: dict[int, Transcript], effort: Effort | None = None) -> list[Item]:
         how_to_read = {rank: self._how_to_read(rank) for rank in self._transcripts}

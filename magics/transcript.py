@@ -28,6 +28,7 @@ from .rank_terminal import Drawn
 Bundle = dict[str, Any]
 Nodes = Mapping[int, str]  # the names of the ranks' nodes, of those that have one
 TAIL_LINES = 200
+FURTHER = 1 << 20  # where several nodes have had a rank, it is so much higher for each that came after the first
 _STREAMS = ("stdout", "drawn", "stderr")
 _MOST_TURNS = 30  # of stdout and stderr between two rich outputs; JupyterLab hides what comes after 50 outputs
 _PREFIX_CHARS = 5  # "[0] " and the newline
@@ -375,7 +376,8 @@ def label(ranks: Sequence[int], nodes: Nodes) -> str:
     """Who says it: ``[0-3]``, or ``[gpu1:0-1]`` when all of them are on one node that has a name."""
     names = {nodes.get(rank, "") for rank in ranks}
     name = names.pop() if len(names) == 1 else ""
-    return f"[{name}:{short_ranks(ranks)}]" if name else f"[{short_ranks(ranks)}]"
+    numbers = short_ranks(rank % FURTHER for rank in ranks)
+    return f"[{name}:{numbers}]" if name else f"[{numbers}]"
 
 
 def by_stream(stream: str, lines: list[str]) -> Iterator[tuple[str, list[str]]]:

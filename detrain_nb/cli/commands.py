@@ -9,11 +9,14 @@ import signal
 import stat
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from .. import __version__
-from ..errors import DetrainError, SpecError
+from ..errors import DetrainError, JobError, SpecError
+from ..options.jobs import add_name_and_nodes
+from ..options.parser import OptionParser, number
 from .export import add_export
-from .job_commands import add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
+from .job_commands import OF_JOB, PROG, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, SIGPIPE, NotebookRun
 
@@ -42,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
         return 128 + SIGPIPE
     except DetrainError as exc:
+        if isinstance(exc, JobError):
+            exc.prog = PROG
         print(f"detrain-nb: {exc}", file=sys.stderr)
         return _WRONG_USE if isinstance(exc, SpecError) else FAILED
     except KeyboardInterrupt:  # before there was a kernel, or after
@@ -49,9 +54,19 @@ def main(argv: list[str] | None = None) -> int:
     return status
 
 
-def _command_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="detrain-nb", description="Train PyTorch models from notebooks, on many machines."
+class _Parser(OptionParser):
+    """What is wrong with a command line is one line, and an exit status."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(_WRONG_USE, f"{self.prog}: {message} ({self.prog} --help)\n")
+
+
+def _command_parser() -> _Parser:
+    parser = _Parser(
+        prog="detrain-nb",
+        description="Train PyTorch models from notebooks, on many machines.",
+        epilog="The exit status is 0, 1 where something failed, 2 for a wrong command or spec, 130 by an interrupt; "
+        "some commands have more, which their own --help says.",
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -59,15 +74,14 @@ def _command_parser() -> argparse.ArgumentParser:
         "run",
         help="execute a notebook, or the job of a spec, its output appearing here as it comes",
         description="Execute a notebook in its own folder, with this Python, or submit the spec of a job and follow it "
-        "to its end. What is printed appears here as it comes; the exit status is that of the notebook, or the job.",
+        "to its end. What is printed appears here as it comes.",
+        epilog=f"Of a notebook the exit status is 0, or 1 where a cell fails. Of a spec {OF_JOB}.",
     )
     run.add_argument("spec", metavar="FILE", help="a notebook, .ipynb, or a spec, .json, .toml or .yaml")
     run.add_argument("--output", type=Path, metavar="PATH", help="the executed notebook; default: NAME.executed.ipynb")
-    run.add_argument("--timeout", type=_seconds, metavar="S", help="end when a cell takes longer than S seconds")
+    run.add_argument("--timeout", type=number, metavar="S", help="end when a cell takes longer than S seconds")
     run.add_argument("--kernel", metavar="NAME", help="a Jupyter kernel by name, instead of this Python")
-    run.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
-    run.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
-    run.add_argument("--storage", metavar="URL", help="where the source of the job travels by, as s3://bucket/folder")
+    add_name_and_nodes(run)
     run.set_defaults(act=_run)
     sessions = commands.add_parser("sessions", help="list the running sessions of this user on this machine")
     sessions.set_defaults(act=_list_sessions)
@@ -75,16 +89,6 @@ def _command_parser() -> argparse.ArgumentParser:
     add_doctor(commands)
     add_export(commands)
     return parser
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not seconds > 0:
-        raise argparse.ArgumentTypeError(f"{text} seconds: give more than 0")
-    return seconds
-
-
-_seconds.__name__ = "number"  # argparse names it when the text is none
 
 
 def _list_sessions(args: argparse.Namespace) -> int:
@@ -123,6 +127,8 @@ def _run(args: argparse.Namespace) -> int:
         return run_spec(args)
     if args.fields:
         raise SpecError(f"{args.fields[0]}: {args.spec} is no spec: it has no fields to set")
+    if args.timeout is not None and not args.timeout > 0:
+        raise SpecError(f"timeout {args.timeout:g} s: give more than 0")
     args.notebook = Path(args.spec)
     notebook = read_notebook(args.notebook, is_any_kernel=args.kernel is not None)
     mode = args.notebook.stat().st_mode

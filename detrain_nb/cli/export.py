@@ -6,8 +6,9 @@ import argparse
 import sys
 from typing import Any
 
+from ..options.jobs import FIELDS, add_export_options
 from ..plan.choices import SLURM_OPTIONS
-from .job_commands import read_spec
+from .job_commands import SPEC, read_spec
 
 __all__ = ["add_export"]
 
@@ -19,15 +20,10 @@ def add_export(commands: Any) -> None:
         help="write a spec as a script of torchrun or Slurm",
         description="Write a spec as a file that runs without detrain_nb: torchrun is a shell script for every node, "
         "slurm is a batch script for sbatch.",
-        epilog="--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2",
+        epilog=FIELDS,
     )
-    parser.add_argument("format", metavar="FORMAT", help="torchrun or slurm")
-    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
-    parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
+    add_export_options(parser, spec=SPEC)
     parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="how many a node has that names no devices")
-    for name, words in SLURM_OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
     parser.set_defaults(act=_export)
 
 

@@ -8,35 +8,62 @@ import getpass
 import shlex
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DetrainError, SpecError
-from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
+from ..errors import DetrainError, JobError, SpecError
+from ..options import jobs as options
 from ..text import CopyProgress
 
 if TYPE_CHECKING:
     from ..jobs import Job
     from ..spec import PipelineSpec
 
-__all__ = ["add_doctor", "add_job_commands", "execute_on_nodes", "read_spec", "run_spec", "split_command"]
+__all__ = [
+    "OF_JOB",
+    "PROG",
+    "SPEC",
+    "add_doctor",
+    "add_job_commands",
+    "execute_on_nodes",
+    "read_spec",
+    "run_spec",
+    "split_command",
+]
 
+PROG = "detrain-nb jobs"  # what begins a command about jobs here
+OF_JOB = "the exit status is that of the job, 1 where it has none, and 130 by an interrupt, which leaves the job"
+_STATUSES = {
+    **dict.fromkeys(("submit", "restart"), f"With --follow {OF_JOB}."),
+    "attach": f"{OF_JOB[0].upper()}{OF_JOB[1:]}.",
+    "exec": "The exit status is the worst of all nodes, 124 after the timeout, 255 where a node was not reached.",
+}
+_IS_IT_THERE = f"{PROG} list says whether it runs"
 _OK, _FAILED = 0, 1
-_JOB = "the id of a job, its beginning, or a name: the newest job of that name"
+SPEC = "a .json, .toml or .yaml file, or its URL"
 
 
 def add_job_commands(commands: Any) -> None:
     """Add `jobs` and what can be done with them to the parser's commands."""
     group = commands.add_parser("jobs", help="scripts that run detached on all nodes: submit, follow, stop, fetch")
     actions = group.add_subparsers(metavar="ACTION", required=True)
-    _add_submit_and_looks(actions)
-    _add_acts(actions)
-    check = _add(actions, "check", _check, "say what is wrong with a spec, without starting anything")
-    add_spec(check)
-    check.add_argument(
-        "--on-nodes", action="store_true", help="ask the nodes: the doctor, torch, libraries, free disk, the port"
-    )
+    acts = {
+        "submit": _submit,
+        "check": _check,
+        "list": _list,
+        "show": _show,
+        "logs": _logs,
+        "attach": _attach,
+        "stop": _stop,
+        "restart": _restart,
+        "fetch": _fetch,
+        "exec": execute_on_nodes,
+        "rm": _remove,
+    }
+    for name, parser in options.add_job_commands(actions, spec=SPEC).items():
+        parser.set_defaults(act=acts[name])
+        parser.epilog = " ".join(filter(None, [parser.epilog, _STATUSES.get(name)])) or None
 
 
 def add_doctor(commands: Any) -> None:
@@ -48,17 +75,6 @@ def add_doctor(commands: Any) -> None:
     doctor.add_argument("--fix", action="store_true", help="make our folder on the hosts, closed to others")
     doctor.add_argument("--save", action="store_true", help="measure all of it, and write it into the nodes file")
     doctor.set_defaults(act=_doctor)
-
-
-def add_spec(parser: argparse.ArgumentParser) -> None:
-    """Add what every command with a spec takes."""
-    parser.add_argument("spec", metavar="SPEC", help="a .json, .toml or .yaml file, or its URL")
-    parser.add_argument("--name", metavar="NAME", help="the job's name, in place of the spec's")
-    parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
-    parser.add_argument(
-        "--storage", metavar="URL", help="where the source travels by: s3://BUCKET/FOLDER, or a shared folder"
-    )
-    parser.epilog = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2"
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
@@ -103,7 +119,7 @@ def _submit_job(args: argparse.Namespace) -> Job:
     from ..jobs import submit
 
     spec = read_spec(args)
-    with _progress() as say:
+    with _told_when_interrupted(_IS_IT_THERE), _progress() as say:
         job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
     _say_begun(job)
     return job
@@ -112,19 +128,16 @@ def _submit_job(args: argparse.Namespace) -> Job:
 def _say_begun(job: Job) -> None:
     for notice in job.notices:
         print(f"detrain-nb: note: {notice}", file=sys.stderr)
-    print(f"job {job.id} runs: detrain-nb jobs logs -f {job.id}", file=sys.stderr)
+    print(f"job {job.id} runs: {PROG} logs -f {job.id}", file=sys.stderr)
 
 
 def _follow(job: Job) -> int:
     """An interrupt ends only the following."""
-    try:
+    with _told_when_interrupted(
+        f"job {job.id} goes on: {PROG} attach {job.id} follows it, {PROG} stop {job.id} ends it"
+    ):
         status = job.attach(_print_line)
-    except KeyboardInterrupt:
-        print(f"\ndetrain-nb: job {job.id} goes on: detrain-nb jobs attach {job.id}", file=sys.stderr)
-        raise
     if status.exit_code != 0 or not status.is_over:
-        if status.failed_rank is not None:
-            status = replace(status, last_lines=())  # they stand above; those of torchrun do not
         print(f"detrain-nb: {status}", file=sys.stderr)
     return status.exit_status
 
@@ -143,7 +156,9 @@ def _show(args: argparse.Namespace) -> int:
 
 def _logs(args: argparse.Namespace) -> int:
     job = _find(args.job)
-    job.logs(node=args.node, rank=args.rank, torchrun=args.torchrun, follow=args.follow, on_line=_print_line)
+    which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun, "tail": args.tail}
+    with _told_when_interrupted(f"job {job.id} goes on" if args.follow else "not all of it was shown"):
+        job.logs(**which, follow=args.follow, on_line=_print_line)
     return _OK
 
 
@@ -157,16 +172,16 @@ def _stop(args: argparse.Namespace) -> int:
 
 
 def _restart(args: argparse.Namespace) -> int:
-    with _progress() as say:
+    with _told_when_interrupted(_IS_IT_THERE), _progress() as say:
         job = _find(args.job).restart(on_progress=say)
     _say_begun(job)
     return _follow(job) if args.follow else _OK
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    with _progress() as say:
+    with _told_when_interrupted("the same line goes on with what is missing"), _progress() as say:
         bar = CopyProgress("fetch", say)
-        fetched = _find(args.job).fetch(args.pattern or None, args.to, anyway=args.anyway, on_progress=bar)
+        fetched = _find(args.job).fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=bar)
     print(fetched)
     return _OK
 
@@ -181,11 +196,12 @@ def execute_on_nodes(args: argparse.Namespace) -> int:
     if not args.command:
         raise SpecError("no command was given: write it after --")
     command = args.command[0] if len(args.command) == 1 else shlex.join(args.command)
-    if args.job is not None:
-        executed = _find(args.job).execute(command, timeout_s=args.timeout, on_line=_print_line)
-    else:
-        nodes = transports_to(args.nodes, ask_passphrase=_ask_passphrase)
-        executed = execute(nodes, command, timeout_s=args.timeout, on_line=_print_line)
+    with _told_when_interrupted("the command was ended on all nodes"):
+        if args.job is not None:
+            executed = _find(args.job).execute(command, timeout_s=args.timeout, on_line=_print_line)
+        else:
+            nodes = transports_to(args.nodes, ask_passphrase=_ask_passphrase)
+            executed = execute(nodes, command, timeout_s=args.timeout, on_line=_print_line)
     for node, status in executed.statuses.items():
         if isinstance(status, DetrainError):
             print(f"detrain-nb: {status}", file=sys.stderr)
@@ -208,6 +224,8 @@ def _remove(args: argparse.Namespace) -> int:
 
         def tell(job: str, failure: DetrainError | None) -> None:
             nonlocal failed
+            if isinstance(failure, JobError):
+                failure.prog = PROG
             failed = failed or failure is not None
             print(f"removed {job}" if failure is None else f"kept {job}: {failure}")
 
@@ -282,89 +300,19 @@ def _progress() -> Iterator[Callable[[str], None]]:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
+@contextlib.contextmanager
+def _told_when_interrupted(left: str) -> Iterator[None]:
+    """An interrupt says what is ``left``."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"\ndetrain-nb: interrupted: {left}", file=sys.stderr)
+        raise
+
+
 def _ask_passphrase(path: str) -> str | None:
-    with contextlib.suppress(EOFError):
+    """None where there is no terminal on which it could be typed unseen."""
+    with contextlib.suppress(EOFError, getpass.GetPassWarning), warnings.catch_warnings():
+        warnings.simplefilter("error", getpass.GetPassWarning)
         return getpass.getpass(f"passphrase of {path}: ") or None
     return None
-
-
-def _add_submit_and_looks(actions: Any) -> None:
-    submit = _add(
-        actions, "submit", _submit, "start the job that a spec describes; it goes on when this shell is closed"
-    )
-    add_spec(submit)
-    submit.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end; its exit status")
-    submit.add_argument("--dry-run", action="store_true", help="say what would run where, and which files would travel")
-
-    listed = _add(actions, "list", _list, "list the newest jobs, and ask the nodes of those that are not over, for 3 s")
-    listed.add_argument("--limit", type=_count, default=50, metavar="N", help="how many, default 50")
-
-    _add_job(actions, "show", _show, "how a job is, on every node")
-    logs = _add_job(actions, "logs", _logs, "print what a job has printed")
-    logs.add_argument("--follow", "-f", action="store_true", help="go on to its end")
-    logs.add_argument("--node", metavar="N", help="of one node, by its name or number")
-    logs.add_argument("--rank", type=int, metavar="R", help="of one rank")
-    logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
-    _add_job(actions, "attach", _attach, "print what a job prints to its end; return its exit status")
-
-
-def _add_acts(actions: Any) -> None:
-    """What is done with a job that there is."""
-    stop = _add_job(actions, "stop", _stop, "end all ranks of a job")
-    stop.add_argument(
-        "--grace", type=float, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
-    )
-    restart = _add_job(actions, "restart", _restart, "stop a job if it runs, and submit its spec again")
-    restart.add_argument("--follow", "-f", action="store_true", help="print what it prints, to its end")
-
-    fetch = _add_job(actions, "fetch", _fetch, "fetch what a job has made")
-    fetch.add_argument("pattern", nargs="*", metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec')
-    fetch.add_argument("--to", default=".", metavar="DIR", help="the folder to write into; default: this one")
-    fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
-
-    execute = _add(
-        actions,
-        "exec",
-        execute_on_nodes,
-        "run a shell command on every node of a job, or of --nodes; the worst exit status",
-    )
-    execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
-    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
-    execute.add_argument(
-        "--timeout",
-        type=float,
-        default=COMMAND_LIMIT_S,
-        metavar="S",
-        help="end it after S seconds, default %(default)g",
-    )
-
-    remove = _add(
-        actions, "rm", _remove, "remove jobs that are over: their folders on the nodes, and what is known here"
-    )
-    remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
-    remove.add_argument("--older-than", type=float, metavar="DAYS", help="all that ended more than DAYS ago")
-    remove.add_argument("--anyway", action="store_true", help="forget one here whose nodes do not answer")
-
-
-def _add(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = actions.add_parser(
-        name, help=words, description=f"{words[0].upper()}{words[1:]}."
-    )
-    parser.set_defaults(act=act)
-    return parser
-
-
-def _add_job(actions: Any, name: str, act: Callable[[argparse.Namespace], int], words: str) -> argparse.ArgumentParser:
-    parser = _add(actions, name, act, words)
-    parser.add_argument("job", metavar="JOB", help=_JOB)
-    return parser
-
-
-def _count(text: str) -> int:
-    count = int(text)
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text}: give 1 or more")
-    return count
-
-
-_count.__name__ = "number"  # argparse names it when the text is none

@@ -41,6 +41,8 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
     if unknown := [name for name in given if name not in exporter.options]:
         known = f"it has {', '.join(exporter.options)}" if exporter.options else "it has no options"
         raise SpecError(f"{to} has no option {unknown[0]}: {known}")
+    if gpus < 0:
+        raise SpecError(f"gpus {gpus}: give 0 or more")
     names = [node.name for node in spec.nodes if node.devices == "auto"] if spec.nodes else [""]
     plan = spec.plan(gpus=dict.fromkeys(names, gpus) if gpus else None)
     return exporter.export(spec, plan, **given)

@@ -56,7 +56,7 @@ def execute(
     say so within ``slack_s`` more is not waited for. Raises: SpecError.
     """
     if not command.strip() or "\0" in command:
-        raise SpecError("no command was given: write it after --")
+        raise SpecError("no command was given: give what a shell is to run")
     if not 0 < timeout_s <= 1e6:
         raise SpecError(f"timeout {timeout_s:g} s: give more than 0 and at most a million")
     output, stop, several = _Output(), Stop(), len(nodes) > 1

@@ -6,10 +6,10 @@ import contextlib
 import hashlib
 import os
 import shutil
-import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
@@ -19,6 +19,7 @@ from ..node.job.terms import FILES_OF_A_LINE, fits
 from ..text import format_size, name_some
 from ..transport import Transport
 from .asking import on_all
+from .places import HerePlace, make_place
 from .report_checks import NodeFile, check_different, read_files, read_number
 
 __all__ = ["Fetched", "Place", "choose_places", "fetch"]
@@ -151,11 +152,11 @@ def _check_room(root: Path, total: int) -> None:
     """Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be."""
     above = next(folder for folder in (root, *root.parents) if folder.exists())
     if not above.is_dir():
-        raise SpecError(f"{above} is no folder: name another one with --to")
+        raise SpecError(f"{above} is no folder: fetch into another one")
     free = shutil.disk_usage(above).free
     if total > free:
         raise SpecError(
-            f"{format_size(total)} do not fit: {above} has {format_size(free)} free: name another folder with --to"
+            f"{format_size(total)} do not fit: {above} has {format_size(free)} free: fetch into another folder"
         )
 
 
@@ -177,9 +178,8 @@ def _fetch_of_node(
     with open_job_talk(node, stop=stop) as talk:
         for number, each in enumerate(wanted, 1):
             stop.check()
-            with _here():
-                path = _make_place(root, each.path)
-                if _is_same(path, each.file):
+            with _here(root / each.path), make_place(root, each.path) as place:
+                if place.has(each.file):
                     there.append(each.path)
                 else:
                     before = done
@@ -188,67 +188,54 @@ def _fetch_of_node(
                         stop.check()
                         tell(number - 1, before + size, total)
 
-                    _fetch_file(talk, job, index, each.file, path, note)
+                    _fetch_file(talk, job, index, each.file, place, note)
             done += each.file.size
             tell(number, done, total)
 
 
-def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, path: Path, note: OnSize) -> None:
-    part = path.with_name(f".{path.name[:100]}.{file.digest[:_DIGEST_CHARS]}.part")
-    flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
-    with open(os.open(part, flags, 0o666), "r+b") as written:
-        digest, have = hashlib.sha256(), 0
-        if os.fstat(written.fileno()).st_size > file.size:
-            written.truncate(0)
-        while data := written.read(_CHUNK_BYTES):
-            digest.update(data)
-            have += len(data)
-        talk.say("read", id=job, node_rank=index, name=file.name, offset=have)
-        size = as_size(talk.hear("file").get("size"))
-        if have + size != file.size:
-            raise Untrue(f"{file.name} has changed meanwhile: fetch it again")
-        for data in talk.read(size):
-            written.write(data)
-            digest.update(data)
-            have += len(data)
-            note(have)
-    if digest.hexdigest() != file.digest:
-        part.unlink()
-        raise Untrue(f"{file.name}: what came is not what its digest says; fetch it again")
-    os.replace(part, path)
-
-
-def _make_place(root: Path, name: str) -> Path:
-    """Make the folders of a file below ``root``; through no link, so that nothing is written elsewhere."""
-    root.mkdir(parents=True, exist_ok=True)
-    folder = root
-    for part in name.split("/")[:-1]:
-        folder = folder / part
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir()
-        if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise FilesError(f"{folder} is no folder: {name} cannot be written below it")
-    path = root / name
-    if path.is_dir() and not path.is_symlink():
-        raise FilesError(f"{path} is a folder: {name} cannot be written there")
-    return path
-
-
-def _is_same(path: Path, file: NodeFile) -> bool:
+def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, place: HerePlace, note: OnSize) -> None:
+    part, opened, is_kept = place.open_part(file.digest[:_DIGEST_CHARS])
     try:
-        state = path.lstat()
-        if not stat.S_ISREG(state.st_mode) or state.st_size != file.size:
-            return False
-        with path.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest() == file.digest
-    except FileNotFoundError:
-        return False
+        with open(opened, "r+b") as written:
+            digest = _fill(talk, job, index, file, written, note)
+            if digest != file.digest:
+                is_kept = False
+                raise Untrue(f"{file.name}: what came is not what its digest says; fetch it again")
+            if place.opened is not None:  # while it is locked
+                place.put(part)
+        if place.opened is None:  # Windows renames no file that is open
+            place.put(part)
+    except BaseException:
+        if not is_kept:
+            place.remove(part)
+        raise
+
+
+def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, note: OnSize) -> str:
+    """Write what is missing of a file; returns the SHA-256 of all of it."""
+    digest, have = hashlib.sha256(), 0
+    if os.fstat(written.fileno()).st_size > file.size:
+        written.truncate(0)
+    while data := written.read(_CHUNK_BYTES):
+        digest.update(data)
+        have += len(data)
+    talk.say("read", id=job, node_rank=index, name=file.name, offset=have)
+    size = as_size(talk.hear("file").get("size"))
+    if have + size != file.size:
+        raise Untrue(f"{file.name} has changed meanwhile: fetch it again")
+    for data in talk.read(size):
+        written.write(data)
+        digest.update(data)
+        have += len(data)
+        note(have)
+    written.flush()
+    return digest.hexdigest()
 
 
 @contextlib.contextmanager
-def _here() -> Iterator[None]:
-    """What this machine's disk cannot do is not the node's fault."""
+def _here(path: Path) -> Iterator[None]:
+    """What this machine's disk cannot do at ``path`` is not the node's fault."""
     try:
         yield
     except OSError as exc:
-        raise FilesError(f"{exc.filename or 'this machine'}: {reason_of(exc)}") from exc
+        raise FilesError(f"{path}: {reason_of(exc)}") from exc

@@ -53,6 +53,7 @@ class Wanted:
     has_torchrun: bool = False
     has_metrics: bool = False
     is_once: bool = False  # what is there, and no more
+    tail: int | None = None  # of what is there only the last lines of each log
 
     def wants(self, name: str) -> bool:
         rank = _RANK_OF.match(name)
@@ -62,9 +63,10 @@ class Wanted:
             return self.has_logs and self.has_torchrun
         return self.has_metrics if name.startswith("metrics/") else self.has_logs
 
-    def order(self) -> dict[str, object]:
-        """What of it the node has to know, to send no more than that."""
-        return {"once": self.is_once, "rank": self.rank, "logs": self.has_logs, "metrics": self.has_metrics}
+    def order(self, *, is_again: bool) -> dict[str, object]:
+        """What of it the node has to know, to send no more than that. A tail is that of the first link."""
+        which: dict[str, object] = {"rank": self.rank, "logs": self.has_logs, "metrics": self.has_metrics}
+        return {"once": self.is_once, **which, "tail": None if is_again else self.tail}
 
 
 @dataclass
@@ -142,6 +144,13 @@ class Follower:
             self._stop.insist()
         return {index: self._outcome_of(index) for index in self._states}
 
+    def has_shown_end(self, index: int, rank: int | None) -> bool:
+        """The last lines of what failed on a node were given: of its ``rank``, else of its set-up, or of torchrun."""
+        state = self._states.get(index)
+        if rank is not None or state is None:
+            return state is not None and self._wanted.wants(f"rank-{rank}.log")
+        return self._wanted.wants("torchrun.log" if "torchrun.log" in state.files else "setup.log")
+
     def _outcome_of(self, index: int) -> NodeReport | DetrainError:
         state = self._states[index]
         if state.failure is not None:
@@ -207,7 +216,13 @@ class Follower:
         """Raises: FilesError."""
         state = self._states[index]
         offsets = {name: file.offset for name, file in state.files.items()}
-        talk.say("follow", id=self._job, node_rank=index, offsets=offsets, **self._wanted.order())
+        talk.say(
+            "follow",
+            id=self._job,
+            node_rank=index,
+            offsets=offsets,
+            **self._wanted.order(is_again=state.report is not None),
+        )
         while not self._is_stopped.is_set():
             said = talk.hear("data", "status", "end", most_bytes=STATUS_BYTES)
             state.answered_at = state.answered_at or time.monotonic()
@@ -229,7 +244,8 @@ class Follower:
             data = b"".join(talk.read(size))
             if name not in state.files and len(state.files) >= _MOST_FILES:
                 raise Untrue(f"more than {_MOST_FILES:,} files came")
-            file = state.files.setdefault(name, FollowedFile())
+            is_begun = self._wanted.tail is not None and not size  # it says from where on it sends the file
+            file = state.files.setdefault(name, FollowedFile(offset if is_begun else 0))
             in_pieces = self._on_piece is not None and name.startswith("rank-")
             lines = file.take_piece(offset, data) if in_pieces else file.take(offset, data)
             if self._wanted.wants(name):

@@ -41,6 +41,7 @@ __all__ = ["Job", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
+_MOST_TAIL_LINES = 1_000_000
 _MOST_BYTES = 2_000_000_000  # of what is kept in memory
 
 
@@ -126,16 +127,20 @@ class Job(ShownAsText):
         node: str | None = None,
         rank: int | None = None,
         torchrun: bool = False,
+        tail: int | None = None,
         on_metrics: OnMetrics | None = None,
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
     ) -> JobStatus:
         """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
 
+        Of the last lines of what failed, what is returned has the very last alone where the others were followed.
+        ``tail`` is as in `logs`.
         ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
         ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
         """
-        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=on_metrics is not None)
+        has_metrics = on_metrics is not None
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=has_metrics, tail=tail)
         return self._follow(wanted, on_line=on_line, on_metrics=on_metrics, on_reports=on_reports, on_piece=on_piece)
 
     def logs(
@@ -145,16 +150,17 @@ class Job(ShownAsText):
         rank: int | None = None,
         torchrun: bool = False,
         follow: bool = False,
+        tail: int | None = None,
         on_line: OnLine | None = None,
         on_piece: OnPiece | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
-        ``torchrun``: what that says, too. ``on_line`` gets each line as it comes, and none is kept then; ``on_piece``
-        as in `attach`.
+        ``torchrun``: what that says, too. ``tail``: of what there is so many last lines of each rank, at most 4 MB.
+        ``on_line`` gets each line as it comes, and none is kept then; ``on_piece`` as in `attach`.
         """
         kept = Kept(self.id, _MOST_BYTES)
-        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow)
+        wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow, tail=tail)
         self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
         return JobLog(tuple(kept.lines) if follow else in_order(kept.lines))
 
@@ -255,8 +261,9 @@ class Job(ShownAsText):
         if not anyway and not (status.state == ENDED and status.exit_code == 0):
             code = "" if status.exit_code is None else f" with {status.exit_code}"
             raise JobError(
-                f"job {self.id} did not succeed, it is {status.state}{code}: fetch what there is with --anyway "
-                "(in Python anyway=True)"
+                f"job {self.id} did not succeed, it is {status.state}{code}",
+                advice="{} fetches what there is",
+                typed="--anyway",
             )
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
         positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
@@ -284,9 +291,9 @@ class Job(ShownAsText):
         status = self.status()
         if status.state == UNKNOWN and not anyway:
             why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
-            raise JobError(f"job {self.id}: {why}; --anyway (in Python anyway=True) forgets it here")
+            raise JobError(f"job {self.id}: {why}", advice="{} forgets it here", typed="--anyway")
         if not status.is_over and status.state != UNKNOWN:
-            raise JobError(f"job {self.id} is {status.state}: stop it first")
+            raise JobError(f"job {self.id} is {status.state}", advice="{} ends it first", typed=f"stop {self.id}")
         nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
         self._record.remove(self.id)
@@ -331,8 +338,12 @@ class Job(ShownAsText):
 
         Raises: JobError where no node has the job, or none answers who asks once; SpecError for a rank it has not.
         """
-        if wanted.rank is not None and not 0 <= wanted.rank < (size := self.world_size or wanted.rank + 1):
-            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks are 0 to {size - 1}")
+        size = self.world_size
+        if wanted.rank is not None and (wanted.rank < 0 or size is not None and wanted.rank >= size):
+            there = "count from 0" if size is None else f"are 0 to {size - 1}"
+            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks {there}")
+        if wanted.tail is not None and not 0 <= wanted.tail <= _MOST_TAIL_LINES:
+            raise SpecError(f"tail {wanted.tail}: give 0 to {_MOST_TAIL_LINES:,}")
         nodes = self._transports()
         retries = Retries(lost_after_s=0) if wanted.is_once else None
         follower = Follower(
@@ -356,7 +367,11 @@ class Job(ShownAsText):
                 on_line(LogLine(label(nodes[index]), "", f"not all of it: {failure}"))
         if len(said) < len(nodes) or wanted.is_once:
             return self.status()
-        return self._note([said[index] for index in range(len(nodes))])
+        status = self._note([said[index] for index in range(len(nodes))])
+        names = [label(node) for node in nodes]
+        if status.failed_node and follower.has_shown_end(names.index(status.failed_node), status.failed_rank):
+            return replace(status, last_lines=status.last_lines[-1:])
+        return status
 
     def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
         """Judge what the nodes say, and note it down."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..errors import SpecError
 from .job import Job
 from .job_status import OVER
 from .noting import ASK_LIMIT_S, ask_after, nodes_of_row
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["find_job", "jobs"]
 
+_MOST_LISTED = 1_000_000_000
 _MOST_ASKED = 100  # jobs of a node: their states fit into a line of the talk
 
 
@@ -26,7 +28,9 @@ def jobs(
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
 ) -> JobList:
-    """List the newest jobs; those that are not over are asked after, for ``limit_s`` in all."""
+    """List the newest jobs; those that are not over are asked after, for ``limit_s`` in all. Raises: SpecError."""
+    if not 1 <= limit <= _MOST_LISTED:
+        raise SpecError(f"limit {limit}: give 1 to {_MOST_LISTED}")
     record = record or Record()
     rows = record.summaries(limit=limit)
     going = [row.id for row in rows if row.state not in OVER] if ask else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from ..errors import behind_ours, quoted, short_ranks
 from ..metrics import NO_VALUES
 from ..plan import Plan
-from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, table_lines
+from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, show, table_lines
 from .job_status import JobStatus, has_failed
 from .report_checks import NodeReport
 
@@ -18,6 +19,7 @@ __all__ = ["JobReport", "describe_metrics"]
 _NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
 _MOST_ROWS, _MOST_NAMES = 10, 8  # of what was logged: the last steps, the first names
 _MOST_CHARS = 40  # of a name or a text that was logged
+_WORD = re.compile(r"[\w./@%+-]*", re.ASCII)
 _LEFT = "text-align:left"
 _FAILED = f"{_LEFT};{RED}"
 
@@ -61,9 +63,16 @@ class JobReport(ShownAsText):
 
 
 def describe_metrics(values: Mapping[str, Any]) -> str:
-    """``step 120, loss 0.031``: of what a rank has logged in one step, the first few names."""
-    shown = [f"{printable(name)[:_MOST_CHARS]} {_short(values[name])}" for name in _names_in([values])]
+    """``step 120, loss 0.031``: of what a rank has logged in one step, the first few names.
+
+    It stands among words of ours: what has more than one word is quoted.
+    """
+    shown = [f"{_one_word(name)} {_one_word(_short(values[name]))}" for name in _names_in([values])]
     return ", ".join([f"step {_short(values.get('step'))}", *shown])
+
+
+def _one_word(text: str) -> str:
+    return text[:_MOST_CHARS] if _WORD.fullmatch(text) else show(text, most=_MOST_CHARS)
 
 
 def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:

@@ -53,7 +53,8 @@ class JobStatus(ShownAsText):
     @property
     def whose_lines(self) -> str:
         """What to write above ``last_lines``: those of the set-up and of torchrun are of no rank."""
-        return "the last lines" if self.failed_rank is None else f"the last lines of rank {self.failed_rank}"
+        lines = "the last line" if len(self.last_lines) == 1 else "the last lines"
+        return lines if self.failed_rank is None else f"{lines} of rank {self.failed_rank}"
 
     def check(self) -> JobStatus:
         """Return it. Raises: JobFailed, with the rank and its last lines, where the job is over and did not succeed."""
@@ -82,9 +83,11 @@ class JobStatus(ShownAsText):
         return f"{self.state}{code}{took}"
 
     def _failure(self) -> str:
-        rank = f" (rank {self.failed_rank} on {self.failed_node})" if self.failed_rank is not None else ""
+        rank = "" if self.failed_rank is None else f"rank {self.failed_rank} "
+        where = f" ({rank}on {self.failed_node})" if self.failed_node else ""
         why = f": {behind_ours(self.reason)}" if self.reason else ""
-        return "\n".join([f"job {self.id} {self._summary()}{rank}{why}", *map(quoted, self.last_lines)])
+        gone = [f"{node}: {each}" for node, each in self.silent.items()]
+        return "\n".join([f"job {self.id} {self._summary()}{where}{why}", *gone, *map(quoted, self.last_lines)])
 
 
 def judge(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +17,10 @@ __all__ = ["FollowedFile", "JobLog", "Kept", "LogLine", "in_order"]
 
 _MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
 _LINE_TAKES_BYTES = 200  # beside its texts
+# The end of a bar of tqdm, as [00:02<00:04, 9.94it/s], with what a print has written behind it on its line.
+_BAR = re.compile(rb"\[[0-9:]{4,12}(?:<[^]\r\n,]{1,20})?, ([^]\r\n]{1,300})\]{1,3} *(?=[^\r\n\x1b ])")
+_MOST_DRAWN_BYTES = 1000
+_TAKE_BACK = b"\r\x1b[K"
 
 
 @dataclass(frozen=True)
@@ -72,10 +78,13 @@ class FollowedFile:
     offset: int = 0
     rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
     _is_in_line: bool = False
+    _drawn: bytes = b""  # what was drawn on it last
 
     def take(self, offset: int, data: bytes) -> list[str]:
         """The lines that ``data``, which stands at ``offset``, completes."""
         *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
+        if len(rest) > _MOST_LINE_BYTES:  # of a bar only what is drawn last stands there
+            rest = rest[max(0, rest.rfind(b"\r", 0, -1)) :]
         while len(rest) > _MOST_LINE_BYTES:
             whole.append(rest[:_MOST_LINE_BYTES])
             rest = rest[_MOST_LINE_BYTES:]
@@ -83,7 +92,10 @@ class FollowedFile:
         return [_as_line(line) for line in whole]
 
     def take_piece(self, offset: int, data: bytes) -> bytes:
-        """What of ``data``, which stands at ``offset``, has not come yet, as it is; a line says what is missing."""
+        """What of ``data``, which stands at ``offset``, has not come yet; a line says what is missing.
+
+        It is as it is, but for a print behind a bar, which takes its place: stdout and stderr share a log.
+        """
         gap = b""
         if offset > self.offset:
             said = f"... {offset - self.offset:,} bytes were cut out here ...\n".encode()
@@ -93,12 +105,28 @@ class FollowedFile:
         self.offset += len(data)
         if gap or data:
             self._is_in_line = not (data or gap).endswith(b"\n")
-        return gap + data
+        return gap + self._part_from_bars(data)
+
+    def _part_from_bars(self, data: bytes) -> bytes:
+        before, text = len(self._drawn), self._drawn + data
+        self._drawn = text[max(text.rfind(b"\r"), len(text) - _MOST_DRAWN_BYTES, 0) :]
+        if b"\r" not in text:
+            return data
+        ends = [found.end() - before for found in _BAR.finditer(text) if _is_of_bar(text, found)]
+        parts = itertools.pairwise([0, *(end for end in ends if end >= 0), len(data)])
+        return _TAKE_BACK.join(data[begin:end] for begin, end in parts)
 
     def end(self) -> list[str]:
         """What is left when no more comes."""
         rest, self.rest = bytes(self.rest), bytearray()
         return [_as_line(rest)] if rest else []
+
+
+def _is_of_bar(text: bytes, found: re.Match[bytes]) -> bool:
+    """It has a rate, and its line was drawn anew."""
+    begin = max(0, found.start() - _MOST_DRAWN_BYTES)
+    is_redrawn = text.rfind(b"\r", begin, found.start()) > text.rfind(b"\n", begin, found.start())
+    return is_redrawn and (b"/s" in found[1] or b"s/" in found[1])
 
 
 def _as_line(data: bytes) -> str:

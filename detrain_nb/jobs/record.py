@@ -136,8 +136,8 @@ class Record:
             between = wanted, wanted + _LAST_CHARACTER
             rows = db.execute(f"{columns} jobs.id >= ? AND jobs.id < ? {_NEWEST} 5", between).fetchall()
         if not rows:
-            those = "%job list, or detrain-nb jobs list, shows those that were"
-            raise JobError(f"no job {shown!r} was submitted from here: {those}")
+            those = "{} shows those that were"
+            raise JobError(f"no job {shown!r} was submitted from here", advice=those, typed="list")
         if len(rows) > 1:
             raise JobError(
                 f"several jobs begin with {shown!r}: {name_some([row[0] for row in rows])}: give more of one"

@@ -192,10 +192,8 @@ class _Starting:
     def _refuse_running(self) -> None:
         """Raises: JobError where a job of this name runs, as far as is known here; each node looks for itself."""
         if running := running_job(self.spec.name, record=self.record, ask_passphrase=self.ask_passphrase):
-            raise JobError(
-                f"job {running} runs already: stop it first (detrain-nb jobs stop {running}), or give another name "
-                "with --name"
-            )
+            advice = "{} ends it; or give this one another name"
+            raise JobError(f"job {running} runs already", advice=advice, typed=f"stop {running}")
 
     # ---- on the nodes
 

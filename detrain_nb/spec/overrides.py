@@ -29,13 +29,13 @@ def read_overrides(model: type[BaseModel], words: Sequence[str]) -> dict[str, An
 
 
 def name_fields(model: type[BaseModel], section: str = "") -> list[str]:
-    """The names of its fields, or of those of the model in its field ``section``."""
-    if not section:
-        return list(model.model_fields)
-    field = model.model_fields.get(section)
-    kind = None if field is None else field.annotation
-    kinds = get_args(kind) if isinstance(kind, UnionType) else [kind]
-    return [name for each in kinds for name in _fields_of(each) or {}]
+    """The names of its fields, or of those of the model in its field ``section``, as source or source.git."""
+    fields = _fields_of(model) or {}
+    for part in section.split(".") if section else ():
+        kind = fields.get(part)
+        kinds = get_args(kind) if isinstance(kind, UnionType) else [kind]
+        fields = {name: inner for each in kinds for name, inner in (_fields_of(each) or {}).items()}
+    return list(fields)
 
 
 def _read(model: type[BaseModel], name: str, text: str | None) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,13 +53,22 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert "from-the-shell" in capfd.readouterr().out
     assert main(["jobs", "logs", "from-the-shell", "--rank", "1"]) == 0
     assert capfd.readouterr().out == "[1] rank 1 epochs 7\n"
+    assert main(["jobs", "logs", "from-the-shell", "--tail", "0"]) == 0
+    assert main(["jobs", "logs", "from-the-shell", "--tail", "-1"]) == 2
+    assert main(["jobs", "logs", "from-the-shell", "--rank", "-1"]) == 2
+    out, err = capfd.readouterr()
+    assert not out
+    assert re.fullmatch(
+        r"detrain-nb: tail -1: give 0 to 1,000,000\ndetrain-nb: job \S+ has no rank -1: its ranks are 0 to 1\n", err
+    )
     assert main(["jobs", "fetch", "from-the-shell", "--to", str(tmp_path / "made")]) == 0
     assert (tmp_path / "made/artifacts/1").read_text() == "made"
     assert main(["jobs", "exec", "from-the-shell", "--", "cat artifacts/0; exit 4"]) == 4
     assert "made" in capfd.readouterr().out
     assert main(["jobs", "rm", "from-the-shell"]) == 0
     assert main(["jobs", "show", "from-the-shell"]) == 1
-    assert "no job" in capfd.readouterr().err
+    no_job = "no job 'from-the-shell' was submitted from here: detrain-nb jobs list shows those that were"
+    assert capfd.readouterr().err == f"detrain-nb: {no_job}\n"
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -88,7 +99,17 @@ def test_terminal_shows_how_far_a_large_folder_is_on_one_line(spec: Path, tmp_pa
 @pytest.mark.timeout(LIMIT_S)
 def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["jobs", "submit", str(spec), "--follow", "--source.arguments=3", "--name", "fails"]) == 3
-    assert "exit 3" in capfd.readouterr().err
+    out, err = capfd.readouterr()
+    assert err.splitlines()[-3:] == [
+        "  this-machine: ended, exit 3, ranks 0-1: rank 0 exited with 3",
+        "the last line of rank 0:",
+        "  | rank 0 epochs 1",
+    ]
+    setup = ["--source.setup=echo one; echo two; false", "--name", "unset"]
+    assert main(["jobs", "submit", str(spec), "--follow", *setup]) == 1
+    out, err = capfd.readouterr()
+    assert out == "[setup] one\n[setup] two\n"
+    assert err.endswith("the last line:\n  | two\n")
 
 
 def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -114,10 +135,17 @@ def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[
         ["run", "nowhere.ipynb", "--training.epochs", "2"],
         ["run", "nowhere.ipynb", "--nodes", "gpu1"],
         ["run", "nowhere.toml", "--timeout", "5"],
+        ["jobs", "list", "--limit", "0"],
+        ["jobs", "rm", "--older-than", "nan"],
+        ["jobs", "exec", "--nodes", "localhost", "--timeout", "-1", "--", "ls"],
+        ["export", "slurm", "train.json", "--gpus", "-1"],
     ],
     ids=" ".join,
 )
-def test_wrong_use_is_one_line(wrong: list[str], spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_wrong_use_is_one_line(
+    wrong: list[str], spec: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(spec.parent)
     assert main(wrong) == 2
     out, err = capfd.readouterr()
     assert not out
@@ -126,13 +154,78 @@ def test_wrong_use_is_one_line(wrong: list[str], spec: Path, capfd: pytest.Captu
 
 
 @pytest.mark.parametrize(
-    "wrong", [["jobs", "list", "--training.epochs", "2"], ["jobs", "list", "--", "ls"], ["jobs"]], ids=str
+    ("line", "said"),
+    [
+        (
+            "jobs list --training.epochs 2",
+            "detrain-nb: --training.epochs=2: only a command with a spec takes its fields",
+        ),
+        ("jobs list -- ls", "detrain-nb: -- ls: only jobs exec takes a command"),
+        ("jobs", "detrain-nb jobs: the following arguments are required: ACTION"),
+        ("jobs shw", "detrain-nb jobs: 'shw' is no command: did you mean show?"),
+        ("jobs logs x --rnk 1", "detrain-nb jobs logs: --rnk is no option here: did you mean --rank?"),
+        ("jobs logs x --rank", "detrain-nb jobs logs: --rank needs a value: --rank R"),
+        ("jobs logs x --rank one", "detrain-nb jobs logs: argument --rank: 'one' is no whole number"),
+        ("jobs stop a b", "detrain-nb jobs stop: 'b' is one word too many: leave it out"),
+        (
+            "jobs exec x ls",
+            "detrain-nb jobs exec: 'ls' is one word too many: a command stands behind --, as in: exec JOB -- ls",
+        ),
+        ("jobs attach", "detrain-nb jobs attach: the following arguments are required: JOB"),
+    ],
 )
-def test_what_a_command_does_not_take(wrong: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_command_does_not_take(line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        main(wrong)
+        main(line.split())
     assert ended.value.code == 2
-    assert "usage" in capfd.readouterr().err
+    err = capfd.readouterr().err
+    prog = said.partition(":")[0]
+    assert err == f"{said} ({prog} --help)\n"
+
+
+@pytest.mark.parametrize("command", ["", "run", "jobs submit", "jobs restart", "jobs attach", "jobs exec"])
+def test_help_says_the_exit_statuses(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    assert "exit status is" in " ".join(capfd.readouterr().out.split())
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no session without a terminal")
+def test_passphrase_is_not_asked_for_without_a_terminal() -> None:
+    code = "from detrain_nb.cli.job_commands import _ask_passphrase as ask; print(ask('a key'))"
+    ended = subprocess.run(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, capture_output=True, start_new_session=True, check=False
+    )
+    assert (ended.stdout, ended.stderr) == (b"None\n", b"")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("num_interrupts", [1, 2])
+def test_interrupt_leaves_the_job_and_says_how_to_go_on(
+    num_interrupts: int, spec: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    endless = "--source.script_text=import time\nwhile True: print('tick', flush=True); time.sleep(0.1)"
+    assert main(["jobs", "submit", str(spec), endless, "--name", "endless"]) == 0
+    command = [sys.executable, "-m", "detrain_nb", "jobs", "attach", "endless"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert following.stdout and following.stderr
+        assert "tick" in following.stdout.readline()
+        for _ in range(num_interrupts):
+            following.send_signal(signal.SIGINT)
+        err = following.stderr.read()
+    assert following.returncode in (130, -signal.SIGINT)
+    assert "Traceback" not in err
+    if num_interrupts == 1:
+        assert re.fullmatch(
+            r"\ndetrain-nb: interrupted: job (\S+) goes on: detrain-nb jobs attach \1 follows it, "
+            r"detrain-nb jobs stop \1 ends it\n",
+            err,
+        )
+    capfd.readouterr()
+    assert main(["jobs", "stop", "endless", "--grace", "0"]) == 0
+    assert ": stopped" in capfd.readouterr().out, "it went on"
 
 
 def test_fields_and_command_are_told_apart() -> None:

@@ -36,6 +36,35 @@ def test_pieces_are_what_was_written_with_what_is_missing_on_a_line_of_its_own()
     assert file.take_piece(1013, b"last\n") == b"\n... 1,000 bytes were cut out here ...\nlast\n"
 
 
+_BARS = (
+    "\repoch:   0%|          | 0/9 [00:00<?, ?it/s]step 0\n"
+    "\repoch:  33%|###      | 3/9 [00:01<00:02,  9.9it/s, loss=[1]]   step 3\n"
+    "\repoch: 5it [00:01,  2.0s/it]\repoch: 100%|#####| 9/9 [00:02<00:00,  9.9it/s]\n"
+    "done [00:00<?, ?it/s] x\n"
+)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=60))
+def test_print_takes_the_place_of_a_bar_however_their_bytes_come(sizes: list[int]) -> None:
+    data, file, at = _BARS.encode(), FollowedFile(), 0
+    lines: list[str] = []
+    for size in [*sizes, len(data)]:
+        lines += file.take(at, data[at : at + size])
+        at = min(len(data), at + size)
+    last = "epoch: 100%|#####| 9/9 [00:02<00:00,  9.9it/s]"
+    assert lines == ["step 0", "step 3", last, "done [00:00<?, ?it/s] x"]
+
+
+def test_bar_that_is_drawn_for_hours_is_one_line() -> None:
+    file, at = FollowedFile(), 0
+    for step in range(5000):
+        frame = f"\r{step}/5000 [00:00<?, ?it/s]".encode()
+        assert file.take(at, frame) == []
+        at += len(frame)
+    assert len(file.rest) < 1 << 17
+    assert file.take(at, b"\n") == ["4999/5000 [00:00<?, ?it/s]"]
+
+
 def test_very_long_line_comes_in_parts() -> None:
     file = FollowedFile()
     shown = file.take(0, b"x" * 1_000_000)

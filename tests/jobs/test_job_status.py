@@ -93,4 +93,4 @@ def test_seconds_in_words(seconds: float, words: str) -> None:
 
 def test_last_lines_of_no_rank_are_said_to_be_none_of_a_rank() -> None:
     said = str(status(report("ended", 1, reason="torchrun exited with 1", last_lines=("no torch",))))
-    assert "the last lines:\n  | no torch" in said
+    assert "the last line:\n  | no torch" in said

@@ -104,6 +104,61 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert everything_in(tmp_path / "out") == []
 
 
+def test_link_that_comes_after_the_look_is_not_followed(tmp_path: Path) -> None:
+    """As a process of others can put one there, in a folder that a group can write: at any moment of the fetch."""
+    (tmp_path / "out").mkdir()
+    place = tmp_path / "in/sub"
+
+    def swap_and_send(talk: Talk, order: dict[str, Any]) -> None:
+        if not place.is_symlink():
+            place.rename(tmp_path / "in/before")
+            place.symlink_to(tmp_path / "out")
+        sending()(talk, order)
+
+    node = LyingNode({"artifacts": listing("sub/m.pt"), "read": swap_and_send})
+    fetch([node], JOB, ["*.pt"], tmp_path / "in")
+    assert everything_in(tmp_path / "out") == []
+    assert (tmp_path / "in/before/m.pt").read_bytes() == DATA, "in the folder that was looked at"
+
+
+def test_part_that_is_another_file_of_the_user_is_left_alone(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    (tmp_path / "in").mkdir()
+    os.link(precious, tmp_path / f"in/.m.pt.{DIGEST[:16]}.part")
+    os.mkfifo(tmp_path / f"in/.n.pt.{DIGEST[:16]}.part")
+    fetch([LyingNode({"artifacts": listing("m.pt", "n.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path / "in")
+    assert precious.read_text() == "precious"
+    assert (tmp_path / "in/m.pt").read_bytes() == (tmp_path / "in/n.pt").read_bytes() == DATA
+
+
+def test_two_fetches_into_one_folder_do_not_write_into_each_others_files(tmp_path: Path) -> None:
+    """The second one's node lies about what it sends, while the first one's is at the same file."""
+    is_begun, is_over = threading.Event(), threading.Event()
+
+    def slow(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("file", size=len(DATA))
+        talk.send(DATA[:500])
+        talk.flush()
+        is_begun.set()
+        assert is_over.wait(30)
+        talk.send(DATA[500:])
+
+    honest = LyingNode({"artifacts": listing("m.pt"), "read": slow})
+    lying = LyingNode({"artifacts": listing("m.pt"), "read": sending(b"x" * len(DATA))})
+    first = threading.Thread(target=fetch, args=([honest], JOB, ["*.pt"], tmp_path), daemon=True)
+    first.start()
+    assert is_begun.wait(30)
+    with pytest.raises(WireError, match="digest"):
+        fetch([lying], JOB, ["*.pt"], tmp_path)
+    fetch([LyingNode({"artifacts": listing("m.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path)
+    is_over.set()
+    first.join(30)
+    assert not first.is_alive()
+    assert everything_in(tmp_path) == ["m.pt"]
+    assert (tmp_path / "m.pt").read_bytes() == DATA
+
+
 def test_link_in_the_place_of_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "in").mkdir()
@@ -189,6 +244,28 @@ def _rest(lie: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in lie.items() if name != "type"}
 
 
+def test_tail_is_that_of_the_first_link(tmp_path: Path) -> None:
+    """What came while a link was broken is no part of it, and comes whole."""
+
+    def begin(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("data", name="rank-0.log", offset=100, size=0)
+        talk.say("status", jobs=[{"id": JOB, "node_rank": 0, "state": "running"}])
+        node.answers["follow"] = go_on
+        raise EOFError
+
+    def go_on(talk: Talk, order: dict[str, Any]) -> None:
+        for name, offset in (("rank-0.log", 100), ("rank-1.log", 0)):
+            talk.say("data", name=name, offset=offset, size=4)
+            talk.send(b"more")
+        talk.say("end")
+
+    node = LyingNode({"follow": begin})
+    lines: list[str] = []
+    Follower([node], JOB, wanted=Wanted(tail=3), on_line=lambda line: lines.append(str(line))).run(60)
+    assert [(order["tail"], order["offsets"]) for order in node.heard] == [(3, {}), (None, {"rank-0.log": 100})]
+    assert [line for line in lines if "link" not in line and "answers" not in line] == ["[0] more", "[1] more"]
+
+
 def test_node_that_hangs_up_without_end_is_lost() -> None:
     node = LyingNode({})
     lines, outcome = follow(node)
@@ -253,7 +330,7 @@ def test_status_of_a_node_that_lies_is_no_status(tmp_path: Path) -> None:
     node = LyingNode({"status": lambda talk, order: talk.say("status", jobs=[{"id": JOB, "state": "ended"}])})
     job = Job(JOB, "a", [node], record=record)
     assert job.status().state == "unknown"
-    with pytest.raises(JobError, match=r"does not answer.*--anyway .* forgets it here"):
+    with pytest.raises(JobError, match=r"does not answer.*: anyway=True forgets it here"):
         job.remove()
     assert record.get(JOB).state == "running"
     with pytest.raises(JobError, match="did not succeed"):

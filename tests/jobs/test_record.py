@@ -76,7 +76,7 @@ def test_job_is_found_by_id_by_name_and_by_a_beginning(record: Record) -> None:
     with pytest.raises(JobError, match=r"several jobs begin with 'run-': run-20260103-c, run-20260102-b, run-.*: give"):
         record.get("run-")
     for wrong in ("no", "%", "run_20260101", "run-20260101-a2"):
-        with pytest.raises(JobError, match="was submitted from here: %job list, or"):
+        with pytest.raises(JobError, match=r"was submitted from here: jobs\(\) shows those that were"):
             record.get(wrong)
     for wrong in ("", "a\x1b[2J", "\udc80"):
         with pytest.raises(JobError, match="is no job: give its id"):

@@ -185,8 +185,14 @@ def test_jobs_specs_and_folders_stand_for_their_names(tab: _Tab, home: Path, mon
     monkeypatch.setenv("XDG_STATE_HOME", str(home / "state"))
     for number in (1, 2):
         Record().add(f"train-{number}", name="train", nodes="[]", spec="{}", state="running")
+    nodes = '[{"host": "gpu1"}, {"host": "10.0.0.7", "name": "other"}]'
+    Record().add("far-1", name="far", nodes=nodes, spec="{}", state="running")
+    assert tab("%job logs far -f --node ") == ["gpu1", "other"]
+    assert tab("%job logs far --node=g") == ["--node=gpu1"]
+    assert tab("%job logs --node ") == tab("%job logs train --node ") == []
+    assert "--tail" in tab("%job logs far --")
     assert tab("%job l") == ["list", "logs"]
-    assert tab("%job stop ") == ["train", "train-1", "train-2", "--grace", "--help"]
+    assert tab("%job stop ") == ["far", "far-1", "train", "train-1", "train-2", "--grace", "--help"]
     assert tab("%job logs -f train-") == tab("%job fetch train-") == ["train-1", "train-2"]
     assert tab("%job fetch train *.pt --to ") == ["conf/"]
     specs = ["conf/", "gpus.json", "my\\ nodes.toml", "nodes.toml"]
@@ -199,6 +205,8 @@ def test_jobs_specs_and_folders_stand_for_their_names(tab: _Tab, home: Path, mon
     assert tab("%job submit a.toml --trai") == ["--training."]
     assert tab("%job submit --training.lo") == ["--training.log_every", "--training.loss"]
     assert tab("%job submit --checkpoint.k") == ["--checkpoint.keep"]
+    assert tab("%job submit --source.g") == ["--source.git."]
+    assert "--source.git.ref" in tab("%%torchrun --source.git.")
     assert tab("%job submit --nodes.") == tab("%job submit --no.such") == tab("%job stop --trai") == []
     assert tab.asked_notebook == 0
 

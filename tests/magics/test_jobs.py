@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from detrain_nb.magics.job_options import parse_job_line, parse_torchrun_line
+from detrain_nb.magics.job_options import job_parser, parse_job_line, parse_torchrun_line
 from detrain_nb.magics.job_view import JobView
+from detrain_nb.magics.jobs import JobMagics
 from detrain_nb.magics.notebook import RunCells
 from detrain_nb.magics.options import HelpShown
+from detrain_nb.magics.pipeline import PipelineMagics, pipeline_parser
 from detrain_nb.magics.render import RenderOptions
 from detrain_nb.magics.screen import Screen
 from detrain_nb.magics.transcript import Item, Rich, Text
@@ -23,10 +25,11 @@ from hypothesis import strategies as st
 from IPython.core.error import UsageError
 from IPython.core.events import EventManager, available_events
 
-from detrain_nb.jobs.job_report import JobReport
+from detrain_nb.jobs.job_report import JobReport, describe_metrics
 from detrain_nb.jobs.job_status import JobStatus
-from detrain_nb.jobs.log_lines import LogLine
+from detrain_nb.jobs.log_lines import FollowedFile, LogLine
 from detrain_nb.jobs.report_checks import NodeReport
+from detrain_nb.plan.fields import take_fields
 
 from ..testbed.testbed import Testbed
 
@@ -45,12 +48,9 @@ pytestmark = pytest.mark.timeout(120)
         ("show x --training.epochs 2", "--training.epochs is no option here"),
         ("logs x --rank one", "'one' is no whole number"),
         ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
-        ("exec x --timeout 0 -- ls", "0 seconds: give more than 0"),
-        ("stop x --grace -1", "-1 seconds: give 0 or more"),
-        ("list --limit 0", "0 jobs: give 1 or more"),
+        ("stop x --grace long", "argument --grace: 'long' is no number"),
         ("fetch", "the following arguments are required: JOB ("),
-        ("rm --older-than week", "'week' is no number of days"),
-        ("rm --older-than -1", "-1 days: give 0 to 100000"),
+        ("rm --older-than week", "argument --older-than: 'week' is no number"),
         ("fetch x 'a", "No closing quotation"),
     ],
 )
@@ -98,6 +98,24 @@ def test_words_behind_the_options_are_the_scripts(line: str, own: list[str]) -> 
 def test_option_that_there_is_not_needs_dashes(line: str) -> None:
     with pytest.raises(UsageError):
         parse_torchrun_line(line)
+
+
+def test_examples_of_the_help_are_lines_that_can_be_typed() -> None:
+    """Those of `%job?`, `%%torchrun?` and `%pipeline?`, and of each command's --help."""
+    told = "".join(str(magic.__doc__) for magic in (JobMagics.job, JobMagics.torchrun, PipelineMagics.pipeline))
+    job, *_ = job_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    told += "".join(each.format_help().replace("Example:", "           ") for each in job.choices.values())  # type: ignore
+    lines = re.findall(r"^ {12}(%.*?)(?: {2,}.*)?$", told, flags=re.MULTILINE)
+    assert len(lines) > 20
+    for line in lines:
+        prog, _, rest = line.partition(" ")
+        if prog == "%job":
+            parse_job_line(rest)
+        elif prog == "%%torchrun":
+            parse_torchrun_line(rest)
+        else:
+            words = pipeline_parser().split_line(rest)
+            pipeline_parser().parse_words(take_fields(words)[1])
 
 
 # ---- what is shown of one
@@ -167,6 +185,36 @@ def test_lines_that_do_not_fit_are_counted_with_how_to_read_them() -> None:
     assert "[9] a rank that there is not\n" in screen.text
 
 
+def test_node_that_says_it_has_the_rank_of_another_speaks_for_itself_alone() -> None:
+    """Ranks of an elastic job go from node to node; and a node can say what it likes."""
+    view, screen = _view()
+    view.take_piece("a", 0, b"from a\n")
+    view.take_piece("b", 0, b"from b\n")
+    view.take_piece("a", 0, b"more of ")
+    view.take_piece("b", 0, b"\rlies\n")
+    view.take_piece("a", 0, b"a\n")
+    view.take(LogLine("b", "0", "[a:0] not a"))
+    view.take(LogLine("c", "0", "from c"))
+    view.finish(_OVER)
+    assert screen.text == ("[a:0] from a\n[a:0] more of a\n[b:0] from b\n[b:0] lies\n[b:0] [a:0] not a\n[c:0] from c\n")
+
+
+def test_what_a_node_logs_stands_in_quotes_among_our_words() -> None:
+    values = {"step": 3, "rank": 0, "loss": 0.5, "val loss": 1, "x; job ended": "exit 0\n", "\x1b[2Jy": "z" * 100}
+    said = describe_metrics(values)
+    assert said.startswith("step 3, loss 0.5, 'val loss' 1, 'x; job ended' 'exit 0\\\\n', ")
+    assert said.isprintable()
+    assert len(said) < 200
+
+
+def test_lines_aside_are_counted_where_they_are_too_many() -> None:
+    view, screen = _view()
+    for number in range(1500):
+        view.take(LogLine("", "setup", f"pip {number}"))
+    view.finish(_OVER)
+    assert "[setup] pip 999\n... 500 more lines, read them with %job logs demo-1 ...\n" in screen.text
+
+
 def test_bar_is_drawn_while_it_moves_and_colours_stay() -> None:
     view, screen = _view(num_ranks=1)
     drawn: list[str] = []
@@ -176,6 +224,18 @@ def test_bar_is_drawn_while_it_moves_and_colours_stay() -> None:
     assert any("50%" in text for text in drawn)
     view.finish(_OVER)
     assert screen.text == "[0] \x1b[31mred\x1b[0m\n[0] 100%|█|\n[0] end\n"
+
+
+def test_print_takes_the_place_of_a_bar_which_is_drawn_again_below() -> None:
+    view, screen = _view(num_ranks=1)
+    file, at = FollowedFile(), 0
+    for step in range(300):
+        printed = b"step\n" if step == 100 else b""
+        piece = f"\r{step}/300 [00:00<00:02,  9.94it/s]".encode() + printed
+        view.take_piece("", 0, file.take_piece(at, piece))
+        at += len(piece)
+    view.finish(_OVER)
+    assert screen.text == "[0] step\n[0] 299/300 [00:00<00:02,  9.94it/s]\n"
 
 
 def test_report_is_tables_of_plain_text() -> None:
@@ -273,6 +333,9 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
         "job demo-ID: ended, exit 0\n"
     )
     assert kernel.run("%job logs demo --rank 1").text().startswith("[1] rank 1")
+    assert kernel.run("%job logs demo --tail 1").text() == "[0-1] all say this\n"
+    tail = kernel.run("%job logs demo -f --tail 1 --rank 1").text()
+    assert _without_id(tail) == "[1] all say this\njob demo-ID: ended, exit 0\n"
     shown = kernel.run("%job show demo")
     assert "localhost: ended, exit 0, ranks 0-1" in shown.rich()[0]
     assert shown.rich("text/html")[0].count("<table>") == 3, "nodes, plan, metrics"
@@ -313,7 +376,11 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         ("%job exec", "UsageError: %job exec: name a job, or --nodes"),
         ("%job exec x", "UsageError: %job exec: no command was given"),
         ("%job rm", "UsageError: %job rm: name jobs, or --older-than DAYS"),
-        ("%job attach nothing", "JobError: no job 'nothing' was submitted from here"),
+        ("%job exec --nodes localhost --timeout 0 -- ls", "UsageError: timeout 0 s: give more than 0"),
+        ("%job list --limit 0", "UsageError: limit 0: give 1 to "),
+        ("%job rm --older-than -1", "UsageError: older than -1 days: give 0 to 100000"),
+        (f"%pipeline export slurm {spec} --gpus -1", "UsageError: gpus -1: give 0 or more"),
+        ("%job attach nothing", "JobError: no job 'nothing' was submitted from here: %job list shows those that were"),
     )
     for code, error in wrong:
         outcome = kernel.run(code)
@@ -336,9 +403,12 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     first, again = kernel.run(code), kernel.run(code)
     assert _without_id(first.text()) == _without_id(again.text())
     assert _without_id(first.text()).startswith(
-        "job fails-ID runs: %job stop ends it, an interrupt of this cell does not\n[0] rank 0"
+        "job fails-ID runs: %job stop fails-ID ends it, an interrupt of this cell does not\n[0] rank 0"
     )
-    assert re.match(r"JobFailed: job \S+ ended, exit 3 after .*\(rank 1 on localhost\)", first.error), first.error
+    failed = r"JobFailed: job \S+ ended, exit 3 after .* \(rank 1 on localhost\): rank 1 exited with 3"
+    assert re.fullmatch(rf"{failed}\n  \| all say this", first.error), "what it printed stands above"
+    of_whom_waits = kernel.run("from detrain_nb.jobs import find_job\nfind_job('fails').wait().check()").error
+    assert "  | rank 1 ['fail'] epochs None\n  | all say this" in of_whom_waits, "who has seen nothing gets more lines"
     assert kernel.run("%job fetch fails").error.startswith("JobError: job fails-")
 
 
@@ -351,7 +421,17 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     assert re.match(r"SessionError: .* was interrupted: job \S+ goes on: %job attach", followed.error), followed.error
     assert "begun" in followed.text()
     taken = kernel.run(f"%job submit {spec}")
-    assert "runs already" in taken.error, taken.error
+    goes_on = r"JobError: job (waits-\S+) runs already: %job stop \1 ends it; or give this one another name"
+    assert re.fullmatch(goes_on, taken.error), taken.error
+    assert re.fullmatch(
+        r"JobError: job (\S+) is running: %job stop \1 ends it first", kernel.run("%job rm waits").error
+    )
+    not_over = r"JobError: job \S+ did not succeed, it is running: --anyway fetches what there is"
+    assert re.fullmatch(not_over, kernel.run("%job fetch waits").error)
+    in_python = kernel.run("from detrain_nb.jobs import find_job\nfind_job('waits').remove()").error
+    assert re.fullmatch(r"JobError: job (\S+) is running: find_job\('\1'\)\.stop\(\) ends it first", in_python), (
+        in_python
+    )
     assert "running" in kernel.run("%job list").rich()[0]
     assert "stopped" in kernel.run("%job stop waits").rich()[0]
     assert kernel.run("%job attach waits").error.startswith("JobFailed: ")

@@ -30,7 +30,7 @@ from detrain_nb.node.job.folders import (
     remove_job_folder,
 )
 from detrain_nb.node.job.following import follow
-from detrain_nb.node.job.log_file import BoundedLog, last_lines, read_log
+from detrain_nb.node.job.log_file import BoundedLog, find_end, find_tail, last_lines, read_log
 from detrain_nb.node.job.order import FORMAT, MOST_TEXT_BYTES, JobOrder, JobRefused, JobRendezvous
 from detrain_nb.node.job.scopes import outlives_logout
 from detrain_nb.node.job.status import Exit, Reserve, Status, is_live, read_status
@@ -197,6 +197,40 @@ def test_last_lines_of_a_log_in_several_files(tmp_path: Path) -> None:
     log.close()
     assert last_lines(tmp_path / "rank-0.log", 3) == ("line 97", "line 98", "line 99")
     assert last_lines(tmp_path / "rank-1.log", 3) == ()
+    (tmp_path / "rank-2.log").write_bytes(b"first\n" + b"\r 10%" * 50 + b"\nlast\n")
+    first, bar, last = last_lines(tmp_path / "rank-2.log", 3)
+    assert (first, bar[-4:], last) == ("first", " 10%", "last"), "a bar is one line, however often it was drawn"
+
+
+def _read_on(path: Path, offset: int) -> bytes:
+    found = b""
+    while (read := read_log(path, offset + len(found), 1 << 16))[1]:
+        assert read[0] == offset + len(found), "nothing is missing behind it"
+        found += read[1]
+    return found
+
+
+@given(st.text("ab\n", max_size=400), st.integers(0, 50), st.integers(1, 30))
+@settings(deadline=None)
+def test_tail_of_a_log_is_its_last_lines(text: str, lines: int, block_bytes: int) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        path = Path(folder) / "rank-0.log"
+        path.write_text(text)
+        patch.setattr("detrain_nb.node.job.log_file._TAIL_BYTES", block_bytes)
+        expected = "".join(text.splitlines(keepends=True)[-lines:] if lines else [])
+        assert _read_on(path, find_tail(path, lines)).decode() == expected
+
+
+def test_tail_of_a_long_log_is_looked_for_in_its_end_alone(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    log = BoundedLog(path, first_bytes=200, last_bytes=3200)
+    log.write(b"".join(b"line %03d\n" % number for number in range(1000)))
+    log.close()
+    assert _read_on(path, find_tail(path, 30)) == b"".join(b"line %03d\n" % number for number in range(970, 1000))
+    assert len(_read_on(path, find_tail(path, 100_000))) < 3600, "it begins behind what was cut out"
+    assert find_tail(path, 100_000, most_bytes=45) == find_end(path) - 45
+    (tmp_path / "rank-1.log").write_bytes(b"x" * 1000)
+    assert find_tail(tmp_path / "rank-1.log", 1, most_bytes=100) == 900, "a line may have no end"
 
 
 def test_full_disk_costs_output_which_is_said_when_there_is_room_again(tmp_path: Path) -> None:

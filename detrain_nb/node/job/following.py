@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import Talk, as_size, check_name
 from .folders import METRICS_NAME, find_job_folder
 from .last_metrics import last_metrics
-from .log_file import find_end, read_log
+from .log_file import find_end, find_tail, read_log
 from .order import JobRefused, check_id, check_number
 from .status import is_live, read_status
 from .terms import OUTPUT_NAME
@@ -25,6 +25,8 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
     offsets = _check_offsets(said.get("offsets") or {})
     is_once, shown, wants = said.get("once") is True, "", _read_wishes(said)
+    if said.get("tail") is not None:
+        _begin_at_tail(talk, folder, filter(wants, _list_streams(folder)), offsets, lines=check_number(said["tail"]))
     # a job that prints all the time is not run after
     ends = {name: find_end(folder / name) for name in _list_streams(folder)} if is_once else None
     while True:
@@ -45,6 +47,13 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
             talk.hear("enough")
             talk.say("end")
             return
+
+
+def _begin_at_tail(talk: Talk, folder: Path, names: Iterable[str], offsets: dict[str, int], *, lines: int) -> None:
+    """Say from where on each log is sent: also one that has no line yet is sent from there when a link broke."""
+    for name in names:
+        offsets[name] = find_tail(folder / name, lines)
+        talk.say("data", name=name, offset=offsets[name], size=0)
 
 
 def _send_more(talk: Talk, folder: Path, name: str, offsets: dict[str, int], ends: Mapping[str, int] | None) -> bool:

@@ -15,6 +15,7 @@ FIRST_BYTES = 10_000_000
 LAST_BYTES = 1_000_000_000
 _PARTS = 16  # of what is kept of the end
 _DIGITS = 18
+MOST_TAIL_BYTES = 4_000_000
 _TAIL_BYTES = 1 << 16
 _LINE_CHARS = 1000
 _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -121,6 +122,35 @@ def find_end(path: Path) -> int:
     return max(ends)
 
 
+def find_tail(path: Path, lines: int, *, most_bytes: int = MOST_TAIL_BYTES) -> int:
+    """The offset at which the last ``lines`` begin; they take at most ``most_bytes``, and begin behind what was cut."""
+    at = end = find_end(path)
+    least = max(0, end - most_bytes)
+    while lines > 0 and at > least:
+        begin, data = _read_up_to(path, max(least, at - _TAIL_BYTES), at)
+        if begin > at - _TAIL_BYTES:
+            least = begin
+        before = len(data)
+        while (before := data.rfind(b"\n", 0, before)) >= 0:
+            if begin + before + 1 < end:  # else it ends the last line
+                lines -= 1
+                if not lines:
+                    return begin + before + 1
+        at = begin
+    return at
+
+
+def _read_up_to(path: Path, begin: int, end: int) -> tuple[int, bytes]:
+    """What stands before ``end``, from ``begin`` on, or behind what was cut out there; and where that begins."""
+    data = b""
+    while begin + len(data) < end:
+        at, more = read_log(path, begin + len(data), end - begin - len(data))
+        if not more:
+            return end, b""
+        begin, data = (begin, data + more) if at == begin + len(data) else (at, more)
+    return min(begin, end), data[: max(0, end - begin)]
+
+
 def last_lines(path: Path, number: int) -> tuple[str, ...]:
     """The last lines of a log, not all of those that are very long."""
     parts = list(_list_parts(path))
@@ -132,8 +162,8 @@ def last_lines(path: Path, number: int) -> tuple[str, ...]:
             data = file.read(_TAIL_BYTES) + data
         if len(data) >= _TAIL_BYTES:
             break
-    lines = data.decode("utf-8", errors="replace").rstrip().splitlines()
-    return tuple(line[-_LINE_CHARS:] for line in lines[-number:])
+    lines = data.decode("utf-8", errors="replace").rstrip().split("\n")  # a bar that was drawn many times is one
+    return tuple(line[-_LINE_CHARS:] for line in lines[-number:]) if data.strip() else ()
 
 
 def _list_parts(path: Path) -> list[tuple[int, Path]]:
