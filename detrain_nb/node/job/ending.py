@@ -77,7 +77,9 @@ def _ask(folder: Path, grace_s: float) -> None:
 def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
     """Wait until the runner has ended all; where it does not, or is gone, end what there is of the job."""
     deadline, state = time.monotonic() + grace_s + _RUNNERS_LIMIT_S, ENDED  # of one that was lost before
+    seen: dict[str, Any] | None = None
     while is_live(status := read_status(folder)):
+        seen = status
         if time.monotonic() >= deadline:
             _signal(status, signal.SIGKILL)
             state = STOPPED
@@ -86,6 +88,8 @@ def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
         talk.tick()
     status = read_status(folder)
     if not is_live(status) and status["state"] != LOST:
+        if seen:
+            _wait_for(seen, _SWEEP_LIMIT_S)  # its last words are written before it is gone itself
         return
     _sweep(_mark_of(folder))
     with contextlib.suppress(OSError):
