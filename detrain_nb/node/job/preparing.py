@@ -31,6 +31,7 @@ from .folders import (
     remove_job_folder,
     write_whole,
 )
+from .launching import inherited_environment
 from .order import JobError, JobOrder, check_env, check_number
 from .scopes import outlives_logout
 from .status import READY, Status, is_live, read_status
@@ -191,6 +192,7 @@ def _start_runner(prepared: _Prepared, given: bytes, scope: list[str]) -> subpro
         runner = subprocess.Popen(
             [*scope, *argv],
             cwd="/",
+            env=inherited_environment(prepared.order),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
