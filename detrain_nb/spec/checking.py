@@ -8,7 +8,8 @@ from pathlib import Path
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
 from .findings import Finding, findings_of
-from .notebook import MOST_BYTES, check_python, script_of_notebook
+from .grammar import check_python
+from .notebook import MOST_BYTES, script_of_notebook
 from .pipeline_fields import PipelineFields
 from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
@@ -62,12 +63,12 @@ def _check_image(spec: PipelineFields) -> Iterator[Finding]:
 
 def _look_at_script(source: Source) -> None:
     if source.script is not None:
-        check_python(_read(Path(source.script).expanduser()), where=source.script)
+        check_python((_read(Path(source.script).expanduser()), source.script))
 
 
 def _look_at_text(source: Source) -> None:
     if source.script_text is not None:
-        check_python(source.script_text, where="the text")
+        check_python((source.script_text, "the text"))
 
 
 def _look_at_notebook(source: Source) -> None:
@@ -82,7 +83,7 @@ def _look_at_folder(source: Source) -> None:
     if not folder.is_dir():
         raise SpecError(f"{folder}: no such folder, looked for in {folder.absolute().parent}")
     entry = folder / (source.entry or "")
-    check_python(_read(entry), where=str(entry))
+    check_python((_read(entry), str(entry)))
 
 
 def _look_at_git(source: Source) -> None:
