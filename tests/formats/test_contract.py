@@ -17,7 +17,7 @@ from detrain_nb.formats import EXPORTERS
 from detrain_nb.plan.job import JobSpec
 from detrain_nb.spec import PipelineSpec
 
-from ..node.git_host import commit, git_host
+from ..node.git_host import commit, git, git_host
 from .on_nodes import WAYS, run_on_node, write_recorder
 
 SHELLS = [shell for shell in ("sh", "bash", "dash") if shutil.which(shell)]
@@ -243,6 +243,23 @@ def test_repository_is_cloned_at_its_ref(
     spec = _spec(source={"script_text": None, "git": git, "entry": "train me.py"})
     ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
     assert ended.status != 0 and "gone" in ended.errors
+
+
+@exporters
+@pytest.mark.parametrize("kind", ["heads", "tags"])
+def test_commit_is_no_branch_or_tag_of_that_name(exporter: str, kind: str, recorder: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    pinned, other = (commit(work, {"train.py": text}) for text in ("pinned", "other"))
+    for ref in (pinned, "0" * 64):
+        git("update-ref", f"refs/{kind}/{ref}", other, at=work)
+        wanted = {"url": str(work), "ref": ref}
+        nodes = [{"host": "a", "python": recorder}]
+        spec = _spec(source={"script_text": None, "git": wanted, "entry": "train.py"}, nodes=nodes)
+        ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
+        if ref == pinned:
+            assert ended.seen and Path(ended.seen.program[0]).read_text() == "pinned", ended.errors
+        else:
+            assert ended.status != 0 and not ended.seen
 
 
 @exporters
