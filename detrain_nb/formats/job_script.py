@@ -21,8 +21,12 @@ from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
-SOURCE = '"$folder/source"'  # where the ranks run, unless their node has a workdir
-_JOB_SPEC = '"$folder/job_spec.json"'
+# Variables of the script itself: no spec can set one that begins so.
+FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
+SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
+_JOB_SPEC = f'"${FOLDER}/job_spec.json"'
+
+_ODD_FOLDER = "a folder above has a $ in its name: start this elsewhere"
 
 
 @dataclass(frozen=True)
@@ -97,13 +101,13 @@ def write_begin(name: str) -> list[str]:
 
 
 def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str]) -> list[str]:
-    """Fill the folder of the job on a node, which the shell has in ``$folder``, and the environment of its ranks."""
+    """Fill the folder of the job on a node, which the shell has in ``FOLDER``, and the environment of its ranks."""
     for_ranks = dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env)])
     token = spec.source.git.token if spec.source.git else None
     return [
         *(_need(name) for name in dict.fromkeys([*for_ranks, *([token] if token else [])])),
         # torchrun fills in what has a $ in the path of its program
-        f"case \"$folder\" in *'$'*) fail {quote('a folder above has a $ in its name: start this elsewhere')} ;; esac",
+        f"case \"${FOLDER}\" in *'$'*) fail {quote(_ODD_FOLDER)} ;; esac",
         f"mkdir -p {SOURCE}",
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,

@@ -172,6 +172,29 @@ def test_every_node_is_told_its_number_and_where_the_first_one_is(exporter: str,
 
 
 @exporters
+@pytest.mark.parametrize("kind", ["env", "secrets"])
+def test_no_variable_of_a_spec_is_one_of_the_script(exporter: str, kind: str, recorder: str, tmp_path: Path) -> None:
+    """Neither ours nor Slurm's: what says which node it is, and where its files are."""
+    given = {"node": "1", "folder": "/elsewhere"}
+    others = {"SLURM_NODEID": "1", "IFS": "01/"} if kind == "env" else {}
+    for restarts in (0, 1):
+        spec = _spec(
+            nodes=[
+                {"host": "first", "python": recorder, "address": "10.0.0.1"},
+                {"host": "second", "python": recorder},
+            ],
+            rendezvous={"max_restarts": restarts},
+            **({"env": given | others} if kind == "env" else {"secrets": list(given)}),
+        )
+        ended = run_on_node(exporter, _export(exporter, spec), shell="bash", folder=tmp_path, env=given)
+        assert ended.seen, ended.errors
+        assert Path(ended.seen.program[0]).parent.parent.name == "0"
+        assert Path(ended.seen.program[0]).is_relative_to(tmp_path)
+        assert given.items() <= ended.seen.env.items()
+        assert any(each.endswith("is_host=1") if restarts else each == "--node-rank=0" for each in ended.seen.options)
+
+
+@exporters
 def test_restarts_are_those_of_torchrun(exporter: str, recorder: str, tmp_path: Path) -> None:
     nodes = [{"host": host, "python": recorder} for host in ("first", "second")]
     text = _export(exporter, _spec(nodes=nodes, rendezvous={"max_restarts": 3, "timeout_s": 77}))

@@ -64,6 +64,10 @@ REFUSED = {
     "artifacts outside": ({"artifacts": ["/etc/*"]}, "artifacts[0] '/etc/*': give a list of patterns"),
     "artifacts above": ({"artifacts": ["a/../../b"]}, "artifacts[0] 'a/../../b': give a list of patterns"),
     "a variable of torchrun": ({"env": {"MASTER_ADDR": "x"}}, "env.MASTER_ADDR: MASTER_ADDR is set for every rank"),
+    "a token of ours": (
+        {"source": {"git": {"url": "https://a.org/b", "token": "DETRAIN_NB_JOB_FOLDER"}, "entry": "a.py"}},
+        "source.git.token: DETRAIN_NB_JOB_FOLDER is set for every rank",
+    ),
     "a variable of ours": ({"secrets": ["DETRAIN_NB_JOB_KEY"]}, "secrets: DETRAIN_NB_JOB_KEY is set for every rank"),
     "no variable": ({"env": {"A B": "x"}}, "env.A B: give a table of environment variables"),
     "a secret in env": ({"env": {"T": "x"}, "secrets": ["T"]}, "T stands in env and in secrets: leave it out of env"),
