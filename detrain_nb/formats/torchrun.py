@@ -73,7 +73,7 @@ def _choose_node(plan: Plan) -> list[str]:
         return [f"{NODE}=0"]
     return [
         'case "${1-}" in',
-        *(f"{name} | {index}) {NODE}={index} ;;" for index, name in enumerate(names)),
+        *(f"'{name}' | {index}) {NODE}={index} ;;" for index, name in enumerate(names)),
         f"*) fail {quote('give the name of this node, one of ' + ', '.join(names))} ;;",
         "esac",
     ]
