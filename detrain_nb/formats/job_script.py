@@ -26,6 +26,15 @@ FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
 SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
 _JOB_SPEC = f'"${FOLDER}/job_spec.json"'
 
+# In a folder in which everybody can write, as in /tmp, another user may have made that of the job, or a link there.
+_SQUATTED = ": cannot be made, or another user made it where everybody can write: start this elsewhere"
+_JOB_FOLDER = f'"${{{FOLDER}%/*}}"'
+_REFUSE_SQUATTED = (
+    'if [ -n "$(find "$PWD/." -prune -perm -0002)" ]; then',
+    f"  mkdir -m 700 {_JOB_FOLDER} 2>/dev/null || {{ [ ! -L {_JOB_FOLDER} ] && [ -O {_JOB_FOLDER} ]; }} ||",
+    f"    fail {_JOB_FOLDER}{quote(_SQUATTED)}",
+    "fi",
+)
 _ODD_FOLDER = "a folder above has a $ in its name: start this elsewhere"
 
 
@@ -108,6 +117,7 @@ def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, en
         *(_need(name) for name in dict.fromkeys([*for_ranks, *([token] if token else [])])),
         # torchrun fills in what has a $ in the path of its program
         f"case \"${FOLDER}\" in *'$'*) fail {quote(_ODD_FOLDER)} ;; esac",
+        *_REFUSE_SQUATTED,
         f"mkdir -p {SOURCE}",
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -243,6 +245,33 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for command in (["add", "."], ["commit", "-qm", text], then):
             subprocess.run(["git", *who, *command], cwd=folder, check=True, timeout=60, stdout=subprocess.DEVNULL)
     return folder
+
+
+@exporters
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("kind", ["a folder", "a link"])
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_folder_of_another_user_is_not_that_of_the_job(
+    exporter: str, shell: str, kind: str, recorder: str, tmp_path: Path
+) -> None:
+    (at := tmp_path / "all").mkdir()
+    at.chmod(0o1777)
+    (theirs := at / ("train.job" if exporter == "torchrun" else "train-7.job")).mkdir()
+    (theirs / "0").mkdir()
+    os.chown(theirs, 65534, 65534)
+    if kind == "a link":
+        theirs.rename(tmp_path / "elsewhere")
+        os.chown(tmp_path / "elsewhere", 0, 0)
+        theirs.symlink_to(tmp_path / "elsewhere")
+    spec = _spec(name="train", nodes=[{"host": "a", "python": recorder}])
+    text = _export(exporter, spec)
+    ended = run_on_node(exporter, text, shell=shell, folder=at)
+    assert (ended.seen, ended.status) == (None, 2)
+    assert "another user made it where everybody can write: start this elsewhere" in ended.errors
+    os.rename(theirs, tmp_path / "gone")
+    for _ in range(2):
+        assert run_on_node(exporter, text, shell=shell, folder=at).seen
+    assert stat.S_IMODE(theirs.stat().st_mode) == 0o700
 
 
 @exporters
