@@ -63,8 +63,8 @@ def read_program(spec: PipelineSpec, plan: Plan) -> JobProgram:
         assert source.entry is not None
         if "://" in source.path:
             raise SpecError(
-                f"source.path {source.path}: a script of a shell cannot fetch it: give a folder that all nodes have at "
-                "the same path, or source.git"
+                "source.path: a script of a shell cannot fetch a URL: give a folder that all nodes have at the same "
+                "path, or source.git"
             )
         whole = os.path.join(os.path.abspath(os.path.expanduser(source.path)), source.entry)
         missing = f"source.path: {whole} is not there: every node needs it at this path"

@@ -17,7 +17,13 @@ from .source import Source
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec), *_check_image(spec)]
+    return [
+        *_check_source(spec.source),
+        *_check_urls(spec),
+        *_check_plan(spec),
+        *_check_rendezvous(spec),
+        *_check_image(spec),
+    ]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -40,6 +46,16 @@ def _check_source(source: Source) -> Iterator[Finding]:
             yield Finding(f"source.{kind}", str(exc))
     if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
         yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
+
+
+def _check_urls(spec: PipelineFields) -> Iterator[Finding]:
+    """What follows the ``?`` of a URL may be a signature, which a spec does not keep to itself."""
+    urls = {name: found.url for name in ("data", "model", "checkpoint") if (found := getattr(spec, name))}
+    places = {f"{name}.url": url for name, url in urls.items()} | {"source.path": spec.source.path or ""}
+    for field, url in places.items():
+        if "://" in url and "?" in url:
+            said = "what follows the ? is stored with the job, and goes to all nodes: leave a key or a signature out"
+            yield Finding(field, said, "warning")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:

@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a URL": (
         {"source": {"script_text": None, "path": "s3://bucket/a", "entry": "a.py"}},
-        r"source\.path s3://bucket/a: .* cannot fetch it",
+        r"source\.path: a script of a shell cannot fetch a URL: give",
     ),
     "an image": ({"image": "ghcr.io/a/b:1"}, r"image ghcr\.io/a/b:1: .* starts no container"),
     "a script that is gone": ({"source": {"script_text": None, "script": "gone.py"}}, "gone.py cannot be read"),
