@@ -81,7 +81,7 @@ def make_private_folder(folder: Path) -> Path:
     guest = find_guest_parent(folder)  # an old Python on a node reads this module too, to say how old it is
     if guest is not None:
         raise PermissionError(f"others can put another one in the place of {folder}: they can write {describe(guest)}")
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    make_parents(folder)
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or (hasattr(os, "getuid") and not _is_own(state, folder)):
@@ -89,6 +89,16 @@ def make_private_folder(folder: Path) -> Path:
     if hasattr(os, "getuid") and state.st_mode & 0o077:
         raise PermissionError(f"{describe(folder, state)} is open to others: chmod 700 {folder}")
     return folder
+
+
+def make_parents(folder: Path) -> None:
+    """Make the folders above it that are not there, for their user alone: a umask of 002 would open them to a group.
+
+    Raises: OSError.
+    """
+    for parent in reversed(folder.parents):
+        if not parent.exists():
+            parent.mkdir(mode=0o700, exist_ok=True)
 
 
 def enter_users_folder(folder: Path) -> None:

@@ -33,6 +33,7 @@ __all__ = [
     "Location",
     "OnProgress",
     "has_password",
+    "has_password_of_user",
     "locate",
     "named_errors",
     "needed_library",
@@ -230,6 +231,15 @@ def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
 def has_password(where: str) -> bool:
     """Whether a path or a URL has a user, a password or a query in it: what no message shows, and no file keeps."""
     return _HIDDEN in _name(where)
+
+
+def has_password_of_user(where: str) -> bool:
+    """Whether a URL has a password before its host, or, over http, a user: that may be a token."""
+    start, slashes, rest = _PIECES.fullmatch(where).groups(default="")  # type: ignore[union-attr]  # it matches all
+    scheme, user = start.strip().lower(), _USER.match(rest) if slashes else None
+    if user is None or scheme in ("file:", "local:"):
+        return False
+    return ":" in user[0] or scheme in ("http:", "https:")
 
 
 def needed_library(where: str) -> str:

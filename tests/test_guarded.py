@@ -173,3 +173,22 @@ def test_access_control_list_that_names_others_is_seen(of_own_group: Path, tag: 
     assert of_own_group.stat().st_mode & 0o777 == 0o770
     assert can_others_write(of_own_group.stat(), of_own_group) is is_open
     assert (find_guest_parent(of_own_group / "x") == of_own_group) is is_open
+
+
+@pytest.mark.parametrize("mask", [0o002, 0o000, 0o077])
+def test_folders_that_we_make_above_ours_are_not_open_to_others(tmp_path: Path, mask: int) -> None:
+    """Of a user whose first group has others in it."""
+    (home := tmp_path / "home").mkdir()
+    for path in (home, *list(home.parents)[:2]):
+        path.chmod(0o755)
+    os.chown(home, _UID, 100)
+    code = f"""
+import os
+import encodings.ascii, grp, pwd, detrain_nb.guarded, detrain_nb.node.job.blobs as blobs
+os.setgroups([]); os.setgid(100); os.setuid({_UID}); os.umask({mask})
+for _ in range(2):
+    print(detrain_nb.guarded.state_folder(), blobs.sources_folder())
+"""
+    env = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [f"{home}/.local/state/detrain_nb {home}/.cache/detrain_nb/sources"] * 2, done

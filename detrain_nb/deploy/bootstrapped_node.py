@@ -66,7 +66,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
     def __init__(self, node: Node) -> None:
         self.node = node
         self.name = node.name
-        self.python = self.address = self.interface = self._work_folder = ""
+        self.python = self.address = self.interface = self.reached_from = self._work_folder = ""
         self.facts: NodeFacts | None = None
         self.project = ""
         self.folder_state: tuple[object, object] = ("", "")  # see deploy/sync.py
@@ -270,6 +270,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         self.address, self.interface = choose_address(
             self.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
         )
+        self.reached_from = "" if self.node.address else connection.local_address
         if not facts.versions.get("torch"):
             install = f"install it there ({facts.python} -m pip install torch)"
             raise LaunchError(f"torch is missing in {facts.python}: {install}, or name another python")

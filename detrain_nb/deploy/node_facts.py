@@ -63,7 +63,7 @@ def choose_address(
 
     ``addresses`` are those the node has, as (interface, address). Raises: LaunchError.
     """
-    interfaces = {address: name for name, address in addresses}
+    interfaces = {address: name for name, address in addresses if _is_address(address)}
     wanted = node.address or (reached_at if reached_at in interfaces else peer_address)
     for address in _resolve(wanted):
         if address in interfaces:
@@ -74,8 +74,11 @@ def choose_address(
 
 
 def _is_address(text: str) -> bool:
+    """Of one machine: neither of all, nor of a group, nor of IPv4 in another form."""
     with contextlib.suppress(ValueError):
-        return bool(ipaddress.ip_address(text))
+        found = ipaddress.ip_address(text)
+        is_of_one = not (found.is_unspecified or found.is_multicast or getattr(found, "ipv4_mapped", None))
+        return is_of_one and text != "255.255.255.255"
     return False
 
 

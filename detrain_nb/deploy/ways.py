@@ -48,22 +48,25 @@ def settle_addresses(transports: Sequence[Transport]) -> None:
 
 def settle_here(transports: Sequence[Transport]) -> None:
     """Give this machine its address beside the others, which have been reached. Raises: LaunchError."""
-    others = [transport.address for transport in transports if not transport.is_this_machine]
+    others = [transport for transport in transports if not transport.is_this_machine]
     for transport in transports:
         if transport.is_this_machine and others:
             try:
-                transport.address, transport.interface = address_beside(others[0], transport.node)
+                transport.address, transport.interface = address_beside(
+                    others[0].address, transport.node, reached_from=others[0].reached_from
+                )
             except LaunchError as exc:
                 raise LaunchError(f"{label(transport)}: {exc}") from exc
 
 
-def address_beside(other: str, node: Node | None = None) -> tuple[str, str]:
+def address_beside(other: str, node: Node | None = None, *, reached_from: str = "") -> tuple[str, str]:
     """The address from which this machine reaches ``other``, an address too, and its interface; or the ``node``'s own.
 
-    Nothing is sent. Raises: LaunchError.
+    ``reached_from`` is this machine's own end of a connection to the other: where ``other`` is only what that one says,
+    it would choose the interface on which this machine listens. Nothing is sent. Raises: LaunchError.
     """
-    source = ""
-    if node is None or not node.address:
+    source = reached_from
+    if not source and (node is None or not node.address):
         try:
             with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as asked:
                 asked.connect((other, 9))  # of UDP: the kernel only looks for a route

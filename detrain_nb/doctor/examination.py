@@ -45,6 +45,7 @@ class Host:
     fault: str = ""
     facts: HostFacts | None = None
     address: tuple[str, str] | Fault = field(default_factory=lambda: Fault(""))
+    reached_from: str = ""  # see `address_beside`
     door: Door | Fault = field(default_factory=lambda: Fault(""))
     clock: Clock | Fault = field(default_factory=lambda: Fault(""))
     ways: dict[str, Way] = field(default_factory=dict)
@@ -132,6 +133,7 @@ class Examination:
         except DetrainError as exc:
             host.ssh_fault = exc
             return
+        host.reached_from = "" if host.node.address else connection.local_address
         if isinstance(connection, SshConnection):
             host.where, host.fingerprint = connection.settings.where, connection.host_key_fingerprint
         try:
@@ -163,8 +165,10 @@ class Examination:
 
     def _address_here(self, host: Host) -> tuple[str, str]:
         """Beside the first other host that has one. Raises: LaunchError."""
-        others = [other.address for other in self.hosts if not other.is_here and not isinstance(other.address, Fault)]
-        return address_beside(others[0][0] if others else LOOPBACK, host.node)
+        for other in self.hosts:
+            if not other.is_here and not isinstance(other.address, Fault):
+                return address_beside(other.address[0], host.node, reached_from=other.reached_from)
+        return address_beside(LOOPBACK, host.node)
 
     def _look_around(self, host: Host) -> None:
         """Compare its clock with ours, then let it connect to the others."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
 from ..spec import Git
 from .shell import quote, quote_path
 
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SETTINGS = ("protocol.ext.allow=never", "core.hooksPath=/dev/null", "advice.detachedHead=false")
 
 
@@ -24,8 +27,12 @@ def write_clone(git: Git, *, to: str) -> list[str]:
     lines = [f"rm -rf {to}", f"{before} git {' '.join(settings)} clone --quiet -- {quote(git.url)} {to}"]
     if git.ref is not None:
         checkout = f"git {' '.join(settings)} -C {to} checkout --quiet --detach"
-        # a branch, else a tag or a commit
-        lines.append(f"{checkout} {quote('origin/' + git.ref)} 2>/dev/null ||\n  {checkout} {quote(git.ref)}")
+        if _COMMIT.fullmatch(git.ref):  # which a branch or a tag may be called, too
+            fault = f"{git.url} has no commit {git.ref}"
+            lines.append(f"{checkout} {git.ref}")
+            lines.append(f'[ "$(git -C {to} rev-parse HEAD)" = {git.ref} ] || fail {quote(fault)}')
+        else:  # a branch, else a tag or a commit
+            lines.append(f"{checkout} {quote('origin/' + git.ref)} 2>/dev/null ||\n  {checkout} {quote(git.ref)}")
     return lines
 
 

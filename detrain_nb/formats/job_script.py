@@ -22,8 +22,21 @@ from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
-SOURCE = '"$folder/source"'  # where the ranks run, unless their node has a workdir
-_JOB_SPEC = '"$folder/job_spec.json"'
+# Variables of the script itself: no spec can set one that begins so.
+FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
+SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
+_JOB_SPEC = f'"${FOLDER}/job_spec.json"'
+
+# In a folder in which everybody can write, as in /tmp, another user may have made that of the job, or a link there.
+_SQUATTED = ": cannot be made, or another user made it where everybody can write: start this elsewhere"
+_JOB_FOLDER = f'"${{{FOLDER}%/*}}"'
+_REFUSE_SQUATTED = (
+    'if [ -n "$(find "$PWD/." -prune -perm -0002)" ]; then',
+    f"  mkdir -m 700 {_JOB_FOLDER} 2>/dev/null || {{ [ ! -L {_JOB_FOLDER} ] && [ -O {_JOB_FOLDER} ]; }} ||",
+    f"    fail {_JOB_FOLDER}{quote(_SQUATTED)}",
+    "fi",
+)
+_ODD_FOLDER = "a folder above has a $ in its name: start this elsewhere"
 
 
 @dataclass(frozen=True)
@@ -51,8 +64,8 @@ def read_program(spec: PipelineSpec, plan: Plan) -> JobProgram:
         assert source.entry is not None
         if "://" in source.path:
             raise SpecError(
-                f"source.path {source.path}: a script of a shell cannot fetch it: give a folder that all nodes have at "
-                "the same path, or source.git"
+                "source.path: a script of a shell cannot fetch a URL: give a folder that all nodes have at the same "
+                "path, or source.git"
             )
         whole = os.path.join(os.path.abspath(os.path.expanduser(source.path)), source.entry)
         missing = f"source.path: {whole} is not there: every node needs it at this path"
@@ -108,13 +121,14 @@ def write_begin(name: str) -> list[str]:
 
 
 def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str]) -> list[str]:
-    """Fill the folder of the job on a node, which the shell has in ``$folder``, and the environment of its ranks."""
+    """Fill the folder of the job on a node, which the shell has in ``FOLDER``, and the environment of its ranks."""
     for_ranks = dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env)])
     token = spec.source.git.token if spec.source.git else None
     return [
         *(_need(name) for name in dict.fromkeys([*for_ranks, *([token] if token else [])])),
         # torchrun fills in what has a $ in the path of its program
-        f"case \"$folder\" in *'$'*) fail {quote('a folder above has a $ in its name: start this elsewhere')} ;; esac",
+        f"case \"${FOLDER}\" in *'$'*) fail {quote(_ODD_FOLDER)} ;; esac",
+        *_REFUSE_SQUATTED,
         f"mkdir -p {SOURCE}",
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,

@@ -10,6 +10,8 @@ from ..launch import Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
 from .job_script import (
+    FOLDER,
+    NODE,
     JobProgram,
     check_what_is_carried,
     describe,
@@ -53,7 +55,8 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         *write_begin(spec.name),
         "",
         "on_node() {",
-        f'folder="$PWD"/{quote(spec.name)}-$SLURM_JOB_ID.job/$SLURM_NODEID',
+        f"{NODE}=$SLURM_NODEID",  # the ranks may be given another one
+        f'{FOLDER}="$PWD"/{quote(spec.name)}-$SLURM_JOB_ID.job/${NODE}',
         *_write_on_node(spec, plan, program, node, ranks),
         "}",
         "",
@@ -82,10 +85,10 @@ def _write_on_node(spec: PipelineSpec, plan: Plan, program: JobProgram, node: No
         node_rank=0,
         python=spec.python_of(0),
     )
-    filled = {"--node-rank": '"$SLURM_NODEID"', "--rdzv-endpoint": '"$DETRAIN_NB_ENDPOINT"'}
+    filled = {"--node-rank": f'"${NODE}"', "--rdzv-endpoint": '"$DETRAIN_NB_ENDPOINT"'}
     if spec.rendezvous.max_restarts:
         conf = f"join_timeout={round(spec.rendezvous.timeout_s)},is_host="
-        filled["--rdzv-conf"] = f"{conf}$((SLURM_NODEID == 0))"
+        filled["--rdzv-conf"] = f'{conf}"$(({NODE} == 0))"'
     return [
         *write_preparation(spec, plan, program, env=launch.env),
         *write_setup(spec, node),

@@ -8,6 +8,8 @@ from ..plan import Plan
 from ..spec import Node, PipelineSpec
 from .job_script import (
     DEFAULT_PORT,
+    FOLDER,
+    NODE,
     JobProgram,
     check_what_is_carried,
     describe,
@@ -39,10 +41,10 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
         *write_begin(spec.name),
         "",
         *_choose_node(plan),
-        f'folder="$PWD"/{quote(spec.name)}.job/$node',
+        f'{FOLDER}="$PWD"/{quote(spec.name)}.job/${NODE}',
         *write_preparation(spec, plan, program, env=launches[0].env),
         "",
-        'case "$node" in',
+        f'case "${NODE}" in',
         *(
             line
             for index, launch in enumerate(launches)
@@ -70,10 +72,10 @@ def _head(spec: PipelineSpec, plan: Plan) -> list[str]:
 def _choose_node(plan: Plan) -> list[str]:
     names = [node.name or "localhost" for node in plan.nodes]
     if len(names) == 1:
-        return ["node=0"]
+        return [f"{NODE}=0"]
     return [
         'case "${1-}" in',
-        *(f"{name} | {index}) node={index} ;;" for index, name in enumerate(names)),
+        *(f"'{name}' | {index}) {NODE}={index} ;;" for index, name in enumerate(names)),
         f"*) fail {quote('give the name of this node, one of ' + ', '.join(names))} ;;",
         "esac",
     ]

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import html
 import shlex
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..guarded import RUN_MODULE
 from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ..plan import Plan
-from ..text import ShownAsText, format_size, html_text
+from ..text import ShownAsText, format_size, html_text, printable, show
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -24,7 +24,11 @@ _MOST_FILES = 20
 
 @dataclass(frozen=True)
 class Submission(ShownAsText):
-    """A job that was not submitted. ``commands`` has the argv of each node, by its name."""
+    """A job that was not submitted. ``commands`` has the argv of each node, by its name.
+
+    ``env`` are the variables of its ranks, ``from_here`` those that a node is to have as they are here, by its name. A
+    spec may be somebody else's: each line of what is shown is one that it cannot have written.
+    """
 
     name: str
     plan: Plan
@@ -34,6 +38,8 @@ class Submission(ShownAsText):
     secrets: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     repository: str = ""
+    env: Mapping[str, str] = field(default_factory=dict)
+    from_here: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -48,8 +54,13 @@ class Submission(ShownAsText):
         return f"<div>job {html.escape(self.name)} would run</div>{self.plan._repr_html_()}{details}"
 
     def _details(self) -> list[str]:
+        return list(map(printable, self._lines()))
+
+    def _lines(self) -> list[str]:
         lines = [f"{node}: {shlex.join(argv)}" for node, argv in self.commands.items()]
+        lines += [f"variable of setup and ranks: {name}={show(value, most=200)}" for name, value in self.env.items()]
         lines += [f"setup on every node: {line}" for line in self.setup]
+        lines += [f"{node} gets from the environment here: {', '.join(had)}" for node, had in self.from_here.items()]
         if self.secrets:
             lines.append(f"secrets from the environment here: {', '.join(self.secrets)}")
         if self.repository:
@@ -74,6 +85,8 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         tuple(spec.secrets),
         (*(each.told for each in spec.check() if each.severity == "warning"), *source.notices),
         _describe_repository(source),
+        spec.env,
+        {node.name: node.env for node in spec.nodes if node.env},
     )
 
 

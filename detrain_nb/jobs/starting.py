@@ -261,6 +261,7 @@ class _Starting:
                 workdir=(transport.node.workdir if transport.node else None) or "",
                 env=dict(self.spec.env),
                 secret_names=tuple(self.spec.secrets),
+                withheld=_list_secret(self.spec) if transport.is_this_machine else (),
                 setup=tuple(self.spec.source.setup),
                 artifacts=tuple(self.spec.artifacts),
                 spec=resolved,
@@ -348,6 +349,12 @@ def _list_warnings(spec: PipelineSpec) -> Iterator[str]:
     for each in spec.check():
         if each.field not in ("", "parallelism"):
             yield each.told
+
+
+def _list_secret(spec: PipelineSpec) -> tuple[str, ...]:
+    """The variables of this process that a spec names as secret: a job here does not inherit them."""
+    token = [spec.source.git.token] if spec.source.git and spec.source.git.token else []
+    return tuple(dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env), *token]))
 
 
 def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:

@@ -10,7 +10,8 @@ from ..errors import SpecError
 from ..plan.git_urls import parse_git_url
 from ..text import name_some
 from .findings import Finding, findings_of
-from .notebook import MOST_BYTES, check_python, script_of_notebook
+from .grammar import check_python
+from .notebook import MOST_BYTES, script_of_notebook
 from .pipeline_fields import PipelineFields
 from .planning import describe_unknown_gpus, plan_spec
 from .source import Source
@@ -20,7 +21,7 @@ _READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    checks = (_check_reader, _check_plan, _check_speeds, _check_rendezvous, _check_image)
+    checks = (_check_urls, _check_reader, _check_plan, _check_speeds, _check_rendezvous, _check_image)
     return [*_check_source(spec.source), *(finding for check in checks for finding in check(spec))]
 
 
@@ -66,6 +67,16 @@ def _check_reader(spec: PipelineFields) -> Iterator[Finding]:
         yield Finding("source", f"{said}: call it, unless a module does that it imports", "warning")
 
 
+def _check_urls(spec: PipelineFields) -> Iterator[Finding]:
+    """What follows the ``?`` of a URL may be a signature, which a spec does not keep to itself."""
+    urls = {name: found.url for name in ("data", "model", "checkpoint") if (found := getattr(spec, name))}
+    places = {f"{name}.url": url for name, url in urls.items()} | {"source.path": spec.source.path or ""}
+    for field, url in places.items():
+        if "://" in url and "?" in url:
+            said = "what follows the ? is stored with the job, and goes to all nodes: leave a key or a signature out"
+            yield Finding(field, said, "warning")
+
+
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
     there = max(1, len(spec.nodes))
     nodes = f"{there} node{'s' if there > 1 else ''}"
@@ -97,12 +108,12 @@ def _script_of(source: Source) -> str:
 
 def _look_at_script(source: Source) -> None:
     if source.script is not None:
-        check_python(_read(Path(source.script).expanduser()), where=source.script)
+        check_python((_read(Path(source.script).expanduser()), source.script))
 
 
 def _look_at_text(source: Source) -> None:
     if source.script_text is not None:
-        check_python(source.script_text, where="the text")
+        check_python((source.script_text, "the text"))
 
 
 def _look_at_notebook(source: Source) -> None:
@@ -117,7 +128,7 @@ def _look_at_folder(source: Source) -> None:
     if not folder.is_dir():
         raise SpecError(f"{folder}: no such folder, looked for in {folder.absolute().parent}")
     entry = folder / (source.entry or "")
-    check_python(_read(entry), where=str(entry))
+    check_python((_read(entry), str(entry)))
 
 
 def _look_at_git(source: Source) -> None:

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import FieldError, FieldFault, SpecError
 from ..plan.fields import nearest
+from ..storage import has_password
 from ..text import printable, show
 
 # A secret may stand there, or it is long.
@@ -66,7 +67,8 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
         return [FieldFault(path, f" is no field: {nearest(field, model.model_fields)}")]
     if fault["type"] == "missing":
         return [FieldFault(path, f" is missing: give {describe_field(model, field)}")]
-    value = "" if field in _NOT_SHOWN else f" {show(fault['input'])}"
+    is_secret = field in _NOT_SHOWN or (isinstance(fault["input"], str) and has_password(fault["input"]))
+    value = "" if is_secret else f" {show(fault['input'])}"
     return [FieldFault(path, f"{value}: {str(error) or f'give {describe_field(model, field)}'}")]
 
 

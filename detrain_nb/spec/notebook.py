@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
-import warnings
 from typing import Any
 
 from ..errors import SpecError
 from ..storage import locate, named_errors
+from .grammar import check_python
 
 TAG = "job"
-_MAGIC = re.compile(r"[%!?]|\w+ *= *[%!]|.*\?$")  # at the begin of a line, or its value, or help of IPython
-MOST_BYTES = 50_000_000  # of a script, or a notebook, which holds its outputs
+MOST_BYTES = 50_000_000  # of a notebook, which holds its outputs
 
 
 def read_notebook_script(path: str) -> str:
@@ -28,29 +26,13 @@ def read_notebook_script(path: str) -> str:
 
 def script_of_notebook(text: str, *, where: str) -> str:
     """Return the script that the tagged cells of a saved notebook make. Raises: SpecError, which names the cell."""
-    parts: list[str] = []
-    for number, source in _tagged_cells(text, where):
-        check_python(source, where=f"{where}, cell {number}")
-        parts.append(f"# Cell {number}\n{source.rstrip()}\n")
-    if not parts:
+    cells = _tagged_cells(text, where)
+    if not cells:
         raise SpecError(f"{where}: no code cell has the tag {TAG!r}: give the cells of the job that tag, and save")
-    script = "\n\n".join(parts)
-    check_python(script, where=f"{where}, its cells together")  # a second one may not begin with __future__
+    script = "\n\n".join(f"# Cell {number}\n{source.rstrip()}\n" for number, source in cells)
+    each = ((source, f"{where}, cell {number}") for number, source in cells)
+    check_python(*each, (script, f"{where}, its cells together"))  # a second one may not begin with __future__
     return script
-
-
-def check_python(source: str, *, where: str) -> None:
-    """Raises: SpecError for what is not Python, with its line."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            compile(source, "script", "exec", dont_inherit=True)  # more than its grammar: return, break, await
-    except SyntaxError as exc:
-        line = (source.splitlines() or [""])[min(exc.lineno or 1, len(source.splitlines()) or 1) - 1].strip()
-        why = "a script has no magics" if _MAGIC.match(line) else exc.msg
-        raise SpecError(f"{where}, line {exc.lineno or 1}: is not Python: {why}") from None
-    except (ValueError, RecursionError, MemoryError) as exc:  # a NUL; what is nested too deeply
-        raise SpecError(f"{where}: is not Python: {exc or 'nested too deeply'}") from None
 
 
 def _tagged_cells(text: str, where: str) -> list[tuple[int, str]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -20,6 +19,7 @@ from .words import (
     Variables,
     as_set_of,
     as_tuple,
+    check_free,
     is_for_argv,
     is_inside,
     is_job_name,
@@ -28,7 +28,6 @@ from .words import (
     only,
 )
 
-_OURS = re.compile(r"DETRAIN_NB_.*|TORCHELASTIC_.*|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)")
 _MOST_NODES = 10_000
 
 
@@ -38,13 +37,7 @@ def _check_nodes(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     return nodes
 
 
-def _check_variable(name: str) -> str:
-    if _OURS.fullmatch(name):
-        raise ValueError(f"{name} is set for every rank by torchrun or by us: give it another name")
-    return name
-
-
-_Env = dict[Annotated[Variable, AfterValidator(_check_variable)], Annotated[str, only(is_for_argv)]]
+_Env = dict[Annotated[Variable, AfterValidator(check_free)], Annotated[str, only(is_for_argv)]]
 
 
 class PipelineFields(SpecModel):
@@ -70,7 +63,7 @@ class PipelineFields(SpecModel):
         description='a list of patterns of files below the folder the ranks run in, as "*.pt", each once, without ..',
     )
     env: _Env = Field(default={}, description="a table of environment variables with texts; secrets stay out of it")
-    secrets: Annotated[Variables, AfterValidator(lambda names: tuple(map(_check_variable, names)))] = Field(
+    secrets: Annotated[Variables, AfterValidator(lambda names: tuple(map(check_free, names)))] = Field(
         default=(), description="a list of names of environment variables, each once: values stay out of it"
     )
     image: Annotated[str, only(lambda text: is_path(text) and " " not in text)] | None = Field(

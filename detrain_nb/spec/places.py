@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..plan.choices import SILENCE_S, TIMEOUT_S
+from ..storage import has_password_of_user
 from .model import SpecModel
 from .node import is_address
 from .words import as_set_of, is_job_name, is_one_line, is_path, only
 
-Url = Annotated[str, only(lambda text: is_path(text) and len(text) <= 2000)]
+
+def _check_password(text: str) -> str:
+    if has_password_of_user(text):
+        raise ValueError(
+            "has a user or password in it, and a spec is stored: leave that out, and name a variable in secrets that "
+            "lets the script in"
+        )
+    return text
+
+
+Url = Annotated[str, only(lambda text: is_path(text) and len(text) <= 2000), AfterValidator(_check_password)]
 _Word = Annotated[str, only(lambda text: bool(text.strip()) and is_one_line(text) and len(text) <= 100)]
 _Chunks = Annotated[
     tuple[Annotated[str, only(lambda text: bool(text) and is_one_line(text))], ...], BeforeValidator(as_set_of)

@@ -10,7 +10,7 @@ from ..plan.choices import ONE_OF, ArgumentStyle
 from ..plan.git_urls import check_git_ref, check_git_url
 from .model import SpecModel
 from .places import URL, Url
-from .words import Lines, Path, Variable, as_tuple, is_for_argv, is_inside, is_module, is_path, only
+from .words import Lines, Path, Variable, as_tuple, check_free, is_for_argv, is_inside, is_module, is_path, only
 
 _KINDS = tuple(name.removeprefix("source.") for group in ONE_OF for name in group if name.startswith("source."))
 _Inside = Annotated[str, only(is_inside)]
@@ -27,7 +27,7 @@ class Git(SpecModel):
     ref: Annotated[str, AfterValidator(check_git_ref)] | None = Field(
         default=None, description="a branch, a tag or a commit; none: the branch that the repository names"
     )
-    token: Variable | None = Field(
+    token: Annotated[Variable, AfterValidator(check_free)] | None = Field(
         default=None, description="the name of the environment variable that holds a token; never the token itself"
     )
     ssh_key: Path | None = Field(default=None, description="the path of a private key on the machine that clones")

@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 from ..plan.names import NAME, VARIABLE
 
 _LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
+_OURS = re.compile(r"DETRAIN_NB_.*|TORCHELASTIC_.*|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)")
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*){0,30}")
 
 
@@ -38,6 +39,13 @@ def is_job_name(text: str) -> bool:
 def is_variable(text: str) -> bool:
     """It is the name of an environment variable."""
     return bool(VARIABLE.fullmatch(text))
+
+
+def check_free(name: str) -> str:
+    """Return the name of a variable that is the user's to set. Raises: ValueError."""
+    if _OURS.fullmatch(name):
+        raise ValueError(f"{name} is set for every rank by torchrun or by us: give it another name")
+    return name
 
 
 def is_module(text: str) -> bool:

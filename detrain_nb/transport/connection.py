@@ -35,6 +35,11 @@ class Connection(Protocol):
         ...
 
     @property
+    def local_address(self) -> str:
+        """The address of this machine on the way there; empty where the connection is gone."""
+        ...
+
+    @property
     def is_alive(self) -> bool:
         """It has not ended, as far as is known."""
         ...

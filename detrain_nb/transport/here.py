@@ -21,7 +21,7 @@ _END_LIMIT_S = 10.0
 class HereConnection:
     """A connection that is none; see connection.py."""
 
-    peer_address = "127.0.0.1"
+    peer_address = local_address = "127.0.0.1"
 
     def __init__(self) -> None:
         self.is_alive = True

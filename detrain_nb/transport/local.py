@@ -71,6 +71,7 @@ class LocalTransport:
     shares_paths = True
     address = "127.0.0.1"
     interface = "lo"
+    reached_from = ""
     account: object = None
     contact: object = None
     folder_state: tuple[object, object] = ("", "")

@@ -80,6 +80,14 @@ class SshConnection:
         return self.settings.hostname
 
     @property
+    def local_address(self) -> str:
+        """The address of this machine on the way there, or to the first host on it; empty when that is gone."""
+        sock: Any = self._hops[0].transport.sock  # no channel of another connection
+        with contextlib.suppress(OSError):
+            return str(sock.getsockname()[0])
+        return ""
+
+    @property
     def host_key_fingerprint(self) -> str:
         """``SHA256:...`` of the key that the host has shown."""
         assert self._transport.host_key is not None  # it was checked

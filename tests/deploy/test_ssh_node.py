@@ -184,3 +184,14 @@ def test_addresses_of_a_node_by_the_thousand_are_not_all_named() -> None:
     with pytest.raises(LaunchError, match=r"give it an address that it has, one of 10\.0\.0\.0 \(lo\)") as caught:
         choose_address(Node(host="h"), facts.addresses, reached_at="192.0.2.1", peer_address="192.0.2.2")
     assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "address", ["0.0.0.0", "::", "224.0.0.1", "ff02::1", "255.255.255.255", "::ffff:127.0.0.1", "a"]
+)
+def test_address_that_is_no_single_machines_is_not_taken(address: str) -> None:
+    facts = NodeFacts.read(_FACTS | {"addresses": [["eth0", address], ["eth1", "192.0.2.1"]]})
+    with pytest.raises(LaunchError, match=r"at 192\.0\.2\.2, which none .* one of 192\.0\.2\.1 \(eth1\)$"):
+        choose_address(Node(host="h"), facts.addresses, reached_at=address, peer_address="192.0.2.2")
+    with pytest.raises(LaunchError, match="which none of its interfaces has"):
+        choose_address(Node(host="h"), [("eth0", address)], reached_at=address, peer_address=address)

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 
 import pytest
 
-from detrain_nb.deploy.ways import address_beside, check_ways
+from detrain_nb.deploy.ways import address_beside, check_ways, settle_here
 from detrain_nb.errors import DetrainError, LaunchError
 from detrain_nb.spec import Node
 from detrain_nb.transport.local import LocalTransport
@@ -132,3 +132,10 @@ def test_address_beside_hosts() -> None:
     assert address_beside("198.51.100.7", Node(host="localhost", address="127.0.0.1")) == ("127.0.0.1", "lo")
     with pytest.raises(LaunchError, match=r"at 198\.51\.100\.7, which none of its interfaces has: give it an address"):
         address_beside("127.0.0.1", Node(host="localhost", address="198.51.100.7"))
+
+
+def test_host_does_not_choose_where_this_machine_listens() -> None:
+    host, here = _Host(lambda order: {}), _node("here")
+    host.address, host.reached_from = "198.51.100.7", "127.0.0.1"  # what it says; our end of the connection to it
+    settle_here([host, here])
+    assert (here.address, here.interface) == ("127.0.0.1", "lo")

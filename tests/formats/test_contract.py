@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import stat
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from detrain_nb.formats import EXPORTERS
 from detrain_nb.plan.job import JobSpec
 from detrain_nb.spec import PipelineSpec
 
-from ..node.git_host import commit, git_host
+from ..node.git_host import commit, git, git_host
 from .on_nodes import WAYS, run_on_node, write_recorder
 
 SHELLS = [shell for shell in ("sh", "bash", "dash") if shutil.which(shell)]
@@ -172,6 +174,29 @@ def test_every_node_is_told_its_number_and_where_the_first_one_is(exporter: str,
 
 
 @exporters
+@pytest.mark.parametrize("kind", ["env", "secrets"])
+def test_no_variable_of_a_spec_is_one_of_the_script(exporter: str, kind: str, recorder: str, tmp_path: Path) -> None:
+    """Neither ours nor Slurm's: what says which node it is, and where its files are."""
+    given = {"node": "1", "folder": "/elsewhere"}
+    others = {"SLURM_NODEID": "1", "IFS": "01/"} if kind == "env" else {}
+    for restarts in (0, 1):
+        spec = _spec(
+            nodes=[
+                {"host": "first", "python": recorder, "address": "10.0.0.1"},
+                {"host": "second", "python": recorder},
+            ],
+            rendezvous={"max_restarts": restarts},
+            **({"env": given | others} if kind == "env" else {"secrets": list(given)}),
+        )
+        ended = run_on_node(exporter, _export(exporter, spec), shell="bash", folder=tmp_path, env=given)
+        assert ended.seen, ended.errors
+        assert Path(ended.seen.program[0]).parent.parent.name == "0"
+        assert Path(ended.seen.program[0]).is_relative_to(tmp_path)
+        assert given.items() <= ended.seen.env.items()
+        assert any(each.endswith("is_host=1") if restarts else each == "--node-rank=0" for each in ended.seen.options)
+
+
+@exporters
 def test_restarts_are_those_of_torchrun(exporter: str, recorder: str, tmp_path: Path) -> None:
     nodes = [{"host": host, "python": recorder} for host in ("first", "second")]
     text = _export(exporter, _spec(nodes=nodes, rendezvous={"max_restarts": 3, "timeout_s": 77}))
@@ -223,6 +248,33 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @exporters
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("kind", ["a folder", "a link"])
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_folder_of_another_user_is_not_that_of_the_job(
+    exporter: str, shell: str, kind: str, recorder: str, tmp_path: Path
+) -> None:
+    (at := tmp_path / "all").mkdir()
+    at.chmod(0o1777)
+    (theirs := at / ("train.job" if exporter == "torchrun" else "train-7.job")).mkdir()
+    (theirs / "0").mkdir()
+    os.chown(theirs, 65534, 65534)
+    if kind == "a link":
+        theirs.rename(tmp_path / "elsewhere")
+        os.chown(tmp_path / "elsewhere", 0, 0)
+        theirs.symlink_to(tmp_path / "elsewhere")
+    spec = _spec(name="train", nodes=[{"host": "a", "python": recorder}])
+    text = _export(exporter, spec)
+    ended = run_on_node(exporter, text, shell=shell, folder=at)
+    assert (ended.seen, ended.status) == (None, 2)
+    assert "another user made it where everybody can write: start this elsewhere" in ended.errors
+    os.rename(theirs, tmp_path / "gone")
+    for _ in range(2):
+        assert run_on_node(exporter, text, shell=shell, folder=at).seen
+    assert stat.S_IMODE(theirs.stat().st_mode) == 0o700
+
+
+@exporters
 @pytest.mark.parametrize("ref, text", [(None, "third"), ("v1", "first"), ("side", "second"), ("commit", "second")])
 def test_repository_is_cloned_at_its_ref(
     exporter: str, ref: str | None, text: str, repository: Path, recorder: str, tmp_path: Path
@@ -243,6 +295,23 @@ def test_repository_is_cloned_at_its_ref(
     spec = _spec(source={"script_text": None, "git": git, "entry": "train me.py"})
     ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
     assert ended.status != 0 and "gone" in ended.errors
+
+
+@exporters
+@pytest.mark.parametrize("kind", ["heads", "tags"])
+def test_commit_is_no_branch_or_tag_of_that_name(exporter: str, kind: str, recorder: str, tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    pinned, other = (commit(work, {"train.py": text}) for text in ("pinned", "other"))
+    for ref in (pinned, "0" * 64):
+        git("update-ref", f"refs/{kind}/{ref}", other, at=work)
+        wanted = {"url": str(work), "ref": ref}
+        nodes = [{"host": "a", "python": recorder}]
+        spec = _spec(source={"script_text": None, "git": wanted, "entry": "train.py"}, nodes=nodes)
+        ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
+        if ref == pinned:
+            assert ended.seen and Path(ended.seen.program[0]).read_text() == "pinned", ended.errors
+        else:
+            assert ended.status != 0 and not ended.seen
 
 
 @exporters
@@ -300,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a URL": (
         {"source": {"script_text": None, "path": "s3://bucket/a", "entry": "a.py"}},
-        r"source\.path s3://bucket/a: .* cannot fetch it",
+        r"source\.path: a script of a shell cannot fetch a URL: give",
     ),
     "an image": ({"image": "ghcr.io/a/b:1"}, r"image ghcr\.io/a/b:1: .* starts no container"),
     "a script that is gone": ({"source": {"script_text": None, "script": "gone.py"}}, "gone.py cannot be read"),

@@ -87,6 +87,15 @@ def test_node_is_chosen_by_its_name_or_number(tmp_path: Path) -> None:
             assert f"--node-rank={wanted}" in (tmp_path / "seen").read_text()
 
 
+def test_node_may_be_called_as_a_word_of_the_shell(tmp_path: Path) -> None:
+    python = write_recorder(tmp_path / "python")
+    text = torchrun.export(spec := _spec(*({"host": host, "python": python} for host in ("esac", "in"))), spec.plan())
+    for number, name in enumerate(("esac", "in")):
+        env = {"PATH": "/usr/bin:/bin", "SEEN_AT": str(tmp_path / name)}
+        subprocess.run(["sh", "-s", name], cwd=tmp_path, input=text, env=env, text=True, timeout=60, check=True)
+        assert f"--node-rank={number}" in (tmp_path / name).read_text()
+
+
 def test_gpus_are_those_of_the_plan(tmp_path: Path) -> None:
     python = write_recorder(tmp_path / "python")
     spec = _spec({"host": "a", "devices": [3, 1], "python": python}, {"host": "b", "python": python})

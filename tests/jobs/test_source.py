@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -362,3 +363,36 @@ def test_files_go_through_s3(bucket: str, tmp_path: Path, node: Path, monkeypatc
     monkeypatch.setenv("PYTHONPATH", str(broken))
     with source_talk(node) as talk, pytest.raises(FilesError, match=r"cannot be read from this node: .*s3fs"):
         ship(talk, source, storage=bucket)
+
+
+class _Store(BaseHTTPRequestHandler):
+    """Says that it has every file; what it gives is another one, or none."""
+
+    def do_HEAD(self) -> None:
+        self._answer(200)
+
+    def do_GET(self) -> None:
+        self._answer(200 if "there" in self.path else 404)
+        self.wfile.write(b"print(2)")
+
+    def _answer(self, status: int) -> None:
+        self.send_response(status)
+        self.send_header("Content-Length", "8")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@pytest.mark.parametrize("path", ["there", "gone"])
+@pytest.mark.parametrize("url", ["http://me:S3CRET@{}/{}", "http://{}/{}?sig=S3CRET"])
+def test_what_lets_into_a_store_is_in_no_error(url: str, path: str, node: Path) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Store) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        storage = url.format(f"127.0.0.1:{server.server_port}", path)
+        with source_talk(node) as talk, pytest.raises(FilesError) as caught:
+            ship(talk, plan(script_text="print(1)"), storage=storage)
+        server.shutdown()
+    assert "S3CRET" not in str(caught.value)
+    said = "is not what was put there: remove it" if path == "there" else "cannot be read: ClientResponseError"
+    assert said in str(caught.value) and "***" in str(caught.value)

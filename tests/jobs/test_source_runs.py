@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,18 @@ PROGRAM = {
     "train.py": "import os, beside\nprint('rank', os.environ['RANK'], beside.word, 'TOKEN' in os.environ)\n",
     "beside.py": "word = 'größe'\n",
 }
+# Which of the variables a rank has, and the runner above it.
+SEES = """
+import json, os, pathlib
+names = ["A_SECRET", "GIT_TOKEN", "OF_NODE", "PLAIN"]
+pid, above = os.getpid(), []
+while "node.job.runner" not in above:
+    pid = int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    above = " ".join(pathlib.Path(f"/proc/{pid}/cmdline").read_text().split("\\0"))
+runner = pathlib.Path(f"/proc/{pid}/environ").read_text().split("\\0")
+there = [name for name in names if any(each.startswith(name + "=") for each in runner)]
+print("seen", json.dumps([[name for name in names if name in os.environ], there]))
+"""
 SHOWN = ["[0] rank 0 größe False", "[1] rank 1 größe False"]
 
 
@@ -69,3 +82,28 @@ def test_ranks_run_a_folder_that_went_through_a_store(
     again = find_job("stored").restart()
     assert (again.wait().exit_code, Record().get(again.id).storage) == (0, f"file://{tmp_path}/store")
     assert len(os.listdir(tmp_path / "store")) == 3
+
+
+def test_job_here_inherits_no_variable_that_its_spec_names_as_secret(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("A_SECRET", "GIT_TOKEN", "OF_NODE", "PLAIN"):
+        monkeypatch.setenv(name, "t0ken")
+    commit(tmp_path / "work", {"train.py": SEES})
+    with git_host(tmp_path / "host", token="t0ken") as host:
+        fields = {
+            "name": "inherits",
+            "source": {
+                "git": {"url": host.publish(tmp_path / "work", "x.git"), "token": "GIT_TOKEN"},
+                "entry": "train.py",
+            },
+            "nodes": [{"host": "localhost", "ranks": 1, "env": ["OF_NODE"]}],
+            "secrets": ["A_SECRET"],
+        }
+        job = submit(PipelineSpec.from_dict(fields))
+        lines = [str(line) for line in job.logs(follow=True).lines]
+    (seen,) = [json.loads(line.partition("seen ")[2]) for line in lines if "seen " in line]
+    assert seen == [["A_SECRET", "OF_NODE", "PLAIN"], ["PLAIN"]]
+    said: list[str] = []
+    job.execute("echo ${A_SECRET-1} ${GIT_TOKEN-2} ${OF_NODE-3} $PLAIN", on_line=lambda line: said.append(line.text))
+    assert said == ["1 2 3 t0ken"]

@@ -45,6 +45,7 @@ class FakeNode:
     python = "python3"
     address = "127.0.0.1"
     interface = "lo"
+    reached_from = ""
     torch = ""
     node = None
     account: object = None

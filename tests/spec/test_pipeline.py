@@ -64,6 +64,19 @@ REFUSED = {
     "artifacts outside": ({"artifacts": ["/etc/*"]}, "artifacts[0] '/etc/*': give a list of patterns"),
     "artifacts above": ({"artifacts": ["a/../../b"]}, "artifacts[0] 'a/../../b': give a list of patterns"),
     "a variable of torchrun": ({"env": {"MASTER_ADDR": "x"}}, "env.MASTER_ADDR: MASTER_ADDR is set for every rank"),
+    "a password of data": ({"data": {"url": "s3://AKIA:S3CRET@bucket/d"}}, "data.url: has a user or password in it"),
+    "a token of a checkpoint": (
+        {"checkpoint": {"url": "https://S3CRET@host/x"}},
+        "checkpoint.url: has a user or password in it",
+    ),
+    "a password of a folder": (
+        {"source": {"path": "https://me:S3CRET@host/x", "entry": "a.py"}},
+        "source.path: has a user or password in it",
+    ),
+    "a token of ours": (
+        {"source": {"git": {"url": "https://a.org/b", "token": "DETRAIN_NB_JOB_FOLDER"}, "entry": "a.py"}},
+        "source.git.token: DETRAIN_NB_JOB_FOLDER is set for every rank",
+    ),
     "a variable of ours": ({"secrets": ["DETRAIN_NB_JOB_KEY"]}, "secrets: DETRAIN_NB_JOB_KEY is set for every rank"),
     "no variable": ({"env": {"A B": "x"}}, "env.A B: give a table of environment variables"),
     "a secret in env": ({"env": {"T": "x"}, "secrets": ["T"]}, "T stands in env and in secrets: leave it out of env"),
@@ -122,6 +135,8 @@ def test_part_alone_says_its_faults_without_the_whole() -> None:
         {"secrets": ["A=s3cret"]},
         {"env": {"A": "s3cret\0"}},
         {"data": {"url": "-s3://key:s3cret@bucket"}},
+        {"source": {"path": "https://me:s3cret@host/x", "entry": "a.py"}},
+        {"source": {"path": "-https://host/x?sig=s3cret", "entry": "a.py"}},
     ],
 )
 def test_no_error_repeats_a_secret(fields: dict[str, Any]) -> None:
@@ -321,6 +336,16 @@ def test_script_that_may_read_its_fields_is_not_complained_of(tmp_path: Path) ->
         {"module": "package.train"},
     ):
         assert _spec(source=source, training={"epochs": 3}).check() == []
+
+
+def test_what_may_be_a_signature_is_told_of() -> None:
+    fields = {"data": {"url": "https://host/d?sig=1"}, "checkpoint": {"url": "s3://bucket/c"}}
+    fields["model"] = {"url": "abfs://container@account.dfs.core.windows.net/model"}  # a user there is no password
+    (finding,) = _spec(**fields).check()
+    assert str(finding) == (
+        "warning: data.url: what follows the ? is stored with the job, and goes to all nodes: leave a key or a "
+        "signature out"
+    )
 
 
 @pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])

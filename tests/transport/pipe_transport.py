@@ -75,7 +75,7 @@ class PipeStream:
 class PipeConnection:
     """Runs commands as a user of this machine who has another home."""
 
-    peer_address = "127.0.0.1"
+    peer_address = local_address = "127.0.0.1"
 
     def __init__(self, home: Path) -> None:
         self.is_alive = True

@@ -659,6 +659,7 @@ def test_connection_is_tuned_and_tells_where_it_goes(start_sshd: StartSshd) -> N
         assert transport.default_window_size == 16 << 20
         assert transport.default_max_packet_size == 256 << 10
         assert connection.peer_address == "127.0.0.1"
+        assert connection.local_address == "127.0.0.1"
         assert connection.host_key_fingerprint == offered_name(sshd.host_key)
         assert connection.settings.where == f"{getpass.getuser()}@127.0.0.1:{sshd.port}"
 
@@ -1433,6 +1434,7 @@ def test_host_behind_a_bastion_is_reached_through_it(inner: Sshd, start_sshd: St
         assert run(connection, "cat", b"x" * 3_000_000) == b"x" * 3_000_000
         assert connection.open_sftp_filesystem().exists(str(tmp_path))
         assert connection.peer_address == "127.0.0.1"
+        assert connection.local_address == "127.0.0.1"
         assert connection.host_key_fingerprint == offered_name(inner.host_key)
         assert bastion.count("Accepted publickey") == inner.count("Accepted publickey") == 1
         assert bastion.count("direct-tcpip") > 0

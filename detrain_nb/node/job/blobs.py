@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ...copying.json_lines import FilesError, Untrue
-from ...guarded import can_others_write, describe, find_guest_parent
+from ...guarded import can_others_write, describe, find_guest_parent, make_parents
 
 __all__ = ["PART", "Blobs", "remove_unused", "sources_folder", "touch"]
 
@@ -34,7 +34,7 @@ def sources_folder() -> Path:
     for above in _possible_folders():
         folder = Path(os.path.realpath(above), "sources")
         try:
-            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_parents(folder)
             folder.mkdir(mode=0o700, exist_ok=True)
             if (guest := find_guest_parent(folder)) or can_others_write(folder.lstat(), folder):
                 raise PermissionError(f"others can write to {describe(guest or folder)}")

@@ -36,10 +36,15 @@ def mark_of(order: JobOrder) -> str:
     return f"{order.id}/{order.node_rank}"
 
 
+def inherited_environment(order: JobOrder) -> dict[str, str]:
+    """What a job has of the environment of the service that starts it, which may be the user's own."""
+    return {name: value for name, value in os.environ.items() if name not in order.withheld}
+
+
 def first_environment(order: JobOrder, folder: Path, secrets: Mapping[str, str]) -> dict[str, str]:
     """What the setup lines get, and torchrun with what they have changed of it."""
     dropped = PER_SESSION_VARIABLES - {"CUDA_VISIBLE_DEVICES"} | _OF_A_KERNEL
-    env = {name: value for name, value in os.environ.items() if name not in dropped}
+    env = {name: value for name, value in inherited_environment(order).items() if name not in dropped}
     own_path = env.get("PYTHONPATH", "")  # our code may be there
     env.update(order.env)
     if order.device == "cpu":

@@ -42,7 +42,8 @@ class JobOrder:
     """One node's part. ``ranks`` are the global numbers of its ranks; ``argv`` is what stands behind ``python``.
 
     A script in ``argv`` is named relative to the job's source. ``gpus`` are positions among those that the node has,
-    None for all. ``nodes`` are the names of all nodes, by node rank.
+    None for all. ``nodes`` are the names of all nodes, by node rank. ``withheld`` are variables that the job does not
+    inherit from the service that starts it.
     """
 
     id: str
@@ -56,6 +57,7 @@ class JobOrder:
     workdir: str = ""
     env: Mapping[str, str] = field(default_factory=dict)
     secret_names: tuple[str, ...] = ()
+    withheld: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
     artifacts: tuple[str, ...] = ()
     spec: Mapping[str, Any] = field(default_factory=dict)
@@ -224,6 +226,7 @@ _CHECKS: Mapping[str, Callable[[object], Any]] = {
     "workdir": _text,
     "env": check_env,
     "secret_names": check_texts,
+    "withheld": check_texts,
     "setup": check_texts,
     "artifacts": check_texts,
     "spec": _object,

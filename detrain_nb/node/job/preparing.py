@@ -32,6 +32,7 @@ from .folders import (
     remove_job_folder,
     write_whole,
 )
+from .launching import inherited_environment
 from .order import JobOrder, JobRefused, check_env, check_id, check_number
 from .scopes import outlives_logout
 from .status import READY, Status, is_live, read_status
@@ -224,6 +225,7 @@ def _start_runner(prepared: _Prepared, given: bytes, scope: list[str]) -> subpro
         runner = subprocess.Popen(
             [*scope, *argv],
             cwd="/",
+            env=inherited_environment(prepared.order),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

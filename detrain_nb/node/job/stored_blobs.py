@@ -32,6 +32,7 @@ class _StoreReader:
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, where: str) -> None:
         self._process, self._sock, self._where = process, sock, where
+        self._name = ""  # without what lets in
         self._reader, self._writer = sock.makefile("rb"), sock.makefile("wb")
         self._talk = Talk(self._reader, self._writer)
 
@@ -53,7 +54,7 @@ class _StoreReader:
         """Raises: FilesError where the store cannot be opened: a library is missing, or its name is none."""
         with self._explained():
             self._talk.say("open", where=self._where)
-            self._talk.hear("opened")
+            self._name = str(self._talk.hear("opened").get("name"))
 
     def fetch(self, wanted: Sequence[tuple[str, int]], blobs: Blobs, *, tick: Callable[[], object]) -> None:
         """Have all files. Raises: FilesError, also for one that is another there."""
@@ -64,7 +65,7 @@ class _StoreReader:
                 try:
                     blobs.add(sha256, size, self._ticking(size, tick))
                 except Untrue as exc:
-                    there = f"{clean(self._where)}/{sha256}"
+                    there = f"{clean(self._name)}/{sha256}"
                     raise FilesError(f"{there} is not what was put there: remove it, and submit the job again") from exc
 
     def _ticking(self, size: int, tick: Callable[[], object]) -> Iterator[bytes]:
@@ -99,7 +100,7 @@ def read_stored(where: str, environment: Mapping[str, str], *, tick: Callable[[]
         )
     except OSError as exc:
         ours.close()
-        raise FilesError(f"no process can be started to read {clean(where)}: {exc.strerror}") from exc
+        raise FilesError(f"no process can be started to read the store: {exc.strerror}") from exc
     finally:
         theirs.close()
     reader = _StoreReader(process, ours, where)
@@ -114,29 +115,33 @@ def read_stored(where: str, environment: Mapping[str, str], *, tick: Callable[[]
 
 def main() -> None:
     """Open one store, and read what is asked for until nothing more is."""
-    from ...storage import locate
+    from ...storage import locate, named_errors
 
-    talk = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer)
+    talk, is_sending = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer), False
     try:
         where = talk.hear("open")["where"]
         folder = locate(str(where))
-        talk.say("opened")
+        talk.say("opened", name=folder.name)
         while True:
             said = talk.hear("read")
-            size = as_size(said.get("size"))
+            left = as_size(said.get("size"))
             file = folder / str(said.get("name"))
-            with file.open() as opened:
+            with named_errors(file.name, "read"), file.open() as opened:
+                data = opened.read(min(left, _CHUNK_BYTES))
                 talk.say("file")
-                left = size
-                while left and (data := opened.read(min(left, _CHUNK_BYTES))):
+                is_sending = True  # what is said now would be read as a part of the file
+                while data:
                     talk.send(data)
                     left -= len(data)
-                if left:
-                    raise FilesError(f"{file.name} is shorter than it was said to be")
+                    data = opened.read(min(left, _CHUNK_BYTES))
+            if left:
+                return
+            is_sending = False
     except (DetrainError, OSError, FilesError) as exc:
         with contextlib.suppress(FilesError):
-            talk.say("failed", text=str(exc))
-            talk.flush()
+            if not is_sending:
+                talk.say("failed", text=str(exc))
+                talk.flush()
 
 
 if __name__ == "__main__":
