@@ -52,7 +52,7 @@ class JobMagics(Magics):
         %job check SPEC [--on-nodes] [--training.epochs 2 ...]
         %job list [--limit N] | show JOB | stop JOB [--grace S] | restart JOB [--follow]
         %job logs JOB [-f] [--tail N] [--node NODE] [--rank R] [--torchrun] | attach JOB
-        %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway]
+        %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway] [--replace]
         %job exec JOB|--nodes NODES [--timeout S] -- COMMAND
         %job rm [JOB...] [--older-than DAYS] [--anyway]
 
@@ -247,7 +247,9 @@ class JobMagics(Magics):
         again = "the same line goes on with what is missing"
         with told_when_interrupted("%job fetch", again), self._line() as draw:
             bar = CopyProgress("fetch", draw)
-            fetched = job.fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=bar)
+            fetched = job.fetch(
+                args.patterns or None, args.to, anyway=args.anyway, replace=args.replace, on_progress=bar
+            )
         print(fetched)
 
     def _exec(self, args: Any) -> None:

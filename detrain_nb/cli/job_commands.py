@@ -182,7 +182,9 @@ def _fetch(args: argparse.Namespace) -> int:
         def tell(files: int, done: int, total: int) -> None:
             say(f"{files} files, {format_size(done)} of {format_size(total)}")
 
-        fetched = _find(args.job).fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=tell)
+        fetched = _find(args.job).fetch(
+            args.patterns or None, args.to, anyway=args.anyway, replace=args.replace, on_progress=tell
+        )
     print(fetched)
     return _OK
 

@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,6 +61,29 @@ class Place:
     path: str  # below the folder here
 
 
+@dataclass(frozen=True)
+class _Here:
+    """What a fetch finds below ``root``, and may write over."""
+
+    root: Path
+    before: dict[str, str]
+    replace: bool
+    there: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+
+    def lacks(self, each: Place, place: HerePlace) -> bool:
+        """The file has to come; else it is there, or another is, which is kept."""
+        found, full = place.digest(), str(self.root / each.path)
+        if found == each.file.digest:
+            self.there.append(each.path)
+            self.before[full] = found
+        elif found is not None and not self.replace and found != self.before.get(full):
+            self.kept.append(each.path)
+        else:
+            return True
+        return False
+
+
 def fetch(
     nodes: Sequence[Transport],
     job: str,
@@ -68,13 +91,17 @@ def fetch(
     folder: str | os.PathLike[str],
     *,
     node_ranks: Sequence[int] | None = None,
+    fetched_before: dict[str, str] | None = None,
+    replace: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Fetched:
     """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is made.
 
     A file that is the same on several nodes comes once; others of the same name go into a folder with their node's
     name. What came before a link broke does not come again. ``node_ranks`` are those of ``nodes``, where these are not
-    all. Raises: JobError where nothing matches, DetrainError.
+    all. ``fetched_before`` has the SHA-256 of what earlier fetches of the job have written, by its full path, and gets
+    what this one writes: a file here that differs from both is kept, unless ``replace``.
+    Raises: JobError where nothing matches, or once all else has come where a file was kept; DetrainError.
     """
     numbers = list(range(len(nodes)) if node_ranks is None else node_ranks)
     root = Path(os.path.abspath(os.path.expanduser(folder)))
@@ -88,14 +115,21 @@ def fetch(
         )
     total = sum(each.file.size for of_node in wanted for each in of_node)
     _check_room(root, total)
-    there: list[str] = []
+    here = _Here(root, {} if fetched_before is None else fetched_before, replace)
 
     def act(node: Transport, stop: Stop, tell: OnProgress) -> None:
         index = nodes.index(node)
-        _fetch_of_node(node, numbers[index], job, wanted[index], root, there=there, stop=stop, tell=tell)
+        _fetch_of_node(node, numbers[index], job, wanted[index], here, stop=stop, tell=tell)
 
     on_every(nodes, act, on_progress)
-    return Fetched(str(root), tuple(paths), total, len(there), num_left_out)
+    if here.kept:
+        which, verbs = name_some(sorted(here.kept)), "differs, and is" if len(here.kept) == 1 else "differ, and are"
+        raise JobError(
+            f"job {job}: {which} in {root} {verbs} kept; all else has come",
+            advice="{} writes over what differs",
+            typed="--replace",
+        )
+    return Fetched(str(root), tuple(paths), total, len(here.there), num_left_out)
 
 
 def _tell_left_out(count: int) -> str:
@@ -165,9 +199,8 @@ def _fetch_of_node(
     index: int,
     job: str,
     wanted: Sequence[Place],
-    root: Path,
+    here: _Here,
     *,
-    there: list[str],
     stop: Stop,
     tell: OnProgress,
 ) -> None:
@@ -178,10 +211,9 @@ def _fetch_of_node(
     with open_job_talk(node, stop=stop) as talk:
         for number, each in enumerate(wanted, 1):
             stop.check()
-            with _here(root / each.path), make_place(root, each.path) as place:
-                if place.has(each.file):
-                    there.append(each.path)
-                else:
+            full = here.root / each.path
+            with _explained(full), make_place(here.root, each.path) as place:
+                if here.lacks(each, place):
                     before = done
 
                     def note(size: int, number: int = number, before: int = before) -> None:
@@ -189,11 +221,13 @@ def _fetch_of_node(
                         tell(number - 1, before + size, total)
 
                     _fetch_file(talk, job, index, each.file, place, note)
+                    here.before[str(full)] = each.file.digest
             done += each.file.size
             tell(number, done, total)
 
 
 def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, place: HerePlace, note: OnSize) -> None:
+    found = place.digest()
     part, opened, is_kept = place.open_part(file.digest[:_DIGEST_CHARS])
     try:
         with open(opened, "r+b") as written:
@@ -201,6 +235,8 @@ def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, place: HerePla
             if digest != file.digest:
                 is_kept = False
                 raise Untrue(f"{file.name}: what came is not what its digest says; fetch it again")
+            if place.digest() not in (found, digest):
+                raise FilesError(f"{file.name} was written here meanwhile: fetch it again")
             if place.opened is not None:  # while it is locked
                 place.put(part)
         if place.opened is None:  # Windows renames no file that is open
@@ -233,7 +269,7 @@ def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, n
 
 
 @contextlib.contextmanager
-def _here(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     """What this machine's disk cannot do at ``path`` is not the node's fault."""
     try:
         yield

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,12 +249,14 @@ class Job(ShownAsText):
         to: str | os.PathLike[str] = ".",
         *,
         anyway: bool = False,
+        replace: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Fetched:
         """Fetch what it has made into the folder ``to``: what matches ``pattern``, by default the spec's ``artifacts``.
 
-        Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is, of the nodes that
-        answer.
+        A file there that differs is kept, unless it is as a fetch of this job has left it, or with ``replace``.
+        Raises: JobError where one was kept, once all else has come; where it is not over, or did not succeed:
+        ``anyway`` fetches what there is, of the nodes that answer.
         """
         status = self.status()
         if not anyway and not (status.state == ENDED and status.exit_code == 0):
@@ -269,8 +271,21 @@ class Job(ShownAsText):
         if not positions:
             raise JobError("\n".join(f"{node}: {why}" for node, why in status.silent.items()))
         nodes = [self._transports()[index] for index in positions]
-        fetched = fetch(nodes, self.id, patterns, to, node_ranks=positions, on_progress=on_progress)
-        return replace(fetched, silent=tuple(status.silent))
+        before = self._record.fetched(self.id)
+        try:
+            fetched = fetch(
+                nodes,
+                self.id,
+                patterns,
+                to,
+                node_ranks=positions,
+                fetched_before=before,
+                replace=replace,
+                on_progress=on_progress,
+            )
+        finally:
+            self._record.note_fetched(self.id, before)
+        return dataclasses.replace(fetched, silent=tuple(status.silent))
 
     def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
         """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
@@ -366,7 +381,7 @@ class Job(ShownAsText):
         status = self._note([said[index] for index in range(len(nodes))])
         names = [label(node) for node in nodes]
         if status.failed_node and follower.has_shown_end(names.index(status.failed_node), status.failed_rank):
-            return replace(status, last_lines=status.last_lines[-1:])
+            return dataclasses.replace(status, last_lines=status.last_lines[-1:])
         return status
 
     def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:

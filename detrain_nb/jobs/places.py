@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ..copying.json_lines import FilesError
 from ..guarded import SEARCH
-from .report_checks import NodeFile
 
 __all__ = ["HerePlace", "make_place"]
 
@@ -35,18 +34,21 @@ class HerePlace:
     def beside(self, name: str) -> str:
         return name if self.opened is not None else os.path.join(os.path.dirname(self.name), name)
 
-    def has(self, file: NodeFile) -> bool:
-        """The same file is there. Raises: IsADirectoryError where a folder is."""
+    def digest(self) -> str | None:
+        """The SHA-256 of the file that is there; None where nothing is, and empty for a link or what is no file.
+
+        Raises: IsADirectoryError where a folder is.
+        """
         try:
             state = os.stat(self.name, dir_fd=self.opened, follow_symlinks=False)
             if stat.S_ISDIR(state.st_mode):
                 raise IsADirectoryError(errno.EISDIR, "is a folder: a file of this name cannot be written there")
-            if not stat.S_ISREG(state.st_mode) or state.st_size != file.size:
-                return False
+            if not stat.S_ISREG(state.st_mode):
+                return ""
             with open(os.open(self.name, os.O_RDONLY | _CAREFUL, dir_fd=self.opened), "rb") as opened:
-                return hashlib.file_digest(opened, "sha256").hexdigest() == file.digest
+                return hashlib.file_digest(opened, "sha256").hexdigest()
         except FileNotFoundError:
-            return False
+            return None
 
     def open_part(self, digest: str) -> tuple[str, int, bool]:
         """What an earlier fetch has left of a file, to go on with, or a new one; its name, and whether it stays.

@@ -162,9 +162,48 @@ def test_link_in_the_place_of_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "in").mkdir()
     (tmp_path / "in/m.pt").symlink_to(tmp_path / "precious")
-    fetch([LyingNode({"artifacts": listing("m.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path / "in")
+    node = LyingNode({"artifacts": listing("m.pt"), "read": sending()})
+    fetch([node], JOB, ["*.pt"], tmp_path / "in", replace=True)
     assert (tmp_path / "precious").read_text() == "precious"
     assert (tmp_path / "in/m.pt").read_bytes() == DATA
+
+
+def test_file_here_that_differs_is_kept_and_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/best.pt").write_text("mine")
+    (tmp_path / "link.pt").symlink_to("elsewhere")
+    node = LyingNode({"artifacts": listing("checkpoints/best.pt", "link.pt", "new.pt"), "read": sending()})
+    with pytest.raises(JobError, match=r"checkpoints/best\.pt, link\.pt in .* differ, and are kept.*replace=True"):
+        fetch([node], JOB, ["*.pt"], tmp_path)
+    assert (tmp_path / "checkpoints/best.pt").read_text() == "mine"
+    assert (tmp_path / "link.pt").is_symlink()
+    assert (tmp_path / "new.pt").read_bytes() == DATA
+    assert fetch([node], JOB, ["*.pt"], tmp_path, replace=True).num_there == 1
+    assert (tmp_path / "checkpoints/best.pt").read_bytes() == (tmp_path / "link.pt").read_bytes() == DATA
+
+
+def test_what_a_fetch_has_left_is_written_over_until_somebody_changes_it(tmp_path: Path) -> None:
+    node, before = LyingNode({"artifacts": listing("m.pt"), "read": sending()}), dict[str, str]()
+    fetch([node], JOB, ["*.pt"], tmp_path, fetched_before=before)
+    later = DATA[:-1] + b"x"
+    trained = listing("m.pt", digest=hashlib.sha256(later).hexdigest())
+    again = LyingNode({"artifacts": trained, "read": sending(later)})
+    fetch([again], JOB, ["*.pt"], tmp_path, fetched_before=before)
+    assert (tmp_path / "m.pt").read_bytes() == later
+    (tmp_path / "m.pt").write_text("mine")
+    with pytest.raises(JobError, match="kept"):
+        fetch([node], JOB, ["*.pt"], tmp_path, fetched_before=before)
+    assert (tmp_path / "m.pt").read_text() == "mine"
+
+
+def test_file_that_is_written_here_during_the_fetch_is_kept(tmp_path: Path) -> None:
+    def write_and_send(talk: Talk, order: dict[str, Any]) -> None:
+        (tmp_path / "m.pt").write_text("mine")
+        sending()(talk, order)
+
+    with pytest.raises(DetrainError, match="written here meanwhile"):
+        fetch([LyingNode({"artifacts": listing("m.pt"), "read": write_and_send})], JOB, ["*.pt"], tmp_path)
+    assert (tmp_path / "m.pt").read_text() == "mine"
 
 
 def test_other_bytes_than_the_digest_says_are_not_kept(tmp_path: Path) -> None:
