@@ -90,7 +90,7 @@ def fetch(
     patterns: Sequence[str],
     folder: str | os.PathLike[str],
     *,
-    node_ranks: Sequence[int] | None = None,
+    asked: Sequence[int] | None = None,
     fetched_before: dict[str, str] | None = None,
     replace: bool = False,
     on_progress: OnProgress | None = None,
@@ -98,16 +98,19 @@ def fetch(
     """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is made.
 
     A file that is the same on several nodes comes once; others of the same name go into a folder with their node's
-    name. What came before a link broke does not come again. ``node_ranks`` are those of ``nodes``, where these are not
-    all. ``fetched_before`` has the SHA-256 of what earlier fetches of the job have written, by its full path, and gets
-    what this one writes: a file here that differs from both is kept, unless ``replace``.
+    name. What came before a link broke does not come again. ``asked``: the positions of those that are asked in
+    ``nodes``, which are all of the job. ``fetched_before`` has the SHA-256 of what earlier fetches of the job have
+    written, by its full path, and gets what this one writes: a file here that differs from both is kept, unless
+    ``replace``.
     Raises: JobError where nothing matches, or once all else has come where a file was kept; DetrainError.
     """
-    numbers = list(range(len(nodes)) if node_ranks is None else node_ranks)
+    numbers = list(range(len(nodes)) if asked is None else asked)
     root = Path(os.path.abspath(os.path.expanduser(folder)))
+    names = [label(node) for node in nodes]
+    nodes = [nodes[number] for number in numbers]
     answers = on_all(nodes, lambda index: _list_files(nodes[index], numbers[index], job, patterns))
     listed, num_left_out = [files for files, _ in answers], sum(count for _, count in answers)
-    wanted = choose_places([label(node) for node in nodes], listed)
+    wanted = choose_places([names[number] for number in numbers], listed, reserved=names)
     paths = sorted(each.path for of_node in wanted for each in of_node)
     if not paths:
         raise JobError(
@@ -157,8 +160,14 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
     return files, read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
 
 
-def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) -> list[list[Place]]:
-    """Where the files of each node go: one that others have as well, but not the same, below the node's name."""
+def choose_places(
+    names: Sequence[str], listed: Sequence[Sequence[NodeFile]], *, reserved: Sequence[str] = ()
+) -> list[list[Place]]:
+    """Where the files of each node go: one that others have as well, but not the same, below the node's name.
+
+    So does one in a folder with a node's name, of ``reserved`` too, where there are several: it is no other node's.
+    """
+    taken_names = {name.casefold() for name in (*names, *reserved)}
     digests: dict[str, set[str]] = {}
     folders: set[str] = set()
     for files in listed:
@@ -166,17 +175,16 @@ def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) ->
             digests.setdefault(file.name, set()).add(file.digest)
             parts = file.name.split("/")
             folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts))}
-    taken: dict[str, str] = {}
+    taken: set[str] = set()
     chosen: list[list[Place]] = []
     for name, files in zip(names, listed):
         of_node: list[Place] = []
         for file in files:
-            is_disputed = len(digests[file.name]) > 1 or file.name in folders
+            is_of_node = len(taken_names) > 1 and file.name.partition("/")[0].casefold() in taken_names
+            is_disputed = is_of_node or len(digests[file.name]) > 1 or file.name in folders
             path = f"{name}/{file.name}" if is_disputed else file.name
-            while taken.get(path, file.digest) != file.digest:
-                path = f"{name}/{path}"
             if path not in taken:
-                taken[path] = file.digest
+                taken.add(path)
                 of_node.append(Place(file, path))
         chosen.append(of_node)
     return chosen

@@ -270,15 +270,14 @@ class Job(ShownAsText):
         positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         if not positions:
             raise JobError("\n".join(f"{node}: {why}" for node, why in status.silent.items()))
-        nodes = [self._transports()[index] for index in positions]
         before = self._record.fetched(self.id)
         try:
             fetched = fetch(
-                nodes,
+                self._transports(),
                 self.id,
                 patterns,
                 to,
-                node_ranks=positions,
+                asked=positions,
                 fetched_before=before,
                 replace=replace,
                 on_progress=on_progress,
