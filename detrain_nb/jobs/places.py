@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..copying.json_lines import FilesError
-from ..guarded import SEARCH
+from ..guarded import open_inside, open_users_folder
 
 __all__ = ["HerePlace", "make_place"]
 
@@ -99,10 +99,14 @@ def _is_own(opened: int) -> bool:
 
 @contextlib.contextmanager
 def make_place(root: Path, name: str) -> Iterator[HerePlace]:
-    """Make the folders of a file below ``root``; each is opened in the one before, and none is a link."""
-    root.mkdir(parents=True, exist_ok=True)
+    """Make the folders of a file below ``root``; each is opened in the one before, and none is a link.
+
+    Raises: OSError, also for a folder of another user where everybody can make one, as in /tmp.
+    """
     *parents, last = name.split("/")
-    opened, folder = (os.open(root, SEARCH) if _HAS_DIR_FD else None), root
+    opened, folder = (open_users_folder(root, is_made=True) if _HAS_DIR_FD else None), root
+    if opened is None:
+        root.mkdir(parents=True, exist_ok=True)
     try:
         for part in parents:
             folder = folder / part
@@ -112,7 +116,7 @@ def make_place(root: Path, name: str) -> Iterator[HerePlace]:
             if not stat.S_ISDIR(os.stat(here, dir_fd=opened, follow_symlinks=False).st_mode):
                 raise FilesError(f"{folder} is no folder: {name} cannot be written below it")
             if opened is not None:
-                inner = os.open(part, SEARCH | os.O_NOFOLLOW, dir_fd=opened)
+                inner = open_inside(part, opened, folder, is_made=True)
                 os.close(opened)
                 opened = inner
         yield HerePlace(opened, last if opened is not None else str(folder / last))

@@ -103,6 +103,20 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     assert everything_in(tmp_path / "out") == []
 
 
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("to", ["models", "."])
+def test_folder_of_another_user_among_everybodys_is_not_taken(to: str, tmp_path: Path) -> None:
+    everybodys = tmp_path / "tmp"
+    (everybodys / "models").mkdir(parents=True)
+    everybodys.chmod(0o1777)
+    os.chown(everybodys / "models", 12345, 12345)
+    name = "m.pt" if to == "models" else "models/m.pt"
+    node = LyingNode({"artifacts": listing(name), "read": sending()})
+    with pytest.raises(DetrainError, match="made by another user"):
+        fetch([node], JOB, ["*.pt"], everybodys / to)
+    assert everything_in(everybodys) == ["models"]
+
+
 def test_link_that_comes_after_the_look_is_not_followed(tmp_path: Path) -> None:
     """As a process of others can put one there, in a folder that a group can write: at any moment of the fetch."""
     (tmp_path / "out").mkdir()
