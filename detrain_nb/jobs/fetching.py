@@ -16,7 +16,7 @@ from ..deploy.files import OnProgress, Stop, label, on_every
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..node.job.terms import FILES_OF_A_LINE, fits
-from ..text import format_size, name_some
+from ..text import format_size, name_some, printable
 from ..transport import Transport
 from .asking import on_all
 from .places import HerePlace, make_place
@@ -27,6 +27,7 @@ __all__ = ["Fetched", "Place", "choose_places", "fetch"]
 OnSize = Callable[[int], object]
 _CHUNK_BYTES = 1 << 18
 _MOST_LEFT_OUT = 10_000_000
+_MOST_FOLDERS, _MOST_NAME_CHARS = 10_000, 1 << 24  # of a node's files
 _DIGEST_CHARS = 16  # of the name of a part
 
 
@@ -47,10 +48,10 @@ class Fetched:
     def __str__(self) -> str:
         there = f", {self.num_there} here already" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        left_out = _tell_left_out(self.num_left_out)
+        left_out, shown = _tell_left_out(self.num_left_out), printable(name_some(self.files))
         if self.silent:
             left_out += f"; nothing came from {name_some(self.silent)}"
-        return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}{left_out}"
+        return f"{count}, {format_size(self.size_bytes)}{there}: {shown} in {self.folder}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -113,9 +114,8 @@ def fetch(
     wanted = choose_places([names[number] for number in numbers], listed, reserved=names)
     paths = sorted(each.path for of_node in wanted for each in of_node)
     if not paths:
-        raise JobError(
-            f"job {job} has no artifact that matches {name_some(list(patterns))}{_tell_left_out(num_left_out)}"
-        )
+        which = printable(name_some(list(patterns)))
+        raise JobError(f"job {job} has no artifact that matches {which}{_tell_left_out(num_left_out)}")
     total = sum(each.file.size for of_node in wanted for each in of_node)
     _check_room(root, total)
     here = _Here(root, {} if fetched_before is None else fetched_before, replace)
@@ -126,7 +126,8 @@ def fetch(
 
     on_every(nodes, act, on_progress)
     if here.kept:
-        which, verbs = name_some(sorted(here.kept)), "differs, and is" if len(here.kept) == 1 else "differ, and are"
+        which = printable(name_some(sorted(here.kept)))
+        verbs = "differs, and is" if len(here.kept) == 1 else "differ, and are"
         raise JobError(
             f"job {job}: {which} in {root} {verbs} kept; all else has come",
             advice="{} writes over what differs",
@@ -147,16 +148,23 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
     with open_job_talk(node) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
         files: list[NodeFile] = []
-        has_more = True
+        folders: set[str] = set()
+        num_chars, has_more = 0, True
         while has_more:
             said = talk.hear("files")
             more, has_more = read_files(said), said.get("more") is True
             if has_more and len(more) < FILES_OF_A_LINE:
                 raise Untrue(f"{len(more)} files came at once, and it says that there are more")
+            for file in more:
+                folders |= _folders_of(file.name)
+                num_chars += len(file.name)
+                if len(folders) > _MOST_FOLDERS or num_chars > _MOST_NAME_CHARS:
+                    most = f"{_MOST_FOLDERS:,} folders, or {_MOST_NAME_CHARS:,} characters of names"
+                    raise FilesError(f"the files are in more than {most}: ask for fewer by a pattern")
             files = check_different([*files, *more])
     unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
     if unasked is not None:
-        raise DetrainError(f"{label(node)}: it offers {unasked}, which was not asked for")
+        raise DetrainError(f"{label(node)}: it offers {printable(unasked)}, which was not asked for")
     return files, read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
 
 
@@ -173,8 +181,7 @@ def choose_places(
     for files in listed:
         for file in files:
             digests.setdefault(file.name, set()).add(file.digest)
-            parts = file.name.split("/")
-            folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts))}
+            folders |= _folders_of(file.name)
     taken: set[str] = set()
     chosen: list[list[Place]] = []
     for name, files in zip(names, listed):
@@ -188,6 +195,11 @@ def choose_places(
                 of_node.append(Place(file, path))
         chosen.append(of_node)
     return chosen
+
+
+def _folders_of(name: str) -> set[str]:
+    parts = name.split("/")
+    return {"/".join(parts[:depth]) for depth in range(1, len(parts))}
 
 
 def _check_room(root: Path, total: int) -> None:
@@ -242,9 +254,9 @@ def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, place: HerePla
             digest = _fill(talk, job, index, file, written, note)
             if digest != file.digest:
                 is_kept = False
-                raise Untrue(f"{file.name}: what came is not what its digest says; fetch it again")
+                raise Untrue(f"{printable(file.name)}: what came is not what its digest says; fetch it again")
             if place.digest() not in (found, digest):
-                raise FilesError(f"{file.name} was written here meanwhile: fetch it again")
+                raise FilesError(f"{printable(file.name)} was written here meanwhile: fetch it again")
             if place.opened is not None:  # while it is locked
                 place.put(part)
         if place.opened is None:  # Windows renames no file that is open
@@ -266,7 +278,7 @@ def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, n
     talk.say("read", id=job, node_rank=index, name=file.name, offset=have)
     size = as_size(talk.hear("file").get("size"))
     if have + size != file.size:
-        raise Untrue(f"{file.name} has changed meanwhile: fetch it again")
+        raise Untrue(f"{printable(file.name)} has changed meanwhile: fetch it again")
     for data in talk.read(size):
         written.write(data)
         digest.update(data)
@@ -282,4 +294,4 @@ def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise FilesError(f"{path}: {reason_of(exc)}") from exc
+        raise FilesError(f"{printable(str(path))}: {reason_of(exc)}") from exc

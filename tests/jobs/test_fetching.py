@@ -34,6 +34,10 @@ def test_no_file_is_left_out_for_another_of_its_place() -> None:
     assert len(places) == len(set(places)) == 3
 
 
+def test_joiners_in_a_name_are_seen() -> None:
+    assert str(Fetched("here", ("a\u200d.pt",), 5)) == "1 file, 5 B: a\\u200d.pt in here"
+
+
 def test_file_in_a_folder_with_the_name_of_a_node_is_not_that_nodes() -> None:
     assert paths(
         [NodeFile("m", 1, ONE), NodeFile("B/m", 1, ONE), NodeFile("b", 1, ONE)], [NodeFile("m", 1, OTHER)]

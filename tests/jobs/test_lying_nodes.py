@@ -55,7 +55,17 @@ def everything_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "a\x1b[2J", "a//b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../out",
+        "/tmp/out",
+        "a/../../out",
+        "a\x1b[2J",
+        "a//b",
+        *(f"a{c}b" for c in "\u200b\u200f\u061c\u202e\ufeff\U000e0041"),
+    ],
+)
 def test_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
     node = LyingNode({"artifacts": listing(name), "read": sending()})
     with pytest.raises(WireError):
@@ -80,6 +90,19 @@ def test_list_of_files_comes_to_its_end(tmp_path: Path) -> None:
 
     with pytest.raises(WireError, match="0 files came at once"):
         fetch([LyingNode({"artifacts": endless})], JOB, ["*"], tmp_path)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("depth", [80, 0], ids=["folders", "names"])
+def test_folders_and_names_of_files_have_a_bound(depth: int, tmp_path: Path) -> None:
+    def endless(talk: Talk, order: dict[str, Any]) -> None:
+        for number in range(0, 1 << 20, 500):
+            names = [f"{each:0{1 if depth else 200}}{'/a' * depth}.pt" for each in range(number, number + 500)]
+            talk.say("files", files=[[name, 0, DIGEST] for name in names], more=True)
+
+    with pytest.raises(DetrainError, match=r"more than 10,000 folders, or 16,777,216 characters of names"):
+        fetch([LyingNode({"artifacts": endless})], JOB, ["*.pt"], tmp_path)
+    assert everything_in(tmp_path) == []
 
 
 @pytest.mark.timeout(30)
