@@ -14,10 +14,11 @@ from ..text import RED, ShownAsText, html_cells, html_table, html_text, printabl
 from .job_status import JobStatus, has_failed
 from .report_checks import NodeReport
 
-__all__ = ["JobReport", "describe_metrics"]
+__all__ = ["SHOWN_STEPS", "JobReport", "describe_metrics"]
 
 _NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
-_MOST_ROWS, _MOST_NAMES = 10, 8  # of what was logged: the last steps, the first names
+SHOWN_STEPS = 10  # of what was logged the last
+_MOST_NAMES = 8  # the first
 _MOST_CHARS = 40  # of a name or a text that was logged
 _WORD = re.compile(r"[\w./@%+-]*", re.ASCII)
 _LEFT = "text-align:left"
@@ -90,7 +91,7 @@ def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
 
 def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The last steps, a row for each rank. What stands in them came from a node."""
-    last = lines[-_MOST_ROWS:]
+    last = lines[-SHOWN_STEPS:]
     names = _names_in(last)
     rows = [[_short(line.get(name)) for name in ("step", "rank", *names)] for line in last]
     return [["step", "rank", *(printable(name)[:_MOST_CHARS] for name in names)], *rows]

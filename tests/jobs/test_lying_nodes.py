@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import re
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -475,6 +477,83 @@ def test_metrics_without_end_do_not_fill_the_memory() -> None:
         follower.run(60)
     assert 1000 < len(kept.metrics) < 5000
     assert kept.metrics[0].keys() == {"step", "rank", "loss"}
+
+
+def test_only_ranks_of_the_job_are_heard_and_each_of_its_own_metrics(tmp_path: Path) -> None:
+    lines = "".join(f'{{"step": 1, "rank": {rank}, "loss": 1.0}}\n' for rank in range(-3, 4)).encode()
+
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        for name in ("metrics/rank-1.jsonl", "metrics/rank-2.jsonl"):
+            talk.say("data", name=name, offset=0, size=len(lines))
+            talk.send(lines)
+        _runs(talk, order)
+        talk.say("end")
+
+    job = _job_of(LyingNode({"follow": answer, "status": _runs}), tmp_path)
+    assert [line["rank"] for line in job.metrics()] == [1]
+
+
+def test_logs_that_nobody_wants_take_no_memory(tmp_path: Path) -> None:
+    follower = Follower([LyingNode({"follow": _sends_logs_of_many_ranks})], JOB, wanted=Wanted(has_logs=False))
+    tracemalloc.start()
+    try:
+        follower.run(60)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # of 60 that came
+    finally:
+        tracemalloc.stop()
+
+
+def _sends_logs_of_many_ranks(talk: Talk, order: dict[str, Any]) -> None:
+    for rank in range(1000):
+        talk.say("data", name=f"rank-{rank}.log", offset=0, size=60_000)
+        talk.send(b"x" * 60_000)
+    talk.say("end")
+
+
+def _runs(talk: Talk, order: dict[str, Any]) -> None:
+    talk.say("status", jobs=[{"id": JOB, "node_rank": 0, "state": "running", "metrics": {"step": 1}}])
+
+
+def _job_of(node: LyingNode, tmp_path: Path) -> Job:
+    record = Record(tmp_path / "jobs.sqlite")
+    record.add(JOB, name="a", nodes="[]", spec='{"name": "a", "source": {"script_text": "1"}}', state="running")
+    record.update(JOB, world_size=2)
+    return Job(JOB, "a", [node], record=record)
+
+
+@pytest.mark.timeout(60)
+def test_show_needs_no_more_than_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ever(talk: Talk, order: dict[str, Any]) -> None:
+        line = b'{"step": 7, "rank": 0, "loss": 0.5}\n' * 5000
+        for number in itertools.count():
+            talk.say("data", name="metrics/rank-0.jsonl", offset=number * len(line), size=len(line))
+            talk.send(line)
+
+    machine = {"gpus": 0, "free_bytes": 1 << 30, "torch": ""}
+    node = LyingNode({"follow": ever, "status": _runs, "facts": lambda talk, order: talk.say("facts", **machine)})
+    monkeypatch.setattr("detrain_nb.jobs.job._MOST_SHOWN_BYTES", 1_000_000)
+    shown = _job_of(node, tmp_path).show()
+    assert 0 < len(shown.metrics) < 5000
+    assert next(order["tail"] for order in node.heard if order["type"] == "follow") == 10
+
+
+@pytest.mark.timeout(60)
+def test_stop_does_not_wait_for_a_node_that_is_always_still_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def ever(talk: Talk, order: dict[str, Any]) -> None:
+        while not is_over.wait(0.05):
+            talk.send(b'{"type": "wait"}\n')
+            talk.flush()
+
+    monkeypatch.setattr("detrain_nb.jobs.job._STOP_LIMIT_S", 0.5)
+    try:
+        with pytest.raises(JobError, match="takes too long"):
+            _job_of(LyingNode({"stop": ever, "status": _runs}), tmp_path).stop(grace_s=0)
+    finally:
+        is_over.set()
 
 
 def test_node_that_takes_its_time_holds_nobody() -> None:
