@@ -276,7 +276,10 @@ def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, n
         digest.update(data)
         have += len(data)
     talk.say("read", id=job, node_rank=index, name=file.name, offset=have)
-    size = as_size(talk.hear("file").get("size"))
+    said = talk.hear("file")
+    size = as_size(said.get("size"))
+    if said.get("private") is True and os.name == "posix":  # nobody else could read it there
+        os.fchmod(written.fileno(), 0o600)
     if have + size != file.size:
         raise Untrue(f"{printable(file.name)} has changed meanwhile: fetch it again")
     for data in talk.read(size):

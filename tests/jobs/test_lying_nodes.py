@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import re
+import stat
 import threading
 import time
 import tracemalloc
@@ -195,6 +196,18 @@ def test_two_fetches_into_one_folder_do_not_write_into_each_others_files(tmp_pat
     assert not first.is_alive()
     assert everything_in(tmp_path) == ["m.pt"]
     assert (tmp_path / "m.pt").read_bytes() == DATA
+
+
+def test_file_that_nobody_else_could_read_is_the_users_alone_here(tmp_path: Path) -> None:
+    def private(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("file", size=len(DATA), private=order["name"] == "key.pt")
+        talk.send(DATA)
+
+    fetch([LyingNode({"artifacts": listing("key.pt", "m.pt"), "read": private})], JOB, ["*.pt"], tmp_path)
+    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("key.pt", "m.pt")}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert modes == {"key.pt": 0o600, "m.pt": 0o666 & ~umask}
 
 
 def test_link_in_the_place_of_a_file_is_replaced(tmp_path: Path) -> None:
