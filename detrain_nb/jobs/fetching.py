@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ __all__ = ["Fetched", "Place", "choose_places", "fetch"]
 
 OnSize = Callable[[int], object]
 _CHUNK_BYTES = 1 << 18
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_GLOB = re.compile(r"[*?[]")
 _MOST_LEFT_OUT = 10_000_000
 _MOST_FOLDERS, _MOST_NAME_CHARS = 10_000, 1 << 24  # of a node's files
 _DIGEST_CHARS = 16  # of the name of a part
@@ -105,6 +108,8 @@ def fetch(
     ``replace``.
     Raises: JobError where nothing matches, or once all else has come where a file was kept; DetrainError.
     """
+    if _URL.match(os.fspath(folder)):
+        raise SpecError("a URL is no folder of this machine: fetch into a folder")
     numbers = list(range(len(nodes)) if asked is None else asked)
     root = Path(os.path.abspath(os.path.expanduser(folder)))
     names = [label(node) for node in nodes]
@@ -114,8 +119,7 @@ def fetch(
     wanted = choose_places([names[number] for number in numbers], listed, reserved=names)
     paths = sorted(each.path for of_node in wanted for each in of_node)
     if not paths:
-        which = printable(name_some(list(patterns)))
-        raise JobError(f"job {job} has no artifact that matches {which}{_tell_left_out(num_left_out)}")
+        raise _nothing_matches(job, patterns, num_left_out)
     total = sum(each.file.size for of_node in wanted for each in of_node)
     _check_room(root, total)
     here = _Here(root, {} if fetched_before is None else fetched_before, replace)
@@ -126,14 +130,22 @@ def fetch(
 
     on_every(nodes, act, on_progress)
     if here.kept:
-        which = printable(name_some(sorted(here.kept)))
-        verbs = "differs, and is" if len(here.kept) == 1 else "differ, and are"
-        raise JobError(
-            f"job {job}: {which} in {root} {verbs} kept; all else has come",
-            advice="{} writes over what differs",
-            typed="--replace",
-        )
+        raise _differs(job, here)
     return Fetched(str(root), tuple(paths), total, len(here.there), num_left_out)
+
+
+def _nothing_matches(job: str, patterns: Sequence[str], num_left_out: int) -> JobError:
+    which = printable(name_some(patterns))
+    names = [each for each in patterns if not each.endswith("/") and not _GLOB.search(each)]
+    hint = f"; all of a folder is {printable(names[0])}/" if names else ""
+    return JobError(f"job {job} has no artifact that matches {which}{hint}{_tell_left_out(num_left_out)}")
+
+
+def _differs(job: str, here: _Here) -> JobError:
+    which = printable(name_some(sorted(here.kept)))
+    verbs = "differs, and is" if len(here.kept) == 1 else "differ, and are"
+    told = f"job {job}: {which} in {here.root} {verbs} kept; all else has come"
+    return JobError(told, advice="{} writes over what differs", typed="--replace")
 
 
 def _tell_left_out(count: int) -> str:

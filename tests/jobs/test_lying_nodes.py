@@ -20,7 +20,7 @@ import pytest
 from detrain_nb.copying.json_lines import Talk
 from detrain_nb.deploy.files import Patience
 from detrain_nb.deploy.jobs import PATIENCE, open_job_talk
-from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
+from detrain_nb.errors import DetrainError, JobError, NodeLost, SpecError, WireError
 from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, try_on_all
 from detrain_nb.jobs.execution import execute
@@ -117,6 +117,20 @@ def test_reports_of_other_jobs_are_not_heard_without_end() -> None:
     with open_job_talk(node) as talk:
         assert [each.id for each in hear_reports(talk, [JOB])] == ["b"]
     assert len(node.heard) == 1
+
+
+def test_what_is_no_folder_here_and_what_is_one_there_is_said(tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing(), "read": sending()})
+    with pytest.raises(SpecError, match="a URL is no folder of this machine"):
+        fetch([node], JOB, ["*.pt"], "s3://bucket/x")
+    with pytest.raises(JobError, match=r"no artifact that matches \*\.pt, deep; all of a folder is deep/$"):
+        fetch([node], JOB, ["*.pt", "deep"], tmp_path)
+
+
+def test_folder_that_ones_own_link_names_is_made(tmp_path: Path) -> None:
+    (tmp_path / "to").symlink_to(tmp_path / "scratch/models")
+    fetch([LyingNode({"artifacts": listing("m.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path / "to")
+    assert (tmp_path / "scratch/models/m.pt").read_bytes() == DATA
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
