@@ -293,8 +293,7 @@ class JobMagics(Magics):
 
         if not args.jobs and args.older_than is None:
             raise UsageError("%job rm: name jobs, or --older-than DAYS")
-        for wanted in args.jobs:
-            job = self._find(wanted)
+        for job in [self._find(wanted) for wanted in args.jobs]:  # all are known, or none is removed
             job.remove(anyway=args.anyway)
             print(f"removed {job.id}")
         kept: list[str] = []

@@ -219,8 +219,7 @@ def _remove(args: argparse.Namespace) -> int:
     if args.older_than is None and not args.jobs:
         raise SpecError("name jobs, or --older-than DAYS")
     failed = False
-    for wanted in args.jobs:
-        job = _find(wanted)
+    for job in [_find(wanted) for wanted in args.jobs]:  # all are known, or none is removed
         job.remove(anyway=args.anyway)
         print(f"removed {job.id}")
     if args.older_than is not None:

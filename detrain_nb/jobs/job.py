@@ -269,11 +269,9 @@ class Job(ShownAsText):
         status = self.status()
         if not anyway and not (status.state == ENDED and status.exit_code == 0):
             code = "" if status.exit_code is None else f" with {status.exit_code}"
-            raise JobError(
-                f"job {self.id} did not succeed, it is {status.state}{code}",
-                advice="{} fetches what there is",
-                typed="--anyway",
-            )
+            is_going = not status.is_over and status.state != UNKNOWN
+            how = f"is {status.state}" if is_going else f"did not succeed, it is {status.state}{code}"
+            raise JobError(f"job {self.id} {how}", advice="{} fetches what there is", typed="--anyway")
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
         positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         if not positions:
