@@ -42,7 +42,7 @@ __all__ = ["Job", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
-_STOP_LIMIT_S = 60.0  # beside the grace
+_STOP_LIMIT_S = 30.0  # beside the grace
 _MOST_TAIL_LINES = 1_000_000
 _MOST_BYTES, _MOST_SHOWN_BYTES = 2_000_000_000, 20_000_000  # of what is kept in memory
 
