@@ -365,7 +365,7 @@ class Job(ShownAsText):
         follower = Follower(
             nodes,
             self.id,
-            wanted=dataclasses.replace(wanted, num_ranks=size),
+            wanted=dataclasses.replace(wanted, num_ranks=self.world_size),
             on_line=on_line,
             on_metrics=on_metrics,
             on_reports=on_reports,
