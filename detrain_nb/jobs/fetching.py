@@ -38,6 +38,8 @@ _DIGEST_CHARS = 16  # of the name of a part
 class Fetched:
     """What was fetched: ``files`` by their paths here; ``num_there`` of them were here already.
 
+    In the place of ``replaced`` ones another was.
+
     ``num_left_out`` more match and stay on the nodes: links, what is no file or cannot be read, names that are no text.
     """
 
@@ -47,11 +49,14 @@ class Fetched:
     num_there: int = 0
     num_left_out: int = 0
     silent: tuple[str, ...] = ()  # nodes of which nothing came
+    replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         there = f", {self.num_there} here already" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         left_out, shown = _tell_left_out(self.num_left_out), printable(name_some(self.files))
+        if self.replaced:
+            left_out = f"; replaced {printable(name_some(self.replaced))}{left_out}"
         if self.silent:
             left_out += f"; nothing came from {name_some(self.silent)}"
         return f"{count}, {format_size(self.size_bytes)}{there}: {shown} in {self.folder}{left_out}"
@@ -74,6 +79,7 @@ class _Here:
     replace: bool
     there: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
 
     def lacks(self, each: Place, place: HerePlace) -> bool:
         """The file has to come; else it is there, or another is, which is kept."""
@@ -84,6 +90,7 @@ class _Here:
         elif found is not None and not self.replace and found != self.before.get(full):
             self.kept.append(each.path)
         else:
+            self.replaced.extend([each.path] if found is not None else [])
             return True
         return False
 
@@ -131,7 +138,8 @@ def fetch(
     on_every(nodes, act, on_progress)
     if here.kept:
         raise _differs(job, here)
-    return Fetched(str(root), tuple(paths), total, len(here.there), num_left_out)
+    replaced = tuple(sorted(here.replaced))
+    return Fetched(str(root), tuple(paths), total, len(here.there), num_left_out, replaced=replaced)
 
 
 def _nothing_matches(job: str, patterns: Sequence[str], num_left_out: int) -> JobError:

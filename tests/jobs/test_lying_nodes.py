@@ -244,7 +244,9 @@ def test_file_here_that_differs_is_kept_and_named(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints/best.pt").read_text() == "mine"
     assert (tmp_path / "link.pt").is_symlink()
     assert (tmp_path / "new.pt").read_bytes() == DATA
-    assert fetch([node], JOB, ["*.pt"], tmp_path, replace=True).num_there == 1
+    fetched = fetch([node], JOB, ["*.pt"], tmp_path, replace=True)
+    assert (fetched.num_there, fetched.replaced) == (1, ("checkpoints/best.pt", "link.pt"))
+    assert str(fetched).endswith("; replaced checkpoints/best.pt, link.pt")
     assert (tmp_path / "checkpoints/best.pt").read_bytes() == (tmp_path / "link.pt").read_bytes() == DATA
 
 
