@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import behind_ours, quoted
@@ -44,7 +44,8 @@ class JobReport(ShownAsText):
     def _repr_html_(self) -> str:
         status = self.status
         rows = [
-            (_node_cells(node, each), has_failed(each.state, each.exit_code)) for node, each in status.reports.items()
+            (_node_cells(node, self._with_ranks(each)), has_failed(each.state, each.exit_code))
+            for node, each in status.reports.items()
         ]
         rows += [((node, "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()]
         body = "".join(f"<tr>{html_cells(cells, style=_FAILED if is_red else _LEFT)}</tr>" for cells, is_red in rows)
@@ -61,6 +62,12 @@ class JobReport(ShownAsText):
             body = "".join(f"<tr>{html_cells(cells, style=_LEFT)}</tr>" for cells in steps)
             parts.append(html_table(html_cells(names, tag="th", style=_LEFT), body, caption=["logged last"]))
         return "".join(parts)
+
+    def _with_ranks(self, report: NodeReport) -> NodeReport:
+        """A node names the ranks that have begun; before that it has those of the plan."""
+        if self.plan is None or report.ranks or report.is_over or report.node_rank >= len(self.plan.nodes):
+            return report
+        return replace(report, ranks=self.plan.nodes[report.node_rank].ranks)
 
 
 def describe_metrics(values: Mapping[str, Any]) -> str:
