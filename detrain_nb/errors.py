@@ -140,7 +140,12 @@ class JobError(DetrainError):
         if not self.typed:
             return self.fault
         command, _, job = self.typed.partition(" ")
-        in_python = {"stop": f"find_job({job!r}).stop()", "list": "jobs()", "--anyway": "anyway=True"}
+        in_python = {
+            "stop": f"find_job({job!r}).stop()",
+            "list": "jobs()",
+            "--anyway": "anyway=True",
+            "--replace": "replace=True",
+        }
         is_option = command.startswith("--")
         here = f"{'' if is_option else f'{self.prog} '}{self.typed}" if self.prog else in_python[command]
         return f"{self.fault}: {self.advice.format(here)}"

@@ -61,7 +61,7 @@ def make_users_folder(folder: Path) -> None:
     Raises: OSError, also for one that another user has made, or put a link to, where everybody can, as in /tmp: nobody
     says that the user means that one.
     """
-    os.close(_open_users_folder(folder, is_made=True))
+    os.close(open_users_folder(folder, is_made=True))
 
 
 def state_folder() -> Path:
@@ -103,30 +103,38 @@ def make_parents(folder: Path) -> None:
 
 def enter_users_folder(folder: Path) -> None:
     """Make it the current folder; it may have been exchanged since it was made. Raises: as `make_users_folder`."""
-    opened = _open_users_folder(folder, is_made=False)
+    opened = open_users_folder(folder, is_made=False)
     try:
         os.fchdir(opened)
     finally:
         os.close(opened)
 
 
-def _open_users_folder(folder: Path, *, is_made: bool) -> int:
+def open_users_folder(folder: Path, *, is_made: bool) -> int:
+    """Open it, for who writes into it whatever stands in the place of its name later. Raises: OSError."""
     refuse_squatted(folder)
     real = Path(os.path.realpath(folder))  # where the user's own links lead
     opened = os.open(real.anchor, SEARCH)
     try:
         for number, name in enumerate(real.parts[1:], 2):
-            inner = _open_or_make(name, opened) if is_made else _open_in(name, opened)
-            parent, state = os.fstat(opened), os.fstat(inner)
+            inner = open_inside(name, opened, Path(*real.parts[:number]), is_made=is_made)
             os.close(opened)
             opened = inner
-            if _is_squatted(state, parent, inner):
-                raise _by_another_user(Path(*real.parts[:number]), state)
         refuse_squatted(folder)
     except BaseException:
         os.close(opened)
         raise
     return opened
+
+
+def open_inside(name: str, parent: int, path: Path, *, is_made: bool) -> int:
+    """Open a folder of an opened one, which is ``path``. Raises: OSError, also for a link, or another user's."""
+    inner = _open_or_make(name, parent) if is_made else _open_in(name, parent)
+    state = os.fstat(inner)
+    if _is_squatted(state, os.fstat(parent), inner):
+        os.close(inner)
+        raise _by_another_user(path, state)
+    return inner
 
 
 def _open_or_make(name: str, parent: int) -> int:

@@ -261,7 +261,9 @@ class JobMagics(Magics):
         again = "the same line goes on with what is missing"
         with told_when_interrupted("%job fetch", again), self._line() as draw:
             bar = CopyProgress("fetch", draw)
-            fetched = job.fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=bar)
+            fetched = job.fetch(
+                args.patterns or None, args.to, anyway=args.anyway, replace=args.replace, on_progress=bar
+            )
         print(fetched)
 
     def _exec(self, args: Any) -> None:
@@ -292,8 +294,7 @@ class JobMagics(Magics):
 
         if not args.jobs and args.older_than is None:
             raise UsageError("%job rm: name jobs, or --older-than DAYS")
-        for wanted in args.jobs:
-            job = self._find(wanted)
+        for job in [self._find(wanted) for wanted in args.jobs]:  # all are known, or none is removed
             job.remove(anyway=args.anyway)
             print(f"removed {job.id}")
         kept: list[str] = []

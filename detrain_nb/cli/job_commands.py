@@ -181,7 +181,9 @@ def _restart(args: argparse.Namespace) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     with _told_when_interrupted("the same line goes on with what is missing"), _progress() as say:
         bar = CopyProgress("fetch", say)
-        fetched = _find(args.job).fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=bar)
+        fetched = _find(args.job).fetch(
+            args.patterns or None, args.to, anyway=args.anyway, replace=args.replace, on_progress=bar
+        )
     print(fetched)
     return _OK
 
@@ -216,8 +218,7 @@ def _remove(args: argparse.Namespace) -> int:
     if args.older_than is None and not args.jobs:
         raise SpecError("name jobs, or --older-than DAYS")
     failed = False
-    for wanted in args.jobs:
-        job = _find(wanted)
+    for job in [_find(wanted) for wanted in args.jobs]:  # all are known, or none is removed
         job.remove(anyway=args.anyway)
         print(f"removed {job.id}")
     if args.older_than is not None:

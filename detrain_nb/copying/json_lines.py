@@ -28,7 +28,8 @@ SLOWEST_BYTES_PER_S = 20_000  # a slower connection brings nothing
 _TICK_S = 5.0
 _LAST_LINES = 100
 _CUT_OFF = "the other side hung up in the middle of a file"
-_TURNS_TEXT = set("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")  # makes a name look like another
+_UNFIT = ("Cc", "Cf", "Cs", "Zl", "Zp")  # what is not seen, or turns the writing, makes a name look like another
+_JOINERS = "\u200c\u200d"  # not seen either; words of some languages, and emoji, need them
 _NOT_ON_WINDOWS = re.compile(r'[\\:*?"<>|]|[ .](/|$)|(^|/)(con|prn|aux|nul|com\d|lpt\d)(\.|/|$)', re.IGNORECASE)
 
 
@@ -218,7 +219,7 @@ def check_name(name: object) -> str:
         raise Untrue(f"{clean(name)[:200]!r} leads out of the folder")
     if name.count("/") > MOST_DEPTH:
         raise Untrue(f"{clean(name)[:200]!r}... is in more than {MOST_DEPTH} folders")
-    if any(char in _TURNS_TEXT or unicodedata.category(char) in ("Cc", "Cs", "Zl", "Zp") for char in name):
+    if any(unicodedata.category(char) in _UNFIT and char not in _JOINERS for char in name):
         raise Untrue(f"{clean(name)[:200]!r} has characters that no name should have")
     if os.name == "nt" and _NOT_ON_WINDOWS.search(name):
         raise Untrue(f"{clean(name)[:200]!r} can be no name on Windows")

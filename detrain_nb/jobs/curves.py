@@ -18,6 +18,7 @@ Curve = list[tuple[int, float, float]]  # step, time, value
 
 _MOST_PICTURES = 12
 _MOST_RANKS = 8  # that have a curve each
+_MOST_LABEL_CHARS = 80  # of a name: each takes a millisecond to lay out
 _OUR_SUFFIX = ".detrain_nb"
 
 
@@ -35,7 +36,8 @@ def plot(metrics: Iterable[Mapping[str, Any]], *names: str, axes: Sequence[Any] 
         for rank in ranks[:_MOST_RANKS]:
             steps, _, values = zip(*curves[name][rank])
             place.plot(steps, values, label=f"rank {rank}", marker="." if len(steps) == 1 else "")
-        place.set_ylabel(name.replace("$", r"\$"))  # or it would be a formula
+        label = name if len(name) <= _MOST_LABEL_CHARS else f"{name[: _MOST_LABEL_CHARS - 3]}..."
+        place.set_ylabel(label.replace("$", r"\$"))  # or it would be a formula
         if len(ranks) > 1:
             more = f"{len(ranks) - _MOST_RANKS} more ranks" if len(ranks) > _MOST_RANKS else None
             place.legend(title=more, fontsize="small")

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,7 +17,7 @@ from ..deploy.files import OnProgress, Stop, label, on_every
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..node.job.terms import FILES_OF_A_LINE, fits
-from ..text import format_size, name_some
+from ..text import format_size, name_some, printable
 from ..transport import Transport
 from .asking import on_all
 from .places import HerePlace, make_place
@@ -26,13 +27,18 @@ __all__ = ["Fetched", "Place", "choose_places", "fetch"]
 
 OnSize = Callable[[int], object]
 _CHUNK_BYTES = 1 << 18
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_GLOB = re.compile(r"[*?[]")
 _MOST_LEFT_OUT = 10_000_000
+_MOST_FOLDERS, _MOST_NAME_CHARS = 10_000, 1 << 24  # of a node's files
 _DIGEST_CHARS = 16  # of the name of a part
 
 
 @dataclass(frozen=True)
 class Fetched:
     """What was fetched: ``files`` by their paths here; ``num_there`` of them were here already.
+
+    In the place of ``replaced`` ones another was.
 
     ``num_left_out`` more match and stay on the nodes: links, what is no file or cannot be read, names that are no text.
     """
@@ -43,14 +49,17 @@ class Fetched:
     num_there: int = 0
     num_left_out: int = 0
     silent: tuple[str, ...] = ()  # nodes of which nothing came
+    replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         there = f", {self.num_there} here already" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        left_out = _tell_left_out(self.num_left_out)
+        left_out, shown = _tell_left_out(self.num_left_out), printable(name_some(self.files))
+        if self.replaced:
+            left_out = f"; replaced {printable(name_some(self.replaced))}{left_out}"
         if self.silent:
             left_out += f"; nothing came from {name_some(self.silent)}"
-        return f"{count}, {format_size(self.size_bytes)}{there}: {name_some(self.files)} in {self.folder}{left_out}"
+        return f"{count}, {format_size(self.size_bytes)}{there}: {shown} in {self.folder}{left_out}"
 
 
 @dataclass(frozen=True)
@@ -61,41 +70,90 @@ class Place:
     path: str  # below the folder here
 
 
+@dataclass(frozen=True)
+class _Here:
+    """What a fetch finds below ``root``, and may write over."""
+
+    root: Path
+    before: dict[str, str]
+    replace: bool
+    there: list[str] = field(default_factory=list)
+    kept: list[str] = field(default_factory=list)
+    replaced: list[str] = field(default_factory=list)
+
+    def lacks(self, each: Place, place: HerePlace) -> bool:
+        """The file has to come; else it is there, or another is, which is kept."""
+        found, full = place.digest(), str(self.root / each.path)
+        if found == each.file.digest:
+            self.there.append(each.path)
+            self.before[full] = found
+        elif found is not None and not self.replace and found != self.before.get(full):
+            self.kept.append(each.path)
+        else:
+            self.replaced.extend([each.path] if found is not None else [])
+            return True
+        return False
+
+
 def fetch(
     nodes: Sequence[Transport],
     job: str,
     patterns: Sequence[str],
     folder: str | os.PathLike[str],
     *,
-    node_ranks: Sequence[int] | None = None,
+    asked: Sequence[int] | None = None,
+    fetched_before: dict[str, str] | None = None,
+    replace: bool = False,
     on_progress: OnProgress | None = None,
 ) -> Fetched:
     """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is made.
 
     A file that is the same on several nodes comes once; others of the same name go into a folder with their node's
-    name. What came before a link broke does not come again. ``node_ranks`` are those of ``nodes``, where these are not
-    all. Raises: JobError where nothing matches, DetrainError.
+    name. What came before a link broke does not come again. ``asked``: the positions of those that are asked in
+    ``nodes``, which are all of the job. ``fetched_before`` has the SHA-256 of what earlier fetches of the job have
+    written, by its full path, and gets what this one writes: a file here that differs from both is kept, unless
+    ``replace``.
+    Raises: JobError where nothing matches, or once all else has come where a file was kept; DetrainError.
     """
-    numbers = list(range(len(nodes)) if node_ranks is None else node_ranks)
+    if _URL.match(os.fspath(folder)):
+        raise SpecError("a URL is no folder of this machine: fetch into a folder")
+    numbers = list(range(len(nodes)) if asked is None else asked)
     root = Path(os.path.abspath(os.path.expanduser(folder)))
+    names = [label(node) for node in nodes]
+    nodes = [nodes[number] for number in numbers]
     answers = on_all(nodes, lambda index: _list_files(nodes[index], numbers[index], job, patterns))
     listed, num_left_out = [files for files, _ in answers], sum(count for _, count in answers)
-    wanted = choose_places([label(node) for node in nodes], listed)
+    wanted = choose_places([names[number] for number in numbers], listed, reserved=names)
     paths = sorted(each.path for of_node in wanted for each in of_node)
     if not paths:
-        raise JobError(
-            f"job {job} has no artifact that matches {name_some(list(patterns))}{_tell_left_out(num_left_out)}"
-        )
+        raise _nothing_matches(job, patterns, num_left_out)
     total = sum(each.file.size for of_node in wanted for each in of_node)
     _check_room(root, total)
-    there: list[str] = []
+    here = _Here(root, {} if fetched_before is None else fetched_before, replace)
 
     def act(node: Transport, stop: Stop, tell: OnProgress) -> None:
         index = nodes.index(node)
-        _fetch_of_node(node, numbers[index], job, wanted[index], root, there=there, stop=stop, tell=tell)
+        _fetch_of_node(node, numbers[index], job, wanted[index], here, stop=stop, tell=tell)
 
     on_every(nodes, act, on_progress)
-    return Fetched(str(root), tuple(paths), total, len(there), num_left_out)
+    if here.kept:
+        raise _differs(job, here)
+    replaced = tuple(sorted(here.replaced))
+    return Fetched(str(root), tuple(paths), total, len(here.there), num_left_out, replaced=replaced)
+
+
+def _nothing_matches(job: str, patterns: Sequence[str], num_left_out: int) -> JobError:
+    which = printable(name_some(patterns))
+    names = [each for each in patterns if not each.endswith("/") and not _GLOB.search(each)]
+    hint = f"; all of a folder is {printable(names[0])}/" if names else ""
+    return JobError(f"job {job} has no artifact that matches {which}{hint}{_tell_left_out(num_left_out)}")
+
+
+def _differs(job: str, here: _Here) -> JobError:
+    which = printable(name_some(sorted(here.kept)))
+    verbs = "differs, and is" if len(here.kept) == 1 else "differ, and are"
+    told = f"job {job}: {which} in {here.root} {verbs} kept; all else has come"
+    return JobError(told, advice="{} writes over what differs", typed="--replace")
 
 
 def _tell_left_out(count: int) -> str:
@@ -110,42 +168,58 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
     with open_job_talk(node) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
         files: list[NodeFile] = []
-        has_more = True
+        folders: set[str] = set()
+        num_chars, has_more = 0, True
         while has_more:
             said = talk.hear("files")
             more, has_more = read_files(said), said.get("more") is True
             if has_more and len(more) < FILES_OF_A_LINE:
                 raise Untrue(f"{len(more)} files came at once, and it says that there are more")
+            for file in more:
+                folders |= _folders_of(file.name)
+                num_chars += len(file.name)
+                if len(folders) > _MOST_FOLDERS or num_chars > _MOST_NAME_CHARS:
+                    most = f"{_MOST_FOLDERS:,} folders, or {_MOST_NAME_CHARS:,} characters of names"
+                    raise FilesError(f"the files are in more than {most}: ask for fewer by a pattern")
             files = check_different([*files, *more])
     unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
     if unasked is not None:
-        raise DetrainError(f"{label(node)}: it offers {unasked}, which was not asked for")
+        raise DetrainError(f"{label(node)}: it offers {printable(unasked)}, which was not asked for")
     return files, read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
 
 
-def choose_places(names: Sequence[str], listed: Sequence[Sequence[NodeFile]]) -> list[list[Place]]:
-    """Where the files of each node go: one that others have as well, but not the same, below the node's name."""
+def choose_places(
+    names: Sequence[str], listed: Sequence[Sequence[NodeFile]], *, reserved: Sequence[str] = ()
+) -> list[list[Place]]:
+    """Where the files of each node go: one that others have as well, but not the same, below the node's name.
+
+    So does one in a folder with a node's name, of ``reserved`` too, where there are several: it is no other node's.
+    """
+    taken_names = {name.casefold() for name in (*names, *reserved)}
     digests: dict[str, set[str]] = {}
     folders: set[str] = set()
     for files in listed:
         for file in files:
             digests.setdefault(file.name, set()).add(file.digest)
-            parts = file.name.split("/")
-            folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts))}
-    taken: dict[str, str] = {}
+            folders |= _folders_of(file.name)
+    taken: set[str] = set()
     chosen: list[list[Place]] = []
     for name, files in zip(names, listed):
         of_node: list[Place] = []
         for file in files:
-            is_disputed = len(digests[file.name]) > 1 or file.name in folders
+            is_of_node = len(taken_names) > 1 and file.name.partition("/")[0].casefold() in taken_names
+            is_disputed = is_of_node or len(digests[file.name]) > 1 or file.name in folders
             path = f"{name}/{file.name}" if is_disputed else file.name
-            while taken.get(path, file.digest) != file.digest:
-                path = f"{name}/{path}"
             if path not in taken:
-                taken[path] = file.digest
+                taken.add(path)
                 of_node.append(Place(file, path))
         chosen.append(of_node)
     return chosen
+
+
+def _folders_of(name: str) -> set[str]:
+    parts = name.split("/")
+    return {"/".join(parts[:depth]) for depth in range(1, len(parts))}
 
 
 def _check_room(root: Path, total: int) -> None:
@@ -165,9 +239,8 @@ def _fetch_of_node(
     index: int,
     job: str,
     wanted: Sequence[Place],
-    root: Path,
+    here: _Here,
     *,
-    there: list[str],
     stop: Stop,
     tell: OnProgress,
 ) -> None:
@@ -178,10 +251,9 @@ def _fetch_of_node(
     with open_job_talk(node, stop=stop) as talk:
         for number, each in enumerate(wanted, 1):
             stop.check()
-            with _here(root / each.path), make_place(root, each.path) as place:
-                if place.has(each.file):
-                    there.append(each.path)
-                else:
+            full = here.root / each.path
+            with _explained(full), make_place(here.root, each.path) as place:
+                if here.lacks(each, place):
                     before = done
 
                     def note(size: int, number: int = number, before: int = before) -> None:
@@ -189,18 +261,22 @@ def _fetch_of_node(
                         tell(number - 1, before + size, total)
 
                     _fetch_file(talk, job, index, each.file, place, note)
+                    here.before[str(full)] = each.file.digest
             done += each.file.size
             tell(number, done, total)
 
 
 def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, place: HerePlace, note: OnSize) -> None:
+    found = place.digest()
     part, opened, is_kept = place.open_part(file.digest[:_DIGEST_CHARS])
     try:
         with open(opened, "r+b") as written:
             digest = _fill(talk, job, index, file, written, note)
             if digest != file.digest:
                 is_kept = False
-                raise Untrue(f"{file.name}: what came is not what its digest says; fetch it again")
+                raise Untrue(f"{printable(file.name)}: what came is not what its digest says; fetch it again")
+            if place.digest() not in (found, digest):
+                raise FilesError(f"{printable(file.name)} was written here meanwhile: fetch it again")
             if place.opened is not None:  # while it is locked
                 place.put(part)
         if place.opened is None:  # Windows renames no file that is open
@@ -220,9 +296,12 @@ def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, n
         digest.update(data)
         have += len(data)
     talk.say("read", id=job, node_rank=index, name=file.name, offset=have)
-    size = as_size(talk.hear("file").get("size"))
+    said = talk.hear("file")
+    size = as_size(said.get("size"))
+    if said.get("private") is True and os.name == "posix":  # nobody else could read it there
+        os.fchmod(written.fileno(), 0o600)
     if have + size != file.size:
-        raise Untrue(f"{file.name} has changed meanwhile: fetch it again")
+        raise Untrue(f"{printable(file.name)} has changed meanwhile: fetch it again")
     for data in talk.read(size):
         written.write(data)
         digest.update(data)
@@ -233,9 +312,9 @@ def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, n
 
 
 @contextlib.contextmanager
-def _here(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     """What this machine's disk cannot do at ``path`` is not the node's fault."""
     try:
         yield
     except OSError as exc:
-        raise FilesError(f"{path}: {reason_of(exc)}") from exc
+        raise FilesError(f"{printable(str(path))}: {reason_of(exc)}") from exc

@@ -54,9 +54,12 @@ class Wanted:
     has_metrics: bool = False
     is_once: bool = False  # what is there, and no more
     tail: int | None = None  # of what is there only the last lines of each log
+    num_ranks: int | None = None  # that the job has, where that is known
 
     def wants(self, name: str) -> bool:
         rank = _RANK_OF.match(name)
+        if rank is not None and self.num_ranks is not None and int(rank[1]) >= self.num_ranks:
+            return False
         if self.rank is not None and (rank is None or int(rank[1]) != self.rank):
             return False
         if name == "torchrun.log":
@@ -164,7 +167,8 @@ class Follower:
             return
         if name.startswith("metrics/"):
             for line in lines:
-                if isinstance(line, str) and (values := read_metrics_line(line)):
+                values = read_metrics_line(line) if isinstance(line, str) else None
+                if values and name == f"metrics/rank-{values['rank']}.jsonl":
                     self._on_metrics(values)
             return
         node = label(self._nodes[index]) if len(self._nodes) > 1 else ""
@@ -242,6 +246,8 @@ class Follower:
             if size > _MOST_PIECE_BYTES:
                 raise Untrue(f"a piece of {size:,} bytes came: {_MOST_PIECE_BYTES:,} is the most")
             data = b"".join(talk.read(size))
+            if not self._wanted.wants(name) and name != "torchrun.log":
+                continue
             if name not in state.files and len(state.files) >= _MOST_FILES:
                 raise Untrue(f"more than {_MOST_FILES:,} files came")
             is_begun = self._wanted.tail is not None and not size  # it says from where on it sends the file

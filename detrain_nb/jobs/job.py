@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..copying.json_lines import Refused
 from ..deploy.chosen_nodes import transports_to
-from ..deploy.files import OnProgress, label
+from ..deploy.files import OnProgress, Patience, label
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..node.job.terms import COMMAND_LIMIT_S, ENDED, GRACE_S, UNKNOWN, UNREADABLE
@@ -21,7 +22,7 @@ from .asking import ask_facts, on_all, try_on_all
 from .execution import Executed, execute
 from .fetching import Fetched, fetch
 from .following import Follower, OnPiece, OnReports, Retries, Wanted
-from .job_report import JobReport
+from .job_report import SHOWN_STEPS, JobReport
 from .job_status import JobStatus, judge
 from .log_lines import JobLog, Kept, LogLine, in_order
 from .noting import hear_reports, least_nodes, note_down
@@ -41,8 +42,9 @@ __all__ = ["Job", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
+_STOP_LIMIT_S = 30.0  # beside the grace
 _MOST_TAIL_LINES = 1_000_000
-_MOST_BYTES = 2_000_000_000  # of what is kept in memory
+_MOST_BYTES, _MOST_SHOWN_BYTES = 2_000_000_000, 20_000_000  # of what is kept in memory
 
 
 class Job(ShownAsText):
@@ -100,8 +102,12 @@ class Job(ShownAsText):
     def show(self) -> JobReport:
         """How it is, for people: its nodes, its plan, and the last it has logged."""
         status = self.status()
-        has_metrics = any(each.metrics for each in status.reports.values())
-        return JobReport(status, self._plan(status), self.metrics() if has_metrics else [])
+        kept = Kept(self.id, _MOST_SHOWN_BYTES)
+        if any(each.metrics for each in status.reports.values()):
+            wanted = Wanted(has_logs=False, has_metrics=True, is_once=True, tail=SHOWN_STEPS)
+            with contextlib.suppress(DetrainError, TimeoutError):  # what has come until then is shown
+                self._follow(wanted, on_metrics=kept.add_metrics, limit_s=_STATUS_LIMIT_S)
+        return JobReport(status, self._plan(status), kept.by_step())
 
     def _plan(self, status: JobStatus) -> Plan | None:
         """As it was made at the start, if the nodes that answer have as many GPUs as then."""
@@ -168,7 +174,7 @@ class Job(ShownAsText):
         """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
         kept = Kept(self.id, _MOST_BYTES)
         self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
-        return sorted(kept.metrics, key=lambda line: (line["step"], line["rank"]))
+        return kept.by_step()
 
     def plot(self, *names: str) -> Any:
         """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
@@ -192,8 +198,10 @@ class Job(ShownAsText):
         if not 0 <= grace_s <= 3600:
             raise SpecError(f"grace {grace_s:g} s: give 0 to 3600")
 
+        patience = Patience(answer_s=grace_s + _STOP_LIMIT_S)
+
         def stop(index: int) -> None:
-            with open_job_talk(self._transports()[index]) as talk:
+            with open_job_talk(self._transports()[index], patience=patience) as talk:
                 talk.say("stop", id=self.id, node_rank=index, grace_s=grace_s)
                 talk.hear("stopped")
 
@@ -250,28 +258,40 @@ class Job(ShownAsText):
         to: str | os.PathLike[str] = ".",
         *,
         anyway: bool = False,
+        replace: bool = False,
         on_progress: OnProgress | None = None,
     ) -> Fetched:
         """Fetch what it has made into the folder ``to``: what matches ``pattern``, by default the spec's ``artifacts``.
 
-        Raises: JobError where it is not over, or did not succeed; ``anyway`` fetches what there is, of the nodes that
-        answer.
+        A file there that differs is kept, unless it is as a fetch of this job has left it, or with ``replace``.
+        Raises: JobError where one was kept, once all else has come; where it is not over, or did not succeed:
+        ``anyway`` fetches what there is, of the nodes that answer.
         """
         status = self.status()
         if not anyway and not (status.state == ENDED and status.exit_code == 0):
             code = "" if status.exit_code is None else f" with {status.exit_code}"
-            raise JobError(
-                f"job {self.id} did not succeed, it is {status.state}{code}",
-                advice="{} fetches what there is",
-                typed="--anyway",
-            )
+            is_going = not status.is_over and status.state != UNKNOWN
+            how = f"is {status.state}" if is_going else f"did not succeed, it is {status.state}{code}"
+            raise JobError(f"job {self.id} {how}", advice="{} fetches what there is", typed="--anyway")
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
         positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         if not positions:
             raise JobError("\n".join(f"{node}: {why}" for node, why in status.silent.items()))
-        nodes = [self._transports()[index] for index in positions]
-        fetched = fetch(nodes, self.id, patterns, to, node_ranks=positions, on_progress=on_progress)
-        return replace(fetched, silent=tuple(status.silent))
+        before = self._record.fetched(self.id)
+        try:
+            fetched = fetch(
+                self._transports(),
+                self.id,
+                patterns,
+                to,
+                asked=positions,
+                fetched_before=before,
+                replace=replace,
+                on_progress=on_progress,
+            )
+        finally:
+            self._record.note_fetched(self.id, before)
+        return dataclasses.replace(fetched, silent=tuple(status.silent))
 
     def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
         """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
@@ -349,7 +369,7 @@ class Job(ShownAsText):
         follower = Follower(
             nodes,
             self.id,
-            wanted=wanted,
+            wanted=dataclasses.replace(wanted, num_ranks=self.world_size),
             on_line=on_line,
             on_metrics=on_metrics,
             on_reports=on_reports,
@@ -370,7 +390,7 @@ class Job(ShownAsText):
         status = self._note([said[index] for index in range(len(nodes))])
         names = [label(node) for node in nodes]
         if status.failed_node and follower.has_shown_end(names.index(status.failed_node), status.failed_rank):
-            return replace(status, last_lines=status.last_lines[-1:])
+            return dataclasses.replace(status, last_lines=status.last_lines[-1:])
         return status
 
     def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import behind_ours, quoted, short_ranks
@@ -14,10 +14,11 @@ from ..text import RED, ShownAsText, html_cells, html_table, html_text, printabl
 from .job_status import JobStatus, has_failed
 from .report_checks import NodeReport
 
-__all__ = ["JobReport", "describe_metrics"]
+__all__ = ["SHOWN_STEPS", "JobReport", "describe_metrics"]
 
 _NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
-_MOST_ROWS, _MOST_NAMES = 10, 8  # of what was logged: the last steps, the first names
+SHOWN_STEPS = 10  # of what was logged the last
+_MOST_NAMES = 8  # the first
 _MOST_CHARS = 40  # of a name or a text that was logged
 _WORD = re.compile(r"[\w./@%+-]*", re.ASCII)
 _LEFT = "text-align:left"
@@ -43,7 +44,8 @@ class JobReport(ShownAsText):
     def _repr_html_(self) -> str:
         status = self.status
         rows = [
-            (_node_cells(node, each), has_failed(each.state, each.exit_code)) for node, each in status.reports.items()
+            (_node_cells(node, self._with_ranks(each)), has_failed(each.state, each.exit_code))
+            for node, each in status.reports.items()
         ]
         rows += [((node, "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()]
         body = "".join(f"<tr>{html_cells(cells, style=_FAILED if is_red else _LEFT)}</tr>" for cells, is_red in rows)
@@ -60,6 +62,12 @@ class JobReport(ShownAsText):
             body = "".join(f"<tr>{html_cells(cells, style=_LEFT)}</tr>" for cells in steps)
             parts.append(html_table(html_cells(names, tag="th", style=_LEFT), body, caption=["logged last"]))
         return "".join(parts)
+
+    def _with_ranks(self, report: NodeReport) -> NodeReport:
+        """A node names the ranks that have begun; before that it has those of the plan."""
+        if self.plan is None or report.ranks or report.is_over or report.node_rank >= len(self.plan.nodes):
+            return report
+        return replace(report, ranks=self.plan.nodes[report.node_rank].ranks)
 
 
 def describe_metrics(values: Mapping[str, Any]) -> str:
@@ -89,7 +97,7 @@ def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
 
 def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """The last steps, a row for each rank. What stands in them came from a node."""
-    last = lines[-_MOST_ROWS:]
+    last = lines[-SHOWN_STEPS:]
     names = _names_in(last)
     rows = [[_short(line.get(name)) for name in ("step", "rank", *names)] for line in last]
     return [["step", "rank", *(printable(name)[:_MOST_CHARS] for name in names)], *rows]

@@ -65,6 +65,10 @@ class Kept:
         self._count([*values, *values.values()])
         self.metrics.append(values)
 
+    def by_step(self) -> list[dict[str, Any]]:
+        """The metrics by step and rank."""
+        return sorted(self.metrics, key=lambda line: (line["step"], line["rank"]))
+
     def _count(self, parts: Sequence[object]) -> None:
         self._num_bytes += _LINE_TAKES_BYTES + sum(map(sys.getsizeof, parts))
         if self._num_bytes > self._most_bytes:

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..copying.json_lines import FilesError
-from ..guarded import SEARCH
-from .report_checks import NodeFile
+from ..guarded import open_inside, open_users_folder
 
 __all__ = ["HerePlace", "make_place"]
 
@@ -35,18 +34,21 @@ class HerePlace:
     def beside(self, name: str) -> str:
         return name if self.opened is not None else os.path.join(os.path.dirname(self.name), name)
 
-    def has(self, file: NodeFile) -> bool:
-        """The same file is there. Raises: IsADirectoryError where a folder is."""
+    def digest(self) -> str | None:
+        """The SHA-256 of the file that is there; None where nothing is, and empty for a link or what is no file.
+
+        Raises: IsADirectoryError where a folder is.
+        """
         try:
             state = os.stat(self.name, dir_fd=self.opened, follow_symlinks=False)
             if stat.S_ISDIR(state.st_mode):
                 raise IsADirectoryError(errno.EISDIR, "is a folder: a file of this name cannot be written there")
-            if not stat.S_ISREG(state.st_mode) or state.st_size != file.size:
-                return False
+            if not stat.S_ISREG(state.st_mode):
+                return ""
             with open(os.open(self.name, os.O_RDONLY | _CAREFUL, dir_fd=self.opened), "rb") as opened:
-                return hashlib.file_digest(opened, "sha256").hexdigest() == file.digest
+                return hashlib.file_digest(opened, "sha256").hexdigest()
         except FileNotFoundError:
-            return False
+            return None
 
     def open_part(self, digest: str) -> tuple[str, int, bool]:
         """What an earlier fetch has left of a file, to go on with, or a new one; its name, and whether it stays.
@@ -97,10 +99,14 @@ def _is_own(opened: int) -> bool:
 
 @contextlib.contextmanager
 def make_place(root: Path, name: str) -> Iterator[HerePlace]:
-    """Make the folders of a file below ``root``; each is opened in the one before, and none is a link."""
-    root.mkdir(parents=True, exist_ok=True)
+    """Make the folders of a file below ``root``; each is opened in the one before, and none is a link.
+
+    Raises: OSError, also for a folder of another user where everybody can make one, as in /tmp.
+    """
     *parents, last = name.split("/")
-    opened, folder = (os.open(root, SEARCH) if _HAS_DIR_FD else None), root
+    opened, folder = (open_users_folder(root, is_made=True) if _HAS_DIR_FD else None), root
+    if opened is None:
+        root.mkdir(parents=True, exist_ok=True)
     try:
         for part in parents:
             folder = folder / part
@@ -110,7 +116,7 @@ def make_place(root: Path, name: str) -> Iterator[HerePlace]:
             if not stat.S_ISDIR(os.stat(here, dir_fd=opened, follow_symlinks=False).st_mode):
                 raise FilesError(f"{folder} is no folder: {name} cannot be written below it")
             if opened is not None:
-                inner = os.open(part, SEARCH | os.O_NOFOLLOW, dir_fd=opened)
+                inner = open_inside(part, opened, folder, is_made=True)
                 os.close(opened)
                 opened = inner
         yield HerePlace(opened, last if opened is not None else str(folder / last))

@@ -10,7 +10,7 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,7 @@ FORMATS: tuple[Sequence[str], ...] = (
         "CREATE INDEX jobs_by_spec ON jobs (spec_digest)",
     ),
     ("ALTER TABLE jobs ADD COLUMN storage TEXT NOT NULL DEFAULT ''",),
+    ("CREATE TABLE fetched (id TEXT, path BLOB, sha256 TEXT NOT NULL, PRIMARY KEY (id, path))",),
 )
 _SUMMARY = (
     "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
@@ -156,8 +157,21 @@ class Record:
         with self._changing() as db:
             digest = db.execute("SELECT spec_digest FROM jobs WHERE id = ?", (id,)).fetchone() or ("",)
             db.execute("DELETE FROM jobs WHERE id = ?", (id,))
+            db.execute("DELETE FROM fetched WHERE id = ?", (id,))
             is_used = "SELECT 1 FROM jobs WHERE spec_digest = digest"
             db.execute(f"DELETE FROM specs WHERE digest = ? AND NOT EXISTS ({is_used})", digest)
+
+    def fetched(self, id: str) -> dict[str, str]:
+        """What was written here when artifacts of a job were fetched: SHA-256 by full path."""
+        with self._reading() as db:
+            rows = db.execute("SELECT path, sha256 FROM fetched WHERE id = ?", (id,)).fetchall()
+        return {os.fsdecode(path): digest for path, digest in rows}
+
+    def note_fetched(self, id: str, files: Mapping[str, str]) -> None:
+        """Note down what was written, beside what was before."""
+        with self._changing() as db:
+            rows = [(id, os.fsencode(path), digest) for path, digest in files.items()]
+            db.executemany("INSERT OR REPLACE INTO fetched VALUES (?, ?, ?)", rows)
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:

@@ -72,6 +72,7 @@ def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
     )
     fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current folder")
     fetch.add_argument("--anyway", action="store_true", help="also of a job that did not succeed, or still runs")
+    fetch.add_argument("--replace", action="store_true", help="write over files here that differ, too")
     bare = "a command stands behind --, as in: exec JOB -- {}"
     execute = _add(
         commands, "exec", "run a shell command on every node of a job, or of --nodes", "train -- nvidia-smi", bare=bare

@@ -65,6 +65,8 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert (tmp_path / "made/artifacts/1").read_text() == "made"
     assert main(["jobs", "exec", "from-the-shell", "--", "cat artifacts/0; exit 4"]) == 4
     assert "made" in capfd.readouterr().out
+    assert main(["jobs", "rm", "from-the-shell", "nosuch"]) == 1
+    assert "no job 'nosuch'" in capfd.readouterr().err
     assert main(["jobs", "rm", "from-the-shell"]) == 0
     assert main(["jobs", "show", "from-the-shell"]) == 1
     no_job = "no job 'from-the-shell' was submitted from here: detrain-nb jobs list shows those that were"

@@ -46,6 +46,11 @@ def test_every_value_has_a_picture_with_a_curve_for_each_rank() -> None:
     assert chosen.get_ylabel() == "lr"
 
 
+def test_name_of_thousands_of_characters_is_cut() -> None:
+    (place,) = plot([{"step": 0, "rank": 0, "time": 0.0, "x" * 60_000: 1.0}], axes=[figure().subplots()])
+    assert place.get_ylabel() == "x" * 77 + "..."
+
+
 def test_of_a_step_that_was_trained_again_the_last_value_counts() -> None:
     again = [
         *METRICS,

@@ -34,6 +34,24 @@ def test_no_file_is_left_out_for_another_of_its_place() -> None:
     assert len(places) == len(set(places)) == 3
 
 
+def test_joiners_in_a_name_are_seen() -> None:
+    assert str(Fetched("here", ("a\u200d.pt",), 5)) == "1 file, 5 B: a\\u200d.pt in here"
+
+
+def test_file_in_a_folder_with_the_name_of_a_node_is_not_that_nodes() -> None:
+    assert paths(
+        [NodeFile("m", 1, ONE), NodeFile("B/m", 1, ONE), NodeFile("b", 1, ONE)], [NodeFile("m", 1, OTHER)]
+    ) == [
+        ["a/m", "a/B/m", "a/b"],
+        ["b/m"],
+    ]
+
+
+def test_node_that_is_silent_keeps_its_name() -> None:
+    (chosen,) = choose_places(["a"], [[NodeFile("b/m", 1, ONE)]], reserved=["a", "b"])
+    assert [place.path for place in chosen] == ["a/b/m"]
+
+
 def test_what_stays_on_the_nodes_is_told() -> None:
     fetched = Fetched("here", ("a.pt",), 5, num_left_out=2)
     assert str(fetched) == "1 file, 5 B: a.pt in here; left out were 2 that are links or no files, or have odd names"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import re
+import stat
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ import pytest
 from detrain_nb.copying.json_lines import Talk
 from detrain_nb.deploy.files import Patience
 from detrain_nb.deploy.jobs import PATIENCE, open_job_talk
-from detrain_nb.errors import DetrainError, JobError, NodeLost, WireError
+from detrain_nb.errors import DetrainError, JobError, NodeLost, SpecError, WireError
 from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, try_on_all
 from detrain_nb.jobs.execution import execute
@@ -56,7 +59,17 @@ def everything_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
 
 
-@pytest.mark.parametrize("name", ["../out", "/tmp/out", "a/../../out", "a\x1b[2J", "a//b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../out",
+        "/tmp/out",
+        "a/../../out",
+        "a\x1b[2J",
+        "a//b",
+        *(f"a{c}b" for c in "\u200b\u200f\u061c\u202e\ufeff\U000e0041"),
+    ],
+)
 def test_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
     node = LyingNode({"artifacts": listing(name), "read": sending()})
     with pytest.raises(WireError):
@@ -84,6 +97,19 @@ def test_list_of_files_comes_to_its_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize("depth", [80, 0], ids=["folders", "names"])
+def test_folders_and_names_of_files_have_a_bound(depth: int, tmp_path: Path) -> None:
+    def endless(talk: Talk, order: dict[str, Any]) -> None:
+        for number in range(0, 1 << 20, 500):
+            names = [f"{each:0{1 if depth else 200}}{'/a' * depth}.pt" for each in range(number, number + 500)]
+            talk.say("files", files=[[name, 0, DIGEST] for name in names], more=True)
+
+    with pytest.raises(DetrainError, match=r"more than 10,000 folders, or 16,777,216 characters of names"):
+        fetch([LyingNode({"artifacts": endless})], JOB, ["*.pt"], tmp_path)
+    assert everything_in(tmp_path) == []
+
+
+@pytest.mark.timeout(30)
 def test_reports_of_other_jobs_are_not_heard_without_end() -> None:
     def endless(talk: Talk, order: dict[str, Any]) -> None:
         talk.say("status", jobs=[{"id": "b", "node_rank": 0, "state": "running"}], more=True)
@@ -94,6 +120,20 @@ def test_reports_of_other_jobs_are_not_heard_without_end() -> None:
     assert len(node.heard) == 1
 
 
+def test_what_is_no_folder_here_and_what_is_one_there_is_said(tmp_path: Path) -> None:
+    node = LyingNode({"artifacts": listing(), "read": sending()})
+    with pytest.raises(SpecError, match="a URL is no folder of this machine"):
+        fetch([node], JOB, ["*.pt"], "s3://bucket/x")
+    with pytest.raises(JobError, match=r"no artifact that matches \*\.pt, deep; all of a folder is deep/$"):
+        fetch([node], JOB, ["*.pt", "deep"], tmp_path)
+
+
+def test_folder_that_ones_own_link_names_is_made(tmp_path: Path) -> None:
+    (tmp_path / "to").symlink_to(tmp_path / "scratch/models")
+    fetch([LyingNode({"artifacts": listing("m.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path / "to")
+    assert (tmp_path / "scratch/models/m.pt").read_bytes() == DATA
+
+
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "out").mkdir()
@@ -102,6 +142,20 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     with pytest.raises(DetrainError, match="is no folder"):
         fetch([node], JOB, ["*.pt"], tmp_path / "in")
     assert everything_in(tmp_path / "out") == []
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="needs root")
+@pytest.mark.parametrize("to", ["models", "."])
+def test_folder_of_another_user_among_everybodys_is_not_taken(to: str, tmp_path: Path) -> None:
+    everybodys = tmp_path / "tmp"
+    (everybodys / "models").mkdir(parents=True)
+    everybodys.chmod(0o1777)
+    os.chown(everybodys / "models", 12345, 12345)
+    name = "m.pt" if to == "models" else "models/m.pt"
+    node = LyingNode({"artifacts": listing(name), "read": sending()})
+    with pytest.raises(DetrainError, match="made by another user"):
+        fetch([node], JOB, ["*.pt"], everybodys / to)
+    assert everything_in(everybodys) == ["models"]
 
 
 def test_link_that_comes_after_the_look_is_not_followed(tmp_path: Path) -> None:
@@ -159,13 +213,66 @@ def test_two_fetches_into_one_folder_do_not_write_into_each_others_files(tmp_pat
     assert (tmp_path / "m.pt").read_bytes() == DATA
 
 
+def test_file_that_nobody_else_could_read_is_the_users_alone_here(tmp_path: Path) -> None:
+    def private(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("file", size=len(DATA), private=order["name"] == "key.pt")
+        talk.send(DATA)
+
+    fetch([LyingNode({"artifacts": listing("key.pt", "m.pt"), "read": private})], JOB, ["*.pt"], tmp_path)
+    modes = {name: stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("key.pt", "m.pt")}
+    umask = os.umask(0)
+    os.umask(umask)
+    assert modes == {"key.pt": 0o600, "m.pt": 0o666 & ~umask}
+
+
 def test_link_in_the_place_of_a_file_is_replaced(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("precious")
     (tmp_path / "in").mkdir()
     (tmp_path / "in/m.pt").symlink_to(tmp_path / "precious")
-    fetch([LyingNode({"artifacts": listing("m.pt"), "read": sending()})], JOB, ["*.pt"], tmp_path / "in")
+    node = LyingNode({"artifacts": listing("m.pt"), "read": sending()})
+    fetch([node], JOB, ["*.pt"], tmp_path / "in", replace=True)
     assert (tmp_path / "precious").read_text() == "precious"
     assert (tmp_path / "in/m.pt").read_bytes() == DATA
+
+
+def test_file_here_that_differs_is_kept_and_named(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints/best.pt").write_text("mine")
+    (tmp_path / "link.pt").symlink_to("elsewhere")
+    node = LyingNode({"artifacts": listing("checkpoints/best.pt", "link.pt", "new.pt"), "read": sending()})
+    with pytest.raises(JobError, match=r"checkpoints/best\.pt, link\.pt in .* differ, and are kept.*replace=True"):
+        fetch([node], JOB, ["*.pt"], tmp_path)
+    assert (tmp_path / "checkpoints/best.pt").read_text() == "mine"
+    assert (tmp_path / "link.pt").is_symlink()
+    assert (tmp_path / "new.pt").read_bytes() == DATA
+    fetched = fetch([node], JOB, ["*.pt"], tmp_path, replace=True)
+    assert (fetched.num_there, fetched.replaced) == (1, ("checkpoints/best.pt", "link.pt"))
+    assert str(fetched).endswith("; replaced checkpoints/best.pt, link.pt")
+    assert (tmp_path / "checkpoints/best.pt").read_bytes() == (tmp_path / "link.pt").read_bytes() == DATA
+
+
+def test_what_a_fetch_has_left_is_written_over_until_somebody_changes_it(tmp_path: Path) -> None:
+    node, before = LyingNode({"artifacts": listing("m.pt"), "read": sending()}), dict[str, str]()
+    fetch([node], JOB, ["*.pt"], tmp_path, fetched_before=before)
+    later = DATA[:-1] + b"x"
+    trained = listing("m.pt", digest=hashlib.sha256(later).hexdigest())
+    again = LyingNode({"artifacts": trained, "read": sending(later)})
+    fetch([again], JOB, ["*.pt"], tmp_path, fetched_before=before)
+    assert (tmp_path / "m.pt").read_bytes() == later
+    (tmp_path / "m.pt").write_text("mine")
+    with pytest.raises(JobError, match="kept"):
+        fetch([node], JOB, ["*.pt"], tmp_path, fetched_before=before)
+    assert (tmp_path / "m.pt").read_text() == "mine"
+
+
+def test_file_that_is_written_here_during_the_fetch_is_kept(tmp_path: Path) -> None:
+    def write_and_send(talk: Talk, order: dict[str, Any]) -> None:
+        (tmp_path / "m.pt").write_text("mine")
+        sending()(talk, order)
+
+    with pytest.raises(DetrainError, match="written here meanwhile"):
+        fetch([LyingNode({"artifacts": listing("m.pt"), "read": write_and_send})], JOB, ["*.pt"], tmp_path)
+    assert (tmp_path / "m.pt").read_text() == "mine"
 
 
 def test_other_bytes_than_the_digest_says_are_not_kept(tmp_path: Path) -> None:
@@ -406,6 +513,83 @@ def test_metrics_without_end_do_not_fill_the_memory() -> None:
         follower.run(60)
     assert 1000 < len(kept.metrics) < 5000
     assert kept.metrics[0].keys() == {"step", "rank", "loss"}
+
+
+def test_only_ranks_of_the_job_are_heard_and_each_of_its_own_metrics(tmp_path: Path) -> None:
+    lines = "".join(f'{{"step": 1, "rank": {rank}, "loss": 1.0}}\n' for rank in range(-3, 4)).encode()
+
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        for name in ("metrics/rank-1.jsonl", "metrics/rank-2.jsonl"):
+            talk.say("data", name=name, offset=0, size=len(lines))
+            talk.send(lines)
+        _runs(talk, order)
+        talk.say("end")
+
+    job = _job_of(LyingNode({"follow": answer, "status": _runs}), tmp_path)
+    assert [line["rank"] for line in job.metrics()] == [1]
+
+
+def test_logs_that_nobody_wants_take_no_memory(tmp_path: Path) -> None:
+    follower = Follower([LyingNode({"follow": _sends_logs_of_many_ranks})], JOB, wanted=Wanted(has_logs=False))
+    tracemalloc.start()
+    try:
+        follower.run(60)
+        assert tracemalloc.get_traced_memory()[1] < 20_000_000  # of 60 that came
+    finally:
+        tracemalloc.stop()
+
+
+def _sends_logs_of_many_ranks(talk: Talk, order: dict[str, Any]) -> None:
+    for rank in range(1000):
+        talk.say("data", name=f"rank-{rank}.log", offset=0, size=60_000)
+        talk.send(b"x" * 60_000)
+    talk.say("end")
+
+
+def _runs(talk: Talk, order: dict[str, Any]) -> None:
+    talk.say("status", jobs=[{"id": JOB, "node_rank": 0, "state": "running", "metrics": {"step": 1}}])
+
+
+def _job_of(node: LyingNode, tmp_path: Path) -> Job:
+    record = Record(tmp_path / "jobs.sqlite")
+    record.add(JOB, name="a", nodes="[]", spec='{"name": "a", "source": {"script_text": "1"}}', state="running")
+    record.update(JOB, world_size=2)
+    return Job(JOB, "a", [node], record=record)
+
+
+@pytest.mark.timeout(60)
+def test_show_needs_no_more_than_the_last_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ever(talk: Talk, order: dict[str, Any]) -> None:
+        line = b'{"step": 7, "rank": 0, "loss": 0.5}\n' * 5000
+        for number in itertools.count():
+            talk.say("data", name="metrics/rank-0.jsonl", offset=number * len(line), size=len(line))
+            talk.send(line)
+
+    machine = {"gpus": 0, "free_bytes": 1 << 30, "torch": ""}
+    node = LyingNode({"follow": ever, "status": _runs, "facts": lambda talk, order: talk.say("facts", **machine)})
+    monkeypatch.setattr("detrain_nb.jobs.job._MOST_SHOWN_BYTES", 1_000_000)
+    shown = _job_of(node, tmp_path).show()
+    assert 0 < len(shown.metrics) < 5000
+    assert next(order["tail"] for order in node.heard if order["type"] == "follow") == 10
+
+
+@pytest.mark.timeout(60)
+def test_stop_does_not_wait_for_a_node_that_is_always_still_at_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def ever(talk: Talk, order: dict[str, Any]) -> None:
+        while not is_over.wait(0.05):
+            talk.send(b'{"type": "wait"}\n')
+            talk.flush()
+
+    monkeypatch.setattr("detrain_nb.jobs.job._STOP_LIMIT_S", 0.5)
+    try:
+        with pytest.raises(JobError, match="takes too long"):
+            _job_of(LyingNode({"stop": ever, "status": _runs}), tmp_path).stop(grace_s=0)
+    finally:
+        is_over.set()
 
 
 def test_node_that_takes_its_time_holds_nobody() -> None:

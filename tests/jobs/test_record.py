@@ -216,7 +216,7 @@ def test_record_of_a_newer_release_is_refused_and_left_alone(file: Path, record:
         db.execute("PRAGMA user_version = 7")
     before = file.read_bytes()
     for use in (record.summaries, lambda: record.get("a"), lambda: record.remove("a"), lambda: add(record, "b")):
-        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 2: update"):
+        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 3: update"):
             use()
     assert file.read_bytes() == before
 

@@ -1,11 +1,18 @@
-"""The table of jobs, as text and as HTML."""
+"""The tables of jobs and of one job, as text and as HTML."""
 
 from __future__ import annotations
 
 import json
+import re
 
+import pytest
+
+from detrain_nb.jobs.job_report import JobReport
+from detrain_nb.jobs.job_status import JobStatus
 from detrain_nb.jobs.record import JobSummary
 from detrain_nb.jobs.report import JobList
+from detrain_nb.jobs.report_checks import NodeReport
+from detrain_nb.plan import NodePlan, Plan
 
 
 def summary(id: str, state: str = "ended", **more: object) -> JobSummary:
@@ -60,3 +67,13 @@ def test_of_many_jobs_the_newest_are_shown() -> None:
     assert repr(shown).splitlines()[-1] == "... 9800 older ones" and len(repr(shown).splitlines()) == 203
     assert "... 9800 older ones" in shown._repr_html_() and shown._repr_html_().count("<tr>") == 201
     assert len(shown) == 10_000 and next(iter(shown)).id == "run-0"
+
+
+@pytest.mark.parametrize(
+    ("state", "ranks", "shown"), [("running", (), "2-3"), ("running", (3,), "3"), ("ended", (), "")]
+)
+def test_node_whose_ranks_have_not_begun_has_those_of_the_plan(state: str, ranks: tuple[int, ...], shown: str) -> None:
+    plan = Plan((NodePlan((0, 1), "cpu", "a"), NodePlan((2, 3), "cpu", "b")), "gloo")
+    status = JobStatus("demo-1", "demo", "running", reports={"b": NodeReport("demo-1", 1, state, ranks=ranks)})
+    nodes = JobReport(status, plan)._repr_html_().partition("</table>")[0]
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", nodes)[3] == shown

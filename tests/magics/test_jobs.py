@@ -426,7 +426,7 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     assert re.fullmatch(
         r"JobError: job (\S+) is running: %job stop \1 ends it first", kernel.run("%job rm waits").error
     )
-    not_over = r"JobError: job \S+ did not succeed, it is running: --anyway fetches what there is"
+    not_over = r"JobError: job \S+ is running: --anyway fetches what there is"
     assert re.fullmatch(not_over, kernel.run("%job fetch waits").error)
     in_python = kernel.run("from detrain_nb.jobs import find_job\nfind_job('waits').remove()").error
     assert re.fullmatch(r"JobError: job (\S+) is running: find_job\('\1'\)\.stop\(\) ends it first", in_python), (
@@ -440,6 +440,7 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     assert "removed waits-" in kernel.run("%job rm --older-than 0").text()
     assert "JobError: job waits-" in kernel.run("%job rm waits").error
     assert kernel.run("%job stop waits --grace 0").status == "ok"
+    assert "no job 'nosuch'" in kernel.run("%job rm waits nosuch").error
     assert "removed waits-" in kernel.run("%job rm waits").text()
 
 

@@ -503,6 +503,14 @@ def test_what_is_no_file_of_the_job_is_not_sent(job: JobOrder, name: str) -> Non
     assert notebook.said == b""
 
 
+@pytest.mark.parametrize(("mode", "is_private"), [(0o600, True), (0o640, False)])
+def test_file_that_nobody_else_can_read_is_sent_as_such(job: JobOrder, mode: int, is_private: bool) -> None:
+    (job_folder(job.id, 0) / "source/a.pt").chmod(mode)
+    notebook = _Notebook()
+    send_artifact(Talk(None, notebook), {"id": job.id, "node_rank": 0, "name": "a.pt"})  # type: ignore[arg-type]
+    assert json.loads(notebook.said.partition(b"\n")[0])["private"] is is_private
+
+
 def test_file_that_grows_while_it_is_read_comes_to_an_end(job: JobOrder) -> None:
     class Growing(Talk):
         def tick(self) -> None:

@@ -51,9 +51,10 @@ def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
     folder, order = _find_job(said)
     offset = as_size(said.get("offset", 0))
     with open(_open_artifact(folder, order, check_name(said.get("name"))), "rb") as file:
-        left = max(0, os.fstat(file.fileno()).st_size - offset)
+        state = os.fstat(file.fileno())
+        left = max(0, state.st_size - offset)
         file.seek(offset)
-        talk.say("file", size=left)
+        talk.say("file", size=left, private=not state.st_mode & 0o077)
         while left:
             data = file.read(min(left, _PIECE_BYTES))
             if not data:  # it was cut off meanwhile: what was promised cannot be kept
