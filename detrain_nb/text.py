@@ -5,11 +5,16 @@ from __future__ import annotations
 import html
 import itertools
 import re
+import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
 RED = "color:var(--jp-error-color1, #c62828)"  # of what has failed, in a page
+_REDRAW_S = 0.2
+_RATE_S = 5.0  # what was copied in the last seconds tells the rate
+_BAR_CHARS = 30
 _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 
@@ -60,6 +65,41 @@ def table_lines(rows: Sequence[Sequence[str]], *, num_right: int = 0, min_widths
     widths = [max(both) for both in itertools.zip_longest(needed, min_widths, fillvalue=0)]
     sides = [str.rjust] * num_right + [str.ljust] * len(widths)
     return ["  ".join(side(cell, width) for side, cell, width in zip(sides, row, widths)).rstrip() for row in rows]
+
+
+class CopyProgress:
+    """A copy as a line: a bar, per cent, bytes, bytes a second.
+
+    Called with the files done, the bytes done and the bytes in all, it draws the line, a few times a second.
+    """
+
+    def __init__(self, what: str, draw: Callable[[str], object], *, now: Callable[[], float] = time.monotonic) -> None:
+        self._what = what
+        self._draw = draw
+        self._now = now
+        self._drawn_at: float | None = None
+        self._times = deque([(now(), 0)])  # when how many bytes were done
+
+    def __call__(self, files: int, done: int, total: int) -> None:
+        now = self._now()
+        is_done = bool(total) and done >= total
+        if self._drawn_at is None or now - self._drawn_at >= _REDRAW_S or is_done:
+            self._drawn_at = now
+            self._draw(self._line(now, files, done, total))
+
+    def _line(self, now: float, files: int, done: int, total: int) -> str:
+        self._times.append((now, done))
+        while len(self._times) > 2 and self._times[1][0] <= now - _RATE_S:
+            self._times.popleft()
+        since, before = self._times[0]
+        rate = f", {format_size((done - before) / (now - since))}/s" if now > since else ""
+        share = min(1.0, done / total) if total else 0.0
+        full = int(_BAR_CHARS * share)
+        bar = "#" * full + "." * (_BAR_CHARS - full)
+        counted = "1 file" if files == 1 else f"{files:,} files"
+        return (
+            f"{self._what} [{bar}] {int(100 * share):3} %, {format_size(done)} of {format_size(total)}{rate}, {counted}"
+        )
 
 
 class ShownAsText:

@@ -13,9 +13,9 @@ from IPython.display import display
 from ..deploy.private import is_same
 from ..documents import SUFFIXES
 from ..errors import SpecError
-from ..text import format_size
+from ..text import CopyProgress, format_size
 from .holder import SessionHolder, ask_passphrase
-from .progress import CopyProgress, redrawn_line
+from .progress import redrawn_line
 from .stops import told_when_interrupted
 
 if TYPE_CHECKING:

@@ -14,6 +14,7 @@ from IPython.display import display
 
 from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
 from ..plan.names import MOST_NAME_CHARS
+from ..text import CopyProgress
 from .given_spec import read_spec, show_findings
 from .guard import PROG, guard
 from .holder import ask_passphrase
@@ -21,7 +22,7 @@ from .job_options import parse_job_line, parse_torchrun_line
 from .job_view import JobView
 from .notebook import RunCells, kernel_name, session_name
 from .options import HelpShown, Settings
-from .progress import CopyProgress, redrawn_line
+from .progress import redrawn_line
 from .render import RenderOptions
 from .screen import screen_for
 from .stops import told_when_interrupted

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import getpass
 import shlex
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import DetrainError, JobError, SpecError
 from ..options import jobs as options
-from ..text import format_size
+from ..text import CopyProgress
 
 if TYPE_CHECKING:
     from ..jobs import Job
@@ -178,11 +179,8 @@ def _restart(args: argparse.Namespace) -> int:
 
 def _fetch(args: argparse.Namespace) -> int:
     with _told_when_interrupted("the same line goes on with what is missing"), _progress() as say:
-
-        def tell(files: int, done: int, total: int) -> None:
-            say(f"{files} files, {format_size(done)} of {format_size(total)}")
-
-        fetched = _find(args.job).fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=tell)
+        bar = CopyProgress("fetch", say)
+        fetched = _find(args.job).fetch(args.patterns or None, args.to, anyway=args.anyway, on_progress=bar)
     print(fetched)
     return _OK
 
@@ -290,8 +288,13 @@ def _progress() -> Iterator[Callable[[str], None]]:
     if not sys.stderr.isatty():
         yield lambda text: None
         return
+
+    def draw(text: str) -> None:
+        columns = shutil.get_terminal_size().columns - 1  # what is longer has a second line, which stays
+        print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
+
     try:
-        yield lambda text: print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+        yield draw
     finally:
         print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 

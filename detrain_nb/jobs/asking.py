@@ -9,13 +9,13 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from ..copying.json_lines import FilesError, Talk, Untrue
-from ..deploy.files import Stop, label
+from ..deploy.files import OnProgress, Stop, label, on_every
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
 from .report_checks import NodeFacts, read_facts
 
-__all__ = ["ask_facts", "on_all", "open_job_talks", "try_on_all"]
+__all__ = ["ask_facts", "on_all", "open_job_talks", "send_to_all", "try_on_all"]
 
 _Result = TypeVar("_Result")
 
@@ -52,6 +52,22 @@ def on_all(nodes: Sequence[Transport], act: Callable[[int], _Result]) -> list[_R
         kind = kinds.pop() if len(kinds) == 1 else DetrainError
         raise kind("\n".join(dict.fromkeys(map(str, failures)))) from failures[0]
     return [outcome for outcome in outcomes if not isinstance(outcome, DetrainError)]
+
+
+def send_to_all(
+    nodes: Sequence[Transport], act: Callable[[int, OnProgress], _Result], on_progress: OnProgress
+) -> list[_Result]:
+    """As `on_all`, for what takes its time: ``on_progress`` gets the sums over all nodes, in this thread."""
+
+    def run(node: Transport, stop: Stop, tell: OnProgress) -> _Result:
+        def note(files: int, done: int, total: int) -> None:
+            stop.check()
+            tell(files, done, total)
+
+        with _explained(node):
+            return act(nodes.index(node), note)
+
+    return on_every(nodes, run, on_progress)
 
 
 def try_on_all(

@@ -233,6 +233,7 @@ class Job(ShownAsText):
             nodes=nodes,
             record=self._record,
             ask_passphrase=self._ask_passphrase,
+            before=self.id,
         )
         return Job(
             started.id,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -18,7 +19,8 @@ from .asking import ask_facts, try_on_all
 from .execution import execute
 from .log_lines import LogLine
 from .report_checks import NodeFacts
-from .source import plan_source
+from .shipping import ship
+from .source import ShippedSource, fetch_here, plan_source
 from .starting import gather_secrets
 
 if TYPE_CHECKING:
@@ -41,10 +43,10 @@ def check_nodes(
     ``storage``: the location by which its source is to travel, as `submit` takes it.
     """
     findings = [*spec.check(), *_check_secrets(spec)]
-    size_bytes = 0
+    source = ShippedSource(())
     if not any(each.severity == "error" and each.field.startswith("source") for each in findings):
         try:
-            size_bytes = plan_source(spec).size_bytes
+            source = plan_source(spec)
         except DetrainError as exc:
             findings.append(Finding("source", str(exc)))
     if hosts := [node for node in spec.nodes if not node.is_this_machine]:
@@ -57,11 +59,13 @@ def check_nodes(
     nodes = transports_to(list(spec.nodes) or None, ask_passphrase=ask_passphrase)
     try:
         facts = try_on_all(nodes, lambda index: _facts_of(nodes[index]))
-        findings += _check_facts(spec, nodes, facts, size_bytes)
+        findings += _check_facts(spec, nodes, facts, source.size_bytes)
         if spec.rendezvous.port and not isinstance(facts[0], DetrainError):
             findings += _check_port(nodes[0], spec.rendezvous.port)
         answering = [node for node, said in zip(nodes, facts) if not isinstance(said, DetrainError)]
         findings += _check_libraries(spec, storage, answering)
+        if source.git and answering:
+            findings += _check_repository(source, answering)
     finally:
         for node in nodes:
             node.leave()
@@ -134,6 +138,23 @@ def _check_libraries(spec: PipelineSpec, storage: str | None, nodes: Sequence[Tr
             if not isinstance(missing, DetrainError) and library in missing:
                 said = f"{label(node)} lacks {library}, which opens such a URL: install it there"
                 yield Finding(field, said, "error" if field == "storage" else "warning")
+
+
+def _check_repository(source: ShippedSource, nodes: Sequence[Transport]) -> Iterator[Finding]:
+    """Do the nodes get it, or this machine where one does not reach its host? It is there for the job then."""
+
+    def fetch(index: int) -> str:
+        with open_job_talk(nodes[index]) as talk:
+            return ship(talk, source, node=label(nodes[index]))
+
+    told = [str(said) for said in try_on_all(nodes, fetch) if isinstance(said, DetrainError)]
+    if source.unreached:
+        yield Finding("source.git", f"{source.unreached}: it is fetched where you submit, and sent", "warning")
+        try:
+            fetch_here(source, os.environ)
+        except DetrainError as exc:
+            told.append(str(exc))
+    yield from (Finding("source.git", each) for each in dict.fromkeys(told))
 
 
 def _find_missing(node: Transport, names: Sequence[str]) -> set[str]:

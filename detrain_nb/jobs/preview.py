@@ -73,8 +73,14 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
         tuple(spec.source.setup),
         tuple(spec.secrets),
         (*(str(each) for each in spec.check() if each.severity == "warning"), *source.notices),
-        "" if source.git is None else str(source),
+        _describe_repository(source),
     )
+
+
+def _describe_repository(source: ShippedSource) -> str:
+    if source.git is None:
+        return ""
+    return str(source) if source.git.is_cloned else f"{source}; all get it from here if one does not reach its host"
 
 
 def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator[tuple[str, list[str]]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..copying.json_lines import Untrue, as_size, check_name, clean
+from ..node.job.git_source import MOST_POINTERS
 from ..node.job.terms import LIVE, OUTPUT_NAME, OVER
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "read_facts",
     "read_files",
     "read_number",
+    "read_pointers",
     "read_port",
     "read_report",
     "read_reports",
@@ -150,6 +152,11 @@ def read_facts(said: Mapping[str, Any]) -> NodeFacts:
         free_bytes=read_number(said.get("free_bytes")),
         torch=_text(said.get("torch"), most=100),
     )
+
+
+def read_pointers(said: object) -> list[str]:
+    """Names of files, for a message. Raises: Untrue."""
+    return [_text(each, most=4096) for each in _list(said, most=MOST_POINTERS)]
 
 
 def read_port(said: object) -> int:

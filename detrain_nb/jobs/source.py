@@ -7,7 +7,7 @@ import io
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -20,7 +20,7 @@ from ..deploy.private import is_private, why_kept
 from ..errors import DetrainError, SpecError
 from ..node.job.blobs import PART, Blobs, remove_unused, sources_folder
 from ..node.job.git_program import GitAccess, GitLimits
-from ..node.job.git_source import fetch_parts, lay_out_part
+from ..node.job.git_source import fetch_parts, find_pointers, lay_out_part
 from ..spec.notebook import MOST_BYTES, read_notebook_script
 from ..storage import Location, locate, named_errors
 from ..text import format_size, name_some
@@ -29,10 +29,11 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.source import Git, Source
 
-__all__ = ["GitSource", "ShippedSource", "SourceFile", "plan_source", "read_token"]
+__all__ = ["GitSource", "ShippedSource", "SourceFile", "fetch_here", "plan_source", "read_token", "tell_pointers"]
 
 _LIMIT_BYTES = 500_000_000
 _MOST_FILES = 50_000
+_MOST_NAMED = 3
 _CHUNK_BYTES = 1 << 20
 _AGAIN = "was changed while it was sent: submit the job again"
 
@@ -50,21 +51,26 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class GitSource:
-    """A repository that each node fetches; ``token`` is the name of a variable of the environment here."""
+    """A repository that each node fetches; ``token`` is the name of a variable of the environment here.
+
+    ``is_cloned``: the nodes have to, also where one does not reach its host.
+    """
 
     url: str
     ref: str
     folder: str
     token: str
     ssh_key: str
+    is_cloned: bool = False
 
 
 @dataclass
 class ShippedSource:
     """What travels: ``files``, or a repository. ``program`` is what runs, in the folder that has them.
 
-    ``commit`` is found by the first node that fetches: the others take the same one. It is shared by the threads that
-    send it, which hold ``lock`` for what only one of them is to do.
+    ``commit`` is found by the first node that fetches: the others take the same one. ``unreached`` is said by the first
+    that does not reach the host: then none has to. It is shared by the threads that send it, which hold ``lock`` for
+    what only one of them is to do.
     """
 
     program: tuple[str, ...]
@@ -72,6 +78,7 @@ class ShippedSource:
     git: GitSource | None = None
     notices: tuple[str, ...] = ()
     commit: str = ""
+    unreached: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
@@ -213,26 +220,56 @@ def _slashes(name: str) -> Iterator[int]:
 
 
 def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> ShippedSource:
-    wanted = GitSource(git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "")
-    entry = _check(source.entry or "")
-    if git.how == "clone":
-        return ShippedSource((entry,), git=wanted)
+    wanted = GitSource(
+        git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "", is_cloned=git.how == "clone"
+    )
+    shipped = ShippedSource((_check(source.entry or ""),), git=wanted)
+    return fetch_here(shipped, environment) if git.how == "bundle" else shipped
+
+
+def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> ShippedSource:
+    """Fetch a repository, at its commit if that is known, and have it travel as files.
+
+    Raises: SpecError where the token is not set or the entry is not in it, DetrainError.
+    """
+    wanted, (entry,) = source.git, source.program
+    assert wanted is not None
     access = GitAccess(read_token(wanted, environment), wanted.ssh_key)
+    limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
     try:
         cache = sources_folder()
-        limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
-        parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access, limits=limits)
+        parts = fetch_parts(
+            cache,
+            wanted.url,
+            wanted.ref,
+            commit=source.commit,
+            folder=wanted.folder,
+            access=access,
+            limits=limits,
+        )
         (cache / "bundles").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=PART, dir=cache / "bundles") as folder:
             for part in parts:
                 lay_out_part(cache, part, Path(folder))
+            pointers = find_pointers(cache, parts, Path(folder))
             files, skipped = _gather(Path(folder))
     except FilesError as exc:
         raise DetrainError(f"this machine: {exc}") from exc
     if entry not in {file.name for file in files}:
         raise SpecError(f"source.entry {entry!r} is not in {wanted.url} at commit {parts[0].commit[:12]}")
-    notices = (f"links that do not travel: {name_some(skipped)}",) if skipped else ()
-    return ShippedSource((entry,), tuple(files), notices=notices, commit=parts[0].commit)
+    notices = [f"links that do not travel: {name_some(skipped)}"] if skipped else []
+    if pointers:
+        notices.append(tell_pointers(pointers))
+    return ShippedSource((entry,), tuple(files), notices=tuple(notices), commit=parts[0].commit)
+
+
+def tell_pointers(names: Sequence[str]) -> str:
+    """What the ranks find in the place of files that git LFS has, and how they get those."""
+    named = ", ".join(map(clean, names[:_MOST_NAMED])) + (" and others" if len(names) > _MOST_NAMED else "")
+    return (
+        f"git LFS has the contents of {named}: the ranks find a few lines that say where; to have them, clone the "
+        "repository with git-lfs here and give the folder as source.path, or fetch them by a line of source.setup"
+    )
 
 
 def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:

@@ -16,21 +16,22 @@ from typing import TYPE_CHECKING
 
 from ..copying.json_lines import FilesError, Talk
 from ..deploy.chosen_nodes import transports_to
-from ..deploy.files import label
+from ..deploy.files import OnProgress, label
 from ..deploy.jobs import open_job_talk
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
 from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
-from ..storage import has_password
+from ..storage import has_password, locate
+from ..text import CopyProgress
 from ..transport import Transport
-from .asking import ask_facts, on_all, open_job_talks, try_on_all
+from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
 from .noting import running_job
 from .record import Record
-from .report_checks import NodeFacts, read_port
+from .report_checks import NodeFacts, read_pointers, read_port
 from .shipping import ship
-from .source import ShippedSource
+from .source import ShippedSource, fetch_here, tell_pointers
 from .submitting import submitting
 
 if TYPE_CHECKING:
@@ -70,12 +71,15 @@ def start(
     nodes: Sequence[Node | Transport] | None = None,
     record: Record,
     ask_passphrase: AskPassphrase | None = None,
+    before: str = "",
 ) -> Started:
     """Start a job of a spec that was read with `read_spec`, on its nodes or on ``nodes``, with its source.
 
-    Raises: as `submit`. Nothing runs then.
+    ``before``: the id of the job that is restarted, whose checkpoints are taken over. Raises: as `submit`. Nothing runs
+    then.
     """
-    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress).run()
+    storage = _full_url(storage)
+    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before).run()
 
 
 def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -118,6 +122,12 @@ def _full_paths(spec: PipelineSpec) -> dict[str, object]:
     return {f"source.{kind}": os.path.abspath(os.path.expanduser(path))}
 
 
+def _full_url(storage: str | None) -> str | None:
+    """A path is one of this machine, from the folder that we are in; nodes find the same there. Raises: SpecError."""
+    path = locate(storage).path if storage else ""
+    return f"file://{path}" if storage and "://" not in storage else storage
+
+
 @dataclass
 class _Starting:
     """One submission, from the first question to the last answer."""
@@ -130,7 +140,9 @@ class _Starting:
     record: Record
     ask_passphrase: AskPassphrase | None
     on_progress: Say | None
+    before: str
     _may_run: bool = False  # on some of its nodes
+    _notices: list[str] = field(default_factory=list)
 
     def run(self) -> Started:
         secrets = gather_secrets(self.spec, self.given)
@@ -151,17 +163,15 @@ class _Starting:
             storage="" if has_password(storage) else storage,
         )
         try:
-            notices = (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports))
-            for notice in notices:
-                self._say(f"note: {notice}")
+            for notice in (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports)):
+                self._note(notice)
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
             with open_job_talks(self._transports) as talks:
                 facts = on_all(self._transports, lambda index: ask_facts(talks[index]))
                 self._check_together(facts)
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
-                self._say("sending what has changed of the source")
-                ready = on_all(self._transports, lambda index: self._ship(talks[index], secrets))
+                ready = self._ship_to_all(talks, secrets)
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
@@ -175,7 +185,7 @@ class _Starting:
                 raise DetrainError(str(exc)) from exc
             raise
         self.record.update(job, state=RUNNING, started_at=time.time())
-        return Started(job, self.spec.name, self._transports, notices)
+        return Started(job, self.spec.name, self._transports, tuple(self._notices))
 
     # ---- before any node is asked
 
@@ -203,9 +213,36 @@ class _Starting:
         """Raises: SpecError where the nodes have not what the spec wants."""
         return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
 
-    def _ship(self, talk: Talk, secrets: Mapping[str, str]) -> str:
+    def _ship_to_all(self, talks: Sequence[Talk], secrets: Mapping[str, str]) -> list[str]:
+        """All nodes get the same files: where one does not reach the host of a repository, all get it from here.
+
+        Raises: DetrainError with a line for each node that failed, SpecError.
+        """
         environment = {**(self.given or {}), **secrets}
-        return ship(talk, self.source, storage=self.storage, environment=environment)
+
+        def ship_to(index: int, tell: OnProgress) -> str:
+            return ship(
+                talks[index],
+                self.source,
+                node=label(self._transports[index]),
+                storage=self.storage,
+                environment=environment,
+                on_progress=tell,
+            )
+
+        self._say("sending what has changed of the source")
+        ready = send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
+        if not (why := self.source.unreached):
+            return ready
+        self._say(f"{why}: fetching it here")
+        try:
+            self.source = fetch_here(self.source, {**os.environ, **environment})
+        except DetrainError as exc:
+            raise DetrainError(f"{why}\n{exc}") from exc
+        self._note(f"{why}: commit {self.source.commit[:12]} was fetched here, and all nodes get it from here")
+        for notice in self.source.notices:
+            self._note(notice)
+        return send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""
@@ -254,13 +291,17 @@ class _Starting:
     ) -> None:
         """Raises: DetrainError with a line for each node that failed."""
 
-        def prepare(index: int) -> int:
+        def prepare(index: int) -> tuple[int, list[str]]:
             own = {**self._transports[index].env, **secrets}
-            talks[index].say("prepare", order=orders[index].to_dict(), secrets=own, source=ready[index])
-            return read_port(talks[index].hear("prepared").get("port"))
+            order = orders[index].to_dict()
+            talks[index].say("prepare", order=order, secrets=own, source=ready[index], before=self.before)
+            said = talks[index].hear("prepared")
+            return read_port(said.get("port")), read_pointers(said.get("pointers"))
 
         self._say("preparing it on all nodes")
-        port = on_all(self._transports, prepare)[0]
+        port, pointers = on_all(self._transports, prepare)[0]
+        if pointers:
+            self._note(tell_pointers(pointers))
         rendezvous = orders[0].rendezvous
         key = random.token_hex(_KEY_BYTES) if rendezvous.kind == "elastic" else ""
 
@@ -287,6 +328,10 @@ class _Starting:
                 talk.hear("removed")
 
         try_on_all(self._transports, stop, limit_s=_UNDO_LIMIT_S)
+
+    def _note(self, text: str) -> None:
+        self._notices.append(text)
+        self._say(f"note: {text}")
 
     def _say(self, text: str) -> None:
         if self.on_progress:

@@ -103,7 +103,9 @@ def add_name_and_nodes(parser: OptionParser) -> None:
     parser.add_argument(
         "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., in place of the spec's nodes"
     )
-    parser.add_argument("--storage", metavar="URL", help="where the source travels by, as s3://bucket/folder")
+    parser.add_argument(
+        "--storage", metavar="URL", help="where the source travels by: s3://BUCKET/FOLDER, or a shared folder"
+    )
 
 
 def add_follow(parser: OptionParser) -> None:

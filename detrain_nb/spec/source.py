@@ -34,9 +34,10 @@ class Git(SpecModel):
     folder: _Inside | None = Field(
         default=None, description="a folder of the repository that the ranks run in; none: its top"
     )
-    how: Literal["clone", "bundle"] = Field(
-        default="clone",
-        description='"clone": each node asks the git host; "bundle": this machine does, and the nodes get it from here',
+    how: Literal["auto", "clone", "bundle"] = Field(
+        default="auto",
+        description='"clone": each node asks the git host; "bundle": this machine does, and sends it to the nodes; '
+        '"auto": "clone", or "bundle" where a node does not reach that host',
     )
 
     @model_validator(mode="after")

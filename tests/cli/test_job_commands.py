@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -68,6 +69,30 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert main(["jobs", "show", "from-the-shell"]) == 1
     no_job = "no job 'from-the-shell' was submitted from here: detrain-nb jobs list shows those that were"
     assert capfd.readouterr().err == f"detrain-nb: {no_job}\n"
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_terminal_shows_how_far_a_large_folder_is_on_one_line(spec: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "train.py").write_text("print(1)")
+    (folder / "weights.bin").write_bytes(os.urandom(40_000_000))
+    spec.write_text(json.dumps({"name": "large", "source": {"path": str(folder), "entry": "train.py"}}))
+    ours, theirs = os.openpty()
+    with open(ours, "rb", buffering=0) as terminal, open(theirs, "wb") as far:
+        argv = [sys.executable, "-m", "detrain_nb", "jobs", "submit", str(spec), "--follow"]
+        env = {**os.environ, "COLUMNS": "60"}
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=far, stdin=subprocess.DEVNULL, env=env)
+        far.close()
+        shown = b""
+        with contextlib.suppress(OSError):  # what a terminal says at its end
+            while data := terminal.read(1 << 16):
+                shown += data
+        assert process.wait(LIMIT_S) == 0, shown
+    lines = [line.removeprefix("\x1b[K") for line in shown.decode().split("\r")]
+    sent = [line for line in lines if line.startswith("send [")]
+    assert len(sent) > 1 and "100 %, 40 MB of" in sent[-1], lines
+    assert max(map(len, sent)) == 59
 
 
 @pytest.mark.slow

@@ -198,6 +198,35 @@ def test_job_goes_on_when_its_notebook_is_killed_and_is_restarted_elsewhere(home
     assert (again.id != job.id, again.name, again.wait().exit_code) == (True, "counting", 0)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S)
+def test_restart_goes_on_from_checkpoints_in_the_folder_of_the_job(home: Path) -> None:
+    script = """
+import os, pathlib, sys
+from detrain_nb import job_spec
+kept = pathlib.Path(job_spec().checkpoint.url, os.environ["RANK"])
+step = int(kept.read_text()) if kept.exists() else 0
+print("begins at", step, flush=True)
+kept.parent.mkdir(exist_ok=True)
+part = kept.with_suffix(".part")
+part.write_text(str(step + 5))
+part.replace(kept)
+"""
+
+    def follow(job: Job) -> list[str]:
+        assert job.wait().exit_code == 0
+        return sorted(line.text for line in job.logs().lines)
+
+    job = submit(spec_of(script, name="relative", checkpoint={"url": "checkpoints"}))
+    assert follow(job) == ["begins at 0"] * 2
+    again = job.restart()
+    assert follow(again) == ["begins at 5"] * 2
+    (kept,) = home.glob(f"state/detrain_nb/jobs/{job.id}/*/source/checkpoints/0")
+    assert kept.read_text() == "5", "those of the first job stay as they are"
+    job.remove()
+    assert follow(again.restart()) == ["begins at 10"] * 2
+
+
 @pytest.mark.parametrize("moment", [pytest.param("preparing", marks=pytest.mark.slow), "starting"])
 def test_submitter_that_is_killed_before_the_launch_leaves_nothing(moment: str, home: Path) -> None:
     code = f"""
@@ -247,6 +276,18 @@ def test_two_submits_at_once_are_one(home: Path) -> None:
     with submitting("twice"), pytest.raises(JobError, match="being submitted by another process"):
         submit(spec_of("pass", name="twice"))
     assert not [row for row in jobs().rows if row.name == "twice"]
+
+
+@pytest.mark.parametrize(
+    ("storage", "said"),
+    [
+        ("file://store", r"file://store: write file:///\.\.\."),
+        ("sftp://host/store", "would take any host key"),
+    ],
+)
+def test_storage_that_cannot_be_is_refused_before_a_node_is_asked(home: Path, storage: str, said: str) -> None:
+    with pytest.raises(SpecError, match=said):
+        submit(spec_of("pass", name="nowhere"), nodes=[LyingNode({})], storage=storage)
 
 
 def test_storage_is_kept_unless_it_has_a_password(home: Path) -> None:

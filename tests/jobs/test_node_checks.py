@@ -8,6 +8,8 @@ from pathlib import Path
 from detrain_nb.jobs import check_nodes
 from detrain_nb.spec import PipelineSpec
 
+from ..node.git_host import commit, git_host
+
 
 def faults(**fields: object) -> list[str]:
     spec = PipelineSpec.from_dict({"name": "checked", "source": {"script_text": "1"}, **fields})
@@ -47,6 +49,27 @@ def test_library_that_a_node_lacks_is_said(home: Path) -> None:
     missing = "this-machine lacks ocifs, which opens such a URL: install it there"
     assert f"warning: checkpoint.url: {missing}" in said
     assert f"storage: {missing}" in said
+
+
+def test_repository_is_fetched_as_the_job_would(home: Path, tmp_path: Path) -> None:
+    commit(tmp_path / "work", {"train.py": "1"})
+
+    def check(**git: str) -> list[str]:
+        source = {"git": git, "entry": "train.py"}
+        spec = PipelineSpec.from_dict({"name": "checked", "source": source})
+        return [str(each) for each in check_nodes(spec)]
+
+    with git_host(tmp_path / "host") as host:
+        url = host.publish(tmp_path / "work", "x.git")
+        assert check(url=url) == []
+        (fault,) = check(url=url, ref="gone")
+        assert fault.startswith(f"source.git: this-machine: git {url}: there is no branch, tag or commit 'gone'")
+    warning, fault = check(url=url)
+    assert warning.startswith(f"warning: source.git: this-machine: git {url} cannot be reached: ")
+    assert warning.endswith(": it is fetched where you submit, and sent")
+    assert fault.startswith(f"source.git: this machine: git {url} cannot be reached: ")
+    (fault,) = check(url=url, how="clone")
+    assert fault.startswith(f"source.git: this-machine: git {url} cannot be reached: ")
 
 
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:

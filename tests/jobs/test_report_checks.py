@@ -14,6 +14,7 @@ from detrain_nb.jobs.report_checks import (
     clean_line,
     read_facts,
     read_files,
+    read_pointers,
     read_port,
     read_report,
     read_reports,
@@ -93,6 +94,13 @@ def test_log_that_can_be_followed(name: str) -> None:
 def test_any_other_file_cannot_be_followed(name: object) -> None:
     with pytest.raises(Untrue):
         check_log_name(name)
+
+
+@pytest.mark.parametrize("said", [5, ["a"] * 5, [5], [None], "abc", {"a": 1}])
+def test_pointers_that_cannot_be_are_refused(said: object) -> None:
+    assert read_pointers(["a\x1b[31m"]) == ["a?[31m"] and read_pointers(None) == []
+    with pytest.raises(Untrue):
+        read_pointers(said)
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "80", True, None])

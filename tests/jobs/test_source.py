@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from detrain_nb.copying.json_lines import FilesError, Talk, Untrue
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.jobs.shipping import ship
-from detrain_nb.jobs.source import ShippedSource, SourceFile, plan_source
+from detrain_nb.jobs.source import ShippedSource, SourceFile, fetch_here, plan_source
 from detrain_nb.node.job.sources import lay_out
 from detrain_nb.spec import PipelineSpec
 
@@ -171,6 +171,24 @@ def test_folder_at_a_url(node: Path) -> None:
     files.store.clear()
 
 
+@pytest.mark.parametrize("by_store", [False, True])
+def test_large_source_tells_how_far_it_is(tmp_path: Path, node: Path, by_store: bool) -> None:
+    folder = write(tmp_path / "project", {"train.py": "1", "sub/small": "2"})
+    (folder / "weights.bin").write_bytes(os.urandom(20_000_000))
+    source, told = plan(path=str(folder), entry="train.py"), list[tuple[int, int, int]]()
+    storage = f"file://{tmp_path}/store" if by_store else None
+    arrive(source, node, storage=storage, on_progress=lambda *done: told.append(done))
+    assert told[0] == (0, 0, 20_000_002) and told[-1] == (3, 20_000_002, 20_000_002)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert len({done for _, done, _ in told}) > 10
+    told.clear()
+    arrive(source, node.with_name("second"), storage=storage, on_progress=lambda *done: told.append(done))
+    assert told[-1] == (3, 20_000_002, 20_000_002)
+    told.clear()
+    arrive(source, node, at="again", storage=storage, on_progress=lambda *done: told.append(done))
+    assert set(told) == {(0, 0, 0)}
+
+
 # ---- a node that says what is not so
 
 
@@ -193,6 +211,17 @@ def test_node_gets_no_file_that_does_not_travel(indices: object) -> None:
             ship(Talk(reader, Sender(ours)), plan(script_text="print(1)"))
         ours.shutdown(socket.SHUT_RDWR)
     thread.join(20)
+
+
+def test_what_a_node_says_of_a_git_host_is_cleaned_and_cut() -> None:
+    ours, theirs = socket.socketpair()
+    ours.settimeout(20)
+    with ours, theirs, theirs.makefile("wb") as writer, ours.makefile("rb") as reader:
+        writer.write(json.dumps({"type": "unreached", "text": "\x1b[2J\n" + "x" * 10_000}).encode() + b"\n")
+        writer.flush()
+        source = plan(git={"url": "https://git.example/x"}, entry="train.py")
+        assert ship(Talk(reader, Sender(ours)), source, node="a") == ""
+    assert source.unreached == "a: ?[2J?" + "x" * 295
 
 
 # ---- git
@@ -234,6 +263,42 @@ def test_repository_is_cloned_there_or_sent_from_here(
     assert "t0ken" not in repr((cloned, bundled))
 
 
+def test_files_that_git_lfs_has_the_contents_of_are_told_of(tmp_path: Path) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    work = tmp_path / "work"
+    commit(work, {".gitattributes": "*.bin filter=lfs\n", "train.py": "1", "weights.bin": pointer})
+    (notice,) = plan(git={"url": str(work), "how": "bundle"}, entry="train.py").notices
+    assert notice.startswith("git LFS has the contents of weights.bin: the ranks find a few lines that say where")
+    commit(work, {f"{number}.bin": pointer for number in range(3)})
+    (notice,) = plan(git={"url": str(work), "how": "bundle"}, entry="train.py").notices
+    assert notice.startswith("git LFS has the contents of 0.bin, 1.bin, 2.bin and others: ")
+
+
+def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_not_reach_its_host(
+    tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    first = commit(work, {"train.py": "print(1)"})
+    with git_host(tmp_path / "host") as host:
+        source = plan(git={"url": host.publish(work, "x.git"), "ref": "main"}, entry="train.py")
+        with source_talk(node) as talk:
+            assert ship(talk, source, node="a") and source.commit == first
+        commit(work, {"train.py": "print(2)"})
+        host.publish(work, "x.git")
+        with monkeypatch.context() as patch, source_talk(node) as talk:
+            patch.setenv("PATH", str(tmp_path))  # without git
+            assert ship(talk, source, node="b") == ""
+            with pytest.raises(FilesError, match=r'git is not installed; source\.git\.how = "auto" has it'):
+                ship(talk, plan(git={"url": host.url("x.git"), "how": "clone"}, entry="train.py"))
+        assert source.unreached == "b: git is not installed"
+        asked = len(host.asked)
+        with source_talk(node) as talk:
+            assert ship(talk, source, node="c") == "" and len(host.asked) == asked  # it is not to fetch it either
+        sent = fetch_here(source, {})
+    assert sent.commit == first and sent.program == source.program
+    assert arrive(sent, node.with_name("second")) == {"train.py": b"print(1)"}
+
+
 def test_repository_that_is_sent_from_here_is_no_larger_than_a_folder(tmp_path: Path, node: Path) -> None:
     work = tmp_path / "work"
     commit(work, {"train.py": "1"})
@@ -261,8 +326,6 @@ def test_files_go_through_a_folder_that_all_can_read(tmp_path: Path, node: Path)
         path.write_bytes(b"x" * path.stat().st_size)  # what others have made of it is not run
     with source_talk(second) as talk, pytest.raises(FilesError, match="is not what was put there: remove it"):
         ship(talk, source, storage=f"file://{store}")
-    with source_talk(second) as talk, pytest.raises(SpecError, match="any host key"):
-        ship(talk, source, storage="sftp://host/x")
 
 
 @pytest.fixture

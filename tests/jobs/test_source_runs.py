@@ -23,17 +23,22 @@ PROGRAM = {
 SHOWN = ["[0] rank 0 größe False", "[1] rank 1 größe False"]
 
 
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+
+
 def run(name: str, *, storage: str | None = None, secrets: dict[str, str] | None = None, **source: Any) -> list[str]:
     lines: list[str] = []
     spec = PipelineSpec.from_dict({"name": name, "source": {"entry": "train.py", **source}})
-    status = submit(spec, storage=storage, secrets=secrets).attach(lambda line: lines.append(str(line)))
+    job = submit(spec, storage=storage, secrets=secrets)
+    status = job.attach(lambda line: lines.append(str(line)))
     assert (status.state, status.exit_code) == ("ended", 0), lines
-    return sorted(line for line in lines if "rank" in line)
+    return sorted([*job.notices, *(line for line in lines if "rank" in line)])
 
 
 def test_ranks_run_a_repository_that_wants_a_token(home: Path, tmp_path: Path) -> None:
     work = tmp_path / "work"
-    commit(work, {f"sub/{name}": text for name, text in PROGRAM.items()})
+    commit(work, {f"sub/{name}": text for name, text in {**PROGRAM, "weights.bin": POINTER}.items()})
+    commit(work, {".gitattributes": "*.bin filter=lfs diff=lfs merge=lfs -text\n"})
     with git_host(tmp_path / "host", token="t0ken") as host:
         wanted = {"url": host.publish(work, "x.git"), "ref": "main", "folder": "sub", "token": "TOKEN"}
         before = len(jobs())
@@ -41,21 +46,26 @@ def test_ranks_run_a_repository_that_wants_a_token(home: Path, tmp_path: Path) -
             run("cloned", git=wanted)
         with pytest.raises(DetrainError, match="there is no branch, tag or commit 'gone'"):
             run("cloned", git={**wanted, "ref": "gone"}, secrets={"TOKEN": "t0ken"})
-        assert run("cloned", git=wanted, secrets={"TOKEN": "t0ken"}) == SHOWN
+        *shown, notice = run("cloned", git=wanted, secrets={"TOKEN": "t0ken"})
+        assert shown == SHOWN and notice.startswith("git LFS has the contents of weights.bin: ")
     assert len(jobs()) == before + 3
     for path in home.rglob("*"):
         assert not path.is_file() or b"t0ken" not in path.read_bytes(), path
 
 
-def test_ranks_run_a_folder_that_went_through_a_store(home: Path, tmp_path: Path) -> None:
+def test_ranks_run_a_folder_that_went_through_a_store(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = tmp_path / "project"
     folder.mkdir()
     for name, text in PROGRAM.items():
         (folder / name).write_text(text)
-    store = f"file://{tmp_path}/store"
-    assert run("stored", path=str(folder), storage=store) == SHOWN
+    monkeypatch.chdir(tmp_path)
+    assert run("stored", path="project", storage="store") == SHOWN
+    assert Record().get("stored").storage == f"file://{tmp_path}/store"
     assert len(os.listdir(tmp_path / "store")) == 2
     (folder / "beside.py").write_text("word = 'anew'\n")
+    monkeypatch.chdir("/")
     again = find_job("stored").restart()
-    assert (again.wait().exit_code, Record().get(again.id).storage) == (0, store)
+    assert (again.wait().exit_code, Record().get(again.id).storage) == (0, f"file://{tmp_path}/store")
     assert len(os.listdir(tmp_path / "store")) == 3

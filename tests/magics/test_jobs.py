@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -323,6 +324,20 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
     assert kernel.run("job.id.startswith('demo-')").rich() == ["True"]
     assert "removed demo-" in kernel.run("%job rm demo").text()
     assert kernel.run("%job show demo").error.startswith("JobError: no job 'demo' was submitted from here")
+
+
+def test_large_folder_shows_how_far_it_is(kernel: Any, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    (tmp_path / "weights.bin").write_bytes(os.urandom(40_000_000))
+    source = {"path": str(tmp_path), "entry": "train.py"}
+    (tmp_path / "large.json").write_text(json.dumps({"name": "large", "source": source}))
+    begun = kernel.run(f"%job submit {tmp_path}/large.json")
+    assert begun.status == "ok", begun.error
+    drawn = [content["data"].get("text/plain", "") for kind, content in begun.live if "display" in kind]
+    assert any(re.match(r"send \[#*\.*\] +\d+ %, [\d.]+ MB of 40 MB", text) for text in drawn), drawn
+    assert [kind for kind, _ in begun.shown if kind == "stdout"] == ["stdout"]
+    assert kernel.run("%job attach large").status == "ok"
+    assert "removed large-" in kernel.run("%job rm large").text()
 
 
 def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -> None:

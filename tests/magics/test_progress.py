@@ -7,9 +7,10 @@ import re
 from typing import Any
 
 import pytest
-from detrain_nb.magics.progress import CopyProgress
 from detrain_nb.magics.screen import TextScreen
 from detrain_nb.magics.transcript import Text
+
+from detrain_nb.text import CopyProgress
 
 # A copy of so many seconds as put and get tell it, in the real kernel; what it copies is made up.
 _COPY = """

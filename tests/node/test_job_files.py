@@ -16,6 +16,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import detrain_nb.node.job.order
 from detrain_nb.copying.json_lines import Talk, Untrue
 from detrain_nb.jobs.report_checks import NodeReport, read_report
 from detrain_nb.node.job.files import list_artifacts, send_artifact
@@ -29,7 +30,7 @@ from detrain_nb.node.job.folders import (
 )
 from detrain_nb.node.job.following import follow
 from detrain_nb.node.job.log_file import BoundedLog, find_end, find_tail, last_lines, read_log
-from detrain_nb.node.job.order import MOST_TEXT_BYTES, JobError, JobOrder, JobRendezvous
+from detrain_nb.node.job.order import FORMAT, MOST_TEXT_BYTES, JobError, JobOrder, JobRendezvous
 from detrain_nb.node.job.scopes import outlives_logout
 from detrain_nb.node.job.status import Exit, Reserve, Status, is_live, read_status
 
@@ -97,6 +98,54 @@ def test_order_takes_what_the_kernel_takes(value: str) -> None:
 def test_what_a_later_release_adds_to_an_order_is_passed_over() -> None:
     order = make_order("0")
     assert JobOrder.from_dict({**order.to_dict(), "colour": "red"}) == order
+
+
+_FIRST_ORDER = (  # as it stands on disks: this text is not to be changed
+    '{"format": 1, "id": "job-20260102-030405-beef", "name": "job", "argv": ["train.py", "--lr", "0.1"], '
+    '"node_rank": 1, "nodes": ["gpu1", "gpu2"], "ranks": [2, 3], "world_size": 4, "python": "/env/bin/python", '
+    '"workdir": "~/work", "env": {"A": "1"}, "secret_names": ["HF_TOKEN"], "setup": ["module load cuda"], '
+    '"artifacts": ["*.pt"], "spec": {"training": {"epochs": 2}}, "device": "cuda", "gpus": [0, 1], '
+    '"address": "10.0.0.2", "interface": "eth0", "rendezvous": {"kind": "elastic", "run_id": "r", '
+    '"address": "10.0.0.1", "port": 29500, "timeout_s": 60.0, "max_restarts": 3, "min_nodes": 1, "max_nodes": 2}, '
+    '"silence_s": 30.0}'
+)
+
+
+@pytest.mark.parametrize("later", [0, 1])
+def test_order_of_the_first_release_is_read_by_each_later_one(later: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detrain_nb.node.job.order, "FORMAT", FORMAT + later)
+    assert JobOrder.from_json(_FIRST_ORDER) == JobOrder(
+        "job-20260102-030405-beef",
+        "job",
+        ("train.py", "--lr", "0.1"),
+        node_rank=1,
+        nodes=("gpu1", "gpu2"),
+        ranks=(2, 3),
+        world_size=4,
+        python="/env/bin/python",
+        workdir="~/work",
+        env={"A": "1"},
+        secret_names=("HF_TOKEN",),
+        setup=("module load cuda",),
+        artifacts=("*.pt",),
+        spec={"training": {"epochs": 2}},
+        device="cuda",
+        gpus=(0, 1),
+        address="10.0.0.2",
+        interface="eth0",
+        rendezvous=JobRendezvous("elastic", "r", "10.0.0.1", 29500, 60.0, 3, 1, 2),
+        silence_s=30.0,
+    )
+    assert set(json.loads(_FIRST_ORDER)) <= set(make_order("0").to_dict()), "no name is given up"
+
+
+def test_order_of_a_later_format_is_refused_with_both_numbers() -> None:
+    later = _FIRST_ORDER.replace('"format": 1', f'"format": {FORMAT + 1}')
+    with pytest.raises(JobError, match=f"has format {FORMAT + 1}, .* this one reads up to format {FORMAT}: use that"):
+        JobOrder.from_json(later)
+    for number in ("0", "-1", "true", "null", '"1"', "1.0"):
+        with pytest.raises(JobError, match="is no number of an order's format"):
+            JobOrder.from_json(_FIRST_ORDER.replace('"format": 1', f'"format": {number}'))
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "[]", '{"format": 1}', " " * (1 << 21)])

@@ -308,6 +308,35 @@ def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) ->
     assert not (jobs_folder / order.id).exists()
 
 
+def test_checkpoints_in_the_folder_of_a_job_are_those_of_the_one_that_restarts_it(
+    jobs_folder: Path, tmp_path: Path
+) -> None:
+    def source_of(order: JobOrder) -> Path:
+        return next(jobs_folder.glob(f"{order.id}/*")) / "source"
+
+    def prepared(url: str, before: JobOrder, **fields: Any) -> Path:
+        order = make_order("0", spec={"checkpoint": {"url": url}}, **fields)
+        prepare(talk, order, before=before.id)
+        return source_of(order)
+
+    first = make_order("0")
+    with talk_here() as old, talk_here() as talk:
+        prepare(old, first)
+        (source_of(first) / "kept/last").mkdir(parents=True)
+        (source_of(first) / "kept/last/step").write_text("7")
+        (source_of(first) / "kept/latest").symlink_to("last")
+        (source_of(first) / "away").symlink_to(tmp_path)
+        (tmp_path / "step").write_text("8")
+        found = prepared("./kept/", first) / "kept"
+        assert (found / "latest/step").read_text() == "7" and (found / "latest").is_symlink()
+        for url in ("away", "../source/kept", ".", f"{tmp_path}/x", "~/kept", "s3://bucket/kept", "gone"):
+            assert not list(prepared(url, first).iterdir()), url
+        assert not list(prepared("kept", first, workdir=str(tmp_path)).iterdir())
+        assert not list(prepared("kept", make_order("0")).iterdir()), "that one was removed"
+        with pytest.raises(Failed, match=r"'\.\./x' is no id of a job"):
+            prepare(talk, make_order("0"), before="../x")
+
+
 def test_secret_that_did_not_come_is_named(jobs_folder: Path) -> None:
     with talk_here() as talk, pytest.raises(Failed, match="the secrets B did not come"):
         prepare(talk, make_order("0", secret_names=("A", "B")), secrets={"A": "1"})
@@ -320,7 +349,7 @@ def _fields(**fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("order", "complaint"),
     [
-        (_fields(format=2), "the order has format 2 and this node knows format 1: use the same release"),
+        (_fields(format=2), "the order has format 2, .* this one reads up to format 1: use that release"),
         (_fields(id="../x"), "id: '../x' is no id of a job"),
         (_fields(env={"A=B": "c"}), "env: 'A=B' is no name of a variable"),
         (_fields(argv=["no.py"]), "'no.py' is not in the source"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -308,7 +309,6 @@ def test_folder_of_a_repository_is_laid_out_alone(host: GitHost, work: Path, cac
         ({"url": "ext::sh -c 'touch /tmp/x'"}, "git url"),
         ({"url": "--config=x"}, "begins with -"),
         ({"url": "http://h.example/x"}, "a token is sent over https only"),
-        ({"url": "http://127.0.0.1:1/x"}, "cannot be reached: .*how: bundle"),
     ],
 )
 def test_what_cannot_be_fetched_is_said(
@@ -318,6 +318,56 @@ def test_what_cannot_be_fetched_is_said(
     with source_talk(cache) as talk, pytest.raises(Failed, match=said) as caught:
         ask_git(talk, **{"url": url, "ref": "main", "token": TOKEN, **fields})
     assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url, said",
+    [
+        ("http://127.0.0.1:1/x", "Connection refused"),
+        ("http://no-such-host.invalid/x", "not known"),
+        ("ssh://git@127.0.0.1:1/x", "Connection refused"),
+        ("git@no-such-host.invalid:x", "Could not resolve hostname"),
+    ],
+)
+def test_host_that_is_not_reached_is_no_failure_but_said(cache: Path, url: str, said: str) -> None:
+    with source_talk(cache) as talk:
+        talk.say("source", of="git", url=url, ref="main")
+        text = talk.hear("unreached")["text"]
+        assert url in text and "cannot be reached" in text and said in text
+        talk.say("source", of="git", url=url, ref="--x")
+        with pytest.raises(Failed, match="can be no branch"):
+            talk.hear("ready", "unreached")
+
+
+def test_host_that_does_not_answer_at_all_is_not_waited_for_as_long_as_git_would(cache: Path) -> None:
+    with contextlib.ExitStack() as held, socket.create_server(("127.0.0.1", 0), backlog=0) as server:
+        for _ in range(3):  # what comes when so many wait is not even refused
+            waiting = held.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(server.getsockname())
+        with source_talk(cache) as talk:
+            talk.say("source", of="git", url=f"http://127.0.0.1:{server.getsockname()[1]}/x", ref="main")
+            assert "cannot be reached: timed out" in talk.hear("unreached")["text"]
+
+
+def test_proxy_of_the_node_is_what_is_asked(
+    host: GitHost, work: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = host.publish(work, "proxied.git").replace("127.0.0.1", "no-such-host.invalid")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with source_talk(cache) as talk:
+        talk.say("source", of="git", url=url, ref="main")
+        assert "Failed to connect to 127.0.0.1 port 1" in talk.hear("unreached")["text"]
+
+
+def test_git_that_is_not_installed_reaches_nothing(
+    host: GitHost, work: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = host.publish(work, "none.git")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with source_talk(cache) as talk:
+        talk.say("source", of="git", url=url, ref="main", token=TOKEN)
+        assert talk.hear("unreached")["text"] == "git is not installed"
 
 
 def test_repository_without_a_commit_is_said(host: GitHost, cache: Path) -> None:
@@ -350,6 +400,30 @@ def test_no_hook_and_no_filter_runs(host: GitHost, work: Path, tmp_path: Path, m
     (mirror.parent / "hooks").symlink_to(hooks)
     lay_out(source, tmp_path / "source", cache=cache)
     assert (tmp_path / "source/x.bin").read_text() == "version lfs\n" and not ran.exists()
+
+
+def test_files_that_git_lfs_has_the_contents_of_are_named(
+    host: GitHost, work: Path, cache: Path, tmp_path: Path
+) -> None:
+    pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 12345\n"
+    files = {f"sub/{number}.bin": pointer for number in range(5)}
+    commit(work, {**files, "lib/a.bin": pointer, "sub/text.bin": "text", "sub/long.bin": pointer + " " * 2000})
+    (work / "sub/link.bin").symlink_to("0.bin")
+    commit(work, {})
+    url = host.publish(work, "lfs.git")
+
+    def find(name: str, **fields: str) -> list[str]:
+        with source_talk(cache) as talk:
+            source = ask_git(talk, url, token=TOKEN, **fields)["source"]
+        return lay_out(source, tmp_path / name, cache=cache)
+
+    assert find("folder", folder="lib") == ["a.bin"], "what tells of it stands above"
+    found = find("all")
+    assert len(found) == 4 and set(found) <= {"lib/a.bin", *files}
+    assert find("earlier", ref="v1") == []
+    commit(work, {".gitattributes": "*.txt text\n"})
+    host.publish(work, "lfs.git")
+    assert find("none") == []
 
 
 def test_token_does_not_go_where_the_host_sends_us(work: Path, cache: Path, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -21,7 +22,7 @@ from typing import IO
 from ...copying.json_lines import FilesError, clean
 from ...plan.git_urls import GitUrl
 
-__all__ = ["GitAccess", "GitFailed", "GitLimits", "explain", "run_git"]
+__all__ = ["GitAccess", "GitFailed", "GitLimits", "GitUnreached", "explain", "run_git"]
 
 _TOKEN = "DETRAIN_NB_GIT_TOKEN"
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
@@ -63,6 +64,7 @@ _CHUNK_BYTES = 1 << 16
 _WORDS_BYTES = 1 << 14
 _LOOK_GAP_S = 0.2
 _END_LIMIT_S = 5.0
+_CONNECT_LIMIT_S = 10.0  # git itself would wait for more than two minutes
 
 _NOT_THERE = re.compile(r"couldn't find remote ref|not our ref|unadvertised object|no such remote ref", re.IGNORECASE)
 _NOT_LET_IN = re.compile(
@@ -73,7 +75,8 @@ _NOT_LET_IN = re.compile(
 )
 _NOT_REACHED = re.compile(
     r"Could not resolve|Failed to connect|Couldn't connect|Connection (?:timed out|refused|reset)|"
-    r"Network is unreachable|No route to host|Operation (?:timed out|too slow)",
+    r"Network is unreachable|No route to host|Operation (?:timed out|too slow)|CONNECT tunnel failed|"
+    r"from proxy after CONNECT|cannot run ssh",
     re.IGNORECASE,
 )
 
@@ -112,6 +115,10 @@ class GitFailed(FilesError):
         return _NOT_THERE.search(self.said) is not None
 
 
+class GitUnreached(FilesError):
+    """From here nothing can be fetched from that host, whoever asks; from another machine it may be."""
+
+
 def run_git(
     args: Sequence[str],
     *,
@@ -126,10 +133,12 @@ def run_git(
 ) -> bytes:
     """Run git, and return what it prints. ``tick`` is called meanwhile, and may raise; no process is left then.
 
-    ``url`` is the only place that it may speak with; none without. Raises: GitFailed; FilesError when it takes too
-    long, prints too much, or is not installed.
+    ``url`` is the only place that it may speak with; none without. Raises: GitFailed; GitUnreached where it is not
+    installed, or nobody answers there; FilesError when it takes too long, or prints too much.
     """
     access = access or GitAccess()
+    if url and url.scheme in ("http", "https") and not any(map(os.environ.get, _PROXIES)):
+        _knock(url)
     process = _start(args, cwd=cwd, url=url, access=access, may_redirect=may_redirect, env=env or {})
     with _ended(process):
         out, err = _Reader(process.stdout, limits.output_bytes), _Reader(process.stderr, _WORDS_BYTES, is_tail=True)
@@ -152,10 +161,18 @@ def run_git(
         return bytes(out.data)
 
 
+def _knock(url: GitUrl) -> None:
+    """Look whether anybody answers; ssh has a limit of its own. Raises: GitUnreached."""
+    try:
+        socket.create_connection((url.host.strip("[]"), url.port or 0), timeout=_CONNECT_LIMIT_S).close()
+    except OSError as exc:
+        raise GitUnreached(f"git {clean(url.text)} cannot be reached: {exc.strerror or exc}") from exc
+
+
 def _start(
     args: Sequence[str], *, cwd: str, url: GitUrl | None, access: GitAccess, may_redirect: bool, env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Raises: FilesError where it is not installed."""
+    """Raises: GitUnreached where it is not installed."""
     redirects = f"http.followRedirects={'initial' if may_redirect else 'false'}"
     settings = [*_SETTINGS, redirects, *_credentials(url, access)]
     try:
@@ -169,9 +186,7 @@ def _start(
             start_new_session=True,
         )
     except FileNotFoundError as exc:
-        raise FilesError(
-            "git is not installed: install it, or have the repository sent from here (how: bundle)"
-        ) from exc
+        raise GitUnreached("git is not installed") from exc
 
 
 def _environment(url: GitUrl | None, access: GitAccess) -> dict[str, str]:
@@ -256,10 +271,8 @@ def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> File
         return FilesError(
             f"{where}: there is no branch, tag or commit {clean(ref)!r}: look at its name, and whether it was pushed"
         )
-    if _NOT_REACHED.search(exc.said):
-        return FilesError(
-            f"{where} cannot be reached: {_last_line(exc.said)}; how: bundle has it fetched where you are"
-        )
+    if match := _NOT_REACHED.search(exc.said):
+        return GitUnreached(f"{where} cannot be reached: {_last_line(exc.said, match[0])}")
     if "Host key verification failed" in exc.said:
         return FilesError(
             f"{where}: the key of {url.host} is not in known_hosts: add it there, or use https and a token"
@@ -281,7 +294,8 @@ def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> File
     return FilesError(f"{where}: {_last_line(exc.said)}")
 
 
-def _last_line(said: str) -> str:
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def _last_line(said: str, words: str = "") -> str:
+    """The line that says why, with ``words`` in it."""
+    lines = [line.strip() for line in said.splitlines() if line.strip() and words in line]
     fatal = [line for line in lines if line.startswith(("fatal:", "error:"))]
     return clean((fatal or lines or ["git said nothing"])[0][:300])

@@ -9,7 +9,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ...plan.git_urls import GitUrl, check_git_ref, parse_git_url, resolve_submo
 from .blobs import touch
 from .git_program import GitAccess, GitFailed, GitLimits, explain, run_git
 
-__all__ = ["GitPart", "fetch_parts", "lay_out_part"]
+__all__ = ["MOST_POINTERS", "GitPart", "fetch_parts", "find_pointers", "lay_out_part"]
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAYBE_COMMIT = re.compile(r"[0-9a-f]{4,64}")
@@ -28,6 +28,9 @@ _MIRROR = re.compile(r"[0-9a-f]{32}")
 _ALL_REFS = ("+refs/heads/*:refs/detrain/heads/*", "+refs/tags/*:refs/detrain/tags/*")
 _WHOLE = "--depth=2147483647"  # git's word for all of it, whether the mirror is shallow or not
 _LOCK_LIMIT_S = 600.0
+_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for one in git LFS
+_POINTER_BYTES = 1024  # it is shorter, as its specification says
+MOST_POINTERS = 4  # three are named
 _KEY = re.compile(r"submodule\.(.*)\.(path|url)", re.DOTALL)
 
 
@@ -255,6 +258,34 @@ def lay_out_part(
     finally:
         for left in (index, index.with_name(f"{index.name}.lock")):
             left.unlink(missing_ok=True)
+
+
+def find_pointers(
+    cache: Path, parts: Sequence[GitPart], target: Path, *, tick: Callable[[], object] = lambda: None
+) -> list[str]:
+    """Some files in ``target`` that git LFS has the contents of: what came with ``parts`` only says where they are."""
+    found: list[str] = []
+    for part in parts:
+        has_lfs = ["grep", "--quiet", "-e", "filter=lfs", part.commit, "--", ":(glob)**/.gitattributes"]
+        try:
+            run_git(has_lfs, cwd=str(cache / "git" / part.mirror), limits=GitLimits(), tick=tick)
+        except GitFailed:  # it has none
+            continue
+        for above, _, names in os.walk(target / part.place):
+            tick()
+            found += [os.path.relpath(path, target) for name in sorted(names) if _is_pointer(path := Path(above, name))]
+            if len(found) >= MOST_POINTERS:
+                return found[:MOST_POINTERS]
+    return found
+
+
+def _is_pointer(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        state = path.lstat()
+        if stat.S_ISREG(state.st_mode) and len(_POINTER) < state.st_size < _POINTER_BYTES:
+            with path.open("rb") as file:
+                return file.read(len(_POINTER)) == _POINTER
+    return False
 
 
 def _make_place(target: Path, name: str) -> None:

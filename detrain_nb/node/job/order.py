@@ -12,7 +12,7 @@ from ...copying.json_lines import FilesError, clean
 from ...plan.choices import SILENCE_S, TIMEOUT_S
 from ...plan.names import MOST_NAME_CHARS, NAME, VARIABLE
 
-FORMAT = 1
+FORMAT = 1  # a higher one only where what an earlier release would pass over changes what runs
 MOST_JSON_BYTES = 1 << 20
 MOST_TEXT_BYTES = (1 << 17) - 1  # the kernel takes no longer argument, or variable with its name
 MOST_ITEMS = 10_000
@@ -79,7 +79,7 @@ class JobOrder:
 
     @classmethod
     def from_json(cls, text: str) -> JobOrder:
-        """Read one; names of a later release of the same format are passed over. Raises: JobError."""
+        """Read one, of an earlier format too; names that a later release adds are passed over. Raises: JobError."""
         if len(text) > MOST_JSON_BYTES:
             raise JobError(f"the order has {len(text)} characters: {MOST_JSON_BYTES} at most")
         try:
@@ -93,10 +93,13 @@ class JobOrder:
         """Take what was asked for apart, checked. Raises: JobError."""
         if not isinstance(said, dict):
             raise JobError("the order is no object")
-        if said.get("format") != FORMAT:
+        number = said.get("format")
+        if type(number) is not int or number < 1:
+            raise JobError(f"{clean(number)[:20]!r} is no number of an order's format")
+        if number > FORMAT:
             raise JobError(
-                f"the order has format {clean(said.get('format'))[:20]} and this node knows format {FORMAT}: "
-                "use the same release of detrain_nb on both sides"
+                f"the order has format {number}, a later release has written it: this one reads up to format {FORMAT}: "
+                "use that release, or a later one"
             )
         order = cls(**_checked(said, _CHECKS, required={"id", "name", "argv"}))
         if not 0 <= order.node_rank < len(order.nodes):

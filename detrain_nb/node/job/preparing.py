@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import select
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ...agents import runtime_folder
@@ -31,7 +32,7 @@ from .folders import (
     remove_job_folder,
     write_whole,
 )
-from .order import JobError, JobOrder, check_env, check_number
+from .order import JobError, JobOrder, check_env, check_id, check_number
 from .scopes import outlives_logout
 from .status import READY, Status, is_live, read_status
 
@@ -66,12 +67,14 @@ class Preparing:
         with contextlib.ExitStack() as on_failure:
             folder = _make_folder(order)
             on_failure.callback(remove_job_folder, folder)
-            _lay_out(said.get("source"), folder, talk)
+            pointers = _lay_out(said.get("source"), folder, talk)
+            if said.get("before"):
+                _take_over(check_id(said["before"]), order, folder)
             _check_script(order.argv[0], folder / SOURCE_NAME)
             store = _bind(order.address, order.rendezvous.port) if order.node_rank == 0 else None
             on_failure.pop_all()
         self._prepared = _Prepared(order, folder, secrets, store)
-        talk.say("prepared", port=store.getsockname()[1] if store else 0)
+        talk.say("prepared", port=store.getsockname()[1] if store else 0, pointers=pointers)
 
     def launch(self, talk: Talk, said: dict[str, Any]) -> None:
         """Start what was prepared, as a process that goes on without us. Raises: JobError, OSError."""
@@ -142,14 +145,42 @@ def _alone() -> Iterator[None]:
         os.close(lock)
 
 
-def _lay_out(source: object, folder: Path, talk: Talk) -> None:
-    """Put the job's source in its place; without one that is an empty folder. Raises: FilesError, OSError."""
+def _lay_out(source: object, folder: Path, talk: Talk) -> list[str]:
+    """Put the job's source in its place; without one that is an empty folder. Returns: as `lay_out`.
+
+    Raises: FilesError, OSError.
+    """
     if source:
         from .sources import lay_out
 
-        lay_out(source, folder / SOURCE_NAME, talk)
-    else:
-        (folder / SOURCE_NAME).mkdir(mode=0o700)
+        return lay_out(source, folder / SOURCE_NAME, talk)
+    (folder / SOURCE_NAME).mkdir(mode=0o700)
+    return []
+
+
+def _take_over(before: str, order: JobOrder, folder: Path) -> None:
+    """Have the checkpoints of the job that is restarted, where they are in its folder; what the source has stays.
+
+    Both have the same files, until one of them puts another in the place of one. Raises: JobError, OSError.
+    """
+    url = (order.spec.get("checkpoint") or {}).get("url")
+    if order.workdir or not isinstance(url, str) or "://" in url or url.startswith(("/", "~")):
+        return  # it is no place in the folder of a job
+    name = PurePosixPath(url)
+    tops = [(top / SOURCE_NAME).resolve() for top in (job_folder(before, order.node_rank), folder)]
+    there, here = (top / name for top in tops)
+    if not name.parts or there.resolve() != there or here.resolve() != here:
+        return  # it leads out of there
+    if there.is_dir():
+        shutil.copytree(there, here, symlinks=True, dirs_exist_ok=True, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    if not os.path.lexists(target):
+        try:
+            os.link(source, target)
+        except OSError:  # a file system that has no such links
+            shutil.copy2(source, target)
 
 
 def _check_script(first: str, source: Path) -> None:

@@ -19,8 +19,8 @@ from ...copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, che
 from ...copying.receiver import TreeWriter
 from ...plan.names import VARIABLE
 from .blobs import PART, Blobs, remove_unused, sources_folder, touch
-from .git_program import GitAccess, GitLimits
-from .git_source import GitPart, fetch_parts, lay_out_part
+from .git_program import GitAccess, GitLimits, GitUnreached
+from .git_source import GitPart, fetch_parts, find_pointers, lay_out_part
 from .stored_blobs import read_stored
 
 __all__ = ["FORMAT", "LISTED_BYTES", "MOST_FILES", "handle_source", "lay_out"]
@@ -37,7 +37,10 @@ _Listed = list[tuple[str, int, str, bool]]  # name, size, digest, whether it can
 def handle_source(
     talk: Talk, order: dict[str, Any], *, cache: Path | None = None, limits: GitLimits | None = None
 ) -> None:
-    """Serve the order "source"; the answer is "ready" with the id. Raises: FilesError, Failed, Untrue."""
+    """Serve the order "source"; the answer is "ready" with the id. Raises: FilesError, Failed, Untrue.
+
+    It is "unreached", with the reason in words, where nothing of a repository's host is reached from here.
+    """
     kind = order.get("of")
     if kind not in ("files", "git"):
         raise Untrue(f"{clean(kind)[:40]!r} is no kind of source: files or git")
@@ -50,23 +53,25 @@ def handle_source(
     remove_unused(cache, tick=talk.tick)
 
 
-def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Path | None = None) -> None:
+def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Path | None = None) -> list[str]:
     """Write all files of a source into the folder ``target``, which is made. ``talk`` is told that it goes on.
 
-    Raises: FilesError.
+    Returns some that git LFS has the contents of. Raises: FilesError.
     """
     tick = talk.tick if talk else _no_tick
     cache = cache or sources_folder()
     noted = _read_note(cache, source)
     if "parts" in noted:
-        for part in map(GitPart.read, noted["parts"]):
+        parts = list(map(GitPart.read, noted["parts"]))
+        for part in parts:
             lay_out_part(cache, part, target, tick=tick)
-        return
+        return find_pointers(cache, parts, target, tick=tick)
     blobs = Blobs(cache / "blobs")
     with TreeWriter(str(target)) as writer:
         for name, size, sha256, is_executable in _check_list(noted):
             tick()
             writer.add_file(name, size, 0o755 if is_executable else 0o644, blobs.read(sha256, size))
+    return []
 
 
 def _no_tick() -> None:
@@ -148,10 +153,13 @@ def _take_git(talk: Talk, order: dict[str, Any], cache: Path, limits: GitLimits 
         _text(order.get(key, "")) for key in ("url", "ref", "commit", "folder", "token", "ssh_key")
     )
     access = GitAccess(token, ssh_key)
-    parts = fetch_parts(cache, url, ref, commit=commit, folder=folder, access=access, limits=limits, tick=talk.tick)
-    listed = [[part.mirror, part.commit, part.folder, part.place] for part in parts]
-    text = json.dumps({"format": FORMAT, "parts": listed}).encode()
-    talk.say("ready", source=_write_note(cache, text), commit=parts[0].commit)
+    try:
+        parts = fetch_parts(cache, url, ref, commit=commit, folder=folder, access=access, limits=limits, tick=talk.tick)
+        listed = [[part.mirror, part.commit, part.folder, part.place] for part in parts]
+        text = json.dumps({"format": FORMAT, "parts": listed}).encode()
+        talk.say("ready", source=_write_note(cache, text), commit=parts[0].commit)
+    except GitUnreached as exc:
+        talk.say("unreached", text=str(exc))
     talk.flush()
 
 
