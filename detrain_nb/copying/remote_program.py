@@ -5,30 +5,27 @@ That is done by a program beside the agent, or a thread (served_here.py).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 from ..guarded import refuse_squatted
 from .folder_sync_remote import sync
-from .json_lines import Failed, FilesError, Talk, reason_of
+from .json_lines import FilesError, Talk, reason_of
 from .receiver import TreeWriter, receive_tree
 from .sender import File, Progress, list_tree, open_listed, send_tree
+from .serving import Handler, serve_order
 from .ways import meet
 
 MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
 STATE_BYTES = 1 << 20  # of the line with their names
-_ORDER_BYTES = 1 << 22  # may name many files
 SAMPLE_BYTES = 1 << 20  # of the beginning of each, and of its end
-
-_Handler: TypeAlias = Callable[[Talk, dict[str, Any]], None]
 
 
 def main() -> None:
@@ -41,28 +38,9 @@ def main() -> None:
         sys.exit(1)
 
 
-def serve(talk: Talk, handlers: Mapping[str, _Handler] | None = None) -> bool:
+def serve(talk: Talk, handlers: Mapping[str, Handler] | None = None) -> bool:
     """Serve one order, by default one of those that need no process of their own; False when it cannot be done."""
-    handlers = handlers or _HANDLERS
-    try:
-        order = talk.hear(*handlers, most_bytes=_ORDER_BYTES)
-        handlers[order["type"]](talk, order)
-        talk.flush()
-    except Failed:
-        return False  # the notebook is gone, or has given up
-    except FilesError as exc:
-        return _say_last(talk, str(exc))
-    except (OSError, MemoryError) as exc:
-        where = exc.filename if isinstance(exc, OSError) else None
-        return _say_last(talk, f"{where or 'our program'}: {exc}")
-    return True
-
-
-def _say_last(talk: Talk, text: str) -> bool:
-    with contextlib.suppress(Failed):
-        talk.say("failed", text=text)
-        talk.flush()
-    return False
+    return serve_order(talk, handlers or _HANDLERS) is None
 
 
 def _expand(order: dict[str, Any], path: str) -> str:
@@ -144,4 +122,4 @@ def _digest_ends(file: File) -> str:
     return digest.hexdigest()
 
 
-_HANDLERS: Mapping[str, _Handler] = {"put": _put, "get": _get, "check": _check, "meet": meet}
+_HANDLERS: Mapping[str, Handler] = {"put": _put, "get": _get, "check": _check, "meet": meet}

@@ -159,6 +159,19 @@ def test_killed_runner_ends_the_other_host_which_says_whose_it_was(
         wait_until_empty(testbed, each, job)
 
 
+def test_killed_torchrun_ends_the_other_host_at_once_which_says_whose_it_was(
+    testbed: Testbed, start_job: StartJob
+) -> None:
+    job = start_job(ssh_nodes(testbed), WAIT, "killed-torchrun", rendezvous={"silence_s": 600})
+    follow_until(job, is_ready, count=2)
+    kill(testbed, "h1", "torch.distributed.run")
+    status = job.wait(100)
+    assert (status.state, status.exit_code) == ("ended", 137), status
+    assert status.reports["h0"].reason == "node h1 failed: torchrun was ended by SIGKILL"
+    for each in ("h0", "h1"):
+        wait_until_empty(testbed, each, job)
+
+
 @pytest.mark.thorough
 def test_job_of_a_killed_host_is_restarted_from_its_checkpoint(
     testbed: Testbed, start_job: StartJob, tmp_path: Path

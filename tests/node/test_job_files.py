@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -355,9 +356,46 @@ def test_full_disk_leaves_room_for_the_last_words_of_a_job(folder: Path) -> None
     reserve = Reserve(folder)
     with files_end_at(0):
         reserve.write(Exit(3))  # in vain
-    assert not (folder / "exit.json").exists() and not list(folder.glob(".*")), "the reserve was given up"
+    assert {path.name: path.stat().st_size for path in folder.iterdir()} == {".reserve": 0}, "it was given up"
     reserve.write(Exit(3))
     assert read_exit(folder) == 3
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount a disk")
+def test_full_disk_takes_each_state_of_a_job_and_its_last_words(folder: Path) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=700", "tmpfs", str(folder)], check=True)
+    try:
+        reserve, status = Reserve(folder), Status("job-1", "job", 0)
+        for state in ("preparing", "running", "stopping"):
+            _fill(folder / "made-by-a-rank")
+            status.state = state
+            reserve.write(status)
+            assert read_status(folder)["state"] == state
+        _fill(folder / "made-by-a-rank")
+        reserve.write(Exit(3))
+        assert read_exit(folder) == 3
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+def _fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with contextlib.suppress(OSError), open(path, "ab", buffering=0) as file:
+        while file.write(bytes(1 << 12)):
+            pass
+
+
+def test_state_is_on_the_disk_before_it_has_its_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced, fsync = [], os.fsync
+
+    def note(opened: int) -> None:
+        synced.append((os.fstat(opened).st_ino, os.fstat(opened).st_size, (folder / "exit.json").exists()))
+        fsync(opened)
+
+    monkeypatch.setattr(os, "fsync", note)
+    Exit(3).write(folder)
+    state = (folder / "exit.json").stat()
+    assert synced == [(state.st_ino, state.st_size, False)]
 
 
 def read_exit(folder: Path) -> object:

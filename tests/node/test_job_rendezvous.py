@@ -357,6 +357,22 @@ def test_a_backend_refuses_what_was_forged_replayed_or_removed() -> None:
             ours.get_state()
 
 
+def test_where_ranks_met_in_an_earlier_round_is_not_believed() -> None:
+    from torch.distributed import HashStore, PrefixStore
+    from torch.distributed.elastic.rendezvous.api import RendezvousStateError
+
+    from detrain_nb.node.job.elastic import RanksMeeting
+
+    store = HashStore()
+    rounds = [PrefixStore(f"round.{number}", store) for number in (0, 1)]
+    RanksMeeting(rounds[0], _KEY, "job-1", 0).tell("127.0.0.1", 4000)
+    assert RanksMeeting(rounds[0], _KEY, "job-1", 0).find() == ("127.0.0.1", 4000)
+    for key in store.list_keys():
+        store.set(key.replace("round.0", "round.1"), store.get(key).decode())
+    with pytest.raises(RendezvousStateError, match="not written by a node of this job"):
+        RanksMeeting(rounds[1], _KEY, "job-1", 1).find()
+
+
 # The watch, on a store in memory
 
 

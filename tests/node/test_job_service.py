@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from detrain_nb.copying.json_lines import Failed
+from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
 from detrain_nb.node.job.folders import machine_id, socket_path
 from detrain_nb.node.job.launching import first_environment, torchrun_command
@@ -375,21 +375,60 @@ _OF_TWO = "import os, sys, time; sys.exit(5) if os.environ['RANK'] == '1' else t
 
 @pytest.mark.slow
 def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None:
-    common: dict[str, Any] = {"nodes": ("a", "b"), "world_size": 2, "interface": "lo"}
-    orders = [make_order(_OF_TWO, name="two", node_rank=rank, ranks=(rank,), **common) for rank in (0, 1)]
-    orders[1] = replace(orders[1], id=orders[0].id)
+    orders = _make_two("two", _OF_TWO)
     with talk_here() as first, talk_here() as second:
-        port = prepare(first, orders[0])
-        assert prepare(second, orders[1]) == 0
-        for talk in (first, second):
-            talk.say("launch", store=["127.0.0.1", port], key="")
-            talk.hear("launched")
+        _launch_two(first, second, orders)
         jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
         assert [job["reason"] for job in jobs] == ["node b failed: rank 1 exited with 5", "rank 1 exited with 5"]
         assert (jobs[1]["exit_code"], jobs[1]["failed_rank"], jobs[0]["failed_rank"]) == (5, 1, None)
         assert jobs[0]["exit_code"]
         first.say("status", ids=[orders[0].id])
         assert [job["node_rank"] for job in first.hear("status")["jobs"]] == [0, 1]
+
+
+def _make_two(name: str, code: str) -> list[JobOrder]:
+    """The parts of two nodes in one job, which would wait for each other longer than a test does."""
+    common: dict[str, Any] = {"nodes": ("a", "b"), "world_size": 2, "interface": "lo", "silence_s": 300.0}
+    orders = [make_order(code, name=name, node_rank=rank, ranks=(rank,), **common) for rank in (0, 1)]
+    return [orders[0], replace(orders[1], id=orders[0].id)]
+
+
+def _launch_two(first: Talk, second: Talk, orders: list[JobOrder]) -> None:
+    port = prepare(first, orders[0])
+    assert prepare(second, orders[1]) == 0
+    for talk in (first, second):
+        talk.say("launch", store=["127.0.0.1", port], key="")
+        talk.hear("launched")
+
+
+@pytest.mark.slow
+def test_node_whose_torchrun_is_killed_ends_the_other_which_says_so(jobs_folder: Path) -> None:
+    orders = _make_two("killed-two", "import time; print('ready', flush=True); time.sleep(100)")
+    with talk_here() as first, talk_here() as second:
+        _launch_two(first, second, orders)
+        both = list(zip(orders, (first, second)))
+        for order, talk in both:
+            followed = Followed(order).begin(talk).until(talk, b"ready\n", name=f"rank-{order.node_rank}.log")
+        runner = psutil.Process(followed.job["pid"])
+        (torchrun,) = runner.children()
+        assert not runner.net_connections(kind="tcp")
+        torchrun.kill()
+        jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in both]
+    assert [job["reason"] for job in jobs] == [
+        "node b failed: torchrun was ended by SIGKILL",
+        "torchrun was ended by SIGKILL",
+    ]
+    assert (jobs[1]["exit_code"], jobs[1]["failed_rank"]) == (137, None)
+
+
+@pytest.mark.slow
+def test_node_whose_setup_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None:
+    first_order, second_order = _make_two("setup-two", "print('never')")
+    orders = [first_order, replace(second_order, setup=("exit 4",))]
+    with talk_here() as first, talk_here() as second:
+        _launch_two(first, second, orders)
+        jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
+    assert [job["reason"] for job in jobs] == ["node b failed: the setup exited with 4", "the setup exited with 4"]
 
 
 _PRINTS = """
@@ -434,6 +473,29 @@ def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Pat
         followed.data
     )
     assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"
+
+
+_OF_AN_OLDER_LIBC = """
+import os, signal
+for module, name in ((os, "memfd_create"), (os, "pidfd_open"), (signal, "pidfd_send_signal")):
+    vars(module).pop(name, None)
+"""
+
+
+def test_python_that_was_built_for_an_older_libc_is_enough(
+    jobs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(_OF_AN_OLDER_LIBC)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    code = "import os, time; print(hasattr(os, 'memfd_create'), os.environ['SET'], flush=True); time.sleep(600)"
+    order = make_order(code, name="older", setup=("export SET=up",))
+    with talk_here() as talk:
+        launch(talk, order)
+        Followed(order).begin(talk).until(talk, b"False up\n", name="rank-0.log")
+        talk.say("exec", id=order.id, command="sleep 600 & exit 4", timeout_s=60)
+        assert talk.hear("exit") == {"type": "exit", "status": 4, "timed_out": False}
+        talk.say("stop", id=order.id, grace_s=10)
+        assert talk.hear("stopped")["was"] == "running"
 
 
 @pytest.mark.parametrize(

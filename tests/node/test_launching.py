@@ -121,3 +121,13 @@ def test_process_that_could_not_be_given_its_order_does_not_wait_for_another(
     assert not launching.is_warm
     assert not launching.is_launched
     assert [process.returncode for process in started] == [-9]
+
+
+def test_python_that_was_built_for_an_older_libc_is_enough(
+    launching: Launching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "memfd_create", raising=False)
+    Path("answers").write_text(_STARTED)
+    assert _start(launching) is None
+    assert _take_answer(launching) is None
+    assert launching.is_launched

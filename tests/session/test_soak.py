@@ -145,7 +145,10 @@ class _Soak:
             self._killed.shown[str(rank)] = line
         elif "quiet" in told:
             pids = {int(rank): pid for rank, pid in told["pids"].items()}
-            self.samples[told["quiet"]] = self._measure(pids, life.process.pid)
+            try:
+                self.samples[told["quiet"]] = self._measure(pids, life.process.pid)
+            except (OSError, psutil.NoSuchProcess) as exc:
+                pytest.fail(life.describe(f"{exc!r}: the session ends though nobody ended it\n{self._what_is_left()}"))
             life.go_on()
 
     def _measure(self, pids: dict[int, int], kernel: int) -> dict[str, float]:
@@ -159,7 +162,7 @@ class _Soak:
         roles |= {f"interpreter {rank}": process for rank, process in interpreters.items()}
         found: dict[str, float] = {
             "processes of the session": len([p for p in self._processes() if p.pid != kernel]),
-            "spool_bytes": sum(path.stat().st_size for path in (self._runtime_folder / self.name).iterdir()),
+            "spool_bytes": sum(path.lstat().st_size for path in (self._runtime_folder / self.name).iterdir()),
             "logs of the notebook": len(list(self._runtime_folder.glob(".log-*"))),
         }
         for role, process in roles.items():
@@ -167,6 +170,17 @@ class _Soak:
             found[f"threads of {role}"] = process.num_threads()
             found[f"memory_bytes of {role}"] = _own_memory_bytes(process.pid)
         return found
+
+    def _what_is_left(self) -> str:
+        """Files and processes of the session, and what its agent has said, which is gone soon."""
+        found = [str(path) for path in sorted(self._runtime_folder.rglob("*"))]
+        for process in self._processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.append(f"{process} of {process.ppid()}: {process.cmdline()}")
+        for log in self._runtime_folder.rglob("agent.log"):
+            with contextlib.suppress(OSError):
+                found.append(f"{log}:\n{log.read_text()}")
+        return "\n".join(found)
 
 
 class _Life:

@@ -158,6 +158,7 @@ class _Agent:
             self.run()
         except BaseException as exc:
             self._keep_s = 0.0
+            traceback.print_exc()  # into its log, as long as that is there
             if isinstance(exc, Exception):
                 where = traceback.extract_tb(exc.__traceback__)[-1]
                 self.say_last_words(f"the agent failed: {exc!r}, at {where}")

@@ -14,7 +14,7 @@ from typing import Any
 from ...launch import LAUNCHER_MODULE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
 from ...wire import LauncherEnded
 from ..rank.warm import MOST_ANSWER_BYTES
-from ..system.processes import descendants, die_with_parent, end_descendants
+from ..system.processes import descendants, die_with_parent, end_descendants, open_memory_file
 from ..system.surroundings import find_difference, read_surroundings, without_session_variables
 
 _ANSWER_LIMIT_S = 10.0  # of a warm process, which has looked at some thousand files then
@@ -198,7 +198,7 @@ class Launching:
         argv = order.argv[order.argv.index(LAUNCHER_MODULE) + 1 :]
         said = json.dumps({"argv": argv, "env": order.env, "umask": self._users_umask}).encode()
         with contextlib.ExitStack() as opened:
-            file = opened.enter_context(open(os.memfd_create("order"), "wb"))
+            file = opened.enter_context(open(open_memory_file("order"), "wb"))
             file.write(said)
             file.flush()
             log = opened.enter_context(open(_LOG_NAME, "ab"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...copying.json_lines import Talk
-from ..system.processes import descendants, die_with_parent
+from ..system.processes import descendants, die_with_parent, drain, forget_children, has_ended, watch_children
 from .folders import ORDER_NAME, find_job_folder, list_parts, read_bounded, work_folder
 from .launching import first_environment
 from .order import MOST_TEXT_BYTES, JobError, JobOrder, check_id, check_number, check_seconds, fits_kernel
@@ -47,15 +47,16 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
         bufsize=0,
         preexec_fn=lambda: die_with_parent(ours),  # noqa: PLW1509  there is one thread
     )
-    is_over, ended = False, os.pidfd_open(process.pid)
+    ended, is_over = watch_children(), False
     try:
         with contextlib.closing(_Output(process)) as output:
-            while not is_over and not select.select([ended], [], [], 0)[0]:
+            while not is_over and not has_ended(process.pid):
                 is_over = time.monotonic() > deadline
                 if select.select([fd], [], [], 0)[0]:
                     talk.hear("enough")  # raises where the notebook has hung up
                     is_over = True
                 output.send_to(talk, min(_LOOK_S, max(0.0, deadline - time.monotonic())), ended)
+                drain(ended)
             if is_over:
                 _end(process)
             lingering = time.monotonic() + _LINGER_S
@@ -63,7 +64,7 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
                 output.send_to(talk, max(0.0, lingering - time.monotonic()))
     finally:
         _end(process)  # before it is taken note of: until then its number is nobody else's
-        os.close(ended)
+        forget_children(ended)
     code = process.wait()
     status = TIMED_OUT if is_over else code if code >= 0 else 128 - code
     talk.say("exit", status=status, timed_out=is_over)

@@ -77,6 +77,26 @@ class SealedBackend(RendezvousBackend):
             raise _refused("it was there, and is gone")
 
 
+class RanksMeeting:
+    """Where the ranks of one round meet, told through ``store``; of another round it is not believed, as others may
+    listen there by now.
+    """
+
+    def __init__(self, store: Store, key: bytes, run_id: str, number: int) -> None:
+        self._store, self._seal = store, Seal(key, f"store of round {number} of {run_id}")
+
+    def tell(self, address: str, port: int) -> None:
+        self._store.set(_RANKS_STORE_KEY, self._seal.close(f"{port} {address}".encode()).hex())
+
+    def find(self) -> tuple[str, int]:
+        """Wait for the address and port. Raises: RendezvousStateError."""
+        try:
+            port, address = self._seal.open(bytes.fromhex(self._store.get(_RANKS_STORE_KEY).decode())).decode().split()
+            return address, int(port)
+        except ValueError as exc:  # SealBroken among them
+            raise _refused(str(exc)) from exc
+
+
 def _refused(why: str) -> RendezvousStateError:
     reason = f"the state of the rendezvous is refused: {why}"
     write_reason(reason)
@@ -135,21 +155,15 @@ class ElasticRendezvous(RendezvousHandler):
                 os.environ[_NOT_SHARED] = users
         self._has_joined = True
         self._ranks_store = None
-        where = Seal(self._key, f"store of {self._run_id}")
+        meeting = RanksMeeting(info.store, self._key, self._run_id, self._dynamic._state_holder.state.round)
         try:
             if info.rank == 0:
-                limit = timedelta(minutes=5)
-                self._ranks_store = listen(self._address, 0, timeout=limit, is_handed=False)
-                info.store.set(
-                    _RANKS_STORE_KEY, where.close(f"{self._ranks_store.port} {self._address}".encode()).hex()
-                )
-            written = bytes.fromhex(info.store.get(_RANKS_STORE_KEY).decode())
-            port, address = where.open(written).decode().split(" ", 1)
+                self._ranks_store = listen(self._address, 0, timeout=timedelta(minutes=5), is_handed=False)
+                meeting.tell(self._address, self._ranks_store.port)
+            where = RendezvousStoreInfo(*meeting.find())
         except DistError as exc:
             raise RendezvousConnectionError(f"the store of the job is lost: {exc}") from exc
-        except ValueError as exc:  # SealBroken among them
-            raise _refused(str(exc)) from exc
-        return RendezvousInfo(info.store, info.rank, info.world_size, RendezvousStoreInfo(address, int(port)))
+        return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
     def is_closed(self) -> bool:
         return bool(self._dynamic.is_closed())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import time
 from pathlib import Path
@@ -24,7 +23,7 @@ _LAST_GRACE_S = 30.0  # where nobody has said how long: the machine goes down
 _STOP_NAME = "stop.json"
 _RUNNERS_LIMIT_S = 15.0  # after the grace: for what it writes
 _SWEEP_LIMIT_S = 5.0
-_TICK_S = 1.0
+_TICK_S, _LOOK_S = 1.0, 0.01
 
 
 def stop(talk: Talk, said: dict[str, Any]) -> None:
@@ -94,31 +93,21 @@ def _wait_and_kill(folder: Path, grace_s: float, talk: Talk) -> None:
         Exit(128 + signal.SIGKILL, why, state=state).write(folder)
 
 
-def _open_process(status: dict[str, Any]) -> int:
-    """A descriptor of the runner, which no other process can become. Raises: ProcessLookupError."""
-    descriptor = os.pidfd_open(status["pid"])
-    if start_ticks(status["pid"]) != status["pid_started"]:
-        os.close(descriptor)
-        raise ProcessLookupError
-    return descriptor
+def _runs(status: dict[str, Any]) -> bool:
+    """Its runner does; another process of that number began at another time."""
+    return bool(start_ticks(status["pid"]) == status["pid_started"])
 
 
 def _signal(status: dict[str, Any], number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
-        descriptor = _open_process(status)
-        try:
-            signal.pidfd_send_signal(descriptor, number)
-        finally:
-            os.close(descriptor)
+        if _runs(status):
+            os.kill(status["pid"], number)
 
 
 def _wait_for(status: dict[str, Any], limit_s: float) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        descriptor = _open_process(status)
-        try:
-            select.select([descriptor], [], [], limit_s)
-        finally:
-            os.close(descriptor)
+    deadline = time.monotonic() + limit_s
+    while _runs(status) and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)  # not a descriptor of it: older systems, and Python built for them, have none
 
 
 def _sweep(mark: str) -> None:

@@ -134,6 +134,8 @@ def write_whole(path: Path, text: str) -> None:
     try:
         with open(draft, "w", encoding="utf-8", opener=_open_private) as file:
             file.write(text)
+            file.flush()
+            os.fsync(file.fileno())  # else a machine that goes down may leave an empty file there
         os.replace(draft, path)
     except OSError:
         draft.unlink(missing_ok=True)

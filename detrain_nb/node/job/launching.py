@@ -15,11 +15,13 @@ from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_
 from ...metrics import FOLDER_VARIABLE
 from ...plan.job import JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
+from ..system.processes import open_memory_file
 from ..system.surroundings import PER_SESSION_VARIABLES
 from .folders import ARTIFACTS_NAME, END_NAME, METRICS_NAME, SOURCE_NAME, SPEC_NAME
 from .order import JobError, JobOrder
 
 RANK_MODULE = "detrain_nb.node.job.rank"
+_LAST_WORD_MODULE = "detrain_nb.node.job.last_word"
 
 ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"
 _SETUP_NAME, _TORCHRUN_FOLDER = "setup.sh", "torchelastic"
@@ -104,6 +106,13 @@ def torchrun_command(
     return launch.argv, {**launch.env, **env, **ours}
 
 
+def last_word_command(order: JobOrder, store: tuple[str, int], reason: str) -> list[str]:
+    """Tells the other nodes why this one has failed."""
+    address, port = store
+    said = f"node {order.node} failed: {reason}"
+    return [order.python or sys.executable, "-c", RUN_MODULE, _LAST_WORD_MODULE, address, str(port), said]
+
+
 @dataclass
 class SetupCommand:
     """A shell that runs the lines; what they have made of their environment is written to ``told``."""
@@ -121,7 +130,7 @@ class SetupCommand:
 @contextlib.contextmanager
 def setup_command(lines: tuple[str, ...], folder: Path) -> Iterator[SetupCommand]:
     """Write the lines as a script, which ends with the first that fails. Raises: OSError."""
-    path, told = folder / _SETUP_NAME, os.memfd_create("environment")  # secrets are in it: never in a file
+    path, told = folder / _SETUP_NAME, open_memory_file("environment")  # secrets are in it: never in a file
     try:
         path.write_text("\n".join(["set -e", *lines, f"env -0 >/proc/self/fd/{told}", ""]), encoding="utf-8")
         yield SetupCommand([shutil.which("bash") or "sh", str(path)], told)

@@ -30,15 +30,16 @@ from ..system.processes import (
 )
 from .ending import read_grace
 from .folders import ORDER_NAME, SETUP_LOG, TORCHRUN_LOG, read_bounded, work_folder
-from .launching import first_environment, setup_command, torchrun_command
+from .launching import first_environment, last_word_command, setup_command, torchrun_command
 from .order import JobError, JobOrder
 from .outputs import Outputs
 from .status import READY, Exit, Reserve, Status
-from .terms import RUNNING, STOPPING
-from .verdict import judge
+from .terms import ENDED, RUNNING, STOPPING
+from .verdict import judge, read_told
 
 _NOT_STARTED = 127
 _TOUCH_S = 6 * 3600.0
+_LAST_WORD_LIMIT_S = 15.0  # it has torch to import; who stops a job waits as long beyond its grace
 
 
 def main() -> None:
@@ -57,6 +58,7 @@ class Runner:
 
     def __init__(self, folder: Path, order: JobOrder, given: Mapping[str, Any], store: int) -> None:
         self._folder, self._order, self._given, self._store = folder, order, given, store
+        self._env: Mapping[str, str] = {}
         self._kill_at: float | None = None
         self._is_told = False  # what runs has been asked to end
         self._touch_at = 0.0
@@ -78,7 +80,7 @@ class Runner:
 
     def run(self) -> None:
         """Run it to its end, and say how that was."""
-        ended = None
+        ended, code, log = None, _NOT_STARTED, ""
         try:
             code, log = self._run()
         except OSError as exc:
@@ -88,21 +90,23 @@ class Runner:
         end_descendants()
         self._outputs.close()  # all that was said has been read
         ended = ended or judge(self._outputs, code, folder=self._folder, log=log, stopped=self._is_stopped)
-        self._reserve.release()
+        if ended.state == ENDED and ended.exit_code:
+            self._tell_others(ended.reason, code)
         self._reserve.write(ended)
         self._status.state, self._status.ended_at = ended.state, ended.ended_at
         self._status.exit_code, self._status.reason = ended.exit_code, ended.reason
         self._reserve.write(self._status)
+        self._reserve.release()
 
     def _run(self) -> tuple[int, str]:
         """The exit code of what ran last, and its log. Raises: OSError, JobError."""
         order, folder = self._order, self._folder
-        env = first_environment(order, folder, self._given["secrets"])
+        env = self._env = first_environment(order, folder, self._given["secrets"])
         cwd = self._find_cwd()
         if order.setup:
             with setup_command(order.setup, folder) as setup:
                 code = self._run_command(setup.argv, env, SETUP_LOG, cwd, [setup.told])
-                env = setup.read_environment() or env
+                env = self._env = setup.read_environment() or env
             if code or self._is_stopped:
                 return code, SETUP_LOG
         self._status.state = STOPPING if self._is_stopped else RUNNING
@@ -114,6 +118,24 @@ class Runner:
         if self._store >= 0:
             handed, env[STORE_FD_VARIABLE] = [self._store], str(self._store)
         return self._run_command(argv, env, TORCHRUN_LOG, cwd, handed), TORCHRUN_LOG
+
+    def _tell_others(self, reason: str, code: int) -> None:
+        """On fixed nodes, where torchrun could not: it was killed, or had no rank. Node 0 is missed with its store."""
+        order, has_said = self._order, code <= 128 and self._outputs.outcomes
+        if order.node_rank == 0 or order.rendezvous.kind != "fixed" or has_said or read_told(self._folder):
+            return
+        ours, nothing = os.getpid(), subprocess.DEVNULL
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            subprocess.run(
+                last_word_command(order, self._given["store"], reason),
+                env=dict(self._env),
+                stdin=nothing,
+                stdout=nothing,
+                stderr=nothing,
+                timeout=_LAST_WORD_LIMIT_S,
+                check=False,  # then it is missed, and its silence is noticed
+                preexec_fn=lambda: die_with_parent(ours),
+            )
 
     def _find_cwd(self) -> Path:
         """Raises: JobError, OSError."""
@@ -139,6 +161,8 @@ class Runner:
                 start_new_session=True,
                 preexec_fn=lambda: die_with_parent(ours),  # noqa: PLW1509  there is one thread
             )
+        if self._store in handed:
+            os.close(self._store)  # torchrun has it: who connects when that is gone is to be refused
         self._is_told = False
         while (code := process.poll()) is None:
             self._outputs.loop.once(self._next_moment())
@@ -150,8 +174,8 @@ class Runner:
         return code if code >= 0 else 128 - code
 
     def _next_moment(self) -> float:
-        if time.time() >= self._touch_at:  # our code is removed where nobody has used it for long
-            self._touch_at = time.time() + _TOUCH_S
+        if time.monotonic() >= self._touch_at:  # our code is removed where nobody has used it for long
+            self._touch_at = time.monotonic() + _TOUCH_S
             with contextlib.suppress(OSError):
                 os.utime(os.path.dirname(PACKAGE))
         limit = time.monotonic() + _TOUCH_S

@@ -10,12 +10,13 @@ import os
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import BufferedReader
-from typing import Any, TypeAlias, cast
+from typing import cast
 
 from ...agents import JOBS_MAGIC
-from ...copying.json_lines import Failed, FilesError, Talk, Untrue
+from ...copying.json_lines import Failed, Talk, Untrue
+from ...copying.serving import Handler, serve_order
 from ...errors import LaunchError
 from .commands import execute
 from .ending import remove, stop
@@ -25,10 +26,6 @@ from .following import follow
 from .preparing import Preparing
 from .reports import report
 from .sources import handle_source
-
-_ORDER_BYTES = 1 << 22
-
-_Handler: TypeAlias = Callable[[Talk, dict[str, Any]], None]
 
 
 def main() -> None:
@@ -41,47 +38,20 @@ def main() -> None:
 
 
 def serve(talk: Talk, *, fd: int) -> None:
-    """Serve orders until the other side hangs up; ``fd`` can be read when it says something."""
+    """Serve orders until the other side hangs up, or is not understood; ``fd`` can be read when it says something."""
     with contextlib.closing(Preparing()) as preparing:
         handlers = {**_HANDLERS, "prepare": preparing.prepare, "launch": preparing.launch}
         handlers["follow"] = lambda talk, said: follow(talk, said, wait=lambda limit_s: _has_come(fd, limit_s))
         handlers["exec"] = lambda talk, said: execute(talk, said, fd=fd)
-        while _serve_one(talk, handlers):
+        while not isinstance(serve_order(talk, handlers, errors=(LaunchError,)), (Failed, Untrue)):
             pass
-
-
-def _serve_one(talk: Talk, handlers: Mapping[str, _Handler]) -> bool:
-    """False when there is nobody to say more to, or nothing that could be understood."""
-    try:
-        order = talk.hear(*handlers, most_bytes=_ORDER_BYTES)
-        handlers[order["type"]](talk, order)
-        talk.flush()
-    except Failed:
-        return False
-    except Untrue as exc:
-        _say_failed(talk, str(exc))
-        return False
-    except (FilesError, LaunchError) as exc:
-        return _say_failed(talk, str(exc))
-    except (OSError, MemoryError) as exc:
-        where = exc.filename if isinstance(exc, OSError) and exc.filename else "our program"
-        return _say_failed(talk, f"{where}: {exc}")
-    return True
-
-
-def _say_failed(talk: Talk, text: str) -> bool:
-    with contextlib.suppress(Failed):
-        talk.say("failed", text=text)
-        talk.flush()
-        return True
-    return False
 
 
 def _has_come(fd: int, limit_s: float) -> bool:
     return bool(select.select([fd], [], [], limit_s)[0])
 
 
-_HANDLERS: Mapping[str, _Handler] = {
+_HANDLERS: Mapping[str, Handler] = {
     "facts": tell_facts,
     "source": handle_source,
     "status": report,

@@ -140,19 +140,22 @@ class Reserve:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        try:
-            (folder / _RESERVE_NAME).write_bytes(b"\0" * _RESERVE_BYTES)
-        except OSError:  # it is full already
-            self.release()
+        self.take()
+
+    def take(self) -> None:
+        """As much as there is room for."""
+        with contextlib.suppress(OSError):
+            (self._folder / _RESERVE_NAME).write_bytes(os.urandom(_RESERVE_BYTES))  # zeros take none on some disks
 
     def write(self, said: Status | Exit) -> None:
-        """Write a file, if that is possible at all: a job goes on without."""
+        """Write a file, if that is possible at all: a job goes on without. The room is there for the next one too."""
         try:
             said.write(self._folder)
         except OSError:
             self.release()
             with contextlib.suppress(OSError):
                 said.write(self._folder)
+            self.take()
 
     def release(self) -> None:
         with contextlib.suppress(OSError):

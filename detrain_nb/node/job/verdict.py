@@ -26,9 +26,9 @@ def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool)
         return Exit(0)
     if log != TORCHRUN_LOG:
         return Exit(code, f"the setup {_say(code)}", last_lines=last_lines(folder / log, _LAST_LINES))
-    if told := _read_told(folder):
+    if told := read_told(folder):
         return Exit(code, told)
-    if first := _find_first(outputs):
+    if code <= 128 and (first := _find_first(outputs)):  # else the ranks were killed because torchrun was
         code = first.exit_code or 0
         code = code if code >= 0 else 128 - code
         lines = last_lines(folder / f"rank-{first.rank}.log", _LAST_LINES)
@@ -42,7 +42,7 @@ def _find_first(outputs: Outputs) -> RankOutcome | None:
     return min(failed, key=lambda each: each.ended_at, default=None)
 
 
-def _read_told(folder: Path) -> str:
+def read_told(folder: Path) -> str:
     """Why the nodes have ended each other, where another one was the first."""
     try:
         said = json.loads(read_bounded(folder / END_NAME))

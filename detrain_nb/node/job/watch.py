@@ -110,8 +110,7 @@ class Watch:
         if self._over.is_set():
             return
         self._over.set()
-        end = json.dumps({"reason": reason[:MOST_REASON_CHARS]})
-        self._say(lambda store: store.set_first(_END_KEY, end))
+        self._say(lambda store: say_end(store, reason))
         if self._node_rank == 0:
             self._wait_for_others(_HEARD_KEY, _WORD_LIMIT_S)
         self.leave()
@@ -177,7 +176,7 @@ class Watch:
                 continue
             if self._store.get(f"{_DONE_KEY}/{rank}") is None:
                 reason = f"nothing was heard of {self.name(rank)} for {self._silence_s:g} s"
-                self._store.set_first(_END_KEY, json.dumps({"reason": reason}))  # each reads it there, this node too
+                say_end(self._store, reason)  # each reads it there, this node too
 
     def _time(self) -> None:
         """Judge node 0 by how long its store has not answered: `_talk` may hang there."""
@@ -196,6 +195,11 @@ class Watch:
                 return
             self._over.set()
         self._on_end(reason)
+
+
+def say_end(store: SharedStore, reason: str) -> None:
+    """Say to all nodes why the job ends, unless one has said so before. Raises: ConnectionError."""
+    store.set_first(_END_KEY, json.dumps({"reason": reason[:MOST_REASON_CHARS]}))
 
 
 def end_ranks(reason: str, *, grace_s: float = 20.0) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from .proc_files import read, read_number
 
+_MFD_CLOEXEC = 1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -118,6 +119,11 @@ def start_ticks(pid: int) -> int:
     return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else 0
 
 
+def has_ended(child: int) -> bool:
+    """A child has ended, and still has its number."""
+    return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
 def memory_bytes(pid: int) -> int:
     """Resident memory of a process, 0 where it cannot be read."""
     return (read_number(f"/proc/{pid}/statm", r"\d+ ") or 0) * os.sysconf("SC_PAGE_SIZE")
@@ -167,6 +173,17 @@ def close_inherited_sockets(*, keep: set[int]) -> None:
 def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def open_memory_file(name: str) -> int:
+    """Make a file on no disk. Not by `os`: Python of conda, or of uv, was built for an older libc, and lacks it there.
+
+    Raises: OSError.
+    """
+    opened: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), _MFD_CLOEXEC)
+    if opened < 0:
+        raise OSError(ctypes.get_errno(), "no file in memory can be made")
+    return opened
 
 
 @contextlib.contextmanager
