@@ -13,7 +13,7 @@ from ..documents import read_text
 from ..errors import SpecError, count_ranks
 from ..launch import Program
 from ..plan import Plan
-from ..plan.job import JOB_SPEC_VARIABLE
+from ..plan.job import ARTIFACTS_VARIABLE, JOB_SPEC_VARIABLE
 from ..spec import Node, PipelineSpec
 from ..spec.notebook import read_notebook_script
 from ..storage import locate
@@ -23,6 +23,7 @@ from .shell import export, quote, quote_path, write_file
 DEFAULT_PORT = 29500  # torchrun's own
 SOURCE = '"$folder/source"'  # where the ranks run, unless their node has a workdir
 _JOB_SPEC = '"$folder/job_spec.json"'
+_ARTIFACTS = '"$folder/artifacts"'
 
 
 @dataclass(frozen=True)
@@ -104,11 +105,12 @@ def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, en
         *(_need(name) for name in dict.fromkeys([*for_ranks, *([token] if token else [])])),
         # torchrun fills in what has a $ in the path of its program
         f"case \"$folder\" in *'$'*) fail {quote('a folder above has a $ in its name: start this elsewhere')} ;; esac",
-        f"mkdir -p {SOURCE}",
+        f"mkdir -p {SOURCE} {_ARTIFACTS}",
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,
         *([f"unset {token}"] if token and token not in for_ranks else []),
         f"export {JOB_SPEC_VARIABLE}={_JOB_SPEC}",
+        f"export {ARTIFACTS_VARIABLE}={_ARTIFACTS}",
         *(export(name, text) for name, text in {**env, **spec.env}.items()),
     ]
 
