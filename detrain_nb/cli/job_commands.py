@@ -132,10 +132,13 @@ def _say_begun(job: Job) -> None:
 
 def _follow(job: Job) -> int:
     """An interrupt ends only the following."""
-    with _told_when_interrupted(
-        f"job {job.id} goes on: {PROG} attach {job.id} follows it, {PROG} stop {job.id} ends it"
+    with (
+        _told_when_interrupted(
+            f"job {job.id} goes on: {PROG} attach {job.id} follows it, {PROG} stop {job.id} ends it"
+        ),
+        _shown_live() as show,
     ):
-        status = job.attach(_print_line)
+        status = job.attach(**show)
     if status.exit_code != 0 or not status.is_over:
         print(f"detrain-nb: {status}", file=sys.stderr)
     return status.exit_status
@@ -156,8 +159,12 @@ def _show(args: argparse.Namespace) -> int:
 def _logs(args: argparse.Namespace) -> int:
     job = _find(args.job)
     which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun, "tail": args.tail}
-    with _told_when_interrupted(f"job {job.id} goes on" if args.follow else "not all of it was shown"):
-        job.logs(**which, follow=args.follow, on_line=_print_line)
+    if args.follow:
+        with _told_when_interrupted(f"job {job.id} goes on"), _shown_live() as show:
+            job.logs(**which, follow=True, **show)
+    else:
+        with _told_when_interrupted("not all of it was shown"):
+            job.logs(**which, on_line=_print_line)
     return _OK
 
 
@@ -280,6 +287,18 @@ def _find(wanted: str) -> Job:
 
 def _print_line(line: object) -> None:
     print(line, flush=True)
+
+
+@contextlib.contextmanager
+def _shown_live() -> Iterator[dict[str, Any]]:
+    """What takes the lines of a job that is followed."""
+    from .job_terminal import JobTerminal
+
+    terminal = JobTerminal(sys.stdout)
+    try:
+        yield {"on_line": terminal.take, "on_piece": terminal.on_piece}
+    finally:
+        terminal.finish()
 
 
 @contextlib.contextmanager

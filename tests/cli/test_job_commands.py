@@ -95,6 +95,43 @@ def test_terminal_shows_how_far_a_large_folder_is_on_one_line(spec: Path, tmp_pa
     assert max(map(len, sent)) == 59
 
 
+BAR = """
+import os, sys, time, pathlib
+from tqdm import tqdm
+deadline = time.monotonic() + 60
+print("begun")
+for step in tqdm(range(2), desc=f"bar of {os.environ['RANK']}", file=sys.stdout, mininterval=0):
+    while step and not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+print("end", end="")
+"""
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_terminal_draws_bars_of_a_job_while_they_move(spec: Path, tmp_path: Path) -> None:
+    source = {"script_text": BAR, "arguments": [str(tmp_path / "go")]}
+    spec.write_text(json.dumps({"name": "bars", "source": source}))
+    ours, theirs = os.openpty()
+    with open(ours, "rb", buffering=0) as terminal, open(theirs, "wb") as far:
+        argv = [sys.executable, "-m", "detrain_nb", "run", str(spec)]
+        env = {**os.environ, "COLUMNS": "60"}
+        process = subprocess.Popen(argv, stdout=far, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=env)
+        far.close()
+        shown = b""
+        with contextlib.suppress(OSError):  # what a terminal says at its end
+            while data := terminal.read(1 << 16):
+                shown += data
+                if b"[0] bar of 0:  50%" in shown and b"[1] bar of 1:  50%" in shown:
+                    (tmp_path / "go").touch()
+        assert process.wait(LIMIT_S) == 0, shown
+    assert (tmp_path / "go").exists(), shown
+    lines = [line.rpartition("\x1b[J")[2] for line in shown.decode().split("\r\n")]
+    for rank in "01":
+        own = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert own[0] == f"[{rank}] begun" and own[-1] == f"[{rank}] end"
+        assert sum("100%" in line for line in own) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
