@@ -431,6 +431,23 @@ def test_node_whose_setup_fails_ends_the_other_which_says_so(jobs_folder: Path) 
     assert [job["reason"] for job in jobs] == ["node b failed: the setup exited with 4", "the setup exited with 4"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("is_torchrun", [True, False])
+def test_what_started_a_rank_is_blamed_where_that_was_ended(is_torchrun: bool, jobs_folder: Path) -> None:
+    order = make_order("import os, time; print(os.getppid(), flush=True); time.sleep(100)")
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).until(talk, b"\n", name="rank-0.log")
+        between = psutil.Process(int(followed.data["rank-0.log"]))
+        (psutil.Process(between.ppid()) if is_torchrun else between).send_signal(signal.SIGSEGV)
+        job = Followed(order).begin(talk).to_end(talk).job
+    if is_torchrun:
+        assert (job["reason"], job["exit_code"]) == ("torchrun was ended by SIGSEGV", 139)
+    else:
+        said = f"rank 0 was lost with process {between.pid}, which had started it: torchrun.log says how that ended"
+        assert (job["reason"], job["exit_code"]) == (said, 137)
+
+
 _PRINTS = """
 for number in range(50_000):
     print(f"{number:06d} {'x' * 60}")
