@@ -102,6 +102,9 @@ def read_spec(
 
     if isinstance(spec, (str, os.PathLike)):
         spec = PipelineSpec.load(os.fspath(spec))
+    if not isinstance(spec, PipelineSpec):
+        made = "PipelineSpec.from_dict makes one" if isinstance(spec, dict) else "give one, its path, or its URL"
+        raise SpecError(f"a spec of type {type(spec).__name__}, not PipelineSpec: {made}")
     overrides: dict[str, object] = {} if name is None else {"name": name}
     if nodes is not None:
         described = [node.node if isinstance(node, Transport) else node for node in nodes]

@@ -131,6 +131,18 @@ def test_dry_run_says_what_would_run_and_starts_nothing(home: Path) -> None:
     assert len(jobs()) == before
 
 
+def test_nodes_are_named_as_on_a_command_line_and_other_things_told_of() -> None:
+    for hosts in ("localhost,gpu2", ["localhost", "gpu2"]):
+        plan = submit(spec_of("pass"), nodes=hosts, dry_run=True).plan
+        assert [node.name for node in plan.nodes] == ["localhost", "gpu2"]
+    for nodes in (3, [3], ["localhost", 3], [None]):
+        with pytest.raises(SpecError, match="give a nodes file, hosts as in"):
+            submit(spec_of("pass"), nodes=nodes)  # type: ignore[call-overload]
+    for spec, said in ((3, "type int, not PipelineSpec: give"), ({}, "type dict, .* PipelineSpec.from_dict makes one")):
+        with pytest.raises(SpecError, match=said):
+            submit(spec)  # type: ignore[call-overload]
+
+
 @pytest.mark.timeout(LIMIT_S)
 def test_failed_job_says_which_rank_and_its_last_lines(home: Path, tmp_path: Path) -> None:
     failing = "import os, sys\nprint('about to fail')\nif os.environ['RANK'] == '1': sys.exit(3)"

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class RankOutcome:
     pid: int
     exit_code: int | None = None
     ended_at: float = 0.0  # of time.monotonic(), which all processes of a machine share
-    has_said: bool = False
+    has_said: bool = field(default=False, kw_only=True)
 
 
 class Outputs:
