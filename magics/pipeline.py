@@ -46,7 +46,9 @@ class PipelineMagics(Magics):
         if args.command == "plan":
             return spec.plan()
         if args.command == "check":
-            show_findings(spec.check(), args.spec)
+            from ..jobs import check_here
+
+            show_findings(check_here(spec), args.spec)
         else:
             _export(spec, args)
         return None

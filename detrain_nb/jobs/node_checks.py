@@ -27,12 +27,17 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["check_nodes"]
+__all__ = ["check_here", "check_nodes"]
 
 _ROOM_BYTES = 500_000_000  # for logs and artifacts
 _COMMAND_LIMIT_S = 30.0
 _TRY_PORT = "import socket, sys; socket.create_server((sys.argv[1], int(sys.argv[2]))).close()"
 _TRY_IMPORT = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if not u.find_spec(name)])"
+
+
+def check_here(spec: PipelineSpec) -> list[Finding]:
+    """Return what is wrong with ``spec``, secrets that are not set here among it; no node is asked."""
+    return [*spec.check(), *_check_secrets(spec)]
 
 
 def check_nodes(
@@ -42,7 +47,7 @@ def check_nodes(
 
     ``storage``: the location by which its source is to travel, as `submit` takes it.
     """
-    findings = [*spec.check(), *_check_secrets(spec)]
+    findings = check_here(spec)
     source = ShippedSource(())
     if not any(each.severity == "error" and each.field.startswith("source") for each in findings):
         try:

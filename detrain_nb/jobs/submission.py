@@ -11,7 +11,7 @@ from .job import Job
 from .preview import Submission, preview
 from .record import Record
 from .source import plan_source
-from .starting import Say, read_spec, start
+from .starting import Say, gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -76,6 +76,7 @@ def submit(
     """
     chosen = None if nodes is None else read_given(nodes)
     spec = read_spec(spec, name, chosen)
+    gather_secrets(spec, secrets)  # before anything is read, and for a dry run, too
     source = plan_source(spec, environment=secrets)
     source.notices = (*notices, *source.notices)
     if dry_run:

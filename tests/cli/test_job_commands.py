@@ -153,6 +153,11 @@ def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[
     assert main(["jobs", "check", str(spec)]) == 0
     assert main(["jobs", "submit", "--dry-run", str(spec), "--parallelism.pp", "2"]) == 0
     assert "torch.distributed.run" in capfd.readouterr().out
+    spec.write_text(json.dumps({**json.loads(spec.read_text()), "secrets": ["NOT_SET_ANYWHERE"]}))
+    assert main(["jobs", "check", str(spec)]) == 1
+    assert "secrets: secret NOT_SET_ANYWHERE: not set here" in capfd.readouterr().out
+    assert main(["jobs", "submit", "--dry-run", str(spec)]) == 2
+    assert "secret NOT_SET_ANYWHERE: not set here" in capfd.readouterr().err
     assert main(["jobs", "submit", str(spec), "--parallelism.pq", "2"]) == 2
     assert "parallelism.pq" in capfd.readouterr().err
     assert main(["jobs", "list"]) == 0
