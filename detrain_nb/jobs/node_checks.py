@@ -21,7 +21,7 @@ from .log_lines import LogLine
 from .report_checks import NodeFacts
 from .shipping import ship
 from .source import ShippedSource, fetch_here, plan_source
-from .starting import gather_secrets
+from .starting import find_crowds, gather_secrets
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -106,7 +106,11 @@ def _check_facts(
             free = format_size(said.free_bytes)
             yield Finding(field, f"{free} are free where jobs are: set XDG_STATE_HOME there, in its setup", "warning")
     try:
-        spec.plan(gpus=known)
+        plan = spec.plan(gpus=known)
+        answers = [each for each in facts if isinstance(each, NodeFacts)]
+        if len(answers) == len(nodes):
+            for crowd in find_crowds(plan, nodes, answers):
+                yield Finding("nodes", crowd, "warning")
     except SpecError as exc:
         yield Finding("parallelism", str(exc))
 

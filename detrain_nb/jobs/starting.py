@@ -20,6 +20,7 @@ from ..deploy.files import OnProgress, label
 from ..deploy.jobs import open_job_talk
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
+from ..launch import describe_crowd, most_ranks
 from ..node.job.order import JobOrder, JobRendezvous
 from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
@@ -39,11 +40,12 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Started", "gather_secrets", "read_spec", "start"]
+__all__ = ["Started", "find_crowds", "gather_secrets", "read_spec", "start"]
 
 _LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 _KEY_BYTES = 32
 _LAUNCH_GRACE_S = 5.0
+_CROWDED = 8  # times as many ranks as a node has room for: it would not even answer a stop
 _UNDO_LIMIT_S = 30.0
 Say = Callable[[str], object]
 
@@ -214,7 +216,10 @@ class _Starting:
 
     def _plan(self, facts: Sequence[NodeFacts]) -> Plan:
         """Raises: SpecError where the nodes have not what the spec wants."""
-        return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
+        plan = self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
+        for crowd in find_crowds(plan, self._transports, facts):
+            self._note(crowd)
+        return plan
 
     def _ship_to_all(self, talks: Sequence[Talk], secrets: Mapping[str, str]) -> list[str]:
         """All nodes get the same files: where one does not reach the host of a repository, all get it from here.
@@ -339,6 +344,18 @@ class _Starting:
     def _say(self, text: str) -> None:
         if self.on_progress:
             self.on_progress(text)
+
+
+def find_crowds(plan: Plan, nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> Iterator[str]:
+    """Say which node has more ranks than it has room for. Raises: SpecError where that is many times as many."""
+    for part, node, said in zip(plan.nodes, nodes, facts):
+        room = {"cpus": said.cpus, "free_bytes": said.memory_bytes}
+        most, ranks = most_ranks(**room), len(part.ranks)
+        if ranks > most:
+            crowd = f"{describe_crowd(ranks, where=label(node), **room)}; it has room for {most}"
+            if ranks > _CROWDED * most:
+                raise SpecError(crowd)
+            yield crowd
 
 
 def _make_id(name: str) -> str:

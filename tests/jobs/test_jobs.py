@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,8 +18,11 @@ import pytest
 from detrain_nb.errors import DetrainError, JobError, JobFailed, SpecError
 from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, prune, submit
 from detrain_nb.jobs.record import Record
+from detrain_nb.jobs.report_checks import NodeFacts
+from detrain_nb.jobs.starting import find_crowds
 from detrain_nb.jobs.submitting import submitting
 from detrain_nb.spec import PipelineSpec
+from detrain_nb.transport.local import LocalTransport
 
 from .lying_node import LyingNode
 
@@ -129,6 +133,19 @@ def test_dry_run_says_what_would_run_and_starts_nothing(home: Path) -> None:
     assert isinstance(told, Submission)
     assert "torch.distributed.run" in str(told) and "would travel" in str(told)
     assert len(jobs()) == before
+
+
+def test_ranks_that_swamp_a_machine_are_refused_and_those_that_crowd_it_noted(home: Path) -> None:
+    crowd = spec_of("pass", name="crowd", nodes=[{"host": "localhost", "ranks": 60_000}])
+    with pytest.raises(SpecError, match=r"60,000 ranks on localhost, which has .* it has room for \d+$"):
+        submit(crowd)
+    nine = spec_of("pass", nodes=[{"host": "localhost", "ranks": 9}])
+    facts = NodeFacts(gpus=0, cpus=1, memory_bytes=10**9, free_bytes=0, torch="2.9.1")
+    (note,) = find_crowds(nine.plan(), [LocalTransport()], [facts])
+    assert note.startswith(
+        "9 ranks on this machine, which has 1 processor and 1.0 GB of free memory: they take about 2"
+    )
+    assert not list(find_crowds(nine.plan(), [LocalTransport()], [replace(facts, cpus=3, memory_bytes=0)]))
 
 
 def test_nodes_are_named_as_on_a_command_line_and_other_things_told_of() -> None:
