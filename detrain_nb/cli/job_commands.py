@@ -320,11 +320,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _told_when_interrupted(left: str) -> Iterator[None]:
-    """An interrupt says what is ``left``."""
+    """An interrupt says what is ``left``, unless it says so itself."""
     try:
         yield
-    except KeyboardInterrupt:
-        print(f"\ndetrain-nb: interrupted: {left}", file=sys.stderr)
+    except KeyboardInterrupt as exc:
+        print(f"\ndetrain-nb: interrupted: {str(exc) or left}", file=sys.stderr)
         raise
 
 

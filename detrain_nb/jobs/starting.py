@@ -182,10 +182,16 @@ class _Starting:
         except BaseException as exc:
             if self._may_run:
                 self._undo(job)
+            is_interrupted = isinstance(exc, KeyboardInterrupt) and not self._may_run
             with contextlib.suppress(DetrainError):
-                self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
+                if is_interrupted:  # nobody has to be told of it later
+                    self.record.remove(job)
+                else:
+                    self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
             for transport in self._transports:
                 transport.leave()
+            if is_interrupted:
+                raise KeyboardInterrupt("nothing was started") from None
             if isinstance(exc, FilesError):  # of a talk, outside of what names its node
                 raise DetrainError(str(exc)) from exc
             raise

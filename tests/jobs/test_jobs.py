@@ -143,7 +143,7 @@ def test_ranks_that_swamp_a_machine_are_refused_and_those_that_crowd_it_noted(ho
     facts = NodeFacts(gpus=0, cpus=1, memory_bytes=10**9, free_bytes=0, torch="2.9.1")
     (note,) = find_crowds(nine.plan(), [LocalTransport()], [facts])
     assert note.startswith(
-        "9 ranks on this machine, which has 1 processor and 1.0 GB of free memory: they take about 2"
+        "9 ranks on this-machine, which has 1 processor and 1.0 GB of free memory: they take about 2"
     )
     assert not list(find_crowds(nine.plan(), [LocalTransport()], [replace(facts, cpus=3, memory_bytes=0)]))
 
@@ -277,6 +277,24 @@ submit(PipelineSpec.from_dict({{"name": "killed-{moment}", "source": {{"script_t
     _wait_until(lambda: not list((home / "state/detrain_nb/jobs").glob(f"killed-{moment}-*/*")))
     assert row.state in ("not started", "preparing", "lost")
     _wait_until(lambda: find_job(row.id).status().state == "not started")
+
+
+@pytest.mark.parametrize("moment", ["connecting", "preparing"])
+def test_interrupt_before_the_launch_says_that_nothing_was_started_and_leaves_no_job(moment: str, home: Path) -> None:
+    def interrupt(text: str) -> None:
+        if text.startswith(moment):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)  # it is interrupted here
+
+    with pytest.raises(KeyboardInterrupt, match="nothing was started"):
+        submit(spec_of("pass", name="interrupted"), on_progress=interrupt)
+    assert not [row for row in jobs().rows if row.name == "interrupted"]
+
+
+def test_storage_that_is_none_leaves_no_job(home: Path) -> None:
+    with pytest.raises(SpecError, match="bogus"):
+        submit(spec_of("pass", name="stored"), storage="bogus://x")
+    assert not [row for row in jobs().rows if row.name == "stored"]
 
 
 def test_old_jobs_are_pruned_and_others_stay(home: Path) -> None:

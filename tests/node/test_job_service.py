@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,8 +16,10 @@ from typing import Any
 import psutil
 import pytest
 
+from detrain_nb.agents import JOBS_MODULE
 from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
+from detrain_nb.guarded import RUN_MODULE
 from detrain_nb.node.job.folders import machine_id, socket_path
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
@@ -429,6 +434,15 @@ def test_node_whose_setup_fails_ends_the_other_which_says_so(jobs_folder: Path) 
         _launch_two(first, second, orders)
         jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
     assert [job["reason"] for job in jobs] == ["node b failed: the setup exited with 4", "the setup exited with 4"]
+
+
+def test_service_that_nobody_waits_for_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    argv = [sys.executable, "-c", RUN_MODULE, JOBS_MODULE]
+    with theirs:
+        ended = subprocess.run(argv, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 @pytest.mark.slow
