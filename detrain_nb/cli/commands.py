@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import DetrainError, JobError, SpecError
-from ..options.jobs import add_name_and_nodes
+from ..options.jobs import FIELDS, add_name_and_nodes
 from ..options.parser import OptionParser, number
 from .export import add_export
 from .job_commands import OF_JOB, PROG, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
@@ -75,7 +75,7 @@ def _command_parser() -> _Parser:
         help="execute a notebook, or the job of a spec, its output appearing here as it comes",
         description="Execute a notebook in its own folder, with this Python, or submit the spec of a job and follow it "
         "to its end. What is printed appears here as it comes.",
-        epilog=f"Of a notebook the exit status is 0, or 1 where a cell fails. Of a spec {OF_JOB}.",
+        epilog=f"{FIELDS} Of a notebook the exit status is 0, or 1 where a cell fails. Of a spec {OF_JOB}.",
     )
     run.add_argument("spec", metavar="FILE", help="a notebook, .ipynb, or a spec, .json, .toml or .yaml")
     run.add_argument("--output", type=Path, metavar="PATH", help="the executed notebook; default: NAME.executed.ipynb")

@@ -13,7 +13,7 @@ from .parser import OptionParser, not_empty, number, whole
 
 __all__ = ["FIELDS", "SPEC_COMMANDS", "add_export_options", "add_follow", "add_job_commands", "add_name_and_nodes"]
 
-FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2."
+FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2, --artifacts VALUE one at its top."
 SPEC_COMMANDS = ("submit", "check")  # these take fields
 _NUM_LISTED = 50
 _JOB = "its id, what that begins with, or a name: the newest job of that name"

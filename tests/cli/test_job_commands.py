@@ -277,6 +277,32 @@ def test_fields_and_command_are_told_apart() -> None:
         ["--training.epochs=2", "--x.y=3", "--z.flag"],
         ["ls", "--a.b"],
     )
+    argv = [
+        "run",
+        "a.json",
+        "--artifacts",
+        "*.pt",
+        "--checkpoint",
+        "none",
+        "--source.arguments",
+        "--sleep",
+        "--name",
+        "x",
+    ]
+    fields = ["--artifacts=*.pt", "--checkpoint=none", "--source.arguments=--sleep"]
+    assert split_command(argv) == (["run", "a.json", "--name", "x"], fields, [])
+
+
+def test_fields_at_the_top_of_a_spec_and_arguments_like_options_are_set(
+    spec: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fields = ["--env", '{"A": "1"}', "--secrets", "HOME", "--checkpoint", "none", "--source.arguments", "--sleep 1"]
+    assert main(["jobs", "submit", "--dry-run", str(spec), *fields]) == 0
+    out = capfd.readouterr().out
+    assert "script.py --sleep 1" in out and "secrets from the environment here: HOME" in out
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "--SECTION.FIELD VALUE" in capfd.readouterr().out
 
 
 @pytest.mark.timeout(LIMIT_S)
