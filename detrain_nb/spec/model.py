@@ -67,7 +67,9 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
     if fault["type"] == "missing":
         return [FieldFault(path, f" is missing: give {describe_field(model, field)}")]
     value = "" if field in _NOT_SHOWN else f" {show(fault['input'])}"
-    return [FieldFault(path, f"{value}: {str(error) or f'give {describe_field(model, field)}'}")]
+    is_number = fault["type"] == "string_type" and isinstance(fault["input"], int | float)  # as YAML reads it
+    advice = str(error) or f"give {describe_field(model, field)}" + "; a number or true stands in quotes" * is_number
+    return [FieldFault(path, f"{value}: {advice}")]
 
 
 def _name_place(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
