@@ -107,7 +107,7 @@ class JobMagics(Magics):
         spec = _from_dict({**data, "source": source})
         spec = spec.with_overrides(spec.parse_overrides(_fields(args)))
         if args.count is not None:
-            spec = _with_ranks(spec, args.count)
+            spec = spec.with_ranks(args.count)
         return self._submit_spec("%%torchrun", spec, args)
 
     def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any) -> Job | None:
@@ -322,12 +322,6 @@ def _fields(args: Any) -> list[str]:
     """The fields that the line sets, name and nodes among them, as words."""
     named = [f"--{name}={text}" for name in ("name", "nodes") if (text := getattr(args, name)) is not None]
     return [*args.fields, *named]
-
-
-def _with_ranks(spec: PipelineSpec, count: int) -> PipelineSpec:
-    """The spec with ``count`` ranks on each of its nodes, or on this machine."""
-    nodes = [node.to_fields() for node in spec.nodes] or [{"host": "localhost"}]
-    return spec.with_overrides({"nodes": [{**node, "ranks": count} for node in nodes]})
 
 
 def _check_script(code: str) -> None:

@@ -41,7 +41,7 @@ _STATUSES = {
 }
 _IS_IT_THERE = f"{PROG} list says whether it runs"
 _OK, _FAILED = 0, 1
-SPEC = "a .json, .toml or .yaml file, or its URL"
+SPEC = "a .json, .toml or .yaml file, or its URL; or a script, .py"
 
 
 def add_job_commands(commands: Any) -> None:
@@ -98,7 +98,8 @@ def read_spec(args: argparse.Namespace) -> PipelineSpec:
     from ..spec import PipelineSpec
 
     named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
-    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
+    spec = PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
+    return spec if (count := getattr(args, "n", None)) is None else spec.with_ranks(count)
 
 
 # ---- the commands

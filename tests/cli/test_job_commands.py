@@ -95,6 +95,18 @@ def test_terminal_shows_how_far_a_large_folder_is_on_one_line(spec: Path, tmp_pa
     assert max(map(len, sent)) == 59
 
 
+@pytest.mark.timeout(LIMIT_S)
+def test_script_is_run_as_it_stands(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = spec.with_name("my script.py")
+    script.write_text(SCRIPT)
+    assert main(["run", str(script), "-n", "1", "--source.arguments", "0", "--training.epochs", "5"]) == 0
+    assert capfd.readouterr().out == "[0] rank 0 epochs 5\n"
+    assert main(["jobs", "list"]) == 0
+    assert "my-script-" in capfd.readouterr().out
+    assert main(["run", "nowhere.ipynb", "-n", "2"]) == 2
+    assert "-n is for specs, and nowhere.ipynb is a notebook" in capfd.readouterr().err
+
+
 BAR = """
 import os, sys, time, pathlib
 from tqdm import tqdm
