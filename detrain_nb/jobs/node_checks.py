@@ -16,12 +16,13 @@ from ..storage import locate, needed_library
 from ..text import format_size
 from ..transport import Transport
 from .asking import ask_facts, try_on_all
+from .crowds import find_crowds
 from .execution import execute
 from .log_lines import LogLine
 from .report_checks import NodeFacts
 from .shipping import ship
 from .source import ShippedSource, fetch_here, plan_source
-from .starting import find_crowds, gather_secrets
+from .starting import gather_secrets
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec

@@ -43,16 +43,20 @@ FORMATS: tuple[Sequence[str], ...] = (
         "CREATE INDEX jobs_by_spec ON jobs (spec_digest)",
     ),
     ("ALTER TABLE jobs ADD COLUMN storage TEXT NOT NULL DEFAULT ''",),
+    ("ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT ''",),
 )
 _SUMMARY = (
     "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
 )
-_DETAILS = "nodes, storage, spec"
+_DETAILS = "nodes, storage, source, spec"
 _NEWEST = "ORDER BY submitted_at DESC, jobs.id DESC LIMIT"
 
 
 class Changes(TypedDict, total=False):
-    """What may be noted down of a job; None is not known. ``metrics``: the last ones, as JSON."""
+    """What may be noted down of a job; None is not known. ``metrics``: the last ones, as JSON.
+
+    ``source``: the commit, or a digest of the files, that it runs; empty where that is not known.
+    """
 
     state: str
     exit_code: int | None
@@ -60,6 +64,7 @@ class Changes(TypedDict, total=False):
     ended_at: float | None
     world_size: int | None
     metrics: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -85,6 +90,7 @@ class JobRow(JobSummary):
 
     nodes: str
     storage: str
+    source: str
     spec: str
 
 

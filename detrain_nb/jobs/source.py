@@ -85,6 +85,14 @@ class ShippedSource:
     def size_bytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    @property
+    def digest(self) -> str:
+        """The same where the same files travel; of a repository its commit. Empty where that is not known."""
+        if self.commit or not self.files:
+            return self.commit
+        listed = sorted((file.name, file.sha256, file.is_executable) for file in self.files)
+        return hashlib.sha256(repr(listed).encode()).hexdigest()
+
     def __str__(self) -> str:
         if self.git:
             ref = self.commit or self.git.ref or "its own branch"

@@ -20,7 +20,6 @@ from ..deploy.files import OnProgress, label
 from ..deploy.jobs import open_job_talk
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
-from ..launch import describe_crowd, most_ranks
 from ..node.job.order import JobOrder, JobRendezvous
 from ..node.job.terms import NOT_STARTED, RUNNING, SUBMITTING
 from ..plan import Plan
@@ -28,6 +27,7 @@ from ..storage import has_password, locate
 from ..text import CopyProgress
 from ..transport import Transport
 from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
+from .crowds import find_crowds
 from .noting import running_job
 from .record import Record
 from .report_checks import NodeFacts, read_pointers, read_port
@@ -40,12 +40,11 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Started", "find_crowds", "gather_secrets", "read_spec", "start"]
+__all__ = ["Started", "gather_secrets", "read_spec", "start"]
 
 _LOOPBACK, _LOOPBACK_INTERFACE = "127.0.0.1", "lo"
 _KEY_BYTES = 32
 _LAUNCH_GRACE_S = 5.0
-_CROWDED = 8  # times as many ranks as a node has room for: it would not even answer a stop
 _UNDO_LIMIT_S = 30.0
 Say = Callable[[str], object]
 
@@ -177,6 +176,7 @@ class _Starting:
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
                 ready = self._ship_to_all(talks, secrets)
+                self._note_source(job)
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
@@ -257,6 +257,14 @@ class _Starting:
         for notice in self.source.notices:
             self._note(notice)
         return send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
+
+    def _note_source(self, job: str) -> None:
+        """Note down what was sent; where it is not what the job before had, say so."""
+        digest = self.source.digest
+        self.record.update(job, source=digest)
+        before = self.record.get(self.before).source if self.before else ""
+        if before and before != digest:
+            self._note(f"its source has changed since {self.before}: what is there now runs")
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""
@@ -350,18 +358,6 @@ class _Starting:
     def _say(self, text: str) -> None:
         if self.on_progress:
             self.on_progress(text)
-
-
-def find_crowds(plan: Plan, nodes: Sequence[Transport], facts: Sequence[NodeFacts]) -> Iterator[str]:
-    """Say which node has more ranks than it has room for. Raises: SpecError where that is many times as many."""
-    for part, node, said in zip(plan.nodes, nodes, facts):
-        room = {"cpus": said.cpus, "free_bytes": said.memory_bytes}
-        most, ranks = most_ranks(**room), len(part.ranks)
-        if ranks > most:
-            crowd = f"{describe_crowd(ranks, where=label(node), **room)}; it has room for {most}"
-            if ranks > _CROWDED * most:
-                raise SpecError(crowd)
-            yield crowd
 
 
 def _make_id(name: str) -> str:

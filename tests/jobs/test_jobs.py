@@ -17,9 +17,9 @@ import pytest
 
 from detrain_nb.errors import DetrainError, JobError, JobFailed, SpecError
 from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, prune, submit
+from detrain_nb.jobs.crowds import find_crowds
 from detrain_nb.jobs.record import Record
 from detrain_nb.jobs.report_checks import NodeFacts
-from detrain_nb.jobs.starting import find_crowds
 from detrain_nb.jobs.submitting import submitting
 from detrain_nb.spec import PipelineSpec
 from detrain_nb.transport.local import LocalTransport
@@ -289,6 +289,19 @@ def test_interrupt_before_the_launch_says_that_nothing_was_started_and_leaves_no
     with pytest.raises(KeyboardInterrupt, match="nothing was started"):
         submit(spec_of("pass", name="interrupted"), on_progress=interrupt)
     assert not [row for row in jobs().rows if row.name == "interrupted"]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_restart_says_where_the_source_is_another_one_now(home: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    job = submit(PipelineSpec.from_dict({"name": "changing", "source": {"script": str(script)}}))
+    again = job.restart()
+    assert not again.notices
+    script.write_text("print(2)")
+    third = again.restart()
+    assert third.notices == (f"its source has changed since {again.id}: what is there now runs",)
+    third.stop()
 
 
 def test_storage_that_is_none_leaves_no_job(home: Path) -> None:
