@@ -5,6 +5,8 @@ What a number may be says who is given it: here it is only read.
 
 from __future__ import annotations
 
+import argparse
+import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
@@ -16,6 +18,9 @@ __all__ = ["FIELDS", "SPEC_COMMANDS", "add_export_options", "add_follow", "add_j
 FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2, --artifacts VALUE one at its top."
 SPEC_COMMANDS = ("submit", "check")  # these take fields
 _NUM_LISTED = 50
+_SLURM_TIME = re.compile(
+    r"[0-9]+(?::[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE
+)
 _JOB = "its id, what that begins with, or a name: the newest job of that name"
 
 
@@ -119,7 +124,14 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help="how many a node has that names no devices")
     for name, words in SLURM_OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
+        kind = _slurm_time if name == "time" else str
+        parser.add_argument(f"--{name}", type=kind, metavar=name.upper(), help=f"of Slurm: {words}")
+
+
+def _slurm_time(text: str) -> str:
+    if not _SLURM_TIME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time for sbatch: write minutes, HH:MM:SS or DAYS-HH:MM:SS")
+    return text
 
 
 def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -> OptionParser:
