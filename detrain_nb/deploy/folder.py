@@ -296,7 +296,8 @@ def _check_name(name: str) -> str:
         name.encode()
         return check_name(name)
     except UnicodeEncodeError:
-        raise SpecError(f"{name!r}: its name is not UTF-8: rename it, or list it in {OWN_FILE}") from None
+        shown = os.fsencode(name).decode(errors="backslashreplace")
+        raise SpecError(f"'{shown}': its name is not UTF-8: rename it, or list it in {OWN_FILE}") from None
     except Untrue as exc:  # no node would take it
         raise SpecError(f"{exc}: rename it, or list it in {OWN_FILE}") from None
 
