@@ -51,7 +51,11 @@ def parse_torchrun_line(line: str) -> argparse.Namespace:
 
 def job_parser() -> LineParser:
     """``%job COMMAND``."""
-    parser = LineParser(prog="%job", description="Jobs: scripts that run to their end on all nodes, detached.")
+    parser = LineParser(
+        prog="%job",
+        description="Jobs: scripts that run to their end on all nodes, detached.",
+        epilog="Example: %(prog)s submit train.toml --follow. %(prog)s? has more of them.",
+    )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     added = add_job_commands(commands, spec=SPEC)
     for name in ("submit", "logs", "attach", "restart"):

@@ -49,15 +49,25 @@ class JobMagics(Magics):
     def job(self, line: str) -> Any:
         """Jobs: scripts that run to their end on all nodes, whatever becomes of this notebook.
 
-        %job submit SPEC [--dry-run] [--name NAME] [--nodes NODES] [--storage URL] [--follow] [--training.epochs 2 ...]
-        %job check SPEC [--on-nodes] [--training.epochs 2 ...]
-        %job list [--limit N] | show JOB | stop JOB [--grace S] | restart JOB [--follow]
-        %job logs JOB [-f] [--tail N] [--node NODE] [--rank R] [--torchrun] | attach JOB
-        %job fetch JOB [PATTERN...] [--to FOLDER] [--anyway]
-        %job exec JOB|--nodes NODES [--timeout S] -- COMMAND
-        %job rm [JOB...] [--older-than DAYS] [--anyway]
+        A spec says what runs where (docs/jobs.md). It is a file, its URL, or a variable; a %%torchrun cell needs none.
 
-        `submit` and `restart` return the job, `list` all jobs, `stop` its state, `show` what is shown.
+            %job submit train.toml                        start it, and return the job; --follow shows what it prints
+            %job submit train.toml --training.epochs 2    with another value of a field, for this once
+            %job check train.toml --on-nodes              what is wrong with it; nothing is started
+            %job submit train.toml --dry-run              what would run where, and which files would travel
+
+        JOB is an id, what that begins with, or a name: the newest job of that name.
+
+            %job list                                     the newest jobs, and how they are
+            %job show train                               one of them: its nodes, its plan, what it has logged last
+            %job attach train                             follow what it prints, to its end; the stop button leaves it
+            %job logs train --tail 20                     what it has printed; also -f, --rank 3, --node gpu1
+            %job exec train -- nvidia-smi                 a shell command on all its nodes
+            %job fetch train *.pt --to models             copy what it has made to this machine
+            %job stop train                               end it; %job restart train submits its spec again
+            %job rm train                                 remove it, once it is over; or all, --older-than 30
+
+        %job COMMAND --help has all options. `list` returns all jobs, `stop` a state, `show` what is shown.
         """
         return guard("%job", lambda: self._run(line))
 
@@ -65,10 +75,13 @@ class JobMagics(Magics):
     def torchrun(self, line: str, code: str) -> Any:
         """Run the cell as a script under torchrun on all nodes, detached, and return the job.
 
-        %%torchrun [--spec SPEC] [--nodes NODES] [-n N] [--name NAME] [--storage URL] [--out NAME] [--follow]
-                   [--training.epochs 2 ...] [-- ARGUMENTS]
+            %%torchrun -n 2                              two ranks on this machine
+            %%torchrun --nodes gpu1,gpu2 --follow        on hosts; what is printed is shown here, to the end
+            %%torchrun --spec train.toml -- --lr 0.1     all but the script is the spec's; --lr 0.1 is for the script
+            %%torchrun --name demo --out job             the job is in the variable job, and %job knows it as demo
 
-        It is plain Python: what IPython adds to it, and the notebook's variables, are not there.
+        It is plain Python in processes of its own: the notebook's variables, and what IPython adds, are not there.
+        --SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2. %%torchrun --help has all options.
         """
         return guard("%%torchrun", lambda: self._torchrun(line, code))
 
@@ -141,7 +154,7 @@ class JobMagics(Magics):
             self._ipython.user_ns[out] = job
         notes = [f"note: {notice}" for notice in job.notices]
         if args.follow:
-            titles = [*notes, f"job {job.id} runs: %job stop ends it, an interrupt of this cell does not"]
+            titles = [*notes, f"job {job.id} runs: %job stop {job.id} ends it, an interrupt of this cell does not"]
             self._follow(prog, job, max_lines=args.max_lines, titles=titles)
             return None
         for note in notes:

@@ -27,12 +27,15 @@ class PipelineMagics(Magics):
 
     @line_magic
     def pipeline(self, line: str) -> Plan | None:
-        """A spec in a file, or in a variable: what it would do.
+        """A spec in a file, or in a variable: what it would do. Nothing is started, and no node is asked.
 
-        %pipeline plan SPEC | check SPEC
-        %pipeline export torchrun|slurm SPEC [--output FILE] [--gpus N] [--time T] [--partition P] [--account A]
+            %pipeline plan train.toml                        which rank is where, and what of the pipeline it has
+            %pipeline plan train.toml --parallelism.pp 4     the same with another value of a field
+            %pipeline check train.toml                       what is wrong with it
+            %pipeline export slurm train.toml --output train.sbatch --gpus 8 --time 2:00:00
+            %pipeline export torchrun train.toml             a shell script for every node, printed
 
-        --SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2.
+        %job submit train.toml starts it. %pipeline COMMAND --help has all options.
         """
         return guard("%pipeline", lambda: self._run(line))
 
@@ -72,7 +75,11 @@ def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
 
 def pipeline_parser() -> LineParser:
     """``%pipeline COMMAND``."""
-    parser = LineParser(prog="%pipeline", description="What a spec would do; nothing is started.")
+    parser = LineParser(
+        prog="%pipeline",
+        description="What a spec would do; nothing is started.",
+        epilog="Example: %(prog)s plan train.toml --training.epochs 2. %(prog)s? has more of them.",
+    )
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     plan = commands.add_parser("plan", help="which rank is where, and what of the pipeline it has")
     check = commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes")

@@ -52,7 +52,7 @@ def _add_those_with_a_spec(commands: Any, spec: str) -> dict[str, OptionParser]:
     submit = _add(
         commands,
         "submit",
-        "start the job of a spec: it goes on when this ends",
+        "start the job of a spec; it goes on when you leave",
         "train.toml --nodes gpu1,gpu2 --follow",
     )
     check = _add(

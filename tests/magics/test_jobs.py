@@ -11,10 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from detrain_nb.magics.job_options import parse_job_line, parse_torchrun_line
+from detrain_nb.magics.job_options import job_parser, parse_job_line, parse_torchrun_line
 from detrain_nb.magics.job_view import JobView
+from detrain_nb.magics.jobs import JobMagics
 from detrain_nb.magics.notebook import RunCells
 from detrain_nb.magics.options import HelpShown
+from detrain_nb.magics.pipeline import PipelineMagics, pipeline_parser
 from detrain_nb.magics.render import RenderOptions
 from detrain_nb.magics.screen import Screen
 from detrain_nb.magics.transcript import Item, Rich, Text
@@ -27,6 +29,7 @@ from detrain_nb.jobs.job_report import JobReport, describe_metrics
 from detrain_nb.jobs.job_status import JobStatus
 from detrain_nb.jobs.log_lines import FollowedFile, LogLine
 from detrain_nb.jobs.report_checks import NodeReport
+from detrain_nb.plan.fields import take_fields
 
 from ..testbed.testbed import Testbed
 
@@ -95,6 +98,24 @@ def test_words_behind_the_options_are_the_scripts(line: str, own: list[str]) -> 
 def test_option_that_there_is_not_needs_dashes(line: str) -> None:
     with pytest.raises(UsageError):
         parse_torchrun_line(line)
+
+
+def test_examples_of_the_help_are_lines_that_can_be_typed() -> None:
+    """Those of `%job?`, `%%torchrun?` and `%pipeline?`, and of each command's --help."""
+    told = "".join(str(magic.__doc__) for magic in (JobMagics.job, JobMagics.torchrun, PipelineMagics.pipeline))
+    job, *_ = job_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    told += "".join(each.format_help().replace("Example:", "           ") for each in job.choices.values())  # type: ignore
+    lines = re.findall(r"^ {12}(%.*?)(?: {2,}.*)?$", told, flags=re.MULTILINE)
+    assert len(lines) > 20
+    for line in lines:
+        prog, _, rest = line.partition(" ")
+        if prog == "%job":
+            parse_job_line(rest)
+        elif prog == "%%torchrun":
+            parse_torchrun_line(rest)
+        else:
+            words = pipeline_parser().split_line(rest)
+            pipeline_parser().parse_words(take_fields(words)[1])
 
 
 # ---- what is shown of one
@@ -382,7 +403,7 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     first, again = kernel.run(code), kernel.run(code)
     assert _without_id(first.text()) == _without_id(again.text())
     assert _without_id(first.text()).startswith(
-        "job fails-ID runs: %job stop ends it, an interrupt of this cell does not\n[0] rank 0"
+        "job fails-ID runs: %job stop fails-ID ends it, an interrupt of this cell does not\n[0] rank 0"
     )
     failed = r"JobFailed: job \S+ ended, exit 3 after .* \(rank 1 on localhost\): rank 1 exited with 3"
     assert re.fullmatch(rf"{failed}\n  \| all say this", first.error), "what it printed stands above"
