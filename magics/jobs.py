@@ -316,10 +316,14 @@ class JobMagics(Magics):
     def _read_spec(self, args: Any) -> PipelineSpec:
         return read_spec(self._ipython, args.spec, _fields(args))
 
-    def _find(self, wanted: str) -> Job:
+    def _find(self, wanted: str | None) -> Job:
+        """Without a name the last one, which is said."""
         from ..jobs import find_job
 
-        return find_job(wanted, ask_passphrase=ask_passphrase)
+        job = find_job(wanted, ask_passphrase=ask_passphrase)
+        if wanted is None:
+            print(f"job {job.id} was submitted last")
+        return job
 
     def _line(self) -> Any:
         return redrawn_line(self._ipython, is_live=self._settings().output == "live", is_alone=True)

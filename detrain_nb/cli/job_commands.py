@@ -280,10 +280,14 @@ def _doctor(args: argparse.Namespace) -> int:
 # ---- what they share
 
 
-def _find(wanted: str) -> Job:
+def _find(wanted: str | None) -> Job:
+    """Without a name the last one, which is said."""
     from ..jobs import find_job
 
-    return find_job(wanted, ask_passphrase=_ask_passphrase)
+    job = find_job(wanted, ask_passphrase=_ask_passphrase)
+    if wanted is None:
+        print(f"detrain-nb: job {job.id} was submitted last", file=sys.stderr)
+    return job
 
 
 def _print_line(line: object) -> None:

@@ -126,6 +126,15 @@ class Record:
         with self._changing() as db:
             db.execute(f"UPDATE jobs SET {columns}updated_at = ? WHERE id = ?", (*changes.values(), time.time(), id))
 
+    def get_last(self) -> JobRow:
+        """Return the job that was submitted last, and started. Raises: JobError where there is none."""
+        with self._reading() as db:
+            where = f"WHERE state != '{NOT_STARTED}' {_NEWEST} 1"
+            row = db.execute(f"SELECT {_SUMMARY}, {_DETAILS} FROM jobs JOIN specs ON digest = spec_digest {where}")
+            if found := row.fetchone():
+                return JobRow(*found)
+        raise JobError("no job was submitted from here")
+
     def get(self, wanted: str) -> JobRow:
         """Return the job of an id, the newest of a name, or the one whose id begins so. Raises: JobError.
 

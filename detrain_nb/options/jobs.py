@@ -142,5 +142,10 @@ def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -
 
 def _add_job(commands: Any, name: str, words: str, example: str = "") -> OptionParser:
     parser = _add(commands, name, words, example)
-    parser.add_argument("job", metavar="JOB", help=_JOB)
+    if name == "restart":
+        parser.add_argument("job", metavar="JOB", help=_JOB)
+    else:
+        parser.add_argument(
+            "job", nargs="?", metavar="JOB", help=f"{_JOB}; without one the job submitted last from here"
+        )
     return parser

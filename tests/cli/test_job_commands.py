@@ -53,6 +53,10 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert "from-the-shell" in capfd.readouterr().out
     assert main(["jobs", "logs", "from-the-shell", "--rank", "1"]) == 0
     assert capfd.readouterr().out == "[1] rank 1 epochs 7\n"
+    assert main(["jobs", "logs", "--rank", "1"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "[1] rank 1 epochs 7\n"
+    assert re.fullmatch(r"detrain-nb: job from-the-shell-\S+ was submitted last\n", err)
     assert main(["jobs", "logs", "from-the-shell", "--tail", "0"]) == 0
     assert main(["jobs", "logs", "from-the-shell", "--tail", "-1"]) == 2
     assert main(["jobs", "logs", "from-the-shell", "--rank", "-1"]) == 2
@@ -66,6 +70,8 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert main(["jobs", "exec", "from-the-shell", "--", "cat artifacts/0; exit 4"]) == 4
     assert "made" in capfd.readouterr().out
     assert main(["jobs", "rm", "from-the-shell"]) == 0
+    assert main(["jobs", "attach"]) == 1
+    assert capfd.readouterr().err == "detrain-nb: no job was submitted from here\n"
     assert main(["jobs", "show", "from-the-shell"]) == 1
     no_job = "no job 'from-the-shell' was submitted from here: detrain-nb jobs list shows those that were"
     assert capfd.readouterr().err == f"detrain-nb: {no_job}\n"
@@ -225,7 +231,7 @@ def test_wrong_use_is_one_line(
             "jobs exec x ls",
             "detrain-nb jobs exec: 'ls' is one word too many: a command stands behind --, as in: exec JOB -- ls",
         ),
-        ("jobs attach", "detrain-nb jobs attach: the following arguments are required: JOB"),
+        ("jobs restart", "detrain-nb jobs restart: the following arguments are required: JOB"),
     ],
 )
 def test_what_a_command_does_not_take(line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.timeout(120)
         ("logs x --rank one", "'one' is no whole number"),
         ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
         ("stop x --grace long", "argument --grace: 'long' is no number"),
-        ("fetch", "the following arguments are required: JOB ("),
+        ("restart", "the following arguments are required: JOB ("),
         ("rm --older-than week", "argument --older-than: 'week' is no number"),
         ("fetch x 'a", "No closing quotation"),
     ],
