@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -589,4 +590,5 @@ def test_rank_that_is_killed_with_all_that_watches_it_is_named(jobs_folder: Path
     with talk_here() as talk:
         launch(talk, order)
         job = Followed(order).begin(talk).to_end(talk).job
-    assert (job["exit_code"], job["failed_rank"], job["reason"]) == (137, 0, "rank 0 was ended by SIGKILL")
+    assert (job["exit_code"], job["failed_rank"]) == (137, 0)
+    assert re.fullmatch(r"rank 0 was lost with process \d+, which had started it: torchrun.log says .*", job["reason"])
