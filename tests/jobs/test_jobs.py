@@ -333,9 +333,9 @@ def test_job_whose_node_is_gone_is_forgotten_only_when_asked_to(home: Path) -> N
 
 
 def test_two_submits_at_once_are_one(home: Path) -> None:
-    with submitting("twice"), pytest.raises(JobError, match="being submitted by another process"):
-        submit(spec_of("pass", name="twice"))
-    assert not [row for row in jobs().rows if row.name == "twice"]
+    with submitting("at-once"), pytest.raises(JobError, match="being submitted by another process"):
+        submit(spec_of("pass", name="at-once"))
+    assert not [row for row in jobs().rows if row.name == "at-once"]
 
 
 @pytest.mark.parametrize(
