@@ -32,6 +32,9 @@ WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its w
 GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # which of the GPUs that the agent has counted: it writes CUDA_VISIBLE_DEVICES
 TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # what programs on a rank believe that they draw on
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"  # where the ranks of a session's only node listen
+_ALWAYS_FIT = 8  # ranks of a node, whatever it has
+_PER_PROCESSOR = 4
+_RANK_BYTES = 250_000_000  # what torch, a group and a small model take
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,20 @@ def _listen_at(interface: str) -> dict[str, str]:
 def threads_per_rank(ranks: int, *, cpus: int) -> int:
     """How many threads torch may use in each of ``ranks`` ranks that share ``cpus`` processors."""
     return max(1, cpus // ranks)
+
+
+def most_ranks(*, cpus: int, free_bytes: int) -> int:
+    """How many ranks a node with so many processors and so much free memory has room for; 0 bytes are not known."""
+    fitting = _PER_PROCESSOR * cpus
+    return max(_ALWAYS_FIT, min(fitting, free_bytes // _RANK_BYTES) if free_bytes else fitting)
+
+
+def describe_crowd(ranks: int, *, where: str, cpus: int, free_bytes: int) -> str:
+    """Say what so many ranks take of a node, beside what it has."""
+    free = f" and {free_bytes / 1e9:.1f} GB of free memory" if free_bytes else ""
+    processors = "1 processor" if cpus == 1 else f"{cpus} processors"
+    has = f"{where}, which has {processors}{free}"
+    return f"{ranks:,} ranks on {has}: they take about {ranks * _RANK_BYTES / 1e9:.0f} GB and share the processors"
 
 
 def usable_cpus() -> int:

@@ -40,7 +40,7 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     if len(given) > _MOST_VALUES:
         raise SpecError(f"{len(given)} values for step {step}: a line has {_MOST_VALUES} at most")
     rank = int(os.environ.get("RANK", "0"))
-    line: dict[str, Any] = {"step": int(step), "time": round(time.time(), 3), "rank": rank}
+    line: dict[str, Any] = {"step": _whole(step), "time": round(time.time(), 3), "rank": rank}
     line |= {name: _plain(name, value) for name, value in given.items()}
     file = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER) / f"rank-{rank}.jsonl"
     try:
@@ -105,6 +105,15 @@ def read_metrics_line(text: str) -> dict[str, Any] | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int) and abs(value) < 1 << 63
+
+
+def _whole(step: Any) -> int:
+    try:
+        if (number := int(step)) == step:
+            return number
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        pass
+    raise SpecError(f"step {step!r:.80}: give a whole number")
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SPEC", "read_spec", "show_findings"]
 
-SPEC = "a .json, .toml or .yaml file, its URL, or a variable"
+SPEC = "a .json, .toml or .yaml file, its URL, or a variable; or a script, .py"
 
 
 def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineSpec:

@@ -43,7 +43,7 @@ def parse_torchrun_line(line: str) -> argparse.Namespace:
     words, own = parser.split_line(line), []
     if "--" in words:
         words, own = words[: words.index("--")], words[words.index("--") + 1 :]
-    fields, words = take_fields(words)
+    fields, words = take_fields(words, has_whole=False)  # the script may have options of such names
     args = parser.parse_words(words)
     args.fields, args.arguments = fields, [*args.arguments, *own]
     return args

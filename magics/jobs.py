@@ -120,7 +120,7 @@ class JobMagics(Magics):
         spec = _from_dict({**data, "source": source})
         spec = spec.with_overrides(spec.parse_overrides(_fields(args)))
         if args.count is not None:
-            spec = _with_ranks(spec, args.count)
+            spec = spec.with_ranks(args.count)
         return self._submit_spec("%%torchrun", spec, args)
 
     def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any) -> Job | None:
@@ -173,13 +173,13 @@ class JobMagics(Magics):
         return self._find(args.job).show()
 
     def _check(self, args: Any) -> None:
-        from ..jobs import check_nodes
+        from ..jobs import check_here, check_nodes
 
         spec = self._read_spec(args)
         if args.on_nodes:
             findings = check_nodes(spec, storage=args.storage, ask_passphrase=ask_passphrase)
         else:
-            findings = spec.check()
+            findings = check_here(spec)
         show_findings(findings, args.spec)
         with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
             display(spec.plan())
@@ -317,10 +317,14 @@ class JobMagics(Magics):
     def _read_spec(self, args: Any) -> PipelineSpec:
         return read_spec(self._ipython, args.spec, _fields(args))
 
-    def _find(self, wanted: str) -> Job:
+    def _find(self, wanted: str | None) -> Job:
+        """Without a name the last one, which is said."""
         from ..jobs import find_job
 
-        return find_job(wanted, ask_passphrase=ask_passphrase)
+        job = find_job(wanted, ask_passphrase=ask_passphrase)
+        if wanted is None:
+            print(f"job {job.id} was submitted last")
+        return job
 
     def _line(self) -> Any:
         return redrawn_line(self._ipython, is_live=self._settings().output == "live", is_alone=True)
@@ -336,12 +340,6 @@ def _fields(args: Any) -> list[str]:
     """The fields that the line sets, name and nodes among them, as words."""
     named = [f"--{name}={text}" for name in ("name", "nodes") if (text := getattr(args, name)) is not None]
     return [*args.fields, *named]
-
-
-def _with_ranks(spec: PipelineSpec, count: int) -> PipelineSpec:
-    """The spec with ``count`` ranks on each of its nodes, or on this machine."""
-    nodes = [node.to_fields() for node in spec.nodes] or [{"host": "localhost"}]
-    return spec.with_overrides({"nodes": [{**node, "ranks": count} for node in nodes]})
 
 
 def _check_script(code: str) -> None:

@@ -49,7 +49,9 @@ class PipelineMagics(Magics):
         if args.command == "plan":
             return spec.plan()
         if args.command == "check":
-            show_findings(spec.check(), args.spec)
+            from ..jobs import check_here
+
+            show_findings(check_here(spec), args.spec)
         else:
             _export(spec, args)
         return None
@@ -59,15 +61,16 @@ def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
     from ..formats import export_spec
     from ..storage import locate
 
-    for finding in spec.check():
-        if finding.severity == "warning":
-            print(finding, file=sys.stderr)
     text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in SLURM_OPTIONS})
+    for finding in spec.check():
+        print(finding, file=sys.stderr)
     if args.output is None:
         print(text, end="")
-    else:
-        locate(args.output).write(text.encode("utf-8"))
-        print(f"wrote {args.output}")
+        return
+    place = locate(args.output)
+    before = ", in place of what was there" if place.exists() else ""
+    place.write(text.encode("utf-8"))
+    print(f"wrote {args.output}{before}")
 
 
 def pipeline_parser() -> LineParser:

@@ -13,8 +13,8 @@ from typing import NoReturn
 
 from .. import __version__
 from ..errors import DetrainError, JobError, SpecError
-from ..options.jobs import add_name_and_nodes
-from ..options.parser import OptionParser, number
+from ..options.jobs import FIELDS, add_name_and_nodes
+from ..options.parser import OptionParser, number, whole
 from .export import add_export
 from .job_commands import OF_JOB, PROG, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
@@ -72,12 +72,13 @@ def _command_parser() -> _Parser:
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     run = commands.add_parser(
         "run",
-        help="execute a notebook, or the job of a spec, its output appearing here as it comes",
-        description="Execute a notebook in its own folder, with this Python, or submit the spec of a job and follow it "
-        "to its end. What is printed appears here as it comes.",
-        epilog=f"Of a notebook the exit status is 0, or 1 where a cell fails. Of a spec {OF_JOB}.",
+        help="execute a notebook, or the job of a spec or script, its output appearing here as it comes",
+        description="Execute a notebook in its own folder, with this Python, or submit a spec, or a script, as a "
+        "job and follow it to its end. What is printed appears here as it comes.",
+        epilog=f"{FIELDS} Of a notebook the exit status is 0, or 1 where a cell fails. Of a spec {OF_JOB}.",
     )
-    run.add_argument("spec", metavar="FILE", help="a notebook, .ipynb, or a spec, .json, .toml or .yaml")
+    run.add_argument("spec", metavar="FILE", help="a notebook, .ipynb; a spec, .json, .toml or .yaml; a script, .py")
+    run.add_argument("-n", type=whole, metavar="N", help="how many ranks on each node of a spec or script")
     run.add_argument("--output", type=Path, metavar="PATH", help="the executed notebook; default: NAME.executed.ipynb")
     run.add_argument("--timeout", type=number, metavar="S", help="end when a cell takes longer than S seconds")
     run.add_argument("--kernel", metavar="NAME", help="a Jupyter kernel by name, instead of this Python")
@@ -118,11 +119,12 @@ def _is_kept(path: Path) -> bool:
 def _run(args: argparse.Namespace) -> int:
     from ..documents import SUFFIXES  # it takes its time, and few commands need it
 
-    is_spec = args.spec.lower().endswith(SUFFIXES)
-    of_others = ("output", "timeout", "kernel") if is_spec else ("name", "nodes", "storage")
+    is_spec = args.spec.lower().endswith((*SUFFIXES, ".py"))
+    of_others = ("output", "timeout", "kernel") if is_spec else ("name", "nodes", "storage", "n")
     if given := [option for option in of_others if getattr(args, option) is not None]:
         kinds = ("notebooks", "a spec") if is_spec else ("specs", "a notebook")
-        raise SpecError(f"--{given[0]} is for {kinds[0]}, and {args.spec} is {kinds[1]}: leave it out")
+        option = f"--{given[0]}" if len(given[0]) > 1 else f"-{given[0]}"
+        raise SpecError(f"{option} is for {kinds[0]}, and {args.spec} is {kinds[1]}: leave it out")
     if is_spec:
         return run_spec(args)
     if args.fields:

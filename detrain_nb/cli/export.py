@@ -32,14 +32,15 @@ def _export(args: argparse.Namespace) -> int:
     from ..storage import locate
 
     spec = read_spec(args)
-    for finding in spec.check():
-        if finding.severity == "warning":
-            print(f"detrain-nb: {finding}", file=sys.stderr)
     options = {name: getattr(args, name) for name in SLURM_OPTIONS}
     text = export_spec(spec, args.format, gpus=args.gpus, options=options)
+    for finding in spec.check():
+        print(f"detrain-nb: {finding}", file=sys.stderr)
     if args.output is None:
         print(text, end="")
-    else:
-        locate(args.output).write(text.encode("utf-8"))
-        print(f"wrote {args.output}", file=sys.stderr)
+        return 0
+    place = locate(args.output)
+    before = ", in place of what was there" if place.exists() else ""
+    place.write(text.encode("utf-8"))
+    print(f"wrote {args.output}{before}", file=sys.stderr)
     return 0

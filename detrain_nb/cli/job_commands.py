@@ -41,7 +41,7 @@ _STATUSES = {
 }
 _IS_IT_THERE = f"{PROG} list says whether it runs"
 _OK, _FAILED = 0, 1
-SPEC = "a .json, .toml or .yaml file, or its URL"
+SPEC = "a .json, .toml or .yaml file, or its URL; or a script, .py"
 
 
 def add_job_commands(commands: Any) -> None:
@@ -99,7 +99,8 @@ def read_spec(args: argparse.Namespace) -> PipelineSpec:
     from ..spec import PipelineSpec
 
     named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
-    return PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
+    spec = PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
+    return spec if (count := getattr(args, "n", None)) is None else spec.with_ranks(count)
 
 
 # ---- the commands
@@ -133,10 +134,13 @@ def _say_begun(job: Job) -> None:
 
 def _follow(job: Job) -> int:
     """An interrupt ends only the following."""
-    with _told_when_interrupted(
-        f"job {job.id} goes on: {PROG} attach {job.id} follows it, {PROG} stop {job.id} ends it"
+    with (
+        _told_when_interrupted(
+            f"job {job.id} goes on: {PROG} attach {job.id} follows it, {PROG} stop {job.id} ends it"
+        ),
+        _shown_live() as show,
     ):
-        status = job.attach(_print_line)
+        status = job.attach(**show)
     if status.exit_code != 0 or not status.is_over:
         print(f"detrain-nb: {status}", file=sys.stderr)
     return status.exit_status
@@ -157,8 +161,12 @@ def _show(args: argparse.Namespace) -> int:
 def _logs(args: argparse.Namespace) -> int:
     job = _find(args.job)
     which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun, "tail": args.tail}
-    with _told_when_interrupted(f"job {job.id} goes on" if args.follow else "not all of it was shown"):
-        job.logs(**which, follow=args.follow, on_line=_print_line)
+    if args.follow:
+        with _told_when_interrupted(f"job {job.id} goes on"), _shown_live() as show:
+            job.logs(**which, follow=True, **show)
+    else:
+        with _told_when_interrupted("not all of it was shown"):
+            job.logs(**which, on_line=_print_line)
     return _OK
 
 
@@ -235,14 +243,14 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from ..jobs import check_nodes
+    from ..jobs import check_here, check_nodes
     from ..spec import worst
 
     spec = read_spec(args)
     if args.on_nodes:
         findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase)
     else:
-        findings = spec.check()
+        findings = check_here(spec)
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
     if worst(findings) == "error":
         return _FAILED
@@ -274,14 +282,30 @@ def _doctor(args: argparse.Namespace) -> int:
 # ---- what they share
 
 
-def _find(wanted: str) -> Job:
+def _find(wanted: str | None) -> Job:
+    """Without a name the last one, which is said."""
     from ..jobs import find_job
 
-    return find_job(wanted, ask_passphrase=_ask_passphrase)
+    job = find_job(wanted, ask_passphrase=_ask_passphrase)
+    if wanted is None:
+        print(f"detrain-nb: job {job.id} was submitted last", file=sys.stderr)
+    return job
 
 
 def _print_line(line: object) -> None:
     print(line, flush=True)
+
+
+@contextlib.contextmanager
+def _shown_live() -> Iterator[dict[str, Any]]:
+    """What takes the lines of a job that is followed."""
+    from .job_terminal import JobTerminal
+
+    terminal = JobTerminal(sys.stdout)
+    try:
+        yield {"on_line": terminal.take, "on_piece": terminal.on_piece}
+    finally:
+        terminal.finish()
 
 
 @contextlib.contextmanager
@@ -303,11 +327,11 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _told_when_interrupted(left: str) -> Iterator[None]:
-    """An interrupt says what is ``left``."""
+    """An interrupt says what is ``left``, unless it says so itself."""
     try:
         yield
-    except KeyboardInterrupt:
-        print(f"\ndetrain-nb: interrupted: {left}", file=sys.stderr)
+    except KeyboardInterrupt as exc:
+        print(f"\ndetrain-nb: interrupted: {str(exc) or left}", file=sys.stderr)
         raise
 
 

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 from ..errors import short_ranks
 from .notebook_file import plain_text
 
-__all__ = ["Terminal"]
+__all__ = ["Foot", "Terminal"]
 
 
 class Terminal:
@@ -29,7 +29,7 @@ class Terminal:
         self._on_gone = on_gone
         self._is_gone = False  # nobody reads any more
         self._mid_line = ""  # the stream whose last line is not ended
-        self._foot = _Foot(out) if out.isatty() else None
+        self._foot = Foot(out) if out.isatty() else None
         self._begin()
 
     def _begin(self) -> None:
@@ -170,7 +170,7 @@ class Terminal:
 _COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
 
 
-class _Foot:
+class Foot:
     """The last lines of a terminal, redrawn in place; the cursor stays behind them."""
 
     def __init__(self, stream: TextIO) -> None:

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Nodes", "check_session_name", "find_nodes", "nodes_of", "project_of", "transports_to"]
+__all__ = ["Nodes", "check_session_name", "find_nodes", "nodes_of", "project_of", "read_given", "transports_to"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 
-Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] | None
+Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] | Sequence[str] | None
 
 
 def check_session_name(name: str) -> str:
@@ -42,16 +42,9 @@ def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) 
     """
     if nodes is None:
         return [LocalTransport()]
-    if isinstance(nodes, (str, os.PathLike)):
-        from ..spec.nodes_file import parse_nodes, read_nodes
-
-        nodes = parse_nodes(nodes) if isinstance(nodes, str) else read_nodes(nodes)
-    if not isinstance(nodes, Iterable):
-        raise SpecError(f"nodes {nodes!r}: give a nodes file, hosts as in alice@gpu1,gpu2:2222, or a list of nodes")
     from ..spec.node import describe_twice_here
 
-    nodes = list(nodes)
-    if not nodes:
+    if not (nodes := read_given(nodes)):
         raise SpecError("no node was given: name a nodes file, or hosts")
     questions = Questions(ask_passphrase) if ask_passphrase else None
     transports = [_transport_to(node, questions) for node in nodes]
@@ -63,17 +56,31 @@ def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) 
     return transports
 
 
+def read_given(nodes: Nodes) -> list[Node | Transport]:
+    """Read a nodes file, hosts in one text or in a list; nodes stay as they are. Raises: SpecError."""
+    from ..spec.node import Node
+    from ..spec.nodes_file import parse_nodes, read_nodes
+
+    if isinstance(nodes, os.PathLike):
+        return list(read_nodes(nodes))
+    if isinstance(nodes, str):
+        return list(parse_nodes(nodes))
+    given: list[object] = list(nodes) if isinstance(nodes, Iterable) else [None]
+    if given and all(isinstance(each, str) for each in given):
+        return list(parse_nodes(",".join(map(str, given))))
+    found = [each for each in given if isinstance(each, (Node, Transport))]
+    if len(found) < len(given):
+        raise SpecError(f"nodes {nodes!r:.80}: give a nodes file, hosts as in alice@gpu1,gpu2:2222, or a list of nodes")
+    return found
+
+
 def _transport_to(node: Node | Transport, questions: Questions | None) -> Transport:
     from ..spec.node import Node
     from .ssh_node import SshNode
 
     if isinstance(node, Node) and node.is_this_machine:
         return LocalTransport(node)
-    if isinstance(node, Node):
-        return SshNode(node, questions=questions)
-    if not isinstance(node, Transport):
-        raise SpecError(f"node {node!r}: give a detrain_nb.spec.Node, or all of them as one text")
-    return node
+    return SshNode(node, questions=questions) if isinstance(node, Node) else node
 
 
 def nodes_of(transports: Sequence[Transport]) -> tuple[Node, ...]:

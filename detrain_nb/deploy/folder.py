@@ -62,13 +62,15 @@ def list_folder(
     most_entries: int = _MOST_ENTRIES,
     settled_ns: int = _SETTLED_NS,
     kept: list[str] | None = None,
+    skipped: list[str] | None = None,
     way_out: str = ", or give --no-sync",
 ) -> Manifest:
     """List the files below ``root`` that travel. A file that has not changed since the last call is not read again.
 
     ``top`` is where ``root`` led at first: others may put a link to another folder in the place of one above it.
     A symbolic link counts as what it points to, if that is below ``root``; other links do not travel. ``kept`` gets
-    the files and folders that stay here for their names alone (deploy/private.py). ``way_out`` ends the errors.
+    the files and folders that stay here for their names alone (deploy/private.py), ``skipped`` the links that lead out
+    of it or nowhere, and what is neither file nor folder. ``way_out`` ends the errors.
     Raises: SpecError when it is too much, or a file cannot be read.
     """
     if not os.path.isdir(root):
@@ -76,7 +78,7 @@ def list_folder(
     there = os.path.realpath(root)
     if (top := top or there) != there:
         raise SpecError(f"{root} leads to {there} now, and led to {top}: nothing of it goes to the nodes")
-    found = sorted(_walk(top, most_entries, [] if kept is None else kept, way_out))
+    found = sorted(_walk(top, most_entries, [] if kept is None else kept, [] if skipped is None else skipped, way_out))
     total_bytes = sum(status.st_size for _, _, status in found)
     if total_bytes > limit_bytes:
         largest = sorted(found, key=lambda item: -item[2].st_size)[:5]
@@ -179,7 +181,9 @@ class _Folder(NamedTuple):
     is_theirs: bool = False  # it is reached through a link that another user made
 
 
-def _walk(top: str, most_entries: int, kept: list[str], way_out: str) -> Iterator[tuple[str, str, os.stat_result]]:
+def _walk(
+    top: str, most_entries: int, kept: list[str], skipped: list[str], way_out: str
+) -> Iterator[tuple[str, str, os.stat_result]]:
     """Yield name, path and status of the files that travel."""
     above, outer = read_rules_above(Path(top))
     trusted = {0, os.stat(top).st_uid, *([os.geteuid()] if hasattr(os, "geteuid") else [])}
@@ -203,12 +207,11 @@ def _walk(top: str, most_entries: int, kept: list[str], way_out: str) -> Iterato
         for entry in entries:
             name = folder.prefix + entry.name
             real, status = _look_at(entry, name, folder.real, top)
-            if not status:
+            is_folder = os.path.isdir(real) if status is None else stat.S_ISDIR(status.st_mode)
+            if not real or real in folder.within or is_left_out(rules, above + name, is_folder=is_folder):
                 continue
-            is_folder = stat.S_ISDIR(status.st_mode)
-            if is_folder and real in folder.within or not is_folder and not stat.S_ISREG(status.st_mode):
-                continue
-            if is_left_out(rules, above + name, is_folder=is_folder):
+            if status is None or not is_folder and not stat.S_ISREG(status.st_mode):
+                skipped.append(name)
                 continue
             if is_folder and os.path.exists(os.path.join(real, "pyvenv.cfg")):  # a virtual environment
                 continue
@@ -235,14 +238,17 @@ def _scan(folder: _Folder) -> list[os.DirEntry[str]]:
 
 
 def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple[str, os.stat_result | None]:
-    """Return the real path of an entry and what it is; None for what never travels, or is gone."""
+    """Return the real path of an entry and what it is; no path for what never travels, or is gone.
+
+    None for a link that leads out of ``top``, or nowhere.
+    """
     if entry.name.lower() in NEVER_TRAVELS:  # .GIT is .git where case is none
         return "", None
     real = os.path.join(parent, entry.name)
     if entry.is_symlink():
         real = os.path.realpath(entry.path)
-        if not os.path.exists(entry.path) or not real.startswith(os.path.join(top, "")):
-            return "", None
+        if not os.path.exists(entry.path) or not os.path.join(real, "").startswith(os.path.join(top, "")):
+            return real, None
         if not NEVER_TRAVELS.isdisjoint(Path(real.lower()).relative_to(top.lower()).parts):
             return "", None
     try:
@@ -290,7 +296,8 @@ def _check_name(name: str) -> str:
         name.encode()
         return check_name(name)
     except UnicodeEncodeError:
-        raise SpecError(f"{name!r}: its name is not UTF-8: rename it, or list it in {OWN_FILE}") from None
+        shown = os.fsencode(name).decode(errors="backslashreplace")
+        raise SpecError(f"'{shown}': its name is not UTF-8: rename it, or list it in {OWN_FILE}") from None
     except Untrue as exc:  # no node would take it
         raise SpecError(f"{exc}: rename it, or list it in {OWN_FILE}") from None
 

@@ -14,7 +14,7 @@ from ..errors import SpecError, count_ranks
 from ..launch import Program
 from ..plan import Plan
 from ..plan.choices import ARTIFACTS, SILENCE_S
-from ..plan.job import JOB_SPEC_VARIABLE
+from ..plan.job import ARTIFACTS_VARIABLE, JOB_SPEC_VARIABLE
 from ..spec import Node, PipelineSpec
 from ..spec.notebook import read_notebook_script
 from ..storage import locate
@@ -26,6 +26,7 @@ DEFAULT_PORT = 29500  # torchrun's own
 FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
 SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
 _JOB_SPEC = f'"${FOLDER}/job_spec.json"'
+_ARTIFACTS = f'"${FOLDER}/artifacts"'
 
 # In a folder in which everybody can write, as in /tmp, another user may have made that of the job, or a link there.
 _SQUATTED = ": cannot be made, or another user made it where everybody can write: start this elsewhere"
@@ -129,11 +130,12 @@ def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, en
         # torchrun fills in what has a $ in the path of its program
         f"case \"${FOLDER}\" in *'$'*) fail {quote(_ODD_FOLDER)} ;; esac",
         *_REFUSE_SQUATTED,
-        f"mkdir -p {SOURCE}",
+        f"mkdir -p {SOURCE} {_ARTIFACTS}",
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,
         *([f"unset {token}"] if token and token not in for_ranks else []),
         f"export {JOB_SPEC_VARIABLE}={_JOB_SPEC}",
+        f"export {ARTIFACTS_VARIABLE}={_ARTIFACTS}",
         *(export(name, text) for name, text in {**env, **spec.env}.items()),
     ]
 

@@ -40,8 +40,13 @@ def jobs(
     return JobList(rows)
 
 
-def find_job(wanted: str, *, record: Record | None = None, ask_passphrase: AskPassphrase | None = None) -> Job:
-    """The job of an id, of what an id begins with, or the newest of a name. Raises: JobError."""
+def find_job(
+    wanted: str | None = None, *, record: Record | None = None, ask_passphrase: AskPassphrase | None = None
+) -> Job:
+    """The job of an id, of what an id begins with, or the newest of a name; without one the last submitted from here.
+
+    Raises: JobError.
+    """
     record = record or Record()
-    row = record.get(wanted)
+    row = record.get_last() if wanted is None else record.get(wanted)
     return Job(row.id, row.name, nodes_of_row(row.nodes, row.id), record=record, ask_passphrase=ask_passphrase)

@@ -18,6 +18,7 @@ from ..storage import locate, needed_library
 from ..text import format_size
 from ..transport import Transport
 from .asking import ask_facts, try_on_all
+from .crowds import find_crowds
 from .execution import execute
 from .log_lines import LogLine
 from .report_checks import NodeResources
@@ -30,12 +31,17 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["check_nodes", "check_port"]
+__all__ = ["check_here", "check_nodes", "check_port"]
 
 _ROOM_BYTES = 500_000_000  # for logs and artifacts
 _COMMAND_LIMIT_S = 30.0
 _TRY_PORT = "import socket, sys; socket.create_server((sys.argv[1], int(sys.argv[2]))).close()"
 _TRY_IMPORT = "import importlib.util as u, sys; print(*[name for name in sys.argv[1:] if not u.find_spec(name)])"
+
+
+def check_here(spec: PipelineSpec) -> list[Finding]:
+    """Return what is wrong with ``spec``, secrets that are not set here among it; no node is asked."""
+    return [*spec.check(), *_check_secrets(spec)]
 
 
 def check_nodes(
@@ -45,7 +51,7 @@ def check_nodes(
 
     ``storage``: the location by which its source is to travel, as `submit` takes it.
     """
-    findings = [*spec.check(), *_check_secrets(spec)]
+    findings = check_here(spec)
     source = ShippedSource(())
     if not any(each.severity == "error" and each.field.startswith("source") for each in findings):
         try:
@@ -107,7 +113,11 @@ def _check_facts(
             free = format_size(said.free_bytes)
             yield Finding(field, f"{free} are free where jobs are: set XDG_STATE_HOME there, in its setup", "warning")
     try:
-        spec.plan(gpus=known)
+        plan = spec.plan(gpus=known)
+        answers = [each for each in facts if isinstance(each, NodeResources)]
+        if len(answers) == len(nodes):
+            for crowd in find_crowds(plan, nodes, answers):
+                yield Finding("nodes", crowd, "warning")
     except SpecError as exc:
         yield Finding("parallelism", str(exc))
 

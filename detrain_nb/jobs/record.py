@@ -43,17 +43,23 @@ FORMATS: tuple[Sequence[str], ...] = (
         "CREATE INDEX jobs_by_spec ON jobs (spec_digest)",
     ),
     ("ALTER TABLE jobs ADD COLUMN storage TEXT NOT NULL DEFAULT ''",),
-    ("CREATE TABLE fetched (id TEXT, path BLOB, sha256 TEXT NOT NULL, PRIMARY KEY (id, path))",),
+    (
+        "CREATE TABLE fetched (id TEXT, path BLOB, sha256 TEXT NOT NULL, PRIMARY KEY (id, path))",
+        "ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT ''",
+    ),
 )
 _SUMMARY = (
     "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
 )
-_DETAILS = "nodes, storage, spec"
+_DETAILS = "nodes, storage, source, spec"
 _NEWEST = "ORDER BY submitted_at DESC, jobs.id DESC LIMIT"
 
 
 class Changes(TypedDict, total=False):
-    """What may be noted down of a job; None is not known. ``metrics``: the last ones, as JSON."""
+    """What may be noted down of a job; None is not known. ``metrics``: the last ones, as JSON.
+
+    ``source``: the commit, or a digest of the files, that it runs; empty where that is not known.
+    """
 
     state: str
     exit_code: int | None
@@ -61,6 +67,7 @@ class Changes(TypedDict, total=False):
     ended_at: float | None
     world_size: int | None
     metrics: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,7 @@ class JobRow(JobSummary):
 
     nodes: str
     storage: str
+    source: str
     spec: str
 
 
@@ -120,6 +128,15 @@ class Record:
         columns = "".join(f"{name} = ?, " for name in changes)
         with self._changing() as db:
             db.execute(f"UPDATE jobs SET {columns}updated_at = ? WHERE id = ?", (*changes.values(), time.time(), id))
+
+    def get_last(self) -> JobRow:
+        """Return the job that was submitted last, and started. Raises: JobError where there is none."""
+        with self._reading() as db:
+            where = f"WHERE state != '{NOT_STARTED}' {_NEWEST} 1"
+            row = db.execute(f"SELECT {_SUMMARY}, {_DETAILS} FROM jobs JOIN specs ON digest = spec_digest {where}")
+            if found := row.fetchone():
+                return JobRow(*found)
+        raise JobError("no job was submitted from here")
 
     def get(self, wanted: str) -> JobRow:
         """Return the job of an id, the newest of a name, or the one whose id begins so. Raises: JobError.

@@ -35,6 +35,7 @@ _MOST_JOBS = 10_000
 _MOST_RANKS = 1 << 16
 _MOST_LINES = 100
 _MOST_GPUS = 1024
+_MOST_CPUS = 1 << 20
 _MOST_METRICS = 32
 _MOST_WORD_CHARS = 80
 _MOST_FILES = 100_000
@@ -68,9 +69,14 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What a node has for jobs; ``torch`` is empty where it is not installed."""
+    """What a node has for jobs; ``torch`` is empty where it is not installed.
+
+    ``free_bytes`` are of the disk where jobs are. ``memory_bytes`` are free, 0 where that is not known.
+    """
 
     gpus: int
+    cpus: int
+    memory_bytes: int
     free_bytes: int
     torch: str
 
@@ -149,6 +155,8 @@ def read_facts(said: Mapping[str, Any]) -> NodeResources:
     """What a node says of itself. Raises: Untrue."""
     return NodeResources(
         gpus=read_number(said.get("gpus"), most=_MOST_GPUS),
+        cpus=read_number(said.get("cpus"), most=_MOST_CPUS),
+        memory_bytes=read_number(said.get("memory_bytes")),
         free_bytes=read_number(said.get("free_bytes")),
         torch=_text(said.get("torch"), most=100),
     )

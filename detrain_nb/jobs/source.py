@@ -85,6 +85,14 @@ class ShippedSource:
     def size_bytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    @property
+    def digest(self) -> str:
+        """The same where the same files travel; of a repository its commit. Empty where that is not known."""
+        if self.commit or not self.files:
+            return self.commit
+        listed = sorted((file.name, file.sha256, file.is_executable) for file in self.files)
+        return hashlib.sha256(repr(listed).encode()).hexdigest()
+
     def __str__(self) -> str:
         if self.git:
             ref = self.commit or self.git.ref or "its own branch"
@@ -135,34 +143,56 @@ def _one_script(name: str, data: bytes) -> ShippedSource:
 # ---- a folder
 
 
-def _with_entry(source: Source, files: list[SourceFile], kept: list[str]) -> ShippedSource:
+def _with_entry(source: Source, files: list[SourceFile], kept: list[str], skipped: list[str]) -> ShippedSource:
     entry = _check(source.entry or "")
     if entry not in {file.name for file in files}:
         why = "it stays here, as it may hold keys" if entry in kept else f"it is not there, or left out by {OWN_FILE}"
+        why = "it is a link out of the folder, or no file" if entry in skipped else why
         raise SpecError(f"source.entry {entry!r} does not travel with {source.path}: {why}")
     notices = []
     if kept:
         notices.append(
-            f"these stay here, as they may hold keys: {name_some([clean(name)[:80] for name in kept], most=10)}: "
+            f"these stay here, as they may hold keys: {_name_all(kept)}: "
             f"a line !NAME in {OWN_FILE} sends one that does not"
+        )
+    if skipped:
+        notices.append(
+            f"these do not travel, as they are links out of the folder or no files: {_name_all(skipped)}: "
+            "copy there what the ranks need of them"
         )
     return ShippedSource((entry,), tuple(files), notices=tuple(notices))
 
 
-def _of_folder(path: str) -> tuple[list[SourceFile], list[str]]:
+def _name_all(names: Sequence[str]) -> str:
+    return name_some([clean(name)[:80] for name in names], most=10)
+
+
+def _of_folder(path: str) -> tuple[list[SourceFile], list[str], list[str]]:
     folder = os.path.abspath(os.path.expanduser(path))
     if os.path.isdir(folder) and (reason := why_kept(folder)):
         raise SpecError(reason)
-    top, kept = os.path.realpath(folder), list[str]()
-    listed = list_folder(folder, top=top, limit_bytes=_LIMIT_BYTES, most_entries=_MOST_FILES, kept=kept, way_out="")
+    top, kept, skipped = os.path.realpath(folder), list[str](), list[str]()
+    listed = list_folder(
+        folder,
+        top=top,
+        limit_bytes=_LIMIT_BYTES,
+        most_entries=_MOST_FILES,
+        kept=kept,
+        skipped=skipped,
+        way_out="",
+    )
 
     def opener(name: str, size: int, sha256: str) -> Callable[[], IO[bytes]]:
         return lambda: _open_unchanged(os.path.join(top, name), name, size, sha256)
 
-    return [
-        SourceFile(name, state.size, state.sha256, state.is_executable, opener(name, state.size, state.sha256))
-        for name, state in listed.items()
-    ], kept
+    return (
+        [
+            SourceFile(name, state.size, state.sha256, state.is_executable, opener(name, state.size, state.sha256))
+            for name, state in listed.items()
+        ],
+        kept,
+        sorted(skipped),
+    )
 
 
 def _open_unchanged(path: str, name: str, size: int, sha256: str) -> IO[bytes]:
@@ -184,7 +214,7 @@ def _open_unchanged(path: str, name: str, size: int, sha256: str) -> IO[bytes]:
     return file
 
 
-def _of_url(url: str) -> tuple[list[SourceFile], list[str]]:
+def _of_url(url: str) -> tuple[list[SourceFile], list[str], list[str]]:
     """Each file is read here once: its digest is not known before."""
     top = locate(url)
     blobs, files, kept = _blobs_here(), list[SourceFile](), list[str]()
@@ -204,7 +234,7 @@ def _of_url(url: str) -> tuple[list[SourceFile], list[str]]:
             files.append(_in_blobs(blobs, name, io.BytesIO(data), is_executable=False))
     if not files and not kept:
         raise SpecError(f"{top.name}: no such folder, or nothing is in it")
-    return files, kept
+    return files, kept, []
 
 
 def _walk(top: Location) -> Iterator[str]:

@@ -27,6 +27,7 @@ from ..storage import has_password, locate
 from ..text import CopyProgress
 from ..transport import Transport
 from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
+from .crowds import find_crowds
 from .noting import running_job
 from .record import Record
 from .report_checks import NodeResources, read_pointers, read_port
@@ -102,6 +103,9 @@ def read_spec(
 
     if isinstance(spec, (str, os.PathLike)):
         spec = PipelineSpec.load(os.fspath(spec))
+    if not isinstance(spec, PipelineSpec):
+        made = "PipelineSpec.from_dict makes one" if isinstance(spec, dict) else "give one, its path, or its URL"
+        raise SpecError(f"a spec of type {type(spec).__name__}, not PipelineSpec: {made}")
     overrides: dict[str, object] = {} if name is None else {"name": name}
     if nodes is not None:
         described = [node.node if isinstance(node, Transport) else node for node in nodes]
@@ -172,15 +176,22 @@ class _Starting:
                 plan = self._plan(facts)
                 self.record.update(job, world_size=plan.world_size)
                 ready = self._ship_to_all(talks, secrets)
+                self._note_source(job)
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
             if self._may_run:
                 self._undo(job)
+            is_interrupted = isinstance(exc, KeyboardInterrupt) and not self._may_run
             with contextlib.suppress(DetrainError):
-                self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
+                if is_interrupted:  # nobody has to be told of it later
+                    self.record.remove(job)
+                else:
+                    self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
             for transport in self._transports:
                 transport.leave()
+            if is_interrupted:
+                raise KeyboardInterrupt("nothing was started") from None
             if isinstance(exc, FilesError):  # of a talk, outside of what names its node
                 raise DetrainError(str(exc)) from exc
             raise
@@ -211,7 +222,10 @@ class _Starting:
 
     def _plan(self, facts: Sequence[NodeResources]) -> Plan:
         """Raises: SpecError where the nodes have not what the spec wants."""
-        return self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
+        plan = self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
+        for crowd in find_crowds(plan, self._transports, facts):
+            self._note(crowd)
+        return plan
 
     def _ship_to_all(self, talks: Sequence[Talk], secrets: Mapping[str, str]) -> list[str]:
         """All nodes get the same files: where one does not reach the host of a repository, all get it from here.
@@ -243,6 +257,14 @@ class _Starting:
         for notice in self.source.notices:
             self._note(notice)
         return send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
+
+    def _note_source(self, job: str) -> None:
+        """Note down what was sent; where it is not what the job before had, say so."""
+        digest = self.source.digest
+        self.record.update(job, source=digest)
+        before = self.record.get(self.before).source if self.before else ""
+        if before and before != digest:
+            self._note(f"its source has changed since {self.before}: what is there now runs")
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
         """What each node is to run; the port of the store is not known yet."""

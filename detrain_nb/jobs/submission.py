@@ -6,16 +6,15 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, overload
 
+from ..deploy.chosen_nodes import Nodes, read_given
 from .job import Job
 from .preview import Submission, preview
 from .record import Record
 from .source import plan_source
-from .starting import Say, read_spec, start
+from .starting import Say, gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
-    from ..spec.node import Node
-    from ..transport import Transport
     from ..transport.ssh import AskPassphrase
 
 __all__ = ["submit"]
@@ -30,7 +29,7 @@ def submit(
     storage: str | None = None,
     secrets: Mapping[str, str] | None = None,
     on_progress: Say | None = None,
-    nodes: Sequence[Node | Transport] | None = None,
+    nodes: Nodes = None,
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
     notices: Sequence[str] = (),
@@ -46,7 +45,7 @@ def submit(
     storage: str | None = None,
     secrets: Mapping[str, str] | None = None,
     on_progress: Say | None = None,
-    nodes: Sequence[Node | Transport] | None = None,
+    nodes: Nodes = None,
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
     notices: Sequence[str] = (),
@@ -61,12 +60,12 @@ def submit(
     storage: str | None = None,
     secrets: Mapping[str, str] | None = None,
     on_progress: Say | None = None,
-    nodes: Sequence[Node | Transport] | None = None,
+    nodes: Nodes = None,
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
     notices: Sequence[str] = (),
 ) -> Job | Submission:
-    """Start a job on all nodes of ``spec``, or of ``nodes``; it goes on when this process ends.
+    """Start a job on all nodes of ``spec``, or on ``nodes``, as ``"gpu1,gpu2"``; it goes on when this process ends.
 
     ``spec`` may be the URL of one. ``dry_run`` only says what would run where, and which files would travel; no node is
     asked. ``storage``: a location, as ``s3://bucket/folder``, by which the source travels. ``secrets`` are by default
@@ -75,7 +74,9 @@ def submit(
     Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
     that failed. Nothing runs then.
     """
-    spec = read_spec(spec, name, nodes)
+    chosen = None if nodes is None else read_given(nodes)
+    spec = read_spec(spec, name, chosen)
+    gather_secrets(spec, secrets)  # before anything is read, and for a dry run, too
     source = plan_source(spec, environment=secrets)
     source.notices = (*notices, *source.notices)
     if dry_run:
@@ -87,7 +88,7 @@ def submit(
         storage=storage,
         secrets=secrets,
         on_progress=on_progress,
-        nodes=nodes,
+        nodes=chosen,
         record=record,
         ask_passphrase=ask_passphrase,
     )

@@ -5,6 +5,8 @@ What a number may be says who is given it: here it is only read.
 
 from __future__ import annotations
 
+import argparse
+import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
@@ -13,9 +15,12 @@ from .parser import OptionParser, not_empty, number, whole
 
 __all__ = ["FIELDS", "SPEC_COMMANDS", "add_export_options", "add_follow", "add_job_commands", "add_name_and_nodes"]
 
-FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2."
+FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2, --artifacts VALUE one at its top."
 SPEC_COMMANDS = ("submit", "check")  # these take fields
 _NUM_LISTED = 50
+_SLURM_TIME = re.compile(
+    r"[0-9]+(?::[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE
+)
 _JOB = "its id, what that begins with, or a name: the newest job of that name"
 
 
@@ -120,7 +125,14 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help="how many a node has that names no devices")
     for name, words in SLURM_OPTIONS.items():
-        parser.add_argument(f"--{name}", metavar=name.upper(), help=f"of Slurm: {words}")
+        kind = _slurm_time if name == "time" else str
+        parser.add_argument(f"--{name}", type=kind, metavar=name.upper(), help=f"of Slurm: {words}")
+
+
+def _slurm_time(text: str) -> str:
+    if not _SLURM_TIME.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no time for sbatch: write minutes, HH:MM:SS or DAYS-HH:MM:SS")
+    return text
 
 
 def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -> OptionParser:
@@ -131,5 +143,10 @@ def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -
 
 def _add_job(commands: Any, name: str, words: str, example: str = "") -> OptionParser:
     parser = _add(commands, name, words, example)
-    parser.add_argument("job", metavar="JOB", help=_JOB)
+    if name == "restart":
+        parser.add_argument("job", metavar="JOB", help=_JOB)
+    else:
+        parser.add_argument(
+            "job", nargs="?", metavar="JOB", help=f"{_JOB}; without one the job submitted last from here"
+        )
     return parser

@@ -22,6 +22,8 @@ from .choices import ONE_OF
 FieldsOf = Callable[[Any], Mapping[str, Any] | None]  # the fields of a class with their types; of any other type None
 _T = TypeVar("_T")
 _WHOLE = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,30}")
+_ARGUMENTS = "source.arguments"
+_AT_THE_TOP = {"artifacts", "checkpoint", "description", "env", "image", "secrets"}
 _FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false", "no", "off", "0"), False)
 
 
@@ -112,7 +114,7 @@ def _conform_dataclass(value: object, kind: Any, fields: Mapping[str, Any], wher
 def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> tuple[dict[str, str | None], list[str]]:
     """Take ``--name value`` and ``--name=value`` of ``words`` where ``is_ours(name)``; return them, and the others.
 
-    The value of a name is None where another option, or nothing, follows.
+    The value of a name is None where another option, or nothing, follows; arguments of a script begin as options do.
     """
     found: dict[str, str | None] = {}
     others: list[str] = []
@@ -127,13 +129,17 @@ def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> 
         elif equals:
             found[name] = value
         else:
-            found[name] = rest.pop(0) if rest and not rest[0].startswith("--") else None
+            is_value = rest and (name == _ARGUMENTS or not rest[0].startswith("--"))
+            found[name] = rest.pop(0) if is_value else None
     return found, others
 
 
-def take_fields(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Take out what sets fields of a spec, as ``--training.epochs 2``; return these, a word each, and the others."""
-    fields, others = split_overrides(words, is_ours=lambda name: "." in name)
+def take_fields(words: Sequence[str], *, has_whole: bool = True) -> tuple[list[str], list[str]]:
+    """Take out what sets fields of a spec, as ``--training.epochs 2``; return these, a word each, and the others.
+
+    ``has_whole``: also those at the top of a spec that have no dot, as ``--artifacts``, and are no option of ours.
+    """
+    fields, others = split_overrides(words, is_ours=lambda name: "." in name or (has_whole and name in _AT_THE_TOP))
     return [f"--{name}" if text is None else f"--{name}={text}" for name, text in fields.items()], others
 
 

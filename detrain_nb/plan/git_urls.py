@@ -88,7 +88,8 @@ def parse_git_url(text: str) -> GitUrl:
         if match[3].startswith("-") or "@" in match[3]:
             raise SpecError(f"git url {_hide_user(shown)!r} has a path that begins with -, or has @ in it")
         return GitUrl(text, "ssh", match[2].lower(), _PORTS["ssh"], "/" + match[3].lstrip("/"))
-    raise SpecError(f"git url {_hide_user(shown)!r} is none: give https://HOST/PATH, ssh://HOST/PATH or user@HOST:PATH")
+    kinds = "https://HOST/PATH, ssh://HOST/PATH, user@HOST:PATH, or the full path of one that is on the nodes"
+    raise SpecError(f"git url {_hide_user(shown)!r} is none: give {kinds}")
 
 
 def _is_odd(char: str) -> bool:

@@ -24,6 +24,7 @@ from .fields import build, read_json, read_override, set_fields, split_overrides
 from .pipeline import lay_out
 
 __all__ = [
+    "ARTIFACTS_VARIABLE",
     "JOB_SPEC_VARIABLE",
     "JOB_VARIABLE",
     "JobCheckpoint",
@@ -37,6 +38,7 @@ __all__ = [
 ]
 
 JOB_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
+ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"  # names the folder for what the script makes
 JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # names the file of the job's spec
 _SECTIONS = ("parallelism.", "training.", "data.", "model.", "checkpoint.")  # a script's command line may change these
 _JOB_AXES = ("pp", "dp_replicate", "dp_shard", "tp")

@@ -69,7 +69,9 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
         return [FieldFault(path, f" is missing: give {describe_field(model, field)}")]
     is_secret = field in _NOT_SHOWN or (isinstance(fault["input"], str) and has_password(fault["input"]))
     value = "" if is_secret else f" {show(fault['input'])}"
-    return [FieldFault(path, f"{value}: {str(error) or f'give {describe_field(model, field)}'}")]
+    is_number = fault["type"] == "string_type" and isinstance(fault["input"], int | float)  # as YAML reads it
+    advice = str(error) or f"give {describe_field(model, field)}" + "; a number or true stands in quotes" * is_number
+    return [FieldFault(path, f"{value}: {advice}")]
 
 
 def _name_place(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any, Self
 
 from ..documents import format_document, read_document, write_document
@@ -11,6 +13,7 @@ from ..errors import FieldError
 from ..plan import Plan
 from ..plan.fields import set_fields
 from ..plan.job import JobSpec
+from ..plan.names import MOST_NAME_CHARS
 from ..storage import shown
 from ..text import ShownAsText
 from .checking import check_spec
@@ -18,6 +21,8 @@ from .findings import Finding
 from .overrides import name_fields, read_overrides
 from .pipeline_fields import PipelineFields
 from .planning import plan_spec, program_arguments, resolve_job
+
+_RUN_ALONE = {".py": "script", ".ipynb": "notebook"}
 
 
 class PipelineSpec(ShownAsText, PipelineFields):
@@ -36,7 +41,14 @@ class PipelineSpec(ShownAsText, PipelineFields):
 
     @classmethod
     def load(cls, url: str | os.PathLike[str]) -> Self:
-        """Read it from a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError."""
+        """Read it from a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError.
+
+        A script (.py), or a notebook, is a spec of its own: it runs that, with all else as it stands.
+        """
+        file = PurePath(url)
+        if kind := _RUN_ALONE.get(file.suffix.lower()):
+            name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("-._")[:MOST_NAME_CHARS] or kind
+            return cls.from_dict({"name": name, "source": {kind: os.fspath(url)}})
         try:
             return cls.from_dict(read_document(url))
         except FieldError as exc:
@@ -61,6 +73,11 @@ class PipelineSpec(ShownAsText, PipelineFields):
         ``training.steps``, is left out then. Raises: SpecError.
         """
         return self.from_dict(set_fields(self.to_dict(), values)) if values else self
+
+    def with_ranks(self, count: int) -> Self:
+        """Return it with ``count`` ranks on each of its nodes, or on this machine. Raises: SpecError."""
+        nodes = [node.to_fields() for node in self.nodes] or [{"host": "localhost"}]
+        return self.with_overrides({"nodes": [{**node, "ranks": count} for node in nodes]})
 
     def plan(self, *, gpus: Mapping[str, int | Sequence[int]] | None = None) -> Plan:
         """Return which rank is where, and what of the pipeline it has.

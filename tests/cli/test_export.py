@@ -32,7 +32,9 @@ def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     output = tmp_path / "job.sbatch"
     words = ["--output", str(output), "--gpus", "4", "--time", "01:00:00", "--nodes", "x,y,z"]
     assert main(["export", "slurm", spec, *words]) == 0
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr() == ("", f"wrote {output}\n")
+    assert main(["export", "slurm", spec, *words]) == 0
+    assert capsys.readouterr() == ("", f"wrote {output}, in place of what was there\n")
     text = output.read_text()
     assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=4\n" in text and "--time=01:00:00\n" in text
 
@@ -50,3 +52,18 @@ def test_wrong_line_is_one_line(words: list[str], said: str, spec: str, capsys: 
     assert main([spec if word == "SPEC" else word for word in words]) == 2
     errors = capsys.readouterr().err
     assert said in errors and errors.startswith("detrain-nb: ") and errors.count("\n") == 1
+
+
+def test_what_the_nodes_may_lack_is_told_of(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_document(tmp_path / "a.toml", {"name": "a", "source": {"path": str(tmp_path / "gone"), "entry": "a.py"}})
+    assert main(["export", "torchrun", str(tmp_path / "a.toml")]) == 0
+    assert f"detrain-nb: source.path: {tmp_path}/gone: no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["90", "2:30", "02:00:00", "1-0", "1-12:30", "2-00:00:00", "unlimited"])
+def test_time_is_one_that_sbatch_reads(text: str, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "slurm", spec, "--time", text]) == 0
+    assert f"--time={text}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["export", "slurm", spec, "--time", f"{text} banana"])
+    assert "is no time for sbatch" in capsys.readouterr().err

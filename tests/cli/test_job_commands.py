@@ -53,6 +53,10 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert "from-the-shell" in capfd.readouterr().out
     assert main(["jobs", "logs", "from-the-shell", "--rank", "1"]) == 0
     assert capfd.readouterr().out == "[1] rank 1 epochs 7\n"
+    assert main(["jobs", "logs", "--rank", "1"]) == 0
+    out, err = capfd.readouterr()
+    assert out == "[1] rank 1 epochs 7\n"
+    assert re.fullmatch(r"detrain-nb: job from-the-shell-\S+ was submitted last\n", err)
     assert main(["jobs", "logs", "from-the-shell", "--tail", "0"]) == 0
     assert main(["jobs", "logs", "from-the-shell", "--tail", "-1"]) == 2
     assert main(["jobs", "logs", "from-the-shell", "--rank", "-1"]) == 2
@@ -68,6 +72,8 @@ def test_spec_is_run_and_its_exit_status_returned(
     assert main(["jobs", "rm", "from-the-shell", "nosuch"]) == 1
     assert "no job 'nosuch'" in capfd.readouterr().err
     assert main(["jobs", "rm", "from-the-shell"]) == 0
+    assert main(["jobs", "attach"]) == 1
+    assert capfd.readouterr().err == "detrain-nb: no job was submitted from here\n"
     assert main(["jobs", "show", "from-the-shell"]) == 1
     no_job = "no job 'from-the-shell' was submitted from here: detrain-nb jobs list shows those that were"
     assert capfd.readouterr().err == f"detrain-nb: {no_job}\n"
@@ -97,6 +103,55 @@ def test_terminal_shows_how_far_a_large_folder_is_on_one_line(spec: Path, tmp_pa
     assert max(map(len, sent)) == 59
 
 
+@pytest.mark.timeout(LIMIT_S)
+def test_script_is_run_as_it_stands(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = spec.with_name("my script.py")
+    script.write_text(SCRIPT)
+    assert main(["run", str(script), "-n", "1", "--source.arguments", "0", "--training.epochs", "5"]) == 0
+    assert capfd.readouterr().out == "[0] rank 0 epochs 5\n"
+    assert main(["jobs", "list"]) == 0
+    assert "my-script-" in capfd.readouterr().out
+    assert main(["run", "nowhere.ipynb", "-n", "2"]) == 2
+    assert "-n is for specs, and nowhere.ipynb is a notebook" in capfd.readouterr().err
+
+
+BAR = """
+import os, sys, time, pathlib
+from tqdm import tqdm
+deadline = time.monotonic() + 60
+print("begun")
+for step in tqdm(range(2), desc=f"bar of {os.environ['RANK']}", file=sys.stdout, mininterval=0):
+    while step and not pathlib.Path(sys.argv[1]).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+print("end", end="")
+"""
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_terminal_draws_bars_of_a_job_while_they_move(spec: Path, tmp_path: Path) -> None:
+    source = {"script_text": BAR, "arguments": [str(tmp_path / "go")]}
+    spec.write_text(json.dumps({"name": "bars", "source": source}))
+    ours, theirs = os.openpty()
+    with open(ours, "rb", buffering=0) as terminal, open(theirs, "wb") as far:
+        argv = [sys.executable, "-m", "detrain_nb", "run", str(spec)]
+        env = {**os.environ, "COLUMNS": "60"}
+        process = subprocess.Popen(argv, stdout=far, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, env=env)
+        far.close()
+        shown = b""
+        with contextlib.suppress(OSError):  # what a terminal says at its end
+            while data := terminal.read(1 << 16):
+                shown += data
+                if b"[0] bar of 0:  50%" in shown and b"[1] bar of 1:  50%" in shown:
+                    (tmp_path / "go").touch()
+        assert process.wait(LIMIT_S) == 0, shown
+    assert (tmp_path / "go").exists(), shown
+    lines = [line.rpartition("\x1b[J")[2] for line in shown.decode().split("\r\n")]
+    for rank in "01":
+        own = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert own[0] == f"[{rank}] begun" and own[-1] == f"[{rank}] end"
+        assert sum("100%" in line for line in own) == 1
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S)
 def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -118,6 +173,11 @@ def test_spec_is_checked_and_shown_dry(spec: Path, capfd: pytest.CaptureFixture[
     assert main(["jobs", "check", str(spec)]) == 0
     assert main(["jobs", "submit", "--dry-run", str(spec), "--parallelism.pp", "2"]) == 0
     assert "torch.distributed.run" in capfd.readouterr().out
+    spec.write_text(json.dumps({**json.loads(spec.read_text()), "secrets": ["NOT_SET_ANYWHERE"]}))
+    assert main(["jobs", "check", str(spec)]) == 1
+    assert "secrets: secret NOT_SET_ANYWHERE: not set here" in capfd.readouterr().out
+    assert main(["jobs", "submit", "--dry-run", str(spec)]) == 2
+    assert "secret NOT_SET_ANYWHERE: not set here" in capfd.readouterr().err
     assert main(["jobs", "submit", str(spec), "--parallelism.pq", "2"]) == 2
     assert "parallelism.pq" in capfd.readouterr().err
     assert main(["jobs", "list"]) == 0
@@ -173,7 +233,7 @@ def test_wrong_use_is_one_line(
             "jobs exec x ls",
             "detrain-nb jobs exec: 'ls' is one word too many: a command stands behind --, as in: exec JOB -- ls",
         ),
-        ("jobs attach", "detrain-nb jobs attach: the following arguments are required: JOB"),
+        ("jobs restart", "detrain-nb jobs restart: the following arguments are required: JOB"),
     ],
 )
 def test_what_a_command_does_not_take(line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -237,6 +297,32 @@ def test_fields_and_command_are_told_apart() -> None:
         ["--training.epochs=2", "--x.y=3", "--z.flag"],
         ["ls", "--a.b"],
     )
+    argv = [
+        "run",
+        "a.json",
+        "--artifacts",
+        "*.pt",
+        "--checkpoint",
+        "none",
+        "--source.arguments",
+        "--sleep",
+        "--name",
+        "x",
+    ]
+    fields = ["--artifacts=*.pt", "--checkpoint=none", "--source.arguments=--sleep"]
+    assert split_command(argv) == (["run", "a.json", "--name", "x"], fields, [])
+
+
+def test_fields_at_the_top_of_a_spec_and_arguments_like_options_are_set(
+    spec: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fields = ["--env", '{"A": "1"}', "--secrets", "HOME", "--checkpoint", "none", "--source.arguments", "--sleep 1"]
+    assert main(["jobs", "submit", "--dry-run", str(spec), *fields]) == 0
+    out = capfd.readouterr().out
+    assert "script.py --sleep 1" in out and "secrets from the environment here: HOME" in out
+    with pytest.raises(SystemExit):
+        main(["run", "--help"])
+    assert "--SECTION.FIELD VALUE" in capfd.readouterr().out
 
 
 @pytest.mark.timeout(LIMIT_S)

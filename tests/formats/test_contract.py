@@ -357,6 +357,14 @@ def test_module_is_run_as_one(exporter: str, recorder: str, tmp_path: Path) -> N
     assert seen and (seen.options[-1], seen.program) == ("-m", ["a.b", "$x"])
 
 
+@exporters
+def test_folder_for_what_the_script_makes_is_there(exporter: str, recorder: str, tmp_path: Path) -> None:
+    text = _export(exporter, _spec(nodes=[{"host": "a", "python": recorder}]))
+    seen = run_on_node(exporter, text, shell="sh", folder=tmp_path).seen
+    assert seen and Path(seen.env["DETRAIN_NB_ARTIFACTS"]).parent == Path(seen.env["DETRAIN_NB_JOB_SPEC"]).parent
+    assert Path(seen.env["DETRAIN_NB_ARTIFACTS"]).is_dir()
+
+
 GIT = {"url": "https://example.org/a.git"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a token that all can read": (

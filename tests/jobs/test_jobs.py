@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -17,9 +18,12 @@ import pytest
 
 from detrain_nb.errors import DetrainError, JobError, JobFailed, SpecError
 from detrain_nb.jobs import Job, JobStatus, LogLine, Submission, find_job, jobs, prune, submit
+from detrain_nb.jobs.crowds import find_crowds
 from detrain_nb.jobs.record import Record
+from detrain_nb.jobs.report_checks import NodeResources
 from detrain_nb.jobs.submitting import submitting
 from detrain_nb.spec import PipelineSpec
+from detrain_nb.transport.local import LocalTransport
 
 from .lying_node import LyingNode
 
@@ -139,6 +143,31 @@ def test_dry_run_says_what_would_run_and_starts_nothing(home: Path) -> None:
     assert len(jobs()) == before
 
 
+def test_ranks_that_swamp_a_machine_are_refused_and_those_that_crowd_it_noted(home: Path) -> None:
+    crowd = spec_of("pass", name="crowd", nodes=[{"host": "localhost", "ranks": 60_000}])
+    with pytest.raises(SpecError, match=r"60,000 ranks on localhost, which has .* it has room for \d+$"):
+        submit(crowd)
+    nine = spec_of("pass", nodes=[{"host": "localhost", "ranks": 9}])
+    facts = NodeResources(gpus=0, cpus=1, memory_bytes=10**9, free_bytes=0, torch="2.9.1")
+    (note,) = find_crowds(nine.plan(), [LocalTransport()], [facts])
+    assert note.startswith(
+        "9 ranks on this-machine, which has 1 processor and 1.0 GB of free memory: they take about 2"
+    )
+    assert not list(find_crowds(nine.plan(), [LocalTransport()], [replace(facts, cpus=3, memory_bytes=0)]))
+
+
+def test_nodes_are_named_as_on_a_command_line_and_other_things_told_of() -> None:
+    for hosts in ("localhost,gpu2", ["localhost", "gpu2"]):
+        plan = submit(spec_of("pass"), nodes=hosts, dry_run=True).plan
+        assert [node.name for node in plan.nodes] == ["localhost", "gpu2"]
+    for nodes in (3, [3], ["localhost", 3], [None]):
+        with pytest.raises(SpecError, match="give a nodes file, hosts as in"):
+            submit(spec_of("pass"), nodes=nodes)  # type: ignore[call-overload]
+    for spec, said in ((3, "type int, not PipelineSpec: give"), ({}, "type dict, .* PipelineSpec.from_dict makes one")):
+        with pytest.raises(SpecError, match=said):
+            submit(spec)  # type: ignore[call-overload]
+
+
 @pytest.mark.timeout(LIMIT_S)
 def test_failed_job_says_which_rank_and_its_last_lines(home: Path, tmp_path: Path) -> None:
     failing = "import os, sys\nprint('about to fail')\nif os.environ['RANK'] == '1': sys.exit(3)"
@@ -256,6 +285,37 @@ submit(PipelineSpec.from_dict({{"name": "killed-{moment}", "source": {{"script_t
     _wait_until(lambda: not list((home / "state/detrain_nb/jobs").glob(f"killed-{moment}-*/*")))
     assert row.state in ("not started", "preparing", "lost")
     _wait_until(lambda: find_job(row.id).status().state == "not started")
+
+
+@pytest.mark.parametrize("moment", ["connecting", "preparing"])
+def test_interrupt_before_the_launch_says_that_nothing_was_started_and_leaves_no_job(moment: str, home: Path) -> None:
+    def interrupt(text: str) -> None:
+        if text.startswith(moment):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(10)  # it is interrupted here
+
+    with pytest.raises(KeyboardInterrupt, match="nothing was started"):
+        submit(spec_of("pass", name="interrupted"), on_progress=interrupt)
+    assert not [row for row in jobs().rows if row.name == "interrupted"]
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_restart_says_where_the_source_is_another_one_now(home: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print(1)")
+    job = submit(PipelineSpec.from_dict({"name": "changing", "source": {"script": str(script)}}))
+    again = job.restart()
+    assert not again.notices
+    script.write_text("print(2)")
+    third = again.restart()
+    assert third.notices == (f"its source has changed since {again.id}: what is there now runs",)
+    third.stop()
+
+
+def test_storage_that_is_none_leaves_no_job(home: Path) -> None:
+    with pytest.raises(SpecError, match="bogus"):
+        submit(spec_of("pass", name="stored"), storage="bogus://x")
+    assert not [row for row in jobs().rows if row.name == "stored"]
 
 
 def test_old_jobs_are_pruned_and_others_stay(home: Path) -> None:

@@ -616,7 +616,7 @@ def test_node_that_fails_to_launch_ends_those_that_did(tmp_path: Path) -> None:
 
         return say
 
-    machine = {"gpus": 0, "free_bytes": 1 << 30, "torch": "2.9.1"}
+    machine = {"gpus": 0, "cpus": 2, "memory_bytes": 0, "free_bytes": 1 << 30, "torch": "2.9.1"}
     good = {
         "facts": note("facts", **machine),
         "source": _take_source,

@@ -196,7 +196,7 @@ def test_list_of_ten_thousand_reads_no_spec_and_no_more_than_it_shows(file: Path
         db.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 9999) "
             "INSERT INTO jobs SELECT 'run-' || i, name, 'ended', 0, submitted_at + i, 1.0, 2.0, 4, '', 3.0, release, "
-            "spec_digest, nodes, storage FROM jobs, n WHERE id = 'first'"
+            "spec_digest, nodes, storage, source FROM jobs, n WHERE id = 'first'"
         )
         plan = db.execute(
             "EXPLAIN QUERY PLAN SELECT id FROM jobs ORDER BY submitted_at DESC, id DESC LIMIT 200"
@@ -248,7 +248,7 @@ def test_jobs_of_an_older_release_keep_all_and_have_no_storage(file: Path, recor
             "INSERT INTO jobs (id, name, state, submitted_at, updated_at, release, spec_digest, nodes) "
             "VALUES ('old-1', 'old', 'ended', 1, 2, '0', 'digest', '[]')"
         )
-    assert (record.get("old").id, record.get("old").state, record.get("old").storage) == ("old-1", "ended", "")
+    assert (record.get("old").id, record.get("old").storage, record.get("old").source) == ("old-1", "", "")
     record.add("new-1", name="new", nodes="[]", spec="{}", state="submitting", storage="s3://bucket/folder")
     assert record.get("new").storage == "s3://bucket/folder"
 

@@ -128,6 +128,28 @@ def test_folder_travels_without_what_stays_here(tmp_path: Path, node: Path) -> N
         plan(path="~", entry="train.py")
 
 
+def test_links_out_of_the_folder_are_told_of(tmp_path: Path, node: Path) -> None:
+    write(tmp_path, {"data/big.csv": "1", "helper.py": "2"})
+    folder = write(tmp_path / "project", {"train.py": "1", ".gitignore": "scratch\n"})
+    links = {
+        "data": "../data",
+        "lib/helper.py": "../../helper.py",
+        "gone": "nowhere",
+        "scratch": "../data",
+        "here": ".",
+    }
+    (folder / "lib").mkdir()
+    for name, target in links.items():
+        (folder / name).symlink_to(target)
+    os.mkfifo(folder / "pipe")
+    source = plan(path=str(folder), entry="train.py")
+    (notice,) = source.notices
+    assert "links out of the folder or no files: data, gone, lib/helper.py, pipe: copy there" in notice
+    assert arrive(source, node) == {"train.py": b"1", ".gitignore": b"scratch\n"}
+    with pytest.raises(SpecError, match="it is a link out of the folder"):
+        plan(path=str(folder), entry="lib/helper.py")
+
+
 def test_only_what_has_changed_travels(tmp_path: Path, node: Path) -> None:
     folder = write(tmp_path / "project", {"train.py": "1", "other.py": "2" * 1000})
 

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.timeout(120)
         ("logs x --rank one", "'one' is no whole number"),
         ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
         ("stop x --grace long", "argument --grace: 'long' is no number"),
-        ("fetch", "the following arguments are required: JOB ("),
+        ("restart", "the following arguments are required: JOB ("),
         ("rm --older-than week", "argument --older-than: 'week' is no number"),
         ("fetch x 'a", "No closing quotation"),
     ],
@@ -355,7 +355,7 @@ def test_large_folder_shows_how_far_it_is(kernel: Any, tmp_path: Path) -> None:
     begun = kernel.run(f"%job submit {tmp_path}/large.json")
     assert begun.status == "ok", begun.error
     drawn = [content["data"].get("text/plain", "") for kind, content in begun.live if "display" in kind]
-    assert any(re.match(r"send \[#*\.*\] +\d+ %, [\d.]+ MB of 40 MB", text) for text in drawn), drawn
+    assert any(re.match(r"send \[#*\.*\] +\d+ %, [\d.]+ [kM]B of 40 MB", text) for text in drawn), drawn
     assert [kind for kind, _ in begun.shown if kind == "stdout"] == ["stdout"]
     assert kernel.run("%job attach large").status == "ok"
     assert "removed large-" in kernel.run("%job rm large").text()

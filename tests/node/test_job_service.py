@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from detrain_nb.agents import JOBS_MODULE
 from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
 from detrain_nb.guarded import RUN_MODULE
@@ -450,6 +453,32 @@ def test_node_whose_setup_fails_ends_the_other_which_says_so(jobs_folder: Path) 
     assert [job["reason"] for job in jobs] == ["node b failed: the setup exited with 4", "the setup exited with 4"]
 
 
+def test_service_that_nobody_waits_for_ends_without_a_word() -> None:
+    ours, theirs = socket.socketpair()
+    ours.close()
+    argv = [sys.executable, "-c", RUN_MODULE, JOBS_MODULE]
+    with theirs:
+        ended = subprocess.run(argv, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_torchrun", [True, False])
+def test_what_started_a_rank_is_blamed_where_that_was_ended(is_torchrun: bool, jobs_folder: Path) -> None:
+    order = make_order("import os, time; print(os.getppid(), flush=True); time.sleep(100)")
+    with talk_here() as talk:
+        launch(talk, order)
+        followed = Followed(order).begin(talk).until(talk, b"\n", name="rank-0.log")
+        between = psutil.Process(int(followed.data["rank-0.log"]))
+        (psutil.Process(between.ppid()) if is_torchrun else between).send_signal(signal.SIGSEGV)
+        job = Followed(order).begin(talk).to_end(talk).job
+    if is_torchrun:
+        assert (job["reason"], job["exit_code"]) == ("torchrun was ended by SIGSEGV", 139)
+    else:
+        said = f"rank 0 was lost with process {between.pid}, which had started it: torchrun.log says how that ended"
+        assert (job["reason"], job["exit_code"]) == (said, 137)
+
+
 _PRINTS = """
 for number in range(50_000):
     print(f"{number:06d} {'x' * 60}")
@@ -561,4 +590,5 @@ def test_rank_that_is_killed_with_all_that_watches_it_is_named(jobs_folder: Path
     with talk_here() as talk:
         launch(talk, order)
         job = Followed(order).begin(talk).to_end(talk).job
-    assert (job["exit_code"], job["failed_rank"], job["reason"]) == (137, 0, "rank 0 was ended by SIGKILL")
+    assert (job["exit_code"], job["failed_rank"]) == (137, 0)
+    assert re.fullmatch(r"rank 0 was lost with process \d+, which had started it: torchrun.log says .*", job["reason"])

@@ -113,3 +113,8 @@ def test_submodule_is_of_the_same_host() -> None:
 )
 def test_token_goes_where_nobody_reads_it(text: str, hides: bool) -> None:
     assert parse_git_url(text).hides_token is hides
+
+
+def test_relative_path_is_told_what_to_give() -> None:
+    with pytest.raises(SpecError, match=r"'./repo' is none: .* or the full path of one that is on the nodes$"):
+        check_git_url("./repo")

@@ -119,6 +119,15 @@ def test_document_of_another_kind_is_refused_in_few_lines() -> None:
     assert len(lines) < 100 and lines[-1] == "and 49952 more"
 
 
+def test_number_where_a_text_goes_is_told_of_by_its_place_and_not_shown() -> None:
+    data = {"name": "x", "source": {"script": "a.py", "arguments": ["--sleep", 0.125]}, "env": {"A": 125, "B": True}}
+    with pytest.raises(SpecError) as caught:
+        PipelineSpec.from_dict(data)
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["source.arguments[1]", "env.A", "env.B"]
+    assert all(line.endswith("; a number or true stands in quotes") and "125" not in line for line in lines)
+
+
 def test_part_alone_says_its_faults_without_the_whole() -> None:
     with pytest.raises(FieldError, match=r"^epochs 0: give "):
         Training(epochs=0)

@@ -7,14 +7,22 @@ from importlib import metadata, util
 from typing import Any
 
 from ...copying.json_lines import Talk
+from ...launch import usable_cpus
 from ..system.gpus import count_gpus
+from ..system.memory_room import free_memory_bytes
 from .folders import jobs_folder
 
 
 def tell_facts(talk: Talk, said: dict[str, Any]) -> None:
-    """GPUs, the version of torch, and the room where jobs are."""
-    free_bytes = shutil.disk_usage(jobs_folder()).free
-    talk.say("facts", gpus=count_gpus(), free_bytes=free_bytes, torch=_version("torch"))
+    """GPUs, processors, free memory, the version of torch, and the room where jobs are."""
+    talk.say(
+        "facts",
+        gpus=count_gpus(),
+        cpus=usable_cpus(),
+        memory_bytes=free_memory_bytes() or 0,
+        free_bytes=shutil.disk_usage(jobs_folder()).free,
+        torch=_version("torch"),
+    )
 
 
 def _version(name: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ...guarded import RUN_MODULE
 from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ...metrics import FOLDER_VARIABLE
-from ...plan.job import JOB_SPEC_VARIABLE, JOB_VARIABLE
+from ...plan.job import ARTIFACTS_VARIABLE, JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
 from ..system.processes import open_memory_file
 from ..system.surroundings import PER_SESSION_VARIABLES
@@ -23,7 +23,6 @@ from .order import JobOrder, JobRefused
 RANK_MODULE = "detrain_nb.node.job.rank"
 _LAST_WORD_MODULE = "detrain_nb.node.job.last_word"
 
-ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"
 _SETUP_NAME, _TORCHRUN_FOLDER = "setup.sh", "torchelastic"
 _OUR_VARIABLES = "DETRAIN_NB_"
 _OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD")

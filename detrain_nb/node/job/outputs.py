@@ -9,7 +9,7 @@ import secrets
 import signal
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,10 @@ _MOST_RANKS = 4096  # of one node
 
 @dataclass
 class RankOutcome:
-    """One start of one rank. ``exit_code`` is negative after a signal, None as long as it runs."""
+    """One start of one rank. ``exit_code`` is negative after a signal, None as long as it runs.
+
+    ``has_said``: it is known how it ended; else what stood between it and torchrun was ended.
+    """
 
     rank: int
     local_rank: int
@@ -33,6 +36,7 @@ class RankOutcome:
     pid: int
     exit_code: int | None = None
     ended_at: float = 0.0  # of time.monotonic(), which all processes of a machine share
+    has_said: bool = field(default=False, kw_only=True)
 
 
 class Outputs:
@@ -129,10 +133,11 @@ class Outputs:
 
     def _note_end(self, sock: socket.socket) -> None:
         outcome = self._said.pop(sock)
-        outcome.ended_at, outcome.exit_code = time.monotonic(), -signal.SIGKILL  # else it would have said how
+        outcome.ended_at, outcome.exit_code = time.monotonic(), -signal.SIGKILL  # unless it says how
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             said = json.loads(sock.recv(MOST_SAID_BYTES))
             outcome.exit_code, outcome.ended_at = int(said["ended"]), float(said["at"])
+            outcome.has_said = True
         self._has_news = True
         self._forget(sock)
 

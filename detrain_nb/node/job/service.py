@@ -18,6 +18,7 @@ from ...agents import JOBS_MAGIC
 from ...copying.json_lines import Failed, Talk, Untrue
 from ...copying.serving import Handler, serve_order
 from ...errors import LaunchError
+from ..system.processes import lead_nowhere
 from .commands import execute
 from .ending import remove, stop
 from .facts import tell_facts
@@ -32,8 +33,12 @@ def main() -> None:
     """Serve what comes by standard input, until that ends."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
-    sys.stdout.buffer.write(JOBS_MAGIC)
-    sys.stdout.buffer.flush()
+    try:
+        sys.stdout.buffer.write(JOBS_MAGIC)
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:  # who wanted it has gone already
+        lead_nowhere(1)
+        return
     serve(Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer), fd=0)
 
 

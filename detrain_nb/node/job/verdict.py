@@ -15,6 +15,7 @@ from .terms import STOPPED
 from .watch import MOST_REASON_CHARS
 
 _LAST_LINES = 20
+_SEE = "torchrun.log says how that ended"
 _STOPPED = 128 + signal.SIGTERM
 
 
@@ -32,7 +33,8 @@ def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool)
         code = first.exit_code or 0
         code = code if code >= 0 else 128 - code
         lines = last_lines(folder / f"rank-{first.rank}.log", _LAST_LINES)
-        return Exit(code, f"rank {first.rank} {_say(code)}", first.rank, lines)
+        how = _say(code) if first.has_said else f"was lost with process {first.pid}, which had started it: {_SEE}"
+        return Exit(code, f"rank {first.rank} {how}", first.rank, lines)
     return Exit(code, f"torchrun {_say(code)}", last_lines=last_lines(folder / log, _LAST_LINES))
 
 

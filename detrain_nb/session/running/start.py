@@ -14,7 +14,15 @@ from typing import Any
 from ...deploy.bringing_up import End
 from ...deploy.known import StartedWith, noted_owners
 from ...errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
-from ...launch import LOOPBACK, LOOPBACK_INTERFACE, RankConfig, launch_node, threads_per_rank
+from ...launch import (
+    LOOPBACK,
+    LOOPBACK_INTERFACE,
+    RankConfig,
+    describe_crowd,
+    launch_node,
+    most_ranks,
+    threads_per_rank,
+)
 from ...plan import DEVICES, NodePlan, Plan, plan_nodes, plan_one_node
 from ...transport import Transport
 from ...wire import Attach, Attached, Launch, OpenStore, StartedCold, StoreOpened
@@ -26,9 +34,6 @@ from .core import Core
 
 LARGEST_SEED = 1 << 62
 _TELL_GAP_S = 0.1
-_ALWAYS_FIT = 8  # ranks of a node, whatever it has
-_PER_PROCESSOR = 4
-_RANK_BYTES = 250_000_000  # what torch, a group and a small model take
 
 Say = Callable[[str], None]  # how far a start is, in a line
 
@@ -163,17 +168,11 @@ def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
     """Raises: SpecError where a node is to have far more ranks than it has processors or memory for."""
     for number, node in enumerate(plan.nodes):
         has = attached[number]
-        fitting = _PER_PROCESSOR * has.cpus
-        if has.free_bytes:
-            fitting = min(fitting, has.free_bytes // _RANK_BYTES)
-        if len(node.ranks) > max(_ALWAYS_FIT, fitting):
-            free = f" and {has.free_bytes / 1e9:.1f} GB of free memory" if has.free_bytes else ""
-            processors = "1 processor" if has.cpus == 1 else f"{has.cpus} processors"
-            raise SpecError(
-                f"{len(node.ranks):,} ranks on {node.name or 'this machine'}, which has {processors}{free}: they take "
-                f"about {len(node.ranks) * _RANK_BYTES / 1e9:.0f} GB and share the processors; start at most "
-                f"{max(_ALWAYS_FIT, fitting)}, or all the same with --force (in Python force=True)"
-            )
+        most = most_ranks(cpus=has.cpus, free_bytes=has.free_bytes)
+        if len(node.ranks) > most:
+            where = node.name or "this machine"
+            crowd = describe_crowd(len(node.ranks), where=where, cpus=has.cpus, free_bytes=has.free_bytes)
+            raise SpecError(f"{crowd}; start at most {most}, or all the same with --force (in Python force=True)")
 
 
 def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say) -> None:
