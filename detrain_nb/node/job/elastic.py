@@ -28,14 +28,13 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ...launch import ELASTIC_BACKEND, JOB_KEY_VARIABLE
+from ...launch import ELASTIC_BACKEND, JOB_KEY_VARIABLE, NOT_SHARED_VARIABLE
 from ..system.bound_store import listen
 from .rendezvous import open_store, open_watch, tell_others
 from .seal import MOST_BYTES, Seal, SealBroken
 from .watch import write_reason
 
 _BEAT_S = 5
-_NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _RANKS_STORE_KEY = "detrain_nb.ranks_store"
 
 
@@ -141,8 +140,8 @@ class ElasticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         # torch would let its own store for the ranks listen everywhere, and give ranks that are started again the keys
         # of those before them
-        users = os.environ.get(_NOT_SHARED)
-        os.environ[_NOT_SHARED] = "1"
+        users = os.environ.get(NOT_SHARED_VARIABLE)
+        os.environ[NOT_SHARED_VARIABLE] = "1"
         try:
             info: RendezvousInfo = self._dynamic.next_rendezvous()
         except RendezvousTimeoutError as exc:
@@ -150,9 +149,9 @@ class ElasticRendezvous(RendezvousHandler):
                 raise RendezvousTimeoutError(f"the others did not meet it again within {self._join_s:g} s") from exc
             raise
         finally:
-            del os.environ[_NOT_SHARED]
+            del os.environ[NOT_SHARED_VARIABLE]
             if users is not None:
-                os.environ[_NOT_SHARED] = users
+                os.environ[NOT_SHARED_VARIABLE] = users
         self._has_joined = True
         self._ranks_store = None
         meeting = RanksMeeting(info.store, self._key, self._run_id, self._dynamic._state_holder.state.round)
