@@ -72,6 +72,14 @@ def test_rank_that_fails_once_begins_anew_with_the_others(cluster: SlurmCluster,
 
 
 @pytest.mark.slow
+def test_nodes_get_the_variables_of_the_script_where_sbatch_exports_none(cluster: SlurmCluster) -> None:
+    spec = _spec("import os; print('word', os.environ['WORD'])", ranks=1, env={"WORD": "there"})
+    job = cluster.submit(slurm.export(spec, spec.plan()), env={"SBATCH_EXPORT": "NONE"})
+    assert cluster.wait(job, limit_s=100) == "COMPLETED", cluster.output(job)
+    assert cluster.output(job).count("word there") == 2
+
+
+@pytest.mark.slow
 def test_failure_of_a_rank_is_that_of_the_job(cluster: SlurmCluster) -> None:
     spec = _spec("import sys; sys.exit('wrong data')", ranks=1, nodes=1)
     job = cluster.submit(slurm.export(spec, spec.plan()))
