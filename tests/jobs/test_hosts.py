@@ -288,6 +288,41 @@ def test_host_that_answers_nothing_is_listed_as_it_was_last_known(testbed: Testb
     assert job.status().state == "running"
 
 
+# What h1 does when it has gone, and the others with it: it has not come to the meeting yet, or all are in training.
+LEFT_ALONE = """
+import os, time, torch, torch.distributed as dist
+print("ranks", os.environ["WORLD_SIZE"], flush=True)
+if os.environ["WHEN"] == "meeting" and os.environ["DETRAIN_NB_JOB"].endswith("/1"):
+    time.sleep(600)
+dist.init_process_group("gloo")
+print("met", flush=True)
+while dist.get_world_size() == 2:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("when", ["meeting", "training"])
+def test_elastic_job_goes_on_without_a_host_that_vanishes_without_a_word(
+    testbed: Testbed, start_job: StartJob, when: str
+) -> None:
+    rendezvous = {"min_nodes": 1, "silence_s": 3, "timeout_s": 60}
+    job = start_job(ssh_nodes(testbed), LEFT_ALONE, f"alone-{when}", env={"WHEN": when}, rendezvous=rendezvous)
+    follow_until(job, lambda line: line.text == {"meeting": "ranks 2", "training": "met"}[when], count=2)
+    testbed.cut("h1", "h0")
+    try:
+        status = job.wait(90)
+    finally:
+        testbed.heal("h1", "h0")
+    assert (status.state, status.exit_code) == ("ended", 0), status
+    assert status.reports["h0"].restarts == 0, "a node that is lost is no failure of a rank"
+    said = [line.text for line in job.logs(node="h0").lines]
+    assert [line for line in said if line.startswith("ranks")] == ["ranks 2", "ranks 1"]
+    said = [line.text for line in job.logs(torchrun=True, node="h0").lines]
+    assert any("nothing was heard of node h1 for 3 s: the ranks begin anew without it" in line for line in said)
+
+
 @pytest.mark.thorough
 def test_secret_is_in_no_command_line_file_or_log(testbed: Testbed, start_job: StartJob, home: Path) -> None:
     nodes = [LocalTransport(Node(host="localhost")), *ssh_nodes(testbed)]
