@@ -36,6 +36,7 @@ from .seal import MOST_BYTES, Seal, SealBroken
 from .watch import write_reason
 
 _BEAT_S = 5
+_LAST_CALL_S = 10
 _RANKS_STORE_KEY = "detrain_nb.ranks_store"
 
 
@@ -118,7 +119,10 @@ class ElasticRendezvous(RendezvousHandler):
         self._num_nodes = 0  # of this round
         self._missed: set[str] = set()  # nodes without which a round has begun
         beat_s = max(1, min(_BEAT_S, round(silence_s / 3)))
-        params.config.setdefault("last_call_timeout", max(1, round(join_s / 4)))  # for nodes beyond the fewest
+        last_call_s = max(1, min(_LAST_CALL_S, round(join_s / 4)))  # who comes later begins one more round
+        params.config.setdefault("last_call_timeout", last_call_s)
+        self._terms = f"waits for {params.max_nodes} nodes, or goes on {last_call_s} s after {params.min_nodes} came"
+        self._is_range = params.min_nodes < params.max_nodes
         params.config.setdefault("keep_alive_interval", beat_s)
         params.config.setdefault("keep_alive_max_attempt", max(2, round(silence_s / beat_s)))
         self._dynamic = create_handler(self._store, SealedBackend(self._store, params.run_id, key), params)
@@ -140,6 +144,8 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._is_range:
+            _tell(self._terms)
         # torch would let its own store for the ranks listen everywhere, and give ranks that are started again the keys
         # of those before them
         users = os.environ.get(NOT_SHARED_VARIABLE)
