@@ -56,6 +56,7 @@ NEVER_RERUN = {
     "magics/test_rank_terminal.py",
     "node/test_far_ends.py",
     "node/test_job_files.py",
+    "node/test_job_outputs.py",
     "node/test_job_rendezvous.py",
     "node/test_job_service.py",
     "node/test_job_source.py",

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +19,11 @@ import pytest
 
 from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
-from detrain_nb.node.job.folders import machine_id, socket_path
+from detrain_nb.guarded import RUN_MODULE
+from detrain_nb.node.job.folders import machine_id
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
+from detrain_nb.node.job.preparing import RUNNER_MODULE
 
 from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
 
@@ -231,12 +237,8 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []
         assert (status_of(talk, order)["state"], status_of(talk, order)["exit_code"]) == ("ended", 137)
-        (part,) = (jobs_folder / order.id).iterdir()
-        left = socket_path(part)
-        assert left.exists()
         talk.say("remove", id=order.id)
         talk.hear("removed")
-        assert not left.exists()
 
 
 def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_folder: Path) -> None:
@@ -306,6 +308,23 @@ def test_what_was_prepared_and_not_launched_leaves_nothing(jobs_folder: Path) ->
         assert prepare(talk, order) > 0
         assert status_of(talk, order)["state"] == "preparing"
     assert not (jobs_folder / order.id).exists()
+
+
+def test_runner_that_fails_says_so_in_its_last_words(jobs_folder: Path) -> None:
+    order = make_order("print('never')", name="faulty", setup=("sleep 1000 & true",))
+    with talk_here() as talk:
+        prepare(talk, order)
+        (part,) = (jobs_folder / order.id).iterdir()
+        ran = subprocess.run(
+            [sys.executable, "-c", RUN_MODULE, RUNNER_MODULE, str(part)],
+            input=b'{"secrets": {}}',  # nothing of the store
+            capture_output=True,
+            timeout=60,
+        )
+        assert (ran.returncode, ran.stdout) == (0, b"ready\n")
+        assert b"Traceback" in ran.stderr
+        job = status_of(talk, order)
+    assert (job["state"], job["exit_code"], job["reason"]) == ("ended", 127, "the runner failed: KeyError('store')")
 
 
 def test_secret_that_did_not_come_is_named(jobs_folder: Path) -> None:
@@ -444,6 +463,22 @@ def test_rank_of_an_elastic_job_that_is_killed_is_started_again(jobs_folder: Pat
         followed.data
     )
     assert followed.data["rank-1.log"] == b"begins with False restart 0\nbegins with True restart 1\n"
+
+
+def test_ranks_that_start_after_a_logout_find_their_runner(
+    jobs_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system removes a user's folder for sockets when the last connection of that user is closed."""
+    run = tmp_path / "run"
+    run.mkdir(mode=0o700)
+    monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(run))
+    wait = f"while [ -e {shlex.quote(str(run))} ]; do sleep 0.05; done"
+    order = make_order("print('on')", name="logged-out", setup=(wait,))
+    with talk_here() as talk:
+        launch(talk, order)
+        shutil.rmtree(run)
+        followed = Followed(order).begin(talk).to_end(talk)
+    assert (followed.job["exit_code"], followed.data.get("rank-0.log")) == (0, b"on\n"), followed.data
 
 
 _OF_AN_OLDER_LIBC = """

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
-from pathlib import Path
-
-from detrain_nb.node.system.processes import short_path
 
 # asyncio does so where it is imported, since Python 3.12.
 _CODE = """
@@ -29,15 +25,3 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_forked_process_forgets_the_children_though_another_has_reset_the_wakeup_descriptor() -> None:
     ran = subprocess.run([sys.executable, "-c", _CODE], capture_output=True, text=True, timeout=30)
     assert (ran.stdout, ran.stderr) == ("0\n", "")
-
-
-def test_socket_in_a_folder_of_a_long_name_is_bound_and_connected_to(tmp_path: Path) -> None:
-    path = tmp_path / ("long" * 30) / "socket"
-    path.parent.mkdir()
-    with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as other:
-        with short_path(str(path)) as short:
-            listener.bind(short)
-        listener.listen()
-        assert path.is_socket()
-        with short_path(str(path)) as short:
-            other.connect(short)

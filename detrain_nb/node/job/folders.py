@@ -5,7 +5,6 @@ Nodes may share the home: a folder names its machine and the job's node rank. No
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import platform
@@ -16,7 +15,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from ...agents import runtime_folder
 from ...guarded import make_private_folder, refuse_squatted, state_folder
 from ..system.proc_files import read
 from ..system.processes import start_ticks
@@ -31,7 +29,6 @@ SETUP_LOG, TORCHRUN_LOG, RUNNER_LOG = "setup.log", "torchrun.log", "runner.log"
 END_NAME = "end.json"  # why the nodes have ended each other
 _MACHINE_FILES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
 _MOST_BYTES = 1 << 20  # of a file that is read whole
-_SOCKETS_FOLDER = ".jobs"  # no session: its name begins with a dot
 
 
 def jobs_folder() -> Path:
@@ -113,19 +110,10 @@ def remove_job_folder(folder: Path) -> None:
         os.rename(folder, aside / folder.name)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
-    with contextlib.suppress(OSError):  # a runner that was killed has left it
-        socket_path(folder).unlink(missing_ok=True)
     try:
         folder.parent.rmdir()
     except OSError:  # other nodes have their parts there
         pass
-
-
-def socket_path(folder: Path) -> Path:
-    """Where the runner of a job listens for its ranks: a short path, on a disk of this machine. Raises: LaunchError."""
-    base = runtime_folder() / _SOCKETS_FOLDER
-    base.mkdir(mode=0o700, exist_ok=True)
-    return base / hashlib.sha256(f"{folder.parent.name}/{folder.name}".encode()).hexdigest()[:20]
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import time
@@ -14,8 +15,6 @@ from typing import Any
 
 from ...agents import is_same_user
 from ..system.loop import Loop
-from ..system.processes import short_path
-from .folders import socket_path
 from .log_file import BoundedLog
 from .rank import MOST_SAID_BYTES, SOCKET_VARIABLE
 
@@ -45,11 +44,10 @@ class Outputs:
         self._folder = folder
         self._logs: dict[str, BoundedLog] = {}
         self._pipes: set[int] = set()
-        self._path = socket_path(folder)
-        self._path.unlink(missing_ok=True)
+        # A name of the kernel's: the system removes its folder for sockets when the user has logged out.
+        self._name = f"detrain_nb-job-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with short_path(str(self._path)) as short:
-            self._listener.bind(short)
+        self._listener.bind(f"\0{self._name}")
         self._listener.listen(_MOST_RANKS)
         self._said: dict[socket.socket, RankOutcome] = {}
         self._has_news = False
@@ -57,7 +55,7 @@ class Outputs:
 
     def environment(self) -> dict[str, str]:
         """What a rank needs to find us."""
-        return {SOCKET_VARIABLE: str(self._path)}
+        return {SOCKET_VARIABLE: self._name}
 
     def add(self, pipe: int, log: str) -> None:
         """Write to ``log`` what comes by ``pipe``, which is ours from now on."""
@@ -83,7 +81,6 @@ class Outputs:
     def close(self) -> None:
         """Read what is left when all that could write has ended."""
         deadline = time.monotonic() + _DRAIN_LIMIT_S
-        self._path.unlink(missing_ok=True)
         self.loop.remove(self._listener.fileno())
         self._listener.close()
         while (self._pipes or self._said) and time.monotonic() < deadline:

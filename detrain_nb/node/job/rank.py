@@ -15,8 +15,9 @@ import subprocess
 import sys
 import time
 
+from ...agents import is_same_user
 from ...launch import JOB_KEY_VARIABLE, STORE_FD_VARIABLE
-from ..system.processes import die_with_parent, short_path
+from ..system.processes import die_with_parent
 
 SOCKET_VARIABLE = "DETRAIN_NB_JOB_SOCKET"
 MOST_SAID_BYTES = 4096
@@ -30,8 +31,9 @@ def main() -> None:
     for number in _PASSED_ON:
         signal.signal(number, lambda number, _: early.append(number))  # not ignored: the program would inherit that
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as runner:
-        with short_path(os.environ.pop(SOCKET_VARIABLE)) as short:
-            runner.connect(short)
+        runner.connect(f"\0{os.environ.pop(SOCKET_VARIABLE)}")
+        if not is_same_user(runner):  # it is gone, and somebody else has taken its name
+            sys.exit("the runner of this job is gone")
         for name in (JOB_KEY_VARIABLE, STORE_FD_VARIABLE):
             os.environ.pop(name, None)
         _hand_over_output(runner)

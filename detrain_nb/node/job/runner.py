@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,9 @@ class Runner:
             ended = Exit(_NOT_STARTED, f"{exc.filename or 'the runner'}: {exc.strerror or exc}")
         except JobError as exc:
             ended = Exit(_NOT_STARTED, str(exc))
+        except Exception as exc:  # noqa: BLE001  ours: else the runner would seem to have been killed
+            traceback.print_exc()
+            ended = Exit(_NOT_STARTED, f"the runner failed: {exc!r}")
         end_descendants()
         self._outputs.close()  # all that was said has been read
         ended = ended or judge(self._outputs, code, folder=self._folder, log=log, stopped=self._is_stopped)

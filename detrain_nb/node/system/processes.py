@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 
 from .proc_files import read, read_number
 
@@ -184,16 +184,3 @@ def open_memory_file(name: str) -> int:
     if opened < 0:
         raise OSError(ctypes.get_errno(), "no file in memory can be made")
     return opened
-
-
-@contextlib.contextmanager
-def short_path(path: str) -> Iterator[str]:
-    """Give a path by which a socket can be bound or connected to: its address holds 107 bytes, ``path`` may be longer.
-
-    Raises: OSError.
-    """
-    folder = os.open(os.path.dirname(path), os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{folder}/{os.path.basename(path)}"
-    finally:
-        os.close(folder)
