@@ -28,6 +28,7 @@ STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands
 JOB_KEY_VARIABLE = "DETRAIN_NB_JOB_KEY"  # hex: the nodes of an elastic job know what they have written by it
 JOB_NODES_VARIABLE = "DETRAIN_NB_JOB_NODES"  # their names as a JSON list, by node rank
 JOB_END_VARIABLE = "DETRAIN_NB_JOB_END"  # the file in which a node's rendezvous writes why it has ended the ranks
+NOT_SHARED_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else ranks that are started again get the old ones' store
 WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its warm process
 GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # which of the GPUs that the agent has counted: it writes CUDA_VISIBLE_DEVICES
 TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # what programs on a rank believe that they draw on
@@ -129,8 +130,7 @@ def launch_node(
         # our own watch ends a wait; what torch logs then, with its C++ stack, would stand in the cell
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-        # ranks that are started again would find in torchrun's own store where those before them listened
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        NOT_SHARED_VARIABLE: "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
         # the notebook draws as a terminal does what a rank prints: tqdm asks for its size, rich for what it can do
@@ -171,6 +171,7 @@ def launch_job(
     """
     _check_together(rendezvous, program, nodes)
     is_ours = rendezvous.kind in RENDEZVOUS_HANDLERS
+    begins_anew = bool(rendezvous.max_restarts) or (not isinstance(nodes, int) and nodes[0] < nodes[1])
     argv = [
         # only where our code is must torchrun not import what lies in the job's folder
         *((python, "-c", RUN_MODULE, "torch.distributed.run") if is_ours else (python, "-m", "torch.distributed.run")),
@@ -183,6 +184,7 @@ def launch_job(
         "OMP_NUM_THREADS": "1",  # what torchrun would set, with a warning
         "PYTHONUNBUFFERED": "1",
         **(_listen_at(interface) if interface else {}),
+        **({NOT_SHARED_VARIABLE: "1"} if rendezvous.kind == "c10d" and begins_anew else {}),
         **({JOB_KEY_VARIABLE: key} if key else {}),
         **({JOB_NODES_VARIABLE: json.dumps(list(node_names))} if node_names else {}),
         **({JOB_END_VARIABLE: end_file} if end_file else {}),

@@ -1,4 +1,4 @@
-"""Values in scripts of a shell: what sh, bash and dash read is, byte for byte, what was written."""
+"""Values in scripts of a shell: what sh, bash, dash and zsh read is, byte for byte, what was written."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+_FOR_ZSH = re.compile(r"(?:^|[=:])=")  # what it takes for the path of a command
 _HOME = re.compile(r"(~[A-Za-z0-9._-]*)(?:/(.*))?", re.DOTALL)
 
 
 def quote(text: str) -> str:
     """Write a text as one word; no here-document is used for any: dash loses what looks like the begin of its end."""
-    return shlex.quote(text)
+    quoted = shlex.quote(text)
+    return f"'{text}'" if quoted == text and _FOR_ZSH.search(text) else quoted
 
 
 def quote_path(path: str) -> str:

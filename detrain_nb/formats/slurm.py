@@ -65,7 +65,8 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         "fi",
         *_find_first_node(spec),
         # every node reads this script on its standard input: none needs a folder that all share
-        f'exec srun --kill-on-bad-exit=1 {needed}={ranks} bash -s node <"$0"',
+        # with SBATCH_EXPORT=NONE they would get no variable of it, and no PATH
+        f'exec srun --export=ALL --kill-on-bad-exit=1 {needed}={ranks} /bin/bash -s node <"$0"',
     ]
     return "\n".join(lines) + "\n"
 

@@ -95,12 +95,15 @@ def judge(
 ) -> JobStatus:
     """Make one state of those of the nodes; None: a node knows no such job.
 
-    ``least_nodes`` of an elastic job suffice, with the first among them: the others may be lost on the way.
+    ``least_nodes`` of an elastic job suffice, with the first among them: the others may be lost on the way. Such a job
+    goes on, is stopped and fails as its first node does.
     """
     reports = {node: each for node, each in said.items() if isinstance(each, NodeReport)}
     silent = {node: str(each) for node, each in said.items() if isinstance(each, DetrainError)}
     missing = {node: "it has no such job" for node, each in said.items() if each is None}
     state = _state(reports, has_silent=bool(silent), has_missing=bool(missing))
+    if least_nodes is not None:
+        state = _state_of_elastic(state, reports, least_nodes)
     done = [each.node_rank for each in reports.values() if each.exit_code == 0]
     is_enough = least_nodes is not None and len(done) >= least_nodes and 0 in done
     if is_enough and state in (*OVER, UNKNOWN):
@@ -143,6 +146,17 @@ def _state(reports: Mapping[str, NodeReport], *, has_silent: bool, has_missing: 
     if has_missing:
         return LOST
     return STOPPED if STOPPED in states else ENDED
+
+
+def _state_of_elastic(state: str, reports: Mapping[str, NodeReport], least_nodes: int) -> str:
+    """What becomes of ``state``, that of all nodes, where some are over: a job can do without them."""
+    first = next((each for each in reports.values() if each.node_rank == 0), None)
+    going = [each.state for each in reports.values() if not each.is_over]
+    if first is None or first.is_over and (going or first.exit_code == 0):
+        return state
+    if first.is_over:
+        return first.state
+    return max(going) if len(going) >= least_nodes and STOPPING not in going else state
 
 
 def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ..errors import SpecError
+from ..errors import SpecError, count_ranks
 from .batch import Batch
 from .choices import ARTIFACTS, ActivationsKept, PrecisionName, SchedulerName, SyncAlgorithm
 from .fields import build, read_json, read_override, set_fields, split_overrides
@@ -53,7 +53,7 @@ _DEV_STEPS = 3
 
 @dataclass(frozen=True)
 class JobParallelism:
-    """The size of every axis of the mesh, none of them -1, and how the model is laid out over it."""
+    """The size of every axis of the mesh, and how the model is laid out over it; a script sees none that is -1."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -125,7 +125,9 @@ class JobNode:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The spec of a job, resolved."""
+    """The spec of a job, resolved; where ``nodes_vary``, as they may in an elastic job, `job_spec` resolves it for the
+    ranks that there are. ``nodes`` are then those of the submission.
+    """
 
     name: str
     description: str = ""
@@ -138,6 +140,7 @@ class JobSpec:
     model: JobModel | None = None
     checkpoint: JobCheckpoint | None = None
     artifacts: tuple[str, ...] = ARTIFACTS
+    nodes_vary: bool = False
 
     def on(self, nodes: Sequence[JobNode], *, batch: Batch | None) -> JobSpec:
         """Return it for the ranks of ``nodes``."""
@@ -220,4 +223,15 @@ def job_spec(argv: Sequence[str] | None = None) -> JobSpec:
             text = file.read(_LIMIT_BYTES + 1).decode()
     except (OSError, UnicodeDecodeError) as exc:
         raise SpecError(f"{JOB_SPEC_VARIABLE}={path!r} cannot be read: {exc}") from None
-    return JobSpec.from_json(text, where=path).with_overrides(sys.argv[1:] if argv is None else argv)
+    job, words = JobSpec.from_json(text, where=path), sys.argv[1:] if argv is None else argv
+    return _of_round(job, words) if job.nodes_vary else job.with_overrides(words)
+
+
+def _of_round(job: JobSpec, words: Sequence[str]) -> JobSpec:
+    """Resolve it for the ranks that run, which torchrun has counted. Raises: SpecError."""
+    counted = os.environ.get("WORLD_SIZE", "")
+    here = replace(job, world_size=int(counted) if counted.isdecimal() else job.world_size)
+    try:
+        return here.with_overrides(words)._resolve()
+    except SpecError as exc:
+        raise SpecError(f"with the {count_ranks(here.world_size)} of this round: {exc}") from None

@@ -13,7 +13,7 @@ from .findings import Finding, findings_of
 from .grammar import check_python
 from .notebook import MOST_BYTES, script_of_notebook
 from .pipeline_fields import PipelineFields
-from .planning import describe_unknown_gpus, plan_spec
+from .planning import describe_unknown_gpus, find_rounds_that_do_not_fit, plan_spec
 from .source import Source
 
 _READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
@@ -28,7 +28,11 @@ def check_spec(spec: PipelineFields) -> list[Finding]:
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
     """A node that says neither ``ranks`` nor which GPUs has one rank for each GPU: how many, is not known here."""
     try:
-        plan_spec(spec, gpus={})
+        plan = plan_spec(spec, gpus={})
+        if misfits := find_rounds_that_do_not_fit(spec, plan):
+            some = f"{name_some([*map(str, misfits)])} of {len(plan.nodes)} nodes"
+            said = f"with {some} a script that reads its spec cannot go on: {next(iter(misfits.values()))}"
+            yield Finding("rendezvous.min_nodes", said, "warning")
     except SpecError as exc:
         field = "parallelism" if str(exc).startswith("mesh") else ""
         if describe_unknown_gpus(spec, {}):

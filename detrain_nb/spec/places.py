@@ -96,3 +96,7 @@ class Rendezvous(SpecModel):
     def is_elastic(self) -> bool:
         """Ranks may begin anew, or nodes be fewer than all."""
         return self.max_restarts > 0 or self.min_nodes is not None or self.max_nodes is not None
+
+    def fewest(self, there: int) -> int:
+        """How few of the nodes that are ``there`` a round may have."""
+        return min(there, self.min_nodes or there, self.max_nodes or there)

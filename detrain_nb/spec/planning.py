@@ -9,6 +9,7 @@ from ..errors import SpecError
 from ..plan import NodeOffer, Plan, plan_pipeline
 from ..plan.fields import build
 from ..plan.job import JobNode, JobSpec
+from ..plan.pipeline import lay_out
 from ..text import name_some
 from .pipeline_fields import PipelineFields
 
@@ -52,6 +53,29 @@ def plan_spec(spec: PipelineFields, *, gpus: Mapping[str, int | Sequence[int]]) 
         raise
 
 
+def find_rounds_that_do_not_fit(spec: PipelineFields, plan: Plan) -> dict[int, str]:
+    """Return each number of nodes that an elastic job may have and that its axes or batch do not fit, and why.
+
+    Nothing is said of nodes that differ in their ranks, or whose GPUs nobody has counted.
+    """
+    misfits: dict[int, str] = {}
+    sizes = {len(node.ranks) for node in plan.nodes}
+    if len(sizes) == 1 and not describe_unknown_gpus(spec, {}):
+        there = len(plan.nodes)
+        for count in range(spec.rendezvous.fewest(there), min(there, (spec.rendezvous.max_nodes or there) + 1)):
+            try:
+                lay_out(
+                    count * max(sizes),
+                    axes=spec.parallelism.axes,
+                    batch_size=spec.training.batch_size,
+                    microbatches=spec.parallelism.microbatches,
+                    schedule=spec.parallelism.schedule,
+                )
+            except SpecError as exc:
+                misfits[count] = str(exc)
+    return misfits
+
+
 def describe_unknown_gpus(spec: PipelineFields, gpus: Mapping[str, object]) -> str:
     """``nodes a, b have GPUs``: those that have a rank for each, however many; empty where all is known."""
     if not spec.nodes:
@@ -64,15 +88,21 @@ def describe_unknown_gpus(spec: PipelineFields, gpus: Mapping[str, object]) -> s
 
 
 def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
-    """Return what a script reads with `job_spec`: the spec with every axis and batch size as a number."""
+    """Return what a script reads with `job_spec`: the spec with every axis and batch size as a number.
+
+    Where fewer nodes may do, axes and microbatches stay as they were given: each round has its own.
+    """
     data: dict[str, Any] = spec.model_dump(
         mode="json", include={"name", "description", "training", "data", "model", "checkpoint", "artifacts"}
     )
     if data["checkpoint"] and data["checkpoint"]["keep"] == "all":
         data["checkpoint"]["keep"] = None
-    data["parallelism"] = spec.parallelism.model_dump(mode="json") | dict(plan.mesh.axes if plan.mesh else {})
-    if plan.batch:
-        data["parallelism"]["microbatches"] = plan.batch.microbatches
+    data["nodes_vary"] = spec.rendezvous.fewest(len(plan.nodes)) < len(plan.nodes)
+    data["parallelism"] = spec.parallelism.model_dump(mode="json")
+    if not data["nodes_vary"]:
+        data["parallelism"] |= dict(plan.mesh.axes if plan.mesh else {})
+        if plan.batch:
+            data["parallelism"]["microbatches"] = plan.batch.microbatches
     nodes = [JobNode(node.name, node.ranks) for node in plan.nodes]
     job: JobSpec = build(JobSpec, data, where="spec")
     return job.on(nodes, batch=plan.batch).for_dev()

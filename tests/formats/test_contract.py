@@ -22,7 +22,7 @@ from detrain_nb.spec import PipelineSpec
 from ..node.git_host import commit, git, git_host
 from .on_nodes import WAYS, run_on_node, write_recorder
 
-SHELLS = [shell for shell in ("sh", "bash", "dash") if shutil.which(shell)]
+SHELLS = [shell for shell in ("sh", "bash", "dash", "zsh") if shutil.which(shell)]
 exporters = pytest.mark.parametrize("exporter", EXPORTERS)
 shells = pytest.mark.parametrize("shell", SHELLS)
 
@@ -57,6 +57,9 @@ def test_every_exporter_is_run_here() -> None:
 @shells
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(arguments=st.lists(TEXTS, max_size=4), value=TEXTS, script=TEXTS, description=LINES, name=NAMES, workdir=LINES)
+@example(
+    arguments=["=ls", "a==ls", "a:=ls"], value="=ls", script="=ls", description="=ls", name="=ls.py", workdir="=ls"
+)
 @example(
     arguments=[NASTY, "", "-x", "--", NASTY],
     value=NASTY,

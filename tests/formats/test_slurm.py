@@ -16,6 +16,7 @@ from detrain_nb.formats import slurm
 from detrain_nb.spec import PipelineSpec
 
 from .slurm_cluster import SlurmCluster, slurm_cluster
+from .test_torchrun import ONCE
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +59,24 @@ def test_four_ranks_on_two_nodes_meet(cluster: SlurmCluster) -> None:
     assert sorted(line for line in cluster.output(job).splitlines() if line.startswith("rank")) == [
         f"rank {rank} of 4 n{rank // 2} {rank // 2} 6 ['a b', '$x'] it's $HOME" for rank in range(4)
     ]
+
+
+@pytest.mark.slow
+def test_rank_that_fails_once_begins_anew_with_the_others(cluster: SlurmCluster, tmp_path: Path) -> None:
+    rendezvous = {"endpoint": "127.0.0.1", "max_restarts": 2}
+    env = {"GLOO_SOCKET_IFNAME": "lo", "MARK": str(tmp_path / "mark")}
+    spec = _spec(ONCE, ranks=1, env=env, rendezvous=rendezvous)
+    job = cluster.submit(slurm.export(spec, spec.plan(), time="00:05:00"))
+    assert cluster.wait(job, limit_s=100) == "COMPLETED", cluster.output(job)
+    assert len({line for line in cluster.output(job).splitlines() if line.startswith("store at")}) == 2
+
+
+@pytest.mark.slow
+def test_nodes_get_the_variables_of_the_script_where_sbatch_exports_none(cluster: SlurmCluster) -> None:
+    spec = _spec("import os; print('word', os.environ['WORD'])", ranks=1, env={"WORD": "there"})
+    job = cluster.submit(slurm.export(spec, spec.plan()), env={"SBATCH_EXPORT": "NONE"})
+    assert cluster.wait(job, limit_s=100) == "COMPLETED", cluster.output(job)
+    assert cluster.output(job).count("word there") == 2
 
 
 @pytest.mark.slow

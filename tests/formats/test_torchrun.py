@@ -30,32 +30,70 @@ def _spec(*nodes: dict[str, Any], **fields: Any) -> PipelineSpec:
     return PipelineSpec.from_dict({"name": "train", "source": {"script_text": SCRIPT}, "nodes": nodes, **fields})
 
 
-@pytest.mark.slow
-def test_two_nodes_run_the_ranks(tmp_path: Path) -> None:
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    spec = _spec(
-        {"host": "first", "address": "127.0.0.1", "python": sys.executable},
-        {"host": "second", "python": sys.executable},
-        rendezvous={"port": port},
-        env={"WORD": "it's\n$HOME"},
-        source={"script_text": SCRIPT, "arguments": ["a b", "$x ${local_rank}", "`id`\n", ""]},
-    )
-    script = tmp_path / "train.sh"
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _run_on_both(spec: PipelineSpec, folder: Path) -> list[str]:
+    """Run the script of a spec for two nodes as both of them; what each says."""
+    script = folder / "train.sh"
     script.write_bytes(torchrun.export(spec, spec.plan()).encode())
     processes = [
-        subprocess.Popen(["sh", script, node], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(["sh", script, node], cwd=folder, stdout=subprocess.PIPE, text=True)
         for node in ("second", "first")
     ]
     try:
-        said = sorted(process.communicate(timeout=100)[0] for process in processes)
+        said = [process.communicate(timeout=100)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0]
+    assert [process.returncode for process in processes] == [0, 0], said
+    return said
+
+
+@pytest.mark.slow
+def test_two_nodes_run_the_ranks(tmp_path: Path) -> None:
+    spec = _spec(
+        {"host": "first", "address": "127.0.0.1", "python": sys.executable},
+        {"host": "second", "python": sys.executable},
+        rendezvous={"port": _free_port()},
+        env={"WORD": "it's\n$HOME"},
+        source={"script_text": SCRIPT, "arguments": ["a b", "$x ${local_rank}", "`id`\n", ""]},
+    )
+    said = sorted(_run_on_both(spec, tmp_path))
     arguments = ["a b", "$x ${local_rank}", "`id`\n", ""]
     assert said == [f"{rank} of 2 2 {arguments} it's\n$HOME\n" for rank in range(2)]
+
+
+# Rank 1 fails in the first round, while rank 0 waits for it. MARK is a file that is not there yet.
+ONCE = """
+import os, sys, torch.distributed as dist
+os.write(1, f"store at {os.environ['MASTER_PORT']}\\n".encode())
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1 and not os.path.exists(os.environ["MARK"]):
+    open(os.environ["MARK"], "x").close()
+    sys.exit(3)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_begin_anew_meet_in_a_store_of_their_own(tmp_path: Path) -> None:
+    spec = _spec(
+        {"host": "first", "address": "127.0.0.1", "python": sys.executable},
+        {"host": "second", "python": sys.executable},
+        rendezvous={"port": _free_port(), "max_restarts": 2},
+        source={"script_text": ONCE},
+        env={"MARK": str(tmp_path / "mark")},
+    )
+    first, second = (text.splitlines() for text in _run_on_both(spec, tmp_path))
+    assert first == second and len(first) == 2
+    assert first[0] != first[1], "in the old store are the addresses of ranks that are gone"
 
 
 @pytest.mark.thorough

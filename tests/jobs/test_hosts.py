@@ -288,6 +288,60 @@ def test_host_that_answers_nothing_is_listed_as_it_was_last_known(testbed: Testb
     assert job.status().state == "running"
 
 
+# The others wait for h1 where it has not come to the meeting, or in training.
+LEFT_ALONE = """
+import os, time, torch, torch.distributed as dist
+from detrain_nb import job_spec
+job = job_spec()
+print("ranks", os.environ["WORLD_SIZE"], "shards", job.parallelism.dp_shard, "batch", job.batch, flush=True)
+if os.environ["WHEN"] == "meeting" and os.environ["DETRAIN_NB_JOB"].endswith("/1"):
+    time.sleep(600)
+dist.init_process_group("gloo")
+print("met", flush=True)
+while dist.get_world_size() == 2:
+    dist.all_reduce(torch.ones(1))
+    time.sleep(0.05)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def alone(start_job: StartJob, testbed: Testbed, request: pytest.FixtureRequest) -> Job:
+    """A job that goes on without h1, when h1 is waited for."""
+    when = request.param
+    rendezvous = {"min_nodes": 1, "max_restarts": 1, "silence_s": 3, "timeout_s": 60}
+    given = {"env": {"WHEN": when}, "training": {"batch_size": 8}, "rendezvous": rendezvous}
+    job = start_job(ssh_nodes(testbed), LEFT_ALONE, f"alone-{when}", **given)
+    follow_until(job, lambda line: line.text.startswith({"meeting": "ranks 2", "training": "met"}[when]), count=2)
+    return job
+
+
+def check_went_on(job: Job, *, restarts: int) -> None:
+    status = job.wait(90)
+    assert (status.state, status.exit_code) == ("ended", 0), status
+    assert status.reports["h0"].restarts == restarts
+    rounds = [line.text for line in job.logs(node="h0").lines if line.text.startswith("ranks")]
+    assert rounds == ["ranks 2 shards 2 batch batch 8 = 2 replicas x 4 samples", "ranks 1 shards 1 batch batch 8"]
+
+
+@pytest.mark.parametrize("alone", ["meeting", "training"], indirect=True)
+def test_elastic_job_goes_on_without_a_host_that_vanishes_without_a_word(testbed: Testbed, alone: Job) -> None:
+    testbed.cut("h1", "h0")
+    try:
+        check_went_on(alone, restarts=0)
+    finally:
+        testbed.heal("h1", "h0")
+    said = [line.text for line in alone.logs(torchrun=True, node="h0").lines]
+    assert any("nothing was heard of node h1 for 3 s: the ranks begin anew without it" in line for line in said)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("alone", ["training"], indirect=True)
+def test_elastic_job_goes_on_without_a_host_whose_torchrun_is_killed(testbed: Testbed, alone: Job) -> None:
+    kill(testbed, "h1", "torch.distributed.run")
+    check_went_on(alone, restarts=1)
+
+
 @pytest.mark.thorough
 def test_secret_is_in_no_command_line_file_or_log(testbed: Testbed, start_job: StartJob, home: Path) -> None:
     nodes = [LocalTransport(Node(host="localhost")), *ssh_nodes(testbed)]

@@ -68,6 +68,31 @@ def test_elastic_job_succeeds_without_nodes_that_it_can_spare(lost: NodeReport |
     assert judge("job", "name", said).exit_code != 0
 
 
+@pytest.mark.parametrize(
+    ("first", "other", "state", "exit_code"),
+    [
+        (report("running"), report("node restarted", node_rank=1), "running", None),
+        (report("running"), report("ended", 1, node_rank=1), "running", None),
+        (report("stopping"), report("ended", 1, node_rank=1), "stopping", None),
+        (report("ended", 0), report("running", node_rank=1), "stopping", None),
+        (report("stopped", 143), report("node restarted", node_rank=1), "stopped", 143),
+        (report("stopped", 143), SILENT, "stopped", 143),
+        (report("ended", 3, failed_rank=0), report("lost", node_rank=1), "ended", 3),
+        (report("lost"), report("ended", 1, node_rank=1), "lost", None),
+    ],
+)
+def test_state_of_an_elastic_job_is_that_of_its_first_node(
+    first: NodeReport, other: NodeReport | DetrainError, state: str, exit_code: int | None
+) -> None:
+    found = judge("job", "name", {"a": first, "b": other}, least_nodes=1)
+    assert (found.state, found.exit_code) == (state, exit_code)
+
+
+def test_elastic_job_that_has_too_few_nodes_left_ends() -> None:
+    said = {"a": report("running"), "b": report("lost", node_rank=1)}
+    assert judge("job", "name", said, least_nodes=2).state == "stopping"
+
+
 def test_elastic_job_does_not_succeed_without_its_first_node() -> None:
     said = {"a": report("lost"), "b": report("ended", 0, node_rank=1)}
     assert judge("job", "name", said, least_nodes=1).state == "lost"

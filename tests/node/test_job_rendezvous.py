@@ -276,7 +276,7 @@ def test_an_elastic_job_ends_with_node_0_and_says_so(elastic_job: _Job) -> None:
 
 @pytest.mark.thorough
 def test_a_node_that_joins_later_is_taken_in(elastic_job: _Job) -> None:
-    elastic_job.rendezvous = replace(elastic_job.rendezvous, timeout_s=8)
+    elastic_job.rendezvous = replace(elastic_job.rendezvous, timeout_s=600)
     script = """
 import os, time
 print("ranks", os.environ["WORLD_SIZE"], flush=True)
@@ -284,7 +284,8 @@ while os.environ["WORLD_SIZE"] == "1":
     time.sleep(0.05)
 """
     first = elastic_job.start(0, script, nodes=(1, 2), env={})
-    first.wait_for("ranks 1\n")
+    first.wait_for("ranks 1\n")  # it does not wait a part of timeout_s
+    assert "detrain_nb: waits for 2 nodes, or goes on 10 s after 1 came\n" in first.log
     second = elastic_job.start(1, script, nodes=(1, 2))
     for node in (first, second):
         assert node.wait() == 0, node.log

@@ -155,6 +155,27 @@ def test_axes_and_batch_of_a_command_line_are_resolved() -> None:
         changed.with_overrides(["--training.batch_size", "30"])
 
 
+def test_axes_and_batch_are_those_of_the_round_where_nodes_vary(
+    spec_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = JobParallelism(tp=2, dp_shard=-1)
+    job = JobSpec("x", world_size=8, training=JobTraining(batch_size=8), parallelism=given, nodes_vary=True)
+    spec_file.write_text(job.to_json())
+    for world_size, shards in ((8, 4), (4, 2), (2, 1)):
+        monkeypatch.setenv("WORLD_SIZE", str(world_size))
+        found = job_spec([])
+        assert (found.world_size, found.parallelism.tp, found.parallelism.dp_shard) == (world_size, 2, shards)
+        assert found.batch and found.batch.global_size == 8 == shards * found.batch.replica_size
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    complaint = "with the 6 ranks of this round: a batch of 8 does not divide by 3 replicas: give 6 or 9"
+    with pytest.raises(SpecError, match=complaint):
+        job_spec([])
+    assert job_spec(["--training.batch_size", "9"]).batch == Batch(3, 1, 3)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(SpecError, match="with the 1 rank of this round: mesh tp=2 needs 2 ranks, and there is 1"):
+        job_spec([])
+
+
 def test_override_of_what_was_not_given_asks_for_the_rest() -> None:
     with pytest.raises(SpecError, match="data: url is missing"):
         JobSpec("x").with_overrides(["--data.format", "csv"])

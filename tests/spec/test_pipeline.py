@@ -218,6 +218,27 @@ def test_script_reads_a_spec_without_open_numbers() -> None:
     assert (tried.checkpoint, tried.training.epochs, tried.training.steps) == (None, None, 3)
 
 
+def test_axes_stay_open_where_a_round_may_have_fewer_nodes() -> None:
+    def spec(**rendezvous: int) -> PipelineSpec:
+        nodes = [{"host": host, "ranks": 2} for host in "abcd"]
+        return _spec(
+            source={"script_text": "a = 1"},
+            training={"batch_size": 16},
+            nodes=nodes,
+            rendezvous=rendezvous,
+            checkpoint={"url": "/runs"},
+        )
+
+    varies, fixed = spec(min_nodes=1, max_restarts=2), spec(max_restarts=2)
+    job, same = (each.job_spec(each.plan()) for each in (varies, fixed))
+    assert (job.nodes_vary, job.parallelism.dp_shard, job.parallelism.microbatches) == (True, -1, None)
+    assert (same.nodes_vary, same.parallelism.dp_shard, same.parallelism.microbatches) == (False, 8, 1)
+    (finding,) = varies.check()
+    assert (finding.field, finding.severity) == ("rendezvous.min_nodes", "warning")
+    assert "with 3 of 4 nodes a script that reads its spec cannot go on: a batch of 16" in str(finding)
+    assert fixed.check() == [] == spec(min_nodes=4).check()
+
+
 def test_arguments_in_the_style_of_detrain_stand_behind_the_users() -> None:
     source = {"script": "main.py", "arguments": ["--samples", "10"], "argument_style": "detrain"}
     spec = _spec(

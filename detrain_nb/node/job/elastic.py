@@ -2,7 +2,8 @@
 
 torch's own dynamic rendezvous keeps its state in a store and unpickles what it finds there: who reaches the store could
 run code on every node. Here each state is sealed with the job's key (seal.py), and unpickled only if it is ours.
-Node 0 holds the store; every round of ranks gets a store of its own, on one address of the node that has rank 0.
+Node 0 holds the store; every round of ranks gets a store of its own, on one address of the node that has rank 0. Node 0
+also begins a new round where a node of this one is silent: its ranks would be waited for.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from ...launch import ELASTIC_BACKEND, JOB_KEY_VARIABLE
+from ...launch import ELASTIC_BACKEND, JOB_KEY_VARIABLE, NOT_SHARED_VARIABLE
 from ..system.bound_store import listen
 from .rendezvous import open_store, open_watch, tell_others
 from .seal import MOST_BYTES, Seal, SealBroken
 from .watch import write_reason
 
 _BEAT_S = 5
-_NOT_SHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_LAST_CALL_S = 10
 _RANKS_STORE_KEY = "detrain_nb.ranks_store"
 
 
@@ -109,15 +110,19 @@ class ElasticRendezvous(RendezvousHandler):
     def __init__(self, params: RendezvousParameters, key: bytes) -> None:
         self._node_rank = params.get_as_int("rank", 0) or 0
         self._join_s = join_s = float(params.get_as_int("join_timeout") or 120)
-        silence_s = float(params.get_as_int("silence") or 60)
+        self._silence_s = silence_s = float(params.get_as_int("silence") or 60)
         address, port = parse_rendezvous_endpoint(params.endpoint, default_port=0)
         self._address = params.local_addr or address
         self._key, self._run_id = key, params.run_id
         self._store = open_store(address, port, self._node_rank, join_s)
         self._ranks_store: TCPStore | None = None
-        self._has_joined = False
+        self._num_nodes = 0  # of this round
+        self._missed: set[str] = set()  # nodes without which a round has begun
         beat_s = max(1, min(_BEAT_S, round(silence_s / 3)))
-        params.config.setdefault("last_call_timeout", max(1, round(join_s / 4)))  # for nodes beyond the fewest
+        last_call_s = max(1, min(_LAST_CALL_S, round(join_s / 4)))  # who comes later begins one more round
+        params.config.setdefault("last_call_timeout", last_call_s)
+        self._terms = f"waits for {params.max_nodes} nodes, or goes on {last_call_s} s after {params.min_nodes} came"
+        self._is_range = params.min_nodes < params.max_nodes
         params.config.setdefault("keep_alive_interval", beat_s)
         params.config.setdefault("keep_alive_max_attempt", max(2, round(silence_s / beat_s)))
         self._dynamic = create_handler(self._store, SealedBackend(self._store, params.run_id, key), params)
@@ -139,21 +144,23 @@ class ElasticRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
+        if self._is_range:
+            _tell(self._terms)
         # torch would let its own store for the ranks listen everywhere, and give ranks that are started again the keys
         # of those before them
-        users = os.environ.get(_NOT_SHARED)
-        os.environ[_NOT_SHARED] = "1"
+        users = os.environ.get(NOT_SHARED_VARIABLE)
+        os.environ[NOT_SHARED_VARIABLE] = "1"
         try:
             info: RendezvousInfo = self._dynamic.next_rendezvous()
         except RendezvousTimeoutError as exc:
-            if self._has_joined:  # they would have met it again, but that their ranks had ended
+            if self._num_nodes:  # they would have met it again, but that their ranks had ended
                 raise RendezvousTimeoutError(f"the others did not meet it again within {self._join_s:g} s") from exc
             raise
         finally:
-            del os.environ[_NOT_SHARED]
+            del os.environ[NOT_SHARED_VARIABLE]
             if users is not None:
-                os.environ[_NOT_SHARED] = users
-        self._has_joined = True
+                os.environ[NOT_SHARED_VARIABLE] = users
+        self._num_nodes = info.world_size
         self._ranks_store = None
         meeting = RanksMeeting(info.store, self._key, self._run_id, self._dynamic._state_holder.state.round)
         try:
@@ -172,19 +179,32 @@ class ElasticRendezvous(RendezvousHandler):
         self._dynamic.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        return int(self._dynamic.num_nodes_waiting())
+        """Count the nodes that wait, and those that are lost: torchrun begins a new round for either."""
+        waiting = int(self._dynamic.num_nodes_waiting())
+        silent = set(self._watch.silent())  # torch also misses nodes of which it has heard nothing while we slept
+        self._missed &= silent
+        if waiting or len(self._dynamic._state_holder.state.participants) == self._num_nodes:
+            return waiting
+        lost, self._missed = silent - self._missed, silent
+        for name in sorted(lost):
+            _tell(f"nothing was heard of {name} for {self._silence_s:g} s: the ranks begin anew without it")
+        return len(lost)
 
     def get_run_id(self) -> str:
         return self._run_id
 
     def shutdown(self) -> bool:
         error = sys.exc_info()[1]
-        was_left_out = isinstance(error, RendezvousTimeoutError) and self._has_joined
+        was_left_out = isinstance(error, RendezvousTimeoutError) and self._num_nodes > 0
         if error is not None and not was_left_out and not isinstance(error, ChildFailedError):
             return False  # the others may go on without this node
         is_closed = bool(self._dynamic.shutdown())  # first: nodes that wait to be taken in end by it
         tell_others(self._watch, self._node_rank, error)
         return is_closed
+
+
+def _tell(said: str) -> None:
+    print(f"detrain_nb: {said}", file=sys.stderr, flush=True)
 
 
 def create_elastic_handler(params: RendezvousParameters) -> RendezvousHandler:

@@ -43,7 +43,8 @@ class SharedStore(Protocol):
 class Watch:
     """Of one node. ``open_store`` makes a client of the store that nobody else uses.
 
-    Without ``is_fixed``, as in elastic jobs, nodes may go and come: only a node's own word ends the others.
+    Without ``is_fixed``, as in elastic jobs, nodes may go and come: only a node's own word ends the others, and whoever
+    asks learns which are `silent`.
     ``on_end`` is called once, in a thread, with the reason, if the job is ended by another node.
     """
 
@@ -97,6 +98,14 @@ class Watch:
             return ""
         names = ", ".join(self.name(rank) for rank in missing)
         return f"{names} did not come to the rendezvous within {limit_s:g} s: see there why it was not started"
+
+    def silent(self) -> list[str]:
+        """On node 0: the names of the nodes of which nothing is heard any more."""
+        return [
+            self.name(rank)
+            for rank, (beat, silent_s) in list(self._heard.items())
+            if beat is not None and silent_s >= self._silence_s
+        ]
 
     def tell_done(self, limit_s: float | None = None) -> None:
         """Say that this node's ranks have ended well. Node 0 waits for the others, to which its store is the job."""
