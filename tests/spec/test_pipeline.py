@@ -222,7 +222,7 @@ def test_axes_stay_open_where_a_round_may_have_fewer_nodes() -> None:
     def spec(**rendezvous: int) -> PipelineSpec:
         nodes = [{"host": host, "ranks": 2} for host in "abcd"]
         return _spec(
-            source={"script_text": "a = 1"},
+            source={"script_text": "job = detrain_nb.job_spec()"},
             training={"batch_size": 16},
             nodes=nodes,
             rendezvous=rendezvous,
