@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ _LIMIT_BYTES = 500_000_000
 _MOST_FILES = 50_000
 _MOST_NAMED = 3
 _CHUNK_BYTES = 1 << 20
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _AGAIN = "was changed while it was sent: submit the job again"
 
 
@@ -68,9 +70,9 @@ class GitSource:
 class ShippedSource:
     """What travels: ``files``, or a repository. ``program`` is what runs, in the folder that has them.
 
-    ``commit`` is found by the first node that fetches: the others take the same one. ``unreached`` is said by the first
-    that does not reach the host: then none has to. It is shared by the threads that send it, which hold ``lock`` for
-    what only one of them is to do.
+    ``commit`` is its ref, where that is one; else the first node that fetches says it, by its name ``said_by``, and the
+    others have to find the same one. ``unreached`` is said by the first that does not reach the host: then none has to.
+    It is shared by the threads that send it, which hold ``lock`` for what only one of them is to do.
     """
 
     program: tuple[str, ...]
@@ -78,6 +80,7 @@ class ShippedSource:
     git: GitSource | None = None
     notices: tuple[str, ...] = ()
     commit: str = ""
+    said_by: str = ""
     unreached: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -223,12 +226,13 @@ def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> Shipped
     wanted = GitSource(
         git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "", is_cloned=git.how == "clone"
     )
-    shipped = ShippedSource((_check(source.entry or ""),), git=wanted)
+    commit = wanted.ref.lower() if _COMMIT.fullmatch(wanted.ref.lower()) else ""
+    shipped = ShippedSource((_check(source.entry or ""),), git=wanted, commit=commit)
     return fetch_here(shipped, environment) if git.how == "bundle" else shipped
 
 
 def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> ShippedSource:
-    """Fetch a repository, at its commit if that is known, and have it travel as files.
+    """Fetch a repository, and have it travel as files; which commit is asked of its host, whatever nodes have said.
 
     Raises: SpecError where the token is not set or the entry is not in it, DetrainError.
     """
@@ -238,15 +242,7 @@ def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> Shipped
     limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
     try:
         cache = sources_folder()
-        parts = fetch_parts(
-            cache,
-            wanted.url,
-            wanted.ref,
-            commit=source.commit,
-            folder=wanted.folder,
-            access=access,
-            limits=limits,
-        )
+        parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access, limits=limits)
         (cache / "bundles").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=PART, dir=cache / "bundles") as folder:
             for part in parts:

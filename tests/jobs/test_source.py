@@ -47,12 +47,12 @@ def plan(**source: Any) -> ShippedSource:
     return plan_source(PipelineSpec.from_dict({"name": "x", "source": source}))
 
 
-def arrive(source: ShippedSource, node: Path, *, at: str = "source", **options: Any) -> dict[str, bytes]:
+def arrive(source: ShippedSource, cache: Path, *, at: str = "source", **options: Any) -> dict[str, bytes]:
     """Ship and lay out; return the files."""
-    with source_talk(node) as talk:
+    with source_talk(cache) as talk:
         found = ship(talk, source, **options)
-    target = node.parent / at
-    lay_out(found, target, cache=node)
+    target = cache.parent / at
+    lay_out(found, target, cache=cache)
     return {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
 
 
@@ -250,12 +250,15 @@ def test_repository_is_cloned_there_or_sent_from_here(
         with source_talk(node) as talk, pytest.raises(FilesError, match="does not accept the token"):
             ship(talk, cloned)
         monkeypatch.setenv("GIT_TOKEN", "t0ken")
-        there = arrive(cloned, node, at="cloned")
+        there = arrive(cloned, node, at="cloned", node="a")
         assert cloned.commit == first and there["train.py"] == b"print(1)"
         bundled = plan(git={**where, "how": "bundle"}, entry="train.py")
         commit(work, {"train.py": "print(3)"})
         host.publish(work, "x.git")
-        assert arrive(cloned, node.with_name("second node"), at="second") == there  # the branch has gone on
+        with pytest.raises(Untrue, match=f"main is commit .* here, and {first[:12]} on a: submit again if it has gone"):
+            arrive(cloned, node.with_name("second node"), node="b")  # one of them lies, or the branch has gone on
+        pinned = plan(git={**where, "ref": first.upper()}, entry="train.py")
+        assert pinned.commit == first and arrive(pinned, node.with_name("third node"), at="third") == there
         assert plan(git={**where, "how": "bundle", "folder": "sub"}, entry="main.py").files[0].size == 8
     assert bundled.commit == first and bundled.notices == ("links that do not travel: leads_out",)
     del there["leads_out"]
@@ -274,7 +277,7 @@ def test_files_that_git_lfs_has_the_contents_of_are_told_of(tmp_path: Path) -> N
     assert notice.startswith("git LFS has the contents of 0.bin, 1.bin, 2.bin and others: ")
 
 
-def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_not_reach_its_host(
+def test_repository_is_sent_from_here_to_all_where_a_node_does_not_reach_its_host(
     tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = tmp_path / "work"
@@ -283,7 +286,7 @@ def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_no
         source = plan(git={"url": host.publish(work, "x.git"), "ref": "main"}, entry="train.py")
         with source_talk(node) as talk:
             assert ship(talk, source, node="a") and source.commit == first
-        commit(work, {"train.py": "print(2)"})
+        second = commit(work, {"train.py": "print(2)"})
         host.publish(work, "x.git")
         with monkeypatch.context() as patch, source_talk(node) as talk:
             patch.setenv("PATH", str(tmp_path))  # without git
@@ -295,8 +298,8 @@ def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_no
         with source_talk(node) as talk:
             assert ship(talk, source, node="c") == "" and len(host.asked) == asked  # it is not to fetch it either
         sent = fetch_here(source, {})
-    assert sent.commit == first and sent.program == source.program
-    assert arrive(sent, node.with_name("second")) == {"train.py": b"print(1)"}
+    assert sent.commit == second and sent.program == source.program  # whatever the first node has said
+    assert arrive(sent, node.with_name("second")) == {"train.py": b"print(2)"}
 
 
 def test_repository_that_is_sent_from_here_is_no_larger_than_a_folder(tmp_path: Path, node: Path) -> None:

@@ -278,8 +278,8 @@ def test_ref_is_a_branch_a_tag_or_a_commit_also_in_part(host: GitHost, work: Pat
         commit(work, {"new.py": "3"})
         host.publish(work, "refs.git")
         newest = git("rev-parse", "main", at=work)
-        assert ask_git(talk, url, commit=last, token=TOKEN)["commit"] == last  # the branch has gone on
-        assert ask_git(talk, url, token=TOKEN)["commit"] == newest
+        assert ask_git(talk, url, token=TOKEN)["commit"] == newest  # the branch has gone on
+        assert ask_git(talk, url, last.upper(), token=TOKEN)["commit"] == last
     lay_out(found["v1"]["source"], tmp_path / "v1", cache=cache)
     assert (tmp_path / "v1/train.py").read_text() == "print(1)\n"
 

@@ -62,7 +62,6 @@ def fetch_parts(
     url: str,
     ref: str,
     *,
-    commit: str = "",
     folder: str = "",
     access: GitAccess | None = None,
     limits: GitLimits | None = None,
@@ -70,16 +69,13 @@ def fetch_parts(
 ) -> list[GitPart]:
     """Fetch ``ref`` of a repository, and the submodules in ``folder``, into mirrors below ``cache``.
 
-    ``commit``: the one that is meant, where the name may have gone on meanwhile. The first part is the repository's.
-    Raises: FilesError with what is wrong, and what to do.
+    The first part is the repository's. Raises: FilesError with what is wrong, and what to do.
     """
     access = access or GitAccess()
     try:
         place, ref = parse_git_url(url), check_git_ref(ref)
     except SpecError as exc:
         raise FilesError(str(exc)) from exc
-    if commit and not _COMMIT.fullmatch(commit):
-        raise FilesError("what came is no commit")
     if access.token and not place.hides_token:
         raise FilesError(f"git {clean(url)}: a token is sent over https only, anybody on the way could read it")
     if any(not char.isprintable() or char.isspace() for char in access.token):
@@ -88,8 +84,6 @@ def fetch_parts(
         check_name(folder)
     fetcher = _Fetcher(cache, access, limits or GitLimits(), tick)
     found = fetcher.fetch(place, ref, may_redirect=True)
-    if commit and found != commit:
-        found = fetcher.fetch(place, commit, may_redirect=True)
     fetcher.gather(place, found, folder, "", depth=0)
     return fetcher.parts
 
