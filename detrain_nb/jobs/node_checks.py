@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..deploy.chosen_nodes import transports_to
@@ -20,7 +20,7 @@ from .execution import execute
 from .log_lines import LogLine
 from .report_checks import NodeFacts
 from .shipping import ship
-from .source import ShippedSource, fetch_here, plan_source
+from .source import ShippedSource, describe_token, fetch_here, plan_source
 from .starting import gather_secrets
 
 if TYPE_CHECKING:
@@ -36,11 +36,16 @@ _TRY_IMPORT = "import importlib.util as u, sys; print(*[name for name in sys.arg
 
 
 def check_nodes(
-    spec: PipelineSpec, *, storage: str | None = None, ask_passphrase: AskPassphrase | None = None
+    spec: PipelineSpec,
+    *,
+    storage: str | None = None,
+    ask_passphrase: AskPassphrase | None = None,
+    on_progress: Callable[[str], object] | None = None,
 ) -> list[Finding]:
     """Return what is wrong with ``spec``, as its nodes are now too. Nothing is started there.
 
-    ``storage``: the location by which its source is to travel, as `submit` takes it.
+    ``storage``: the location by which its source is to travel, as `submit` takes it. ``on_progress`` is told who gets
+    the token of a repository, before anybody does.
     """
     findings = [*spec.check(), *_check_secrets(spec)]
     source = ShippedSource(())
@@ -49,6 +54,8 @@ def check_nodes(
             source = plan_source(spec)
         except DetrainError as exc:
             findings.append(Finding("source", str(exc)))
+    if source.git and on_progress and (told := describe_token(source.git)):
+        on_progress(told)
     if hosts := [node for node in spec.nodes if not node.is_this_machine]:
         from ..doctor import examine  # it takes its time, and most checks ask no host
 
@@ -64,7 +71,7 @@ def check_nodes(
             findings += _check_port(nodes[0], spec.rendezvous.port)
         answering = [node for node, said in zip(nodes, facts) if not isinstance(said, DetrainError)]
         findings += _check_libraries(spec, storage, answering)
-        if source.git and answering:
+        if source.git and (answering or source.git.how == "bundle"):
             findings += _check_repository(source, answering)
     finally:
         for node in nodes:
@@ -143,6 +150,9 @@ def _check_libraries(spec: PipelineSpec, storage: str | None, nodes: Sequence[Tr
 def _check_repository(source: ShippedSource, nodes: Sequence[Transport]) -> Iterator[Finding]:
     """Do the nodes get it, or this machine where one does not reach its host? It is there for the job then."""
 
+    if source.git and source.git.how == "bundle":
+        nodes = ()
+
     def fetch(index: int) -> str:
         with open_job_talk(nodes[index]) as talk:
             return ship(talk, source, node=label(nodes[index]))
@@ -150,6 +160,7 @@ def _check_repository(source: ShippedSource, nodes: Sequence[Transport]) -> Iter
     told = [str(said) for said in try_on_all(nodes, fetch) if isinstance(said, DetrainError)]
     if source.unreached:
         yield Finding("source.git", f"{source.unreached}: it is fetched where you submit, and sent", "warning")
+    if source.unreached or not nodes:
         try:
             fetch_here(source, os.environ)
         except DetrainError as exc:

@@ -130,7 +130,7 @@ def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Ma
     said = talk.hear("ready", "unreached")
     if said["type"] == "unreached":
         why = clean(said.get("text"))[:_REASON_CHARS]
-        if git.is_cloned:
+        if git.how == "clone":
             raise FilesError(f'{why}; source.git.how = "auto" has it fetched where you are, and sent')
         source.unreached = f"{node}: {why}"
         return ""

@@ -22,6 +22,7 @@ from ..errors import DetrainError, SpecError
 from ..node.job.blobs import PART, Blobs, remove_unused, sources_folder
 from ..node.job.git_program import GitAccess, GitLimits
 from ..node.job.git_source import fetch_parts, find_pointers, lay_out_part
+from ..plan.git_urls import parse_git_url
 from ..spec.notebook import MOST_BYTES, read_notebook_script
 from ..storage import Location, locate, named_errors
 from ..text import format_size, name_some
@@ -30,7 +31,17 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.source import Git, Source
 
-__all__ = ["GitSource", "ShippedSource", "SourceFile", "fetch_here", "plan_source", "read_token", "tell_pointers"]
+__all__ = [
+    "GitSource",
+    "ShippedSource",
+    "SourceFile",
+    "describe_token",
+    "fetch_bundle",
+    "fetch_here",
+    "plan_source",
+    "read_token",
+    "tell_pointers",
+]
 
 _LIMIT_BYTES = 500_000_000
 _MOST_FILES = 50_000
@@ -53,17 +64,14 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class GitSource:
-    """A repository that each node fetches; ``token`` is the name of a variable of the environment here.
-
-    ``is_cloned``: the nodes have to, also where one does not reach its host.
-    """
+    """A repository; ``token`` is the name of a variable of the environment here. ``how`` is that of a spec."""
 
     url: str
     ref: str
     folder: str
     token: str
     ssh_key: str
-    is_cloned: bool = False
+    how: str = "auto"
 
 
 @dataclass
@@ -95,10 +103,9 @@ class ShippedSource:
         return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {format_size(self.size_bytes)}"
 
 
-def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = None) -> ShippedSource:
-    """Find what of ``spec.source`` travels. A repository that is sent from here (bundle) is fetched now.
+def plan_source(spec: PipelineSpec) -> ShippedSource:
+    """Find what of ``spec.source`` travels. The host of a repository is not asked.
 
-    ``environment`` may have the token of that one, beside this process' own.
     Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
     """
     source = spec.source
@@ -113,10 +120,27 @@ def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = N
         name = os.path.splitext(os.path.basename(source.notebook))[0]
         return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode())
     if source.git is not None:
-        return _of_git(source, source.git, {**os.environ, **(environment or {})})
+        return _of_git(source, source.git)
     assert source.path is not None
     found = _of_url(source.path) if "://" in source.path else _of_folder(source.path)
     return _with_entry(source, *found)
+
+
+def fetch_bundle(source: ShippedSource, given: Mapping[str, str] | None = None) -> ShippedSource:
+    """Fetch a repository that is to be sent from here (bundle), as `fetch_here` does; any other source stays as it is.
+
+    ``given`` may have its token, beside the environment of this process.
+    """
+    is_bundle = source.git is not None and source.git.how == "bundle"
+    return fetch_here(source, {**os.environ, **(given or {})}) if is_bundle else source
+
+
+def describe_token(git: GitSource) -> str:
+    """Who gets the token of a repository; empty where it needs none."""
+    if not git.token:
+        return ""
+    nodes = "" if git.how == "bundle" else "every node and to "
+    return f"the value that {git.token} has here goes to {nodes}{parse_git_url(git.url).host}"
 
 
 def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
@@ -222,13 +246,10 @@ def _slashes(name: str) -> Iterator[int]:
 # ---- a repository
 
 
-def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> ShippedSource:
-    wanted = GitSource(
-        git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "", is_cloned=git.how == "clone"
-    )
+def _of_git(source: Source, git: Git) -> ShippedSource:
+    wanted = GitSource(git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "", git.how)
     commit = wanted.ref.lower() if _COMMIT.fullmatch(wanted.ref.lower()) else ""
-    shipped = ShippedSource((_check(source.entry or ""),), git=wanted, commit=commit)
-    return fetch_here(shipped, environment) if git.how == "bundle" else shipped
+    return ShippedSource((_check(source.entry or ""),), git=wanted, commit=commit)
 
 
 def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> ShippedSource:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 from pathlib import Path
 
+import pytest
+
 from detrain_nb.jobs import check_nodes
 from detrain_nb.spec import PipelineSpec
 
@@ -70,6 +72,20 @@ def test_repository_is_fetched_as_the_job_would(home: Path, tmp_path: Path) -> N
     assert fault.startswith(f"source.git: this machine: git {url} cannot be reached: ")
     (fault,) = check(url=url, how="clone")
     assert fault.startswith(f"source.git: this-machine: git {url} cannot be reached: ")
+
+
+@pytest.mark.parametrize("how", ["auto", "bundle"])
+def test_who_gets_a_token_is_said_before(how: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path / "work", {"train.py": "1"})
+    monkeypatch.setenv("A_TOKEN", "t0ken")
+    with git_host(tmp_path / "host", token="t0ken") as host:
+        of = {"url": host.publish(tmp_path / "work", "x.git"), "token": "A_TOKEN", "how": how}
+        spec = PipelineSpec.from_dict({"name": "checked", "source": {"git": of, "entry": "train.py"}})
+        said: list[tuple[str, int]] = []
+        assert check_nodes(spec, on_progress=lambda text: said.append((text, len(host.asked)))) == []
+        to = "127.0.0.1" if how == "bundle" else "every node and to 127.0.0.1"
+        assert said == [(f"the value that A_TOKEN has here goes to {to}", 0)]
+        assert any("t0ken" in who for _, who in host.asked)
 
 
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:

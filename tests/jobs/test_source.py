@@ -16,8 +16,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from detrain_nb.copying.json_lines import FilesError, Talk, Untrue
 from detrain_nb.errors import DetrainError, SpecError
+from detrain_nb.jobs import submit
 from detrain_nb.jobs.shipping import ship
-from detrain_nb.jobs.source import ShippedSource, SourceFile, fetch_here, plan_source
+from detrain_nb.jobs.source import ShippedSource, SourceFile, fetch_bundle, fetch_here, plan_source
 from detrain_nb.node.job.sources import lay_out
 from detrain_nb.spec import PipelineSpec
 
@@ -44,7 +45,7 @@ def node(tmp_path: Path) -> Path:
 
 
 def plan(**source: Any) -> ShippedSource:
-    return plan_source(PipelineSpec.from_dict({"name": "x", "source": source}))
+    return fetch_bundle(plan_source(PipelineSpec.from_dict({"name": "x", "source": source})))
 
 
 def arrive(source: ShippedSource, cache: Path, *, at: str = "source", **options: Any) -> dict[str, bytes]:
@@ -313,6 +314,21 @@ def test_repository_that_is_sent_from_here_is_no_larger_than_a_folder(tmp_path: 
     git("reset", "--quiet", "--soft", git("commit-tree", tree, "-m", "x", at=work), at=work)
     with pytest.raises(DetrainError, match=r"has 50001 files .* more than 50000"):
         plan(git={"url": str(work), "how": "bundle"}, entry="train.py")
+
+
+@pytest.mark.parametrize("how", ["auto", "clone", "bundle"])
+def test_dry_run_says_who_would_get_a_token_and_gives_it_to_nobody(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with git_host(tmp_path / "host") as host:
+        of = {"url": host.url("x.git"), "token": "OPENAI_API_KEY", "how": how}
+        spec = PipelineSpec.from_dict({"name": "x", "source": {"git": of, "entry": "train.py"}})
+        told = str(submit(spec, dry_run=True))
+        assert not host.asked
+    to = "127.0.0.1" if how == "bundle" else "every node and to 127.0.0.1"
+    assert f"\nthe value that OPENAI_API_KEY has here goes to {to}" in told and KEY not in told
+    assert f"{'this machine' if how == 'bundle' else 'every node'} fetches {host.url('x.git')}" in told
 
 
 # ---- a store between
