@@ -290,8 +290,12 @@ def tell_pointers(names: Sequence[str]) -> str:
 
 
 def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:
-    """All files below ``folder``; a link travels as the file that it leads to in there, as no other does."""
+    """All files below ``folder``; a link travels as the file that it leads to in there, as no other does.
+
+    Raises: SpecError where it is too much so.
+    """
     blobs, files, skipped = _blobs_here(), list[SourceFile](), list[str]()
+    left = _LIMIT_BYTES
     top = os.path.join(os.path.realpath(folder), "")
     for above, folders, names in os.walk(top):
         skipped += [os.path.relpath(os.path.join(above, name), top) for name in folders if _is_link(above, name)]
@@ -302,6 +306,10 @@ def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:
                 skipped.append(shown)
                 continue
             with open_regular(path) as file:
+                left -= os.fstat(file.fileno()).st_size
+                if left < 0:
+                    limit = format_size(_LIMIT_BYTES)
+                    raise SpecError(f"the repository has more than {limit}, with what its links lead to: name a folder")
                 is_executable = bool(os.fstat(file.fileno()).st_mode & 0o100)
                 files.append(_in_blobs(blobs, _check(shown), file, is_executable=is_executable))
     return sorted(files, key=lambda file: file.name), [clean(name) for name in skipped]

@@ -331,6 +331,16 @@ def test_dry_run_says_who_would_get_a_token_and_gives_it_to_nobody(
     assert f"{'this machine' if how == 'bundle' else 'every node'} fetches {host.url('x.git')}" in told
 
 
+def test_links_of_a_repository_do_not_multiply_what_is_sent(tmp_path: Path, home: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    for number in range(60):
+        (work / f"link{number}").symlink_to("big")
+    commit(work, {"train.py": "1", "big": b"\0" * 10_000_000})
+    with pytest.raises(SpecError, match="more than 500 MB, with what its links lead to"):
+        plan(git={"url": str(work), "how": "bundle"}, entry="train.py")
+
+
 # ---- a store between
 
 
