@@ -260,7 +260,9 @@ def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> Shipped
     wanted, (entry,) = source.git, source.program
     assert wanted is not None
     access = GitAccess(read_token(wanted, environment), wanted.ssh_key)
-    limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
+    limits = GitLimits(
+        laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES, memory_bytes=2 << 30
+    )  # those of a folder that is sent from here
     try:
         cache = sources_folder()
         parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access, limits=limits)

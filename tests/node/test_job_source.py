@@ -8,9 +8,11 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -575,6 +577,50 @@ def test_repository_that_is_too_large_is_refused(host: GitHost, work: Path, cach
         with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match=said):
             ask_git(talk, url, token=TOKEN)
         cache = cache.with_name(f"{cache.name}-")
+
+
+def write_bomb(repository: Path, size: int) -> None:
+    """A commit with a file of ``size`` bytes, as a difference of some hundred bytes to a small one."""
+    base, copies = bytes(1 << 16), size >> 16
+    size = copies << 16
+    data = hashlib.sha1(b"blob %d\0" % size)
+    for _ in range(copies):
+        data.update(base)
+    objects = {1: b"", 2: b"100644 big\0" + data.digest(), 3: base}
+    names = {
+        kind: hashlib.sha1(b"%s %d\0" % (kind_name, len(objects[kind])) + objects[kind])
+        for kind, kind_name in ((2, b"tree"), (3, b"blob"))
+    }
+    objects[1] = b"tree %s\nauthor t <t@t> 1 +0000\ncommitter t <t@t> 1 +0000\n\nx\n" % names[2].hexdigest().encode()
+    delta = b"".join(map(to_digits, (len(base), size))) + b"\x80" * copies
+    pack = b"PACK" + struct.pack(">II", 2, 4)
+    for kind, content in objects.items():
+        pack += pack_head(kind, len(content)) + zlib.compress(content)
+    pack += pack_head(7, len(delta)) + names[3].digest() + zlib.compress(delta)
+    git("init", "--quiet", "--bare", str(repository), at=repository.parent)
+    (repository / "objects/pack/bomb.pack").write_bytes(pack + hashlib.sha1(pack).digest())
+    git("index-pack", "objects/pack/bomb.pack", at=repository)
+    commit = hashlib.sha1(b"commit %d\0" % len(objects[1]) + objects[1]).hexdigest()
+    (repository / "refs/heads/main").write_text(f"{commit}\n")
+
+
+def to_digits(number: int) -> bytes:
+    """Seven bits in each byte, as in a delta."""
+    more = number >> 7
+    return bytes([number & 0x7F | (0x80 if more else 0)]) + (to_digits(more) if more else b"")
+
+
+def pack_head(kind: int, size: int) -> bytes:
+    more = size >> 4
+    return bytes([kind << 4 | size & 15 | (0x80 if more else 0)]) + (to_digits(more) if more else b"")
+
+
+def test_object_that_is_far_larger_than_what_comes_takes_no_memory_without_end(cache: Path, tmp_path: Path) -> None:
+    write_bomb(tmp_path / "bomb.git", 256_000_000)
+    limits = GitLimits(memory_bytes=200_000_000)
+    with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match="git has not the memory for what is"):
+        ask_git(talk, str(tmp_path / "bomb.git"))
+    assert not list(cache.glob("git/*/objects/pack/*.pack"))
 
 
 def test_host_that_never_answers_is_not_waited_for(cache: Path) -> None:
