@@ -572,11 +572,63 @@ def test_repository_that_is_too_large_is_refused(host: GitHost, work: Path, cach
         GitLimits(laid_out_bytes=1_000_000): "the repository has .* more than",
         GitLimits(files=3): "the repository has .* more than 3",
         GitLimits(output_bytes=10): "prints more than 10 bytes",
-        GitLimits(fetched_bytes=100): "sends more than 100 bytes",
+        GitLimits(fetched_bytes=100): "sends more than 100 bytes, with its submodules",
     }.items():
         with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match=said):
             ask_git(talk, url, token=TOKEN)
         cache = cache.with_name(f"{cache.name}-")
+
+
+def test_folders_count_as_files_do(host: GitHost, work: Path, cache: Path) -> None:
+    commit(work, {"a/b/c/d/e/f/x.py": "1"})
+    with source_talk(cache, limits=GitLimits(files=9)) as talk, pytest.raises(Failed, match="has 13 files and folders"):
+        ask_git(talk, host.publish(work, "folders.git"), token=TOKEN)
+
+
+def test_branches_of_a_repository_take_one_file(work: Path, cache: Path) -> None:
+    last = git("rev-parse", "HEAD", at=work)
+    refs = "".join(f"{last} refs/heads/b{number:05}\n" for number in range(3000))
+    (work / ".git/packed-refs").write_text(f"# pack-refs with: peeled fully-peeled sorted \n{refs}")
+    limits = GitLimits(fetched_bytes=1_000_000)
+    with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match="sends more than 1000000 bytes"):
+        ask_git(talk, str(work), last[:9])
+    with source_talk(cache) as talk:
+        for ref in (last[:10], last[:11]):  # no host gives it by a part of its number
+            assert ask_git(talk, str(work), ref)["commit"] == last
+    assert sum(path.is_file() for path in cache.rglob("*")) < 30
+
+
+def test_submodules_come_out_of_one_limit(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    for number in range(3):
+        commit(inner, {"inner.bin": os.urandom(400_000)})
+        host.publish(inner, f"inner{number}.git")
+        add_submodule(work, f"../inner{number}.git", inner, at=f"lib/{number}")
+        shutil.rmtree(inner)
+    url = host.publish(work, "limit.git")
+    limits = GitLimits(fetched_bytes=1_000_000)
+    with (
+        source_talk(cache, limits=limits) as talk,
+        pytest.raises(Failed, match=r"inner2.* sends more than 1000000"),
+    ):
+        ask_git(talk, url, token=TOKEN)
+    assert ask_git_once(cache, url, token=TOKEN)["commit"]
+
+
+def test_attributes_of_a_repository_change_no_file(work: Path, cache: Path, tmp_path: Path) -> None:
+    files = {"big": "a\n" * 1000, "train.py": "$Id$\n", "sub/inner": "b\n"}
+    commit(work, files)
+    attributes = "* text eol=crlf working-tree-encoding=UTF-32\n*.py ident\n"
+    commit(work, {})
+    for name in (".gitattributes", "sub/.gitattributes"):  # put there by hand, as git would change the files here
+        number = git("hash-object", "-w", "--stdin", "--no-filters", at=work, given=attributes)
+        git("update-index", "--add", "--cacheinfo", f"100644,{number},{name}", at=work)
+    git("commit", "--quiet", "--message", "x", at=work)
+    source = ask_git_once(cache, str(work))["source"]
+    lay_out(source, tmp_path / "source", cache=cache)
+    found = read_all(tmp_path / "source")
+    assert found[".gitattributes"] == attributes.encode()
+    assert {name: found[name] for name in files} == {name: text.encode() for name, text in files.items()}
 
 
 def write_bomb(repository: Path, size: int) -> None:

@@ -26,6 +26,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAYBE_COMMIT = re.compile(r"[0-9a-f]{4,64}")
 _MIRROR = re.compile(r"[0-9a-f]{32}")
 _ALL_REFS = ("+refs/heads/*:refs/detrain/heads/*", "+refs/tags/*:refs/detrain/tags/*")
+_AS_THEY_ARE = "* -text -eol -ident -filter -working-tree-encoding\n"  # what a repository says of it counts for less
 _WHOLE = "--depth=2147483647"  # git's word for all of it, whether the mirror is shallow or not
 _LOCK_LIMIT_S = 600.0
 _POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for one in git LFS
@@ -94,7 +95,7 @@ class _Fetcher:
     def __init__(self, cache: Path, access: GitAccess, limits: GitLimits, tick: Callable[[], object]) -> None:
         self.parts: list[GitPart] = []
         self._cache, self._access, self._limits, self._tick = cache, access, limits, tick
-        self._num_files = self._num_bytes = 0
+        self._num_files = self._num_bytes = self._fetched_bytes = 0
 
     def fetch(self, url: GitUrl, ref: str, *, may_redirect: bool = False) -> str:
         """Have a branch, tag or commit in the mirror; returns the commit."""
@@ -102,6 +103,8 @@ class _Fetcher:
         with _locked(mirror, self._tick):
             if not (mirror / "HEAD").is_file():
                 self._git(mirror.parent, "init", "--quiet", "--bare", "--template=", str(mirror))
+            (mirror / "info").mkdir(exist_ok=True)
+            (mirror / "info/attributes").write_text(_AS_THEY_ARE)
             touch(mirror)
             _remove_leftovers(mirror)
             if _COMMIT.fullmatch(ref) and (known := self._find(mirror, ref)):
@@ -120,6 +123,7 @@ class _Fetcher:
                 raise
             # a commit that a host gives to nobody by its number, or a part of its number
             self._fetch_refs(url, mirror, *_ALL_REFS, depth=_WHOLE, may_redirect=may_redirect)
+            self._git(mirror, "pack-refs", "--all", "--prune")  # into one file
             if known := self._find(mirror, ref):
                 return known
             raise
@@ -134,9 +138,10 @@ class _Fetcher:
     def _fetch_refs(self, url: GitUrl, mirror: Path, *refs: str, depth: str, may_redirect: bool) -> None:
         def look() -> None:
             self._tick()
-            if _size_of(mirror) - before > self._limits.fetched_bytes:
+            if self._fetched_bytes + _size_of(mirror) - before > self._limits.fetched_bytes:
                 raise FilesError(
-                    f"git {clean(url.text)} sends more than {self._limits.fetched_bytes} bytes: it is too large"
+                    f"git {clean(url.text)} sends more than {self._limits.fetched_bytes} bytes, with its submodules: "
+                    "it is too large"
                 )
 
         before = _size_of(mirror)
@@ -151,13 +156,14 @@ class _Fetcher:
             tick=look,
         )
         look()  # it may have been quick
+        self._fetched_bytes += _size_of(mirror) - before
 
     def gather(self, url: GitUrl, commit: str, folder: str, place: str, *, depth: int) -> None:
         """Note what is laid out where, and fetch the submodules in it."""
         mirror = self._mirror(url)
         tree = f"{commit}:{folder}"
         try:
-            listed = self._git(mirror, "ls-tree", "-r", "-z", "-l", "--full-tree", tree)
+            listed = self._git(mirror, "ls-tree", "-r", "-t", "-z", "-l", "--full-tree", tree)
         except GitFailed as exc:
             raise FilesError(f"git {clean(url.text)}: commit {commit[:12]} has no folder {clean(folder)!r}") from exc
         self.parts.append(GitPart(mirror.name, commit, folder, place))
@@ -189,10 +195,10 @@ class _Fetcher:
                 modules[check_name(raw_name.decode("utf-8", "surrogateescape"))] = commit
                 continue
             self._num_files += 1
-            self._num_bytes += int(size)
+            self._num_bytes += int(size) if mode != "040000" else 0
         if self._num_files > self._limits.files or self._num_bytes > self._limits.laid_out_bytes:
             raise FilesError(
-                f"the repository has {self._num_files} files of {self._num_bytes} bytes, more than "
+                f"the repository has {self._num_files} files and folders of {self._num_bytes} bytes, more than "
                 f"{self._limits.files} or {self._limits.laid_out_bytes}: name a folder of it"
             )
         return modules
@@ -303,12 +309,13 @@ def _remove_leftovers(mirror: Path) -> None:
 
 
 def _size_of(mirror: Path) -> int:
-    """What its packs take, those that are coming among them."""
+    """What it takes on the disk, with what is coming."""
     total = 0
-    for folder, _, files in os.walk(mirror / "objects"):
+    for folder, _, files in os.walk(mirror):
         for name in files:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
+                status = os.lstat(os.path.join(folder, name))
+                total += max(status.st_size, getattr(status, "st_blocks", 0) * 512)
     return total
 
 
