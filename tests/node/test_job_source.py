@@ -515,6 +515,27 @@ def test_submodule_of_the_same_host_comes_with_it(host: GitHost, work: Path, cac
     assert read_all(tmp_path / "sub") == {"main.py": b"print('sub')\n"}
 
 
+def test_submodule_of_another_owner_does_not_get_the_token(
+    host: GitHost, work: Path, cache: Path, tmp_path: Path
+) -> None:
+    inner = tmp_path / "inner"
+    commit(inner, {"secret.txt": "another private repository"})
+    for owner in ("victim", "evil"):
+        (host.root / owner).mkdir()
+    host.publish(inner, "victim/private.git")
+    add_submodule(work, "../../victim/private.git", inner)
+    url = host.publish(work, "evil/x.git")
+    said = "the token goes to submodules of 'evil' alone, as its repository is: git .*victim/private.git is private"
+    with source_talk(cache) as talk, pytest.raises(Failed, match=said):
+        ask_git(talk, url, token=TOKEN)
+    assert not [who for path, who in host.asked if "victim" in path and TOKEN in who]
+    host.publish(inner, "evil/inner.git")
+    git("config", "-f", ".gitmodules", "submodule.lib/inner.url", "../inner.git", at=work)
+    last = commit(work, {})
+    host.publish(work, "evil/x.git")
+    assert ask_git_once(cache, url, token=TOKEN)["commit"] == last
+
+
 @pytest.mark.parametrize("elsewhere", ["other host", "path", "ext", "option"])
 def test_submodule_of_another_host_is_refused(
     host: GitHost, work: Path, cache: Path, tmp_path: Path, elsewhere: str

@@ -84,7 +84,7 @@ def fetch_parts(
     if folder:
         check_name(folder)
     fetcher = _Fetcher(cache, access, limits or GitLimits(), tick)
-    found = fetcher.fetch(place, ref, may_redirect=True)
+    found = fetcher.fetch(place, ref, access, may_redirect=True)
     fetcher.gather(place, found, folder, "", depth=0)
     return fetcher.parts
 
@@ -97,7 +97,7 @@ class _Fetcher:
         self._cache, self._access, self._limits, self._tick = cache, access, limits, tick
         self._num_files = self._num_bytes = self._fetched_bytes = 0
 
-    def fetch(self, url: GitUrl, ref: str, *, may_redirect: bool = False) -> str:
+    def fetch(self, url: GitUrl, ref: str, access: GitAccess, *, may_redirect: bool = False) -> str:
         """Have a branch, tag or commit in the mirror; returns the commit."""
         mirror = self._mirror(url)
         with _locked(mirror, self._tick):
@@ -110,19 +110,20 @@ class _Fetcher:
             if _COMMIT.fullmatch(ref) and (known := self._find(mirror, ref)):
                 return known
             try:
-                return self._fetch(url, mirror, ref, may_redirect=may_redirect)
+                return self._fetch(url, mirror, ref, access, may_redirect=may_redirect)
             except GitFailed as exc:
-                raise explain(exc, url, ref=ref, access=self._access) from exc
+                raise explain(exc, url, ref=ref, access=access) from exc
 
-    def _fetch(self, url: GitUrl, mirror: Path, ref: str, *, may_redirect: bool) -> str:
+    def _fetch(self, url: GitUrl, mirror: Path, ref: str, access: GitAccess, *, may_redirect: bool) -> str:
         fresh = f"refs/detrain/new-{secrets.token_hex(8)}"
         try:
-            self._fetch_refs(url, mirror, f"+{ref or 'HEAD'}:{fresh}", depth="--depth=1", may_redirect=may_redirect)
+            only = f"+{ref or 'HEAD'}:{fresh}"
+            self._fetch_refs(url, mirror, only, access=access, depth="--depth=1", may_redirect=may_redirect)
         except GitFailed as exc:
             if not exc.is_unknown_ref or not _MAYBE_COMMIT.fullmatch(ref):
                 raise
             # a commit that a host gives to nobody by its number, or a part of its number
-            self._fetch_refs(url, mirror, *_ALL_REFS, depth=_WHOLE, may_redirect=may_redirect)
+            self._fetch_refs(url, mirror, *_ALL_REFS, access=access, depth=_WHOLE, may_redirect=may_redirect)
             self._git(mirror, "pack-refs", "--all", "--prune")  # into one file
             if known := self._find(mirror, ref):
                 return known
@@ -135,7 +136,9 @@ class _Fetcher:
         self._git(mirror, "update-ref", "-d", fresh)
         return commit
 
-    def _fetch_refs(self, url: GitUrl, mirror: Path, *refs: str, depth: str, may_redirect: bool) -> None:
+    def _fetch_refs(
+        self, url: GitUrl, mirror: Path, *refs: str, access: GitAccess, depth: str, may_redirect: bool
+    ) -> None:
         def look() -> None:
             self._tick()
             if self._fetched_bytes + _size_of(mirror) - before > self._limits.fetched_bytes:
@@ -151,7 +154,7 @@ class _Fetcher:
             limits=self._limits,
             limit_s=self._limits.fetch_s,
             url=url,
-            access=self._access,
+            access=access,
             may_redirect=may_redirect,
             tick=look,
         )
@@ -182,8 +185,19 @@ class _Fetcher:
                 inner = resolve_submodule(url, urls[path])
             except SpecError as exc:
                 raise FilesError(f"git {clean(url.text)}: submodule {clean(path)!r}: {exc}") from exc
-            self.fetch(inner, inner_commit)
+            self._fetch_submodule(url, inner, inner_commit)
             self.gather(inner, inner_commit, "", f"{place}/{name}" if place else name, depth=depth + 1)
+
+    def _fetch_submodule(self, url: GitUrl, inner: GitUrl, commit: str) -> None:
+        """Without the token where it is of another owner: a repository may name one that only the user can read."""
+        if inner.owner == url.owner or not self._access.token:
+            self.fetch(inner, commit, self._access)
+            return
+        try:
+            self.fetch(inner, commit, GitAccess())
+        except FilesError as exc:
+            said = f"the token goes to submodules of {clean(url.owner)!r} alone, as its repository is: {exc}"
+            raise FilesError(said) from exc
 
     def _count(self, listed: bytes) -> dict[str, str]:
         """Add up what would be laid out; returns the commits of submodules by their place. Raises: FilesError."""
