@@ -26,6 +26,7 @@ from ..plan.git_urls import parse_git_url
 from ..spec.notebook import MOST_BYTES, read_notebook_script
 from ..storage import Location, locate, named_errors
 from ..text import format_size, name_some
+from .url_folder import open_folder, walk_files
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -213,11 +214,10 @@ def _open_unchanged(path: str, name: str, size: int, sha256: str) -> IO[bytes]:
 
 def _of_url(url: str) -> tuple[list[SourceFile], list[str]]:
     """Each file is read here once: its digest is not known before."""
-    top = locate(url)
     blobs, files, kept = _blobs_here(), list[SourceFile](), list[str]()
     left = _LIMIT_BYTES
-    with named_errors(top.name, "listed"):
-        for path in _walk(top):
+    with open_folder(url) as top, named_errors(top.name, "listed"):
+        for path in walk_files(top, most_folders=_MOST_FILES):
             name = _check(path[len(top.path.rstrip("/")) + 1 :])
             if not NEVER_TRAVELS.isdisjoint(name.lower().split("/")):
                 continue
@@ -232,11 +232,6 @@ def _of_url(url: str) -> tuple[list[SourceFile], list[str]]:
     if not files and not kept:
         raise SpecError(f"{top.name}: no such folder, or nothing is in it")
     return files, kept
-
-
-def _walk(top: Location) -> Iterator[str]:
-    for _, _, found in top.files.walk(top.path, detail=True):
-        yield from sorted(info["name"] for info in found.values())
 
 
 def _slashes(name: str) -> Iterator[int]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +172,61 @@ def test_folder_at_a_url(node: Path) -> None:
     with pytest.raises(SpecError, match="no such folder"):
         plan(path="memory://gone", entry="train.py")
     files.store.clear()
+
+
+class Pages(BaseHTTPRequestHandler):
+    """A folder at http, one file of which is wherever its server's ``leads_to`` says; below it, folders without end."""
+
+    def do_GET(self) -> None:
+        leads_to, names = self.server.leads_to, ["train.py", "data.py"]  # type: ignore[attr-defined]
+        if self.path.startswith("/endless"):
+            names = ["more/"]
+        if self.path.endswith("data.py") and leads_to:
+            self.send_response(302)
+            self.send_header("Location", leads_to)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        here = f"http://{self.headers['Host']}{self.path.rstrip('/')}"
+        page = "".join(f'<a href="{here}/{name}">x</a>' for name in names)
+        body = (page if "." not in self.path else f"# {self.path}").encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain" if "." in self.path else "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def pages(leads_to: str = "") -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        server.leads_to = leads_to  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_no_other_server_answers_for_a_folder_at_http(node: Path) -> None:
+    with pages() as inner, pages(leads_to=f"{inner}/secret.py") as outer, pages(leads_to="/moved.py") as moved:
+        assert arrive(plan(path=f"{inner}/top", entry="train.py"), node)["data.py"] == b"# /top/data.py"
+        assert arrive(plan(path=f"{moved}/top", entry="train.py"), node, at="moved")["data.py"] == b"# /moved.py"
+        with pytest.raises(DetrainError, match=f"/top leads to another server, {inner}: give"):
+            plan(path=f"{outer}/top", entry="train.py")
+
+
+def test_folders_at_http_have_an_end() -> None:
+    with pages() as where, pytest.raises(SpecError, match="more than 100 in one another"):
+        plan(path=f"{where}/endless", entry="train.py")
 
 
 @pytest.mark.parametrize("by_store", [False, True])
