@@ -114,12 +114,12 @@ def plan_source(spec: PipelineSpec) -> ShippedSource:
         return ShippedSource(("-m", source.module))
     if source.script is not None:
         data = locate(Path(source.script)).read(limit_bytes=MOST_BYTES)
-        return _one_script(os.path.basename(source.script), data)
+        return _one_script(os.path.basename(source.script), data, spec)
     if source.script_text is not None:
-        return _one_script("script.py", source.script_text.encode())
+        return _one_script("script.py", source.script_text.encode(), spec)
     if source.notebook is not None:
         name = os.path.splitext(os.path.basename(source.notebook))[0]
-        return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode())
+        return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode(), spec)
     if source.git is not None:
         return _of_git(source, source.git)
     assert source.path is not None
@@ -156,8 +156,13 @@ def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
 # ---- one script
 
 
-def _one_script(name: str, data: bytes) -> ShippedSource:
-    return ShippedSource((_check(name),), (_of_bytes(name, data),))
+def _one_script(name: str, data: bytes, spec: PipelineSpec) -> ShippedSource:
+    """With the file of its schedule, which it reads by the same relative path."""
+    files, schedule = [_of_bytes(_check(name), data)], spec.parallelism.schedule
+    if schedule.endswith(".csv") and not schedule.startswith(("/", "~")):
+        written = locate(Path(schedule)).read(limit_bytes=MOST_BYTES)
+        files.append(_of_bytes(_check(os.path.normpath(schedule).replace(os.sep, "/")), written))
+    return ShippedSource((name,), tuple(files))
 
 
 # ---- a folder

@@ -16,7 +16,13 @@ from .source import Source
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    return [*_check_source(spec.source), *_check_plan(spec), *_check_rendezvous(spec), *_check_image(spec)]
+    return [
+        *_check_source(spec.source),
+        *_check_plan(spec),
+        *_check_schedule(spec),
+        *_check_rendezvous(spec),
+        *_check_image(spec),
+    ]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -39,6 +45,20 @@ def _check_source(source: Source) -> Iterator[Finding]:
             yield Finding(f"source.{kind}", str(exc))
     if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
         yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
+
+
+def _check_schedule(spec: PipelineFields) -> Iterator[Finding]:
+    """Will the ranks find the file of a schedule? Of a repository it is not known here."""
+    name, source = spec.parallelism.schedule, spec.source
+    if not name.endswith(".csv") or source.git or (source.path and "://" in source.path):
+        return
+    if source.module or name.startswith(("/", "~")):
+        said = f"{name} does not travel: every node needs it at that path, or give one beside the script"
+        yield Finding("parallelism.schedule", said, "warning")
+        return
+    folder = Path(source.path or "").expanduser().absolute()
+    if ".." in Path(name).parts or not (folder / name).is_file():
+        yield Finding("parallelism.schedule", f"{name}: no such file in {folder}, from which it travels")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:

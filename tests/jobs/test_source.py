@@ -78,6 +78,29 @@ def test_script_travels_alone(tmp_path: Path, node: Path) -> None:
         plan(script=str(tmp_path / "gone.py"))
 
 
+def test_file_of_a_schedule_travels_with_a_script(tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "here", {"train.py": "1", "sub/own.csv": "0F0,0B0\n"}))
+
+    def spec(schedule: str, **source: str) -> PipelineSpec:
+        return PipelineSpec.from_dict({"name": "x", "source": source, "parallelism": {"schedule": schedule}})
+
+    for source, name in (({"script": "train.py"}, "train.py"), ({"script_text": "1"}, "script.py")):
+        planned = spec("./sub/own.csv", **source)
+        assert planned.check() == []
+        assert arrive(plan_source(planned), node, at=name) == {name: b"1", "sub/own.csv": b"0F0,0B0\n"}
+    folder = spec("sub/own.csv", path=".", entry="train.py")
+    assert folder.check() == [] and "sub/own.csv" in arrive(plan_source(folder), node, at="folder")
+    for name in ("gone.csv", "../here/sub/own.csv"):
+        (fault,) = spec(name, script="train.py").check()
+        assert str(fault) == f"parallelism.schedule: {name}: no such file in {tmp_path}/here, from which it travels"
+        with pytest.raises(DetrainError):
+            plan_source(spec(name, script="train.py"))
+    for planned in (spec("/x/own.csv", script="train.py"), spec("own.csv", module="package.train")):
+        (fault,) = planned.check()
+        assert "own.csv does not travel: every node needs it" in fault.text and fault.severity == "warning"
+        assert len(plan_source(planned).files) <= 1
+
+
 def test_text_and_module(node: Path) -> None:
     assert arrive(plan(script_text="print('ü')\n"), node) == {"script.py": "print('ü')\n".encode()}
     source = plan(module="package.train")
