@@ -160,13 +160,13 @@ class JobMagics(Magics):
         return self._find(args.job).show()
 
     def _check(self, args: Any) -> None:
-        from ..jobs import check_nodes
+        from ..jobs import check_here, check_nodes
 
         spec = self._read_spec(args)
         if args.on_nodes:
             findings = check_nodes(spec, storage=args.storage, ask_passphrase=ask_passphrase, on_progress=print)
         else:
-            findings = spec.check()
+            findings = check_here(spec)
         show_findings(findings, args.spec)
         with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
             display(spec.plan())

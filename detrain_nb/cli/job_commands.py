@@ -215,7 +215,7 @@ def _remove(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> int:
-    from ..jobs import check_nodes
+    from ..jobs import check_here, check_nodes
     from ..spec import worst
 
     spec = read_spec(args)
@@ -226,7 +226,7 @@ def _check(args: argparse.Namespace) -> int:
 
         findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase, on_progress=tell)
     else:
-        findings = spec.check()
+        findings = check_here(spec)
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
     if worst(findings) == "error":
         return _FAILED

@@ -16,7 +16,7 @@ from .job import Job
 from .job_list import find_job, jobs
 from .job_status import JobStatus
 from .log_lines import JobLog, LogLine
-from .node_checks import check_nodes
+from .node_checks import check_here, check_nodes
 from .preview import Submission
 from .pruning import prune
 from .report import JobList
@@ -31,6 +31,7 @@ __all__ = [
     "JobStatus",
     "LogLine",
     "Submission",
+    "check_here",
     "check_nodes",
     "execute",
     "find_job",

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["check_nodes"]
+__all__ = ["check_here", "check_nodes"]
 
 _ROOM_BYTES = 500_000_000  # for logs and artifacts
 _COMMAND_LIMIT_S = 30.0
@@ -47,13 +47,8 @@ def check_nodes(
     ``storage``: the location by which its source is to travel, as `submit` takes it. ``on_progress`` is told who gets
     the token of a repository, before anybody does.
     """
-    findings = [*spec.check(), *_check_secrets(spec)]
-    source = ShippedSource(())
-    if not any(each.severity == "error" and each.field.startswith("source") for each in findings):
-        try:
-            source = plan_source(spec)
-        except DetrainError as exc:
-            findings.append(Finding("source", str(exc)))
+    source, findings = _plan_source(spec)
+    findings += _check_secrets(spec)
     if source.git and on_progress and (told := describe_token(source.git)):
         on_progress(told)
     if hosts := [node for node in spec.nodes if not node.is_this_machine]:
@@ -77,6 +72,22 @@ def check_nodes(
         for node in nodes:
             node.leave()
     return findings
+
+
+def check_here(spec: PipelineSpec) -> list[Finding]:
+    """Return what is wrong with ``spec``, and with a folder here that is its source. Nobody else is asked."""
+    path = spec.source.path
+    return spec.check() if path is None or "://" in path else _plan_source(spec)[1]
+
+
+def _plan_source(spec: PipelineSpec) -> tuple[ShippedSource, list[Finding]]:
+    findings = spec.check()
+    if any(each.severity == "error" and each.field.startswith("source") for each in findings):
+        return ShippedSource(()), findings
+    try:
+        return plan_source(spec), findings
+    except DetrainError as exc:
+        return ShippedSource(()), [*findings, *(Finding("source", line) for line in str(exc).splitlines())]
 
 
 def _facts_of(node: Transport) -> NodeFacts:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from pathlib import Path
 
 import pytest
 
-from detrain_nb.jobs import check_nodes
+from detrain_nb.errors import SpecError
+from detrain_nb.jobs import check_here, check_nodes, submit
 from detrain_nb.spec import PipelineSpec
 
 from ..node.git_host import commit, git_host
@@ -41,6 +43,26 @@ def test_secret_source_and_mesh_are_looked_at(home: Path) -> None:
         secrets=["NOT_SET_ANYWHERE"], source={"script": "/nowhere/train.py"}, parallelism={"pp": 4}, env={"A": "1"}
     )
     assert [fault.partition(":")[0] for fault in found] == ["source.script", "secrets", "parallelism"]
+
+
+def test_all_names_of_a_folder_that_no_node_takes_are_said(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("1")
+    for name in (b"a\x1b[2Jb", b"c\td", b"e\xff", b"fine"):
+        (Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))).touch()
+    source = {"path": str(tmp_path), "entry": "train.py"}
+    spec = PipelineSpec.from_dict({"name": "checked", "source": source})
+    said = [
+        "source: 'a?[2Jb' has characters that no name should have: rename it, or list it in .detrainignore",
+        "source: 'c?d' has characters that no name should have: rename it, or list it in .detrainignore",
+        "source: 'e\\udcff': its name is not UTF-8: rename it, or list it in .detrainignore",
+    ]
+    assert list(map(str, check_here(spec))) == said == faults(source=source)
+    with pytest.raises(SpecError, match=r"(?s)a\?\[2Jb.*c\?d.*not UTF-8"):
+        submit(spec, dry_run=True)
+    for path in tmp_path.iterdir():
+        if path.name not in ("train.py", "fine"):
+            path.unlink()
+    assert check_here(spec) == []
 
 
 def test_library_that_a_node_lacks_is_said(home: Path) -> None:
