@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,6 +22,8 @@ def check_spec(spec: PipelineFields) -> list[Finding]:
         *_check_plan(spec),
         *_check_schedule(spec),
         *_check_rendezvous(spec),
+        *_check_checkpoint(spec),
+        *_check_hidden(spec.source),
         *_check_image(spec),
     ]
 
@@ -74,10 +77,33 @@ def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
 
 
+def _check_checkpoint(spec: PipelineFields) -> Iterator[Finding]:
+    url = spec.checkpoint.url if spec.checkpoint else ""
+    if "://" in url or url.startswith(("/", "~")) or len(spec.nodes) < 2 or all(node.workdir for node in spec.nodes):
+        return
+    if url:
+        said = f"{url} is another folder on each node, so the shards of one checkpoint would be apart"
+        yield Finding("checkpoint.url", f"{said}: give a URL, or the full path of a folder that all share", "warning")
+
+
 def _check_image(spec: PipelineFields) -> Iterator[Finding]:
     if spec.image is not None:
         said = f"{spec.image}: no job starts a container yet: its ranks run in the Python of their nodes"
         yield Finding("image", said, "warning")
+
+
+def _check_hidden(source: Source) -> Iterator[Finding]:
+    """A rank finds what is in the folder of its script before a module of Python, or torch, that has the same name."""
+    name = source.script or source.notebook or ""
+    names = {Path(name).stem} if name else set()
+    if source.path and "://" not in source.path:
+        beside = (Path(source.path).expanduser() / (source.entry or "")).parent
+        names = {path.parent.name for path in beside.glob("*/__init__.py")} | {
+            path.stem for path in beside.glob("*.py")
+        }
+    for hidden in sorted(names & (sys.stdlib_module_names - set(sys.builtin_module_names) | {"torch"})):
+        said = f"ranks import {hidden} from the folder of their script, not Python's own or torch: give it another name"
+        yield Finding(f"source.{source.kind}", said, "warning")
 
 
 def _look_at_script(source: Source) -> None:

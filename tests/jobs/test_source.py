@@ -101,6 +101,31 @@ def test_file_of_a_schedule_travels_with_a_script(tmp_path: Path, node: Path, mo
         assert len(plan_source(planned).files) <= 1
 
 
+@pytest.mark.parametrize("path", ["project", "script"])
+def test_file_that_hides_a_module_is_told_of(path: str, tmp_path: Path) -> None:
+    write(tmp_path, {"train.py": "1", "torch.py": "1", "json/__init__.py": "1", "random/x.csv": "1", "sub/re.py": "1"})
+    source = {"path": str(tmp_path), "entry": "train.py"} if path == "project" else {"script": f"{tmp_path}/torch.py"}
+    found = PipelineSpec.from_dict({"name": "x", "source": source}).check()
+    field, hidden = ("source.path", ["json", "torch"]) if path == "project" else ("source.script", ["torch"])
+    assert [str(each) for each in found] == [
+        f"warning: {field}: ranks import {name} from the folder of their script, not Python's own or torch: "
+        "give it another name"
+        for name in hidden
+    ]
+
+
+def test_checkpoint_of_several_nodes_in_a_folder_of_each_is_told_of() -> None:
+    def check(url: str, *nodes: dict[str, str]) -> list[str]:
+        fields = {"name": "x", "source": {"script_text": "1"}, "checkpoint": {"url": url}, "nodes": nodes}
+        return [str(each) for each in PipelineSpec.from_dict(fields).check() if each.field == "checkpoint.url"]
+
+    two = ({"host": "a"}, {"host": "b"})
+    (said,) = check("runs/1", *two)
+    assert said.startswith("warning: checkpoint.url: runs/1 is another folder on each node, so the shards of one")
+    assert not check("runs/1", two[0]) and not check("/shared/runs", *two) and not check("s3://bucket/runs", *two)
+    assert not check("runs/1", *({**each, "workdir": "/shared"} for each in two))
+
+
 def test_text_and_module(node: Path) -> None:
     assert arrive(plan(script_text="print('ü')\n"), node) == {"script.py": "print('ü')\n".encode()}
     source = plan(module="package.train")
