@@ -177,7 +177,7 @@ class JobMagics(Magics):
 
         spec = self._read_spec(args)
         if args.on_nodes:
-            findings = check_nodes(spec, storage=args.storage, ask_passphrase=ask_passphrase)
+            findings = check_nodes(spec, storage=args.storage, ask_passphrase=ask_passphrase, on_progress=print)
         else:
             findings = check_here(spec)
         show_findings(findings, args.spec)

@@ -248,7 +248,11 @@ def _check(args: argparse.Namespace) -> int:
 
     spec = read_spec(args)
     if args.on_nodes:
-        findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase)
+
+        def tell(text: str) -> None:
+            print(text, file=sys.stderr)
+
+        findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase, on_progress=tell)
     else:
         findings = check_here(spec)
     print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")

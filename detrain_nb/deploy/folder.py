@@ -30,6 +30,7 @@ __all__ = ["NEVER_TRAVELS", "FileState", "Manifest", "list_folder", "name_hidden
 
 NEVER_TRAVELS = frozenset({".git", "__pycache__", ".venv", ".ipynb_checkpoints", "node_modules"})
 _MOST_TRIED, _TRIES_TO_COMPILE = 50_000_000, 500  # patterns against names: 15 s; as much time as one takes to compile
+_MOST_TOLD = 20  # of its faults
 _MOST_ENTRIES = 100_000  # a home folder has more: looking at them all would hold up the first cell
 _SETTLED_NS = 2_000_000_000  # a file may change twice within the steps of its file system's clock; FAT's are of 2 s
 _WAYS_OUT = f"list what the ranks do not need in {OWN_FILE}, which is written as {GIT_FILE}"
@@ -79,6 +80,9 @@ def list_folder(
     if (top := top or there) != there:
         raise SpecError(f"{root} leads to {there} now, and led to {top}: nothing of it goes to the nodes")
     found = sorted(_walk(top, most_entries, [] if kept is None else kept, [] if skipped is None else skipped, way_out))
+    if faults := [fault for name, *_ in found if (fault := _find_fault(name))]:
+        more = f"\nand {len(faults) - _MOST_TOLD} more" if len(faults) > _MOST_TOLD else ""
+        raise SpecError("\n".join(faults[:_MOST_TOLD]) + more)
     total_bytes = sum(status.st_size for _, _, status in found)
     if total_bytes > limit_bytes:
         largest = sorted(found, key=lambda item: -item[2].st_size)[:5]
@@ -224,7 +228,7 @@ def _walk(
             elif is_folder:
                 folders.append(_Folder(entry.path, f"{name}/", rules, real, folder.within | {real}, is_theirs))
             else:
-                yield _check_name(name), real, status
+                yield name, real, status
 
 
 def _scan(folder: _Folder) -> list[os.DirEntry[str]]:
@@ -291,15 +295,17 @@ def _is_private(rules: Rules, above: str, name: str, real_name: str) -> bool:
 
 
 @lru_cache(maxsize=_MOST_ENTRIES)
-def _check_name(name: str) -> str:
+def _find_fault(name: str) -> str:
+    """What is wrong with the name of a file, which no node would take then."""
     try:
         name.encode()
-        return check_name(name)
+        check_name(name)
     except UnicodeEncodeError:
         shown = os.fsencode(name).decode(errors="backslashreplace")
-        raise SpecError(f"'{shown}': its name is not UTF-8: rename it, or list it in {OWN_FILE}") from None
-    except Untrue as exc:  # no node would take it
-        raise SpecError(f"{exc}: rename it, or list it in {OWN_FILE}") from None
+        return f"'{shown}': its name is not UTF-8: rename it, or list it in {OWN_FILE}"
+    except Untrue as exc:
+        return f"{exc}: rename it, or list it in {OWN_FILE}"
+    return ""
 
 
 def _format_size(size_bytes: int) -> str:

@@ -28,7 +28,7 @@ from .log_lines import JobLog, Kept, LogLine, in_order
 from .noting import hear_reports, least_nodes, note_down
 from .record import Record
 from .report_checks import NodeReport, find_part
-from .source import plan_source
+from .source import fetch_bundle, plan_source
 from .starting import gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ class Job(ShownAsText):
         """
         spec = self.spec
         gather_secrets(spec, secrets)  # before anything is stopped
-        source = plan_source(spec, environment=secrets)
+        source = fetch_bundle(plan_source(spec), secrets)
         self.stop()
         nodes = [node for node in self._nodes if isinstance(node, Transport)] or None
         if spec.checkpoint is not None:

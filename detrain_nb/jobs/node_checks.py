@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from ..deploy.chosen_nodes import transports_to
@@ -23,7 +23,7 @@ from .execution import execute
 from .log_lines import LogLine
 from .report_checks import NodeResources
 from .shipping import ship
-from .source import ShippedSource, fetch_here, plan_source
+from .source import ShippedSource, describe_token, fetch_here, plan_source
 from .starting import gather_secrets
 
 if TYPE_CHECKING:
@@ -40,41 +40,55 @@ _TRY_IMPORT = "import importlib.util as u, sys; print(*[name for name in sys.arg
 
 
 def check_here(spec: PipelineSpec) -> list[Finding]:
-    """Return what is wrong with ``spec``, secrets that are not set here among it; no node is asked."""
-    return [*spec.check(), *_check_secrets(spec)]
+    """Return what is wrong with ``spec``, its secrets and the folder of its source; no node is asked."""
+    path = spec.source.path
+    findings = spec.check() if path is None or "://" in path else _plan_source(spec)[1]
+    return [*findings, *_check_secrets(spec)]
 
 
 def check_nodes(
-    spec: PipelineSpec, *, storage: str | None = None, ask_passphrase: AskPassphrase | None = None
+    spec: PipelineSpec,
+    *,
+    storage: str | None = None,
+    ask_passphrase: AskPassphrase | None = None,
+    on_progress: Callable[[str], object] | None = None,
 ) -> list[Finding]:
     """Return what is wrong with ``spec``, as its nodes are now too. Nothing is started there.
 
-    ``storage``: the location by which its source is to travel, as `submit` takes it.
+    ``storage``: the location by which its source is to travel, as `submit` takes it. ``on_progress`` is told who gets
+    the token of a repository, before anybody does.
     """
-    findings = check_here(spec)
-    source = ShippedSource(())
-    if not any(each.severity == "error" and each.field.startswith("source") for each in findings):
-        try:
-            source = plan_source(spec)
-        except DetrainError as exc:
-            findings.append(Finding("source", str(exc)))
+    source, findings = _plan_source(spec)
+    findings += _check_secrets(spec)
+    if source.git and on_progress and (told := describe_token(source.git)):
+        on_progress(told)
     if spec.nodes:
         findings += _examine(spec.nodes, ask_passphrase)
     nodes = transports_to(list(spec.nodes) or None, ask_passphrase=ask_passphrase)
     try:
         facts = try_on_all(nodes, lambda index: _facts_of(nodes[index]))
-        told = {each.field for each in findings if each.severity == "error"}  # the doctor names what to do about it
-        findings += [each for each in _check_facts(spec, nodes, facts, source.size_bytes) if each.field not in told]
+        judged = {each.field for each in findings if each.severity == "error"}  # the doctor names what to do about it
+        findings += [each for each in _check_facts(spec, nodes, facts, source.size_bytes) if each.field not in judged]
         answering = [node for node, said in zip(nodes, facts) if not isinstance(said, DetrainError)]
         if spec.rendezvous.port and nodes[0] in answering:
             findings += _check_endpoint(spec.rendezvous, nodes[0], answering, is_alone=len(nodes) == 1)
         findings += _check_libraries(spec, storage, answering)
-        if source.git and answering:
+        if source.git and (answering or source.git.how == "bundle"):
             findings += _check_repository(source, answering)
     finally:
         for node in nodes:
             node.leave()
     return findings
+
+
+def _plan_source(spec: PipelineSpec) -> tuple[ShippedSource, list[Finding]]:
+    findings = spec.check()
+    if any(each.severity == "error" and each.field.startswith("source") for each in findings):
+        return ShippedSource(()), findings
+    try:
+        return plan_source(spec), findings
+    except DetrainError as exc:
+        return ShippedSource(()), [*findings, *(Finding("source", line) for line in str(exc).splitlines())]
 
 
 def _examine(nodes: Sequence[Node], ask_passphrase: AskPassphrase | None) -> Iterator[Finding]:
@@ -170,6 +184,9 @@ def _check_libraries(spec: PipelineSpec, storage: str | None, nodes: Sequence[Tr
 def _check_repository(source: ShippedSource, nodes: Sequence[Transport]) -> Iterator[Finding]:
     """Do the nodes get it, or this machine where one does not reach its host? It is there for the job then."""
 
+    if source.git and source.git.how == "bundle":
+        nodes = ()
+
     def fetch(index: int) -> str:
         with open_job_talk(nodes[index]) as talk:
             return ship(talk, source, node=label(nodes[index]))
@@ -177,6 +194,7 @@ def _check_repository(source: ShippedSource, nodes: Sequence[Transport]) -> Iter
     told = [str(said) for said in try_on_all(nodes, fetch) if isinstance(said, DetrainError)]
     if source.unreached:
         yield Finding("source.git", f"{source.unreached}: it is fetched where you submit, and sent", "warning")
+    if source.unreached or not nodes:
         try:
             fetch_here(source, os.environ)
         except DetrainError as exc:

@@ -12,6 +12,7 @@ from ..guarded import RUN_MODULE
 from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ..plan import Plan
 from ..text import ShownAsText, format_size, html_text, printable, show
+from .source import describe_token
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
@@ -64,7 +65,7 @@ class Submission(ShownAsText):
         if self.secrets:
             lines.append(f"secrets from the environment here: {', '.join(self.secrets)}")
         if self.repository:
-            return [*lines, f"every node fetches {self.repository}", *(f"warning: {each}" for each in self.warnings)]
+            return [*lines, self.repository, *(f"warning: {each}" for each in self.warnings)]
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines.append(f"{count}, {format_size(self.size_bytes)}, would travel, but for those that are there:")
         lines += [f"  {name}  {format_size(size)}" for name, size in self.files[:_MOST_FILES]]
@@ -93,7 +94,12 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
 def _describe_repository(source: ShippedSource) -> str:
     if source.git is None:
         return ""
-    return str(source) if source.git.is_cloned else f"{source}; all get it from here if one does not reach its host"
+    told = {
+        "clone": f"every node fetches {source}",
+        "bundle": f"this machine fetches {source}, and all nodes get it from here",
+        "auto": f"every node fetches {source}; all get it from here if one does not reach its host",
+    }[source.git.how]
+    return "\n".join(filter(None, (told, describe_token(source.git))))
 
 
 def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator[tuple[str, list[str]]]:

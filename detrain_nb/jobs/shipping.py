@@ -122,31 +122,34 @@ def _put(file: SourceFile, there: Location, progress: Progress) -> None:
 
 
 def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Mapping[str, str], node: str) -> str:
-    """The first node finds out which commit a branch is at; all others take that one."""
+    """Each node finds out by itself which commit a branch is at: none of them chooses what the others run."""
     token = read_token(git, environment)
-    with source.lock:
-        if source.unreached:
-            return ""
-        if not source.commit:
-            return _ask_git(talk, source, git, token, node)
-    return _ask_git(talk, source, git, token, node)
-
-
-def _ask_git(talk: Talk, source: ShippedSource, git: GitSource, token: str, node: str) -> str:
-    wanted = {"url": git.url, "ref": git.ref, "folder": git.folder, "ssh_key": git.ssh_key}
-    talk.say("source", of="git", **wanted, commit=source.commit, token=token)
+    if source.unreached:
+        return ""
+    talk.say("source", of="git", url=git.url, ref=git.ref, folder=git.folder, ssh_key=git.ssh_key, token=token)
     said = talk.hear("ready", "unreached")
     if said["type"] == "unreached":
         why = clean(said.get("text"))[:_REASON_CHARS]
-        if git.is_cloned:
+        if git.how == "clone":
             raise FilesError(f'{why}; source.git.how = "auto" has it fetched where you are, and sent')
         source.unreached = f"{node}: {why}"
         return ""
     commit = _as_digits(said.get("commit"), (40, 64))
-    if source.commit not in ("", commit):
-        raise Untrue("it has another commit than was asked for")
-    source.commit = commit
+    with source.lock:
+        if not source.commit:
+            source.commit, source.said_by = commit, node
+    if commit != source.commit:
+        raise Untrue(_tell_apart(commit, source, git))
     return _as_digits(said.get("source"), (64,))
+
+
+def _tell_apart(commit: str, source: ShippedSource, git: GitSource) -> str:
+    if not source.said_by:
+        return f"it has commit {commit[:12]}, and {source.commit[:12]} was asked for"
+    return (
+        f"{git.ref or 'its own branch'} is commit {commit[:12]} here, and {source.commit[:12]} on {source.said_by}: "
+        "submit again if it has gone on meanwhile, or give the whole commit as source.git.ref"
+    )
 
 
 def _as_digits(said: object, lengths: tuple[int, ...]) -> str:

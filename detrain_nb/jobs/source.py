@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,20 +22,33 @@ from ..errors import DetrainError, SpecError
 from ..node.job.blobs import PART, Blobs, remove_unused, sources_folder
 from ..node.job.git_program import GitAccess, GitLimits
 from ..node.job.git_source import fetch_parts, find_pointers, lay_out_part
+from ..plan.git_urls import parse_git_url
 from ..spec.notebook import MOST_BYTES, read_notebook_script
 from ..storage import Location, locate, named_errors
 from ..text import format_size, name_some
+from .url_folder import open_folder, walk_files
 
 if TYPE_CHECKING:
     from ..spec import PipelineSpec
     from ..spec.source import Git, Source
 
-__all__ = ["GitSource", "ShippedSource", "SourceFile", "fetch_here", "plan_source", "read_token", "tell_pointers"]
+__all__ = [
+    "GitSource",
+    "ShippedSource",
+    "SourceFile",
+    "describe_token",
+    "fetch_bundle",
+    "fetch_here",
+    "plan_source",
+    "read_token",
+    "tell_pointers",
+]
 
 _LIMIT_BYTES = 500_000_000
 _MOST_FILES = 50_000
 _MOST_NAMED = 3
 _CHUNK_BYTES = 1 << 20
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _AGAIN = "was changed while it was sent: submit the job again"
 
 
@@ -51,26 +65,23 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class GitSource:
-    """A repository that each node fetches; ``token`` is the name of a variable of the environment here.
-
-    ``is_cloned``: the nodes have to, also where one does not reach its host.
-    """
+    """A repository; ``token`` is the name of a variable of the environment here. ``how`` is that of a spec."""
 
     url: str
     ref: str
     folder: str
     token: str
     ssh_key: str
-    is_cloned: bool = False
+    how: str = "auto"
 
 
 @dataclass
 class ShippedSource:
     """What travels: ``files``, or a repository. ``program`` is what runs, in the folder that has them.
 
-    ``commit`` is found by the first node that fetches: the others take the same one. ``unreached`` is said by the first
-    that does not reach the host: then none has to. It is shared by the threads that send it, which hold ``lock`` for
-    what only one of them is to do.
+    ``commit`` is its ref, where that is one; else the first node that fetches says it, by its name ``said_by``, and the
+    others have to find the same one. ``unreached`` is said by the first that does not reach the host: then none has to.
+    It is shared by the threads that send it, which hold ``lock`` for what only one of them is to do.
     """
 
     program: tuple[str, ...]
@@ -78,6 +89,7 @@ class ShippedSource:
     git: GitSource | None = None
     notices: tuple[str, ...] = ()
     commit: str = ""
+    said_by: str = ""
     unreached: str = ""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
@@ -100,10 +112,9 @@ class ShippedSource:
         return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {format_size(self.size_bytes)}"
 
 
-def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = None) -> ShippedSource:
-    """Find what of ``spec.source`` travels. A repository that is sent from here (bundle) is fetched now.
+def plan_source(spec: PipelineSpec) -> ShippedSource:
+    """Find what of ``spec.source`` travels. The host of a repository is not asked.
 
-    ``environment`` may have the token of that one, beside this process' own.
     Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
     """
     source = spec.source
@@ -111,17 +122,34 @@ def plan_source(spec: PipelineSpec, *, environment: Mapping[str, str] | None = N
         return ShippedSource(("-m", source.module))
     if source.script is not None:
         data = locate(Path(source.script)).read(limit_bytes=MOST_BYTES)
-        return _one_script(os.path.basename(source.script), data)
+        return _one_script(os.path.basename(source.script), data, spec)
     if source.script_text is not None:
-        return _one_script("script.py", source.script_text.encode())
+        return _one_script("script.py", source.script_text.encode(), spec)
     if source.notebook is not None:
         name = os.path.splitext(os.path.basename(source.notebook))[0]
-        return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode())
+        return _one_script(f"{name}.py", read_notebook_script(source.notebook).encode(), spec)
     if source.git is not None:
-        return _of_git(source, source.git, {**os.environ, **(environment or {})})
+        return _of_git(source, source.git)
     assert source.path is not None
     found = _of_url(source.path) if "://" in source.path else _of_folder(source.path)
     return _with_entry(source, *found)
+
+
+def fetch_bundle(source: ShippedSource, given: Mapping[str, str] | None = None) -> ShippedSource:
+    """Fetch a repository that is to be sent from here (bundle), as `fetch_here` does; any other source stays as it is.
+
+    ``given`` may have its token, beside the environment of this process.
+    """
+    is_bundle = source.git is not None and source.git.how == "bundle"
+    return fetch_here(source, {**os.environ, **(given or {})}) if is_bundle else source
+
+
+def describe_token(git: GitSource) -> str:
+    """Who gets the token of a repository; empty where it needs none."""
+    if not git.token:
+        return ""
+    nodes = "" if git.how == "bundle" else "every node and to "
+    return f"the value that {git.token} has here goes to {nodes}{parse_git_url(git.url).host}"
 
 
 def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
@@ -136,8 +164,13 @@ def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
 # ---- one script
 
 
-def _one_script(name: str, data: bytes) -> ShippedSource:
-    return ShippedSource((_check(name),), (_of_bytes(name, data),))
+def _one_script(name: str, data: bytes, spec: PipelineSpec) -> ShippedSource:
+    """With the file of its schedule, which it reads by the same relative path."""
+    files, schedule = [_of_bytes(_check(name), data)], spec.parallelism.schedule
+    if schedule.endswith(".csv") and not schedule.startswith(("/", "~")):
+        written = locate(Path(schedule)).read(limit_bytes=MOST_BYTES)
+        files.append(_of_bytes(_check(os.path.normpath(schedule).replace(os.sep, "/")), written))
+    return ShippedSource((name,), tuple(files))
 
 
 # ---- a folder
@@ -216,11 +249,10 @@ def _open_unchanged(path: str, name: str, size: int, sha256: str) -> IO[bytes]:
 
 def _of_url(url: str) -> tuple[list[SourceFile], list[str], list[str]]:
     """Each file is read here once: its digest is not known before."""
-    top = locate(url)
     blobs, files, kept = _blobs_here(), list[SourceFile](), list[str]()
     left = _LIMIT_BYTES
-    with named_errors(top.name, "listed"):
-        for path in _walk(top):
+    with open_folder(url) as top, named_errors(top.name, "listed"):
+        for path in walk_files(top, most_folders=_MOST_FILES):
             name = _check(path[len(top.path.rstrip("/")) + 1 :])
             if not NEVER_TRAVELS.isdisjoint(name.lower().split("/")):
                 continue
@@ -237,11 +269,6 @@ def _of_url(url: str) -> tuple[list[SourceFile], list[str], list[str]]:
     return files, kept, []
 
 
-def _walk(top: Location) -> Iterator[str]:
-    for _, _, found in top.files.walk(top.path, detail=True):
-        yield from sorted(info["name"] for info in found.values())
-
-
 def _slashes(name: str) -> Iterator[int]:
     return (index for index, char in enumerate(name) if char == "/")
 
@@ -249,34 +276,26 @@ def _slashes(name: str) -> Iterator[int]:
 # ---- a repository
 
 
-def _of_git(source: Source, git: Git, environment: Mapping[str, str]) -> ShippedSource:
-    wanted = GitSource(
-        git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "", is_cloned=git.how == "clone"
-    )
-    shipped = ShippedSource((_check(source.entry or ""),), git=wanted)
-    return fetch_here(shipped, environment) if git.how == "bundle" else shipped
+def _of_git(source: Source, git: Git) -> ShippedSource:
+    wanted = GitSource(git.url, git.ref or "", git.folder or "", git.token or "", git.ssh_key or "", git.how)
+    commit = wanted.ref.lower() if _COMMIT.fullmatch(wanted.ref.lower()) else ""
+    return ShippedSource((_check(source.entry or ""),), git=wanted, commit=commit)
 
 
 def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> ShippedSource:
-    """Fetch a repository, at its commit if that is known, and have it travel as files.
+    """Fetch a repository, and have it travel as files; which commit is asked of its host, whatever nodes have said.
 
     Raises: SpecError where the token is not set or the entry is not in it, DetrainError.
     """
     wanted, (entry,) = source.git, source.program
     assert wanted is not None
     access = GitAccess(read_token(wanted, environment), wanted.ssh_key)
-    limits = GitLimits(laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES)  # those of a folder that is sent from here
+    limits = GitLimits(
+        laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES, memory_bytes=2 << 30
+    )  # those of a folder that is sent from here
     try:
         cache = sources_folder()
-        parts = fetch_parts(
-            cache,
-            wanted.url,
-            wanted.ref,
-            commit=source.commit,
-            folder=wanted.folder,
-            access=access,
-            limits=limits,
-        )
+        parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access, limits=limits)
         (cache / "bundles").mkdir(mode=0o700, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=PART, dir=cache / "bundles") as folder:
             for part in parts:
@@ -303,8 +322,12 @@ def tell_pointers(names: Sequence[str]) -> str:
 
 
 def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:
-    """All files below ``folder``; a link travels as the file that it leads to in there, as no other does."""
+    """All files below ``folder``; a link travels as the file that it leads to in there, as no other does.
+
+    Raises: SpecError where it is too much so.
+    """
     blobs, files, skipped = _blobs_here(), list[SourceFile](), list[str]()
+    left = _LIMIT_BYTES
     top = os.path.join(os.path.realpath(folder), "")
     for above, folders, names in os.walk(top):
         skipped += [os.path.relpath(os.path.join(above, name), top) for name in folders if _is_link(above, name)]
@@ -315,6 +338,10 @@ def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:
                 skipped.append(shown)
                 continue
             with open_regular(path) as file:
+                left -= os.fstat(file.fileno()).st_size
+                if left < 0:
+                    limit = format_size(_LIMIT_BYTES)
+                    raise SpecError(f"the repository has more than {limit}, with what its links lead to: name a folder")
                 is_executable = bool(os.fstat(file.fileno()).st_mode & 0o100)
                 files.append(_in_blobs(blobs, _check(shown), file, is_executable=is_executable))
     return sorted(files, key=lambda file: file.name), [clean(name) for name in skipped]

@@ -10,7 +10,7 @@ from ..deploy.chosen_nodes import Nodes, read_given
 from .job import Job
 from .preview import Submission, preview
 from .record import Record
-from .source import plan_source
+from .source import fetch_bundle, plan_source
 from .starting import Say, gather_secrets, read_spec, start
 
 if TYPE_CHECKING:
@@ -67,17 +67,19 @@ def submit(
 ) -> Job | Submission:
     """Start a job on all nodes of ``spec``, or on ``nodes``, as ``"gpu1,gpu2"``; it goes on when this process ends.
 
-    ``spec`` may be the URL of one. ``dry_run`` only says what would run where, and which files would travel; no node is
-    asked. ``storage``: a location, as ``s3://bucket/folder``, by which the source travels. ``secrets`` are by default
-    those of this process' environment that the spec names. What the user should know and does not keep it from
-    starting is in the job's ``notices``, behind those that are given.
+    ``spec`` may be the URL of one. ``dry_run`` only says what would run where, and which files would travel; no node
+    and no git host is asked. ``storage``: a location, as ``s3://bucket/folder``, by which the source travels.
+    ``secrets`` are by default those of this process' environment that the spec names. What the user should
+    know and does not keep it from starting is in the job's ``notices``, behind those that are given.
     Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
     that failed. Nothing runs then.
     """
     chosen = None if nodes is None else read_given(nodes)
     spec = read_spec(spec, name, chosen)
     gather_secrets(spec, secrets)  # before anything is read, and for a dry run, too
-    source = plan_source(spec, environment=secrets)
+    source = plan_source(spec)
+    if not dry_run:
+        source = fetch_bundle(source, secrets)
     source.notices = (*notices, *source.notices)
     if dry_run:
         return preview(spec, source)

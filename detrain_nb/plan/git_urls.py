@@ -42,6 +42,11 @@ class GitUrl:
         return self.scheme, self.host, self.port
 
     @property
+    def owner(self) -> str:
+        """Whose it is at its host: the folder that it is in there, as far as the first slash."""
+        return self.path.strip("/").partition("/")[0] if "/" in self.path.strip("/") else ""
+
+    @property
     def base(self) -> str:
         """Scheme, host and port, as git names credentials by."""
         port = "" if self.port in (None, _PORTS.get(self.scheme)) else f":{self.port}"

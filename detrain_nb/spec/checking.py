@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,8 +22,18 @@ _READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
     """Return what is wrong with it, and what may be."""
-    checks = (_check_urls, _check_reader, _check_plan, _check_speeds, _check_rendezvous, _check_image)
-    return [*_check_source(spec.source), *(finding for check in checks for finding in check(spec))]
+    checks = (
+        _check_urls,
+        _check_reader,
+        _check_plan,
+        _check_schedule,
+        _check_speeds,
+        _check_rendezvous,
+        _check_checkpoint,
+        _check_image,
+    )
+    findings = (finding for check in checks for finding in check(spec))
+    return [*_check_source(spec.source), *_check_hidden(spec.source), *findings]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
@@ -81,6 +92,20 @@ def _check_urls(spec: PipelineFields) -> Iterator[Finding]:
             yield Finding(field, said, "warning")
 
 
+def _check_schedule(spec: PipelineFields) -> Iterator[Finding]:
+    """Will the ranks find the file of a schedule? Of a repository it is not known here."""
+    name, source = spec.parallelism.schedule, spec.source
+    if not name.endswith(".csv") or source.git or (source.path and "://" in source.path):
+        return
+    if source.module or name.startswith(("/", "~")):
+        said = f"{name} does not travel: every node needs it at that path, or give one beside the script"
+        yield Finding("parallelism.schedule", said, "warning")
+        return
+    folder = Path(source.path or "").expanduser().absolute()
+    if ".." in Path(name).parts or not (folder / name).is_file():
+        yield Finding("parallelism.schedule", f"{name}: no such file in {folder}, from which it travels")
+
+
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
     there = max(1, len(spec.nodes))
     nodes = f"{there} node{'s' if there > 1 else ''}"
@@ -92,6 +117,15 @@ def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
             )
     if spec.rendezvous.is_elastic and spec.checkpoint is None:
         yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
+
+
+def _check_checkpoint(spec: PipelineFields) -> Iterator[Finding]:
+    url = spec.checkpoint.url if spec.checkpoint else ""
+    if "://" in url or url.startswith(("/", "~")) or len(spec.nodes) < 2 or all(node.workdir for node in spec.nodes):
+        return
+    if url:
+        said = f"{url} is another folder on each node, so the shards of one checkpoint would be apart"
+        yield Finding("checkpoint.url", f"{said}: give a URL, or the full path of a folder that all share", "warning")
 
 
 def _check_image(spec: PipelineFields) -> Iterator[Finding]:
@@ -108,6 +142,20 @@ def _script_of(source: Source) -> str:
         if source.notebook is not None:
             return script_of_notebook(_read(Path(source.notebook).expanduser()), where=source.notebook)
     return source.script_text or ""
+
+
+def _check_hidden(source: Source) -> Iterator[Finding]:
+    """A rank finds what is in the folder of its script before a module of Python, or torch, that has the same name."""
+    name = source.script or source.notebook or ""
+    names = {Path(name).stem} if name else set()
+    if source.path and "://" not in source.path:
+        beside = (Path(source.path).expanduser() / (source.entry or "")).parent
+        names = {path.parent.name for path in beside.glob("*/__init__.py")} | {
+            path.stem for path in beside.glob("*.py")
+        }
+    for hidden in sorted(names & (sys.stdlib_module_names - set(sys.builtin_module_names) | {"torch"})):
+        said = f"ranks import {hidden} from the folder of their script, not Python's own or torch: give it another name"
+        yield Finding(f"source.{source.kind}", said, "warning")
 
 
 def _look_at_script(source: Source) -> None:

@@ -12,6 +12,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,10 @@ from detrain_nb.jobs.log_lines import Kept, LogLine
 from detrain_nb.jobs.node_checks import check_port
 from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
-from detrain_nb.spec import PipelineSpec
+from detrain_nb.spec import Node, PipelineSpec
+from detrain_nb.transport.local import LocalTransport
 
+from ..node.git_host import commit, git
 from .lying_node import Answer, LyingNode
 
 JOB = "a-20260101-000000-beef"
@@ -634,6 +637,23 @@ def test_node_that_fails_to_launch_ends_those_that_did(tmp_path: Path) -> None:
     assert heard[-4:].count("stop") >= 1
     assert heard[-4:].count("remove") >= 1
     assert record.get("partly").state == "not started"
+
+
+@pytest.mark.parametrize("ref", ["the commit", "main"])
+def test_node_does_not_choose_what_the_others_run(ref: str, tmp_path: Path, home: Path) -> None:
+    first = commit(work := tmp_path / "work", {"train.py": "1"})
+    evil = commit(work, {"train.py": "evil"})
+    git("reset", "--quiet", "--soft", first, at=work)
+    answers: dict[str, Answer] = {
+        "facts": lambda talk, order: talk.say("facts", gpus=0, free_bytes=1 << 30, torch=version("torch")),
+        "source": lambda talk, order: talk.say("ready", commit=evil, source="0" * 64),
+    }
+    lying, git_of = LyingNode(answers, "a"), {"url": str(work), "ref": first if ref == "the commit" else ref}
+    spec = PipelineSpec.from_dict({"name": "chosen", "source": {"git": git_of, "entry": "train.py"}})
+    said = f"^a: it has commit {evil[:12]}, and {first[:12]} was" if ref == "the commit" else "main is commit .* here, "
+    with pytest.raises(DetrainError, match=said):
+        submit(spec, nodes=[lying, LocalTransport(Node(host="localhost"))], record=Record(tmp_path / "jobs.sqlite"))
+    assert "prepare" not in [order["type"] for order in lying.heard]
 
 
 def _take_source(talk: Talk, order: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from detrain_nb.jobs import check_nodes
+from detrain_nb.errors import SpecError
+from detrain_nb.jobs import check_here, check_nodes, submit
 from detrain_nb.spec import PipelineSpec
 
 from ..node.git_host import commit, git_host
@@ -55,6 +57,26 @@ def test_secret_source_and_mesh_are_looked_at(home: Path) -> None:
         secrets=["NOT_SET_ANYWHERE"], source={"script": "/nowhere/train.py"}, parallelism={"pp": 4}, env={"A": "1"}
     )
     assert [fault.partition(":")[0] for fault in found] == ["source.script", "secrets", "parallelism"]
+
+
+def test_all_names_of_a_folder_that_no_node_takes_are_said(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("1")
+    for name in (b"a\x1b[2Jb", b"c\td", b"e\xff", b"fine"):
+        (Path(os.fsdecode(os.path.join(os.fsencode(tmp_path), name)))).touch()
+    source = {"path": str(tmp_path), "entry": "train.py"}
+    spec = PipelineSpec.from_dict({"name": "checked", "source": source})
+    said = [
+        "source: 'a?[2Jb' has characters that no name should have: rename it, or list it in .detrainignore",
+        "source: 'c?d' has characters that no name should have: rename it, or list it in .detrainignore",
+        "source: 'e\\udcff': its name is not UTF-8: rename it, or list it in .detrainignore",
+    ]
+    assert list(map(str, check_here(spec))) == said == faults(source=source)
+    with pytest.raises(SpecError, match=r"(?s)a\?\[2Jb.*c\?d.*not UTF-8"):
+        submit(spec, dry_run=True)
+    for path in tmp_path.iterdir():
+        if path.name not in ("train.py", "fine"):
+            path.unlink()
+    assert check_here(spec) == []
 
 
 def test_library_that_a_node_lacks_is_said(home: Path) -> None:
@@ -110,6 +132,20 @@ def test_port_is_tried_where_the_other_nodes_reach_this_machine(
         (fault,) = faults(nodes=[{"host": "localhost"}, {"host": "gpu1"}], rendezvous={"port": port})
     assert fault.startswith("rendezvous.port: localhost cannot listen on ") and "in use" in fault
     assert f"127.0.0.1 port {port}" not in fault
+
+
+@pytest.mark.parametrize("how", ["auto", "bundle"])
+def test_who_gets_a_token_is_said_before(how: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(tmp_path / "work", {"train.py": "1"})
+    monkeypatch.setenv("A_TOKEN", "t0ken")
+    with git_host(tmp_path / "host", token="t0ken") as host:
+        of = {"url": host.publish(tmp_path / "work", "x.git"), "token": "A_TOKEN", "how": how}
+        spec = PipelineSpec.from_dict({"name": "checked", "source": {"git": of, "entry": "train.py"}})
+        said: list[tuple[str, int]] = []
+        assert check_nodes(spec, on_progress=lambda text: said.append((text, len(host.asked)))) == []
+        to = "127.0.0.1" if how == "bundle" else "every node and to 127.0.0.1"
+        assert said == [(f"the value that A_TOKEN has here goes to {to}", 0)]
+        assert any("t0ken" in who for _, who in host.asked)
 
 
 def test_host_that_cannot_be_reached_is_named_once(home: Path) -> None:

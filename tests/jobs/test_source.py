@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -17,8 +18,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from detrain_nb.copying.json_lines import FilesError, Talk, Untrue
 from detrain_nb.errors import DetrainError, SpecError
+from detrain_nb.jobs import submit
 from detrain_nb.jobs.shipping import ship
-from detrain_nb.jobs.source import ShippedSource, SourceFile, fetch_here, plan_source
+from detrain_nb.jobs.source import ShippedSource, SourceFile, fetch_bundle, fetch_here, plan_source
 from detrain_nb.node.job.sources import lay_out
 from detrain_nb.spec import PipelineSpec
 
@@ -45,15 +47,15 @@ def node(tmp_path: Path) -> Path:
 
 
 def plan(**source: Any) -> ShippedSource:
-    return plan_source(PipelineSpec.from_dict({"name": "x", "source": source}))
+    return fetch_bundle(plan_source(PipelineSpec.from_dict({"name": "x", "source": source})))
 
 
-def arrive(source: ShippedSource, node: Path, *, at: str = "source", **options: Any) -> dict[str, bytes]:
+def arrive(source: ShippedSource, cache: Path, *, at: str = "source", **options: Any) -> dict[str, bytes]:
     """Ship and lay out; return the files."""
-    with source_talk(node) as talk:
+    with source_talk(cache) as talk:
         found = ship(talk, source, **options)
-    target = node.parent / at
-    lay_out(found, target, cache=node)
+    target = cache.parent / at
+    lay_out(found, target, cache=cache)
     return {str(path.relative_to(target)): path.read_bytes() for path in target.rglob("*") if path.is_file()}
 
 
@@ -74,6 +76,54 @@ def test_script_travels_alone(tmp_path: Path, node: Path) -> None:
     assert arrive(source, node) == {"größe.py": b"print(1)\n"}
     with pytest.raises(DetrainError, match=r"gone\.py.*it is not there"):
         plan(script=str(tmp_path / "gone.py"))
+
+
+def test_file_of_a_schedule_travels_with_a_script(tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(write(tmp_path / "here", {"train.py": "1", "sub/own.csv": "0F0,0B0\n"}))
+
+    def spec(schedule: str, **source: str) -> PipelineSpec:
+        return PipelineSpec.from_dict({"name": "x", "source": source, "parallelism": {"schedule": schedule}})
+
+    for source, name in (({"script": "train.py"}, "train.py"), ({"script_text": "1"}, "script.py")):
+        planned = spec("./sub/own.csv", **source)
+        assert planned.check() == []
+        assert arrive(plan_source(planned), node, at=name) == {name: b"1", "sub/own.csv": b"0F0,0B0\n"}
+    folder = spec("sub/own.csv", path=".", entry="train.py")
+    assert folder.check() == [] and "sub/own.csv" in arrive(plan_source(folder), node, at="folder")
+    for name in ("gone.csv", "../here/sub/own.csv"):
+        (fault,) = spec(name, script="train.py").check()
+        assert str(fault) == f"parallelism.schedule: {name}: no such file in {tmp_path}/here, from which it travels"
+        with pytest.raises(DetrainError):
+            plan_source(spec(name, script="train.py"))
+    for planned in (spec("/x/own.csv", script="train.py"), spec("own.csv", module="package.train")):
+        (fault,) = planned.check()
+        assert "own.csv does not travel: every node needs it" in fault.text and fault.severity == "warning"
+        assert len(plan_source(planned).files) <= 1
+
+
+@pytest.mark.parametrize("path", ["project", "script"])
+def test_file_that_hides_a_module_is_told_of(path: str, tmp_path: Path) -> None:
+    write(tmp_path, {"train.py": "1", "torch.py": "1", "json/__init__.py": "1", "random/x.csv": "1", "sub/re.py": "1"})
+    source = {"path": str(tmp_path), "entry": "train.py"} if path == "project" else {"script": f"{tmp_path}/torch.py"}
+    found = PipelineSpec.from_dict({"name": "x", "source": source}).check()
+    field, hidden = ("source.path", ["json", "torch"]) if path == "project" else ("source.script", ["torch"])
+    assert [str(each) for each in found] == [
+        f"warning: {field}: ranks import {name} from the folder of their script, not Python's own or torch: "
+        "give it another name"
+        for name in hidden
+    ]
+
+
+def test_checkpoint_of_several_nodes_in_a_folder_of_each_is_told_of() -> None:
+    def check(url: str, *nodes: dict[str, str]) -> list[str]:
+        fields = {"name": "x", "source": {"script_text": "1"}, "checkpoint": {"url": url}, "nodes": nodes}
+        return [str(each) for each in PipelineSpec.from_dict(fields).check() if each.field == "checkpoint.url"]
+
+    two = ({"host": "a"}, {"host": "b"})
+    (said,) = check("runs/1", *two)
+    assert said.startswith("warning: checkpoint.url: runs/1 is another folder on each node, so the shards of one")
+    assert not check("runs/1", two[0]) and not check("/shared/runs", *two) and not check("s3://bucket/runs", *two)
+    assert not check("runs/1", *({**each, "workdir": "/shared"} for each in two))
 
 
 def test_text_and_module(node: Path) -> None:
@@ -194,6 +244,61 @@ def test_folder_at_a_url(node: Path) -> None:
     files.store.clear()
 
 
+class Pages(BaseHTTPRequestHandler):
+    """A folder at http, one file of which is wherever its server's ``leads_to`` says; below it, folders without end."""
+
+    def do_GET(self) -> None:
+        leads_to, names = self.server.leads_to, ["train.py", "data.py"]  # type: ignore[attr-defined]
+        if self.path.startswith("/endless"):
+            names = ["more/"]
+        if self.path.endswith("data.py") and leads_to:
+            self.send_response(302)
+            self.send_header("Location", leads_to)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        here = f"http://{self.headers['Host']}{self.path.rstrip('/')}"
+        page = "".join(f'<a href="{here}/{name}">x</a>' for name in names)
+        body = (page if "." not in self.path else f"# {self.path}").encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain" if "." in self.path else "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def pages(leads_to: str = "") -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pages) as server:
+        server.leads_to = leads_to  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_no_other_server_answers_for_a_folder_at_http(node: Path) -> None:
+    with pages() as inner, pages(leads_to=f"{inner}/secret.py") as outer, pages(leads_to="/moved.py") as moved:
+        assert arrive(plan(path=f"{inner}/top", entry="train.py"), node)["data.py"] == b"# /top/data.py"
+        assert arrive(plan(path=f"{moved}/top", entry="train.py"), node, at="moved")["data.py"] == b"# /moved.py"
+        with pytest.raises(DetrainError, match=f"/top leads to another server, {inner}: give"):
+            plan(path=f"{outer}/top", entry="train.py")
+
+
+def test_folders_at_http_have_an_end() -> None:
+    with pages() as where, pytest.raises(SpecError, match="more than 100 in one another"):
+        plan(path=f"{where}/endless", entry="train.py")
+
+
 @pytest.mark.parametrize("by_store", [False, True])
 def test_large_source_tells_how_far_it_is(tmp_path: Path, node: Path, by_store: bool) -> None:
     folder = write(tmp_path / "project", {"train.py": "1", "sub/small": "2"})
@@ -273,12 +378,15 @@ def test_repository_is_cloned_there_or_sent_from_here(
         with source_talk(node) as talk, pytest.raises(FilesError, match="does not accept the token"):
             ship(talk, cloned)
         monkeypatch.setenv("GIT_TOKEN", "t0ken")
-        there = arrive(cloned, node, at="cloned")
+        there = arrive(cloned, node, at="cloned", node="a")
         assert cloned.commit == first and there["train.py"] == b"print(1)"
         bundled = plan(git={**where, "how": "bundle"}, entry="train.py")
         commit(work, {"train.py": "print(3)"})
         host.publish(work, "x.git")
-        assert arrive(cloned, node.with_name("second node"), at="second") == there  # the branch has gone on
+        with pytest.raises(Untrue, match=f"main is commit .* here, and {first[:12]} on a: submit again if it has gone"):
+            arrive(cloned, node.with_name("second node"), node="b")  # one of them lies, or the branch has gone on
+        pinned = plan(git={**where, "ref": first.upper()}, entry="train.py")
+        assert pinned.commit == first and arrive(pinned, node.with_name("third node"), at="third") == there
         assert plan(git={**where, "how": "bundle", "folder": "sub"}, entry="main.py").files[0].size == 8
     assert bundled.commit == first and bundled.notices == ("links that do not travel: leads_out",)
     del there["leads_out"]
@@ -297,7 +405,7 @@ def test_files_that_git_lfs_has_the_contents_of_are_told_of(tmp_path: Path) -> N
     assert notice.startswith("git LFS has the contents of 0.bin, 1.bin, 2.bin and others: ")
 
 
-def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_not_reach_its_host(
+def test_repository_is_sent_from_here_to_all_where_a_node_does_not_reach_its_host(
     tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     work = tmp_path / "work"
@@ -306,7 +414,7 @@ def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_no
         source = plan(git={"url": host.publish(work, "x.git"), "ref": "main"}, entry="train.py")
         with source_talk(node) as talk:
             assert ship(talk, source, node="a") and source.commit == first
-        commit(work, {"train.py": "print(2)"})
+        second = commit(work, {"train.py": "print(2)"})
         host.publish(work, "x.git")
         with monkeypatch.context() as patch, source_talk(node) as talk:
             patch.setenv("PATH", str(tmp_path))  # without git
@@ -318,8 +426,8 @@ def test_commit_that_one_node_has_is_sent_from_here_to_all_where_another_does_no
         with source_talk(node) as talk:
             assert ship(talk, source, node="c") == "" and len(host.asked) == asked  # it is not to fetch it either
         sent = fetch_here(source, {})
-    assert sent.commit == first and sent.program == source.program
-    assert arrive(sent, node.with_name("second")) == {"train.py": b"print(1)"}
+    assert sent.commit == second and sent.program == source.program  # whatever the first node has said
+    assert arrive(sent, node.with_name("second")) == {"train.py": b"print(2)"}
 
 
 def test_repository_that_is_sent_from_here_is_no_larger_than_a_folder(tmp_path: Path, node: Path) -> None:
@@ -332,6 +440,31 @@ def test_repository_that_is_sent_from_here_is_no_larger_than_a_folder(tmp_path: 
     tree = git("hash-object", "-w", "-t", "tree", str(tmp_path / "tree"), at=work)
     git("reset", "--quiet", "--soft", git("commit-tree", tree, "-m", "x", at=work), at=work)
     with pytest.raises(DetrainError, match=r"has 50001 files .* more than 50000"):
+        plan(git={"url": str(work), "how": "bundle"}, entry="train.py")
+
+
+@pytest.mark.parametrize("how", ["auto", "clone", "bundle"])
+def test_dry_run_says_who_would_get_a_token_and_gives_it_to_nobody(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", KEY)
+    with git_host(tmp_path / "host") as host:
+        of = {"url": host.url("x.git"), "token": "OPENAI_API_KEY", "how": how}
+        spec = PipelineSpec.from_dict({"name": "x", "source": {"git": of, "entry": "train.py"}})
+        told = str(submit(spec, dry_run=True))
+        assert not host.asked
+    to = "127.0.0.1" if how == "bundle" else "every node and to 127.0.0.1"
+    assert f"\nthe value that OPENAI_API_KEY has here goes to {to}" in told and KEY not in told
+    assert f"{'this machine' if how == 'bundle' else 'every node'} fetches {host.url('x.git')}" in told
+
+
+def test_links_of_a_repository_do_not_multiply_what_is_sent(tmp_path: Path, home: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    for number in range(60):
+        (work / f"link{number}").symlink_to("big")
+    commit(work, {"train.py": "1", "big": b"\0" * 10_000_000})
+    with pytest.raises(SpecError, match="more than 500 MB, with what its links lead to"):
         plan(git={"url": str(work), "how": "bundle"}, entry="train.py")
 
 

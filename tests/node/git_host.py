@@ -24,10 +24,12 @@ _GIT = (
 )
 
 
-def git(*args: str, at: Path) -> str:
-    """Run git as a user would; return what it prints."""
+def git(*args: str, at: Path, given: str = "") -> str:
+    """Run git as a user would, with what is ``given`` as its input; return what it prints."""
     env = {"PATH": os.environ["PATH"], "HOME": str(at), "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": os.devnull}
-    done = subprocess.run(["git", *_GIT, *args], cwd=at, env=env, capture_output=True, text=True, timeout=30)
+    done = subprocess.run(
+        ["git", *_GIT, *args], cwd=at, env=env, input=given, capture_output=True, text=True, timeout=30
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

@@ -8,9 +8,11 @@ import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -278,8 +280,8 @@ def test_ref_is_a_branch_a_tag_or_a_commit_also_in_part(host: GitHost, work: Pat
         commit(work, {"new.py": "3"})
         host.publish(work, "refs.git")
         newest = git("rev-parse", "main", at=work)
-        assert ask_git(talk, url, commit=last, token=TOKEN)["commit"] == last  # the branch has gone on
-        assert ask_git(talk, url, token=TOKEN)["commit"] == newest
+        assert ask_git(talk, url, token=TOKEN)["commit"] == newest  # the branch has gone on
+        assert ask_git(talk, url, last.upper(), token=TOKEN)["commit"] == last
     lay_out(found["v1"]["source"], tmp_path / "v1", cache=cache)
     assert (tmp_path / "v1/train.py").read_text() == "print(1)\n"
 
@@ -513,6 +515,27 @@ def test_submodule_of_the_same_host_comes_with_it(host: GitHost, work: Path, cac
     assert read_all(tmp_path / "sub") == {"main.py": b"print('sub')\n"}
 
 
+def test_submodule_of_another_owner_does_not_get_the_token(
+    host: GitHost, work: Path, cache: Path, tmp_path: Path
+) -> None:
+    inner = tmp_path / "inner"
+    commit(inner, {"secret.txt": "another private repository"})
+    for owner in ("victim", "evil"):
+        (host.root / owner).mkdir()
+    host.publish(inner, "victim/private.git")
+    add_submodule(work, "../../victim/private.git", inner)
+    url = host.publish(work, "evil/x.git")
+    said = "the token goes to submodules of 'evil' alone, as its repository is: git .*victim/private.git is private"
+    with source_talk(cache) as talk, pytest.raises(Failed, match=said):
+        ask_git(talk, url, token=TOKEN)
+    assert not [who for path, who in host.asked if "victim" in path and TOKEN in who]
+    host.publish(inner, "evil/inner.git")
+    git("config", "-f", ".gitmodules", "submodule.lib/inner.url", "../inner.git", at=work)
+    last = commit(work, {})
+    host.publish(work, "evil/x.git")
+    assert ask_git_once(cache, url, token=TOKEN)["commit"] == last
+
+
 @pytest.mark.parametrize("elsewhere", ["other host", "path", "ext", "option"])
 def test_submodule_of_another_host_is_refused(
     host: GitHost, work: Path, cache: Path, tmp_path: Path, elsewhere: str
@@ -570,11 +593,107 @@ def test_repository_that_is_too_large_is_refused(host: GitHost, work: Path, cach
         GitLimits(laid_out_bytes=1_000_000): "the repository has .* more than",
         GitLimits(files=3): "the repository has .* more than 3",
         GitLimits(output_bytes=10): "prints more than 10 bytes",
-        GitLimits(fetched_bytes=100): "sends more than 100 bytes",
+        GitLimits(fetched_bytes=100): "sends more than 100 bytes, with its submodules",
     }.items():
         with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match=said):
             ask_git(talk, url, token=TOKEN)
         cache = cache.with_name(f"{cache.name}-")
+
+
+def test_folders_count_as_files_do(host: GitHost, work: Path, cache: Path) -> None:
+    commit(work, {"a/b/c/d/e/f/x.py": "1"})
+    with source_talk(cache, limits=GitLimits(files=9)) as talk, pytest.raises(Failed, match="has 13 files and folders"):
+        ask_git(talk, host.publish(work, "folders.git"), token=TOKEN)
+
+
+def test_branches_of_a_repository_take_one_file(work: Path, cache: Path) -> None:
+    last = git("rev-parse", "HEAD", at=work)
+    refs = "".join(f"{last} refs/heads/b{number:05}\n" for number in range(3000))
+    (work / ".git/packed-refs").write_text(f"# pack-refs with: peeled fully-peeled sorted \n{refs}")
+    limits = GitLimits(fetched_bytes=1_000_000)
+    with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match="sends more than 1000000 bytes"):
+        ask_git(talk, str(work), last[:9])
+    with source_talk(cache) as talk:
+        for ref in (last[:10], last[:11]):  # no host gives it by a part of its number
+            assert ask_git(talk, str(work), ref)["commit"] == last
+    assert sum(path.is_file() for path in cache.rglob("*")) < 30
+
+
+def test_submodules_come_out_of_one_limit(host: GitHost, work: Path, cache: Path, tmp_path: Path) -> None:
+    inner = tmp_path / "inner"
+    for number in range(3):
+        commit(inner, {"inner.bin": os.urandom(400_000)})
+        host.publish(inner, f"inner{number}.git")
+        add_submodule(work, f"../inner{number}.git", inner, at=f"lib/{number}")
+        shutil.rmtree(inner)
+    url = host.publish(work, "limit.git")
+    limits = GitLimits(fetched_bytes=1_000_000)
+    with (
+        source_talk(cache, limits=limits) as talk,
+        pytest.raises(Failed, match=r"inner2.* sends more than 1000000"),
+    ):
+        ask_git(talk, url, token=TOKEN)
+    assert ask_git_once(cache, url, token=TOKEN)["commit"]
+
+
+def test_attributes_of_a_repository_change_no_file(work: Path, cache: Path, tmp_path: Path) -> None:
+    files = {"big": "a\n" * 1000, "train.py": "$Id$\n", "sub/inner": "b\n"}
+    commit(work, files)
+    attributes = "* text eol=crlf working-tree-encoding=UTF-32\n*.py ident\n"
+    commit(work, {})
+    for name in (".gitattributes", "sub/.gitattributes"):  # put there by hand, as git would change the files here
+        number = git("hash-object", "-w", "--stdin", "--no-filters", at=work, given=attributes)
+        git("update-index", "--add", "--cacheinfo", f"100644,{number},{name}", at=work)
+    git("commit", "--quiet", "--message", "x", at=work)
+    source = ask_git_once(cache, str(work))["source"]
+    lay_out(source, tmp_path / "source", cache=cache)
+    found = read_all(tmp_path / "source")
+    assert found[".gitattributes"] == attributes.encode()
+    assert {name: found[name] for name in files} == {name: text.encode() for name, text in files.items()}
+
+
+def write_bomb(repository: Path, size: int) -> None:
+    """A commit with a file of ``size`` bytes, as a difference of some hundred bytes to a small one."""
+    base, copies = bytes(1 << 16), size >> 16
+    size = copies << 16
+    data = hashlib.sha1(b"blob %d\0" % size)
+    for _ in range(copies):
+        data.update(base)
+    objects = {1: b"", 2: b"100644 big\0" + data.digest(), 3: base}
+    names = {
+        kind: hashlib.sha1(b"%s %d\0" % (kind_name, len(objects[kind])) + objects[kind])
+        for kind, kind_name in ((2, b"tree"), (3, b"blob"))
+    }
+    objects[1] = b"tree %s\nauthor t <t@t> 1 +0000\ncommitter t <t@t> 1 +0000\n\nx\n" % names[2].hexdigest().encode()
+    delta = b"".join(map(to_digits, (len(base), size))) + b"\x80" * copies
+    pack = b"PACK" + struct.pack(">II", 2, 4)
+    for kind, content in objects.items():
+        pack += pack_head(kind, len(content)) + zlib.compress(content)
+    pack += pack_head(7, len(delta)) + names[3].digest() + zlib.compress(delta)
+    git("init", "--quiet", "--bare", str(repository), at=repository.parent)
+    (repository / "objects/pack/bomb.pack").write_bytes(pack + hashlib.sha1(pack).digest())
+    git("index-pack", "objects/pack/bomb.pack", at=repository)
+    commit = hashlib.sha1(b"commit %d\0" % len(objects[1]) + objects[1]).hexdigest()
+    (repository / "refs/heads/main").write_text(f"{commit}\n")
+
+
+def to_digits(number: int) -> bytes:
+    """Seven bits in each byte, as in a delta."""
+    more = number >> 7
+    return bytes([number & 0x7F | (0x80 if more else 0)]) + (to_digits(more) if more else b"")
+
+
+def pack_head(kind: int, size: int) -> bytes:
+    more = size >> 4
+    return bytes([kind << 4 | size & 15 | (0x80 if more else 0)]) + (to_digits(more) if more else b"")
+
+
+def test_object_that_is_far_larger_than_what_comes_takes_no_memory_without_end(cache: Path, tmp_path: Path) -> None:
+    write_bomb(tmp_path / "bomb.git", 256_000_000)
+    limits = GitLimits(memory_bytes=200_000_000)
+    with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match="git has not the memory for what is"):
+        ask_git(talk, str(tmp_path / "bomb.git"))
+    assert not list(cache.glob("git/*/objects/pack/*.pack"))
 
 
 def test_host_that_never_answers_is_not_waited_for(cache: Path) -> None:

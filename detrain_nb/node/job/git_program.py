@@ -10,6 +10,7 @@ import contextlib
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -49,6 +50,10 @@ _SETTINGS = (
     "credential.helper=",
     "gc.auto=0",
     "maintenance.auto=false",
+    "fetch.unpackLimit=1",  # a pack is indexed without its large files in memory; that of few objects would be unpacked
+    "pack.threads=4",  # what each reserves counts for the limit
+    "core.packedGitWindowSize=32m",
+    "core.packedGitLimit=256m",
     "submodule.recurse=false",
     "fetch.recurseSubmodules=false",
     "protocol.ext.allow=never",
@@ -58,6 +63,7 @@ _SETTINGS = (
     "http.lowSpeedLimit=1000",
     "http.lowSpeedTime=60",
 )
+_BOUNDED = 'ulimit -v "$1" 2>/dev/null; shift; exec git "$@"'
 _HELPER = '!f() { test "$1" = get && printf "username=%s\\npassword=%s\\n" {user} "$' + _TOKEN + '"; }; f'
 _SSH = "ssh -o BatchMode=yes -o StrictHostKeyChecking=yes -o ForwardAgent=no -o ConnectTimeout=30"
 _CHUNK_BYTES = 1 << 16
@@ -67,6 +73,7 @@ _END_LIMIT_S = 5.0
 _CONNECT_LIMIT_S = 10.0  # git itself would wait for more than two minutes
 
 _NOT_THERE = re.compile(r"couldn't find remote ref|not our ref|unadvertised object|no such remote ref", re.IGNORECASE)
+_NO_MEMORY = re.compile("out of memory|cannot allocate memory|unable to create thread", re.IGNORECASE)
 _NOT_LET_IN = re.compile(
     r"could not read Username|Authentication failed|terminal prompts disabled|returned error: 40[13]|HTTP 40[13]|"
     r"Permission denied|repository .* not found|returned error: 404|could not read Password|"
@@ -91,6 +98,7 @@ class GitLimits:
     fetched_bytes: int = 8 << 30
     laid_out_bytes: int = 32 << 30
     files: int = 200_000
+    memory_bytes: int = 3 << 30  # of each process: git makes no delta of what is larger than 512 MB, and wants it twice
     submodules: int = 64
     depth: int = 4  # of submodules in one another
 
@@ -139,7 +147,9 @@ def run_git(
     access = access or GitAccess()
     if url and url.scheme in ("http", "https") and not any(map(os.environ.get, _PROXIES)):
         _knock(url)
-    process = _start(args, cwd=cwd, url=url, access=access, may_redirect=may_redirect, env=env or {})
+    settings = [*_SETTINGS, f"http.followRedirects={'initial' if may_redirect else 'false'}"]
+    words = [word for each in (*settings, *_credentials(url, access)) for word in ("-c", each)]
+    process = _start([*words, *args], limits.memory_bytes, cwd=cwd, env={**_environment(url, access), **(env or {})})
     with _ended(process):
         out, err = _Reader(process.stdout, limits.output_bytes), _Reader(process.stderr, _WORDS_BYTES, is_tail=True)
         limit_s = limit_s or limits.local_s
@@ -169,24 +179,20 @@ def _knock(url: GitUrl) -> None:
         raise GitUnreached(f"git {clean(url.text)} cannot be reached: {exc.strerror or exc}") from exc
 
 
-def _start(
-    args: Sequence[str], *, cwd: str, url: GitUrl | None, access: GitAccess, may_redirect: bool, env: dict[str, str]
-) -> subprocess.Popen[bytes]:
-    """Raises: GitUnreached where it is not installed."""
-    redirects = f"http.followRedirects={'initial' if may_redirect else 'false'}"
-    settings = [*_SETTINGS, redirects, *_credentials(url, access)]
-    try:
-        return subprocess.Popen(
-            ["git", *(word for each in settings for word in ("-c", each)), *args],
-            cwd=cwd,
-            env={**_environment(url, access), **env},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-        )
-    except FileNotFoundError as exc:
-        raise GitUnreached("git is not installed") from exc
+def _start(args: Sequence[str], memory_bytes: int, *, cwd: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A few bytes of a repository can be an object of many GB. Raises: GitUnreached where git is not installed."""
+    if not shutil.which("git", path=env.get("PATH")):
+        raise GitUnreached("git is not installed")
+    bounded = ["/bin/sh", "-c", _BOUNDED, "sh", str(memory_bytes >> 10)] if os.name == "posix" else ["git"]
+    return subprocess.Popen(
+        [*bounded, *args],
+        cwd=cwd,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
 
 
 def _environment(url: GitUrl | None, access: GitAccess) -> dict[str, str]:
@@ -265,6 +271,8 @@ class _Reader:
 def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> FilesError:
     """In words for the user: what of the repository is wrong, and what to do."""
     where = f"git {clean(url.text)}"
+    if match := _NO_MEMORY.search(exc.said):
+        return FilesError(f"{where}: git has not the memory for what is in it: {_last_line(exc.said, match[0])}")
     if exc.is_unknown_ref and not ref:
         return FilesError(f"{where}: names no branch that has a commit: push one, or name another as ref")
     if exc.is_unknown_ref:

@@ -26,6 +26,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAYBE_COMMIT = re.compile(r"[0-9a-f]{4,64}")
 _MIRROR = re.compile(r"[0-9a-f]{32}")
 _ALL_REFS = ("+refs/heads/*:refs/detrain/heads/*", "+refs/tags/*:refs/detrain/tags/*")
+_AS_THEY_ARE = "* -text -eol -ident -filter -working-tree-encoding\n"  # what a repository says of it counts for less
 _WHOLE = "--depth=2147483647"  # git's word for all of it, whether the mirror is shallow or not
 _LOCK_LIMIT_S = 600.0
 _POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for one in git LFS
@@ -62,7 +63,6 @@ def fetch_parts(
     url: str,
     ref: str,
     *,
-    commit: str = "",
     folder: str = "",
     access: GitAccess | None = None,
     limits: GitLimits | None = None,
@@ -70,16 +70,13 @@ def fetch_parts(
 ) -> list[GitPart]:
     """Fetch ``ref`` of a repository, and the submodules in ``folder``, into mirrors below ``cache``.
 
-    ``commit``: the one that is meant, where the name may have gone on meanwhile. The first part is the repository's.
-    Raises: FilesError with what is wrong, and what to do.
+    The first part is the repository's. Raises: FilesError with what is wrong, and what to do.
     """
     access = access or GitAccess()
     try:
         place, ref = parse_git_url(url), check_git_ref(ref)
     except SpecError as exc:
         raise FilesError(str(exc)) from exc
-    if commit and not _COMMIT.fullmatch(commit):
-        raise FilesError("what came is no commit")
     if access.token and not place.hides_token:
         raise FilesError(f"git {clean(url)}: a token is sent over https only, anybody on the way could read it")
     if any(not char.isprintable() or char.isspace() for char in access.token):
@@ -87,9 +84,7 @@ def fetch_parts(
     if folder:
         check_name(folder)
     fetcher = _Fetcher(cache, access, limits or GitLimits(), tick)
-    found = fetcher.fetch(place, ref, may_redirect=True)
-    if commit and found != commit:
-        found = fetcher.fetch(place, commit, may_redirect=True)
+    found = fetcher.fetch(place, ref, access, may_redirect=True)
     fetcher.gather(place, found, folder, "", depth=0)
     return fetcher.parts
 
@@ -100,32 +95,36 @@ class _Fetcher:
     def __init__(self, cache: Path, access: GitAccess, limits: GitLimits, tick: Callable[[], object]) -> None:
         self.parts: list[GitPart] = []
         self._cache, self._access, self._limits, self._tick = cache, access, limits, tick
-        self._num_files = self._num_bytes = 0
+        self._num_files = self._num_bytes = self._fetched_bytes = 0
 
-    def fetch(self, url: GitUrl, ref: str, *, may_redirect: bool = False) -> str:
+    def fetch(self, url: GitUrl, ref: str, access: GitAccess, *, may_redirect: bool = False) -> str:
         """Have a branch, tag or commit in the mirror; returns the commit."""
         mirror = self._mirror(url)
         with _locked(mirror, self._tick):
             if not (mirror / "HEAD").is_file():
                 self._git(mirror.parent, "init", "--quiet", "--bare", "--template=", str(mirror))
+            (mirror / "info").mkdir(exist_ok=True)
+            (mirror / "info/attributes").write_text(_AS_THEY_ARE)
             touch(mirror)
             _remove_leftovers(mirror)
             if _COMMIT.fullmatch(ref) and (known := self._find(mirror, ref)):
                 return known
             try:
-                return self._fetch(url, mirror, ref, may_redirect=may_redirect)
+                return self._fetch(url, mirror, ref, access, may_redirect=may_redirect)
             except GitFailed as exc:
-                raise explain(exc, url, ref=ref, access=self._access) from exc
+                raise explain(exc, url, ref=ref, access=access) from exc
 
-    def _fetch(self, url: GitUrl, mirror: Path, ref: str, *, may_redirect: bool) -> str:
+    def _fetch(self, url: GitUrl, mirror: Path, ref: str, access: GitAccess, *, may_redirect: bool) -> str:
         fresh = f"refs/detrain/new-{secrets.token_hex(8)}"
         try:
-            self._fetch_refs(url, mirror, f"+{ref or 'HEAD'}:{fresh}", depth="--depth=1", may_redirect=may_redirect)
+            only = f"+{ref or 'HEAD'}:{fresh}"
+            self._fetch_refs(url, mirror, only, access=access, depth="--depth=1", may_redirect=may_redirect)
         except GitFailed as exc:
             if not exc.is_unknown_ref or not _MAYBE_COMMIT.fullmatch(ref):
                 raise
             # a commit that a host gives to nobody by its number, or a part of its number
-            self._fetch_refs(url, mirror, *_ALL_REFS, depth=_WHOLE, may_redirect=may_redirect)
+            self._fetch_refs(url, mirror, *_ALL_REFS, access=access, depth=_WHOLE, may_redirect=may_redirect)
+            self._git(mirror, "pack-refs", "--all", "--prune")  # into one file
             if known := self._find(mirror, ref):
                 return known
             raise
@@ -137,12 +136,15 @@ class _Fetcher:
         self._git(mirror, "update-ref", "-d", fresh)
         return commit
 
-    def _fetch_refs(self, url: GitUrl, mirror: Path, *refs: str, depth: str, may_redirect: bool) -> None:
+    def _fetch_refs(
+        self, url: GitUrl, mirror: Path, *refs: str, access: GitAccess, depth: str, may_redirect: bool
+    ) -> None:
         def look() -> None:
             self._tick()
-            if _size_of(mirror) - before > self._limits.fetched_bytes:
+            if self._fetched_bytes + _size_of(mirror) - before > self._limits.fetched_bytes:
                 raise FilesError(
-                    f"git {clean(url.text)} sends more than {self._limits.fetched_bytes} bytes: it is too large"
+                    f"git {clean(url.text)} sends more than {self._limits.fetched_bytes} bytes, with its submodules: "
+                    "it is too large"
                 )
 
         before = _size_of(mirror)
@@ -152,18 +154,19 @@ class _Fetcher:
             limits=self._limits,
             limit_s=self._limits.fetch_s,
             url=url,
-            access=self._access,
+            access=access,
             may_redirect=may_redirect,
             tick=look,
         )
         look()  # it may have been quick
+        self._fetched_bytes += _size_of(mirror) - before
 
     def gather(self, url: GitUrl, commit: str, folder: str, place: str, *, depth: int) -> None:
         """Note what is laid out where, and fetch the submodules in it."""
         mirror = self._mirror(url)
         tree = f"{commit}:{folder}"
         try:
-            listed = self._git(mirror, "ls-tree", "-r", "-z", "-l", "--full-tree", tree)
+            listed = self._git(mirror, "ls-tree", "-r", "-t", "-z", "-l", "--full-tree", tree)
         except GitFailed as exc:
             raise FilesError(f"git {clean(url.text)}: commit {commit[:12]} has no folder {clean(folder)!r}") from exc
         self.parts.append(GitPart(mirror.name, commit, folder, place))
@@ -182,8 +185,19 @@ class _Fetcher:
                 inner = resolve_submodule(url, urls[path])
             except SpecError as exc:
                 raise FilesError(f"git {clean(url.text)}: submodule {clean(path)!r}: {exc}") from exc
-            self.fetch(inner, inner_commit)
+            self._fetch_submodule(url, inner, inner_commit)
             self.gather(inner, inner_commit, "", f"{place}/{name}" if place else name, depth=depth + 1)
+
+    def _fetch_submodule(self, url: GitUrl, inner: GitUrl, commit: str) -> None:
+        """Without the token where it is of another owner: a repository may name one that only the user can read."""
+        if inner.owner == url.owner or not self._access.token:
+            self.fetch(inner, commit, self._access)
+            return
+        try:
+            self.fetch(inner, commit, GitAccess())
+        except FilesError as exc:
+            said = f"the token goes to submodules of {clean(url.owner)!r} alone, as its repository is: {exc}"
+            raise FilesError(said) from exc
 
     def _count(self, listed: bytes) -> dict[str, str]:
         """Add up what would be laid out; returns the commits of submodules by their place. Raises: FilesError."""
@@ -195,10 +209,10 @@ class _Fetcher:
                 modules[check_name(raw_name.decode("utf-8", "surrogateescape"))] = commit
                 continue
             self._num_files += 1
-            self._num_bytes += int(size)
+            self._num_bytes += int(size) if mode != "040000" else 0
         if self._num_files > self._limits.files or self._num_bytes > self._limits.laid_out_bytes:
             raise FilesError(
-                f"the repository has {self._num_files} files of {self._num_bytes} bytes, more than "
+                f"the repository has {self._num_files} files and folders of {self._num_bytes} bytes, more than "
                 f"{self._limits.files} or {self._limits.laid_out_bytes}: name a folder of it"
             )
         return modules
@@ -309,12 +323,13 @@ def _remove_leftovers(mirror: Path) -> None:
 
 
 def _size_of(mirror: Path) -> int:
-    """What its packs take, those that are coming among them."""
+    """What it takes on the disk, with what is coming."""
     total = 0
-    for folder, _, files in os.walk(mirror / "objects"):
+    for folder, _, files in os.walk(mirror):
         for name in files:
             with contextlib.suppress(OSError):
-                total += os.lstat(os.path.join(folder, name)).st_size
+                status = os.lstat(os.path.join(folder, name))
+                total += max(status.st_size, getattr(status, "st_blocks", 0) * 512)
     return total
 
 

@@ -149,12 +149,12 @@ def _check_list(noted: dict[str, Any]) -> _Listed:
 
 
 def _take_git(talk: Talk, order: dict[str, Any], cache: Path, limits: GitLimits | None) -> None:
-    url, ref, commit, folder, token, ssh_key = (
-        _text(order.get(key, "")) for key in ("url", "ref", "commit", "folder", "token", "ssh_key")
+    url, ref, folder, token, ssh_key = (
+        _text(order.get(key, "")) for key in ("url", "ref", "folder", "token", "ssh_key")
     )
     access = GitAccess(token, ssh_key)
     try:
-        parts = fetch_parts(cache, url, ref, commit=commit, folder=folder, access=access, limits=limits, tick=talk.tick)
+        parts = fetch_parts(cache, url, ref, folder=folder, access=access, limits=limits, tick=talk.tick)
         listed = [[part.mirror, part.commit, part.folder, part.place] for part in parts]
         text = json.dumps({"format": FORMAT, "parts": listed}).encode()
         talk.say("ready", source=_write_note(cache, text), commit=parts[0].commit)

@@ -1,0 +1,55 @@
+"""A source that is a folder at a URL: its files, of the one server that is named, and of no more than there can be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+from ..copying.json_lines import MOST_DEPTH, clean
+from ..errors import DetrainError, SpecError
+from ..storage import Location, locate
+
+__all__ = ["open_folder", "walk_files"]
+
+
+@contextlib.contextmanager
+def open_folder(url: str) -> Iterator[Location]:
+    """At https, no other server answers for the one that was named: it may be one that only this machine reaches.
+
+    Raises: SpecError.
+    """
+    top = locate(url)
+    if not top.path.startswith(("http://", "https://")):
+        yield top
+        return
+    import aiohttp  # what opens such a URL has it
+
+    refused: list[str] = []
+
+    async def look(_session: object, _context: object, asked: aiohttp.TraceRequestRedirectParams) -> None:
+        headers = asked.response.headers
+        to = headers.get("Location") or headers.get("URI") or ""  # as aiohttp has it
+        origin = asked.url.join(type(asked.url)(to)).origin()
+        if origin not in (asked.url.origin(), asked.url.origin().with_scheme("https").with_port(443)):
+            refused.append(clean(str(origin))[:200])
+            raise PermissionError(refused[0])  # of which fsspec makes that nothing is there
+
+    trace = aiohttp.TraceConfig()
+    trace.on_request_redirect.append(look)
+    try:
+        files = type(top.files)(client_kwargs={"trace_configs": [trace]}, skip_instance_cache=True)
+        yield Location(top.name, top.path, files)
+    except DetrainError as exc:
+        if refused:
+            raise SpecError(f"{top.name} leads to another server, {refused[0]}: give the URL there") from exc
+        raise
+
+
+def walk_files(top: Location, *, most_folders: int) -> Iterator[str]:
+    """The paths of all files below ``top``. Raises: SpecError where its folders come to no end."""
+    for number, (above, _, found) in enumerate(top.files.walk(top.path, detail=True)):
+        if number >= most_folders or above.count("/") - top.path.count("/") > MOST_DEPTH:
+            raise SpecError(
+                f"{top.name} has more than {most_folders} folders, or more than {MOST_DEPTH} in one another"
+            )
+        yield from sorted(info["name"] for info in found.values())
