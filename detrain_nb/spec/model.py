@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, get_origin
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from ..errors import FieldError, FieldFault, SpecError
 from ..plan.fields import nearest
@@ -45,9 +45,22 @@ class SpecModel(BaseModel):
                 )
             super().__setattr__(name, value)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_empty(cls, fields: object) -> object:
+        """A table or a list whose lines are all comments is None in YAML: it is as if it were not there."""
+        if not isinstance(fields, Mapping):
+            return fields
+        kinds = {name: type(field.default) for name, field in cls.model_fields.items()}
+        return {name: value for name, value in fields.items() if value is not None or not _is_many(kinds.get(name))}
+
     def to_fields(self) -> dict[str, Any]:
         """Return what is not as by default, as a document has it."""
         return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def _is_many(kind: type | None) -> bool:
+    return kind is not None and issubclass(kind, BaseModel | tuple | dict)
 
 
 def describe_field(model: type[BaseModel], field: str) -> str:

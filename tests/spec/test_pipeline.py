@@ -41,6 +41,10 @@ REFUSED = {
     "an unknown field": ({"training": {"epoch": 1}}, "training.epoch is no field: did you mean 'epochs'?"),
     "an unknown field at the top": ({"trainning": {}}, "trainning is no field: did you mean 'training'?"),
     "a field far from any": ({"zzz": 1}, "zzz is no field: there are name, description, parallelism"),
+    "nothing where a number goes": (
+        {"training": {"learning_rate": None}},
+        "training.learning_rate None: give a number",
+    ),
     "no table": ({"training": 3}, "training 3: give a table"),
     "a field of a node": ({"nodes": [{"host": "a"}, {"host": "b", "port": 0}]}, "nodes[1].port 0: give a number"),
     "a node's unknown field": ({"nodes": [{"host": "a", "prt": 1}]}, "nodes[0].prt is no field: did you mean 'port'?"),
@@ -459,6 +463,23 @@ def test_file_says_where_its_faults_are(tmp_path: Path) -> None:
     path.write_text("name: x\nsource: [\n")
     with pytest.raises(SpecError, match=r"spec\.yaml.*line 3"):
         PipelineSpec.load(path)
+
+
+EMPTY = """
+name: mnist
+source:
+  script_text: job_spec()
+  arguments:
+  # - --fast
+training:
+  # epochs: 2
+nodes:
+env:
+"""
+
+
+def test_section_with_nothing_below_it_is_as_if_it_were_not_there() -> None:
+    assert PipelineSpec.from_dict(parse_document(EMPTY, ".yaml")) == _spec()
 
 
 SCHEMA = Draft202012Validator(json.loads(FILE.read_text(encoding="utf-8")))
