@@ -148,7 +148,7 @@ FAULTS = {
     "NaN in JSON": (".json", '{"a": {"b": NaN}}', "a.b: nan is no finite number"),
     "NaN in TOML": (".toml", "a = nan", "a: nan is no finite number"),
     "NaN in YAML": (".yaml", "a: .NaN", "a: nan is no finite number"),
-    "infinity in YAML": (".yaml", "a: -.inf", "a: nan is no finite number"),
+    "infinity in YAML": (".yaml", "a: -.inf", "a: -inf is no finite number"),
     "infinity in JSON": (".json", '{"a": 1e999}', "a: inf is no finite number"),
     "65 bits in JSON": (".json", '{"a": [1, 9223372036854775808]}', "a[1]: a number of more than 64 bits"),
     "65 bits in TOML": (".toml", f"a = 0x{'f' * 5000}", "a: a number of more than 64 bits"),
