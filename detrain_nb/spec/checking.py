@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import SpecError
+from ..plan.choices import SCHEDULES
 from ..plan.git_urls import parse_git_url
 from ..text import name_some
 from .findings import Finding, findings_of
@@ -18,6 +19,12 @@ from .planning import describe_unknown_gpus, find_rounds_that_do_not_fit, plan_s
 from .source import Source
 
 _READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
+
+_FIELDS_OF_A_PLAN = {  # by how an error of it begins
+    "mesh": "parallelism",
+    "a batch": "training.batch_size",
+    **dict.fromkeys(SCHEDULES, "parallelism.microbatches"),
+}
 
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
@@ -45,7 +52,7 @@ def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
             said = f"with {some} a script that reads its spec cannot go on: {next(iter(misfits.values()))}"
             yield Finding("rendezvous.min_nodes", said, "warning")
     except SpecError as exc:
-        field = "parallelism" if str(exc).startswith("mesh") else ""
+        field = next((field for begin, field in _FIELDS_OF_A_PLAN.items() if str(exc).startswith(begin)), "")
         if describe_unknown_gpus(spec, {}):
             yield Finding(field, str(exc), "warning")
         else:

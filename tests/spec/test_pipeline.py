@@ -178,6 +178,15 @@ def test_mesh_that_does_not_fit_says_ranks_and_nodes() -> None:
     assert [(each.field, each.severity) for each in spec.check()] == [("parallelism", "error")]
 
 
+def test_batch_that_does_not_divide_is_told_with_its_field() -> None:
+    nodes = [{"host": "a", "ranks": 4}]
+    (finding,) = _spec(training={"batch_size": 8}, parallelism={"microbatches": 3}, nodes=nodes).check()
+    assert str(finding).startswith("training.batch_size: a batch of 8 does not divide by 4 replicas x 3 microbatches")
+    assert worst([finding]) == "error"
+    (finding,) = _spec(parallelism={"pp": 4, "microbatches": 3}, nodes=nodes).check()
+    assert str(finding).startswith("parallelism.microbatches: 1F1B needs at least as many microbatches as stages")
+
+
 def test_node_that_may_have_gpus_makes_a_misfit_a_warning() -> None:
     spec = _spec(parallelism={"tp": 8}, nodes=[{"host": "a"}, {"host": "b", "ranks": 4}])
     (finding,) = spec.check()
