@@ -11,6 +11,7 @@ import difflib
 import json
 import math
 import re
+import sys
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -80,7 +81,7 @@ def _conform(value: object, hint: Any, where: str) -> Any:
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_conform(each, inner[0], f"{where}[{index}]") for index, each in enumerate(value))
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if abs(value) < 1e300:  # a whole number may be larger than any float
+        if abs(value) <= sys.float_info.max:  # a whole number may be larger than any float
             return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value

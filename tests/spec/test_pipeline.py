@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,11 @@ def test_axes_stay_open_where_a_round_may_have_fewer_nodes() -> None:
     assert (finding.field, finding.severity) == ("rendezvous.min_nodes", "warning")
     assert "with 3 of 4 nodes a script that reads its spec cannot go on: a batch of 16" in str(finding)
     assert fixed.check() == [] == spec(min_nodes=4).check()
+
+
+def test_largest_number_that_a_spec_takes_reaches_the_script() -> None:
+    spec = _spec(training={"clip": sys.float_info.max})
+    assert spec.job_spec(spec.plan()).training.clip == sys.float_info.max
 
 
 def test_arguments_in_the_style_of_detrain_stand_behind_the_users() -> None:
