@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from ..errors import SpecError
 from ..text import show, split_target
 from .model import SpecModel, describe_field
-from .words import Lines, Path, Variables, is_node_name, is_path, only
+from .words import NODE_NAME, PATH, Lines, Path, Variables, is_node_name, is_path, like, only
 
 _OF_SSH = ("port", "user", "identity_file", "proxy_jump", "setup")
 THIS_MACHINE = "localhost"  # the host that is the notebook's machine itself
@@ -60,6 +60,15 @@ def _check_jumps(text: str) -> str:
     return ",".join(jumps)
 
 
+_HOST_LIKE = rf"{_HOST.pattern}|[0-9A-Fa-f:.]{{2,45}}(?:%[A-Za-z0-9._-]{{1,32}})?"
+Address = Annotated[str, only(is_address), like(_HOST_LIKE)]
+_GPUS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "uniqueItems": True}
+_Devices = Annotated[
+    Literal["auto", "cpu"] | tuple[int, ...],
+    WithJsonSchema({"anyOf": [{"type": "string", "enum": ["auto", "cpu"]}, _GPUS]}),
+]
+
+
 class Node(SpecModel):
     """One machine with sshd, or, as the host ``localhost``, that of the notebook, without SSH.
 
@@ -68,30 +77,28 @@ class Node(SpecModel):
     Raises: SpecError with one line per field that cannot be; so does a file or a command line with such a node.
     """
 
-    name: Annotated[str, only(is_node_name)] = Field(
+    name: Annotated[str, only(is_node_name), like(f"(?:{NODE_NAME})?")] = Field(
         default="",  # the host's
         description="letters, digits and . _ -, at most 63, the first no sign; 'all', 1 or 0-3 would mean ranks",
     )
-    host: Annotated[str, only(_is_host)] = Field(
+    host: Annotated[str, only(_is_host), like(_HOST_LIKE)] = Field(
         description="a host name, a Host of your ssh config or an address; user and port are apart"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, description="a number from 1 to 65535")
-    user: Annotated[str, only(_USER.fullmatch)] | None = Field(
+    user: Annotated[str, only(_USER.fullmatch), like(_USER.pattern)] | None = Field(
         default=None, description="a user of letters, digits and . _ @ + -"
     )
     identity_file: Path | None = Field(default=None, description="the path of a private key")
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
         default=None, description='the hosts to go through, "[user@]host[:port]", several with commas'
     )
-    address: Annotated[str, only(is_address)] | None = Field(
+    address: Address | None = Field(
         default=None, description="the address or host name at which the other nodes reach this one"
     )
-    devices: Literal["auto", "cpu"] | tuple[int, ...] = Field(
-        default="auto", description='"auto", "cpu", or the indices of GPUs, each once, as [0, 1]'
-    )
+    devices: _Devices = Field(default="auto", description='"auto", "cpu", or the indices of GPUs, each once, as [0, 1]')
     ranks: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a number of ranks, at least 1")
     python: Path = Field(default="python3", description="the path or name of a Python on the node, on one line")
-    workdir: Annotated[str, only(_is_workdir)] | None = Field(
+    workdir: Annotated[str, only(_is_workdir), like(rf"(?=[/~]){PATH}")] | None = Field(
         default=None, description="a folder on the node that starts with / or ~"
     )
     setup: Lines = Field(

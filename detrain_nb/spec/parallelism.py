@@ -4,14 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 
 from ..plan.choices import SCHEDULES, ActivationsKept, PrecisionName, ScheduleName, SyncAlgorithm
 from .model import SpecModel
-from .words import is_path, only
+from .words import PATH, is_path, like, only
 
-_Axis = Annotated[int, Field(ge=-1, le=1 << 16)]
-_ScheduleFile = Annotated[str, only(lambda text: is_path(text) and text.endswith(".csv"))]
+_MOST_RANKS = 1 << 16
+_Axis = Annotated[
+    int,
+    Field(ge=-1, le=_MOST_RANKS),
+    WithJsonSchema({"type": "integer", "minimum": -1, "maximum": _MOST_RANKS, "not": {"const": 0}}),
+]
+_ANY_CASE = "|".join("".join(f"[{char.lower()}{char.upper()}]" for char in name) for name in SCHEDULES)
+_ScheduleFile = Annotated[
+    str,
+    only(lambda text: is_path(text) and text.endswith(".csv")),
+    like(rf"{_ANY_CASE}|(?=.*\.csv$){PATH}"),  # a name is taken however its letters are written
+]
 _AXIS = "a number of ranks, 1 or more, or -1 for what is left"
 
 
@@ -39,7 +49,9 @@ class Parallelism(SpecModel):
     )
     compile: bool = Field(default=False, description="true or false: each block by torch.compile")
     precision: PrecisionName | None = Field(default=None, description='"bf16" or "fp32": what is computed in')
-    algorithm: SyncAlgorithm = Field(default="sync", description='"sync": replicas agree in every step')
+    algorithm: Annotated[SyncAlgorithm, WithJsonSchema({"type": "string", "const": "sync"})] = Field(
+        default="sync", description='"sync": replicas agree in every step'
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -15,16 +15,17 @@ from .places import Checkpoint, Data, Model, Rendezvous
 from .source import Source
 from .training import Training
 from .words import (
-    Variable,
-    Variables,
+    EACH_ONCE,
+    PATH,
+    FreeVariable,
+    Inside,
+    JobName,
     as_set_of,
     as_tuple,
-    check_free,
     is_for_argv,
-    is_inside,
-    is_job_name,
     is_one_line,
     is_path,
+    like,
     only,
 )
 
@@ -37,17 +38,20 @@ def _check_nodes(nodes: tuple[Node, ...]) -> tuple[Node, ...]:
     return nodes
 
 
-_Env = dict[Annotated[Variable, AfterValidator(check_free)], Annotated[str, only(is_for_argv)]]
+_Env = Annotated[
+    dict[FreeVariable, Annotated[str, only(is_for_argv)]],
+    Field(json_schema_extra={"additionalProperties": False}),
+]
 
 
 class PipelineFields(SpecModel):
     """What is written down of a pipeline, checked as a whole; `PipelineSpec` has it."""
 
-    name: Annotated[str, only(is_job_name)] = Field(
-        description="letters, digits and . _ -, at most 63, the first a letter or a digit"
-    )
+    name: JobName = Field(description="letters, digits and . _ -, at most 63, the first a letter or a digit")
     description: Annotated[str, only(lambda text: is_one_line(text, allowed="\n\t") and len(text) <= 4000)] = Field(
-        default="", description="a text of at most 4000 characters, without control codes"
+        default="",
+        json_schema_extra={"maxLength": 4000},
+        description="a text of at most 4000 characters, without control codes",
     )
     parallelism: Parallelism = Field(default=Parallelism(), description="a table: the axes pp, dp_replicate, ...")
     training: Training = Field(default=Training(), description="a table: epochs or steps, batch_size, ...")
@@ -58,15 +62,16 @@ class PipelineFields(SpecModel):
     data: Data | None = Field(default=None, description="a table with the url of the data")
     model: Model | None = Field(default=None, description="a table with the url of a model")
     checkpoint: Checkpoint | None = Field(default=None, description="a table with the url of a folder")
-    artifacts: Annotated[tuple[Annotated[str, only(is_inside)], ...], BeforeValidator(as_set_of)] = Field(
+    artifacts: Annotated[tuple[Inside, ...], BeforeValidator(as_set_of)] = Field(
         default=ARTIFACTS,
+        json_schema_extra=EACH_ONCE,
         description='a list of patterns of files below the folder the ranks run in, as "*.pt", each once, without ..',
     )
     env: _Env = Field(default={}, description="a table of environment variables with texts; secrets stay out of it")
-    secrets: Annotated[Variables, AfterValidator(lambda names: tuple(map(check_free, names)))] = Field(
-        default=(), description="a list of names of environment variables, each once: values stay out of it"
+    secrets: Annotated[tuple[FreeVariable, ...], BeforeValidator(as_set_of), Field(json_schema_extra=EACH_ONCE)] = (
+        Field(default=(), description="a list of names of environment variables, each once: values stay out of it")
     )
-    image: Annotated[str, only(lambda text: is_path(text) and " " not in text)] | None = Field(
+    image: Annotated[str, only(lambda text: is_path(text) and " " not in text), like(rf"(?!.* ){PATH}")] | None = Field(
         default=None, description="the name of a container image, for where jobs run in one"
     )
     rendezvous: Rendezvous = Field(default=Rendezvous(), description="a table: endpoint, port, timeout_s, ...")

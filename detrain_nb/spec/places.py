@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from ..plan.choices import SILENCE_S, TIMEOUT_S
 from ..storage import has_password_of_user
 from .model import SpecModel
-from .node import is_address
-from .words import as_set_of, is_job_name, is_one_line, is_path, only
+from .node import Address
+from .words import EACH_ONCE, ONE_LINE, PATH, JobName, as_set_of, is_one_line, is_path, like, only
 
 
 def _check_password(text: str) -> str:
@@ -22,11 +22,16 @@ def _check_password(text: str) -> str:
     return text
 
 
-Url = Annotated[str, only(lambda text: is_path(text) and len(text) <= 2000), AfterValidator(_check_password)]
-_Word = Annotated[str, only(lambda text: bool(text.strip()) and is_one_line(text) and len(text) <= 100)]
-_Chunks = Annotated[
-    tuple[Annotated[str, only(lambda text: bool(text) and is_one_line(text))], ...], BeforeValidator(as_set_of)
+Url = Annotated[
+    str, only(lambda text: is_path(text) and len(text) <= 2000), AfterValidator(_check_password), like(PATH)
 ]
+_Word = Annotated[
+    str,
+    only(lambda text: bool(text.strip()) and is_one_line(text) and len(text) <= 100),
+    like(rf"(?=.*\S)(?!.{{101}}){ONE_LINE}"),
+]
+_Chunk = Annotated[str, only(lambda text: bool(text) and is_one_line(text)), like(f"(?=.){ONE_LINE}")]
+_Chunks = Annotated[tuple[_Chunk, ...], BeforeValidator(as_set_of), Field(json_schema_extra=EACH_ONCE)]
 URL = "a path or an fsspec URL, as s3://bucket/folder, on one line; keys and passwords stay out of it"
 
 
@@ -61,10 +66,10 @@ class Checkpoint(SpecModel):
 class Rendezvous(SpecModel):
     """How the nodes find each other, and how often a job begins anew when a rank or a node fails."""
 
-    id: Annotated[str, only(is_job_name)] | None = Field(
+    id: JobName | None = Field(
         default=None, description="a name of letters, digits and . _ -, at most 63; none: the job's"
     )
-    endpoint: Annotated[str, only(is_address)] | None = Field(
+    endpoint: Address | None = Field(
         default=None, description="the address or host name at which the others reach the first node; none: found out"
     )
     port: Annotated[int, Field(ge=0, le=65535)] = Field(

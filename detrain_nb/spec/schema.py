@@ -20,6 +20,10 @@ def make_schema() -> str:
     schema["properties"]["$schema"] = {"type": "string", "description": "the address or path of this schema"}
     for model in (schema, *schema["$defs"].values()):  # of a docstring an editor shows what the class is
         model["description"] = model["description"].partition("\n\n")[0]
+        for name, field in model["properties"].items():
+            if isinstance(field.get("default"), dict | list):  # one whose lines are all comments is null in YAML
+                told = {key: field.pop(key) for key in ("default", "description", "title") if key in field}
+                model["properties"][name] = {"anyOf": [field, {"type": "null"}], **told}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A pipeline of detrain_nb"}
     return json.dumps({**head, **{name: schema[name] for name in schema if name not in head}}, indent=2) + "\n"
 

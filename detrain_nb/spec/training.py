@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from ..plan.choices import SCHEDULERS, SchedulerName
 from .model import SpecModel
-from .words import is_module, is_one_line, only
+from .words import ONE_LINE, Module, is_one_line, like, only
 
 _Count = Annotated[int, Field(ge=1, le=10**12)]
 _COUNT = "a whole number, 1 or more"
@@ -21,10 +21,8 @@ class Training(SpecModel):
     steps: _Count | None = Field(default=None, description=f"{_COUNT}: steps of the optimizer")
     batch_size: _Count | None = Field(default=None, description=f"{_COUNT}: samples of a step, of all replicas")
     learning_rate: Annotated[float, Field(gt=0)] = Field(default=1e-3, description="a number above 0")
-    optimizer: Annotated[str, only(is_module)] = Field(
-        default="adamw", description="a name of torch.optim, as adamw or sgd"
-    )
-    loss: Annotated[str, only(lambda text: bool(text) and is_one_line(text))] | None = Field(
+    optimizer: Module = Field(default="adamw", description="a name of torch.optim, as adamw or sgd")
+    loss: Annotated[str, only(lambda text: bool(text) and is_one_line(text)), like(f"(?=.){ONE_LINE}")] | None = Field(
         default=None, description="a name that the script knows, as cross_entropy"
     )
     scheduler: SchedulerName | None = Field(

@@ -7,12 +7,20 @@ import unicodedata
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 
 from ..plan.names import NAME, VARIABLE
 
 _LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
 _OURS = re.compile(r"DETRAIN_NB_.*|TORCHELASTIC_.*|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)")
+# What editors look for: the syntax that Python and JavaScript have in common, and no more than the models refuse.
+NODE_NAME = rf"(?!(?:[0-9_-]+|[aA][lL][lL])$){NAME.pattern}"
+FREE_VARIABLE = rf"(?!(?:{_OURS.pattern})$){VARIABLE.pattern}"
+ONE_LINE = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*"
+PATH = rf"(?!-)(?=.*\S){ONE_LINE}"
+INSIDE = rf"(?![/~])(?!(?:.*/)?\.\.(?:/|$))(?!.*\\){PATH}"
+MODULE = r"[^\s\d.][^\s.]*(?:\.[^\s\d.][^\s.]*){0,30}"
+PYTHON_FILE = r".*\.[pP][yY]"
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*){0,30}")
 
 
@@ -25,6 +33,11 @@ def only(is_right: Callable[[str], object]) -> AfterValidator:
         return text
 
     return AfterValidator(check)
+
+
+def like(pattern: str) -> WithJsonSchema:
+    """Let editors mark a text that is not of ``pattern``, which takes whatever the model takes."""
+    return WithJsonSchema({"type": "string", "pattern": f"^(?:{pattern})$"})
 
 
 def is_node_name(text: str) -> bool:
@@ -103,12 +116,17 @@ def as_lines(value: Any) -> tuple[str, ...]:
     return tuple(lines)
 
 
-Path = Annotated[str, only(is_path)]
+Path = Annotated[str, only(is_path), like(PATH)]
+EACH_ONCE: dict[str, Any] = {"uniqueItems": True}
 _TEXT: dict[str, Any] = {"type": "string"}
 Lines = Annotated[
     tuple[str, ...],
     BeforeValidator(as_lines),
     WithJsonSchema({"anyOf": [_TEXT, {"type": "array", "items": _TEXT}]}, mode="validation"),
 ]
-Variable = Annotated[str, only(is_variable)]
-Variables = Annotated[tuple[Variable, ...], BeforeValidator(as_set_of)]
+JobName = Annotated[str, only(is_job_name), like(NAME.pattern)]
+Module = Annotated[str, only(is_module), like(MODULE)]
+Inside = Annotated[str, only(is_inside), like(INSIDE)]
+Variable = Annotated[str, only(is_variable), like(VARIABLE.pattern)]
+FreeVariable = Annotated[Variable, AfterValidator(check_free), like(FREE_VARIABLE)]
+Variables = Annotated[tuple[Variable, ...], BeforeValidator(as_set_of), Field(json_schema_extra=EACH_ONCE)]

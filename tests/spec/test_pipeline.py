@@ -82,7 +82,7 @@ REFUSED = {
         {"source": {"git": {"url": "https://a.org/b", "token": "DETRAIN_NB_JOB_FOLDER"}, "entry": "a.py"}},
         "source.git.token: DETRAIN_NB_JOB_FOLDER is set for every rank",
     ),
-    "a variable of ours": ({"secrets": ["DETRAIN_NB_JOB_KEY"]}, "secrets: DETRAIN_NB_JOB_KEY is set for every rank"),
+    "a variable of ours": ({"secrets": ["DETRAIN_NB_JOB_KEY"]}, "secrets[0]: DETRAIN_NB_JOB_KEY is set for every rank"),
     "no variable": ({"env": {"A B": "x"}}, "env.A B: give a table of environment variables"),
     "a secret in env": ({"env": {"T": "x"}, "secrets": ["T"]}, "T stands in env and in secrets: leave it out of env"),
     "a port": ({"rendezvous": {"port": 65536}}, "rendezvous.port 65536: give a number from 1 to 65535"),
@@ -552,6 +552,56 @@ def test_schema_takes_what_the_models_take_and_no_unknown_field() -> None:
     SCHEMA.validate(_spec(nodes=nodes).to_dict() | {"nodes": nodes})
     assert not SCHEMA.is_valid({**_spec().to_dict(), "trainning": {}})
     assert not SCHEMA.is_valid({"name": "x"})
+
+
+def _node(**fields: Any) -> dict[str, Any]:
+    return {"nodes": [{"host": "a", **fields}]}
+
+
+MARKED: list[dict[str, Any]] = [
+    {"name": "a b"},
+    {"description": "x" * 4001},
+    *({"parallelism": {"pp": size}} for size in (0, -2)),
+    {"parallelism": {"schedule": "foo"}},
+    {"parallelism": {"algorithm": "diloco"}},
+    *({"training": {name: "a\nb"}} for name in ("optimizer", "loss")),
+    *(_node(devices=devices) for devices in ([], [0, 0], [-1], "0")),
+    *(_node(host=host) for host in ("u@a", "-a", "")),
+    *(_node(name=name) for name in ("0-3", "ALL", "a/b")),
+    *(_node(**{name: "-x y\n"}) for name in ("user", "address", "python", "workdir", "identity_file")),
+    *(_node(env=names) for names in (["A-B"], ["A", "A"])),
+    *({"env": {name: "1"}} for name in ("A-B", "RANK", "DETRAIN_NB_JOB_KEY")),
+    *({"secrets": names} for names in (["A-B"], ["MASTER_PORT"], ["A", "A"])),
+    *({"artifacts": texts} for texts in (["../x"], ["a/.."], ["/x"], ["~/x"], ["a\\b"], [" "], ["a", "a"])),
+    *({"data": {"url": "x", **fields}} for fields in ({"url": "-x"}, {"format": " "}, {"chunks": [""]})),
+    {"image": "a b"},
+    {"rendezvous": {"id": "a b"}},
+]
+
+
+@pytest.mark.parametrize("fields", MARKED, ids=str)
+def test_schema_marks_what_the_models_refuse(fields: dict[str, Any]) -> None:
+    assert not SCHEMA.is_valid({**_spec().to_dict(), **fields})
+    with pytest.raises(FieldError):
+        _spec(**fields)
+
+
+TAKEN: list[dict[str, Any]] = [
+    *({"parallelism": {"schedule": name}} for name in ("gpipe", "zbvzerobubble", "a b/x.csv")),
+    *({"parallelism": {"dp_shard": size}} for size in (-1, 1 << 16)),
+    *(_node(host=host) for host in ("fe80::1%eth0", "10.0.0.1", "a_.b-c")),
+    *(_node(name=name) for name in ("all1", "0a")),
+    _node(devices=[1, 0], user="a@b", workdir="~/a b", python="python3.12"),
+    {"env": {"RANKS": "", "_a": "\n"}, "secrets": ["A"], "artifacts": ["a..b/*.pt", "..."]},
+    {"training": {"optimizer": "é.Adam", "loss": " "}, "data": {"url": "C:\\x", "chunks": ["-"]}},
+    {"training": None, "nodes": None, "parallelism": None, "env": None, "artifacts": None},
+]
+
+
+@pytest.mark.parametrize("fields", TAKEN, ids=str)
+def test_schema_does_not_mark_what_the_models_take(fields: dict[str, Any]) -> None:
+    SCHEMA.validate({**_spec().to_dict(), **fields})
+    PipelineSpec.from_dict({**_spec().to_dict(), **fields})
 
 
 def test_spec_prints_as_a_document_that_a_notebook_shows_as_text() -> None:
