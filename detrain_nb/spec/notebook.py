@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ..errors import SpecError
-from ..storage import locate, named_errors
+from ..errors import DetrainError, SpecError
+from ..storage import locate
 from .grammar import check_python
 
 TAG = "job"
@@ -16,8 +16,10 @@ MOST_BYTES = 50_000_000  # of a notebook, which holds its outputs
 def read_notebook_script(path: str) -> str:
     """Return the script of the notebook at a path or URL. Raises: SpecError."""
     location = locate(path)
-    with named_errors(location.name, "read", kind_of=lambda exc: SpecError):
+    try:
         data = location.read(limit_bytes=MOST_BYTES)
+    except DetrainError as exc:
+        raise SpecError(str(exc)) from exc
     try:
         return script_of_notebook(data.decode("utf-8-sig"), where=location.name)
     except UnicodeDecodeError:

@@ -233,6 +233,9 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
     path.write_text(json.dumps({"cells": [cell("a = 1")]}))
     with pytest.raises(SpecError, match=r"no code cell has the tag 'job': give the cells of the job that tag"):
         _export(exporter, spec)
+    path.unlink()
+    with pytest.raises(SpecError, match=r"notebook\.ipynb cannot be read: it is not there"):
+        _export(exporter, spec)
 
 
 @pytest.fixture(scope="module")
