@@ -258,6 +258,7 @@ def _format_of(db: sqlite3.Connection) -> int:
 def _told(error: sqlite3.Error, busy_limit_s: float) -> str:
     if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
         return f"another process has held it for {busy_limit_s:g} s: end that one, or try again"
-    if isinstance(error, sqlite3.OperationalError):  # a full disk, a file that is read-only
+    is_of_system = isinstance(error, sqlite3.OperationalError)  # a full disk, a file that is read-only
+    if is_of_system and getattr(error, "sqlite_errorname", "") != "SQLITE_ERROR":  # that: its tables are not ours
         return str(error)
     return f"{error}: move it away, and a new one is begun"

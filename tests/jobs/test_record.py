@@ -260,6 +260,24 @@ def test_damaged_record_is_told(file: Path, record: Record) -> None:
         record.summaries()
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("PRAGMA user_version = 0", "table jobs already exists"),
+        ("DROP TABLE specs", "no such table: (main[.])?specs"),
+        ("ALTER TABLE jobs DROP COLUMN metrics", "no such column: metrics"),
+    ],
+)
+def test_record_that_another_program_has_changed_says_what_to_do(
+    change: str, said: str, file: Path, record: Record
+) -> None:
+    add(record, "a")
+    with closing(sqlite3.connect(file)) as db:
+        db.execute(change)
+    with pytest.raises(JobError, match=f"jobs.sqlite cannot be used: {said}: move it away, and a new one is begun"):
+        record.get("a")
+
+
 # ---- this user's alone
 
 
