@@ -109,11 +109,11 @@ def _is_number(value: object) -> bool:
 
 def _whole(step: Any) -> int:
     try:
-        if (number := int(step)) == step:
+        if (number := int(step)) == step and _is_number(number):
             return number
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
-    raise SpecError(f"step {step!r:.80}: give a whole number")
+    raise SpecError(f"step {step!r:.80}: give a whole number of 64 bits")
 
 
 def _plain(name: str, value: Any) -> Any:
