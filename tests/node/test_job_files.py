@@ -419,6 +419,12 @@ def test_folder_of_jobs_that_others_can_enter_is_refused(jobs: Path) -> None:
         jobs_folder()
 
 
+def test_state_home_where_nothing_can_be_written_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/1")
+    with pytest.raises(JobRefused, match=r"/proc/1/detrain_nb: .*: let it be a folder to write in, or set XDG_STATE"):
+        jobs_folder()
+
+
 def test_state_home_that_is_a_relative_path_is_passed_over(jobs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "state")
     monkeypatch.setenv("HOME", str(jobs.parents[2]))

@@ -36,7 +36,7 @@ def jobs_folder() -> Path:
     try:
         return make_private_folder(state_folder() / "jobs")
     except OSError as exc:
-        why = f"{exc.filename}: {exc.strerror}" if exc.filename else exc
+        why = f"{exc.filename}: {exc.strerror}: let it be a folder to write in" if exc.filename else exc
         raise JobRefused(
             f"the folder of jobs cannot be made: {why}, or set XDG_STATE_HOME to a folder of your own"
         ) from exc
