@@ -37,7 +37,8 @@ _SETUP_FAILED = 93
 _WORDS_CHARS = 400  # of a last line: it may be our own program
 _LOOK_AT_LOGIN = (
     "look whether the login files there (~/.bashrc, ~/.profile) read or close stdin or set PYTHONHOME, whether "
-    "sshd_config has a ForceCommand, and whether that python is one"
+    "sshd_config has a ForceCommand, whether the account has a login shell (nologin is none), and whether that python "
+    "is one"
 )
 _END_OF_PROGRAM = "detrain_nb_end_of_program"
 # Before a program's first import: an old bash keeps it in /tmp, and Python would look for modules beside it, even for

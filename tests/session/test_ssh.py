@@ -364,6 +364,7 @@ def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
     [
         ("read -r line", "[Ss]yntax error"),
         ("exec 0</dev/null", "it said nothing"),
+        ("exec nologin", "This account is currently not available"),
         ("export PYTHONHOME=/nonex", "Fatal Python error: "),
     ],
 )
@@ -374,7 +375,8 @@ def test_login_file_that_keeps_our_program_from_starting_is_pointed_at(
     profile.write_text(f"{line}\n")
     (node,) = ssh_nodes(testbed, 1)
     try:
-        with pytest.raises(DetrainError, match=rf"did not start our program .*{complaint}.*; look whether the login"):
+        advice = "look whether the login .*nologin"
+        with pytest.raises(DetrainError, match=rf"did not start our program .*{complaint}.*; {advice}"):
             node.start_agent("test")
     finally:
         profile.unlink()
