@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pwd
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -496,6 +497,14 @@ def test_patterns_name_files_of_the_job_alone(job: JobOrder, patterns: list[str]
     notebook = _Notebook()
     list_artifacts(Talk(None, notebook), {"id": job.id, "node_rank": 0, "patterns": patterns})  # type: ignore[arg-type]
     assert [name for name, *_ in json.loads(notebook.said)["files"]] == names
+
+
+def test_job_whose_own_files_a_rank_has_removed_has_none_to_fetch(job: JobOrder) -> None:
+    shutil.rmtree(folder := jobs_folder() / job.id / f"{machine_id()}-0")
+    folder.mkdir()
+    for ask in (list_artifacts, send_artifact):
+        with pytest.raises(JobRefused, match=r"is no whole job any more: something has removed its order\.json"):
+            ask(Talk(None, _Notebook()), {"id": job.id, "node_rank": 0, "name": "a.pt"})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

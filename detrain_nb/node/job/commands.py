@@ -14,9 +14,9 @@ from typing import Any
 
 from ...copying.json_lines import Talk
 from ..system.processes import descendants, die_with_parent, drain, forget_children, has_ended, watch_children
-from .folders import ORDER_NAME, find_job_folder, list_parts, read_bounded, work_folder
+from .folders import find_job_folder, list_parts, read_order, work_folder
 from .launching import first_environment
-from .order import MOST_TEXT_BYTES, JobOrder, JobRefused, check_id, check_number, check_seconds, fits_kernel
+from .order import MOST_TEXT_BYTES, JobRefused, check_id, check_number, check_seconds, fits_kernel
 
 TIMED_OUT = 124  # as timeout(1) has it
 _PIECE_BYTES = 1 << 16
@@ -110,6 +110,6 @@ def _find_place(job: object, node_rank: object) -> tuple[Path, dict[str, str] | 
     folder = (
         list_parts(check_id(job))[0] if node_rank is None else find_job_folder(check_id(job), check_number(node_rank))
     )
-    order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
+    order = read_order(folder)
     env = first_environment(order, folder, {})
     return work_folder(order, folder), env

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...copying.json_lines import MOST_DEPTH, Failed, Talk, Untrue, as_size, check_name
 from ...plan.choices import ARTIFACTS
-from .folders import ARTIFACTS_NAME, ORDER_NAME, find_job_folder, read_bounded, work_folder
+from .folders import ARTIFACTS_NAME, find_job_folder, read_order, work_folder
 from .order import JobOrder, JobRefused, check_id, check_number, check_texts
 from .terms import FILES_OF_A_LINE, fits
 
@@ -65,7 +65,7 @@ def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
 
 def _find_job(said: dict[str, Any]) -> tuple[Path, JobOrder]:
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
-    return folder, JobOrder.from_json(read_bounded(folder / ORDER_NAME))
+    return folder, read_order(folder)
 
 
 def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[str]:

@@ -68,6 +68,14 @@ def find_job_folder(job: str, node_rank: int) -> Path:
     return folder
 
 
+def read_order(folder: Path) -> JobOrder:
+    """What the job in that folder is to do. Raises: JobRefused where it is not there any more."""
+    try:
+        return JobOrder.from_json(read_bounded(folder / ORDER_NAME))
+    except FileNotFoundError:
+        raise JobRefused(f"{folder} is no whole job any more: something has removed its {ORDER_NAME}") from None
+
+
 def work_folder(order: JobOrder, folder: Path) -> Path:
     """Where the ranks start. Raises: JobRefused for one that another user has made, in a folder that is everybody's."""
     if not order.workdir:
