@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ..errors import DetrainError, JobFailed, behind_ours, quoted, short_ranks
@@ -110,9 +110,8 @@ def judge(
         state = ENDED
     first = "" if is_enough else _first_failed(reports, state)
     failed = reports.get(first)
-    starts = [each.started_at for each in reports.values() if each.started_at is not None]
-    ends = [each.ended_at for each in reports.values() if each.ended_at is not None]
     is_over = state in OVER
+    started_at, ended_at = _times(reports.values(), is_over=is_over)
     succeeded = is_enough or (bool(reports) and not missing and len(done) == len(reports))
     return JobStatus(
         id=job,
@@ -123,8 +122,8 @@ def judge(
         failed_node=first,
         failed_rank=failed.failed_rank if failed else None,
         last_lines=failed.last_lines if failed else (),
-        started_at=min(starts, default=None),
-        ended_at=max(ends, default=None) if is_over else None,
+        started_at=started_at,
+        ended_at=ended_at,
         metrics=next((each.metrics for each in reports.values() if each.metrics), None),
         reports=reports,
         silent={**silent, **missing},
@@ -157,6 +156,15 @@ def _state_of_elastic(state: str, reports: Mapping[str, NodeReport], least_nodes
     if first.is_over:
         return first.state
     return max(going) if len(going) >= least_nodes and STOPPING not in going else state
+
+
+def _times(reports: Iterable[NodeReport], *, is_over: bool) -> tuple[float | None, float | None]:
+    """When a job began and ended, by one clock, of the node that took longest: those of nodes may be days apart."""
+    begun = [(each.started_at, each.ended_at) for each in reports if each.started_at is not None]
+    took = [(end - start, start, end) for start, end in begun if end is not None]
+    if is_over and took:
+        return max(took)[1:]
+    return min((start for start, _ in begun), default=None), None
 
 
 def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:

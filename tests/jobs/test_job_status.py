@@ -49,6 +49,16 @@ def test_state(said: list[NodeReport | DetrainError | None], state: str, exit_co
     assert (found.state, found.exit_code) == (state, exit_code)
 
 
+def test_clocks_that_are_days_apart_do_not_lengthen_a_job() -> None:
+    now, day = 1_700_000_000.0, 86_400.0
+    right = report("ended", 0, started_at=now, ended_at=now + 14)
+    behind = report("ended", 0, 1, started_at=now - day, ended_at=now - day + 13)
+    for said in ((right, behind), (behind, right)):
+        assert str(status(*said)).startswith("job job: ended, exit 0 after 14 s\n")
+    assert status(right, SILENT).ended_at is None
+    assert status(report("running", started_at=now)).started_at == now
+
+
 def test_node_whose_own_rank_failed_says_why() -> None:
     followed = report("ended", 1, reason="node b failed", ended_at=1.0)
     failed = report(
