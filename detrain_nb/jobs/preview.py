@@ -38,7 +38,7 @@ class Submission(ShownAsText):
     setup: tuple[str, ...] = ()
     secrets: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    repository: str = ""
+    repository: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     from_here: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Submission(ShownAsText):
         if self.secrets:
             lines.append(f"secrets from the environment here: {', '.join(self.secrets)}")
         if self.repository:
-            return [*lines, self.repository, *(f"warning: {each}" for each in self.warnings)]
+            return [*lines, *self.repository, *(f"warning: {each}" for each in self.warnings)]
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         lines.append(f"{count}, {format_size(self.size_bytes)}, would travel, but for those that are there:")
         lines += [f"  {name}  {format_size(size)}" for name, size in self.files[:_MOST_FILES]]
@@ -91,15 +91,15 @@ def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
     )
 
 
-def _describe_repository(source: ShippedSource) -> str:
+def _describe_repository(source: ShippedSource) -> tuple[str, ...]:
     if source.git is None:
-        return ""
+        return ()
     told = {
         "clone": f"every node fetches {source}",
         "bundle": f"this machine fetches {source}, and all nodes get it from here",
         "auto": f"every node fetches {source}; all get it from here if one does not reach its host",
     }[source.git.how]
-    return "\n".join(filter(None, (told, describe_token(source.git))))
+    return tuple(filter(None, (told, describe_token(source.git))))
 
 
 def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator[tuple[str, list[str]]]:

@@ -68,7 +68,7 @@ def test_all_names_of_a_folder_that_no_node_takes_are_said(home: Path, tmp_path:
     said = [
         "source: 'a?[2Jb' has characters that no name should have: rename it, or list it in .detrainignore",
         "source: 'c?d' has characters that no name should have: rename it, or list it in .detrainignore",
-        "source: 'e\\udcff': its name is not UTF-8: rename it, or list it in .detrainignore",
+        "source: 'e\\xff': its name is not UTF-8: rename it, or list it in .detrainignore",
     ]
     assert list(map(str, check_here(spec))) == said == faults(source=source)
     with pytest.raises(SpecError, match=r"(?s)a\?\[2Jb.*c\?d.*not UTF-8"):

@@ -78,16 +78,19 @@ def test_script_travels_alone(tmp_path: Path, node: Path) -> None:
         plan(script=str(tmp_path / "gone.py"))
 
 
+READS = "from detrain_nb import job_spec"
+
+
 def test_file_of_a_schedule_travels_with_a_script(tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(write(tmp_path / "here", {"train.py": "1", "sub/own.csv": "0F0,0B0\n"}))
+    monkeypatch.chdir(write(tmp_path / "here", {"train.py": READS, "sub/own.csv": "0F0,0B0\n"}))
 
     def spec(schedule: str, **source: str) -> PipelineSpec:
         return PipelineSpec.from_dict({"name": "x", "source": source, "parallelism": {"schedule": schedule}})
 
-    for source, name in (({"script": "train.py"}, "train.py"), ({"script_text": "1"}, "script.py")):
+    for source, name in (({"script": "train.py"}, "train.py"), ({"script_text": READS}, "script.py")):
         planned = spec("./sub/own.csv", **source)
         assert planned.check() == []
-        assert arrive(plan_source(planned), node, at=name) == {name: b"1", "sub/own.csv": b"0F0,0B0\n"}
+        assert arrive(plan_source(planned), node, at=name) == {name: READS.encode(), "sub/own.csv": b"0F0,0B0\n"}
     folder = spec("sub/own.csv", path=".", entry="train.py")
     assert folder.check() == [] and "sub/own.csv" in arrive(plan_source(folder), node, at="folder")
     for name in ("gone.csv", "../here/sub/own.csv"):
