@@ -10,10 +10,36 @@ from ..plan.choices import ONE_OF, ArgumentStyle
 from ..plan.git_urls import check_git_ref, check_git_url
 from .model import SpecModel
 from .places import URL, Url
-from .words import Lines, Path, Variable, as_tuple, check_free, is_for_argv, is_inside, is_module, is_path, only
+from .words import (
+    INSIDE,
+    PATH,
+    PYTHON_FILE,
+    Inside,
+    Lines,
+    Module,
+    Path,
+    Variable,
+    as_tuple,
+    check_free,
+    is_for_argv,
+    is_inside,
+    is_path,
+    like,
+    only,
+)
 
 _KINDS = tuple(name.removeprefix("source.") for group in ONE_OF for name in group if name.startswith("source."))
-_Inside = Annotated[str, only(is_inside)]
+_Script = Annotated[
+    str, only(lambda text: is_path(text) and text.lower().endswith(".py")), like(f"(?={PYTHON_FILE}$){PATH}")
+]
+_Notebook = Annotated[
+    str,
+    only(lambda text: is_path(text) and text.lower().endswith(".ipynb")),
+    like(rf"(?=.*\.[iI][pP][yY][nN][bB]$){PATH}"),
+]
+_Entry = Annotated[
+    str, only(lambda text: is_inside(text) and text.lower().endswith(".py")), like(f"(?={PYTHON_FILE}$){INSIDE}")
+]
 _Argument = Annotated[str, only(is_for_argv)]
 _FOLDERS = ("git", "path")  # what has an entry
 
@@ -31,7 +57,7 @@ class Git(SpecModel):
         default=None, description="the name of the environment variable that holds a token; never the token itself"
     )
     ssh_key: Path | None = Field(default=None, description="the path of a private key on the machine that clones")
-    folder: _Inside | None = Field(
+    folder: Inside | None = Field(
         default=None, description="a folder of the repository that the ranks run in; none: its top"
     )
     how: Literal["auto", "clone", "bundle"] = Field(
@@ -50,21 +76,19 @@ class Git(SpecModel):
 class Source(SpecModel):
     """Exactly one of `script`, `script_text`, `notebook`, `git`, `path` and `module`, and how it is called."""
 
-    script: Annotated[str, only(lambda text: is_path(text) and text.lower().endswith(".py"))] | None = Field(
-        default=None, description="the path of a Python file, *.py"
-    )
+    script: _Script | None = Field(default=None, description="the path of a Python file, *.py")
     script_text: Annotated[str, only(lambda text: bool(text.strip()) and is_for_argv(text))] | None = Field(
         default=None, description="the text of a Python script"
     )
-    notebook: Annotated[str, only(lambda text: is_path(text) and text.lower().endswith(".ipynb"))] | None = Field(
+    notebook: _Notebook | None = Field(
         default=None, description="the path of a saved notebook, *.ipynb, whose cells with the tag job are run"
     )
     git: Git | None = Field(default=None, description="a table with the url of a repository")
     path: Url | None = Field(default=None, description=f"a folder: {URL}")
-    module: Annotated[str, only(is_module)] | None = Field(
+    module: Module | None = Field(
         default=None, description="the name of a module that is installed on the nodes, as package.train"
     )
-    entry: Annotated[str, only(lambda text: is_inside(text) and text.lower().endswith(".py"))] | None = Field(
+    entry: _Entry | None = Field(
         default=None, description="the Python file that is run, *.py, by its path in the folder of git or path"
     )
     arguments: Annotated[tuple[_Argument, ...], BeforeValidator(as_tuple)] = Field(
