@@ -53,6 +53,8 @@ NEVER_RERUN = {
     "test_values.py",
     "formats/test_contract.py",
     "jobs/test_record.py",
+    "jobs/test_source.py",
+    "jobs/test_source_runs.py",
     "magics/test_rank_terminal.py",
     "node/test_far_ends.py",
     "node/test_job_files.py",

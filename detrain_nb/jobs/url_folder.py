@@ -22,7 +22,7 @@ def open_folder(url: str) -> Iterator[Location]:
     if not top.path.startswith(("http://", "https://")):
         yield top
         return
-    import aiohttp  # what opens such a URL has it
+    from fsspec.implementations.http import aiohttp  # what opens such a URL, where it is installed
 
     refused: list[str] = []
 

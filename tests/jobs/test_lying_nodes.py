@@ -568,7 +568,7 @@ def test_show_needs_no_more_than_the_last_steps(tmp_path: Path, monkeypatch: pyt
             talk.say("data", name="metrics/rank-0.jsonl", offset=number * len(line), size=len(line))
             talk.send(line)
 
-    machine = {"gpus": 0, "free_bytes": 1 << 30, "torch": ""}
+    machine = {"gpus": 0, "cpus": 2, "memory_bytes": 0, "free_bytes": 1 << 30, "torch": ""}
     node = LyingNode({"follow": ever, "status": _runs, "facts": lambda talk, order: talk.say("facts", **machine)})
     monkeypatch.setattr("detrain_nb.jobs.job._MOST_SHOWN_BYTES", 1_000_000)
     shown = _job_of(node, tmp_path).show()
@@ -644,8 +644,9 @@ def test_node_does_not_choose_what_the_others_run(ref: str, tmp_path: Path, home
     first = commit(work := tmp_path / "work", {"train.py": "1"})
     evil = commit(work, {"train.py": "evil"})
     git("reset", "--quiet", "--soft", first, at=work)
+    machine = {"gpus": 0, "cpus": 2, "memory_bytes": 0, "free_bytes": 1 << 30, "torch": version("torch")}
     answers: dict[str, Answer] = {
-        "facts": lambda talk, order: talk.say("facts", gpus=0, free_bytes=1 << 30, torch=version("torch")),
+        "facts": lambda talk, order: talk.say("facts", **machine),
         "source": lambda talk, order: talk.say("ready", commit=evil, source="0" * 64),
     }
     lying, git_of = LyingNode(answers, "a"), {"url": str(work), "ref": first if ref == "the commit" else ref}

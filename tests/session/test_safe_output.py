@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import detrain_nb
 from detrain_nb import wire
 from detrain_nb.cli import terminal
-from detrain_nb.doctor import judgement
+from detrain_nb.doctor import host_judgement
 from detrain_nb.errors import HUNG_UP, DetrainError, RemoteError
 from detrain_nb.session.diagnosis import diagnosis, evidence
 from detrain_nb.session.diagnosis.evidence import Evidence
@@ -485,8 +485,8 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "text.count_values": (_as_bundle, '"', ['"', "\\", '\\"', ",", "[{"]),
     "terminal._LABEL": (terminal._split_label, "[1", ["1", ",1", "-1,1", "["]),
     "terminal._COLOURS": (lambda text: terminal._COLOURS.sub("", text), "\x1b[", ["\x1b[0", "0", ";"]),
-    "judgement._VERSION": (judgement._VERSION.fullmatch, "2.1", ["1", "1.", "+"]),
-    "judgement._BUILD": (judgement._BUILD.fullmatch, "2.1", ["+cu1", "1", "+rocm1", "."]),
+    "host_judgement._VERSION": (host_judgement._VERSION.fullmatch, "2.1", ["1", "1.", "+"]),
+    "host_judgement._BUILD": (host_judgement._BUILD.fullmatch, "2.1", ["+cu1", "1", "+rocm1", "."]),
 }
 
 
