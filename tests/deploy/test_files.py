@@ -69,12 +69,12 @@ def describe(folder: Path) -> dict[str, bytes | None]:
     return found
 
 
-def wait_until_gone(*folders: Path) -> None:
+def wait_until_gone(*folders: Path, name: str = ".detrain_nb-*") -> None:
     """What is not whole goes when the program there has seen that the copy has ended."""
     deadline = time.monotonic() + 10
     while True:
         with contextlib.suppress(FileNotFoundError):  # a folder that goes while it is looked at
-            if not (left := [path for folder in folders for path in folder.rglob(".detrain_nb-*")]):
+            if not (left := [path for folder in folders for path in folder.rglob(name)]):
                 return
             assert time.monotonic() < deadline, left
         time.sleep(0.02)
@@ -259,6 +259,7 @@ def test_folder_is_not_copied_into_itself(node: SshNode, home: Path, tmp_path: P
     with pytest.raises(SpecError, match="would be copied into itself"):  # a host that is this machine
         put(node, home / "s", str(home / "s" / "new"))
     wait_until_gone(home)
+    wait_until_gone(home, name="new")
     assert describe(home / "s") == {"file": b"-file"}
     assert describe(there) == before
 
