@@ -20,13 +20,17 @@ ROOMS = [str(TESTS), str(TESTS / "parallel"), str(TESTS / "training")]
 _IMPORTS = f"import sys; sys.path[:0] = {ROOMS!r}"
 _END = "for name in {*globals()} - _kept: del globals()[name]"
 _shared: dict[int, Session] = {}  # by how many ranks they have
+_lent_now: set[int] = set()
 
 
 @pytest.hookimpl(tryfirst=True)  # a fixture of another room may look at what is left when it ends
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path.parent != item.path.parent:
-        while _shared:
-            _shared.popitem()[1].stop()
+        for count in [*_shared]:
+            if count in _lent_now:  # fixtures of the test may use it to their end: then `_lent` stops it
+                _lent_now.remove(count)
+            else:
+                _shared.pop(count).stop()
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +70,13 @@ def _lent(count: int) -> Iterator[Session]:
         _shared[count] = _started(count)
         _shared[count].run_cell("_kept = {*globals(), '_kept'}")
     session = _shared[count]
+    _lent_now.add(count)
     yield session
-    if count in _shared:
-        try:
-            session.run_cell(_END, timeout_s=60)
-        except DetrainError:
-            _shared.pop(count).stop()
+    if count not in _lent_now:
+        _shared.pop(count).stop()
+        return
+    _lent_now.remove(count)
+    try:
+        session.run_cell(_END, timeout_s=60)
+    except DetrainError:
+        _shared.pop(count).stop()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # what it sets is not for tests of other rooms, which may run next
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Where the jobs of these tests are, and what is known of them."""
     base = tmp_path_factory.mktemp("jobs")
