@@ -434,6 +434,7 @@ class NodeLink:
             self._drop_received(message.received)
             for _, data in self._unreceived:
                 self._link.add_bytes(data)
+        self._state.note_connection()
 
     def _forget_up_to(self, number: int) -> None:
         with self._sending:

@@ -17,8 +17,8 @@ class RankView:
     """One rank. What is not known, or was not measured in the last seconds, is None or empty.
 
     ``state`` is one of ``RANK_STATES``; ``detail`` says more of it in words, without the number of the rank.
-    ``line`` is the line of the cell that it is at. ``collective`` is what it waits in ("all_reduce #6"), ``waits_for``
-    the ranks that have not come there, ``waits_s`` for how long it has waited.
+    ``line`` is the line of the cell that it is at, ``source`` what stands there. ``collective`` is what it waits in
+    ("all_reduce #6"), ``waits_for`` the ranks that have not come there, ``waits_s`` for how long it has waited.
 
     ``cpu_percent`` is of one processor, so two busy threads have 200; it and ``rss_bytes`` are those of the rank's own
     process with all its threads, without the processes that it has started. The GPU is the one that the rank was given,
@@ -34,6 +34,7 @@ class RankView:
     collective: str = ""
     waits_for: tuple[int, ...] = ()
     waits_s: float | None = None
+    source: str = ""
     device: str = ""
     pid: int = 0
     cpu_percent: float | None = None
