@@ -299,3 +299,74 @@ def test_states_are_words_that_views_know(own: Session) -> None:
     assert watch.latest and {rank.state for rank in watch.latest.ranks} <= set(RANK_STATES)
     assert watch.latest.nodes[0].ranks == (0, 1) and watch.latest.nodes[0].name == ""
     assert isinstance(watch.latest.ranks[0], RankView)
+
+
+# ---- what ranks use
+
+
+def test_what_ranks_use_is_measured_while_somebody_watches(session: Session, running: Callable[[str], None]) -> None:
+    running("end = None\nwait_for(go)")
+    board = board_where(session, lambda board: all((rank.cpu_percent or 0) > 5 for rank in board.ranks))
+    assert all(10 << 20 < (rank.rss_bytes or 0) < 10 << 30 for rank in board.ranks)
+    assert all(rank.gpu_name == "" and rank.gpu_percent is None for rank in board.ranks)
+    assert all(rank.steps_per_s is None for rank in board.ranks)  # nothing was logged
+    (node,) = board.nodes
+    assert node.is_sampled and node.host and 0 < (node.cpu_percent or 0) <= 100
+    assert 0 < (node.memory_used_bytes or 0) < (node.memory_total_bytes or 0)
+
+
+def test_nothing_is_measured_when_the_last_watch_is_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, came = state_of(session), Told()
+    take = state.measurements.take
+    monkeypatch.setattr(state.measurements, "take", lambda said, node: (came(), take(said, node)))
+    with session.watch(every_s=0.1), session.watch(every_s=0.5):
+        assert_soon(lambda: len(came.at) > 8)
+    assert_soon(lambda: not views_threads())
+    session.status()  # answered after the order that ends it
+    count, closed_at = len(came.at), time.monotonic()
+    assert_soon(lambda: time.monotonic() > closed_at + 0.5)
+    assert len(came.at) == count
+
+
+def test_a_node_says_one_thing_a_second_for_all_its_ranks(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, came, began = state_of(session), Told(), time.monotonic()
+    monkeypatch.setattr(state.measurements, "take", lambda said, node: came())
+    with session.watch():
+        assert_soon(lambda: time.monotonic() > began + 4.5)
+    assert 4 <= len(came.at) <= 6
+
+
+@pytest.mark.parametrize("how", ["log_metrics", "Trainer"])
+def test_steps_of_a_loop_are_counted(
+    session: Session, running: Callable[[str], None], tmp_path: Path, how: str
+) -> None:
+    """A Trainer logs on its main rank alone, and counts on all."""
+    code = {
+        "log_metrics": """
+import detrain_nb
+step = 0
+while not pathlib.Path(go).exists():
+    time.sleep(0.02)
+    step += 1
+    if rank == 1: detrain_nb.log_metrics(step, loss=1.0, folder=metrics)
+""",
+        "Trainer": """
+import torch.nn.functional as F
+from detrain_nb.training import Trainer
+def batches():
+    while True:
+        time.sleep(0.02)
+        if pathlib.Path(go).exists(): return
+        yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+with __import__("contextlib").suppress(Exception):
+    given = dict(metrics_folder=metrics, show_progress=False)
+    Trainer(torch.nn.Linear(8, 3), train=batches(), steps=100_000, loss=F.cross_entropy, **given).fit()
+""",
+    }[how]
+    session.push({"metrics": str(tmp_path / "metrics")})
+    running(code)
+    ranks = [1] if how == "log_metrics" else [0, 1]
+    board = board_where(session, lambda board: all((board.ranks[rank].steps_per_s or 0) > 1 for rank in ranks))
+    assert all((board.ranks[rank].steps_per_s or 0) < 50 for rank in ranks)
+    if how == "log_metrics":
+        assert board.ranks[0].steps_per_s is None

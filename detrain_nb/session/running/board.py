@@ -16,7 +16,8 @@ RANK_STATES = ("running", "waits", "awaited", "idle", "starting", "died", "unkno
 class RankView:
     """One rank. What is not known, or was not measured in the last seconds, is None or empty.
 
-    ``state`` is one of ``RANK_STATES``; ``detail`` says more of it in words, without the number of the rank.
+    ``node`` is the ``name`` of its `NodeView`. ``state`` is one of ``RANK_STATES``; ``detail`` says more of it in
+    words, without the number of the rank.
     ``line`` is the line of the cell that it is at, ``source`` what stands there. ``collective`` is what it waits in
     ("all_reduce #6"), ``waits_for`` the ranks that have not come there, ``waits_s`` for how long it has waited.
 
@@ -50,15 +51,16 @@ class RankView:
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node: ``name`` is empty for this machine, ``where`` is how it is reached, as the user wrote it.
+    """One node: ``name`` and ``where`` (how it is reached) as the user wrote them, empty for this machine.
 
-    ``fault`` says why it cannot be reached now; it is empty while there is a connection. ``cpu_percent`` is of all
-    processors together, 100 at most. ``is_sampled``: its agent has measured something in the last seconds; one of an
-    earlier release does not.
+    ``host`` is what the ranks there call it, or else ``name``. ``fault`` says why it cannot be reached now; it is empty
+    while there is a connection. ``cpu_percent`` is of all processors together, 100 at most. ``is_sampled``: its agent
+    has measured something in the last seconds; one of an earlier release does not.
     """
 
     name: str
     where: str
+    host: str
     ranks: tuple[int, ...]
     fault: str = ""
     cpu_percent: float | None = None

@@ -11,6 +11,7 @@ from ...wire import RankEnded
 from ..diagnosis.diagnosis import Verdict, describe_wait, ranks_on_hosts
 from ..output.safe_output import one_line
 from ..state.cell import Cell
+from ..state.measurements import NodeUse, RankUse
 from ..state.rank_deaths import how_it_ended, is_gone, what_to_do_about_down
 from .board import Board, BoardNote, CellView, NodeView, RankView
 from .core import Core
@@ -78,9 +79,11 @@ class _Making:
         is_up = up is not None and rank not in self._lost and not self._over
         line = verdict.evidence.line if verdict else 0
         end = self._ends.get(rank) or self._lost.get(rank)
+        node = self._state.node_of.get(rank, 0)
+        use = self._state.measurements.of_rank(rank, node, now=self._now) if is_up else RankUse()
         return RankView(
             rank,
-            one_line(self._state.hosts.get(rank, "") or self._state.plan.node_names.get(rank, "")),
+            one_line(self._state.plan.node_names.get(rank, "")),
             state,
             one_line(detail, most_chars=_TEXT_CHARS),
             line,
@@ -90,6 +93,7 @@ class _Making:
             source=self._source(self._busy[rank], line) if line and rank in self._busy else "",
             device=up.device if up and is_up else "",
             pid=up.pid if up and is_up else 0,
+            **vars(use),
             last_line=self._state.logbook.last_line(rank),
             exit=_exit_of(end) if end else "",
         )
@@ -131,13 +135,16 @@ class _Making:
     def _nodes(self) -> tuple[NodeView, ...]:
         placed = enumerate(zip(self._core.transports, self._state.plan.nodes))
         return tuple(
-            NodeView(one_line(of.name), one_line(where_is(transport)), of.ranks, self._node_fault(node))
+            self._node(node, one_line(of.name), one_line(where_is(transport)), of.ranks)
             for node, (transport, of) in placed
             if of.ranks
         )
 
-    def _node_fault(self, node: int) -> str:
-        return one_line(self._fault_of(node), most_chars=_TEXT_CHARS)
+    def _node(self, node: int, name: str, where: str, ranks: tuple[int, ...]) -> NodeView:
+        fault = one_line(self._fault_of(node), most_chars=_TEXT_CHARS)
+        use = self._state.measurements.of_node(node, now=self._now)
+        host = next((one_line(up.host) for rank in ranks if (up := self._state.up.get(rank))), name)
+        return NodeView(name, where, host, ranks, fault, **vars(use or NodeUse()), is_sampled=use is not None)
 
     # ---- the cell
 

@@ -19,6 +19,7 @@ from .board import Board
 from .board_maker import make_board
 from .core import Core
 from .looks import Looks
+from .measuring import Measuring
 from .settings import SlotsOnly
 
 __all__ = ["Views", "Watch"]
@@ -69,6 +70,7 @@ class Views:
         self._core = core
         self._changes = core.state.changes
         self._looks = Looks(core)
+        self._measuring = Measuring(core)
         self._lock = threading.Lock()
         self._listeners: tuple[OnChange, ...] = ()
         self._watches: tuple[Watch, ...] = ()
@@ -165,6 +167,7 @@ class Views:
             self._tell_failure("live views end, as what they show cannot be found out:", exc)
             raise
         finally:
+            self._measuring.go_on(0.0)
             with self._lock:
                 if self._thread is threading.current_thread():
                     self._thread, self._listeners, self._watches = None, (), ()
@@ -179,13 +182,13 @@ class Views:
     def _wait(self) -> None:
         """Wait until there is something to do, and some time has passed since the last round."""
         moments = [watch.due_at for watch in self._watches]
-        if (look_at := self._looks.due_at()) is not None:
-            moments.append(look_at)
+        moments += filter(None, [self._looks.due_at(), self._measuring.due_at()])
         self._changes.wait(max(0.0, min(moments) - time.monotonic()) if moments else None)
         self._ended.wait(max(0.0, self._round_at + _GAP_S - time.monotonic()))
 
     def _round(self) -> None:
         """Look, and tell who is to be told."""
+        self._measuring.go_on(min((watch.every_s for watch in self._watches), default=0.0))
         self._looks.refresh()
         self._round_at = now = time.monotonic()
         board = make_board(self._core, self._looks.last)

@@ -24,6 +24,7 @@ from ...wire import (
     GenerationReady,
     Inspection,
     LauncherEnded,
+    Measured,
     Message,
     Notice,
     Output,
@@ -48,6 +49,7 @@ from .cell import Cell
 from .changes import Changes
 from .group_state import GroupState
 from .history import History
+from .measurements import Measurements
 from .message_checks import LONGEST_S, MessageChecks
 from .notices import LONGEST_NOTICE, Notices
 from .rank_deaths import advice, describe_end, describe_ends
@@ -130,6 +132,7 @@ class SessionState:
         self.groups: Final = GroupState(self.requests, lock)
         self.notices: Final = Notices(lock)
         self.owners: Final = RankOwners()
+        self.measurements: Final = Measurements()  # of what ranks use, while somebody watches
         self._checks = MessageChecks(self.history, self.owners)
         self._plan = Plan((), "gloo")
         self._lost_nodes: dict[int, str] = {}
@@ -168,6 +171,7 @@ class SessionState:
             LauncherEnded: self._take_end_of_launcher,
             Notice: self._take_notice,
             StartedCold: self._take_cold_start,
+            Measured: lambda message, number, node: self.measurements.take(message, node),
         }
         self._handlers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self.requests.take(message))
 
@@ -239,6 +243,11 @@ class SessionState:
     def busy(self) -> dict[int, Cell]:
         """The ranks that run a cell, and which."""
         return {rank: cell for cell in list(self._cells.values()) for rank in cell.running}
+
+    def can_measure(self, node: int) -> bool:
+        """Its agent has said that it knows what ``Measure`` asks for; one of an earlier release does not."""
+        info = self._attached[node].info if node in self._attached and node not in self._lost_nodes else None
+        return isinstance(info, dict) and info.get("measures") is True
 
     def bringing_values(self, ranks: Collection[int]) -> list[Cell]:
         """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""
@@ -371,6 +380,7 @@ class SessionState:
         self._up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self._up, number).items()}
         self._last_seconds = _renumbered(self._last_seconds, number)
         self._lost, self._fresh, self._ends = {}, {}, {}
+        self.measurements.forget()
         self.groups.forget_ranks()
         self.history.renumber(number)
 
