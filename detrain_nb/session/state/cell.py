@@ -39,6 +39,7 @@ class Cell:
         self.ranks: Final = tuple(ranks)  # those that run it
         self.observers: Final = Observers() if observer is None else Observers(observer)
         self.incarnations: Final[Mapping[int, int]] = dict(incarnations or {})  # of the interpreters it is meant for
+        self.began_at: Final = time.time()  # here: one that runs since an attach has begun earlier
         self._hosts = dict(hosts)
         self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
         self._is_from_log = is_from_log
