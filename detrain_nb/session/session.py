@@ -46,6 +46,9 @@ from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
 from .running.views import Views, Watch
+from .running.variable_facts import Preview
+from .running.variable_table import Variables
+from .running.variables import list_variables, look_into
 from .state.cell_observer import CellObserver, check_observer
 from .state.limits import Limits, checked_limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
@@ -358,6 +361,24 @@ class Session(SlotsOnly):
         chosen = self._core.choose_idle(ranks)
         self._core.link.push(variables, chosen)
         self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)
+
+    def variables(self, names: str | Iterable[str] = (), *, ranks: Ranks = None, limit_s: float = 5.0) -> Variables:
+        """What the user has defined on ``ranks`` (all), as a table: types, shapes, sizes, and whether ranks agree.
+
+        ``names`` chooses some, also by patterns like ``grad_*``. Nothing of the user's classes is run. Checksums tell
+        whether ranks have the same; large tensors are compared in a sample. A rank that is busy is named, and left out.
+        """
+        check_seconds("limit_s", limit_s, is_more_than_0=True)
+        return list_variables(self._core, names_of(names) if names else [], ranks, limit_s=limit_s)
+
+    def preview(self, name: str, rank: int = 0, *, limit_s: float = 5.0) -> Preview:
+        """A small look into one variable of one rank: a corner of a tensor with statistics, the head of a list or text.
+
+        Only what is shown leaves the rank. Raises: SessionError when the rank is busy, or has no such variable.
+        """
+        check_text("name", name)
+        check_seconds("limit_s", limit_s, is_more_than_0=True)
+        return look_into(self._core, name, check_whole("rank", rank, least=0), limit_s=limit_s)
 
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
         """Where every rank is: its state, the line of the cell it is at, its memory."""

@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
+from typing import ClassVar
 
 from ..errors import WireError
 from .json_text import MAX_BUNDLE_BYTES, Json, count_values, parse_json, read_text, without_collections
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
@@ -649,11 +650,29 @@ class Measured(Message, number=50):
     memory_total_bytes: int
 
 
+# ---- what variables ranks have
+
+
+@dataclass(frozen=True)
+class AskVariables(Message, number=51):
+    """Ask what variables ranks have; answered as ``Pull`` is, with one value of the name ``ANSWER``.
+
+    ``wanted``: see node/cell/variables.py.
+    """
+
+    ANSWER: ClassVar[str] = "variables"
+    MOST_NAMES: ClassVar[int] = 2_000  # in an answer
+
+    ranks: list[int]
+    request: int
+    wanted: Json
+
+
 # ---- what a frame says of one
 
 
 # Who says what; a worker passes on what its interpreter says.
-FROM_NOTEBOOK = frozenset(kind for number, kind in KINDS.items() if number <= NUMBERS[Piece]) | {Measure}
+FROM_NOTEBOOK = frozenset(kind for number, kind in KINDS.items() if number <= NUMBERS[Piece]) | {Measure, AskVariables}
 FROM_INTERPRETER = frozenset(
     kind for number, kind in KINDS.items() if NUMBERS[WorkerUp] < number <= NUMBERS[RankEnded]
 ) | {Piece}
