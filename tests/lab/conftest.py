@@ -173,7 +173,12 @@ class Window:
         self.page.set_default_timeout(_LOOK_LIMIT_S * 1000)
         self.errors: list[str] = []
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.goto(f"{lab.url}lab?token={lab.token}&reset", timeout=_PAGE_LIMIT_S * 1000)
+        self._url = f"{lab.url}lab?token={lab.token}&reset"
+        self.load()
+
+    def load(self) -> None:
+        """Open JupyterLab's page, or reload it; no notebook is open then."""
+        self.page.goto(self._url, timeout=_PAGE_LIMIT_S * 1000)
         self.page.wait_for_function("() => window.jupyterapp?.restored", timeout=_PAGE_LIMIT_S * 1000)
         self.js("() => window.jupyterapp.restored")
 
@@ -227,7 +232,10 @@ class Notebook:
         self.path = path
         self._in_lab = path.relative_to(folder).as_posix()
         self._panel = self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
-        window.command("docmanager:open", path=self._in_lab, factory="Notebook")
+        self._open()
+
+    def _open(self) -> None:
+        self.window.command("docmanager:open", path=self._in_lab, factory="Notebook")
         self._wait_for_kernel()
 
     def close(self) -> None:
@@ -275,6 +283,11 @@ class Notebook:
         """What the menu does, without its question."""
         self.restart()
         self.run_all()
+
+    def reload(self) -> None:
+        """Reload the page and open the notebook, as it was saved, with the kernel that it has."""
+        self.window.load()
+        self._open()
 
     def save(self) -> nbformat.NotebookNode:
         """Save the notebook; return what is in the file."""

@@ -1,0 +1,67 @@
+"""What all views share: they are told and answer while a cell runs, refuse what is wrong, and leave plain HTML."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from playwright.sync_api import expect
+
+from .conftest import Notebook
+
+_FOLDER = str(Path(__file__).parent)
+_SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"
+_COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(5))"
+_WAIT = "view.pressed.clear(); print('pressed' if view.pressed.wait(20) else 'not pressed')"
+
+
+def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW, _WAIT, "[view.count_to(count) for count in range(1000)]; None")
+    nb.run(0)
+    view = nb.cell(0).locator(".dt")
+    expect(view.get_by_label("Count")).to_have_text("0")
+    nb.start(1)
+    view.get_by_role("button", name="Press").click()
+    nb.wait_for_text(1, "^pressed$")
+    expect(view.get_by_label("Said")).to_have_text("heard hello in False")
+    expect(view.get_by_label("Lines").get_by_role("listitem")).to_have_text(["hello"])
+    nb.run(2)
+    expect(view.get_by_label("Count")).to_have_text("999")
+
+
+def test_what_is_wrong_is_said_beside_it_and_nothing_is_called(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW, "view.heard")
+    nb.run(0)
+    view = nb.cell(0).locator(".dt")
+    for button, said in {
+        "Wrong": "press: said has to be a text of at most 20 characters, not 3",
+        "More": "press takes said, not ['more', 'said']",
+        "Refused": "3 is not 0: give 0",
+        "Fault": "this is a fault of detrain_nb: TypeError: wrong",
+        "None": "this view has no such action: reload the page",
+        "Long": "counting done",
+    }.items():
+        view.get_by_role("button", name=button).click()
+        expect(view.get_by_label("Said")).to_have_text(said)
+    expect(view.get_by_label("Count")).to_have_text("100")
+    nb.run(1)
+    assert nb.text(1) == "[]\n"
+
+
+def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW, _COUNT, "view.settle(); view")
+    nb.run(0)
+    nb.run(1)
+    assert nb.text(1) == "True\n"
+    saved = nb.save()
+    bundle = saved.cells[0].outputs[0].data
+    assert "application/vnd.jupyter.widget-view+json" in bundle
+    assert bundle["text/html"] == "<b>count 0</b><p><em>live view; run the cell again</em></p>"
+    assert not saved.metadata.get("widgets")
+    nb.reload()
+    view = nb.cell(0).locator(".dt")
+    expect(view.get_by_label("Count")).to_have_text("7")
+    expect(view.get_by_label("Lines").get_by_role("listitem")).to_have_text(["again"])
+    nb.run(2)
+    assert nb.text(2) == "count 7\n"
+    expect(nb.cell(2).locator(".dt")).to_have_count(0)

@@ -1,0 +1,158 @@
+"""What a page may ask of a view: each action declares its arguments, and nothing else reaches it.
+
+A page is checked as a node is: a notebook of somebody else can hold a script that talks to the kernel.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import DetrainError
+from ..text import show
+
+Check = Callable[[object], Any]  # returns the value, or raises ValueError with what is expected
+
+_MOST_ITEMS, _MOST_DEPTH = 10_000, 12
+
+
+class Refused(ValueError):
+    """What a page asked for cannot be done; its message is shown there."""
+
+
+class Action:
+    """A method of a view that its page may call, with the checks of its arguments."""
+
+    def __init__(self, method: Callable[..., Any], checks: Mapping[str, Check]) -> None:
+        self.name = method.__name__.removeprefix("_")
+        self._method = method
+        self._checks = dict(checks)
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name.removeprefix("_")
+
+    def __get__(self, view: object, owner: type | None = None) -> Any:
+        return self if view is None else self._method.__get__(view, owner)
+
+    def call(self, view: object, arguments: object) -> Any:
+        """Check ``arguments`` and call the method.
+
+        Raises: Refused when one is missing, unknown or wrong.
+        """
+        if not isinstance(arguments, dict) or set(arguments) != set(self._checks):
+            given = sorted(map(str, arguments)) if isinstance(arguments, dict) else arguments
+            raise Refused(f"{self.name} takes {', '.join(self._checks) or 'nothing'}, not {show(given)}")
+        values = {}
+        for name, check in self._checks.items():
+            try:
+                values[name] = check(arguments[name])
+            except ValueError as exc:
+                raise Refused(f"{self.name}: {name} has to be {exc}, not {show(arguments[name])}") from None
+        return self._method(view, **values)
+
+
+def action(**checks: Check) -> Callable[[Callable[..., Any]], Action]:
+    """Let the page call this method: ``@action(rank=whole(0, 63))``.
+
+    It runs in whatever thread the kernel serves messages in, beside a running cell too: it sets an event or hands the
+    work on (`LiveView.work`), and returns plain JSON.
+    """
+    return lambda method: Action(method, checks)
+
+
+def actions_of(kind: type) -> dict[str, Action]:
+    """All actions of a class, by name, those of its bases included."""
+    found = (value for base in reversed(kind.__mro__) for value in vars(base).values())
+    return {value.name: value for value in found if isinstance(value, Action)}
+
+
+def text(*, most: int = 1000) -> Check:
+    """A text of at most ``most`` characters."""
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or len(value) > most:
+            raise ValueError(f"a text of at most {most:,} characters")
+        return value
+
+    return check
+
+
+def whole(low: int, high: int) -> Check:
+    """A whole number between both, these included."""
+
+    def check(value: object) -> int:
+        if type(value) is not int or not low <= value <= high:
+            raise ValueError(f"a whole number from {low:,} to {high:,}")
+        return value
+
+    return check
+
+
+def flag(value: object) -> bool:
+    """Yes or no."""
+    if not isinstance(value, bool):
+        raise ValueError("true or false")
+    return value
+
+
+def one_of(*choices: str) -> Check:
+    """One of these texts."""
+
+    def check(value: object) -> str:
+        if not isinstance(value, str) or value not in choices:
+            raise ValueError(f"one of {', '.join(choices)}")
+        return value
+
+    return check
+
+
+def list_of(check_item: Check, *, most: int = 1000) -> Check:
+    """A list of at most ``most`` items, each of which passes ``check_item``."""
+
+    def check(value: object) -> list[Any]:
+        if not isinstance(value, list) or len(value) > most:
+            raise ValueError(f"a list of at most {most:,} items")
+        return [check_item(item) for item in value]
+
+    return check
+
+
+def optional(check_value: Check) -> Check:
+    """Nothing (null), or what passes ``check_value``."""
+    return lambda value: None if value is None else check_value(value)
+
+
+def plain_json(*, most_chars: int = 200_000) -> Check:
+    """Any JSON, bounded in length, depth and count: what a person has typed into a form."""
+
+    def check(value: object) -> Any:
+        if _count(value, _MOST_DEPTH) > _MOST_ITEMS or len(json.dumps(value)) > most_chars:
+            raise ValueError(f"plain values of at most {most_chars:,} characters and {_MOST_ITEMS:,} items")
+        return value
+
+    return check
+
+
+def _count(value: object, depth: int) -> int:
+    """How many values are in it; more than are allowed when it is too deep, or no JSON."""
+    if isinstance(value, dict | list) and depth:
+        items = value.values() if isinstance(value, dict) else value
+        if len(items) > _MOST_ITEMS or (isinstance(value, dict) and not all(isinstance(key, str) for key in value)):
+            return _MOST_ITEMS + 1
+        total = 1
+        for item in items:
+            total += _count(item, depth - 1)
+            if total > _MOST_ITEMS:
+                break
+        return total
+    is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
+    return 1 if is_plain else _MOST_ITEMS + 1
+
+
+def describe_failure(exc: Exception) -> str:
+    """Say on one line why an action failed; an error of our own code is said to be one."""
+    if isinstance(exc, DetrainError | ValueError | OSError):
+        return str(exc) or type(exc).__name__
+    return f"this is a fault of detrain_nb: {type(exc).__name__}: {exc}"

@@ -1,0 +1,299 @@
+"""What every form and view is: a widget that is told from any thread, answers while a cell runs, and leaves plain HTML.
+
+Nothing of a view is in the widget's state but its program: what it shows travels as messages, and a page that opens
+(first display, reload, second view) says hello and gets all of it. So no saved state holds a secret.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeGuard
+
+import anywidget
+from IPython.display import display, update_display
+
+from ..session.output.safe_output import one_line
+from ..text import html_text
+from .actions import Action, Refused, actions_of, describe_failure
+
+_TURN_S = 0.1  # at most so often is a page told something
+_PAGE_SILENT_S = 30.0  # three beats of a page
+_LOOK_S = 5.0  # how often somebody looks whether pages are left, while some are
+_MOST_PAGES, _MOST_DISPLAYS = 20, 20
+_MOST_APPENDED = 5000  # items of a list between two turns: a page shows a window of a log, not the log
+_MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with all around it, 50 kB of a saved notebook
+_LONGEST_ESCAPE = 6  # bytes of HTML for one of text
+_SHARED = Path(__file__).with_name("shared")
+_LIVE = "live view; run the cell again"
+_PROGRAM_END = "\nexport default { render };\n"
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A view as it stays in a saved notebook: the same facts as text, and as HTML without script, class or link."""
+
+    text: str
+    html: str = ""  # the text, in columns of one width, if there is none
+
+    def bundle(self, *, end: str = "") -> dict[str, str]:
+        """The MIME bundle; ``end`` is a line below it. What is too long is cut, and says so."""
+        text, page = _cut(self.text, _MOST_TEXT_BYTES), self.html or html_text(self.text)
+        if len(page.encode()) > _MOST_HTML_BYTES:  # tags cannot be cut: the text takes their place
+            page = html_text(_cut(self.text, _MOST_HTML_BYTES // _LONGEST_ESCAPE))
+        if end:
+            text, page = f"{text}\n{end}", f"{page}<p><em>{end}</em></p>"
+        return {"text/plain": text, "text/html": page}
+
+
+def _cut(text: str, most_bytes: int) -> str:
+    written = text.encode()
+    if len(written) <= most_bytes:
+        return text
+    return f"{written[:most_bytes].decode(errors='ignore')}\n... {len(written) - most_bytes:,} bytes not kept"
+
+
+class LiveView(anywidget.AnyWidget):
+    """A view: a subclass gives `name`, `state`, `settled` and actions; beside it lie ``NAME.js`` and ``NAME.css``."""
+
+    name: ClassVar[str] = ""
+    _actions: ClassVar[dict[str, Action]] = {}
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        if "name" in cls.__dict__:
+            own = Path(str(sys.modules[cls.__module__].__file__)).with_name(cls.name)
+            cls._esm = _read(_SHARED.with_suffix(".js")) + _read(own.with_suffix(".js")) + _PROGRAM_END
+            cls._css = _read(_SHARED.with_suffix(".css")) + _read(own.with_suffix(".css"))
+        cls._actions = actions_of(cls)
+        super().__init_subclass__(**kwargs)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._wake, self._closing = threading.Event(), threading.Event()
+        self._pump: threading.Thread | None = None
+        self._worker: threading.Thread | None = None
+        self._is_settled = False
+        self._pages: dict[str, float] = {}  # when each was heard last
+        self._is_late = False  # its messages wait for the running cell
+        self._pending: dict[str, tuple[str, Any]] = {}  # as JSON, and the value
+        self._appended: dict[str, list[Any]] = {}
+        self._told: dict[str, str] = {}  # what each part was, as JSON, when pages were told last
+        self._display_ids: list[str] = []
+        super().__init__()
+        self.on_msg(self._hear)
+
+    # ---- what a view gives
+
+    def state(self) -> dict[str, Any]:
+        """Everything that a page shows, as plain JSON: a page that opens gets it."""
+        raise NotImplementedError
+
+    def settled(self) -> Settled:
+        """The view as it stays when the kernel is gone."""
+        raise NotImplementedError
+
+    def on_pages(self, *, are_there: bool) -> None:
+        """The first page has come, or the last one is gone: sampling begins or ends here."""
+
+    # ---- what a view does
+
+    def publish(self, part: str, value: Any) -> None:
+        """Tell all pages what ``part`` is now; the latest value wins, and an equal one is not sent again.
+
+        Raises: ValueError, TypeError when it is no plain JSON.
+        """
+        written = json.dumps(value, allow_nan=False)
+        with self._lock:
+            if self._pages and not self._closing.is_set():
+                self._pending[part] = (written, value)
+                self._start_pump()
+        self._wake.set()
+
+    def append(self, part: str, items: list[Any]) -> None:
+        """Tell all pages what has come to the list ``part``; of very many, the last ones."""
+        with self._lock:
+            if self._pages and not self._closing.is_set():
+                waiting = self._appended.setdefault(part, [])
+                waiting += items
+                del waiting[:-_MOST_APPENDED]
+                self._start_pump()
+        self._wake.set()
+
+    def work(self, what: str, do: Callable[[], None]) -> None:
+        """Do one thing that takes a while, in a thread of the view; the part ``work`` tells pages how it goes.
+
+        Raises: Refused while another one is under way.
+        """
+        with self._lock:
+            if self._worker is not None and self._worker.is_alive():
+                raise Refused(f"{self._worker.name} is still under way")
+            self._worker = threading.Thread(target=self._work, args=(what, do), name=what, daemon=True)
+            self._worker.start()
+
+    def _work(self, what: str, do: Callable[[], None]) -> None:
+        self.publish("work", {"what": what, "is": "running"})
+        try:
+            do()
+        except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+            self.publish("work", {"what": what, "is": "failed", "error": one_line(describe_failure(exc))})
+        else:
+            self.publish("work", {"what": what, "is": "done"})
+
+    def settle(self) -> None:
+        """Put plain HTML in the place of every display of the view, in the saved notebook too."""
+        self._is_settled = True
+        for display_id in self._display_ids:
+            update_display(self.settled().bundle(), raw=True, display_id=display_id)
+        self.close()
+
+    def close(self) -> None:
+        """End its threads; pages keep the last picture."""
+        self._closing.set()
+        with self._lock:
+            was_shown = bool(self._pages)
+            self._pages.clear()
+        self._wake.set()
+        if was_shown:
+            self.on_pages(are_there=False)
+        super().close()
+
+    # ---- how it is displayed
+
+    def _ipython_display_(self, **_: Any) -> None:
+        if self._is_settled:
+            display(self.settled().bundle(), raw=True)
+            return
+        widget = super()._repr_mimebundle_()
+        data, metadata = widget if isinstance(widget, tuple) else (widget or {}, {})
+        display_id = uuid.uuid4().hex
+        self._display_ids = [*self._display_ids, display_id][-_MOST_DISPLAYS:]
+        display({**data, **self.settled().bundle(end=_LIVE)}, metadata=metadata, raw=True, display_id=display_id)
+
+    def __repr__(self) -> str:
+        return self.settled().text
+
+    # ---- what pages say
+
+    def _hear(self, _widget: object, content: object, _buffers: object) -> None:
+        if not isinstance(content, dict) or not _is_short(page := content.get("page")):
+            return
+        match content.get("do"):
+            case "hello":
+                self._welcome(page)
+            case "beat" if page in self._pages:
+                self._pages[page] = time.monotonic()
+            case "bye":
+                self._forget(page)
+            case "call" if page in self._pages and _is_short(call := content.get("call")):
+                self._answer(page, call, content)
+
+    def _welcome(self, page: str) -> None:
+        with self._lock:
+            if self._closing.is_set() or (len(self._pages) >= _MOST_PAGES and page not in self._pages):
+                return
+            is_first = not self._pages
+            self._pages[page] = time.monotonic()
+            self._is_late = threading.current_thread() is threading.main_thread()
+            self._told.clear()
+            self._start_pump()
+        said: dict[str, Any] = {"tell": "state", "page": page, "late": self._is_late}
+        try:
+            if is_first:
+                self.on_pages(are_there=True)
+            said["state"] = self.state()
+        except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+            said["error"] = one_line(describe_failure(exc))
+        self._tell(said)
+
+    def _forget(self, page: str) -> None:
+        with self._lock:
+            was_there = self._pages.pop(page, None) is not None
+            is_last = was_there and not self._pages
+        if is_last:
+            self.on_pages(are_there=False)
+
+    def _answer(self, page: str, call: str, content: Mapping[str, Any]) -> None:
+        name = content.get("action")
+        said: dict[str, Any] = {"tell": "answer", "page": page, "call": call}
+        try:
+            wanted = self._actions.get(name) if isinstance(name, str) else None
+            if wanted is None:
+                raise Refused("this view has no such action: reload the page")
+            said["value"] = wanted.call(self, content.get("arguments"))
+        except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+            said["error"] = one_line(describe_failure(exc))
+        self._tell(said)
+
+    # ---- how they are told
+
+    def _start_pump(self) -> None:
+        """The lock is held."""
+        if self._pump is None:
+            self._pump = threading.Thread(target=self._run_pump, name=f"detrain_nb {self.name}", daemon=True)
+            self._pump.start()
+
+    def _run_pump(self) -> None:
+        while self._tell_news():
+            self._wake.wait(_LOOK_S)
+            self._wake.clear()
+            self._look_for_pages()
+
+    def _tell_news(self) -> bool:
+        """Send what is pending, and leave the others time; returns whether to go on."""
+        with self._lock:
+            parts, self._pending = self._pending, {}
+            added, self._appended = self._appended, {}
+            if self._closing.is_set() or not self._pages:
+                self._pump = None
+                return False
+            changed = {part: value for part, (written, value) in parts.items() if self._told.get(part) != written}
+            self._told.update((part, written) for part, (written, _) in parts.items())
+        if changed or added:
+            self._tell({"tell": "news", "parts": changed, "added": added})
+            self._closing.wait(_TURN_S)
+        return True
+
+    def _look_for_pages(self) -> None:
+        if self._is_late:  # a page's beats wait for the running cell
+            return
+        now = time.monotonic()
+        for page, heard in [*self._pages.items()]:
+            if now - heard > _PAGE_SILENT_S:
+                self._forget(page)
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(AttributeError):  # closed in the meantime: there is no comm
+            self.send(message)
+
+    # ---- one place for ipykernel's sub-shells
+
+    def open(self) -> None:
+        super().open()
+        self._free_replies()
+
+    def _send(self, msg: Any, buffers: Any = None) -> None:
+        super()._send(msg, buffers)
+        self._free_replies()
+
+    def _free_replies(self) -> None:
+        """Let the sub-shell that JupyterLab starts hear the pages, beside a running cell.
+
+        ipykernel 7.4 gives a page's message to the thread that published last on its comm: the main one, which is busy.
+        """
+        if self.comm is not None:
+            self.comm.__dict__.pop("_reply_subshell_id", None)
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def _is_short(value: object) -> TypeGuard[str]:
+    return isinstance(value, str) and 0 < len(value) <= 64
