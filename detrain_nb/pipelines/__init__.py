@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from .entries import Entries, Entry, LastJob
 from .examples import EXAMPLES, Example
+from .form import FieldConflict, SpecForm
+from .form_review import review_spec
 from .my_pipelines import MyPipelines
 from .recent import RecentFiles
 from .spec_file import SpecFile, read_spec_file, write_spec_file
@@ -22,10 +24,13 @@ __all__ = [
     "Entries",
     "Entry",
     "Example",
+    "FieldConflict",
     "LastJob",
     "MyPipelines",
     "RecentFiles",
     "SpecFile",
+    "SpecForm",
     "read_spec_file",
+    "review_spec",
     "write_spec_file",
 ]
