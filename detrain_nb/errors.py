@@ -6,6 +6,7 @@ DetrainError
 │   └── CellSyntaxError               a cell is not Python; nothing was sent
 ├── SessionError                      the session is not in a state for that: none runs, a rank is busy
 │   └── ForeignConnection             another user's process is connected to a process group
+├── Conflict                          a file was changed by others after it was read here
 ├── JobError                          a job is not in a state for that, or there is none of that name
 │   └── JobFailed                     a job did not succeed
 ├── LaunchError                       the ranks of a node could not be started
@@ -34,7 +35,9 @@ __all__ = [
     "CellInterrupted",
     "CellSyntaxError",
     "CellTimeout",
+    "Conflict",
     "DetrainError",
+    "FieldChange",
     "FieldError",
     "FieldFault",
     "ForeignConnection",
@@ -100,6 +103,32 @@ class FieldError(SpecError):
     def __init__(self, faults: Iterable[FieldFault], *, where: str = "") -> None:
         self.faults = tuple(dict.fromkeys(faults))
         super().__init__("\n".join(f"{where}: {fault}" if where else str(fault) for fault in self.faults))
+
+
+@dataclass(frozen=True)
+class FieldChange:
+    """A field that has another value in the file (``theirs``) than here (``mine``); an empty text is no value."""
+
+    path: str
+    theirs: str
+    mine: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.theirs or 'not given'} there and {self.mine or 'not given'} here"
+
+
+class Conflict(DetrainError):
+    """A file is not as it was when it was read here, so it was not written.
+
+    ``changed_at`` is the time of the other version in seconds of the epoch, ``owner`` whose file that is; None and
+    empty where there is none any more. ``changes`` has the fields that differ.
+    """
+
+    def __init__(
+        self, fault: str, *, changed_at: float | None = None, owner: str = "", changes: Iterable[FieldChange] = ()
+    ) -> None:
+        self.changed_at, self.owner, self.changes = changed_at, owner, tuple(changes)
+        super().__init__(fault)
 
 
 class CellSyntaxError(SpecError):
