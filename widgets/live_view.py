@@ -29,7 +29,8 @@ _PAGE_SILENT_S = 30.0  # three beats of a page
 _LOOK_S = 5.0  # how often somebody looks whether pages are left, while some are
 _MOST_PAGES, _MOST_DISPLAYS = 20, 20
 _MOST_APPENDED = 5000  # items of a list between two turns: a page shows a window of a log, not the log
-_MOST_SETTLED_CHARS = 45_000  # with what Jupyter puts around it, at most 50 kB of a saved notebook
+_MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with all around it, 50 kB of a saved notebook
+_LONGEST_ESCAPE = 6  # bytes of HTML for one of text
 _SHARED = Path(__file__).with_name("shared")
 _LIVE = "live view; run the cell again"
 _PROGRAM_END = "\nexport default { render };\n"
@@ -44,19 +45,19 @@ class Settled:
 
     def bundle(self, *, end: str = "") -> dict[str, str]:
         """The MIME bundle; ``end`` is a line below it. What is too long is cut, and says so."""
-        text, page = self.text, self.html or html_text(self.text)
-        if len(page) > _MOST_SETTLED_CHARS:  # tags cannot be cut: the text takes their place
-            page = html_text(_cut(self.text))
-        text = _cut(text)
+        text, page = _cut(self.text, _MOST_TEXT_BYTES), self.html or html_text(self.text)
+        if len(page.encode()) > _MOST_HTML_BYTES:  # tags cannot be cut: the text takes their place
+            page = html_text(_cut(self.text, _MOST_HTML_BYTES // _LONGEST_ESCAPE))
         if end:
             text, page = f"{text}\n{end}", f"{page}<p><em>{end}</em></p>"
         return {"text/plain": text, "text/html": page}
 
 
-def _cut(text: str) -> str:
-    if len(text) <= _MOST_SETTLED_CHARS // 2:
+def _cut(text: str, most_bytes: int) -> str:
+    written = text.encode()
+    if len(written) <= most_bytes:
         return text
-    return f"{text[: _MOST_SETTLED_CHARS // 2]}\n... {len(text) - _MOST_SETTLED_CHARS // 2:,} characters not kept"
+    return f"{written[:most_bytes].decode(errors='ignore')}\n... {len(written) - most_bytes:,} bytes not kept"
 
 
 class LiveView(anywidget.AnyWidget):

@@ -1,0 +1,197 @@
+"""How a view is told and asked; what it would send is collected. tests/lab has the same with a page in a browser."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from detrain_nb.widgets import LiveView, Refused, Settled, action, live_view
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def kind(tmp_path_factory: pytest.TempPathFactory) -> type[Any]:
+    """A class of views whose script and style sheet lie in a folder of their own, with a module beside them."""
+    folder = tmp_path_factory.mktemp("views")
+    (folder / "small.js").write_text("function mount(view) {}", encoding="utf-8")
+    (folder / "small.css").write_text("", encoding="utf-8")
+    module = ModuleType("small_views")
+    module.__file__ = str(folder / "small_views.py")
+    sys.modules["small_views"] = module
+    return type("SmallView", (_Collecting,), {"name": "small", "__module__": "small_views"})
+
+
+class _Collecting(LiveView):
+    def __init__(self) -> None:
+        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.there: list[bool] = []
+        super().__init__()
+
+    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
+        self.sent.put(content)
+
+    def state(self) -> dict[str, Any]:
+        return {"a": 1}
+
+    def settled(self) -> Settled:
+        return Settled("<text>")
+
+    def on_pages(self, *, are_there: bool) -> None:
+        self.there.append(are_there)
+
+    @action()
+    def go(self) -> int:
+        return 3
+
+    def hears(self, do: str, page: object = "p", **more: object) -> None:
+        self._handle_custom_msg({"do": do, "page": page, **more}, [])
+
+
+@pytest.fixture
+def view(kind: type[Any]) -> Iterator[Any]:
+    view = kind()
+    yield view
+    view.close()
+
+
+def told(view: Any, count: int) -> list[dict[str, Any]]:
+    """The next messages to pages."""
+    return [view.sent.get(timeout=LIMIT_S) for _ in range(count)]
+
+
+def test_page_that_says_hello_gets_the_state_and_nothing_is_sent_without_one(view: Any) -> None:
+    view.publish("a", 2)
+    view.append("lines", ["x"])
+    view.hears("hello")
+    assert told(view, 1) == [{"tell": "state", "page": "p", "late": True, "state": {"a": 1}}]
+    assert view.there == [True] and view.sent.empty()
+
+
+def test_latest_value_wins_and_an_equal_one_is_not_sent_again(view: Any) -> None:
+    view.hears("hello")
+    told(view, 1)
+    for number in range(1000):
+        view.publish("a", number)
+    found = [told(view, 1)[0]]
+    while found[-1]["parts"] != {"a": 999}:
+        found += told(view, 1)
+    assert len(found) <= 5
+    view.publish("a", 999)
+    view.publish("b", 1)
+    assert told(view, 1)[0]["parts"] == {"b": 1}
+
+
+def test_what_is_appended_comes_once_in_order_and_of_very_much_the_end(view: Any) -> None:
+    view.hears("hello")
+    told(view, 1)
+    view.append("lines", [*range(20_000)])
+    assert told(view, 1)[0]["added"]["lines"] == [*range(15_000, 20_000)]
+    view.append("lines", [1])
+    view.append("lines", [2])
+    assert told(view, 1)[0]["added"]["lines"] in ([1], [1, 2])
+
+
+def test_value_that_is_no_json_is_refused_where_it_is_published(view: Any) -> None:
+    view.hears("hello")
+    with pytest.raises(ValueError):
+        view.publish("a", float("nan"))
+    with pytest.raises(TypeError):
+        view.publish("a", {1, 2})
+
+
+def test_page_that_falls_silent_is_gone_and_threads_end(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_view, "_PAGE_SILENT_S", 0.2)
+    monkeypatch.setattr(live_view, "_LOOK_S", 0.05)
+    asking = threading.Thread(target=view.hears, args=("hello",))  # as in a sub-shell: not the main thread
+    asking.start()
+    asking.join(LIMIT_S)
+    assert told(view, 1)[0]["late"] is False
+    wait_until(lambda: view.there == [True, False])
+    wait_until(lambda: not [each for each in threading.enumerate() if each.name == "detrain_nb small"])
+
+
+def test_bye_of_the_last_page_ends_it_and_the_next_hello_begins_anew(view: Any) -> None:
+    view.hears("hello", "p")
+    view.hears("hello", "q")
+    view.hears("bye", "p")
+    view.hears("bye", "p")
+    assert view.there == [True]
+    view.hears("bye", "q")
+    view.hears("hello", "r")
+    assert view.there == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"do": "call", "page": "unknown", "call": "1", "action": "go", "arguments": {}},
+        {"do": "call", "page": "p", "call": 1, "action": "go", "arguments": {}},
+        {"do": "call", "page": "p", "call": "1" * 65, "action": "go", "arguments": {}},
+        {"do": "hello", "page": "p" * 65},
+        {"do": "hello", "page": ["p"]},
+        {"do": ["hello"], "page": "q"},
+        {"page": "p"},
+    ],
+)
+def test_message_of_another_form_is_not_answered(view: Any, message: dict[str, object]) -> None:
+    view.hears("hello")
+    told(view, 1)
+    view._handle_custom_msg(message, [])
+    view.hears("call", call="2", action="go", arguments={})
+    assert told(view, 1) == [{"tell": "answer", "page": "p", "call": "2", "value": 3}]
+
+
+@pytest.mark.parametrize("name", ["close", "_go", "settle", "__init__", "state", None, ["go"]])
+def test_only_actions_can_be_called(view: Any, name: object) -> None:
+    view.hears("hello")
+    told(view, 1)
+    view.hears("call", call="1", action=name, arguments={})
+    assert told(view, 1)[0]["error"] == "this view has no such action: reload the page"
+
+
+def test_pages_are_bounded(view: Any) -> None:
+    for number in range(100):
+        view.hears("hello", f"p{number}")
+    assert len(told(view, 20)) == 20 and view.sent.empty()
+
+
+def test_one_thing_is_done_at_a_time_and_its_failure_is_told(view: Any) -> None:
+    view.hears("hello")
+    told(view, 1)
+    hold = threading.Event()
+
+    def fail() -> None:
+        hold.wait(LIMIT_S)
+        raise OSError("disk full")
+
+    view.work("saving", fail)
+    assert told(view, 1)[0]["parts"] == {"work": {"what": "saving", "is": "running"}}
+    with pytest.raises(Refused, match="saving is still under way"):
+        view.work("testing", fail)
+    hold.set()
+    assert told(view, 1)[0]["parts"] == {"work": {"what": "saving", "is": "failed", "error": "disk full"}}
+
+
+@pytest.mark.parametrize("text", ["x" * 100_000, '"' * 100_000, "\N{SNOWMAN}" * 50_000])
+def test_settled_is_bounded_and_says_what_is_missing(text: str) -> None:
+    bundle = Settled(text, "<p>" + "y" * 100_000).bundle(end="live")
+    assert sum(len(value.encode()) for value in bundle.values()) < 50_000
+    assert all("bytes not kept" in value for value in bundle.values()) and "yy" not in bundle["text/html"]
+
+
+def test_settled_text_is_escaped_where_there_is_no_html() -> None:
+    assert Settled("<b>").bundle(end="live")["text/html"].endswith("&lt;b&gt;</pre><p><em>live</em></p>")
+
+
+def wait_until(is_so: Any) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < deadline
+        threading.Event().wait(0.02)
