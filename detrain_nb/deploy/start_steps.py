@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-__all__ = ["PHASES", "OnStep", "Phase", "StartStep", "ignore_step"]
+__all__ = ["PHASES", "OnStep", "Phase", "StartStep", "StartWatch", "ignore_step"]
 
 Phase: TypeAlias = Literal["connect", "send", "ranks", "group"]
 PHASES: tuple[Phase, ...] = ("connect", "send", "ranks", "group")  # in this order
@@ -28,6 +28,17 @@ class StartStep:
 
 
 OnStep: TypeAlias = Callable[[StartStep], None]
+
+
+@dataclass(frozen=True)
+class StartWatch:
+    """Who follows a start: a line of how far it is (see `Session.start`), each node's steps, what is to be known, and
+    who is asked for the passphrase of a key."""
+
+    on_progress: Callable[[str], None]
+    on_step: OnStep
+    say: Callable[[str], None]
+    ask_passphrase: Callable[[str], str | None]
 
 
 def ignore_step(step: StartStep) -> None:
