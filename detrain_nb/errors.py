@@ -88,13 +88,14 @@ class FieldFault:
 
     path: str
     said: str
+    advice: str = ""  # of ``said`` what to give, without the value, where they can be told apart
 
     def __str__(self) -> str:
         return f"{self.path}{self.said}" if self.path else self.said.removeprefix(": ")
 
     def below(self, path: str) -> FieldFault:
         """The same, told of what has the field in its own field ``path``."""
-        return FieldFault(f"{path}.{self.path}" if self.path else path, self.said)
+        return FieldFault(f"{path}.{self.path}" if self.path else path, self.said, self.advice)
 
 
 class FieldError(SpecError):

@@ -21,6 +21,7 @@ from ..deploy.chosen_nodes import Nodes, check_session_name, find_nodes, project
 from ..deploy.ending import end_agents
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
+from ..deploy.start_steps import OnStep, ignore_step
 from ..errors import (
     DetrainError,
     SessionError,
@@ -63,6 +64,7 @@ LINGER_S = 600.0
 GROUP_TIMEOUT_S = 600.0
 SPOOL_LIMIT_BYTES = 1 << 30
 _MOST_HOSTS = 4  # by name
+_SENDING = "bringing the files of the folder to the nodes"
 _GROUPS = ("ranks", "log", "news", "files", "settings")  # of what a session offers
 
 
@@ -127,6 +129,7 @@ class Session(SlotsOnly):
         force: bool = False,
         limits: Limits | None = None,
         on_progress: Callable[[str], None] | None = None,
+        on_step: OnStep = ignore_step,
     ) -> Session:
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
 
@@ -153,7 +156,8 @@ class Session(SlotsOnly):
 
         More than 8 ranks on a node, and more than 4 for each of its processors or than its free memory holds, are
         refused unless ``force`` is set. ``limits`` says how long it waits for what. ``on_progress`` gets a line that
-        says how far the start is, again and again.
+        says how far the start is, again and again, in the calling thread; what it raises ends the start. ``on_step``
+        gets the same of each node, as a `StartStep`, in any thread.
 
         Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
         session of that name runs already. Nothing is left behind then.
@@ -169,7 +173,12 @@ class Session(SlotsOnly):
         check_text("project", os.fspath(project) if isinstance(project, os.PathLike) else project or "")
         project = find_project(project, folder) if project else ""
         say = on_progress or (lambda line: None)
-        transports = transports_to(nodes, ask_passphrase=ask_passphrase)
+        connecting = ""
+
+        def say_again() -> None:
+            say(connecting)
+
+        transports = transports_to(nodes, ask_passphrase=ask_passphrase, meanwhile=say_again)
         if group_timeout_s is not None:
             check_seconds("group_timeout_s", group_timeout_s, is_more_than_0=True)
         usual_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
@@ -180,8 +189,9 @@ class Session(SlotsOnly):
         limits = checked_limits(limits)
         name = check_session_name(f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}" if name is None else name)
         files = SessionFiles(transports, folder, project=project, is_synced=sync)
-        say(_describe_connecting(transports))
-        ends = bring_up_agents(transports, name)
+        connecting = _describe_connecting(transports)
+        say(connecting)
+        ends = bring_up_agents(transports, name, on_step=on_step, meanwhile=say_again)
         transports = [end.transport for end in ends]
         files.reach_by(transports)
         try:
@@ -197,10 +207,10 @@ class Session(SlotsOnly):
             )
             attached = place(core, ends, asked, is_here=nodes is None, force=force)
             if files.is_synced:
-                say("bringing the files of the folder to the nodes")
-            for words in [*files.notices, *files.bring()]:
+                say(_SENDING)
+            for words in [*files.notices, *files.bring(on_step=on_step, meanwhile=lambda: say(_SENDING))]:
                 core.state.notices.add(words)
-            launch(core, how, attached, say=say)
+            launch(core, how, attached, say=say, on_step=on_step)
         except BaseException:
             session.stop(cold=True)
             raise
