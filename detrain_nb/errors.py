@@ -254,14 +254,20 @@ class RemoteError:
 
 
 class RankError(DetrainError):
-    """A cell raised on at least one rank; ``errors`` has every rank's error, by rank."""
+    """A cell raised on at least one rank; ``errors`` has every rank's error, by rank.
 
-    def __init__(self, errors: Mapping[int, RemoteError], *, world_size: int, note: str = "") -> None:
+    ``lost_before``: how ranks ended before the cell began, in words, where nobody was told: it is often the reason.
+    """
+
+    def __init__(
+        self, errors: Mapping[int, RemoteError], *, world_size: int, note: str = "", lost_before: str = ""
+    ) -> None:
         self.errors = dict(sorted(errors.items()))
         self.world_size = world_size
         self.note = note
-        told = (f"{where}: {behind_ours(error.summary)}" for where, error in self._entries())
-        super().__init__("\n".join(told) or note)
+        self.lost_before = f"before this cell {lost_before}" if lost_before else ""
+        told = [f"{where}: {behind_ours(error.summary)}" for where, error in self._entries()]
+        super().__init__("\n".join(filter(None, [*told, self.lost_before])) or note)
 
     def _entries(self) -> list[tuple[str, RemoteError]]:
         """Ranks that failed with the same error are one entry; what follows from another rank's stands behind it."""
@@ -280,8 +286,7 @@ class RankError(DetrainError):
         well = self.world_size - len(self.errors)
         if well > 0 and not all(error.interrupted for error in self.errors.values()):
             lines.append(f"--- {well} of {self.world_size} ranks: no error ---")
-        if self.note:
-            lines.append(self.note)
+        lines += filter(None, [self.lost_before, self.note])
         return lines
 
 

@@ -46,10 +46,10 @@ from .running.settings import SlotsOnly
 from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
-from .running.views import Views, Watch
 from .running.variable_facts import Preview
 from .running.variable_table import Variables
 from .running.variables import list_variables, look_into
+from .running.views import Views, Watch
 from .state.cell_observer import CellObserver, check_observer
 from .state.limits import Limits, checked_limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten

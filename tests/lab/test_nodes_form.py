@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
-
-from detrain_nb.spec.nodes_file import read_nodes
 
 from ..testbed.testbed import Testbed
 from .conftest import Notebook, Window
@@ -28,7 +25,9 @@ _LOAD = "%load_ext detrain_nb"
 def _home_of(testbed: Testbed, home: Path) -> str:
     """A cell that lets the kernel's user reach the hosts of the testbed, and none else."""
     (home / ".ssh").mkdir(parents=True)
-    (home / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\nHost <b>bold</b> plain\n  Port 2222\n")
+    (home / ".ssh" / "config").write_text(
+        f"Include {testbed.inventory.ssh_config}\nHost <b>bold</b> plain\n  Port 2222\n"
+    )
     return f"import os; os.environ['HOME'] = {str(home)!r}\n{_LOAD}"
 
 
@@ -81,7 +80,9 @@ def test_two_ranks_here_are_started_by_clicking_and_run_a_cell(
     expect(_row(view, "localhost").get_by_text("auto, 2 ranks")).to_be_visible()
     view.get_by_role("button", name="Start session").click()
     expect(view.get_by_role("heading", name="Starting session")).to_be_visible()
-    expect(view.get_by_text(re.compile(r"^Session \S+: 2 ranks on 1 node, ready after"))).to_be_visible(timeout=_LONG_MS)
+    expect(view.get_by_text(re.compile(r"^Session \S+: 2 ranks on 1 node, ready after"))).to_be_visible(
+        timeout=_LONG_MS
+    )
     expect(view.get_by_text("%distributed board")).to_be_visible()
     nb.run(2)
     assert nb.text(2) == "[0] 0 2\n[1] 1 2\n"
