@@ -47,8 +47,11 @@ if "--list-gpus" in sys.argv:
 folder = pathlib.Path({folder!r})
 (folder / f"started-{{os.getpid()}}").write_text(" ".join(sys.argv[1:]))
 while True:
-    for line in {lines!r}:
-        print(line, flush=True)
+    try:
+        for line in {lines!r}:
+            os.write(1, line.encode() + b"\\n")
+    except OSError:
+        pass  # as one that hangs in its driver does not notice
     if {ends!r}:
         sys.exit(9)
     time.sleep(0.05)
@@ -98,7 +101,7 @@ def busy() -> Iterator[int]:
 def watched(agent: Agent, *ups: RankUp, env: dict[str, str] | None = None) -> Peer:
     """A notebook whose session has these ranks."""
     notebook = agent.connect()
-    launch = Launch(["sleep", "60"], env or {}, [up.rank for up in ups], 0.0, {"device": "cpu"})
+    launch = Launch(["sleep", "60"], env or {}, [up.rank for up in ups], 30.0, {"device": "cpu"})
     notebook.send(Attach("mine", "test"), launch)
     notebook.receive(Attached)
     for up in ups:
@@ -253,8 +256,7 @@ def test_an_nvidia_smi_that_ends_again_and_again_is_left_alone(tmp_path: Path) -
         notebook.send(Measure(0.1, 60.0))
         soon(lambda: len(smi_pids(tmp_path)) == 3)
         soon(lambda: all(map(is_gone, smi_pids(tmp_path))))
-        for _ in range(4):
-            assert measured(notebook).gpus in ([0], [-1])
+        assert all(each.gpus in ([0], [-1]) for each in said_for(notebook, 2.0))
         assert len(smi_pids(tmp_path)) == 3
 
 

@@ -229,6 +229,17 @@ def test_a_cell_that_runs_is_shown_with_its_line(session: Session, running: Call
     assert board.notes == () and board.over == "" and board.name == session.name
 
 
+def test_nothing_is_told_of_a_cell_that_goes_on(session: Session, running: Callable[[str], None]) -> None:
+    """The ranks are looked at meanwhile."""
+    running("wait_for(go)")
+    board_where(session, lambda board: all(rank.line for rank in board.ranks))
+    told = Told()
+    stop = session.on_change(told)
+    wait(2.5)
+    stop()
+    assert not told.at
+
+
 def test_a_rank_that_waits_names_the_one_that_it_waits_for(
     session: Session, running: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,8 +339,8 @@ def test_a_node_whose_connection_breaks_is_shown_and_so_is_its_return() -> None:
         seen = len(told.at)
         assert seen
         nodes[1].is_there = True  # type: ignore[attr-defined]
+        assert_soon(lambda: len(told.at) > seen)  # nobody watches, so nothing but the link can say it
         board_where(session, lambda board: board.ranks[1].state == "idle" and not board.nodes[1].fault)
-        assert_soon(lambda: len(told.at) > seen)
     finally:
         session.detach()
     assert not views_threads()
@@ -411,15 +422,22 @@ while not pathlib.Path(go).exists():
 """,
         "Trainer": """
 import torch.nn.functional as F
+from detrain_nb import parallel
 from detrain_nb.training import Trainer
 def batches():
     while True:
         time.sleep(0.02)
-        if pathlib.Path(go).exists(): return
+        is_over = torch.tensor(float(pathlib.Path(go).exists()))
+        dist.all_reduce(is_over)  # all of them end after the same batch
+        if is_over: return
         yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+mesh, shape = parallel.make_mesh(dp_replicate=2, device_type="cpu"), torch.zeros(4, 8)
+model = parallel.parallelize(
+    torch.nn.Linear(8, 3), mesh, example_inputs=shape, loss=F.cross_entropy, device="cpu"
+)
 with __import__("contextlib").suppress(Exception):
     given = dict(metrics_folder=metrics, show_progress=False)
-    Trainer(torch.nn.Linear(8, 3), train=batches(), steps=100_000, loss=F.cross_entropy, **given).fit()
+    Trainer(model, train=batches(), steps=100_000, **given).fit()
 """,
     }[how]
     session.push({"metrics": str(tmp_path / "metrics")})
