@@ -136,6 +136,7 @@ mypy: $(DONE)/test
 bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	$(VENV)/bin/python benchmarks/session.py
 	$(VENV)/bin/python benchmarks/faults.py
+	$(VENV)/bin/python benchmarks/views.py
 	$(VENV)/bin/python benchmarks/parallel.py
 	@$(call debian,iproute2 openssh-server,the benchmark of hosts over SSH says what it lacks)
 	@echo '$(VENV)/bin/python benchmarks/ssh.py, jobs.py'; [ "$$(id -u)" = 0 ] || { echo 'needs root: left out'; exit 0; }; \
