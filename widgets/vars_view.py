@@ -1,0 +1,162 @@
+"""The variables of a session's ranks: do they agree, and a look into one, rank by rank."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from ..errors import DetrainError
+from ..session.running.agreement import describe_layout
+from ..session.running.variable_facts import Preview
+from ..session.running.variable_table import Variable, Variables
+from ..session.session import Session
+from .actions import action, text, whole
+from .live_view import LiveView, Settled
+
+_MOST_RANKS = 1 << 20
+_SHOWN_DIGITS = 4  # of a checksum
+_MOST_SUMS = 64  # ranks whose checksums stand in a preview
+
+
+class VarsView(LiveView):
+    """What `session.variables(names, ranks=ranks)` says, read again by a press, and previews by `session.preview`."""
+
+    name = "vars"
+
+    def __init__(self, session: Session, names: Sequence[str], ranks: Any, *, first: Variables) -> None:
+        """``first``: as it has been read; the widget is there when nothing can go wrong any more."""
+        self._session, self._names, self._ranks = session, names, ranks
+        self._asking = threading.Lock()
+        self._wants_table = False
+        self._wants_preview: tuple[str, int] | None = None
+        self._reader: threading.Thread | None = None
+        self._count = 0  # previews: pages are told of one again that is as the last was
+        self._error = ""
+        self._newest = self._shown = first
+        super().__init__()
+
+    # ---- what a view gives
+
+    def state(self) -> dict[str, Any]:
+        return {"table": self._table(), "preview": None, "reading": self._reader is not None}
+
+    def settled(self) -> Settled:
+        return Settled(repr(self._shown), self._shown._repr_html_())
+
+    # ---- what a page asks
+
+    @action()
+    def refresh(self) -> None:
+        """Read all of it again."""
+        with self._asking:
+            self._wants_table = True
+            self._start_reader()
+
+    @action(name=text(most=200), rank=whole(0, _MOST_RANKS))
+    def preview(self, name: str, rank: int) -> None:
+        """Look into one variable of one rank; of several presses the last one counts."""
+        with self._asking:
+            self._wants_preview = name, rank
+            self._start_reader()
+
+    # ---- reading, in a thread that lives as long as something is wanted
+
+    def _start_reader(self) -> None:
+        """The lock is held."""
+        if self._reader is None and not self._closing.is_set():
+            self._reader = threading.Thread(target=self._read, name="detrain_nb variables", daemon=True)
+            self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            with self._asking:
+                wants_table, self._wants_table = self._wants_table, False
+                wanted, self._wants_preview = self._wants_preview, None
+                if self._closing.is_set() or not (wants_table or wanted):
+                    self._reader = None
+                    break
+            if wanted:
+                self.publish("preview", self._look_into(*wanted))
+            if wants_table:
+                self.publish("reading", True)
+                self._read_table()
+                self.publish("table", self._table())
+        self.publish("reading", False)
+
+    def _read_table(self) -> None:
+        try:
+            self._newest = self._session.variables(self._names, ranks=self._ranks)
+            self._error = ""
+        except DetrainError as exc:
+            self._error = str(exc).partition("\n")[0]
+            return
+        if self._newest.ranks:  # else the last that was known stays
+            self._shown = self._newest
+
+    def _look_into(self, name: str, rank: int) -> dict[str, Any]:
+        self._count += 1
+        told: dict[str, Any] = {"count": self._count, "name": name, "rank": rank}
+        try:
+            return {**told, **_describe(self._session.preview(name, rank), self._row(name))}
+        except DetrainError as exc:
+            return {**told, "error": str(exc).partition("\n")[0]}
+
+    def _row(self, name: str) -> Variable | None:
+        return next((row for row in self._shown.rows if row.name == name), None)
+
+    # ---- in plain JSON
+
+    def _table(self) -> dict[str, Any]:
+        shown, newest = self._shown, self._newest
+        is_old = newest is not shown
+        return {
+            "title": shown.title,
+            "as_of": time.strftime("%H:%M:%S", time.localtime(shown.read_at)) if is_old or self._error else "",
+            "notes": newest.notes,
+            "error": self._error,
+            "counts": shown.counts(),
+            "rows": [_cells(row) for row in shown.rows],
+        }
+
+
+def _cells(row: Variable) -> dict[str, Any]:
+    """A row of the table; its bytes as a number, which is sorted by."""
+    return {
+        "name": row.name,
+        "type": row.type,
+        "value": row.value,
+        "dtype": row.dtype,
+        "device": row.device,
+        "bytes": row.bytes,
+        "state": row.state,
+        "words": row.words,
+        "why": "; ".join(dict.fromkeys(each.why for each in row.on.values() if each.why)),
+        "ranks": list(row.on),
+    }
+
+
+def _describe(found: Preview, row: Variable | None) -> dict[str, Any]:
+    """A look into one variable, with the checksums that the table was made of."""
+    about = found.about
+    sums = {rank: each.digest[:_SHOWN_DIGITS] for rank, each in row.on.items() if each.digest} if row else {}
+    common = max(set(sums.values()), key=list(sums.values()).count, default="")
+    is_told = row is not None and row.state == "differ"
+    part = f"part of this rank {list(about.local)}" if about.local is not None else ""
+    layout = f"{', '.join(about.layout.placements)}: {describe_layout(about.layout)}" if about.layout else ""
+    return {
+        "columns": list(found.columns),
+        "rows": [list(cells) for cells in found.rows],
+        "text": found.text,
+        "note": found.note,
+        "facts": dict(found.facts),
+        "nans": found.nans,
+        "infinite": found.infinite,
+        "bins": list(found.bins),
+        "sampled": found.sampled,
+        "layout": ", ".join(filter(None, [layout, part])),
+        "why": about.why,
+        "sums": [[rank, digest, is_told and digest != common] for rank, digest in list(sums.items())[:_MOST_SUMS]],
+        "read_at": time.strftime("%H:%M:%S"),
+    }
