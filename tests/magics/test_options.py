@@ -27,7 +27,7 @@ _PARSERS: dict[str, Callable[[], options.LineParser]] = {
 }
 _COMMANDS = (
     "start, status, where, vars, stop, restart, shrink, interrupt, replay, attach, detach, list, put, get, data, "
-    "doctor, config, log"
+    "doctor, nodes, config, log"
 )
 
 

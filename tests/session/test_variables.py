@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.values import pack
 from detrain_nb.wire import AskVariables, Message, Piece, RequestDone, RequestFailed, Value, json_body
 
-from .hostile import FakeNode
+from .hostile import INFO, FakeNode
 from .inside import state_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -353,8 +354,21 @@ def test_devices_of_one_kind_are_one_word() -> None:
 @pytest.fixture
 def pair() -> Iterator[tuple[Session, FakeNode, FakeNode]]:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    for node in (good, bad):
+        node.attached = replace(node.attached, info={**INFO, "tells_variables": True})
     session = Session.attach("mine", nodes=[good, bad])
     yield session, good, bad
+    session.detach()
+
+
+def test_rank_of_an_earlier_release_is_not_asked() -> None:
+    old, older = FakeNode("old", 0), FakeNode("older", 1)
+    session = Session.attach("theirs", nodes=[old, older])
+    old.answers[AskVariables] = older.answers[AskVariables] = lambda message: [Value(0, 1, "it would hang up", b"")]
+    assert "ranks 0-1 are of an earlier release" in repr(session.variables())
+    with pytest.raises(SessionError, match="rank 0 is of an earlier release"):
+        session.preview("x")
+    assert session.is_alive
     session.detach()
 
 
