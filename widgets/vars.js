@@ -7,7 +7,7 @@ const agreement = (state, word, title) => h("span", { class: `st is-${AGREEMENTS
 
 function mount(view) {
   const wanted = { text: "", state: "", by: "name", is_down: false, name: null, rank: 0 };
-  const facts = h("span", { class: "soft" }), busy = h("span", { class: "push row" });
+  const facts = h("span", { class: "soft" }), running = h("span"), acts = h("span", { class: "push row" });
   const refresh = view.button([icon("new"), "Refresh"], () => view.call("refresh"));
   const search = h("input", { class: "in", "aria-label": "Filter names and types", placeholder: "Filter names, types", oninput: () => { wanted.text = search.value; draw(); } });
   const choices = h("span", { class: "row wrap", role: "group", "aria-label": "Only" });
@@ -16,8 +16,8 @@ function mount(view) {
   const table = h("table", { class: "vars", "aria-label": "Variables" }, h("thead", {}, heads), rows);
   const look = make_look(view, wanted, () => open(null));
   const shown = new Map(); // name -> its row, as it stands in the page
-  busy.append(refresh);
-  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), facts, busy),
+  acts.append(refresh);
+  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), running, facts, acts),
     h("div", { class: "tools", role: "toolbar", "aria-label": "Filters" }, h("span", { class: "search" }, icon("search"), search), choices), notes, table, nothing);
 
   const refresh_rows = roving(rows, { selector: ".twist" });
@@ -84,12 +84,13 @@ function mount(view) {
     set_text(nothing, all.length ? "No variable fits the filter." : "No variables yet. What a %%distributed cell defines on the ranks stands here.");
   }
   view.on("table", (told) => {
-    set_text(facts, told.as_of ? `${told.title}, as of then` : told.title);
+    set_text(facts, told.as_of ? `as of ${told.as_of}: ${told.title}` : told.title);
     replace_children(notes, [...told.notes.map((words) => note("wait", h("p", {}, words))), told.error && note("bad", h("p", {}, told.error))]);
     if (wanted.name !== null) look.refresh(told.rows.find((row) => row.name === wanted.name));
     draw();
     if (told.notes.length || told.error) view.announce(told.error || told.notes.join(". "));
   });
+  view.on("running", (words) => replace_children(running, words ? [state_word("wait", words)] : []));
   view.on("reading", (is_reading) => view.el.setAttribute("aria-busy", String(is_reading)));
   view.on("preview", (told) => { if (told) look.take(told); });
 }

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
-from ..errors import DetrainError
+from ..errors import format_ranks
+from ..session.output.safe_output import one_line
 from ..session.running.agreement import describe_layout
 from ..session.running.variable_facts import Preview
 from ..session.running.variable_table import Variable, Variables
 from ..session.session import Session
-from .actions import action, text, whole
+from .actions import action, describe_failure, text, whole
 from .live_view import LiveView, Settled
 
 _MOST_RANKS = 1 << 20
+_QUIET_S = 0.7  # without another cell, before the table is read again
 _SHOWN_DIGITS = 4  # of a checksum
 _MOST_SUMS = 64  # ranks whose checksums stand in a preview
 
@@ -28,10 +30,14 @@ class VarsView(LiveView):
     def __init__(self, session: Session, names: Sequence[str], ranks: Any, *, first: Variables) -> None:
         """``first``: as it has been read; the widget is there when nothing can go wrong any more."""
         self._session, self._names, self._ranks = session, names, ranks
-        self._asking = threading.Lock()
+        self._asking = threading.Condition()
         self._wants_table = False
+        self._quiet_at: float | None = None  # when it is read after a cell, on time.monotonic's clock
         self._wants_preview: tuple[str, int] | None = None
         self._reader: threading.Thread | None = None
+        self._running: dict[int, tuple[int, ...]] = {}  # cells, and their ranks
+        self._next_cell = session.log.next_cell()
+        self._stop_listening: Callable[[], None] | None = None
         self._count = 0  # previews: pages are told of one again that is as the last was
         self._error = ""
         self._newest = self._shown = first
@@ -40,10 +46,41 @@ class VarsView(LiveView):
     # ---- what a view gives
 
     def state(self) -> dict[str, Any]:
-        return {"table": self._table(), "preview": None, "reading": self._reader is not None}
+        return {"table": self._table(), "running": self._words_of_running(), "preview": None, "reading": False}
 
     def settled(self) -> Settled:
         return Settled(repr(self._shown), self._shown._repr_html_())
+
+    def on_pages(self, *, are_there: bool) -> None:
+        """While somebody looks, it is read again when cells have ended."""
+        if are_there and self._stop_listening is None:
+            self._stop_listening = self._session.on_change(self._note_cells)
+            self._note_cells()
+        elif not are_there and self._stop_listening is not None:
+            stop, self._stop_listening = self._stop_listening, None
+            stop()
+            with self._asking:
+                self._quiet_at = None
+                self._asking.notify_all()
+
+    def _note_cells(self) -> None:
+        """A cell may have begun, or ended. What it left is read a moment later: no cell that follows waits for it."""
+        running, next_cell = self._session.log.running_cells, self._session.log.next_cell()
+        with self._asking:
+            before, self._running = self._running, running
+            is_new, self._next_cell = next_cell != self._next_cell, next_cell
+            if is_new or before.keys() - running.keys() or not self._session.is_alive:
+                self._quiet_at = time.monotonic() + _QUIET_S
+            if running.keys() - before.keys():
+                self._quiet_at = None
+            if self._quiet_at is not None:
+                self._start_reader()
+        self.publish("running", self._words_of_running())
+
+    def _words_of_running(self) -> str:
+        cells = sorted(self._running.items())
+        runs = (f"{format_ranks(of)} {'runs' if len(of) == 1 else 'run'} cell [{number}]" for number, of in cells)
+        return "; ".join(runs)
 
     # ---- what a page asks
 
@@ -65,32 +102,49 @@ class VarsView(LiveView):
 
     def _start_reader(self) -> None:
         """The lock is held."""
+        self._asking.notify_all()
         if self._reader is None and not self._closing.is_set():
             self._reader = threading.Thread(target=self._read, name="detrain_nb variables", daemon=True)
             self._reader.start()
 
     def _read(self) -> None:
-        while True:
-            with self._asking:
-                wants_table, self._wants_table = self._wants_table, False
-                wanted, self._wants_preview = self._wants_preview, None
-                if self._closing.is_set() or not (wants_table or wanted):
-                    self._reader = None
-                    break
-            if wanted:
+        while (wanted := self._next()) is not None:
+            if wanted != "table":
                 self.publish("preview", self._look_into(*wanted))
-            if wants_table:
-                self.publish("reading", True)
-                self._read_table()
-                self.publish("table", self._table())
-        self.publish("reading", False)
+                continue
+            self.publish("reading", True)
+            self._read_table()
+            self.publish("table", self._table())
+            self.publish("reading", False)
+
+    def _next(self) -> Literal["table"] | tuple[str, int] | None:
+        """What is to be read now; None when the thread is to end."""
+        with self._asking:
+            while not self._closing.is_set():
+                if wanted := self._wants_preview:
+                    self._wants_preview = None
+                    return wanted
+                left_s = 0.0 if self._wants_table else self._quiet_at and self._quiet_at - time.monotonic()
+                if left_s is None:
+                    break
+                if left_s <= 0:
+                    self._wants_table, self._quiet_at = False, None
+                    return "table"
+                self._asking.wait(left_s)
+            self._reader = None
+            return None
+
+    def close(self) -> None:
+        super().close()
+        with self._asking:
+            self._asking.notify_all()
 
     def _read_table(self) -> None:
         try:
             self._newest = self._session.variables(self._names, ranks=self._ranks)
             self._error = ""
-        except DetrainError as exc:
-            self._error = str(exc).partition("\n")[0]
+        except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+            self._error = one_line(describe_failure(exc))
             return
         if self._newest.ranks:  # else the last that was known stays
             self._shown = self._newest
@@ -100,8 +154,8 @@ class VarsView(LiveView):
         told: dict[str, Any] = {"count": self._count, "name": name, "rank": rank}
         try:
             return {**told, **_describe(self._session.preview(name, rank), self._row(name))}
-        except DetrainError as exc:
-            return {**told, "error": str(exc).partition("\n")[0]}
+        except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+            return {**told, "error": one_line(describe_failure(exc))}
 
     def _row(self, name: str) -> Variable | None:
         return next((row for row in self._shown.rows if row.name == name), None)

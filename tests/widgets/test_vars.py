@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from detrain_nb.widgets.vars_view import VarsView
 from detrain_nb import Session, widgets
 from detrain_nb.errors import CellInterrupted, SessionError, SpecError
 from detrain_nb.session.state.cell_observer import CellObserver
+
+from ..session.soon import assert_soon
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -53,7 +56,7 @@ def told(session: Session, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
     assert isinstance(view, VarsView)
     yield Told(view, monkeypatch)
     view.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "detrain_nb variables"]
+    assert_soon(lambda: all(thread.name != "detrain_nb variables" for thread in threading.enumerate()))
 
 
 def test_state_is_the_table_as_plain_json(told: Told) -> None:
@@ -98,9 +101,11 @@ def test_busy_rank_is_told_while_the_last_table_stays(told: Told, session: Sessi
             session.run_cell("print('runs')\nwhile True: time.sleep(0.01)", observer=Eyes())
 
     thread = threading.Thread(target=run)
+    told.view.on_pages(are_there=True)
     thread.start()
     assert going.wait(30)
     try:
+        assert re.fullmatch(r"ranks 0-1 run cell \[\d+\]", told.wait_for("running", bool))
         told.view.refresh()
         table = told.wait_for("table")
         assert len(table["notes"]) == 1 and table["notes"][0].startswith("ranks 0-1 are busy: cell ")
@@ -110,10 +115,11 @@ def test_busy_rank_is_told_while_the_last_table_stays(told: Told, session: Sessi
     finally:
         session.stop_cells()
         thread.join(30)
-    session.run_cell("later = 1")
-    told.view.refresh()
+    session.run_cell("later = 1")  # is over before anybody could have seen it run
     table = told.wait_for("table", lambda table: not table["notes"])
     assert [row["name"] for row in table["rows"]] == ["count", "grid", "later"] and not table["as_of"]
+    assert told.wait_for("running", lambda words: not words) == ""
+    told.view.on_pages(are_there=False)
 
 
 def test_what_is_wrong_is_said_when_it_is_made() -> None:
