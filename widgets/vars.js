@@ -117,9 +117,14 @@ function make_look(view, wanted, close) {
     if (told.error) { fail(told.error); return; }
     panel.removeAttribute("aria-busy");
     panel.replaceChildren(h("div", {}, told.rows.length ? numbers_table(told) : told.text ? h("pre", { tabIndex: 0 }, told.text) : null,
-      h("div", { class: "hint" }, [told.note, told.layout].filter(Boolean).join(". ") + `${told.note || told.layout ? ", " : ""}rank ${told.rank} at ${told.read_at}. The rest stays there.`)), side(told));
+      h("div", { class: "hint" }, words_below(told))), side(told));
   };
   return { line, open, refresh, take };
+}
+
+function words_below({ note, layout, rank, read_at }) {
+  const words = [note, layout, `from rank ${rank} at ${read_at}`].filter(Boolean).join(", ");
+  return `${words[0].toUpperCase()}${words.slice(1)}.${note.startsWith("first") ? " The rest stays there." : ""}`;
 }
 
 function numbers_table({ columns, rows }) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import format_ranks
 from ..session.output.safe_output import one_line
@@ -17,6 +17,7 @@ from .actions import action, describe_failure, text, whole
 from .live_view import LiveView, Settled
 
 _MOST_RANKS = 1 << 20
+_ASKED_LIMIT_S, _UNASKED_LIMIT_S = 5.0, 2.0  # a cell that begins meanwhile waits for most of it
 _QUIET_S = 0.7  # without another cell, before the table is read again
 _SHOWN_DIGITS = 4  # of a checksum
 _MOST_SUMS = 64  # ranks whose checksums stand in a preview
@@ -109,16 +110,16 @@ class VarsView(LiveView):
 
     def _read(self) -> None:
         while (wanted := self._next()) is not None:
-            if wanted != "table":
+            if isinstance(wanted, tuple):
                 self.publish("preview", self._look_into(*wanted))
                 continue
             self.publish("reading", True)
-            self._read_table()
+            self._read_table(limit_s=wanted)
             self.publish("table", self._table())
             self.publish("reading", False)
 
-    def _next(self) -> Literal["table"] | tuple[str, int] | None:
-        """What is to be read now; None when the thread is to end."""
+    def _next(self) -> float | tuple[str, int] | None:
+        """What is to be looked into now, or for how long the table may be read; None when the thread is to end."""
         with self._asking:
             while not self._closing.is_set():
                 if wanted := self._wants_preview:
@@ -128,8 +129,9 @@ class VarsView(LiveView):
                 if left_s is None:
                     break
                 if left_s <= 0:
+                    limit_s = _ASKED_LIMIT_S if self._wants_table else _UNASKED_LIMIT_S
                     self._wants_table, self._quiet_at = False, None
-                    return "table"
+                    return limit_s
                 self._asking.wait(left_s)
             self._reader = None
             return None
@@ -139,9 +141,9 @@ class VarsView(LiveView):
         with self._asking:
             self._asking.notify_all()
 
-    def _read_table(self) -> None:
+    def _read_table(self, *, limit_s: float) -> None:
         try:
-            self._newest = self._session.variables(self._names, ranks=self._ranks)
+            self._newest = self._session.variables(self._names, ranks=self._ranks, limit_s=limit_s)
             self._error = ""
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
             self._error = one_line(describe_failure(exc))

@@ -127,7 +127,7 @@ def test_what_is_wrong_is_said_when_it_is_made() -> None:
         with pytest.raises(SpecError, match="rank 7"):
             widgets.vars(session, ranks=7)
         view = widgets.vars(session)
-    view._read_table()
+    view._read_table(limit_s=5)
     assert "has ended" in view.state()["table"]["error"]
     with pytest.raises(SessionError):
         widgets.vars(session)
