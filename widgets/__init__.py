@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from .actions import Refused, action
 from .live_view import LiveView, Settled
 
 if TYPE_CHECKING:
+    from ..session.session import Session
     from .nodes_view import Given, NodesView, Starter
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "nodes"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "nodes", "vars"]
 
 
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
@@ -24,3 +26,14 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
     from .nodes_view import NodesView, start_session
 
     return NodesView(nodes, start=start or start_session)
+
+
+def vars(session: Session, names: str | Iterable[str] = (), *, ranks: Any = None) -> LiveView:
+    """Show the variables of a session's ranks, whether the ranks agree, and a look into each; see Session.variables.
+
+    Raises: SpecError, or what ended the session.
+    """
+    from .vars_view import VarsView
+
+    wanted = [names] if isinstance(names, str) else list(names)
+    return VarsView(session, wanted, ranks, first=session.variables(wanted, ranks=ranks))

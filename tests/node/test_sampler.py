@@ -132,7 +132,11 @@ def test_agent_says_that_it_measures_beside_what_it_was_told() -> None:
         again = agent.connect()
         again.send(Attach("mine", "test"))
         answer = again.receive(Attached)
-        assert isinstance(answer, Attached) and answer.info == {"device": "cpu", "measures": True}
+        assert isinstance(answer, Attached) and answer.info == {
+            "device": "cpu",
+            "measures": True,
+            "tells_variables": True,
+        }
 
 
 def test_processor_time_and_memory_of_ranks_are_measured(busy: int) -> None:
