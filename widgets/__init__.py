@@ -9,8 +9,9 @@ from .live_view import LiveView, Settled
 
 if TYPE_CHECKING:
     from .nodes_view import Given, NodesView, Starter
+    from .plan_view import PlanView
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "nodes"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "nodes", "plan"]
 
 
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
@@ -24,3 +25,14 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
     from .nodes_view import NodesView, start_session
 
     return NodesView(nodes, start=start or start_session)
+
+
+def plan(*parts: object) -> PlanView:
+    """Show how a model is split: layers by time and memory, stages, the timeline of a step, what ranks hold.
+
+    ``parts``: what ``par.describe_plan`` returns, as it was pulled from a rank; JSON of it, or the path of a file with
+    it; a partition, a timeline, a dry run; or several of these. Torch need not be here. Raises: SpecError.
+    """
+    from .plan_view import PlanView, read_plan
+
+    return PlanView(read_plan(*parts))
