@@ -78,12 +78,14 @@ def _count(number: int, noun: str) -> str:
 
 
 def numbers(found: PlanDescription) -> list[dict[str, str]]:
-    """The four numbers of a plan; ``state`` and ``word`` where one needs a person."""
+    """The four numbers of a plan; ``state`` and ``word`` where one needs a person, ``beside`` what to compare with."""
     return [_imbalance(found.costs), _bubble(found), _step(found), _fullest(found)]
 
 
-def _number(label: str, value: str = "-", unit: str = "", state: str = "", word: str = "") -> dict[str, str]:
-    return {"label": label, "value": value, "unit": unit, "state": state, "word": word}
+def _number(
+    label: str, value: str = "-", unit: str = "", *, state: str = "", word: str = "", beside: str = ""
+) -> dict[str, str]:
+    return {"label": label, "value": value, "unit": unit, "state": state, "word": word, "beside": beside}
 
 
 def _imbalance(costs: StageCosts | None) -> dict[str, str]:
@@ -91,12 +93,12 @@ def _imbalance(costs: StageCosts | None) -> dict[str, str]:
     if costs is None:
         return _number(label, unit="needs a partition")
     even = costs.even_imbalance
-    beside = "" if even is None or len(costs.stages) == 1 else f"cut evenly: {even:.2f}"
+    beside = "" if even is None or len(costs.stages) == 1 else f"cut evenly {even:.2f}"
     if costs.imbalance <= _EVEN:
-        return _number(label, f"{costs.imbalance:.2f}", beside)
+        return _number(label, f"{costs.imbalance:.2f}", beside=beside)
     slowest = slowest_stages(costs)
     word = f"stage {slowest[0]} slowest" if len(slowest) == 1 else f"{len(slowest)} stages slowest"
-    return _number(label, f"{costs.imbalance:.2f}", beside, "warn", word)
+    return _number(label, f"{costs.imbalance:.2f}", state="warn", word=word, beside=beside)
 
 
 def slowest_stages(costs: StageCosts) -> list[int]:
@@ -144,11 +146,12 @@ def _share(costs: StageCosts | None, stage: int) -> tuple[float, float]:
 
 
 def _of_limit(label: str, size_bytes: float, limit: float | None, whose: str) -> dict[str, str]:
-    unit = whose if limit is None else f"of {format_size(limit)}, {whose}"
+    unit = "" if limit is None else f"of {format_size(limit)}"
     if limit is None or size_bytes <= _FULL * limit:
-        return _number(label, format_size(size_bytes), unit)
+        return _number(label, format_size(size_bytes), unit, beside=whose)
     word = "does not fit" if size_bytes > limit else f"{percent(size_bytes / limit)} full"
-    return _number(label, format_size(size_bytes), unit, "bad" if size_bytes > limit else "warn", word)
+    state = "bad" if size_bytes > limit else "warn"
+    return _number(label, format_size(size_bytes), unit, state=state, word=word, beside=whose)
 
 
 def stage_rows(costs: StageCosts) -> list[dict[str, Any]]:

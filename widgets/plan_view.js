@@ -221,7 +221,7 @@ function mount(view) {
   view.el.append(
     h("div", { class: "head" }, h("h3", {}, "Plan"), h("span", { class: "soft" }, facts.join(", "))),
     h("div", { class: "facts" }, numbers.map((each) => h("div", {}, h("span", { class: "what" }, each.label), h("b", { class: "big" }, each.value), " ",
-      each.state ? [state_word(each.state, each.word), " "] : null, h("span", { class: "soft" }, each.unit)))),
+      each.unit ? [h("span", { class: "soft" }, each.unit), " "] : null, each.state ? [state_word(each.state, each.word), " "] : null, h("span", { class: "soft" }, each.beside)))),
     ...[layers.length ? add(layer_part(view)) : null, stages.length ? stage_table(stages) : null, ranks.length ? rank_part(ranks) : null,
       timelines.length ? add(timeline_part(view)) : null].filter(Boolean),
     ...(notes.length ? [h("div", { class: "foot" }, h("ul", { "aria-label": "Notes" }, notes.map((each) => h("li", {}, each))))] : []));

@@ -124,7 +124,7 @@ class PlanView(LiveView):
 
 def _line(number: Mapping[str, str]) -> str:
     told = " ".join(filter(None, (number["value"], number["unit"])))
-    return f"{number['label']}: {told}" + (f" ({number['word']})" if number["word"] else "")
+    return f"{number['label']}: {', '.join(filter(None, (told, number['word'], number['beside'])))}"
 
 
 def _cut(rows: list[tuple[str, ...]]) -> list[tuple[str, ...]]:

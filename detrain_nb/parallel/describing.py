@@ -27,8 +27,7 @@ _NOT_MEASURED = (
     "times are estimated from operations and bytes: right relative to each other at best; measure=True takes them"
 )
 _NO_DRY_RUN = (
-    "memory is that of parameters with gradients and Adam, and of activations: there is a process group, so no dry run "
-    "was made; give sizes in a process without one"
+    "memory is what the partition estimates: no dry run can be made where there is a process group, as on ranks"
 )
 
 

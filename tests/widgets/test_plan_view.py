@@ -77,10 +77,10 @@ def test_settled_form_has_numbers_and_a_row_for_each_stage() -> None:
     left = widgets.plan(PLAN).settled()
     assert left.text.splitlines()[:6] == [
         "Plan: GPT, pp 2, GPipe, 4 microbatches, dry run",
-        "Imbalance, slowest / mean: 1.50 cut evenly: 1.50 (stage 1 slowest)",
+        "Imbalance, slowest / mean: 1.50, stage 1 slowest, cut evenly 1.50",
         "Bubble: 50 % of all ranks' time",
         "Step, estimated: 2 s",
-        "Memory, fullest rank: 100 B rank 0",
+        "Memory, fullest rank: 100 B, rank 0",
         "Timeline: GPipe, 1 microbatch, 2 s, 50 % bubble",
     ]
     assert "1      gpu1  layers.1  3 ms slowest  40 MB   -" in left.text
