@@ -1,6 +1,6 @@
 // A plan: four numbers, bars of layers, a table of stages, the timeline of a step. The kernel has worked out all of it.
 
-const BAR_PX = 4, ROOMY_PX = 26, NAME_PX = 24, STAGE_PX = 64, NODE_PX = 96, NUMBER_PX = 14, TIME_PX = 76, MEMORY_PX = 50, LANE_PX = 22, MANY_ROWS = 8, FEW_LANES = 16;
+const BAR_PX = 4, ROOMY_PX = 26, NAME_PX = 24, STAGE_PX = 64, NODE_PX = 96, CUT_PX = 8, NUMBER_PX = 14, TIME_PX = 76, MEMORY_PX = 50, LANE_PX = 22, MANY_ROWS = 8, FEW_LANES = 16;
 const hue = (stage) => `c${stage % 6}`;
 const percent_of = (share) => `${+(100 * share).toFixed(3)}%`;
 const UNITS = { time: [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]], memory: [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]] };
@@ -60,16 +60,17 @@ const tell_group = (group) => (group.length === 1
 const time_of = (seconds) => { const [size, unit] = unit_for("time", seconds); return `${+(seconds / size).toPrecision(3)} ${unit}`; };
 
 /** Narrow columns are whole pixels wide: gaps that are rounded would look like groups. */
-const columns_for = (count, width) => (width / count >= ROOMY_PX ? `repeat(${count}, minmax(0, 1fr))` : `repeat(${count}, ${Math.floor(width / count)}px)`);
+const columns_for = (count, width) => (width / count >= ROOMY_PX ? `repeat(${count}, minmax(0, 1fr))` : `repeat(${count}, ${Math.max(1, Math.floor(width / count))}px)`);
 const draw_bars = (plot, layers, groups, width) => {
   const [time_unit] = unit_for("time", Math.max(...layers.map((each) => each.time_s))), [memory_unit] = unit_for("memory", Math.max(...layers.map((each) => each.memory_bytes)));
   const most_s = Math.max(...layers.map((each) => each.time_s)) || 1, most_bytes = Math.max(...layers.map((each) => each.memory_bytes)) || 1;
   const is_roomy = width / groups.length >= ROOMY_PX, column_px = Math.floor(width / groups.length), every = is_roomy ? 1 : Math.ceil(NAME_PX / column_px);
+  const has_room_for_cuts = width / new Set(layers.map((each) => each.stage)).size >= CUT_PX; // closer ones would cover the bars
   plot.style.gridTemplateColumns = columns_for(groups.length, width);
-  plot.style.setProperty("--gap", is_roomy ? "3px" : column_px >= 8 ? "2px" : "1px");
+  plot.style.setProperty("--gap", is_roomy ? "3px" : column_px >= 8 ? "2px" : column_px >= 3 ? "1px" : "0px");
   plot.replaceChildren(...groups.map((group, i) => {
     const [time_s, state, all] = ["time_s", "state_bytes", "memory_bytes"].map((key) => mean(group.map((each) => each[key])));
-    const is_cut = i > 0 && group[0].stage !== groups[i - 1][0].stage;
+    const is_cut = i > 0 && has_room_for_cuts && group[0].stage !== groups[i - 1][0].stage;
     const name = is_roomy || (i % every === 0 && group[0].short.length <= 4) ? group[0].short : "";
     return h("div", { class: `col ${hue(group[0].stage)}${is_cut ? " first" : ""}` },
       h("div", { class: "t" }, is_roomy ? short_number(time_s / time_unit) : null, h("i", { style: `height:${Math.max(1, (TIME_PX * time_s) / most_s)}px` })),
@@ -83,7 +84,7 @@ const draw_strip = (strip, stages, groups, width) => {
   strip.replaceChildren(...stages.map((row) => {
     const span = groups.filter((group) => group[0].stage === row.stage).length, px = (width * span) / groups.length;
     const full = [h("b", {}, `stage ${row.stage}`), px >= NODE_PX ? ` ${row.node}` : null, h("br"), `${row.time} ${row.word}`];
-    return h("div", { class: hue(row.stage), style: `grid-column: span ${span}`, title: `stage ${row.stage}, ${row.time}` },
+    return h("div", { class: `${hue(row.stage)}${px < NUMBER_PX + 12 ? " thin" : ""}`, style: `grid-column: span ${span}`, title: `stage ${row.stage}, ${row.time}` },
       px >= STAGE_PX ? full : px >= NUMBER_PX ? h("b", {}, row.stage) : null);
   }));
 };

@@ -28,6 +28,7 @@ SHOW = "import sys; sys.modules['torch'] = None\nfrom detrain_nb import widgets\
 # What stands out of the view; names of layers, and what lies in lanes, are cut there.
 TOO_WIDE = """view => [...view.querySelectorAll("*")].filter((each) => !each.closest(".lane, .n")
   && each.getBoundingClientRect().right > view.getBoundingClientRect().right + 1).map((each) => each.outerHTML)"""
+HOSTILE = "<img src=x onerror=alert(1)>"
 TOKENS = torch.empty(4, 16, dtype=torch.long, device="meta")
 
 
@@ -70,7 +71,10 @@ def press(slider: Locator, *keys: str) -> str:
 
 
 def test_plan_is_read_by_keyboard_and_settles_to_plain_html(notebook: OpenNotebook) -> None:
-    nb, view = show(notebook, small(), "view.settle(); view", "sys.modules['torch'] is None")
+    plan = {**small(), "notes": [*small()["notes"], HOSTILE]}
+    nb, view = show(notebook, plan, "view.settle(); view", "sys.modules['torch'] is None")
+    expect(view.get_by_text(HOSTILE)).to_be_visible()
+    expect(nb.cell(0).locator("img")).to_have_count(0)
     _check_numbers(view)
     _check_layers(view)
     _check_timeline(view)
@@ -81,7 +85,7 @@ def test_plan_is_read_by_keyboard_and_settles_to_plain_html(notebook: OpenNotebo
     assert "application/vnd.jupyter.widget-view+json" not in settled
     assert f"Imbalance, slowest / mean: {_imbalance():.2f}" in settled["text/html"]
     assert settled["text/html"].count("<tr>") == 2 * (1 + 4)
-    assert not re.search(r"class=|<script|style=", settled["text/html"])
+    assert not re.search(r"class=|<script|style=|<img", settled["text/html"])
     nb.run(2)
     assert nb.text(2).strip() == "True"
 
