@@ -169,8 +169,9 @@ class NodeForm:
         with self._changing:
             undo = self._undo
             if undo is not None and undo.removed is not None and undo.removed.id == row:
+                label = undo.removed.label
                 undo.removed.texts[field] = text
-                raise Refused(f"{undo.removed.label} was removed meanwhile: Undo brings it back with what you typed")
+                raise Refused(f"{label} was removed meanwhile: Undo brings it back with what you typed")
             draft = self._rows[self._index(row)]
             self.revision += 1
             is_same = draft.texts.get(field, "") == text

@@ -9,7 +9,7 @@ const WORDS = { running: ["run", "running"], done: ["ok", "done"], failed: ["bad
 /** One field of one node: its label, its input, and below it what is wrong, or what another page has typed. */
 class NodeField {
   constructor(row, about) {
-    this.row = row; this.about = about; this.seen = 0; this.sent = ""; this.timer = null; this.sending = Promise.resolve();
+    this.row = row; this.about = about; this.seen = 0; this.since = 0; this.sent = ""; this.timer = null; this.is_sending = false; this.sending = Promise.resolve();
     this.id = `${row.form.view.id}-${row.id}-${about.name}`;
     const is_long = about.kind === "lines", cls = `in ${about.name === "name" ? "" : "mono"} ${NUMBERS.has(about.kind) ? "num" : ""}`;
     this.input = h(is_long ? "textarea" : "input", {
@@ -51,16 +51,20 @@ class NodeField {
     this.sending = this.sending.then(async () => {
       const text = this.input.value;
       if (text === this.sent) return;
-      this.sent = text;
-      try { this.seen = await this.row.form.view.call("edit", { row: this.row.id, field: this.about.name, text, seen: this.seen }); } catch (error) { this.row.form.say(error.message); }
+      this.sent = text; this.is_sending = true;
+      try {
+        const { seen, revision } = await this.row.form.view.call("edit", { row: this.row.id, field: this.about.name, text, seen: this.seen });
+        this.seen = seen; this.since = revision; // older news does not know of it
+      } catch (error) { this.row.form.say(error.message); }
+      this.is_sending = false;
       if (this.input.value !== text) this.send();
     });
     return this.sending;
   }
-  get is_typed() { return this.timer !== null || this.input.value !== this.sent; }
+  get is_typed() { return this.timer !== null || this.is_sending || this.input.value !== this.sent; }
   update(row) {
     const text = row.texts[this.about.name] ?? "", other = row.other[this.about.name], error = row.errors[this.about.name];
-    if (!this.is_typed) {
+    if (!this.is_typed && this.row.form.told.revision >= this.since) {
       if (this.sent !== text && !(other !== undefined && other === this.sent)) { this.input.value = this.sent = text; }
       if (this.sent === text) this.seen = Math.max(this.seen, row.changed[this.about.name] ?? 0);
     }
@@ -209,7 +213,7 @@ const import_panel = (form, { hosts, more }) => {
   });
   const filter = h("input", { class: "in", "aria-label": "Filter hosts", placeholder: "Filter hosts", oninput: () => { for (const row of rows) row.hidden = !row.dataset.name.includes(filter.value.toLowerCase()); } });
   const head = h("div", { class: "head" }, h("h3", {}, "Import from ", h("span", { class: "mono" }, "~/.ssh/config")), said, h("span", { class: "push search" }, icon("search"), filter));
-  const table = h("div", { class: "list", tabIndex: 0, role: "region", "aria-label": "Hosts of ~/.ssh/config" }, h("table", {}, h("thead", {}, h("tr", {}, ["Name", "Where", "Jump host", ""].map((word) => h(word ? "th" : "td", {}, word)))), h("tbody", {}, rows)));
+  const table = h("div", { class: "list", tabIndex: 0, role: "region", "aria-label": "Hosts of ~/.ssh/config" }, h("table", {}, h("thead", {}, h("tr", {}, ["Name", "Where", "Jump host", "Is there"].map((word, i) => h("th", {}, i < 3 ? word : h("span", { class: "sr" }, word))))), h("tbody", {}, rows)));
   const empty = hosts.length ? null : h("div", { class: "body soft" }, "~/.ssh/config names no host. Add a node, or write a Host there.");
   const foot = h("div", { class: "foot" }, h("span", { class: "soft" }, more ? `${count_of(more, "more host")}: type their names. ` : null, "Match and Include are followed. Keys stay where they are."), h("span", { class: "push row" }, form.view.button("Cancel", () => form.show_bar(null)), add));
   tell();
@@ -254,7 +258,7 @@ class NodesForm {
         view.button([icon("run"), "2 ranks on this machine"], async () => this.focus_row(await view.call("add", { kind: "here" })), { on_error: this.say })));
   }
   // what is asked in place
-  show_bar(made) { this.bar.replaceChildren(...(made ? [made.bar] : [])); if (made) { made.input.focus(); made.input.select?.(); } else this.head_open.focus(); }
+  show_bar(made) { this.bar.replaceChildren(...(made ? [made.bar] : [])); this.empty.hidden = this.told.rows.length > 0 || made !== null; if (made) { made.input.focus(); made.input.select(); } else (this.empty.hidden ? this.head_open : this.empty.querySelector("button")).focus(); }
   async import() { this.show_bar(import_panel(this, await this.view.call("list_hosts"))); }
   open_file() {
     const open = (is_added) => async (path) => { const count = await this.view.call("open_file", { path, is_added }); this.show_bar(null); this.tell("ok", `${path}: ${count_of(count, "node")}`); };
@@ -279,8 +283,9 @@ class NodesForm {
     this.message.replaceChildren(note(state, h("p", {}, text), [close])); this.view.announce(text);
   }
   // focus
-  focus_row(id) { setTimeout(() => this.rows.get(id)?.toggle.focus()); }
-  focus_host(id) { const go = () => this.rows.get(id)?.go_to("host"); if (this.rows.has(id)) go(); else this.wanted = id; }
+  focus_row(id) { this.when_there(id, (row) => row.toggle.focus()); }
+  focus_host(id) { this.when_there(id, (row) => row.go_to("host")); }
+  when_there(id, act) { if (this.rows.has(id)) act(this.rows.get(id)); else this.wanted = { id, act }; } // its news may come after the answer
   beside(id) { const all = this.told.rows.map((row) => row.id), at = all.indexOf(id); return this.rows.get(all[at + 1] ?? all[at - 1]); }
   // what the kernel tells
   update(told) {
@@ -294,10 +299,10 @@ class NodesForm {
     told.rows.forEach((each, index) => this.rows.get(each.id).update(each, { index, count }));
     const ranks = told.num_ranks === null ? "" : `, ${count_of(told.num_ranks, "rank")}`;
     this.facts.replaceChildren(count ? `${count_of(count, "node")}${ranks}` : "", ...(told.file ? [" · ", h("span", { class: "mono" }, told.file), told.is_changed ? ", changed" : ""] : []));
-    this.empty.hidden = count > 0; this.adding.hidden = this.foot.hidden = !count;
+    this.empty.hidden = count > 0 || this.bar.hasChildNodes(); this.adding.hidden = this.foot.hidden = !count;
     for (const button of [this.head_import, this.head_open, this.test_all]) button.hidden = !count;
     this.show_undo(told.undo); this.show_faults();
-    if (this.wanted !== undefined && this.rows.has(this.wanted)) { this.rows.get(this.wanted).go_to("host"); this.wanted = undefined; }
+    if (this.wanted && this.rows.has(this.wanted.id)) { const { id, act } = this.wanted; this.wanted = null; act(this.rows.get(id)); }
   }
   show_undo(words) {
     if (this.undo.dataset.words === words) return;

@@ -164,11 +164,12 @@ class NodesView(LiveView):
         return row
 
     @action(row=_row, field=one_of(*FIELDS), text=text(most=MOST_TEXT), seen=whole(0, _LARGEST))
-    def edit(self, row: int, field: str, text: str, seen: int) -> int:
-        """Returns the revision that the page has seen with that."""
+    def edit(self, row: int, field: str, text: str, seen: int) -> dict[str, int]:
+        """Returns what the page has seen of the field now, and the revision that has it."""
         whole_text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # half a character cannot be sent
         try:
-            return self._form.edit(row, field, whole_text, seen=seen)
+            seen = self._form.edit(row, field, whole_text, seen=seen)
+            return {"seen": seen, "revision": self._form.revision}
         finally:
             self._publish_form()
 
