@@ -154,14 +154,15 @@ class NodeRow {
   }
   show_state(wrong) {
     const test = this.form.tests[this.id], start = this.form.start_errors[this.id];
-    const key = JSON.stringify([wrong, test ?? null, start ?? null]);
+    const key = JSON.stringify([wrong, this.is_open, test ?? null, start ?? null]);
     if (key === this.shown) return;
     this.shown = key;
     this.state.replaceChildren(wrong ? state_word("warn", count_of(wrong, "wrong field")) : word_of(test));
     if (wrong) this.state.firstChild.classList.replace("is-warn", "is-bad");
-    this.find.replaceChildren(...(start ? [note("bad", [h("p", { class: "said" }, h("b", {}, "The start has failed here. "), start)])] : []), ...findings_of(test));
+    this.find.replaceChildren(...(start ? [note("bad", [h("p", { class: "said" }, h("b", {}, "The start has failed here. "), start)])] : []), ...(this.is_open || has_findings(test) ? findings_of(test) : []));
   }
 }
+const has_findings = (test) => test?.is === "failed" || (test?.is === "done" && test.bad.length + test.warning.length > 0);
 
 const word_of = (test) => {
   if (!test) return state_word("idle", "not tested");
@@ -233,7 +234,7 @@ class NodesForm {
     this.cancel_test = view.button("Cancel the test", () => view.call("cancel"), { on_error: this.say }); this.testing = h("span", { class: "soft" });
     this.test_all = view.button([icon("test"), "Test all"], () => view.call("test", { rows: this.told.rows.map((row) => row.id) }), { on_error: this.say });
     this.head_import = view.button("Import from ~/.ssh/config", () => this.import(), { on_error: this.say }); this.head_open = view.button("Open file…", () => this.open_file());
-    this.head = h("div", { class: "head" }, h("h3", {}, "Nodes"), this.facts, h("span", { class: "push row wrap" }, this.testing, this.cancel_test, this.head_import, this.head_open, this.test_all));
+    this.head = h("div", { class: "head" }, h("h3", {}, "Nodes"), this.facts, this.testing, h("span", { class: "push row wrap" }, this.head_import, this.head_open, this.test_all, this.cancel_test));
     this.undo = h("div", {}); this.asks = h("div", {}); this.bar = h("div", {}); this.message = h("div", {});
     this.bars = h("div", { class: "bars" }, this.undo, this.asks, this.message, this.bar);
     this.list = h("div", { role: "list", "aria-label": "Nodes" });
@@ -300,7 +301,8 @@ class NodesForm {
     const ranks = told.num_ranks === null ? "" : `, ${count_of(told.num_ranks, "rank")}`;
     this.facts.replaceChildren(count ? `${count_of(count, "node")}${ranks}` : "", ...(told.file ? [" · ", h("span", { class: "mono" }, told.file), told.is_changed ? ", changed" : ""] : []));
     this.empty.hidden = count > 0 || this.bar.hasChildNodes(); this.adding.hidden = this.foot.hidden = !count;
-    for (const button of [this.head_import, this.head_open, this.test_all]) button.hidden = !count;
+    for (const button of [this.head_import, this.head_open]) button.hidden = !count;
+    this.test_all.hidden = !count || this.is_testing;
     this.show_undo(told.undo); this.show_faults();
     if (this.wanted && this.rows.has(this.wanted.id)) { const { id, act } = this.wanted; this.wanted = null; act(this.rows.get(id)); }
   }
@@ -323,7 +325,12 @@ class NodesForm {
     for (const button of [this.go, this.save]) disable(button, all.length ? first : "");
   }
   show_tests(tests) { this.tests = tests; for (const row of this.rows.values()) if (row.told) row.update(row.told, row.at); }
-  show_testing(line) { this.testing.textContent = line; this.testing.hidden = this.cancel_test.hidden = !line; disable(this.test_all, line ? "A test is under way" : ""); }
+  show_testing(line) { // in the place of what it says and does else: nothing moves
+    const had_focus = [this.test_all, this.cancel_test].includes(document.activeElement);
+    this.is_testing = Boolean(line); this.testing.textContent = line;
+    this.testing.hidden = this.cancel_test.hidden = !line; this.facts.hidden = this.is_testing; this.test_all.hidden = this.is_testing || !this.told.rows.length;
+    if (had_focus) (line ? this.cancel_test : this.test_all).focus();
+  }
   show_question(question) {
     if (!question) { this.asks.replaceChildren(); return; }
     const id = `${this.view.id}-secret`, input = h("input", { id, type: "password", class: "in", autocomplete: "off" });
@@ -335,8 +342,7 @@ class NodesForm {
   }
   show_start(start) {
     const is_on = start.is === "running", is_done = start.is === "done";
-    this.form.hidden = is_done; this.start_errors = start.errors ?? {};
-    for (const part of [this.list, this.adding, this.foot, this.head]) part.inert = is_on;
+    this.form.hidden = is_on || is_done; this.start_errors = start.errors ?? {};
     if (is_on) {
       if (!this.start_body) {
         this.start_line = h("span", { class: "soft" }); this.start_body = h("div", {});

@@ -118,6 +118,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
 
     view.get_by_role("button", name="Test all").click()
     for host in ("h0", "h1"):
+        expect(_row(view, host).get_by_text("1 failed")).to_have_count(0, timeout=_LONG_MS)
         expect(_row(view, host).get_by_text(re.compile(r"\d+ checks passed|1 warning")).first).to_be_visible(
             timeout=_LONG_MS
         )
