@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
-
-from detrain_nb.spec.nodes_file import read_nodes
 
 from ..testbed.testbed import Testbed
 from .conftest import Notebook, Window
