@@ -117,8 +117,10 @@ class NodeForm:
             self.revision += 1
 
     def append(self, nodes: Iterable[Node]) -> list[int]:
+        drafts = [Draft.of(node) for node in nodes]
         with self._changing:
-            return [self._insert(Draft.of(node)) for node in nodes]
+            _check_room(len(self._rows) + len(drafts))
+            return [self._insert(draft) for draft in drafts]
 
     def add(self) -> int:
         """An empty row at the end; returns its number."""

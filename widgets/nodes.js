@@ -221,10 +221,11 @@ const import_panel = (form, { hosts, more }) => {
   return { bar: h("div", { class: "importing", onkeydown: (event) => { if (event.key === "Escape") form.show_bar(null); } }, head, hosts.length ? table : empty, foot), input: filter };
 };
 
+const start_cell = (node, cell, phase) => h("div", { role: "cell" }, state_word(...WORDS[cell.is]), h("div", { class: "soft small cut" }, cell.text),
+  cell.share === null ? null : h("span", { class: "bar is-run", role: "progressbar", "aria-valuemin": "0", "aria-valuemax": "100", "aria-valuenow": String(Math.round(100 * cell.share)), "aria-label": `${node}, ${phase}` }, h("i", { style: `width:${100 * cell.share}%` })));
 const start_table = (table) => h("div", { class: "prog", role: "table", "aria-label": "Phases of the start" },
-  ["Node", ...PHASES].map((word) => h("div", { class: "h" }, word)),
-  table.flatMap(({ node, cells }) => [h("div", { class: "cut" }, node), ...cells.map((cell, i) => h("div", { "aria-label": `${node}, ${PHASES[i].slice(2)}` }, state_word(...WORDS[cell.is]), h("div", { class: "soft small cut" }, cell.text),
-    cell.share === null ? null : h("span", { class: "bar is-run", role: "progressbar", "aria-valuenow": String(Math.round(100 * cell.share)), "aria-label": `${node}, ${PHASES[i].slice(2)}` }, h("i", { style: `width:${100 * cell.share}%` }))))]));
+  h("div", { role: "row", class: "h" }, ["Node", ...PHASES].map((word) => h("div", { role: "columnheader" }, word))),
+  table.map(({ node, cells }) => h("div", { role: "row" }, h("div", { role: "rowheader", class: "cut" }, node), cells.map((cell, i) => start_cell(node, cell, PHASES[i].slice(2))))));
 
 class NodesForm {
   constructor(view) {
@@ -236,7 +237,7 @@ class NodesForm {
     this.head_import = view.button("Import from ~/.ssh/config", () => this.import(), { on_error: this.say }); this.head_open = view.button("Open file…", () => this.open_file());
     this.head = h("div", { class: "head" }, h("h3", {}, "Nodes"), this.facts, this.testing, h("span", { class: "push row wrap" }, this.head_import, this.head_open, this.test_all, this.cancel_test));
     this.undo = h("div", {}); this.asks = h("div", {}); this.bar = h("div", {}); this.message = h("div", {});
-    this.bars = h("div", { class: "bars" }, this.undo, this.asks, this.message, this.bar);
+    this.bars = h("div", { class: "bars" }, this.undo, this.message, this.bar);
     this.list = h("div", { role: "list", "aria-label": "Nodes" });
     this.add = view.button([icon("plus"), "Add node"], async () => this.focus_host(await view.call("add", { kind: "empty" })), { on_error: this.say });
     this.empty = this.make_empty();
@@ -246,7 +247,7 @@ class NodesForm {
     this.foot = h("div", { class: "foot" }, h("span", { role: "status" }, this.fault), h("span", { class: "push row" }, this.save, this.go));
     this.form = h("div", {}, this.head, this.bars, this.list, this.empty, this.adding, this.foot);
     this.starting = h("div", {});
-    view.el.append(this.starting, this.form);
+    view.el.append(this.starting, this.asks, this.form); // a start asks, too
   }
   make_empty() {
     const { num_hosts } = this.view.state, { view } = this;
@@ -300,7 +301,7 @@ class NodesForm {
     told.rows.forEach((each, index) => this.rows.get(each.id).update(each, { index, count }));
     const ranks = told.num_ranks === null ? "" : `, ${count_of(told.num_ranks, "rank")}`;
     this.facts.replaceChildren(count ? `${count_of(count, "node")}${ranks}` : "", ...(told.file ? [" · ", h("span", { class: "mono" }, told.file), told.is_changed ? ", changed" : ""] : []));
-    this.empty.hidden = count > 0 || this.bar.hasChildNodes(); this.adding.hidden = this.foot.hidden = !count;
+    this.list.hidden = !count; this.empty.hidden = count > 0 || this.bar.hasChildNodes(); this.adding.hidden = this.foot.hidden = !count;
     for (const button of [this.head_import, this.head_open]) button.hidden = !count;
     this.test_all.hidden = !count || this.is_testing;
     this.show_undo(told.undo); this.show_faults();
@@ -371,5 +372,4 @@ function mount(view) {
   view.on("question", (question) => form.show_question(question));
   view.on("start", (start) => form.show_start(start));
   view.on("work", ({ is, error }) => { if (is === "failed") form.say(error); });
-  form.show_testing("");
 }

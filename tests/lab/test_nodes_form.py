@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
+
+from detrain_nb.spec.nodes_file import read_nodes
 
 from ..testbed.testbed import Testbed
 from .conftest import Notebook, Window
@@ -19,6 +24,7 @@ OpenNotebook = Callable[..., Notebook]
 
 _PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 _LONG_MS = 90_000
+_SECRET = "hush-7391-hush"
 _LOAD = "%load_ext detrain_nb"
 
 
@@ -80,10 +86,7 @@ def test_two_ranks_here_are_started_by_clicking_and_run_a_cell(
     expect(_row(view, "localhost").get_by_text("auto, 2 ranks")).to_be_visible()
     view.get_by_role("button", name="Start session").click()
     expect(view.get_by_role("heading", name="Starting session")).to_be_visible()
-    expect(view.get_by_text(re.compile(r"^Session \S+: 2 ranks on 1 node, ready after"))).to_be_visible(
-        timeout=_LONG_MS
-    )
-    expect(view.get_by_text("%distributed board")).to_be_visible()
+    _wait_until_settled(nb, "2 ranks on 1 node")
     nb.run(2)
     assert nb.text(2) == "[localhost:0] 0 2\n[localhost:1] 1 2\n"
 
@@ -91,12 +94,14 @@ def test_two_ranks_here_are_started_by_clicking_and_run_a_cell(
 def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     testbed: Testbed, window: Window, notebook: OpenNotebook, tmp_path: Path
 ) -> None:
+    frames: list[str] = []
+    window.page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(str(frame))))
     nb = notebook(_home_of(testbed, tmp_path / "home"), "%distributed nodes", "%%distributed\nprint(rank, world_size)")
     nb.run(0)
     nb.run(1)
     view = nb.cell(1).locator(".dt")
     _import_first_host(view, window, tmp_path)
-    _fill(view, "h0", Python=sys.executable)
+    _fill(view, "h0", Python=sys.executable, Key_file=str(_lock_key(testbed, tmp_path, "first")))
     _form(view, "h0").get_by_role("radio", name="cpu").click()
     view.get_by_role("button", name="h0: close").click()
 
@@ -107,6 +112,10 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     _form(view, "h1").get_by_role("radio", name="cpu").click()
     testbed.cut("h0", "h1")
     view.get_by_role("button", name="Test all").click()
+    passphrase = view.get_by_label(re.compile("^Passphrase of "))
+    expect(passphrase).to_be_focused()
+    passphrase.fill(_SECRET)
+    passphrase.press("Enter")
     expect(_row(view, "h0").get_by_text("not h1: no answer in time")).to_be_visible(timeout=_LONG_MS)
     expect(_row(view, "h0").get_by_text("To do:")).to_be_visible()
     expect(_row(view, "h0").get_by_text("1 failed")).to_be_visible()
@@ -122,15 +131,35 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     _save_and_meet_another_writer(view, nb.path.parent / "nodes.toml")
     _take_pictures(window, view, "nodes-tested", tmp_path)
 
+    _fill(view, "h1", Key_file=str(_lock_key(testbed, tmp_path, "second")))
     view.get_by_role("button", name="Start session").click()
     expect(view.get_by_role("heading", name="Starting session")).to_be_visible()
+    expect(passphrase).to_be_focused()
+    passphrase.fill(_SECRET)
+    view.get_by_role("button", name="Use it").click()
     expect(view.get_by_role("table", name="Phases of the start")).to_contain_text("of 1", timeout=_LONG_MS)
     view.screenshot(path=tmp_path / "nodes-start-light.png")
-    expect(nb.cell(1).get_by_text(re.compile(r"^Session \S+: 2 ranks on 2 nodes, ready after"))).to_be_visible(
-        timeout=_LONG_MS
-    )
+    _wait_until_settled(nb, "2 ranks on 2 nodes")
     nb.run(2)
     assert nb.text(2) == "[h0:0] 0 2\n[h1:1] 1 2\n"
+    nb.save()
+    assert _SECRET not in nb.path.read_text()
+    assert any("checks passed" in frame or "no answer in time" in frame for frame in frames)  # they were heard
+    assert not any(_SECRET in frame for frame in frames)
+
+
+def _wait_until_settled(nb: Notebook, ranks: str) -> None:
+    """The view gives way to plain HTML, which is what the notebook keeps."""
+    expect(nb.cell(1).locator(".dt")).to_have_count(0, timeout=_LONG_MS)
+    assert re.match(rf"Session \S+: {ranks}, ready after [\d.]+ s\n%distributed board shows its ranks", nb.text(1))
+
+
+def _lock_key(testbed: Testbed, folder: Path, name: str) -> Path:
+    """A key that gets into the hosts, and needs a passphrase."""
+    shutil.copy(testbed.hosts[0].identity_file, key := folder / name)
+    change = ["ssh-keygen", "-q", "-p", "-N", _SECRET, "-f", str(key)]
+    subprocess.run(change, check=True, capture_output=True, timeout=20)
+    return key
 
 
 def _import_first_host(view: Locator, window: Window, folder: Path) -> None:
@@ -155,7 +184,11 @@ def _check_wrong_port(view: Locator, window: Window, folder: Path) -> None:
     start = view.get_by_role("button", name="Start session")
     expect(start).to_have_attribute("aria-disabled", "true")
     expect(start).to_have_attribute("title", "Correct 1 field first")
+    python = _form(view, "h1").get_by_label(re.compile("^Python"))
+    python.fill("/opt/venv/bin/python")  # pictures show no path of this machine
+    port.focus()
     _take_pictures(window, view, "nodes-form", folder)
+    python.fill(sys.executable)
     view.get_by_role("button", name="h1: close").click()
     view.get_by_role("button", name="Go there").click()
     expect(port).to_be_focused()

@@ -246,6 +246,10 @@ def test_what_a_page_may_send_is_bounded(view: _Collecting, monkeypatch: pytest.
     for action, arguments in [("add", {"kind": "empty"}), ("duplicate", {"row": row})]:
         with pytest.raises(RuntimeError, match=f"at most {MOST_NODES} nodes"):
             view.asks(action, **arguments)
+    view.asks("remove", row=row)
+    with pytest.raises(ValueError, match="at most"):
+        view._form.append([Node(host="x"), Node(host="y")])
+    assert len(view.rows) == MOST_NODES - 1  # all, or none
     with pytest.raises(SpecError, match="give the path of a nodes file"):
         view.nodes = [3]
     with pytest.raises(ValueError, match=f"at most {MOST_NODES}"):
