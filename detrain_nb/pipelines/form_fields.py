@@ -40,6 +40,7 @@ _TITLES = {
     "ssh_key": "SSH key",
     "env": "Environment variables",
 }
+_SECTIONS = {"data": "Data", "model": "Model", "checkpoint": "Checkpoint"}  # whose fields are called alike
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def _describe(path: str, field: Any, schema: Mapping[str, Any], step: Step, *, i
     default = None if field.is_required() else _plain(field.default)
     return FieldInfo(
         path=path,
-        title=_title(path.rpartition(".")[2]),
+        title=_title(path),
         hint=field.description or "",
         kind=_kind(path, parts, is_closed=all("enum" in part or "const" in part for part in parts)),
         step=step,
@@ -148,7 +149,11 @@ def _highest(parts: list[Mapping[str, Any]]) -> float | None:
     return above - 1 if above is not None and is_whole else _bound(parts, "maximum")
 
 
-def _title(name: str) -> str:
+def _title(path: str) -> str:
+    section, _, name = path.rpartition(".")
+    if section in _SECTIONS:
+        own = _TITLES.get(name, name)
+        return f"{_SECTIONS[section]} {own}"
     if name in _TITLES:
         return _TITLES[name]
     unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
