@@ -97,10 +97,12 @@ def _told(form: SpecForm, step: str, faults: int) -> str:
 
 def _mesh(form: SpecForm) -> dict[str, Any] | None:
     """The mesh of the plan, or why there is none; it does not need the source. None: other fields are wrong."""
-    document = form.document
-    parts: dict[str, Any] = {name: document[name] for name in ("parallelism", "training", "nodes") if name in document}
+    names = ("parallelism", "nodes", "training")
+    document: dict[str, Any] = {name: part for name, part in form.document.items() if name in names}
+    if "training" in document and any(path.startswith("training") for path in form.errors):
+        del document["training"]  # the batch is not known
     try:
-        spec = PipelineSpec.from_dict({"name": "any", "source": {"module": "any"}, **parts})
+        spec = PipelineSpec.from_dict({"name": "any", "source": {"module": "any"}, **document})
     except ValueError:
         return None
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,17 +17,12 @@ from .actions import Refused, action, flag, one_of, optional, text, whole
 from .console_form import describe_fields, describe_form
 from .live_view import LiveView, Settled
 
-__all__ = ["ConsoleView", "console"]
+__all__ = ["ConsoleView"]
 
 _ID = text(most=20)
 _FIELD, _EDITOR = text(most=300), text(most=64)
 _MOST_TYPED = 200_000
 _LAST_REVISION = 1 << 53
-
-
-def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
-    """Show the pipelines in ``folder``, which is beside the notebook, and those opened lately."""
-    return ConsoleView(MyPipelines(folder))
 
 
 def _typed(value: object) -> str | bool:
@@ -356,7 +350,7 @@ class ConsoleView(LiveView):
             "saved": time.strftime("%H:%M", time.localtime(opened.changed_at)),
             "conflict": self._conflict
             and {
-                "text": one_line(str(self._conflict)),
+                "text": one_line(self._conflict.fault),
                 "changes": [[one_line(each.path), each.theirs, each.mine] for each in self._conflict.changes],
             },
         }

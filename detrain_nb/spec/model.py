@@ -84,11 +84,12 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
     if fault["type"] == "extra_forbidden":
         return [FieldFault(path, f" is no field: {nearest(field, model.model_fields)}")]
     if fault["type"] == "missing":
-        return [FieldFault(path, f" is missing: give {describe_field(model, field)}")]
+        advice = f"give {describe_field(model, field)}"
+        return [FieldFault(path, f" is missing: {advice}", advice)]
     value = f" {show(fault['input'])}" if may_show(field, fault["input"]) else ""
     is_number = fault["type"] == "string_type" and isinstance(fault["input"], int | float)  # as YAML reads it
     advice = str(error) or f"give {describe_field(model, field)}" + "; a number or true stands in quotes" * is_number
-    return [FieldFault(path, f"{value}: {advice}")]
+    return [FieldFault(path, f"{value}: {advice}", advice)]
 
 
 def _name_place(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
