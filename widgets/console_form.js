@@ -12,7 +12,7 @@ const OF_NODE = ["host", "user", "port", "name", "devices", "ranks"];
 /** One field: label, what is typed, its hint, and its fault below it. */
 class Field {
   constructor(page, path, info, { is_bare = false } = {}) {
-    this.page = page; this.path = path; this.info = info;
+    this.page = page; this.path = path; this.info = info; this.calls = 0; this.revision = 0;
     const id = `${page.view.id}-f${page.serial++}`;
     this.hint = h("div", { class: "hint", id: `${id}-h` }); this.err = h("div", { class: "err", id: `${id}-e`, hidden: true });
     this.input = this.make_input(id);
@@ -39,11 +39,11 @@ class Field {
   send() {
     if (!this.is_waiting) return;
     clearTimeout(this.later); this.is_waiting = false;
-    this.page.edit(this.path, this.read());
+    this.page.edit(this.path, this.read(), this);
   }
   update(form) {
     const there = typed_at(form, this.path);
-    if (!this.is_waiting && !(this.input === document.activeElement && this.page.is_under_way)) this.put(there);
+    if (!this.is_waiting && !this.calls && form.revision >= this.revision) this.put(there); // else it is older than what is typed
     const error = form.errors[this.path], warning = form.warnings[this.path];
     this.err.hidden = !error && !warning;
     this.err.className = `err ${error ? "" : "is-warn"}`;
@@ -59,7 +59,7 @@ class Field {
 }
 
 /** Of a hint the part before what is left out there; the whole one is in the fault. */
-const short_hint = (info) => ((info.kind === "number" || info.choices.length) && info.hint.includes(": ") ? info.hint.split(": ").slice(1).join(": ") : info.hint);
+const short_hint = (info) => info.how || ((info.kind === "number" || info.choices.length) && info.hint.includes(": ") ? info.hint.split(": ").slice(1).join(": ") : info.hint);
 const typed_at = (form, path) => {
   const match = /^nodes\[(\w+)\]\.(.+)$/.exec(path);
   let there = match ? form.draft.nodes?.[form.rows.indexOf(match[1])] : form.draft;
@@ -70,7 +70,7 @@ const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), 
 
 class FormPage {
   constructor(view) {
-    this.view = view; this.serial = 0; this.fields = new Map(); this.step = "general"; this.calls = 0; this.form = null; this.nodes = new Map();
+    this.view = view; this.serial = 0; this.fields = new Map(); this.step = "general"; this.form = null; this.nodes = new Map();
     this.known = view.state.fields;
     this.name = h("h3"); this.file = h("span", { class: "soft" });
     const fail = { on_error: (text) => this.complain(text) };
@@ -160,13 +160,15 @@ class FormPage {
   }
 
   // ---- what is typed
-  async edit(path, typed) {
-    this.calls += 1;
-    try { if ((await this.view.call("edit", { path, typed, revision: this.form.revision, editor: this.view.page })) === false) this.view.announce("Another tab changed this field: choose which to keep"); }
-    catch (error) { this.complain(error.message); }
-    this.calls -= 1;
+  async edit(path, typed, field = null) {
+    if (field) field.calls += 1;
+    try {
+      const revision = await this.view.call("edit", { path, typed, revision: this.form.revision, editor: this.view.page });
+      if (revision === null) this.view.announce("Another tab changed this field: choose which to keep");
+      else if (field) field.revision = revision;
+    } catch (error) { this.complain(error.message); }
+    if (field) { field.calls -= 1; if (this.form) field.update(this.form); }
   }
-  get is_under_way() { return this.calls > 0; }
   send_all() { for (const field of this.fields.values()) field.send(); }
   async change(what, key) {
     this.send_all();

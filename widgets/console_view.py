@@ -166,15 +166,14 @@ class ConsoleView(LiveView):
         self._tell_all()
 
     @action(path=_FIELD, typed=_typed, revision=whole(0, _LAST_REVISION), editor=_EDITOR)
-    def edit(self, path: str, typed: str | bool, revision: int, editor: str) -> bool:
-        done = self._the_form().edit(path, typed, revision=revision, editor=editor)
-        self._tell_form()
-        return done
+    def edit(self, path: str, typed: str | bool, revision: int, editor: str) -> int | None:
+        """Return the revision that has it: what is told of an older one is not what is typed. None: a conflict."""
+        form = self._the_form()
+        return form.revision if form.edit(path, typed, revision=revision, editor=editor) else None
 
     @action(path=_FIELD, keep=one_of("mine", "theirs"), editor=_EDITOR)
     def resolve(self, path: str, keep: str, editor: str) -> None:
         self._the_form().resolve(path, keep=keep, editor=editor)
-        self._tell_form()
 
     @action(do=one_of("add", "copy", "remove", "restore", "up", "down"), key=_ID)
     def change_nodes(self, do: str, key: str) -> str:
@@ -188,9 +187,7 @@ class ConsoleView(LiveView):
             "up": lambda: form.move_node(key, -1),
             "down": lambda: form.move_node(key, 1),
         }
-        made = acts[do]()
-        self._tell_form()
-        return str(made or key)
+        return str(acts[do]() or key)
 
     @action(anyway=flag, name=optional(text(most=100)))
     def save(self, anyway: bool, name: str | None) -> None:
@@ -257,7 +254,9 @@ class ConsoleView(LiveView):
             raise Refused(f"{one_line(opened.path.name)} cannot be opened: {one_line(opened.errors[0])}")
         with self._guard:
             if not self._is_changed(opened.path):
-                self._forms[opened.path] = _Opened(SpecForm(_document_of(opened)), opened)
+                form = SpecForm(_document_of(opened))
+                form.on_change(self._tell_form)  # a cell can edit it, too
+                self._forms[opened.path] = _Opened(form, opened)
             if self._open and self._open != opened.path and not self._is_changed(self._open):
                 self._forms.pop(self._open)
             self._open, self._conflict = opened.path, None

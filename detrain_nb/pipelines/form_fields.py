@@ -32,6 +32,7 @@ _WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are n
     "source.setup": "lines",
     "setup": "lines",
 }
+_HOW: Mapping[Kind, str] = {"variables": "a line NAME=value for each", "words": "as in a shell: --name 'a b' --fast"}
 _UNITS = {"_mbit_s": " (Mbit/s)", "_ms": " (ms)", "_gb": " (GB)", "_s": " (s)"}
 _TITLES = {
     **{axis: axis for axis in ("pp", "dp_replicate", "dp_shard", "tp")},
@@ -66,10 +67,11 @@ class FieldInfo:
     annotation: Any
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a page needs of it, as plain JSON."""
+        """Return what a page needs of it, as plain JSON; ``how`` it is typed, where the hint does not say that."""
         names = ("path", "title", "hint", "kind", "step", "low", "high", "above", "default")
         return {
             **{name: getattr(self, name) for name in names},
+            "how": _HOW.get(self.kind, ""),
             "required": self.is_required,
             "choices": [*self.choices],
         }

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 from playwright.sync_api import Locator, expect
 
 from .conftest import Notebook
 
-PICTURES = os.environ.get("DETRAIN_NB_PICTURES", "")  # where pictures go, if somebody wants them
+_IN_DOCS = ("list", "general", "review")
+_PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
 # What is kept of the user lies beside the notebook.
 _BEGIN = """
@@ -53,20 +55,25 @@ def row(view: Locator, name: str) -> Locator:
     return view.locator("tbody tr").filter(has=view.page.get_by_text(name, exact=True))
 
 
-def take_picture(nb: Notebook, view: Locator, name: str, *, theme: str = "light") -> None:
-    if PICTURES:
-        nb.js("() => document.activeElement.blur()")
-        view.screenshot(path=f"{PICTURES}/console-{name}-{theme}.png")
+def take_pictures(nb: Notebook, view: Locator, name: str, folder: Path) -> None:
+    """In both themes; where they are asked for, into the docs."""
+    to = _PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" and name in _IN_DOCS else folder
+    nb.page.set_viewport_size({"width": 1280, "height": 1600})  # all of it is in sight
+    for theme in ("dark", "light"):
+        nb.window.command("apputils:change-theme", theme=f"JupyterLab {theme.capitalize()}")
+        expect(nb.page.locator("#jupyterlab-splash")).to_have_count(0)
+        expect(nb.page.locator("body")).to_have_attribute("data-jp-theme-light", str(theme == "light").lower())
+        view.screenshot(path=to / f"console-{name}-{theme}.png")
 
 
-def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[..., Notebook]) -> None:
+def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
     nb = notebook(_BEGIN, _MAKE, _SHOW)
     for index in range(3):
         nb.run(index)
     view = nb.cell(2).locator(".dt")
     by_job = ["gpt-pretrain", "bert-finetune", "resnet-two-hosts", "fashion-mnist", "llama-long"]
     expect(names(view)).to_have_text([*by_job, "broken", "moe-draft", "sweep-lr"])
-    take_picture(nb, view, "list")
+    take_pictures(nb, view, "list", tmp_path)
 
     expect(row(view, "gpt-pretrain")).to_contain_text("running 37 %")
     expect(row(view, "gpt-pretrain")).to_contain_text("gpu1, gpu2 · 8 ranks")
@@ -100,7 +107,7 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[
     undo = view.locator(".undo")
     expect(undo).to_contain_text("sweep-lr was moved to pipelines/.trash")
     expect(row(view, "sweep-lr")).to_have_count(0)
-    take_picture(nb, view, "deleted")
+    take_pictures(nb, view, "deleted", tmp_path)
     undo.get_by_role("button", name="Undo").click()
     expect(undo).to_be_hidden()
     expect(row(view, "sweep-lr")).to_be_visible()
@@ -124,20 +131,20 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[
     expect(names(nb.cell(2).locator(".dt"))).to_have_count(9)
 
 
-def test_empty_list_has_examples_and_a_pipeline_runs(notebook: Callable[..., Notebook]) -> None:
+def test_empty_list_has_examples_and_a_pipeline_runs(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
     nb = notebook(_BEGIN, _SHOW, "MyPipelines().create({'name': 'here', 'source': {'script_text': 'print(1)'}}); None")
     nb.run(0)
     nb.run(1)
     view = nb.cell(1).locator(".dt")
     expect(view.get_by_text("No pipelines beside this notebook")).to_be_visible()
-    take_picture(nb, view, "empty")
+    take_pictures(nb, view, "empty", tmp_path)
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()
     view.get_by_role("button", name="Run: here").click()
     expect(row(view, "here")).to_contain_text("running", timeout=60_000)
 
 
-def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[..., Notebook]) -> None:
+def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
     nb = notebook(_BEGIN, _SHOW, "print((Path('pipelines') / 'train.toml').read_text())")
     nb.run(0)
     nb.run(1)
@@ -156,7 +163,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     expect(batch).to_have_attribute("aria-invalid", "true")
     expect(view.get_by_text("'3o': give a whole number, 1 or more")).to_be_visible()
     expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
-    take_picture(nb, view, "general")
+    take_pictures(nb, view, "general", tmp_path)
     batch.fill("32")
     expect(batch).not_to_have_attribute("aria-invalid", "true")
 
@@ -166,7 +173,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     keys.type("localhost")
     view.get_by_label("Devices").fill("cpu")
     view.get_by_label("Ranks").fill("2")
-    take_picture(nb, view, "nodes")
+    take_pictures(nb, view, "nodes", tmp_path)
     view.get_by_role("button", name="Copy: localhost").click()
     expect(view.locator(".nodes > li")).to_have_count(2)
     expect(view.get_by_text("localhost and localhost are both this machine")).to_be_visible()
@@ -176,7 +183,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     view.get_by_role("button", name="Next: Source").click()
     view.get_by_role("radio", name="Text").check()
     view.get_by_label("Script text").fill("print('it ran')")
-    take_picture(nb, view, "source")
+    take_pictures(nb, view, "source", tmp_path)
     expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
     view.get_by_role("button", name="Next: Review").click()
     expect(view.locator(".plan")).to_contain_text("rank 1")
@@ -184,7 +191,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     view.get_by_role("tab", name="TOML").focus()
     keys.press("ArrowRight")
     expect(view.get_by_role("tab", name="JSON")).to_have_attribute("aria-selected", "true")
-    take_picture(nb, view, "review")
+    take_pictures(nb, view, "review", tmp_path)
 
     view.get_by_role("button", name="Save").click()
     expect(view.locator(".head >> visible=true")).to_contain_text("saved")
@@ -201,11 +208,14 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     expect(names(view)).to_have_text(["train"])
 
 
-def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(notebook: Callable[..., Notebook]) -> None:
+def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
+    notebook: Callable[..., Notebook], tmp_path: Path
+) -> None:
     make = "mine = MyPipelines(); mine.create({'name': 'train', 'source': {'script_text': 'print(1)'}}); None"
     theirs = "mine.save(mine.open('train'), {**mine.open('train').data, 'training': {'steps': 7}}); None"
     again = "mine.save(mine.open('train'), {**mine.open('train').data, 'description': 'theirs'}); None"
-    nb = notebook(_BEGIN, make, "view = widgets.console(); view", "view", theirs, again)
+    elsewhere = "view.form.edit('training.steps', '1', revision=1, editor='tab')"
+    nb = notebook(_BEGIN, make, "view = widgets.console(); view", "view", theirs, again, elsewhere)
     for index in range(4):
         nb.run(index)
     one, two = nb.cell(2).locator(".dt"), nb.cell(3).locator(".dt")
@@ -218,7 +228,7 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(noteboo
     expect(one.get_by_role("alert")).to_contain_text("was changed after it was read here")
     expect(one.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("5")
-    take_picture(nb, one, "conflict")
+    take_pictures(nb, one, "conflict", tmp_path)
     one.get_by_role("button", name="Load theirs").click()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("7")
     one.get_by_label("Steps optional", exact=True).fill("9")
@@ -226,3 +236,10 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(noteboo
     two.get_by_role("button", name="Save").click()
     two.get_by_role("button", name="Save mine over it").click()
     expect(two.locator(".head >> visible=true")).to_contain_text("saved")
+
+    nb.run(6)  # in another tab, which had seen the form as it was at first
+    told = one.locator(".note").filter(has_text="Another tab changed this form")
+    expect(told).to_contain_text('The edit of Steps was not applied: "1" instead of "9"')
+    told.get_by_role("button", name="Apply mine").click()
+    expect(one.get_by_label("Steps optional", exact=True)).to_have_value("1")
+    expect(told).to_have_count(0)
