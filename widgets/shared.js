@@ -130,10 +130,13 @@ class View {
     this.hear = this.hear.bind(this);
     model.on("msg:custom", this.hear);
     this.send({ do: "hello" });
+    // the first one waits for a running cell where no sub-shell was there yet to hear it
+    this.greeting = setInterval(() => this.send({ do: "hello" }), SLOW_MS);
     this.beat = setInterval(() => this.send({ do: "beat" }), BEAT_MS);
     this.el.append(h("div", { class: "body soft" }, "Waiting for the kernel…"));
   }
-  send(message) { this.model.send({ ...message, page: this.page }); }
+  /** Returns whether there is a kernel to hear it. */
+  send(message) { try { this.model.send({ ...message, page: this.page }); return true; } catch { return false; } }
   hear(message) {
     if (message.page !== undefined && message.page !== this.page) return;
     if (message.tell === "state") this.begin(message);
@@ -145,6 +148,8 @@ class View {
       if ("error" in message) waiting?.[1](new Error(message.error)); else waiting?.[0](message.value); }
   }
   begin({ state, late, error }) {
+    clearInterval(this.greeting);
+    if (this.has_mounted) return; // the answer to an earlier hello
     this.is_late = late;
     if (error !== undefined) { this.el.replaceChildren(h("div", { class: "body" }, note("bad", h("p", {}, error)))); return; }
     this.state = state;
@@ -162,7 +167,7 @@ class View {
   /** Ask the kernel; the promise has its answer, or fails with its one line. */
   call(action, args = {}) {
     const call = `${++this.number}`;
-    return new Promise((resolve, reject) => { this.calls.set(call, [resolve, reject]); this.send({ do: "call", call, action, arguments: args }); });
+    return new Promise((resolve, reject) => { this.calls.set(call, [resolve, reject]); if (!this.send({ do: "call", call, action, arguments: args })) reject(new Error("the kernel is gone: run the cell again")); });
   }
   /** A button that calls `act` and shows that it waits; what fails is shown by `on_error(text)`, or announced. */
   button(content, act, { cls = "", label = null, on_error = null, title = null } = {}) {
@@ -184,10 +189,10 @@ class View {
     this.saying = setTimeout(() => { this.said_at = Date.now(); this.status.textContent = text; }, in_ms);
   }
   end() {
-    clearInterval(this.beat); clearTimeout(this.saying);
+    clearInterval(this.beat); clearInterval(this.greeting); clearTimeout(this.saying);
     this.unmount?.();
     this.model.off("msg:custom", this.hear);
-    try { this.send({ do: "bye" }); } catch { /* the kernel is gone */ }
+    this.send({ do: "bye" });
   }
 }
 
