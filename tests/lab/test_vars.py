@@ -146,8 +146,12 @@ def _is_honest_while_a_rank_is_busy(nb: Notebook, view: Locator, tmp_path: Path,
     for theme, name in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
         change_theme(window, theme)
         take_picture(view, f"vars-busy-{name}", tmp_path)
+    twist = view.get_by_role("button", name="logits: preview")
+    twist.focus()
     (nb.path.parent / "go").touch()
     expect(view.locator(".name")).to_have_count(len(NAMES) + 1)  # it is read again by itself
+    expect(view.get_by_role("row", name=re.compile("^logits"))).to_contain_text("differs on 1")
+    expect(twist).to_be_focused()  # though its row has changed
     expect(view.get_by_role("row", name=re.compile("^late"))).to_contain_text("only on 1")
     expect(view.locator(".notes")).to_have_text("")
 
