@@ -11,8 +11,9 @@ from .live_view import LiveView, Settled
 if TYPE_CHECKING:
     from ..session.session import Session
     from .nodes_view import Given, NodesView, Starter
+    from .plan_view import PlanView
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "nodes", "vars"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "nodes", "plan", "vars"]
 
 
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
@@ -37,3 +38,14 @@ def vars(session: Session, names: str | Iterable[str] = (), *, ranks: Any = None
 
     wanted = [names] if isinstance(names, str) else list(names)
     return VarsView(session, wanted, ranks, first=session.variables(wanted, ranks=ranks))
+
+
+def plan(*parts: object) -> PlanView:
+    """Show how a model is split: layers by time and memory, stages, the timeline of a step, what ranks hold.
+
+    ``parts``: what ``par.describe_plan`` returns, as it was pulled from a rank; JSON of it, or the path of a file with
+    it; a partition, a timeline, a dry run; or several of these. Torch need not be here. Raises: SpecError.
+    """
+    from .plan_view import PlanView, read_plan
+
+    return PlanView(read_plan(*parts))
