@@ -219,9 +219,9 @@ class FormPage {
     for (const radio of this.kinds.querySelectorAll("input")) radio.checked = radio.value === kind;
     for (const [each, grid] of Object.entries(this.by_kind)) grid.hidden = each !== kind;
     this.entry.hidden = !["git", "path"].includes(kind);
-    const error = this.form.errors.source;
-    this.kind_error.hidden = !error;
-    if (error) this.kind_error.replaceChildren(icon("warn"), h("span", {}, error));
+    const error = this.form.errors.source, told = error ?? this.form.warnings.source;
+    this.kind_error.hidden = !told; this.kind_error.className = `err ${error ? "" : "is-warn"}`;
+    if (told) this.kind_error.replaceChildren(icon("warn"), h("span", {}, told));
   }
   draw_mesh() {
     const found = this.form.mesh, mesh = found?.error ? null : found, sizes = Object.fromEntries(mesh?.axes ?? []);
@@ -266,6 +266,8 @@ class FormPage {
       this.view.button(keep === "mine" ? "Apply mine" : "Keep theirs", () => this.view.call("resolve", { path: each.path, keep, editor: each.editor }), fail))));
     const unknown = Object.entries(this.form.errors).filter(([path]) => !this.fields.has(path) && !["", "parallelism", "source"].includes(path));
     for (const [path, text] of unknown) made.push(note("bad", h("p", {}, path ? `${path}: ${text}` : text), [this.view.button("Leave it out", () => this.edit(path, ""), fail)]));
+    const loose = Object.entries(this.form.warnings).filter(([path]) => !this.fields.has(path) && path !== "source");
+    for (const [path, text] of loose) made.push(note("warn", h("p", {}, path ? `${this.title_of(path)}: ${text}` : text)));
     if (this.failure && !conflict) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
     if (this.work?.is === "running") made.push(note("run", h("p", { role: "status" }, `${this.work.what}…`)));
     if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));

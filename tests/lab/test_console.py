@@ -125,6 +125,12 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[
     nb.page.keyboard.press("Escape")
     expect(view.get_by_label("Path of a spec file")).to_have_count(0)
 
+    view.evaluate("view => { view.style.width = '420px'; }")  # a narrow page: nothing is cut off, or scrolls sideways
+    take_pictures(nb, view, "narrow", tmp_path)
+    expect(view.get_by_role("button", name="Open sweep-lr", exact=True)).to_be_visible()
+    assert view.evaluate("view => view.scrollWidth <= view.clientWidth")
+    view.evaluate("view => { view.style.width = ''; }")
+
     saved = nb.save()
     assert "gpt-pretrain" in saved.cells[2].outputs[0].data["text/html"]
     nb.reload()
@@ -185,6 +191,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     view.get_by_label("Script text").fill("print('it ran')")
     take_pictures(nb, view, "source", tmp_path)
     expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
+    expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()
     view.get_by_role("button", name="Next: Review").click()
     expect(view.locator(".plan")).to_contain_text("rank 1")
     expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
