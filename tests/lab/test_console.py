@@ -224,6 +224,10 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.get_by_text("localhost and localhost are both this machine")).to_be_visible()
     view.get_by_role("button", name="Remove: localhost").last.click()
     expect(view.locator(".nodes > li")).to_have_count(1)
+    view.get_by_role("button", name="Undo").click()
+    expect(view.locator(".nodes > li")).to_have_count(2)
+    view.get_by_role("button", name="Remove: localhost").last.click()
+    expect(view.locator(".nodes > li")).to_have_count(1)
 
     view.get_by_role("button", name="Next: Source").click()
     view.get_by_role("radio", name="Text").check()
