@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from .actions import Refused, action
 from .live_view import LiveView, Settled
 
 if TYPE_CHECKING:
+    from ..session.session import Session
+    from .console_view import ConsoleView
     from .nodes_view import Given, NodesView, Starter
+    from .plan_view import PlanView
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "nodes"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "console", "nodes", "plan", "vars"]
+
+
+def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
+    """My Pipelines: the specs in ``folder``, which is beside the notebook, and those opened lately."""
+    from ..pipelines import MyPipelines
+    from .console_view import ConsoleView
+
+    return ConsoleView(MyPipelines(folder))
 
 
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
@@ -24,3 +37,25 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
     from .nodes_view import NodesView, start_session
 
     return NodesView(nodes, start=start or start_session)
+
+
+def vars(session: Session, names: str | Iterable[str] = (), *, ranks: Any = None) -> LiveView:
+    """Show the variables of a session's ranks, whether the ranks agree, and a look into each; see Session.variables.
+
+    Raises: SpecError, or what ended the session.
+    """
+    from .vars_view import VarsView
+
+    wanted = [names] if isinstance(names, str) else list(names)
+    return VarsView(session, wanted, ranks, first=session.variables(wanted, ranks=ranks))
+
+
+def plan(*parts: object) -> PlanView:
+    """Show how a model is split: layers by time and memory, stages, the timeline of a step, what ranks hold.
+
+    ``parts``: what ``par.describe_plan`` returns, as it was pulled from a rank; JSON of it, or the path of a file with
+    it; a partition, a timeline, a dry run; or several of these. Torch need not be here. Raises: SpecError.
+    """
+    from .plan_view import PlanView, read_plan
+
+    return PlanView(read_plan(*parts))
