@@ -16,6 +16,7 @@ MOST_POINTS = 2000  # of a curve
 _MOST_CURVES = 64  # the first that are logged
 _MOST_NAME_CHARS = 80
 _PACE_STEPS = 50  # over the last of them it is told how fast a job is
+_LEAST_PACE_S = 0.5  # of a point of its curve: what is logged at once says nothing of that
 
 Point = tuple[int, float | None]  # the step, and the mean there; None where one of its values was no finite number
 
@@ -70,12 +71,18 @@ class LiveCurves:
         self._curves: dict[str, Curve] = {}
         self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS)  # steps of the first rank, and when
         self._pace_rank: int | None = None
+        self._pace_from: tuple[int, float] | None = None  # where the next point of its curve begins
+        self._num_paced, self._paced_s = 0, 0.0
         self.num_steps: int | None = None  # that the job has in all, where it logs that as ``total_steps``
         self.steps_per_s = Curve(0)
+        self.last_step: int | None = None  # of the first rank that logs
+        self._lead: int | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line of `read_metrics_line`."""
         step, rank = line["step"], line["rank"]
+        if self._lead is None or rank <= self._lead:
+            self._lead, self.last_step = rank, step
         self._note_pace(step, rank, line.get("time"))
         for name, value in line.items():
             if name in NO_VALUES or isinstance(value, bool) or not isinstance(value, (int, float)):
@@ -97,14 +104,22 @@ class LiveCurves:
             return
         if self._pace_rank is None or rank < self._pace_rank:
             self._pace_rank, self.steps_per_s = rank, Curve(rank)
+            self._num_paced, self._paced_s = 0, 0.0
             self._pace.clear()
         if rank != self._pace_rank or (self._pace and step == self._pace[-1][0]):
             return
         if self._pace and (step < self._pace[-1][0] or at < self._pace[-1][1]):
             self._pace.clear()  # it goes on from a checkpoint
-        if self._pace and at > self._pace[-1][1]:
-            self.steps_per_s.add(step, (step - self._pace[-1][0]) / (at - self._pace[-1][1]))
+        if self._pace:
+            self._num_paced += step - self._pace[-1][0]
+            self._paced_s += at - self._pace[-1][1]
+        else:
+            self._pace_from = step, float(at)
         self._pace.append((step, float(at)))
+        first_step, first_at = self._pace_from or (step, float(at))
+        if at - first_at >= _LEAST_PACE_S:
+            self.steps_per_s.add(step, (step - first_step) / (at - first_at))
+            self._pace_from = step, float(at)
 
     @property
     def names(self) -> Iterable[str]:
@@ -114,8 +129,9 @@ class LiveCurves:
         return self._curves.get(name)
 
     @property
-    def last_step(self) -> int | None:
-        return self._pace[-1][0] if self._pace else None
+    def mean_pace(self) -> float | None:
+        """Steps per second, over all of them."""
+        return self._num_paced / self._paced_s if self._paced_s > 0 else None
 
     @property
     def pace(self) -> float | None:
