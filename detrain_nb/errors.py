@@ -6,6 +6,7 @@ DetrainError
 │   └── CellSyntaxError               a cell is not Python; nothing was sent
 ├── SessionError                      the session is not in a state for that: none runs, a rank is busy
 │   └── ForeignConnection             another user's process is connected to a process group
+├── Conflict                          a file was changed by others after it was read here
 ├── JobError                          a job is not in a state for that, or there is none of that name
 │   └── JobFailed                     a job did not succeed
 ├── LaunchError                       the ranks of a node could not be started
@@ -34,7 +35,9 @@ __all__ = [
     "CellInterrupted",
     "CellSyntaxError",
     "CellTimeout",
+    "Conflict",
     "DetrainError",
+    "FieldChange",
     "FieldError",
     "FieldFault",
     "ForeignConnection",
@@ -85,13 +88,14 @@ class FieldFault:
 
     path: str
     said: str
+    advice: str = ""  # of ``said`` what to give, without the value, where they can be told apart
 
     def __str__(self) -> str:
         return f"{self.path}{self.said}" if self.path else self.said.removeprefix(": ")
 
     def below(self, path: str) -> FieldFault:
         """The same, told of what has the field in its own field ``path``."""
-        return FieldFault(f"{path}.{self.path}" if self.path else path, self.said)
+        return FieldFault(f"{path}.{self.path}" if self.path else path, self.said, self.advice)
 
 
 class FieldError(SpecError):
@@ -100,6 +104,32 @@ class FieldError(SpecError):
     def __init__(self, faults: Iterable[FieldFault], *, where: str = "") -> None:
         self.faults = tuple(dict.fromkeys(faults))
         super().__init__("\n".join(f"{where}: {fault}" if where else str(fault) for fault in self.faults))
+
+
+@dataclass(frozen=True)
+class FieldChange:
+    """A field that has another value in the file (``theirs``) than here (``mine``); an empty text is no value."""
+
+    path: str
+    theirs: str
+    mine: str
+
+    def __str__(self) -> str:
+        return f"{self.path} is {self.theirs or 'not given'} there and {self.mine or 'not given'} here"
+
+
+class Conflict(DetrainError):
+    """A file is not as it was when it was read here, so it was not written.
+
+    ``changed_at`` is the time of the other version in seconds of the epoch, ``owner`` whose file that is; None and
+    empty where there is none any more. ``changes`` has the fields that differ.
+    """
+
+    def __init__(
+        self, fault: str, *, changed_at: float | None = None, owner: str = "", changes: Iterable[FieldChange] = ()
+    ) -> None:
+        self.changed_at, self.owner, self.changes = changed_at, owner, tuple(changes)
+        super().__init__(fault)
 
 
 class CellSyntaxError(SpecError):
@@ -224,14 +254,20 @@ class RemoteError:
 
 
 class RankError(DetrainError):
-    """A cell raised on at least one rank; ``errors`` has every rank's error, by rank."""
+    """A cell raised on at least one rank; ``errors`` has every rank's error, by rank.
 
-    def __init__(self, errors: Mapping[int, RemoteError], *, world_size: int, note: str = "") -> None:
+    ``lost_before``: how ranks ended before the cell began, in words, where nobody was told: it is often the reason.
+    """
+
+    def __init__(
+        self, errors: Mapping[int, RemoteError], *, world_size: int, note: str = "", lost_before: str = ""
+    ) -> None:
         self.errors = dict(sorted(errors.items()))
         self.world_size = world_size
         self.note = note
-        told = (f"{where}: {behind_ours(error.summary)}" for where, error in self._entries())
-        super().__init__("\n".join(told) or note)
+        self.lost_before = f"before this cell {lost_before}" if lost_before else ""
+        told = [f"{where}: {behind_ours(error.summary)}" for where, error in self._entries()]
+        super().__init__("\n".join(filter(None, [*told, self.lost_before])) or note)
 
     def _entries(self) -> list[tuple[str, RemoteError]]:
         """Ranks that failed with the same error are one entry; what follows from another rank's stands behind it."""
@@ -250,8 +286,7 @@ class RankError(DetrainError):
         well = self.world_size - len(self.errors)
         if well > 0 and not all(error.interrupted for error in self.errors.values()):
             lines.append(f"--- {well} of {self.world_size} ranks: no error ---")
-        if self.note:
-            lines.append(self.note)
+        lines += filter(None, [self.lost_before, self.note])
         return lines
 
 

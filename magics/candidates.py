@@ -47,6 +47,7 @@ class Candidates:
             "SPEC": lambda word: [*self._own_specs(word), *self._in_time(_specs, word)],
             "FIELD": lambda word: self._in_time(_fields, word),
             "FORMAT": lambda word: self._in_time(_formats, word),
+            "NODES_FILE": lambda word: self._in_time(_specs, word),
             "DIR": lambda word: self._in_time(_folders, word),
             "FILE": lambda word: self._in_time(_files, word),
         }

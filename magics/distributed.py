@@ -75,6 +75,7 @@ class DistributedMagics(Magics):
                            [--name NAME] [--no-init] [--env K=V] [--seed N] [--start fork|exec] [--linger S]
                            [--group-timeout S]
         %distributed doctor [--nodes NODES] | put FILE... [--to FOLDER] | get REMOTE... | data check PATH | shrink
+        %distributed nodes [FILE] (a form, from which the session can be started)
         %distributed status | where | stop [NAME] | restart [-n N | -r RANKS] | list
         %distributed interrupt [-r RANKS | --kill RANKS] | replay -r RANKS [--cells 1-4]
         %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]

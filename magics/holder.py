@@ -6,7 +6,9 @@ import difflib
 import getpass
 import os
 import re
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,7 @@ from IPython.core.error import StdinNotImplementedError, UsageError
 
 from ..deploy.kept import drop_kept
 from ..deploy.known import StartedWith, known_sessions, note_left
+from ..deploy.start_steps import StartWatch, ignore_step
 from ..errors import LaunchError, SessionError, TransportError, count_ranks
 from ..plan import DEVICES, parse_ranks
 from ..session.session import LINGER_S, Session, end_session
@@ -123,13 +126,33 @@ class SessionHolder:
         # of the notebook, or that which it had before a restart: its session's, unless told otherwise
         self.name = _holder_left_by(self._kernel) or session_name(ipython.user_ns, connection_file(ipython))
         self._started_with: StartOptions | None = None
+        self._starting = threading.Lock()
         self._ended: Session | None = None  # perhaps its stop was interrupted, and goes on
 
-    def start(self, wanted: StartOptions) -> Session:
+    def start(self, wanted: StartOptions, *, watch: StartWatch | None = None) -> Session:
         """Start the session of this notebook; with ``fresh``, end first what an earlier kernel has left of it.
 
         So is one that its user has left when no cell ran, by a restart of the kernel, as variables of the notebook are.
+        ``watch`` follows the start instead of the cell that runs. Raises: SessionError while another start goes on.
         """
+        if not self._starting.acquire(blocking=False):
+            raise SessionError("a session of this notebook is being started already: wait for it, or cancel it there")
+        try:
+            return self._start(wanted, watch)
+        finally:
+            self._starting.release()
+
+    def start_from_form(self, nodes: list[Node], watch: StartWatch) -> Session:
+        """Start the session of this notebook on ``nodes``, for a form. Raises: SessionError where one runs already."""
+        if self.session is not None and self.session.is_alive:
+            raise SessionError(
+                f"session {self.session.name!r} of this notebook runs already, with "
+                f"{count_ranks(len(self.session.ranks))}: %distributed stop ends it first (their variables are lost)"
+            )
+        return self.start(StartOptions(nodes=nodes), watch=watch)
+
+    def _start(self, wanted: StartOptions, watch: StartWatch | None) -> Session:
+        say, ask = (watch.say, watch.ask_passphrase) if watch else (print, ask_passphrase)
         if self._ended is not None:
             self._ended.stop()
             self._ended = None
@@ -144,19 +167,19 @@ class SessionHolder:
             )
         if there and (wanted.fresh or is_left):
             if is_left and not wanted.fresh:
-                print(
+                say(
                     f"session {name!r}, from before this notebook's kernel was restarted, ends: "
                     "its ranks begin anew, and all their variables are lost"
                 )
             try:
-                end_session(name, holder=self.name, ask_passphrase=ask_passphrase)
+                end_session(name, holder=self.name, ask_passphrase=ask)
             except SessionError as exc:  # another notebook holds it; or one on nodes has ended by itself
                 refusal = exc
         for words in describe_beside(self.name, name):
-            print(words)
-        nodes = _read_nodes(wanted.nodes)
+            say(words)
+        nodes = _read_nodes(wanted.nodes, say=say)
         try:
-            with redrawn_line(self._ipython, is_live=self.settings.output == "live") as draw:
+            with nullcontext(watch.on_progress) if watch else self._drawn() as draw:
                 session = Session.start(
                     wanted.count,
                     nodes=nodes,
@@ -171,10 +194,11 @@ class SessionHolder:
                     start=wanted.start,
                     linger_s=wanted.linger_s,
                     group_timeout_s=wanted.group_timeout,
-                    ask_passphrase=ask_passphrase,
+                    ask_passphrase=ask,
                     holder=self.name,
                     force=wanted.force,
                     on_progress=draw,
+                    on_step=watch.on_step if watch else ignore_step,
                 )
         except SessionError as exc:
             raise refusal or exc from None
@@ -184,7 +208,10 @@ class SessionHolder:
                 raise type(exc)(f"{exc}\n{question}") from exc
             raise
         self._started_with = replace(wanted, is_known=True, is_env_lost=True)
-        return self._hold(session)
+        return self._hold(session, say=say)
+
+    def _drawn(self) -> AbstractContextManager[Callable[[str], None]]:
+        return redrawn_line(self._ipython, is_live=self.settings.output == "live")
 
     def differs(self, wanted: StartOptions) -> list[str]:
         """Name the options of ``wanted`` that the running session was not started with."""
@@ -231,7 +258,7 @@ class SessionHolder:
         elif name not in there and nodes is None:
             raise _unknown_session(name, there)
         started = there[name].started if name in there else None
-        with redrawn_line(self._ipython, is_live=self.settings.output == "live") as draw:
+        with self._drawn() as draw:
             session = Session.attach(
                 name,
                 nodes=_read_nodes(nodes),
@@ -254,17 +281,17 @@ class SessionHolder:
         )
         return self._hold(session)
 
-    def _hold(self, session: Session) -> Session:
+    def _hold(self, session: Session, *, say: Callable[[str], object] = print) -> Session:
         """Hold ``session`` from now on, instead of one that was taken over, or lost."""
         if self.session is not None:
             self.session.detach()  # it has ended, or is this very session under an earlier connection
         session.settings.stop_gap_s = self._stop_gap_s
         words = self.apply_settings(session)
         if words and session.log.cells:  # else nothing was made with the groups that there were
-            print(words)
+            say(words)
         self.session = session
         for words in session.news.pop_notices():
-            print(words)
+            say(words)
         return session
 
     def apply_settings(self, session: Session) -> str:
@@ -380,7 +407,7 @@ def _is_same_node(wanted: Node, placed: Node) -> bool:
     return wanted.model_copy(update={"ranks": ranks, "devices": devices}) == placed
 
 
-def _read_nodes(nodes: str | Sequence[Node] | None) -> Sequence[Node] | None:
+def _read_nodes(nodes: str | Sequence[Node] | None, *, say: Callable[[str], object] = print) -> Sequence[Node] | None:
     """The nodes that a user means; what they run before Python is shown. Raises: SpecError."""
     if isinstance(nodes, str):
         from ..spec.nodes_file import parse_nodes
@@ -388,7 +415,7 @@ def _read_nodes(nodes: str | Sequence[Node] | None) -> Sequence[Node] | None:
         nodes = parse_nodes(nodes)
     for node in nodes or ():
         for line in node.setup:
-            print(f"{node.name} runs before Python: {line}")
+            say(f"{node.name} runs before Python: {line}")
     return nodes
 
 

@@ -1,4 +1,4 @@
-"""``%distributed put``, ``get``, ``data`` and ``doctor``: files on the hosts of a session, and what ails hosts."""
+"""``%distributed put``, ``get``, ``data``, ``doctor``, ``nodes``: files on hosts, what ails hosts, which there are."""
 
 from __future__ import annotations
 
@@ -79,6 +79,12 @@ class HostCommands:
             before = f"{path}.before"
             is_kept = write_nodes(path, report.measured_nodes(), before=before)
             print(f"{path} has what was measured" + f"; as it was it is {before}" * is_kept)
+
+    def nodes(self, args: Any) -> None:
+        """Show nodes as a form, from which the session of this notebook can be started."""
+        from detrain_nb import widgets
+
+        display(widgets.nodes(args.file, start=self._holder.start_from_form))
 
     def _lines(self) -> AbstractContextManager[Callable[[str], None]]:
         return redrawn_line(self._ipython, is_live=self._holder.settings.output == "live")

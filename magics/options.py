@@ -287,6 +287,10 @@ def session_parser() -> LineParser:
     doctor.add_argument("--speed", action="store_true", help="measure how fast a rank of each is beside the others")
     doctor.add_argument("--fix", action="store_true", help="make our folder there, closed to others; all else is told")
     doctor.add_argument("--save", action="store_true", help="measure all of it, and write it into the nodes file")
+    form = commands.add_parser("nodes", help="nodes as a form: edit, import, test, save, and start the session on them")
+    form.add_argument(
+        "file", nargs="?", type=not_empty, metavar="NODES_FILE", help="a nodes file; default: no nodes yet"
+    )
     config = commands.add_parser("config", help="show the settings, or change one")
     config.add_argument("assignment", nargs="?", metavar="KEY=VALUE")
     log = commands.add_parser("log", bare="did you mean --cell {}?", help="show a cell's output again, whole")

@@ -10,12 +10,15 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import SecretStr
+
 from ..errors import DetrainError
 from ..text import show
 
 Check = Callable[[object], Any]  # returns the value, or raises ValueError with what is expected
 
 _MOST_ITEMS, _MOST_DEPTH = 10_000, 12
+_LONGEST_SECRET = 4000
 
 
 class Refused(ValueError):
@@ -49,7 +52,8 @@ class Action:
             try:
                 values[name] = check(arguments[name])
             except ValueError as exc:
-                raise Refused(f"{self.name}: {name} has to be {exc}, not {show(arguments[name])}") from None
+                given = "" if check is secret else f", not {show(arguments[name])}"
+                raise Refused(f"{self.name}: {name} has to be {exc}{given}") from None
         return self._method(view, **values)
 
 
@@ -77,6 +81,13 @@ def text(*, most: int = 1000) -> Check:
         return value
 
     return check
+
+
+def secret(value: object) -> SecretStr:
+    """A text that no message, log or picture of the view shows."""
+    if not isinstance(value, str) or len(value) > _LONGEST_SECRET:
+        raise ValueError(f"a text of at most {_LONGEST_SECRET:,} characters")
+    return SecretStr(value)
 
 
 def whole(low: int, high: int) -> Check:

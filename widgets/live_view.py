@@ -149,6 +149,7 @@ class LiveView(anywidget.AnyWidget):
     def settle(self) -> None:
         """Put plain HTML in the place of every display of the view, in the saved notebook too."""
         self._is_settled = True
+        self._tell_news()  # pages that keep the picture have the last one
         for display_id in self._display_ids:
             update_display(self.settled().bundle(), raw=True, display_id=display_id)
         self.close()

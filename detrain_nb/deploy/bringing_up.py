@@ -12,11 +12,13 @@ from ..errors import DetrainError, LaunchError, SessionError, SpecError
 from ..transport import Transport
 from .ending import end_unused
 from .kept import begin_on_kept
+from .start_steps import OnStep, StartStep, ignore_step
 from .ways import settle_addresses
 
 __all__ = ["End", "attach_to_agents", "bring_up_agents", "give_up_agents", "leave_agents"]
 
 _ARRIVAL_LIMIT_S = 3.0
+_LOOK_GAP_S = 0.1
 _MOST_HOSTS = 8  # are named
 
 
@@ -33,13 +35,32 @@ class End:
     why_cold: str = ""
 
 
-def bring_up_agents(transports: Sequence[Transport], session: str) -> list[End]:
+def bring_up_agents(
+    transports: Sequence[Transport],
+    session: str,
+    *,
+    on_step: OnStep = ignore_step,
+    meanwhile: Callable[[], None] | None = None,
+) -> list[End]:
     """Start the agent of ``session``, a name that was checked, on every node at once; return the byte streams to them.
 
+    ``on_step`` is told in the threads of the nodes. ``meanwhile`` is called in this one, again and again; what it
+    raises ends all of it.
     Raises: LaunchError with a line for every node where it failed, SessionError where such a session runs. None is
     left running then.
     """
-    ends = _on_all(transports, lambda transport: _start_agent(transport, session), give_up=end_unused)
+
+    def start(transport: Transport) -> End:
+        on_step(StartStep(transport.name, "connect", "running"))
+        try:
+            end = _start_agent(transport, session)
+        except DetrainError as exc:
+            on_step(StartStep(transport.name, "connect", "failed", error=str(exc)))
+            raise
+        on_step(StartStep(transport.name, "connect", "done"))
+        return end
+
+    ends = _on_all(transports, start, give_up=end_unused, meanwhile=meanwhile)
     try:
         reached = [end.transport for end in ends]
         _check_same_torch(reached)
@@ -102,6 +123,7 @@ def _on_all(
     *,
     give_up: Callable[[socket.socket], None],
     attached_to: str = "",
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[End]:
     """Every node's end, or none: where one fails, the others are given up.
 
@@ -122,7 +144,9 @@ def _on_all(
             work[pool.submit(arrive, transport)] = transport
         for transport in transports:
             transport.ask_meanwhile(work)
-        wait(work)
+        while wait(work, _LOOK_GAP_S if meanwhile else None).not_done:
+            if meanwhile:
+                meanwhile()
         pool.shutdown()
         return _ends_of(work, attached_to=attached_to)
     except BaseException:  # an interrupt too, after which nothing is left; who takes too long is given up on arrival

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, Union
 
@@ -33,10 +33,15 @@ def check_session_name(name: str) -> str:
     return name
 
 
-def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
+def transports_to(
+    nodes: Nodes,
+    *,
+    ask_passphrase: AskPassphrase | None = None,
+    meanwhile: Callable[[], None] | None = None,
+) -> list[Transport]:
     """How ``nodes`` are reached: a nodes file, hosts as in ``alice@gpu1,gpu2:2222``, nodes; None is this machine.
 
-    So is ``localhost``, which may stand among others.
+    So is ``localhost``, which may stand among others. ``meanwhile``: see `Questions`.
 
     Raises: SpecError.
     """
@@ -46,7 +51,7 @@ def transports_to(nodes: Nodes, *, ask_passphrase: AskPassphrase | None = None) 
 
     if not (nodes := read_given(nodes)):
         raise SpecError("no node was given: name a nodes file, or hosts")
-    questions = Questions(ask_passphrase) if ask_passphrase else None
+    questions = Questions(ask_passphrase, meanwhile=meanwhile) if ask_passphrase else None
     transports = [_transport_to(node, questions) for node in nodes]
     names = [transport.name for transport in transports]
     if twice := [name for name in names if names.count(name) > 1]:

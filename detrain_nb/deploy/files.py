@@ -162,12 +162,13 @@ def on_every(
     nodes: Sequence[Transport],
     act: Callable[[Transport, Stop, OnProgress], _Result],
     on_progress: OnProgress | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> list[_Result]:
     """Do something with all nodes at once; ``on_progress`` gets the sums over them, in this thread.
 
     It gets them once all nodes have said how much there is, or have ended: what is done of it never becomes less.
     All come to their end, also where one fails. Raises: DetrainError with a line for each that failed. An interrupt,
-    or what ``on_progress`` raises, ends the others.
+    or what ``on_progress`` or ``meanwhile`` raises, which is called again and again, ends the others.
     """
     stop = Stop()
     states: list[tuple[int, int, int]] = [(0, 0, 0)] * len(nodes)
@@ -185,6 +186,8 @@ def on_every(
         while True:
             is_done = not wait(work, _LOOK_GAP_S).not_done
             has_begun = all(total or future.done() for (_, _, total), future in zip(states, work))
+            if meanwhile:
+                meanwhile()
             if on_progress and has_begun and told != (told := _add_up(states)):
                 on_progress(*told)
             if is_done:

@@ -18,8 +18,10 @@ class Questions:
     Outside of ``serve`` nobody is asked, and the answer is None.
     """
 
-    def __init__(self, ask: Callable[[str], str | None]) -> None:
+    def __init__(self, ask: Callable[[str], str | None], *, meanwhile: Callable[[], None] | None = None) -> None:
+        """``meanwhile`` is called in the thread that serves, again and again; what it raises ends the waiting."""
         self._ask = ask
+        self._meanwhile = meanwhile
         self._waiting: queue.Queue[tuple[str, Future[str | None]]] = queue.Queue()
         self._owner: int | None = None
 
@@ -42,6 +44,8 @@ class Questions:
             left = set(work)
             while left:
                 left = wait(left, _LOOK_GAP_S, return_when=FIRST_COMPLETED).not_done
+                if left and self._meanwhile:
+                    self._meanwhile()
                 while not self._waiting.empty():
                     self._answer(*self._waiting.get())
         finally:

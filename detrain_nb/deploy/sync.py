@@ -15,19 +15,20 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ..copying.json_lines import LINE_BYTES, SLOWEST_BYTES_PER_S, Overdue, Talk, Untrue, as_size, clean
 from ..copying.remote_program import SAMPLE_FILES, STATE_BYTES
-from ..errors import SessionError
+from ..errors import DetrainError, SessionError
 from ..text import html_cells, name_some, table_lines
 from ..transport import Transport
 from .files import PATIENCE, OnProgress, Patience, Stop, label, on_every, open_talk
 from .folder import Manifest, list_folder, name_hidden, pack
 from .ignoring import OWN_FILE
+from .start_steps import OnStep, StartStep, ignore_step
 
 __all__ = ["DataCheck", "DataState", "FolderSync", "check"]
 
@@ -60,9 +61,16 @@ class FolderSync:
         self._left_alone: set[tuple[str, str]] = set()
         self._told: set[str] = set()
 
-    def bring(self, nodes: Sequence[Transport]) -> None:
+    def bring(
+        self,
+        nodes: Sequence[Transport],
+        *,
+        on_step: OnStep = ignore_step,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
         """Have all that has changed on ``nodes``.
 
+        ``on_step`` is told in the threads of the nodes; ``meanwhile`` is called in this one, again and again.
         Raises: SpecError when the folder is too much, DetrainError with the node.
         """
         nodes = [node for node in nodes if node.name not in self._apart and not self._is_overdue(node)]
@@ -80,7 +88,17 @@ class FolderSync:
         )
         if waiting:
             packer = _Packer(self._top, manifest)
-            on_every(waiting, lambda node, stop, _: self._bring(node, manifest, packer, stop))
+
+            def bring(node: Transport, stop: Stop, _: object) -> None:
+                on_step(StartStep(node.name, "send", "running"))
+                try:
+                    self._bring(node, manifest, packer, stop)
+                except DetrainError as exc:
+                    on_step(StartStep(node.name, "send", "failed", error=str(exc)))
+                    raise
+                on_step(StartStep(node.name, "send", "done"))
+
+            on_every(waiting, bring, meanwhile=meanwhile)
 
     def _tell_once(self, what: str, names: list[str], advice: str) -> None:
         fresh = [name for name in names if name not in self._told]

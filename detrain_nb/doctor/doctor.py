@@ -31,6 +31,7 @@ def examine(
     on_progress: Callable[[str], None] | None = None,
     config_path: Path | None = None,
     ask_passphrase: AskPassphrase | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> Report:
     """Examine hosts that are reached over SSH: each by itself, then the ways between them.
 
@@ -38,7 +39,8 @@ def examine(
     ``bandwidth``: measure it too, from host to host and from the notebook; that loads the network for a second or two
     for each other host. ``speed``: measure how fast a rank of each host is beside the fastest, all ranks at once on the
     devices that they would have; that loads these for a second or two. ``on_progress`` is called with a line before
-    every part, ``ask_passphrase`` when a key needs one, both in the calling thread; ``config_path`` is ~/.ssh/config.
+    every part, ``ask_passphrase`` when a key needs one, ``meanwhile`` again and again, all in the calling thread; what
+    they raise ends the examination. ``config_path`` is ~/.ssh/config.
     Raises: SpecError for nodes that cannot be.
     """
     transports = transports_to(nodes)
@@ -47,7 +49,7 @@ def examine(
         raise SpecError("only hosts that are reached over SSH can be examined: name a nodes file, or hosts")
     if twice := [name for name, times in Counter(node.name for node in chosen).items() if times > 1]:
         raise SpecError(f"nodes have the same name {twice[0]!r}: give each a name of its own")
-    with Crew(len(chosen), ask_passphrase) as crew:
+    with Crew(len(chosen), ask_passphrase, meanwhile=meanwhile) as crew:
         examination = Examination(chosen, crew, on_progress or (lambda line: None), config_path)
         try:
             examination.run(bandwidth=bandwidth, speed=speed)

@@ -30,6 +30,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _MOST_HOSTS_AT_ONCE = 32
+_LOOK_GAP_S = 0.1
 _MOST_RANKS_AT_ONCE = 64  # of one host, to see how fast they are
 
 
@@ -70,8 +71,16 @@ class Host:
 class Crew:
     """A thread for every host; what they ask the user is asked in the calling thread, which waits for them."""
 
-    def __init__(self, num_hosts: int, ask_passphrase: AskPassphrase | None) -> None:
-        self.questions = Questions(ask_passphrase) if ask_passphrase else None
+    def __init__(
+        self,
+        num_hosts: int,
+        ask_passphrase: AskPassphrase | None,
+        *,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> None:
+        """``meanwhile`` is called in the calling thread while it waits; what it raises ends the waiting."""
+        self.questions = Questions(ask_passphrase, meanwhile=meanwhile) if ask_passphrase else None
+        self._meanwhile = meanwhile
         self._pool = ThreadPoolExecutor(max(1, min(num_hosts, _MOST_HOSTS_AT_ONCE)), "detrain_nb doctor")
 
     def do(self, act: Callable[[T], R], items: Sequence[T]) -> list[R | DetrainError]:
@@ -79,7 +88,9 @@ class Crew:
         work = [self._pool.submit(act, item) for item in items]
         if self.questions:
             self.questions.serve(work)
-        wait(work)
+        while wait(work, _LOOK_GAP_S if self._meanwhile else None).not_done:
+            if self._meanwhile:
+                self._meanwhile()
         results: list[R | DetrainError] = []
         for future in work:
             error = future.exception()

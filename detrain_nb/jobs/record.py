@@ -26,6 +26,7 @@ __all__ = ["FORMATS", "Changes", "JobRow", "JobSummary", "Record", "bring_up_to_
 
 _FILE_NAME = "jobs.sqlite"
 _BUSY_LIMIT_S = 10.0
+_MOST_NAMES = 500  # in one query
 _LAST_CHARACTER = chr(0x10FFFF)  # sorts behind all that can follow
 # What each format adds to the one before; a file says which one it has. None of these is ever changed.
 FORMATS: tuple[Sequence[str], ...] = (
@@ -168,6 +169,22 @@ class Record:
         values = (*named, -1 if limit is None else limit)
         with self._reading() as db:
             return [JobSummary(*row) for row in db.execute(f"SELECT {_SUMMARY} FROM jobs {where} {_NEWEST} ?", values)]
+
+    def newest_of(self, names: Sequence[str]) -> dict[str, tuple[JobSummary, int]]:
+        """Return the newest job of each of these names, and how many there are; a name without one is left out.
+
+        As in `get`, a submission that failed stands behind all that were started.
+        """
+        found: dict[str, tuple[JobSummary, int]] = {}
+        order = f"MAX(submitted_at - (state = '{NOT_STARTED}') * 1e12)"  # the other columns are those of that row
+        columns = f"SELECT {_SUMMARY}, COUNT(*), {order} FROM jobs WHERE name IN"
+        with self._reading() as db:
+            for begin in range(0, len(names), _MOST_NAMES):
+                some = names[begin : begin + _MOST_NAMES]
+                places = ", ".join("?" * len(some))
+                for *row, count, _ in db.execute(f"{columns} ({places}) GROUP BY name", some):
+                    found[row[1]] = (JobSummary(*row), count)
+        return found
 
     def remove(self, id: str) -> None:
         """Forget a job, and its spec where no other has the same. One that is not there is no error."""

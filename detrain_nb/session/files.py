@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..deploy.start_steps import OnStep, ignore_step
 from ..errors import SessionError, SpecError
 from ..plan import split_names
 from ..transport import Transport
@@ -97,14 +98,22 @@ class SessionFiles(SlotsOnly):
         """Changes in the folder go to the nodes before each cell."""
         return self._sync is not None
 
-    def bring(self, names: Container[str] | None = None) -> list[str]:
+    def bring(
+        self,
+        names: Container[str] | None = None,
+        *,
+        on_step: OnStep = ignore_step,
+        meanwhile: Callable[[], None] | None = None,
+    ) -> list[str]:
         """Have what has changed in the folder on the nodes of these names, by default on all.
 
+        ``on_step`` is told in the threads of the nodes; ``meanwhile`` is called in this one, again and again.
         Returns what the user should know. Raises: DetrainError.
         """
         if self._sync is None:
             return []
-        self._sync.bring([node for node in self._elsewhere if names is None or node.name in names])
+        chosen = [node for node in self._elsewhere if names is None or node.name in names]
+        self._sync.bring(chosen, on_step=on_step, meanwhile=meanwhile)
         told, self._sync.notices[:] = list(self._sync.notices), []
         return told
 

@@ -21,6 +21,7 @@ from ..deploy.chosen_nodes import Nodes, check_session_name, find_nodes, project
 from ..deploy.ending import end_agents
 from ..deploy.kept import check_warm, keep
 from ..deploy.known import StartedWith, forget
+from ..deploy.start_steps import OnStep, ignore_step
 from ..errors import (
     DetrainError,
     SessionError,
@@ -37,6 +38,7 @@ from .files import SessionFiles, current_folder, find_project
 from .news import SessionNews
 from .ranks import SessionRanks
 from .running.asked import check_mapping, check_number, check_seconds, check_text, check_whole, names_of
+from .running.board import Board
 from .running.cells import Cells
 from .running.core import Core, Ranks
 from .running.results import CellResult
@@ -44,6 +46,10 @@ from .running.settings import SlotsOnly
 from .running.start import RankStart, go_on, launch, place
 from .running.status import SessionStatus, look
 from .running.uncut import run_to_its_end
+from .running.variable_facts import Preview
+from .running.variable_table import Variables
+from .running.variables import list_variables, look_into
+from .running.views import Views, Watch
 from .state.cell_observer import CellObserver, check_observer
 from .state.limits import Limits, checked_limits
 from .state.overwritten import OF_ONE_RANK, describe_overwritten
@@ -58,6 +64,7 @@ LINGER_S = 600.0
 GROUP_TIMEOUT_S = 600.0
 SPOOL_LIMIT_BYTES = 1 << 30
 _MOST_HOSTS = 4  # by name
+_SENDING = "bringing the files of the folder to the nodes"
 _GROUPS = ("ranks", "log", "news", "files", "settings")  # of what a session offers
 
 
@@ -65,7 +72,7 @@ class Session(SlotsOnly):
     """Ranks that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
 
     __slots__ = {
-        **dict.fromkeys(("_cells", "_core", "_ending")),
+        **dict.fromkeys(("_cells", "_core", "_ending", "_views")),
         "files": "Files: copied to the nodes and back, compared there.",
         "log": "The cells that were run: what they printed, shown, followed, run again.",
         "name": "The name by which ``Session.attach`` finds the session.",
@@ -81,6 +88,7 @@ class Session(SlotsOnly):
         self._ending = threading.Lock()
         self._core = core
         self._cells = Cells(self._core)
+        self._views = Views(core)
         self.files = files
         self.ranks = SessionRanks(self._core)
         self.log = SessionLog(self._core, self._cells)
@@ -121,6 +129,7 @@ class Session(SlotsOnly):
         force: bool = False,
         limits: Limits | None = None,
         on_progress: Callable[[str], None] | None = None,
+        on_step: OnStep = ignore_step,
     ) -> Session:
         """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
 
@@ -147,7 +156,8 @@ class Session(SlotsOnly):
 
         More than 8 ranks on a node, and more than 4 for each of its processors or than its free memory holds, are
         refused unless ``force`` is set. ``limits`` says how long it waits for what. ``on_progress`` gets a line that
-        says how far the start is, again and again.
+        says how far the start is, again and again, in the calling thread; what it raises ends the start. ``on_step``
+        gets the same of each node, as a `StartStep`, in any thread.
 
         Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
         session of that name runs already. Nothing is left behind then.
@@ -163,7 +173,12 @@ class Session(SlotsOnly):
         check_text("project", os.fspath(project) if isinstance(project, os.PathLike) else project or "")
         project = find_project(project, folder) if project else ""
         say = on_progress or (lambda line: None)
-        transports = transports_to(nodes, ask_passphrase=ask_passphrase)
+        connecting = ""
+
+        def say_again() -> None:
+            say(connecting)
+
+        transports = transports_to(nodes, ask_passphrase=ask_passphrase, meanwhile=say_again)
         if group_timeout_s is not None:
             check_seconds("group_timeout_s", group_timeout_s, is_more_than_0=True)
         usual_s = GROUP_TIMEOUT_S if len(transports) > 1 else 0.0
@@ -174,8 +189,9 @@ class Session(SlotsOnly):
         limits = checked_limits(limits)
         name = check_session_name(f"python-{os.getpid()}-{uuid.uuid4().hex[:6]}" if name is None else name)
         files = SessionFiles(transports, folder, project=project, is_synced=sync)
-        say(_describe_connecting(transports))
-        ends = bring_up_agents(transports, name)
+        connecting = _describe_connecting(transports)
+        say(connecting)
+        ends = bring_up_agents(transports, name, on_step=on_step, meanwhile=say_again)
         transports = [end.transport for end in ends]
         files.reach_by(transports)
         try:
@@ -191,10 +207,10 @@ class Session(SlotsOnly):
             )
             attached = place(core, ends, asked, is_here=nodes is None, force=force)
             if files.is_synced:
-                say("bringing the files of the folder to the nodes")
-            for words in [*files.notices, *files.bring()]:
+                say(_SENDING)
+            for words in [*files.notices, *files.bring(on_step=on_step, meanwhile=lambda: say(_SENDING))]:
                 core.state.notices.add(words)
-            launch(core, how, attached, say=say)
+            launch(core, how, attached, say=say, on_step=on_step)
         except BaseException:
             session.stop(cold=True)
             raise
@@ -278,6 +294,7 @@ class Session(SlotsOnly):
                 self._core.link.detach(is_seen=is_seen)
                 for transport in self._core.transports:
                     transport.leave()
+                self._views.end()
 
     def stop_cells(self) -> dict[int, str]:
         """Stop the cells that run, as the stop button does; says in words how that went.
@@ -355,10 +372,49 @@ class Session(SlotsOnly):
         self._core.link.push(variables, chosen)
         self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)
 
+    def variables(self, names: str | Iterable[str] = (), *, ranks: Ranks = None, limit_s: float = 5.0) -> Variables:
+        """What the user has defined on ``ranks`` (all), as a table: types, shapes, sizes, and whether ranks agree.
+
+        ``names`` chooses some, also by patterns like ``grad_*``. Nothing of the user's classes is run. Checksums tell
+        whether ranks have the same; large tensors are compared in a sample. A rank that is busy is named, and left out.
+        """
+        check_seconds("limit_s", limit_s, is_more_than_0=True)
+        return list_variables(self._core, names_of(names) if names else [], ranks, limit_s=limit_s)
+
+    def preview(self, name: str, rank: int = 0, *, limit_s: float = 5.0) -> Preview:
+        """A small look into one variable of one rank: a corner of a tensor with statistics, the head of a list or text.
+
+        Only what is shown leaves the rank. Raises: SessionError when the rank is busy, or has no such variable.
+        """
+        check_text("name", name)
+        check_seconds("limit_s", limit_s, is_more_than_0=True)
+        return look_into(self._core, name, check_whole("rank", rank, least=0), limit_s=limit_s)
+
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
         """Where every rank is: its state, the line of the cell it is at, its memory."""
         check_number("limit_s", limit_s)
         return look(self._core, limit_s=limit_s)
+
+    def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
+        """Call ``callback()`` when a rank's state has changed, a cell has begun or ended, a node was lost or is back,
+        or the session has ended; returns what ends that.
+
+        It is called in a background thread, soon after, and at most ten times a second. While a cell runs, the ranks
+        are asked once a second where they are: that one waits for another is seen so. One that raises is called no
+        more, and a notice says so. Raises: SpecError.
+        """
+        return self._views.on_change(callback)
+
+    def watch(self, callback: Callable[[Board], object] | None = None, *, every_s: float = 1.0) -> Watch:
+        """Have a fresh board every ``every_s``, and as soon as something has changed, until what is returned is closed.
+
+        with session.watch() as watch:
+            watch.latest         # a Board, or None before there is one
+
+        ``callback(board)`` is called in a background thread. Meanwhile each node measures what its ranks use, once for
+        all that watch. Raises: SpecError.
+        """
+        return self._views.watch(callback, every_s=every_s)
 
     def restart(self, ranks: Ranks = None) -> None:
         """Replace ``ranks`` (all) by fresh ones, those that were left down too, and wait until they are up.
@@ -400,21 +456,28 @@ class Session(SlotsOnly):
         with self._ending:
             if self._core.is_stopped:
                 return
-            limit_s, transports, links = self._core.link.limits.end_s, self._core.transports, self._core.link.node_links
-            is_ours = [not link.is_hung_up_on for link in links]
-            left = set(self._core.link.end(limit_s=limit_s, keep_s=keep_s)) - self._core.state.lost_nodes.keys()
-            is_taken = [link.is_taken for link in links]  # perhaps in this very moment
-            self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
-            atexit.unregister(self._end)
-            self.files.reach_by([])
-            self.not_ended = [transports[node].name for node in left if transports[node].can_resume]
-            if not self.not_ended and not any(is_taken):
-                forget(self.name)
-            for node, (transport, link) in enumerate(zip(transports, links)):
-                if link.is_kept:
-                    keep(transport, link.take_socket(), keep_s=keep_s)
-                else:
-                    transport.wait_for_end(limit_s=limit_s, is_ours=is_ours[node] and not is_taken[node])
+            self._views.begin_end()
+            try:
+                self._end_nodes(keep_s)
+            finally:
+                self._views.end(has_ended=self._core.is_stopped)
+
+    def _end_nodes(self, keep_s: float) -> None:
+        limit_s, transports, links = self._core.link.limits.end_s, self._core.transports, self._core.link.node_links
+        is_ours = [not link.is_hung_up_on for link in links]
+        left = set(self._core.link.end(limit_s=limit_s, keep_s=keep_s)) - self._core.state.lost_nodes.keys()
+        is_taken = [link.is_taken for link in links]  # perhaps in this very moment
+        self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
+        atexit.unregister(self._end)
+        self.files.reach_by([])
+        self.not_ended = [transports[node].name for node in left if transports[node].can_resume]
+        if not self.not_ended and not any(is_taken):
+            forget(self.name)
+        for node, (transport, link) in enumerate(zip(transports, links)):
+            if link.is_kept:
+                keep(transport, link.take_socket(), keep_s=keep_s)
+            else:
+                transport.wait_for_end(limit_s=limit_s, is_ours=is_ours[node] and not is_taken[node])
 
     def __enter__(self) -> Session:
         return self

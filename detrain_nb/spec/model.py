@@ -59,6 +59,11 @@ class SpecModel(BaseModel):
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
+def may_show(field: str, value: object) -> bool:
+    """Whether a message may have the value of a field of that name: no secret can stand there, and it is short."""
+    return field not in _NOT_SHOWN and not (isinstance(value, str) and has_password(value))
+
+
 def _is_many(kind: type | None) -> bool:
     return kind is not None and issubclass(kind, BaseModel | tuple | dict)
 
@@ -79,12 +84,12 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
     if fault["type"] == "extra_forbidden":
         return [FieldFault(path, f" is no field: {nearest(field, model.model_fields)}")]
     if fault["type"] == "missing":
-        return [FieldFault(path, f" is missing: give {describe_field(model, field)}")]
-    is_secret = field in _NOT_SHOWN or (isinstance(fault["input"], str) and has_password(fault["input"]))
-    value = "" if is_secret else f" {show(fault['input'])}"
+        advice = f"give {describe_field(model, field)}"
+        return [FieldFault(path, f" is missing: {advice}", advice)]
+    value = f" {show(fault['input'])}" if may_show(field, fault["input"]) else ""
     is_number = fault["type"] == "string_type" and isinstance(fault["input"], int | float)  # as YAML reads it
     advice = str(error) or f"give {describe_field(model, field)}" + "; a number or true stands in quotes" * is_number
-    return [FieldFault(path, f"{value}: {advice}")]
+    return [FieldFault(path, f"{value}: {advice}", advice)]
 
 
 def _name_place(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:

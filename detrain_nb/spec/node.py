@@ -78,48 +78,67 @@ class Node(SpecModel):
     """
 
     name: Annotated[str, only(is_node_name), like(f"(?:{NODE_NAME})?")] = Field(
+        title="Name",
         default="",  # the host's
         description="letters, digits and . _ -, at most 63, the first no sign; 'all', 1 or 0-3 would mean ranks",
     )
     host: Annotated[str, only(_is_host), like(_HOST_LIKE)] = Field(
-        description="a host name, a Host of your ssh config or an address; user and port are apart"
+        title="Host", description="a host name, a Host of your ssh config or an address; user and port are apart"
     )
-    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(default=None, description="a number from 1 to 65535")
+    port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        title="Port", default=None, description="a number from 1 to 65535"
+    )
     user: Annotated[str, only(_USER.fullmatch), like(_USER.pattern)] | None = Field(
-        default=None, description="a user of letters, digits and . _ @ + -"
+        title="User", default=None, description="a user of letters, digits and . _ @ + -"
     )
-    identity_file: Path | None = Field(default=None, description="the path of a private key")
+    identity_file: Path | None = Field(title="Key file", default=None, description="the path of a private key")
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
-        default=None, description='the hosts to go through, "[user@]host[:port]", several with commas'
+        title="Jump host",
+        default=None,
+        description='the hosts to go through, "[user@]host[:port]", several with commas',
     )
     address: Address | None = Field(
-        default=None, description="the address or host name at which the other nodes reach this one"
+        title="Address for other nodes",
+        default=None,
+        description="the address or host name at which the other nodes reach this one",
     )
-    devices: _Devices = Field(default="auto", description='"auto", "cpu", or the indices of GPUs, each once, as [0, 1]')
-    ranks: Annotated[int, Field(ge=1)] | None = Field(default=None, description="a number of ranks, at least 1")
-    python: Path = Field(default="python3", description="the path or name of a Python on the node, on one line")
+    devices: _Devices = Field(
+        title="Devices", default="auto", description='"auto", "cpu", or the indices of GPUs, each once, as [0, 1]'
+    )
+    ranks: Annotated[int, Field(ge=1)] | None = Field(
+        title="Ranks", default=None, description="a number of ranks, at least 1"
+    )
+    python: Path = Field(
+        title="Python", default="python3", description="the path or name of a Python on the node, on one line"
+    )
     workdir: Annotated[str, only(_is_workdir), like(rf"(?=[/~]){PATH}")] | None = Field(
-        default=None, description="a folder on the node that starts with / or ~"
+        title="Work folder", default=None, description="a folder on the node that starts with / or ~"
     )
     setup: Lines = Field(
+        title="Setup lines",
         default=(),
         description='lines for the shell that starts Python, as "module load cuda" or a list, without control codes',
     )
     env: Variables = Field(
+        title="Environment variables",
         default=(),
         description='a list of names of environment variables, each once, as ["HF_TOKEN"]: values stay out of it',
     )
     bandwidth_mbit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="megabits a second, more than 0"
+        title="Bandwidth in Mbit/s", default=None, description="megabits a second, more than 0"
     )
     latency_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
-        default=None, description="milliseconds, at least 0"
+        title="Latency in ms", default=None, description="milliseconds, at least 0"
     )
     memory_gb: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="gigabytes of memory, of a GPU where the ranks use GPUs, more than 0"
+        title="Memory in GB",
+        default=None,
+        description="gigabytes of memory, of a GPU where the ranks use GPUs, more than 0",
     )
     relative_speed: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="how fast a rank there is beside the fastest, as 1.0 and 0.5, more than 0"
+        title="Relative speed",
+        default=None,
+        description="how fast a rank there is beside the fastest, as 1.0 and 0.5, more than 0",
     )
 
     @model_validator(mode="before")

@@ -41,7 +41,7 @@ _Entry = Annotated[
     str, only(lambda text: is_inside(text) and text.lower().endswith(".py")), like(f"(?={PYTHON_FILE}$){INSIDE}")
 ]
 _Argument = Annotated[str, only(is_for_argv)]
-_FOLDERS = ("git", "path")  # what has an entry
+FOLDER_KINDS = ("git", "path")  # what has an entry
 
 
 class Git(SpecModel):
@@ -108,9 +108,9 @@ class Source(SpecModel):
         if len(given) != 1:
             found = f"{' and '.join(given)} are given" if given else "nothing says what to run"
             raise ValueError(f"{found}: give exactly one of {', '.join(_KINDS)}")
-        if given[0] in _FOLDERS and self.entry is None:
+        if given[0] in FOLDER_KINDS and self.entry is None:
             raise ValueError(f"entry is missing: {given[0]} is a folder, so name the Python file of it that is run")
-        if given[0] not in _FOLDERS and self.entry is not None:
+        if given[0] not in FOLDER_KINDS and self.entry is not None:
             raise ValueError(f"entry {self.entry!r} stands beside {given[0]}, which is no folder: leave it out")
         return self
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..metrics import log_metrics
+from ..metrics import log_metrics, note_step
 from ..parallel import ParallelModel
 from ..parallel.microbatches import rows_of
 
@@ -109,6 +109,8 @@ class Reports:
     def _log(self, step: int, record: Record) -> None:
         if self._model.is_main:
             log_metrics(step, {"run": self._run, **record}, folder=self._folder)
+        else:
+            note_step(step)
 
 
 def _find_tqdm() -> Any:

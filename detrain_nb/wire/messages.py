@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
+from typing import ClassVar
 
 from ..errors import WireError
 from .json_text import MAX_BUNDLE_BYTES, Json, count_values, parse_json, read_text, without_collections
 
-PROTOCOL = 6
+PROTOCOL = 7
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
@@ -292,7 +293,8 @@ class Attached(Message, number=22):
     ``ranks`` is empty before the launch. Messages up to ``acknowledged`` were shown, up to ``sent`` perhaps, up to
     ``last_number`` not by this notebook. How cells and ranks stand has come before, without a number: ``RanCell``,
     ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received`` have arrived.
-    ``free_bytes``: of its memory; 0 where that is not known.
+    ``free_bytes``: of its memory; 0 where that is not known. ``info`` is that of ``Launch``, and what this agent can do
+    that not every one can: ``measures``.
     """
 
     incarnation: str
@@ -611,12 +613,69 @@ class RankEnded(Message, number=48):
     down: str
 
 
+# ---- live views: only an agent that has said in ``Attached.info`` that it ``measures`` is asked
+
+
+@dataclass(frozen=True)
+class Measure(Message, number=49):
+    """From the notebook: say every ``every_s``, for ``for_s`` from now on, what the ranks of this node use; 0 ends it.
+
+    Answered by ``Measured``, again and again.
+    """
+
+    every_s: float
+    for_s: float
+
+
+@dataclass(frozen=True)
+class Measured(Message, number=50):
+    """From an agent: what its ranks use. It is not kept: a notebook that is slow misses some.
+
+    The first lists have an entry for each of ``ranks``, those of ``gpu_...`` one for each GPU of the node; ``gpus``
+    says which of these a rank has. What is not known is -1. ``cpu_percent`` is of one processor, and of the rank's
+    process alone; ``node_cpu_percent`` of all processors. ``steps_per_s``: see node/agent/step_rates.py.
+    """
+
+    ranks: list[int]
+    cpu_percent: list[float]
+    rss_bytes: list[int]
+    steps_per_s: list[float]
+    gpus: list[int]
+    gpu_names: list[str]
+    gpu_percent: list[float]
+    gpu_used_bytes: list[int]
+    gpu_total_bytes: list[int]
+    node_cpu_percent: float
+    memory_used_bytes: int
+    memory_total_bytes: int
+
+
+# ---- what variables ranks have
+
+
+@dataclass(frozen=True)
+class AskVariables(Message, number=51):
+    """Ask what variables ranks have; answered as ``Pull`` is, with one value of the name ``ANSWER``.
+
+    ``wanted``: see node/cell/variables.py.
+    """
+
+    ANSWER: ClassVar[str] = "variables"
+    MOST_NAMES: ClassVar[int] = 2_000  # in an answer
+
+    ranks: list[int]
+    request: int
+    wanted: Json
+
+
 # ---- what a frame says of one
 
 
 # Who says what; a worker passes on what its interpreter says.
-FROM_NOTEBOOK = frozenset(kind for number, kind in KINDS.items() if number <= NUMBERS[Piece])
-FROM_INTERPRETER = frozenset(kind for number, kind in KINDS.items() if number > NUMBERS[WorkerUp]) | {Piece}
+FROM_NOTEBOOK = frozenset(kind for number, kind in KINDS.items() if number <= NUMBERS[Piece]) | {Measure, AskVariables}
+FROM_INTERPRETER = frozenset(
+    kind for number, kind in KINDS.items() if NUMBERS[WorkerUp] < number <= NUMBERS[RankEnded]
+) | {Piece}
 FROM_WORKER = FROM_INTERPRETER - {Collectives}
 FROM_NODE = frozenset(NUMBERS) - FROM_NOTEBOOK - {WorkerUp, Collectives} | {Piece, Unfinished}
 
@@ -681,6 +740,10 @@ def _is_int(value: object) -> bool:
     return type(value) is int and -(1 << 53) <= value <= 1 << 53
 
 
+def _is_float(value: object) -> bool:
+    return math.isfinite(value) if type(value) is float else _is_int(value)  # no int without end
+
+
 def _is_list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, list) and all(fits(item) for item in value)
 
@@ -695,13 +758,14 @@ def _is_dict_of_str(value: object) -> bool:
 
 _FITS: dict[str, Callable[[object], bool]] = {
     "int": _is_int,
-    "float": lambda value: math.isfinite(value) if type(value) is float else _is_int(value),  # no int without end
+    "float": _is_float,
     "bool": lambda value: isinstance(value, bool),
     "str": _is_str,
     "bytes": lambda value: isinstance(value, bytes),
     "LongText": _is_str,
     "Json": lambda value: True,
     "list[int]": _is_list_of(_is_int),
+    "list[float]": _is_list_of(_is_float),
     "list[str]": _is_list_of(_is_str),
     "dict[str, str]": _is_dict_of_str,
     "dict[str, str] | None": lambda value: value is None or _is_dict_of_str(value),
@@ -719,7 +783,7 @@ _MOST_BYTES_BEHIND: dict[type[Message], int] = {
     Display: MAX_BUNDLE_BYTES,
     CellDone: MAX_BUNDLE_BYTES,
 }
-_MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19}  # all ranks say one at once, each second
+_MOST_HEADER_BYTES: dict[type[Message], int] = {Position: 1 << 19, Measured: 1 << 19}  # said again each second
 _HEADER_FIELDS = {
     kind: dict.fromkeys(name for name in checks if name != _BEHIND_HEADER.get(kind)).keys()
     for kind, checks in _CHECKED_FIELDS.items()

@@ -2,35 +2,130 @@
 
 Each module finds them without the names of the one before, or others where that one has left them unable to go on.
 They end with the room: tests of other rooms look whether a session is left.
+
+A rank that is lost costs one test: the one in which it was lost fails, and says how it ended. Before the next test all
+ranks begin anew, and run again what the fixtures of the module have run on them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import DetrainError
+from detrain_nb.errors import DetrainError, format_ranks
+
+from ..session.inside import state_of
 
 TESTS = Path(__file__).parents[1]
 ROOMS = [str(TESTS), str(TESTS / "parallel"), str(TESTS / "training")]
 _IMPORTS = f"import sys; sys.path[:0] = {ROOMS!r}"
+_KEEP = "_kept = {*globals(), '_kept'}"
 _END = "for name in {*globals()} - _kept: del globals()[name]"
-_shared: dict[int, Session] = {}  # by how many ranks they have
-_lent_now: set[int] = set()
+_LIMIT_S = 60.0
+
+
+class _SharedRanks:
+    """The ranks of one session, lent to one module after the other."""
+
+    def __init__(self, count: int) -> None:
+        self.session = Session.start(count, device="cpu")
+        self.is_lent = False
+        self.is_over = False  # their room is: they are stopped when they are given back
+        self._fixtures: dict[str, None] = {}  # the cells that fixtures of the module have run, in their order
+        try:
+            self._begin()
+        except BaseException:
+            self.session.stop()
+            raise
+
+    def _begin(self) -> None:
+        for code in (_IMPORTS, _KEEP, *self._fixtures):
+            self.session.run_cell(code, timeout_s=_LIMIT_S)
+        self._incarnations = state_of(self.session).incarnations
+        self.pass_over_cells()
+
+    def pass_over_cells(self) -> None:
+        """What has been run up to now was not run by a fixture."""
+        self._num_cells = len(self.session.log.cells)
+
+    def note_fixtures(self) -> None:
+        """What has been run since was."""
+        self._fixtures |= dict.fromkeys(cell.code for cell in self.session.log.cells[self._num_cells :])
+
+    def describe_lost(self) -> str:
+        """Which ranks were lost since they began, and how they ended; empty where none was."""
+        state = state_of(self.session)
+        fresh = {rank for rank, number in state.incarnations.items() if number != self._incarnations[rank]}
+        if not (lost := sorted({*state.lost, *fresh})):
+            return ""
+        told = list(filter(None, [*self.session.news.pop_notices(), self.session.news.pop_losses()]))
+        how = told or ["its end was the error of a cell"]
+        return "\n".join([f"lost of the ranks that modules share: {format_ranks(lost)}", *how])
+
+    def begin_anew_if_lost(self) -> str:
+        """Returns ``describe_lost``, and why the ranks could not begin anew, if so."""
+        if not (words := self.describe_lost()):
+            return ""
+        try:
+            self.session.restart()
+            self._begin()
+        except DetrainError as exc:
+            return f"{words}\nthe next tests lack them: {exc}"
+        return words
+
+    def give_back(self) -> None:
+        """Take the names of the module away. Raises: DetrainError where the ranks cannot go on."""
+        self.is_lent = False
+        self._fixtures.clear()
+        self.session.run_cell(_END, timeout_s=_LIMIT_S)
+
+
+_shared: dict[int, _SharedRanks] = {}  # by how many they are
+
+
+def _lent_now() -> list[_SharedRanks]:
+    return [ranks for ranks in _shared.values() if ranks.is_lent]
+
+
+def _begin_anew_where_lost() -> str:
+    return "\n".join(filter(None, [ranks.begin_anew_if_lost() for ranks in _lent_now()]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Generator[None]:
+    for ranks in _lent_now():
+        ranks.pass_over_cells()
+    yield
+    for ranks in _lent_now():
+        ranks.note_fixtures()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """The test in which a rank is lost fails, or the next one where that was between them."""
+    if lost := _begin_anew_where_lost():
+        pytest.fail(f"before this test began: {lost}", pytrace=False)
+    try:
+        yield
+    except (Exception, pytest.fail.Exception) as exc:
+        if lost := _begin_anew_where_lost():
+            exc.add_note(lost)
+        raise
+    if lost := _begin_anew_where_lost():
+        pytest.fail(lost, pytrace=False)
 
 
 @pytest.hookimpl(tryfirst=True)  # a fixture of another room may look at what is left when it ends
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path.parent != item.path.parent:
-        for count in [*_shared]:
-            if count in _lent_now:  # fixtures of the test may use it to their end: then `_lent` stops it
-                _lent_now.remove(count)
-            else:
-                _shared.pop(count).stop()
+        for count, ranks in [*_shared.items()]:
+            ranks.is_over = True  # fixtures of the test may use them to their end: then `_lent` stops them
+            if not ranks.is_lent:
+                _stop(count)
 
 
 @pytest.fixture(scope="module")
@@ -60,23 +155,26 @@ def eight_ranks() -> Iterator[Session]:
 def _started(count: int) -> Session:
     """Its ranks import what lies beside the tests."""
     session = Session.start(count, device="cpu")
-    session.run_cell(_IMPORTS, timeout_s=60)
+    session.run_cell(_IMPORTS, timeout_s=_LIMIT_S)
     return session
+
+
+def _stop(count: int) -> None:
+    _shared.pop(count).session.stop()
 
 
 @contextlib.contextmanager
 def _lent(count: int) -> Iterator[Session]:
-    if count not in _shared:
-        _shared[count] = _started(count)
-        _shared[count].run_cell("_kept = {*globals(), '_kept'}")
-    session = _shared[count]
-    _lent_now.add(count)
-    yield session
-    if count not in _lent_now:
-        _shared.pop(count).stop()
-        return
-    _lent_now.remove(count)
+    ranks = _shared[count] = _shared.get(count) or _SharedRanks(count)
+    ranks.is_lent = True
+    ranks.pass_over_cells()
+    yield ranks.session
+    lost = ranks.describe_lost()  # since the last test
     try:
-        session.run_cell(_END, timeout_s=60)
+        ranks.give_back()
     except DetrainError:
-        _shared.pop(count).stop()
+        ranks.is_over = True
+    if ranks.is_over:
+        _stop(count)
+    if lost:
+        pytest.fail(f"after this test: {lost}", pytrace=False)

@@ -337,3 +337,17 @@ def test_record_is_where_the_state_of_programs_is(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Record().summaries() == []
     assert (tmp_path / ".local/state/detrain_nb/jobs.sqlite").exists()
+
+
+def test_newest_of_names_are_those_that_started(record: Record) -> None:
+    for id, name in (("a-1", "a"), ("a-2", "a"), ("b-1", "b")):
+        add(record, id, name=name)
+    for id, name in (("a-3", "a"), ("c-1", "c")):
+        add(record, id, name=name)
+        record.update(id, state="not started")
+    found = record.newest_of(["a", "b", "c", "d", *(f"e{number}" for number in range(1500))])
+    assert {name: (job.id, count) for name, (job, count) in found.items()} == {
+        "a": ("a-2", 3),
+        "b": ("b-1", 1),
+        "c": ("c-1", 1),
+    }

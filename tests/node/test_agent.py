@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -27,7 +24,6 @@ from detrain_nb.wire import (
     CellDone,
     EndSession,
     Frame,
-    FrameReader,
     Kept,
     Launch,
     LauncherEnded,
@@ -47,69 +43,13 @@ from detrain_nb.wire import (
 )
 
 from ..raw_frames import prefix
-
-
-@dataclass
-class Agent:
-    """A running agent and the folder it serves."""
-
-    process: subprocess.Popen[bytes]
-    folder: Path
-    sockets: contextlib.ExitStack
-
-    def connect(self) -> Peer:
-        sock = self.sockets.enter_context(socket.socket(socket.AF_UNIX))
-        sock.settimeout(20)
-        sock.connect(str(self.folder / "agent.sock"))
-        return Peer(sock)
-
-
-class Peer:
-    """One connection to the agent, as a notebook has it."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self._reader = FrameReader()
-        self._arrived: list[Message] = []
-        self.numbers: list[int] = []
-
-    def send(self, *messages: Message) -> None:
-        self.sock.sendall(b"".join(to_frame(message).to_bytes() for message in messages))
-
-    def receive(self, kind: type[Message] | tuple[type[Message], ...]) -> Message:
-        """The next message of ``kind``; others are dropped. Raises: EOFError when the agent hangs up."""
-        while True:
-            while self._arrived:
-                message = self._arrived.pop(0)
-                if isinstance(message, kind):
-                    return message
-            try:
-                data = self.sock.recv(1 << 16)
-            except ConnectionResetError:
-                data = b""
-            if not data:
-                raise EOFError
-            for frame in self._reader.feed(data):
-                self.numbers += [frame.number] if frame.number else []
-                self._arrived.append(frame.message())
+from .agent_here import Agent, agent_running
 
 
 @pytest.fixture
 def agent() -> Iterator[Agent]:
-    with tempfile.TemporaryDirectory() as base, contextlib.ExitStack() as sockets:
-        folder = Path(base) / "mine"
-        folder.mkdir(mode=0o700)
-        command = [sys.executable, "-c", RUN_MODULE, "detrain_nb.node.agent.agent", str(folder)]
-        process = sockets.enter_context(
-            subprocess.Popen(command, cwd="/", stdout=subprocess.PIPE, start_new_session=True)
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"detrain-nb agent ready\n"
-        try:
-            yield Agent(process, folder, sockets)
-        finally:
-            process.terminate()
-            process.wait(10)
+    with agent_running() as running:
+        yield running
 
 
 def test_agent_says_what_it_runs_on(agent: Agent) -> None:

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import CellInterrupted, RankLost, SessionError
+from detrain_nb.errors import CellInterrupted, RankError, RankLost, SessionError
 from detrain_nb.wire import Message, NewGeneration, Pull, RunCell
 
 from ..node.cgroups import can_make_cgroups, memory_cgroup
@@ -174,6 +174,23 @@ def test_death_between_cells_is_told_by_the_next_one(equipped: Session) -> None:
     assert "rank 1 is fresh, its variables are gone" in notice
     equipped.run_cell("1", observer=watcher)
     assert len(watcher.notices) == 1, "once"
+
+
+@pytest.mark.here_only
+def test_death_between_cells_is_told_by_the_error_of_the_next_one_where_nobody_shows_it(equipped: Session) -> None:
+    """As in a script: there a NameError alone would say nothing of why the name is gone."""
+    equipped.run_cell("kept = 1")
+    pid = equipped.status().ranks[1].pid
+    os.kill(pid, signal.SIGKILL)
+    assert_soon(lambda: equipped.status().ranks[1].pid != pid)
+    with pytest.raises(RankError, match=r"rank 1 on .*: NameError: name 'kept' is not defined") as caught:
+        equipped.run_cell("kept")
+    for said in (str(caught.value), "\n".join(caught.value._render_traceback_())):
+        assert re.search(rf"before this cell rank 1 on .* \(pid {pid}\) ended with signal 9 \(SIGKILL\)", said)
+        assert "rank 1 is fresh, its variables are gone:\n  %distributed replay -r 1" in said
+    with pytest.raises(RankError) as caught:
+        equipped.run_cell("kept")
+    assert "before this cell" not in str(caught.value), "once"
 
 
 @pytest.mark.slow

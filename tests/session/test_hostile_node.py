@@ -84,6 +84,8 @@ from detrain_nb.wire import (
     Launch,
     LauncherEnded,
     Locate,
+    Measure,
+    Measured,
     Message,
     NewGeneration,
     Notice,
@@ -246,12 +248,60 @@ def test_frame_that_is_no_message_ends_the_link_and_nothing_else(pair: Pair, dat
     pair.assert_hung_up()
 
 
+def test_node_measures_its_own_ranks_and_only_what_it_is_asked_for(pair: Pair) -> None:
+    """Not of an earlier release: it has said that it knows the order. What it names is safe to show."""
+    pair.bad.say(MEASURED, is_numbered=False)
+    pair.assert_not_heard()
+    with pair.session.watch(every_s=0.1) as watch:
+        assert_soon(lambda: watch.latest is not None)
+        assert watch.latest and watch.latest.ranks[1].rss_bytes is None
+
+
+def test_agent_of_an_earlier_release_is_not_asked_to_measure() -> None:
+    """It would not read on."""
+    good, new, orders = FakeNode("good", 0), FakeNode("bad", 1), {0: [], 1: []}  # type: ignore[var-annotated]
+    new.attached = replace(new.attached, info={**INFO, "measures": True})
+    for node, fake in enumerate((good, new)):
+        fake.answers[Measure] = lambda message, node=node: orders[node].append(message) or []  # type: ignore[misc]
+    session = Session.attach("mine", nodes=[good, new])
+    try:
+        with session.watch(every_s=0.1) as watch:
+            assert_soon(lambda: bool(orders[1]))
+            new.say(MEASURED, is_numbered=False)
+            assert_soon(lambda: watch.latest is not None and watch.latest.ranks[1].rss_bytes is not None)
+            board = watch.latest
+        assert board is not None
+        assert_soon(lambda: orders[1][-1].for_s == 0)
+        assert orders[0] == [] and 0 < orders[1][0].for_s <= 5
+        assert [node.is_sampled for node in board.nodes] == [False, True]
+        assert board.ranks[0].rss_bytes is None
+        rank = board.ranks[1]
+        assert (rank.cpu_percent, rank.gpu_percent, rank.gpu_used_bytes, rank.steps_per_s) == (50.0, 7.0, 10, 2.5)
+        assert "A" in rank.gpu_name and not {"\x1b", "\u202e"} & set(rank.gpu_name)
+        assert (board.nodes[1].cpu_percent, board.nodes[1].memory_used_bytes) == (30.0, 5)
+    finally:
+        session.detach()
+
+
+def test_what_is_measured_for_hours_is_no_flood(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each order makes room for its answers, also for those of very many ranks."""
+    monkeypatch.setattr(pair.session.settings.limits, "unasked_bytes", 100_000)
+    long_names, came = replace(MEASURED, gpu_names=["x" * 20_000]), []
+    monkeypatch.setattr(pair.state.measurements, "take", lambda said, node: came.append(said))
+    for count in range(20):
+        link_of(pair.session).send_to(1, Measure(1.0, 5.0))
+        pair.bad.say(long_names, is_numbered=False)
+        assert_soon(lambda: len(came) > count or pair.state.lost_nodes)  # noqa: B023
+    pair.assert_not_heard()
+
+
 def test_half_a_large_frame_holds_up_nobody(pair: Pair) -> None:
     pair.bad.say_bytes(prefix(Output, 1000, 60 << 20) + bytes(30 << 20))
     pair.assert_others_go_on()
 
 
 _ANOTHERS = [0, -1, 2, 1 << 53]
+MEASURED = Measured([1], [50.0], [1 << 20], [2.5], [0], ["A\x1b[31m100\u202e"], [7.0], [10], [20], 30.0, 5, 9)
 
 
 @pytest.mark.parametrize("rank", _ANOTHERS)
@@ -305,6 +355,36 @@ def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int
         RankEnded(1, 1, 0, 1 << 50, 0, "", "", False, ""),
         RankEnded(1, 1, 0, 0, -(1 << 50), "", "", False, ""),
         CellFailed(1, 0, 0.0, True, False, "x", "x", [], False, False, ["rank", "rank"]),
+        *(
+            replace(MEASURED, **said)
+            for said in (
+                {"ranks": [0]},
+                {"ranks": [2]},
+                {"ranks": [1, 1], "cpu_percent": [1, 1], "rss_bytes": [1, 1]},
+                {"cpu_percent": []},
+                {"cpu_percent": [-2]},
+                {"cpu_percent": [1e300]},
+                {"rss_bytes": [-1]},
+                {"rss_bytes": []},
+                {"steps_per_s": [1e12]},
+                {"steps_per_s": [1.0, 2.0]},
+                {"gpus": [1]},
+                {"gpus": [-2]},
+                {"gpu_names": []},
+                {"gpu_percent": [101]},
+                {"gpu_used_bytes": [1 << 61]},
+                {"gpu_total_bytes": [1, 2]},
+                {"node_cpu_percent": 101},
+                {"memory_used_bytes": 10},
+                {"memory_total_bytes": -1},
+                {
+                    "gpu_names": ["x"] * 300,
+                    "gpu_percent": [1] * 300,
+                    "gpu_used_bytes": [1] * 300,
+                    "gpu_total_bytes": [1] * 300,
+                },
+            )
+        ),
     ],
     ids=lambda message: f"{type(message).__name__}",
 )
@@ -1642,6 +1722,7 @@ _OF_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "LongText": _BODIES,
     "Json": _JSONS | _KNOWN,
     "list[int]": st.lists(_INTS, max_size=3),
+    "list[float]": st.lists(_INTS | st.floats(), max_size=3),
     "list[str]": st.lists(_TEXTS, max_size=3),
     "dict[str, str]": st.dictionaries(_TEXTS, _TEXTS, max_size=2),
     "dict[str, str] | None": st.none() | st.dictionaries(_TEXTS, _TEXTS, max_size=2),

@@ -28,6 +28,7 @@ from ...agents import ENDED_PREFIX, HOLDER_NAME, LOCK_NAME, PID_NAME, READY, SOC
 from ...errors import WireError
 from ...launch import GPUS_VARIABLE, usable_cpus
 from ...locks import take_lock
+from ...metrics import STEPS_VARIABLE
 from ...wire import (
     ALIVE_GAP_S,
     FROM_NOTEBOOK,
@@ -41,10 +42,12 @@ from ...wire import (
     Attached,
     EndSession,
     Frame,
+    Json,
     Launch,
     LauncherEnded,
     Link,
     LinkClosed,
+    Measure,
     Message,
     OpenStore,
     OtherProtocol,
@@ -64,10 +67,13 @@ from ..system.gpus import count_gpus, list_gpus, name_gpus
 from ..system.loop import Loop
 from ..system.memory_room import free_memory_bytes
 from ..system.processes import lead_nowhere
+from .gpu_watch import VisibleGpus
 from .kept import AgentProcess
 from .pace import Pace
+from .sampler import Sampler
 from .snapshot import Snapshot
 from .spool import Spool
+from .step_rates import make_places
 
 _ATTACH_LIMIT_S = 30.0
 _FULL_BYTES = 16 << 20
@@ -124,6 +130,7 @@ class _Agent:
         self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
         self._snapshot = Snapshot()
         self._pace = Pace()
+        self._sampler = Sampler()
         self._notebook: Link | None = None
         self._holder = ""
         self._received = 0  # the number of the last message of the notebook, where it counts them
@@ -139,6 +146,7 @@ class _Agent:
             EndSession: self._end_session,
             Alive: self._answer_alive,
             Renumber: self._renumber,
+            Measure: self._measure,
         }
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         self._listener = socket.socket(socket.AF_UNIX)
@@ -180,9 +188,11 @@ class _Agent:
         self._loop.add(self._process.child_ended, lambda: self._note_end(self._process.take_end()))
         self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
         while not self._is_ending:
-            self._loop.once(self._ends_at, self._confirm_at, self._launching.answer_by, self._pace.lets_go_at)
+            moments = self._ends_at, self._confirm_at, self._launching.answer_by, self._pace.lets_go_at
+            self._loop.once(*moments, self._sampler.due_at)
             self._note_end(self._launching.take_silence())
             self._feed_notebook()
+            self._say_measured()
             self._hold_back()
             self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)
 
@@ -206,6 +216,7 @@ class _Agent:
 
     def end(self) -> None:
         """End the ranks, the launcher, and whatever else the session started."""
+        self._sampler.end()
         for link in self._workers.values():
             with contextlib.suppress(LinkClosed):
                 link.flush()
@@ -317,7 +328,7 @@ class _Agent:
             ranks=self._snapshot.ranks,
             with_group=self._snapshot.with_group,
             generation=self._snapshot.generation,
-            info=self._snapshot.info,
+            info=_with_abilities(self._snapshot.info),
             received=self._received,
             free_bytes=free_memory_bytes() or 0,
         )
@@ -330,6 +341,7 @@ class _Agent:
         self._hang_up(self._notebook)
         self._notebook = self._confirm_at = None
         self._pace = Pace()
+        self._sampler.end()
         self._ends_at = time.monotonic() + self._snapshot.linger_s
 
     def _hang_up(self, link: Link) -> None:
@@ -378,6 +390,9 @@ class _Agent:
     def _answer_alive(self, _: Alive) -> None:
         self._confirm_at = time.monotonic()  # an answer, which says that we are there
 
+    def _measure(self, message: Measure) -> None:
+        self._sampler.take_order(message)
+
     def _renumber(self, message: Renumber) -> None:
         self._to_workers(message, to_frame(message).to_bytes())
         number = dict(zip(message.ranks, message.numbers))
@@ -407,6 +422,8 @@ class _Agent:
             env["PYTHONPATH"] = os.pathsep.join([own, message.env["PYTHONPATH"]])
         if GPUS_VARIABLE in message.env and "CUDA_VISIBLE_DEVICES" not in message.env:
             env["CUDA_VISIBLE_DEVICES"] = name_gpus(message.env[GPUS_VARIABLE], list_gpus())
+        self._sampler.visible = VisibleGpus(env.get("CUDA_VISIBLE_DEVICES"), order=env.get("CUDA_DEVICE_ORDER", ""))
+        env[STEPS_VARIABLE] = make_places(len(message.ranks))  # not that of a session in which this one was started
         store, self._store = self._store, None
         self._note_end(self._launching.start(message.argv, env, store))
 
@@ -455,6 +472,13 @@ class _Agent:
             if self._confirm_at is not None and (self._is_ending or time.monotonic() >= self._confirm_at):
                 self._notebook.send_bytes(self._confirm())
 
+    def _say_measured(self) -> None:
+        """Past the spool: what it was is of no use later."""
+        measured = self._sampler.measure(self._snapshot.up) if self._sampler.due_at is not None else None
+        if measured and self._notebook and not self._notebook.waiting_bytes:
+            with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+                self._notebook.send(measured)
+
     def _confirm(self) -> bytes:
         """What tells the notebook that its messages have come, if it does not know; it goes with what goes anyway."""
         if self._confirm_at is None:
@@ -470,6 +494,10 @@ class _Agent:
         if end and not self._is_ending:
             self._launching.end_ranks()
             self._say(end)
+
+
+def _with_abilities(info: Json) -> Json:
+    return {**(info if isinstance(info, dict) else {}), "measures": True}
 
 
 def _write_to_the_log() -> None:

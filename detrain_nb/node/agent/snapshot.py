@@ -67,6 +67,11 @@ class Snapshot:
     def with_group(self) -> list[int]:
         return sorted(rank for rank, has in self._has_group.items() if has)
 
+    @property
+    def up(self) -> list[RankUp]:
+        """The ranks whose process runs, as they said when it began."""
+        return [said[-1] for said in self._state_of.values() if isinstance(said[-1], RankUp)]
+
     def take_from_notebook(self, message: Message) -> None:
         """Note what the notebook asked for."""
         if handle := self._notebook_handlers.get(type(message)):

@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from ...wire import (
     MAX_HEADER_BYTES,
     MAX_ORDER_HEADER_BYTES,
     PIECE_BYTES,
+    AskVariables,
     Broadcast,
     CellDone,
     CellFailed,
@@ -79,13 +80,14 @@ from .rings import break_rings
 from .streams import Streams, flush_streams
 from .tracebacks import chain_of, describe_error, error_message, user_traceback
 from .unattended import refuse_questions
+from .variables import answer_about
 
 _LISTED_BYTES = MAX_HEADER_BYTES // 2  # of all lines or names in a message
 _NAME_CHARS = 1000
 _OWN_END_LIMIT_S = 0.4  # after another rank's: shorter than the notebook waits for ranks that it freed
 _LEAST_RECURSION = 1000  # that Python begins with
 
-_Question = TypeVar("_Question", Pull, Push, Piece, Complete, Inspect, Broadcast)
+_Question = TypeVar("_Question", Pull, Push, Piece, Complete, Inspect, Broadcast, AskVariables)
 
 
 @dataclass(frozen=True)
@@ -174,6 +176,7 @@ class _Interpreter:
             Complete: partial(self._answer, self._complete),
             Inspect: partial(self._answer, self._inspect),
             Broadcast: partial(self._answer, self._broadcast),
+            AskVariables: partial(self._answer, self._answer_about),
         }
         self._control_handlers: dict[type[Message], Callable[[Any], Message]] = {
             EndGeneration: self._end_generation,
@@ -421,14 +424,22 @@ class _Interpreter:
             self._send(RequestFailed(self._rank, message.request, _bounded(error)))
 
     def _pull(self, message: Pull) -> None:
-        packed = [(name, *values.pack(self._look_up(name), name=name)) for name in message.names]
+        self._send_values(message.request, {name: self._look_up(name) for name in message.names})
+
+    def _answer_about(self, message: AskVariables) -> None:
+        runner = self._runner
+        found = answer_about(message.wanted, runner.user_ns, runner.user_ns_hidden, self._look_up)
+        self._send_values(message.request, {message.ANSWER: found})
+
+    def _send_values(self, request: int, named: Mapping[str, object]) -> None:
+        packed = [(name, *values.pack(value, name=name)) for name, value in named.items()]
         for name, description, buffers in packed:
-            self._send(Value(self._rank, message.request, name, json_body(description)))
+            self._send(Value(self._rank, request, name, json_body(description)))
             for index, buffer in enumerate(buffers):
                 for start in range(0, len(buffer), PIECE_BYTES):
                     piece = bytes(buffer[start : start + PIECE_BYTES])
-                    self._send(Piece([self._rank], message.request, name, index, piece))
-        self._send(RequestDone(self._rank, message.request))
+                    self._send(Piece([self._rank], request, name, index, piece))
+        self._send(RequestDone(self._rank, request))
 
     def _look_up(self, name: str) -> object:
         namespace = self._runner.user_ns

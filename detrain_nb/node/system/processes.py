@@ -129,6 +129,15 @@ def memory_bytes(pid: int) -> int:
     return (read_number(f"/proc/{pid}/statm", r"\d+ ") or 0) * os.sysconf("SC_PAGE_SIZE")
 
 
+def process_use(pid: int) -> tuple[float, int]:
+    """Processor time that all threads of a process have used, and its resident memory; 0 where it cannot be read."""
+    fields = _stat_fields(str(pid))
+    if len(fields) < 22:
+        return 0.0, 0
+    ticks, pages = int(fields[11]) + int(fields[12]), int(fields[21])
+    return ticks / os.sysconf("SC_CLK_TCK"), pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def main_thread_seconds(pid: int) -> float:
     """Processor time that the main thread of a process has used, or could have used; 0 where it cannot be read.
 

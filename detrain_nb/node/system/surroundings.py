@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 
 from ...launch import GPUS_VARIABLE, RANK_CONFIG_VARIABLE, STORE_FD_VARIABLE, WARM_FD_VARIABLE
+from ...metrics import STEPS_VARIABLE
 from ...text import name_some
 
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
@@ -21,6 +22,7 @@ PER_SESSION_VARIABLES = frozenset(
         STORE_FD_VARIABLE,
         WARM_FD_VARIABLE,
         GPUS_VARIABLE,
+        STEPS_VARIABLE,
         "CUDA_VISIBLE_DEVICES",  # CUDA is initialised in the interpreter, never before
         "PYTEST_CURRENT_TEST",  # pytest sets it anew for every test
     }

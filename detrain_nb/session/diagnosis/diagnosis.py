@@ -347,7 +347,7 @@ class HangWatch:
         hung = [v for v in self._hung(mismatches, now, limit_s=self.hang_s) if v.rank in running]
         if not hung:
             limit_s = _SLOW * max(self.hang_s, 1.0)
-            slow = [v for v in verdicts.values() if v.collective and self._waited_s(v, now) >= limit_s]
+            slow = [v for v in verdicts.values() if v.collective and self.waited_s(v, now) >= limit_s]
             is_everybody = bool(slow) and {verdict.rank for verdict in slow} >= set(running)
             return f"{describe_wait(slow, hosts=hosts)}; {_ALL_CAME}" if is_everybody else ""
         away = {rank for verdict in hung for rank in verdict.missing}
@@ -369,7 +369,7 @@ class HangWatch:
             return False
         if any(verdict.collective is None for verdict in hung):
             limit_s = max(limit_s, self.message_s)
-        waited_s = (min(self._waited_s(verdict, now), now - self._seen[verdict.rank].first_at) for verdict in hung)
+        waited_s = (min(self.waited_s(verdict, now), now - self._seen[verdict.rank].first_at) for verdict in hung)
         return min(waited_s) >= limit_s
 
     def _mismatches(self) -> dict[_Key, str]:
@@ -380,11 +380,11 @@ class HangWatch:
         return [
             verdict
             for verdict in self._verdicts.values()
-            if self._waited_s(verdict, now) >= limit_s
+            if self.waited_s(verdict, now) >= limit_s
             and (verdict.collective is None or verdict.missing or _key(verdict.collective) in mismatches)
         ]
 
-    def _waited_s(self, verdict: Verdict, now: float) -> float:
+    def waited_s(self, verdict: Verdict, now: float) -> float:
         """How long a rank has been waiting; below 0 for one that does not."""
         seen = self._seen.get(verdict.rank)
         if seen is None:

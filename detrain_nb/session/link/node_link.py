@@ -36,6 +36,8 @@ from ...wire import (
     Kept,
     Link,
     LinkClosed,
+    Measure,
+    Measured,
     Message,
     Notice,
     Output,
@@ -62,7 +64,7 @@ _SLOW_BYTES_PER_S = 10_000  # what is under way on a slow connection gives the n
 _LONGEST_UNDER_WAY_S = 120.0  # but no more: each piece of 1 MB is answered
 _PIECE_BYTES = 1 << 16  # of output: so much is taken at once
 _ANSWER_BYTES = 1 << 19  # of headers with which a rank may answer what it is told
-_WITHOUT_END = (Output, Display, ClearOutput, Piece, Received)  # what a cell says, quickly read
+_WITHOUT_END = (Output, Display, ClearOutput, Piece, Received, Measured)  # what a cell says, quickly read
 _SHORT_BYTES = 1 << 12
 _REMEMBERED = (RanCell, Unfinished)  # what of these may come is counted by MessageChecks
 _GIVE_WAY_S = 0.001  # between two pieces: the locks that are let go of there are free for who waits for them
@@ -155,7 +157,8 @@ class NodeLink:
             self._attach = message
             self._link.add_bytes(to_frame(message).to_bytes())
             return
-        answers_bytes = _ANSWER_BYTES * len(getattr(message, "ranks", ()))
+        asked = 1 if isinstance(message, Measure) else len(getattr(message, "ranks", ()))
+        answers_bytes = _ANSWER_BYTES * asked
         self._unread_bytes = min(self._unread_bytes, self._limits.unasked_bytes) + answers_bytes
         number = 0
         if self._counts:
@@ -434,6 +437,7 @@ class NodeLink:
             self._drop_received(message.received)
             for _, data in self._unreceived:
                 self._link.add_bytes(data)
+        self._state.note_connection()
 
     def _forget_up_to(self, number: int) -> None:
         with self._sending:

@@ -330,9 +330,11 @@ class RankLink:
         return {rank: names[node] for rank, node in list(self.state.node_of.items())} if len(names) > 1 else {}
 
     @contextlib.contextmanager
-    def request(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Iterator[Request]:
+    def request(
+        self, ranks: Iterable[int], names: Iterable[str] = (), *, limit_bytes: int = values.MAX_BYTES
+    ) -> Iterator[Request]:
         """A question to ``ranks``; an answer is waited for inside, one that comes later is dropped."""
-        request = self.state.requests.new(ranks, names)
+        request = self.state.requests.new(ranks, names, limit_bytes=limit_bytes)
         for rank, end in list(self.state.lost.items()):  # its loss was told before the question was there
             if end.down:
                 request.fail(RankLost(what_to_do_about_down({rank: end}), ranks=[rank]), rank=rank)

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field, replace
 from ...plan import Plan
 from ...wire import CellDone, Output, Unfinished
 from .log import BEGINNINGS, NEW, SHOWN_PERHAPS, Logged, OutputLog
+from .safe_output import clean_text, one_line, without_colours
 
 SAID_BEFORE_PERHAPS = "--- from here on perhaps shown before:"
 SAID_BEFORE_NEW = "--- from here on new:"
 _LONGEST_LINE_BYTES = 1 << 16  # as much of a line that does not end goes to a later notebook
 _MOST_UNFINISHED_BYTES = 32 << 20  # of all of them
 _MOST_GAPS = 1000
+_PRINTED_BYTES, _LAST_LINE_CHARS = 1 << 11, 200
 _MOST_GAP_CHARS = 8 << 20  # of all cells
 
 
@@ -65,6 +67,7 @@ class Logbook:
         self._gaps: list[str] = []  # what is to be said where the next message of a cell is shown
         self._unfinished: dict[tuple[int, int, str], bytes] = {}  # lines by cell, rank and stream, the latest last
         self._unfinished_bytes = 0
+        self._printed: dict[int, tuple[str, bytes]] = {}  # the end of what a rank has printed last, with its stream
 
     def add(self, message: Logged, *, is_missed: bool, is_shown_perhaps: bool) -> str:
         """A message of a cell, and whether an earlier notebook has missed it; says in words what went wrong."""
@@ -88,6 +91,7 @@ class Logbook:
         for era in self._eras:
             era.now = {then: number[now] for then, now in era.now.items() if now in number}
         self._eras.append(_Era(plan, dict(number)))
+        self._printed = {number[rank]: end for rank, end in self._printed.items() if rank in number}
         for source in self.unfinished:
             self._take_line(source)
 
@@ -115,6 +119,7 @@ class Logbook:
             logged.counts[part] += 1
         if isinstance(message, Output):
             self._note_unfinished(message)
+            self._note_printed(message, said.rank)
         return self.log.error if self.log.error != had_error else ""
 
     def _place_gaps(self, cell: int, logged: LoggedCell, part: int) -> None:
@@ -158,6 +163,18 @@ class Logbook:
             self._unfinished_bytes += len(line)
         while self._unfinished_bytes > _MOST_UNFINISHED_BYTES:
             self._take_line(next(iter(self._unfinished)))
+
+    def _note_printed(self, message: Output, rank: int) -> None:
+        stream, end = self._printed.get(rank, (message.stream, b""))
+        end = end if stream == message.stream else b""
+        self._printed[rank] = message.stream, (end + message.body[-_PRINTED_BYTES:])[-_PRINTED_BYTES:]
+
+    def last_line(self, rank: int) -> str:
+        """The last line that a rank has printed, as it was drawn last, if it is not blank; short, and safe to show."""
+        _, end = self._printed.get(rank, ("", b""))
+        lines = clean_text(end.decode("utf-8", "replace")).splitlines()
+        line = next((line for line in reversed(lines) if line.strip()), "")
+        return one_line(without_colours(line).strip(), most_chars=_LAST_LINE_CHARS)
 
     def _take_line(self, source: tuple[int, int, str]) -> bytes:
         line = self._unfinished.pop(source, b"")

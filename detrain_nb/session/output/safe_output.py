@@ -69,6 +69,11 @@ def clean_text(text: str, *, keeps_moves: bool = False) -> str:
     return _SURROGATES.sub("\ufffd", escapes.sub(lambda match: match[1] or "", text))
 
 
+def without_colours(text: str) -> str:
+    """Clean text as it is where nothing has a colour."""
+    return _COLOUR.sub("", text)
+
+
 def clean_words(text: str) -> str:
     """Clean text for where something stands before it on its line: it cannot go back there and write over that."""
     return _OTHER_ENDS.sub("\n", clean_text(text))
@@ -201,7 +206,7 @@ def safe_bundle(bundle: object, *, is_this_machine: bool, rest_is_in: str = "") 
     safe = {mime: value for mime, value in safe.items() if mime not in refused}
     safe["text/plain"] = _clean_beginning(safe.get("text/plain", ""), rest_is_in)
     if not is_this_machine and not safe.keys().isdisjoint(_IMAGES):  # a terminal shows it in the place of an image
-        safe["text/plain"] = textwrap.indent(_COLOUR.sub("", safe["text/plain"]), _BESIDE_IMAGE, lambda line: True)
+        safe["text/plain"] = textwrap.indent(without_colours(safe["text/plain"]), _BESIDE_IMAGE, lambda line: True)
     told = [f"... an {mime} {fault} is not shown ..." for mime, fault in refused.items()]
     safe["text/plain"] = "\n".join(filter(None, [safe["text/plain"], *told]))
     if "application/json" in safe:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from ...errors import CellInterrupted, CellTimeout, LaunchError, RankLost, format_ranks
 from ...wire import Broadcast, EndGeneration, GenerationEnded, GenerationReady, NewGeneration, RequestDone
@@ -55,8 +55,8 @@ class ProcessGroups:
                 if attempt == _ATTEMPTS - 1 or isinstance(exc, LaunchError) and not self._state.fresh:
                     raise
 
-    def make(self, *, tell: Callable[[int], None] = lambda ready: None) -> None:
-        """Let all ranks make the default group of the next generation; ``tell`` gets how many have it.
+    def make(self, *, tell: Callable[[Collection[int]], None] = lambda ready: None) -> None:
+        """Let all ranks make the default group of the next generation; ``tell`` gets the ranks that have it.
 
         Raises: LaunchError with their reason, RankLost when one ends meanwhile. Nobody is left waiting then.
         """
@@ -91,7 +91,7 @@ class ProcessGroups:
     def _send_new(self, number: int) -> None:
         self._link.send(NewGeneration(list(self._state.ranks), number, self._groups.is_checked, self._groups.is_wanted))
 
-    def _wait_for_group(self, ready: Request, tell: Callable[[int], None]) -> None:
+    def _wait_for_group(self, ready: Request, tell: Callable[[Collection[int]], None]) -> None:
         """Wait for all; when one cannot make it, the others wait in vain."""
         deadline = time.monotonic() + self._limits.group_s
         while not ready.wait_quietly(0.05) and not ready.has_failed:
@@ -100,7 +100,7 @@ class ProcessGroups:
                 raise CellTimeout(f"{slow} did not make the process group within {self._limits.group_s:g} s")
             if _errors(ready):
                 self.end()
-            tell(len(ready.answers))
+            tell(set(ready.answers))
         ready.wait(0.0, what="making the process group")
 
     def end(self, *, without_waiting_for: Iterable[int] = ()) -> Sequence[str]:

@@ -110,7 +110,9 @@ class Cells:
         """Note that it is about to be sent, and tell who shows it."""
         self._state.history.begin(message)
         self._state.confirm_missed()  # whoever runs a cell has seen what was missed
-        self._core.tell(self._state.pop_losses(), cell.observers)  # of ranks whose loss was no cell's error
+        losses = self._state.pop_losses()  # of ranks whose loss was no cell's error
+        self._core.tell(losses, cell.observers)
+        cell.tell_losses(losses)
         cell.observers.begin(cell.number)
 
     def _raise_for(self, cell: Cell, story: str) -> None:
@@ -128,7 +130,8 @@ class Cells:
             note = f"{silence}\n{story or describe_new_groups(stale, is_wanted=self._state.groups.is_wanted)}"
         else:
             note = "\n".join(filter(None, [mismatch, story or self._core.rescue.after_failure(cell)]))
-        error = (CellInterrupted if is_stopped else RankError)(errors, world_size=len(cell.ranks), note=note)
+        kind = CellInterrupted if is_stopped else RankError
+        error = kind(errors, world_size=len(cell.ranks), note=note, lost_before=cell.lost_before)
         raise error from cell.observers.failure
 
     def _mismatch(self, cell: Cell) -> str:

@@ -7,12 +7,13 @@ import os
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...deploy.bringing_up import End
 from ...deploy.known import StartedWith, noted_owners
+from ...deploy.start_steps import OnStep, Phase, StartStep, ignore_step
 from ...errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
 from ...launch import (
     LOOPBACK,
@@ -175,7 +176,9 @@ def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
             raise SpecError(f"{crowd}; start at most {most}, or all the same with --force (in Python force=True)")
 
 
-def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say) -> None:
+def launch(
+    core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say, on_step: OnStep = ignore_step
+) -> None:
     """Start the ranks of all nodes at once. Raises: LaunchError."""
     core.state.groups.want(how.has_group, timeout_s=how.group_timeout_s)
     address = core.transports[0].address if len(core.transports) > 1 else LOOPBACK
@@ -185,24 +188,48 @@ def launch(core: Core, how: RankStart, attached: Mapping[int, Attached], *, say:
     for node, transport in enumerate(core.transports):
         message = how.message(core.state.plan, node, transport, cpus=attached[node].cpus, run_id=run_id, store=store)
         core.link.send_to(node, message)
-    _wait_until_all_up(core, ranks_up, say)
+    _wait_until_all_up(core, ranks_up, say, _Counted(core.state.plan, "ranks", on_step))
     if how.has_group:
-        core.process_groups.make(
-            tell=lambda ready: say(f"making the process group: {ready} of {core.state.world_size} ranks")
-        )
+        counted = _Counted(core.state.plan, "group", on_step)
+
+        def tell(ready: Collection[int]) -> None:
+            counted.tell(ready)
+            say(f"making the process group: {len(ready)} of {core.state.world_size} ranks")
+
+        core.process_groups.make(tell=tell)
+        counted.tell(core.state.ranks)
 
 
-def _wait_until_all_up(core: Core, request: Request, say: Say) -> None:
+class _Counted:
+    """Tells of each node how many of its ranks have come so far, where that is another number than before."""
+
+    def __init__(self, plan: Plan, phase: Phase, on_step: OnStep) -> None:
+        self._plan = plan
+        self._phase = phase
+        self._on_step = on_step
+        self._told: dict[str, int] = {}
+
+    def tell(self, there: Collection[int]) -> None:
+        for node in self._plan.nodes:
+            come, total = sum(rank in there for rank in node.ranks), len(node.ranks)
+            if self._told.get(node.name) != come:
+                self._told[node.name] = come
+                self._on_step(StartStep(node.name, self._phase, "done" if come == total else "running", come, total))
+
+
+def _wait_until_all_up(core: Core, request: Request, say: Say, counted: _Counted) -> None:
     """Raises: CellTimeout, or why a rank cannot come."""
     num_up, deadline, limit_s, all_ranks = -1, math.inf, core.link.limits.start_s, core.state.world_size
     while not request.wait_quietly(_TELL_GAP_S) and not request.has_failed:
         if len(request.answers) > num_up:
             num_up, deadline = len(request.answers), time.monotonic() + limit_s
+            counted.tell(set(request.answers))
         say(f"importing torch: {num_up} of {all_ranks} ranks are up")
         if time.monotonic() >= deadline:
             apart = "; do the nodes reach each other? %distributed doctor --nodes NODES tells" if core.nodes else ""
             raise CellTimeout(f"{num_up} of {all_ranks} ranks are up, and no other came in {limit_s:g} s{apart}")
     request.wait(0.0, what="start")
+    counted.tell(set(request.answers))
     core.state.requests.end(request)
 
 

@@ -76,19 +76,21 @@ def node_statuses(
 
     ``lost`` says why a node is, ``broken_s`` for how many seconds there has been no connection, by its position.
     """
-    found = []
-    for number, (transport, placed) in enumerate(zip(transports, plan.nodes)):
-        fault = ""
-        if number in lost:
-            fault = f"lost: {lost[number]}"
-        elif number in broken_s:
-            fault = f"no connection for {broken_s[number]:.0f} s, trying again"
-        if placed.name and placed.ranks:
-            found.append(NodeStatus(placed.name, _where(transport), placed.ranks, fault))
-    return tuple(found)
+    return tuple(
+        NodeStatus(placed.name, where_is(transport), placed.ranks, fault_of(node, lost=lost, broken_s=broken_s))
+        for node, (transport, placed) in enumerate(zip(transports, plan.nodes))
+        if placed.name and placed.ranks
+    )
 
 
-def _where(transport: Transport) -> str:
+def fault_of(node: int, *, lost: Mapping[int, str], broken_s: Mapping[int, float]) -> str:
+    """Why the node at that position cannot be reached now; empty while there is a connection."""
+    if node in lost:
+        return f"lost: {lost[node]}"
+    return f"no connection for {broken_s[node]:.0f} s, trying again" if node in broken_s else ""
+
+
+def where_is(transport: Transport) -> str:
     """``user@host:port``, as far as the user wrote it."""
     node = transport.node
     if node is None:

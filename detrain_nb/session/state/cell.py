@@ -39,6 +39,8 @@ class Cell:
         self.ranks: Final = tuple(ranks)  # those that run it
         self.observers: Final = Observers() if observer is None else Observers(observer)
         self.incarnations: Final[Mapping[int, int]] = dict(incarnations or {})  # of the interpreters it is meant for
+        self.began_at: Final = time.time()  # here: one that runs since an attach has begun earlier
+        self._lost_before = ""
         self._hosts = dict(hosts)
         self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
         self._is_from_log = is_from_log
@@ -62,6 +64,16 @@ class Cell:
     def presses(self) -> int:
         """Of stop, so far: see rescue.py."""
         return self._presses
+
+    @property
+    def lost_before(self) -> str:
+        """How ranks ended before it began, in words, where nobody who shows it has shown that: for its error."""
+        return self._lost_before
+
+    def tell_losses(self, words: str) -> None:
+        """How ranks ended before it began."""
+        if not self.observers:
+            self._lost_before = words
 
     @property
     def is_cut_off(self) -> bool:

@@ -49,6 +49,11 @@ class History:
         """
         return [part for _, parts in sorted(self._ran.items()) for part in parts.values()]
 
+    def code_of(self, number: int) -> tuple[str, int]:
+        """The code of a cell and the number of its first line; no code where none is known, or nodes do not agree."""
+        parts = list(self._ran.get(number, {}))
+        return parts[0] if len(parts) == 1 else ("", 1)
+
     @property
     def disputed(self) -> list[int]:
         """The cells whose code nodes do not agree on."""

@@ -10,6 +10,7 @@ from ...wire import (
     CellDone,
     CellFailed,
     Display,
+    Measured,
     Message,
     Output,
     Piece,
@@ -21,6 +22,7 @@ from ...wire import (
 )
 from ..output.log import Logged
 from .history import History
+from .measurements import check_measured
 from .overwritten import check_overwritten
 from .rank_owners import MOST_RANKS, RankOwners
 
@@ -56,6 +58,8 @@ class MessageChecks:
                 raise WireError("a node sent a piece of a value that is not of one rank")
         elif isinstance(message, RanCell):
             ranks = [*message.ranks, *message.running]
+        elif isinstance(message, Measured):
+            ranks = message.ranks
         elif isinstance(message, Attached):
             ranks = [*message.ranks, *message.with_group]
         for rank in ranks:
@@ -73,6 +77,10 @@ class MessageChecks:
             raise WireError(f"there is no cell {message.cell}")
         if isinstance(message, RankUp):
             self._check_world_size(message, node)
+        if isinstance(message, Measured):
+            if not is_attached:
+                raise WireError("it has measured something before it was attached to")
+            check_measured(message)
         if isinstance(message, Attached):
             if len(set(message.ranks)) < len(message.ranks):
                 raise WireError("it names a rank twice")

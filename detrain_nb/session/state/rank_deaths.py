@@ -65,13 +65,19 @@ def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) ->
 
 def describe_end(end: RankEnded, *, host: str) -> str:
     """How a rank's process ended, with the last lines of its stderr."""
-    how = f"signal {end.signal} ({_signal_name(end.signal)})" if end.signal else f"exit code {end.exit_code}"
-    reason = f", {_reason(end.reason)}" if end.reason else ""
     words = quote(f"\n{end.stderr_tail.strip()}") if end.stderr_tail.strip() else ""
     if is_gone(end):
         return f"rank {end.rank}: {_reason(end.reason)}"
-    what = "was replaced" if end.asked else f"ended with {how}{reason}"
+    what = "was replaced" if end.asked else how_it_ended(end)
     return f"rank {end.rank} on {host} (pid {end.pid}) {what}{f'; its last words:{words}' if words else ''}"
+
+
+def how_it_ended(end: RankEnded) -> str:
+    """``ended with signal 9 (SIGKILL), out of memory``; of a rank whose node is gone, why."""
+    if is_gone(end):
+        return _reason(end.reason)
+    how = f"signal {end.signal} ({_signal_name(end.signal)})" if end.signal else f"exit code {end.exit_code}"
+    return f"ended with {how}{f', {_reason(end.reason)}' if end.reason else ''}"
 
 
 def describe_silence(errors: Mapping[int, RemoteError]) -> str:

@@ -24,8 +24,12 @@ _NO_ROOM = "pull fewer values at once, a part of them, or torch.save them to a f
 class Request:
     """One question to some ranks. Each of them ends its answer with any message but ``Value`` and ``Piece``."""
 
-    def __init__(self, number: int, ranks: Iterable[int], names: Iterable[str] = ()) -> None:
+    def __init__(
+        self, number: int, ranks: Iterable[int], names: Iterable[str] = (), *, limit_bytes: int = values.MAX_BYTES
+    ) -> None:
+        """``limit_bytes``: of one value."""
         self.number: Final = number
+        self._limit_bytes = limit_bytes
         self._left_as = ""
         self._names = set(names)  # of the values that were asked for
         self._answers: dict[int, Message] = {}
@@ -133,7 +137,7 @@ class Request:
         ask = partial(require_room, what=f"{message.name} of {format_ranks([rank])}", advice=_NO_ROOM)
         try:
             ask(to_come_bytes + _TIMES_PARSED * min(len(message.body), values.MAX_DESCRIPTION_BYTES))
-            announced = values.read_announcement(message.description)
+            announced = values.read_announcement(message.description, limit_bytes=self._limit_bytes)
             ask(to_come_bytes + announced.memory_bytes)
         except SessionError as exc:
             self.fail(exc, rank=rank)
@@ -178,8 +182,8 @@ class Requests:
         self._open: dict[int, Request] = {}
         self._left: dict[int, Request] = {}
 
-    def new(self, ranks: Iterable[int], names: Iterable[str] = ()) -> Request:
-        request = Request(next(self._numbers), ranks, names)
+    def new(self, ranks: Iterable[int], names: Iterable[str] = (), *, limit_bytes: int = values.MAX_BYTES) -> Request:
+        request = Request(next(self._numbers), ranks, names, limit_bytes=limit_bytes)
         self._open[request.number] = request
         return request
 

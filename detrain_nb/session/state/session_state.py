@@ -24,6 +24,7 @@ from ...wire import (
     GenerationReady,
     Inspection,
     LauncherEnded,
+    Measured,
     Message,
     Notice,
     Output,
@@ -45,8 +46,10 @@ from ..output.logbook import Logbook
 from ..output.safe_output import Bundle, cleaned, one_line, quote
 from ..output.shown_mark import ShownMark
 from .cell import Cell
+from .changes import Changes
 from .group_state import GroupState
 from .history import History
+from .measurements import Measurements
 from .message_checks import LONGEST_S, MessageChecks
 from .notices import LONGEST_NOTICE, Notices
 from .rank_deaths import advice, describe_end, describe_ends
@@ -66,6 +69,8 @@ _OF_WORDS = (
     StartedCold,
 )
 _ANSWERS = (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)
+# What a live view shows is another after these.
+_OF_STATE = (CellDone, CellFailed, RankUp, RankEnded, LauncherEnded, Attached, Refused)
 
 _VERY_MANY = 10**9  # messages: no node keeps as many
 
@@ -120,12 +125,14 @@ class SessionState:
         self._is_attaching = is_attaching
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
+        self.changes: Final = Changes()  # of what live views show
         self.requests: Final = Requests()  # the questions that are under way
         self.history: Final = History()  # the cells that were run
         self.logbook: Final = Logbook()  # what they have printed
         self.groups: Final = GroupState(self.requests, lock)
         self.notices: Final = Notices(lock)
         self.owners: Final = RankOwners()
+        self.measurements: Final = Measurements()  # of what ranks use, while somebody watches
         self._checks = MessageChecks(self.history, self.owners)
         self._plan = Plan((), "gloo")
         self._lost_nodes: dict[int, str] = {}
@@ -137,6 +144,7 @@ class SessionState:
         self._up: dict[int, RankUp] = {}
         self._lost: dict[int, RankEnded] = {}
         self._fresh: dict[int, RankEnded] = {}
+        self._ends: dict[int, RankEnded] = {}
         self._last_seconds: dict[int, float] = {}
         self._failure: DetrainError | None = None
         self._is_showing_missed = is_attaching
@@ -163,6 +171,7 @@ class SessionState:
             LauncherEnded: self._take_end_of_launcher,
             Notice: self._take_notice,
             StartedCold: self._take_cold_start,
+            Measured: lambda message, number, node: self.measurements.take(message, node),
         }
         self._handlers |= dict.fromkeys(_ANSWERS, lambda message, number, node: self.requests.take(message))
 
@@ -201,6 +210,11 @@ class SessionState:
         return dict(self._fresh)
 
     @property
+    def ends(self) -> dict[int, RankEnded]:
+        """How the last process of a rank ended, where nobody had asked for that, until the next cell begins there."""
+        return dict(self._ends)
+
+    @property
     def incarnations(self) -> dict[int, int]:
         """Of the interpreters, by rank."""
         return {rank: up.incarnation for rank, up in list(self._up.items())}
@@ -229,6 +243,11 @@ class SessionState:
     def busy(self) -> dict[int, Cell]:
         """The ranks that run a cell, and which."""
         return {rank: cell for cell in list(self._cells.values()) for rank in cell.running}
+
+    def can_measure(self, node: int) -> bool:
+        """Its agent has said that it knows what ``Measure`` asks for; one of an earlier release does not."""
+        info = self._attached[node].info if node in self._attached and node not in self._lost_nodes else None
+        return isinstance(info, dict) and info.get("measures") is True
 
     def bringing_values(self, ranks: Collection[int]) -> list[Cell]:
         """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""
@@ -272,10 +291,11 @@ class SessionState:
     def know_plan(self, plan: Plan) -> None:
         """These are the ranks that there are, and their nodes; what was said of others is forgotten."""
         self._plan = plan
+        self.changes.note()
         if not plan.node_of:
             return
         self.owners.know(plan.node_of)
-        for known in (self._up, self._lost, self._fresh, self._last_seconds):
+        for known in (self._up, self._lost, self._fresh, self._ends, self._last_seconds):
             for rank in known.keys() - plan.node_of.keys():
                 known.pop(rank, None)
         self.groups.keep_ranks(plan.node_of)
@@ -301,12 +321,16 @@ class SessionState:
         if is_fresh or self._lost.keys() & set(cell.ranks):
             self._cells = earlier
             return False
+        for rank in cell.ranks:
+            self._ends.pop(rank, None)
+        self.changes.note()
         return True
 
     @_one_at_a_time
     def remove_cell(self, cell: Cell) -> None:
         """It will not be sent."""
         self._cells = {number: known for number, known in self._cells.items() if known is not cell}
+        self.changes.note()
 
     @_one_at_a_time
     def end_lost(self, cell: Cell, idle: Iterable[int]) -> None:
@@ -355,7 +379,8 @@ class SessionState:
         self.owners.know(_renumbered(self.node_of, number))
         self._up = {rank: replace(up, rank=rank) for rank, up in _renumbered(self._up, number).items()}
         self._last_seconds = _renumbered(self._last_seconds, number)
-        self._lost, self._fresh = {}, {}
+        self._lost, self._fresh, self._ends = {}, {}, {}
+        self.measurements.forget()
         self.groups.forget_ranks()
         self.history.renumber(number)
 
@@ -363,6 +388,7 @@ class SessionState:
     def end_renumbering(self) -> None:
         """They have their new numbers, or are lost."""
         self._is_renumbering = False
+        self.changes.note()
 
     @_one_at_a_time
     def notice(self, text: str) -> None:
@@ -379,6 +405,7 @@ class SessionState:
         self.requests.fail_all(self._failure)
         for cell in list(self._cells.values()):
             cell.close()
+        self.changes.note()
 
     @_one_at_a_time
     def measure_by(self, first: Attached, noted: Mapping[int, int]) -> None:
@@ -410,6 +437,7 @@ class SessionState:
             self._attached_to.take_from(agent_of(node), Refused(reason))
             return
         self._lost_nodes[node] = reason
+        self.changes.note()
         gone = f"node {self.nodes[node]} is lost"
         for rank in [rank for rank, owner in self.node_of.items() if owner == node]:
             pid = self._up[rank].pid if rank in self._up else 0
@@ -461,6 +489,8 @@ class SessionState:
             self._take_of_cell(message, number, node, bundle)
         elif handle := self._handlers.get(type(message)):
             handle(message, number, node)
+        if isinstance(message, _OF_STATE):
+            self.changes.note()
 
     def _is_missed(self, number: int, node: int) -> bool:
         """A message with a number that was for an earlier notebook."""
@@ -478,10 +508,15 @@ class SessionState:
     @_one_at_a_time
     def break_off(self, node: int) -> None:
         """The connection to a node broke: values that were under way do not arrive."""
+        self.changes.note()
         own = [rank for rank, owner in self.node_of.items() if owner == node]
         broken = f"{self._on(node)}the connection broke while values were under way"
         for rank in own:
             self.requests.fail_values(TransportError(f"{broken}: ask for them again"), rank=rank)
+
+    def note_connection(self) -> None:
+        """There is one again to a node whose connection broke."""
+        self.changes.note()
 
     @_one_at_a_time
     def close(self, reason: str, node: int = 0) -> None:
@@ -585,6 +620,10 @@ class SessionState:
         reason, words = message.reason[:LONGEST_NOTICE], message.stderr_tail[-LONGEST_NOTICE:]
         message = replace(message, reason=reason, stderr_tail=words, down=message.down[:LONGEST_NOTICE])
         self._lost[message.rank] = self._fresh[message.rank] = message
+        if message.asked or is_missed:
+            self._ends.pop(message.rank, None)
+        else:
+            self._ends[message.rank] = message
         self.groups.note(message.rank, has_group=False)
         host = self._up[message.rank].host if message.rank in self._up else "this machine"
         for cell in list(self._cells.values()):

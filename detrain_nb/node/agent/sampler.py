@@ -1,0 +1,140 @@
+"""What the ranks of a node use, measured by its agent for a notebook that watches; nobody is asked for it.
+
+Processor time and memory come from /proc, those of a rank's own process alone: what it has started, as the workers of a
+DataLoader, does not count. GPUs come from one nvidia-smi (gpu_watch.py), steps from a file (step_rates.py).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...wire import Measure, Measured, RankUp
+from ..system.proc_files import read
+from ..system.processes import process_use
+from .gpu_watch import Gpu, GpuWatch, VisibleGpus
+from .step_rates import StepRates
+
+_LEAST_GAP_S, _MOST_GAP_S = 0.1, 60.0
+_LONGEST_S = 60.0  # of one order: a notebook that is gone costs no more
+_UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class _Use:
+    """Processor time that was used until a moment."""
+
+    cpu_s: float
+    clock_s: float
+
+
+class Sampler:
+    """That of one session. It does nothing without an order, and again nothing when that is over."""
+
+    def __init__(self) -> None:
+        self.due_at: float | None = None  # when it has to do something; None while nobody watches
+        self.visible = VisibleGpus()
+        self._gap_s = _MOST_GAP_S
+        self._until = 0.0
+        self._used: dict[int, _Use] = {}  # by process
+        self._node_used: tuple[int, int] | None = None  # ticks of all processors: busy, and all
+        self._gpus: GpuWatch | None = None
+        self._steps = StepRates()
+
+    def take_order(self, message: Measure) -> None:
+        """Go on for so long from now, or end."""
+        now = time.monotonic()
+        self._until = now + min(message.for_s, _LONGEST_S)
+        self._gap_s = min(max(message.every_s, _LEAST_GAP_S), _MOST_GAP_S)
+        if message.for_s <= 0:
+            self.end()
+        elif self.due_at is None:
+            self.due_at = now
+        else:
+            self.due_at = min(self.due_at, now + self._gap_s)
+
+    def measure(self, ranks: Sequence[RankUp]) -> Measured | None:
+        """What the processes of ``ranks`` use, if it is time to say that."""
+        now = time.monotonic()
+        if self.due_at is None or now < self.due_at:
+            return None
+        if now >= self._until:
+            self.end()
+            return None
+        self.due_at = min(max(self.due_at + self._gap_s, now), self._until)
+        return self._measure(ranks)
+
+    def end(self) -> None:
+        """Nobody watches any more."""
+        self.due_at = None
+        self._used.clear()
+        self._node_used = None
+        self._steps.forget()
+        if self._gpus is not None:
+            self._gpus.end()
+            self._gpus = None
+
+    def _measure(self, ranks: Sequence[RankUp]) -> Measured:
+        used = {up.pid: process_use(up.pid) for up in ranks}
+        clock_s = time.monotonic()
+        shares = {pid: self._share(pid, cpu_s, clock_s) for pid, (cpu_s, _) in used.items()}
+        self._used = {pid: _Use(cpu_s, clock_s) for pid, (cpu_s, _) in used.items()}
+        gpus = self._look_at_gpus(ranks)
+        rates = self._steps.read(ranks, now=clock_s)
+        memory = _memory_of_node()
+        return Measured(
+            [up.rank for up in ranks],
+            [shares[up.pid] for up in ranks],
+            [used[up.pid][1] for up in ranks],
+            [round(rates.get(up.rank, _UNKNOWN), 4) for up in ranks],
+            [self.visible.find(up.device, gpus) for up in ranks],
+            [gpu.name for gpu in gpus],
+            [gpu.percent for gpu in gpus],
+            [gpu.used_bytes for gpu in gpus],
+            [gpu.total_bytes for gpu in gpus],
+            self._node_share(),
+            memory[0] - memory[1],
+            memory[0],
+        )
+
+    def _share(self, pid: int, cpu_s: float, clock_s: float) -> float:
+        """In percent of one processor since the last time."""
+        before = self._used.get(pid)
+        if before is None or clock_s <= before.clock_s:
+            return _UNKNOWN
+        return round(max(0.0, 100 * (cpu_s - before.cpu_s) / (clock_s - before.clock_s)), 1)
+
+    def _node_share(self) -> float:
+        before, self._node_used = self._node_used, _ticks_of_node()
+        if before is None or self._node_used is None or self._node_used[1] <= before[1]:
+            return _UNKNOWN
+        busy, of_all = self._node_used[0] - before[0], self._node_used[1] - before[1]
+        return round(min(100.0, max(0.0, 100 * busy / of_all)), 1)
+
+    def _look_at_gpus(self, ranks: Sequence[RankUp]) -> list[Gpu]:
+        if not any(up.device.startswith("cuda") for up in ranks):
+            return []
+        if self._gpus is None:
+            self._gpus = GpuWatch()
+        return self._gpus.read()
+
+
+def _ticks_of_node() -> tuple[int, int] | None:
+    """Of all processors since the machine was started: those in which they had something to do, and all."""
+    fields = (read("/proc/stat") or "").partition("\n")[0].split()[1:9]
+    if len(fields) < 5 or not all(field.isdigit() for field in fields):
+        return None
+    ticks = list(map(int, fields))
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # but idle, and waiting for a disk
+
+
+def _memory_of_node() -> tuple[int, int]:
+    """All, and what is available of it; 0 where that is not known."""
+    found = dict.fromkeys(("MemTotal", "MemAvailable"), 0)
+    for line in (read("/proc/meminfo") or "").splitlines()[:8]:
+        name, _, rest = line.partition(":")
+        number = rest.split()[:1]
+        if name in found and number and number[0].isdigit():
+            found[name] = int(number[0]) << 10
+    return found["MemTotal"], min(found["MemAvailable"], found["MemTotal"])

@@ -1,0 +1,97 @@
+"""How many steps ranks make in a second, by the steps that they give to ``log_metrics``.
+
+A rank writes its last one, and when that was, into a place of its own in one file of the session's folder
+(``metrics.note_step``): no message is sent, and nobody is woken. The times are those of the rank's own calls, so a step
+that takes longer than the time between two looks counts as what it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ...metrics import STEP_RECORD
+from ...wire import RankUp
+
+STEPS_NAME = "steps"
+_WINDOW_S = 10.0
+_MOST_PLACES = 1 << 12
+_LATE_S, _LATE_GAPS = 2.0, 3  # without a step for so long, a rank makes fewer
+
+
+class _Point(NamedTuple):
+    step: int
+    clock_s: float
+
+
+class StepRates:
+    """Those of one session, whose folder is the current one."""
+
+    def __init__(self) -> None:
+        self._points: dict[tuple[int, int], deque[_Point]] = {}  # by rank and process
+
+    def forget(self) -> None:
+        """Nobody has looked for a while, or will not."""
+        self._points.clear()
+
+    def read(self, ranks: Sequence[RankUp], *, now: float) -> dict[int, float]:
+        """Steps a second, by rank; a rank that has made no two of them is not in it."""
+        records = _read_records(most=max((up.local_rank for up in ranks), default=-1) + 1)
+        points, rates = {}, {}
+        for up in ranks:
+            known = self._points.get((up.rank, up.pid), deque())
+            if 0 <= up.local_rank < len(records):
+                pid, _, step, clock_ns = records[up.local_rank]
+                if pid == up.pid:  # else a process that the rank has started has written there
+                    _add(known, _Point(step, clock_ns / 1e9), now=now)
+            points[up.rank, up.pid] = known
+            if (rate := _rate_of(known, now=now)) is not None:
+                rates[up.rank] = rate
+        self._points = points
+        return rates
+
+
+def make_places(count: int) -> str:
+    """Make the file, with a place for each rank of the node; returns where it is, or nothing where that cannot be."""
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(STEPS_NAME)
+        with open(os.open(STEPS_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(bytes(STEP_RECORD.size * min(count, _MOST_PLACES)))
+        return os.path.abspath(STEPS_NAME)
+    return ""
+
+
+def _read_records(*, most: int) -> list[tuple[int, int, int, int]]:
+    """What stands in the places, as far as there are any."""
+    if not most:
+        return []
+    try:
+        with open(STEPS_NAME, "rb", buffering=0) as file:
+            data = file.read(STEP_RECORD.size * min(most, _MOST_PLACES))
+    except OSError:
+        return []
+    return list(STEP_RECORD.iter_unpack(data[: len(data) // STEP_RECORD.size * STEP_RECORD.size]))
+
+
+def _add(points: deque[_Point], point: _Point, *, now: float) -> None:
+    """A training that begins again counts from there."""
+    if points and point.step < points[-1].step:
+        points.clear()
+    if point.clock_s <= now and (not points or point.step > points[-1].step and point.clock_s > points[-1].clock_s):
+        points.append(point)
+    while len(points) > 2 and points[1].clock_s < now - _WINDOW_S:
+        points.popleft()
+
+
+def _rate_of(points: deque[_Point], *, now: float) -> float | None:
+    if len(points) < 2:
+        return None
+    first, last = points[0], points[-1]
+    passed_s = last.clock_s - first.clock_s
+    if now - last.clock_s > max(_LATE_S, _LATE_GAPS * passed_s / (len(points) - 1)):
+        passed_s = now - first.clock_s
+    return (last.step - first.step) / passed_s

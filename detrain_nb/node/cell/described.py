@@ -1,0 +1,169 @@
+"""What is said of a variable in a table: its type, shape, a short text, its size, its checksum.
+
+It is plain JSON, bounded, and made without running anything of the value's class.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+
+from .digests import digest_of
+from .untouched import (
+    as_tensor,
+    bases_of,
+    is_dtensor,
+    is_of,
+    layout_of,
+    learning_rates,
+    module_of,
+    name_of,
+    plain_torch,
+    tensors_of,
+    whole_shape,
+)
+
+_TEXT_CHARS = 60
+_FIRST = 3  # of a list, in its short text
+_MOST_BITS = 200  # of a whole number that is written out
+_MOST_DIMS = 32
+_COUNTED = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict, str, bytes, bytearray)
+_BY_TEXT = (bool, float, complex, type(None), type(...), range, torch.dtype, torch.device)
+_BRACKETS: dict[type, tuple[str, str]] = {
+    list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}"), frozenset: ("{", "}"), deque: ("[", "]")
+}  # fmt: skip
+
+Row = dict[str, Any]
+
+
+def describe(value: object, *, deadline: float) -> Row:
+    """Everything about one variable; the checksum is ready at ``deadline`` or soon after, or missing."""
+    kind = type(value)
+    row: Row = {"type": name_of(kind), "value": "", "shape": None, "dtype": "", "device": "", "bytes": None}
+    try:
+        with plain_torch():
+            row.update(_facts(value))
+    except Exception:  # noqa: BLE001  a tensor without shape or memory, another thread changes it: its type is known
+        row["value"] = ""
+    digest = digest_of(value, deadline=deadline)
+    row.update(digest=digest.text, is_sample=digest.is_sample, why=digest.why)
+    return row
+
+
+def _facts(value: Any) -> Row:
+    kind = type(value)
+    if is_of(value, torch.Tensor):
+        return _of_tensor(value)
+    if (inside := tensors_of(value)) is not None:
+        return _of_parts(value, inside)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy and numpy.ndarray in bases_of(kind):
+        array = numpy.ndarray.view(value, numpy.ndarray)
+        shape = list(array.shape[:_MOST_DIMS])
+        return {"shape": shape, "dtype": str(array.dtype)[:_TEXT_CHARS], "bytes": int(array.nbytes)}
+    if type in bases_of(kind):
+        return {"type": "class", "value": f"{module_of(value)}.{name_of(value)}".removeprefix("__main__.")}
+    if kind is types.FunctionType:
+        names = value.__code__.co_varnames[: value.__code__.co_argcount]
+        return {"type": "function", "value": _cut(f"({', '.join(names)})")}
+    if kind in _COUNTED:
+        size = sys.getsizeof(value) if len(value) else 0
+        return {"type": f"{kind.__name__}, {len(value):,}", "value": short_text(value), "bytes": size or None}
+    is_torch = kind in (torch.dtype, torch.device)
+    return {"type": f"torch.{kind.__name__}" if is_torch else name_of(kind), "value": short_text(value)}
+
+
+def _of_tensor(value: Any) -> Row:
+    tensor, layout = as_tensor(value), layout_of(value)
+    if tensor is None:
+        return {}
+    shape = whole_shape(value) if layout else list(tensor.shape)
+    return {
+        "shape": shape[:_MOST_DIMS],
+        "local": list(tensor.shape[:_MOST_DIMS]) if layout else None,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "device": str(tensor.device),
+        "bytes": tensor.numel() * tensor.element_size(),
+        "layout": layout,
+    }
+
+
+def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
+    """A module or an optimizer: how much it has on this rank, where, and how its tensors lie."""
+    size, elements, devices, dtypes, layouts = 0, 0, [], [], []
+    for _, part in inside:
+        if (tensor := as_tensor(part)) is not None:
+            size += tensor.numel() * tensor.element_size()
+            elements += _count(whole_shape(part)) if is_dtensor(part) else tensor.numel()
+            devices.append(str(tensor.device))
+            dtypes.append(str(tensor.dtype).removeprefix("torch."))
+            layouts.append(layout_of(part))
+    is_optimizer = is_of(value, torch.optim.Optimizer)
+    words = f"{elements:,} parameters"
+    if is_optimizer:
+        rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(learning_rates(value)))
+        words = f"lr {rates}, {len(inside):,} states"
+    return {
+        "value": _cut(words),
+        "dtype": "" if is_optimizer else _all(dtypes),
+        "device": _all(devices),
+        "bytes": size,
+        "layout": next((layout for layout in layouts if layout), None),
+    }
+
+
+def _count(shape: list[int]) -> int:
+    total = 1
+    for size in shape:
+        total *= size
+    return total
+
+
+def _all(words: list[str]) -> str:
+    return _cut(", ".join(dict.fromkeys(words)))
+
+
+def short_text(value: Any, *, most: int = _TEXT_CHARS, depth: int = 0) -> str:
+    """A plain Python value in a few characters, as Python writes it; of any other the name of its class."""
+    kind = type(value)
+    if kind is int:
+        bits = value.bit_length()
+        return str(value) if bits <= _MOST_BITS else f"a number of {bits:,} bits"
+    if kind in _BY_TEXT:
+        return _cut(str(value), most)
+    if kind in (str, bytes, bytearray):
+        return repr(value) if len(value) <= most else f"{value[:most]!r}…"
+    if kind in (dict, OrderedDict, defaultdict):
+        return _cut(_short_dict(value, depth), most)
+    if kind in _BRACKETS or kind is torch.Size:
+        return _cut(_short_items(value, depth), most)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy and numpy.generic in bases_of(kind) and module_of(kind) == "numpy":
+        return _cut(str(value), most)
+    return "" if depth == 0 else name_of(kind)
+
+
+def _short_items(value: Any, depth: int) -> str:
+    begin, end = _BRACKETS.get(type(value), ("(", ")"))
+    if depth > 1:
+        return f"{begin}…{end}" if len(value) else f"{begin}{end}"
+    first = [item for item, _ in zip(value, range(_FIRST))]
+    more = ["…"] if len(value) > _FIRST else []
+    return begin + ", ".join([*(short_text(item, most=20, depth=depth + 1) for item in first), *more]) + end
+
+
+def _short_dict(value: Any, depth: int) -> str:
+    if depth > 1:
+        return "{…}" if len(value) else "{}"
+    first: list[tuple[Any, Any]] = [pair for pair, _ in zip(dict.items(value), range(_FIRST))]
+    words = [f"{short_text(k, most=20, depth=depth + 1)}: {short_text(v, most=20, depth=depth + 1)}" for k, v in first]
+    return "{" + ", ".join([*words, *(["…"] if len(value) > _FIRST else [])]) + "}"
+
+
+def _cut(text: str, most: int = _TEXT_CHARS) -> str:
+    text = text.encode("utf-8", "backslashreplace").decode()
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,159 @@
+"""A small look into one variable: a corner of a tensor with statistics, the head of a list or a text.
+
+Only what is shown leaves the rank, and nothing of the value's class is run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+from collections import OrderedDict, defaultdict, deque
+from typing import Any
+
+import torch
+
+from .described import Row, short_text
+from .digests import SAMPLE, NotCompared, require_done, sample_of
+from .untouched import as_tensor, bases_of, children_of, is_dtensor, is_of, name_of, plain_torch, tensors_of
+
+_ROWS, _COLUMNS = 5, 6  # of a corner
+_ITEMS = 10  # of a list, a dict, a module
+_ITEM_CHARS = 100
+_TEXT_CHARS = 1000
+_BINS = 18
+_WHOLE_NUMBERS = 1 << 20  # of which statistics are taken of all; else of a sample
+
+
+def preview(value: object, *, deadline: float) -> Row:
+    """A table (``columns``, ``rows``) or ``text``, a ``note`` on what of it that is; of numbers ``facts``, ``bins``."""
+    try:
+        with plain_torch():
+            return _preview(value, deadline)
+    except NotCompared as exc:
+        return {"note": f"nothing of it can be shown now: {exc}"}
+    except Exception as exc:  # noqa: BLE001  torch refuses a layout, another thread changes a dict: the rank lives on
+        return {"note": f"nothing of it can be shown: {name_of(type(exc))}"}
+
+
+def _preview(value: Any, deadline: float) -> Row:
+    kind = type(value)
+    numpy: Any = sys.modules.get("numpy")
+    if is_of(value, torch.Tensor):
+        return _of_tensor(value, deadline)
+    if numpy and numpy.ndarray in bases_of(kind):
+        array = numpy.ndarray.view(value, numpy.ndarray)
+        if array.dtype.kind not in "biufc":
+            return {"note": f"an array of {array.dtype.name} has no preview"}
+        return _of_numbers(torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)), "array")
+    if kind in (list, tuple, deque, set, frozenset, torch.Size):
+        rows = [[str(n), _item(item)] for n, item in enumerate(itertools.islice(value, _ITEMS))]
+        return {"columns": ["", "value"], "rows": rows, "note": _first_of(len(rows), len(value), "items")}
+    if kind in (dict, OrderedDict, defaultdict):
+        items = itertools.islice(dict.items(value), _ITEMS)
+        rows = [[_item(key), _item(item)] for key, item in items]
+        return {"columns": ["key", "value"], "rows": rows, "note": _first_of(len(rows), len(value), "items")}
+    if kind in (str, bytes, bytearray):
+        head = value[:_TEXT_CHARS]
+        text = head if kind is str else repr(bytes(head))
+        return {"text": text, "note": _first_of(len(head), len(value), "characters" if kind is str else "bytes")}
+    if (inside := tensors_of(value)) is not None:
+        return _of_parts(value, inside)
+    text = short_text(value, most=_TEXT_CHARS)
+    return {
+        "text": text,
+        "note": "" if text else f"what {name_of(kind)} holds is not looked at: its class decides that",
+    }
+
+
+def _item(value: object) -> str:
+    return short_text(value, most=_ITEM_CHARS) or name_of(type(value))
+
+
+def _first_of(shown: int, size: int, what: str) -> str:
+    return f"first {shown:,} of {size:,} {what}" if shown < size else f"all {size:,} {what}"
+
+
+def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
+    """The modules directly inside a module; the tensors of anything else, one by one."""
+    rows = []
+    children = children_of(value) if is_of(value, torch.nn.Module) else []
+    for name, child in children[:_ITEMS]:
+        tensors = [as_tensor(part) for _, part in tensors_of(child) or []]
+        numbers = sum(tensor.numel() for tensor in tensors if tensor is not None)
+        rows.append([name[:_ITEM_CHARS], name_of(type(child)), f"{numbers:,}"])
+    if rows:
+        note = _first_of(len(rows), len(children), "modules")
+        return {"columns": ["module", "class", "parameters"], "rows": rows, "note": note}
+    for path, part in inside[:_ITEMS]:
+        tensor = as_tensor(part)
+        shape = "" if tensor is None else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        rows.append([path[:_ITEM_CHARS], name_of(type(part)), shape])
+    return {"columns": ["name", "class", "shape"], "rows": rows, "note": _first_of(len(rows), len(inside), "tensors")}
+
+
+def _of_tensor(value: object, deadline: float) -> Row:
+    tensor = as_tensor(value)
+    if tensor is None:
+        return {"note": f"what {name_of(type(value))} holds is not looked at: its class decides that"}
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        return {"note": "a tensor without numbers, or that is not dense, has no preview"}
+    require_done(tensor, by=deadline)
+    return _of_numbers(tensor, "part of this rank" if is_dtensor(value) else "tensor")
+
+
+def _of_numbers(tensor: torch.Tensor, what: str) -> Row:
+    shape = list(tensor.shape)
+    corner = tensor[(0,) * max(0, len(shape) - 2)] if tensor.numel() else tensor.reshape(-1)
+    corner = corner.reshape(1, -1) if corner.ndim < 2 and corner.numel() <= 1 else corner
+    corner = corner.unsqueeze(0) if corner.ndim == 1 else corner
+    corner = corner[:_ROWS, :_COLUMNS].cpu()
+    if corner.dtype.is_floating_point and corner.element_size() < 4:
+        corner = corner.float()
+    cells = [[_number(number) for number in row] for row in corner.tolist()]
+    height, width = corner.shape
+    of = " x ".join(f"{size:,}" for size in shape) or "1 number"
+    is_cut = tensor.numel() > height * width
+    found: Row = {
+        "columns": ["", *map(str, range(width))] if tensor.numel() else [],
+        "rows": [[str(number), *row] for number, row in enumerate(cells) if row],
+        "note": f"{f'first {height} x {width} of' if is_cut else 'all of'} {of}"
+        + (f", {what}" if "part" in what else ""),
+    }
+    return {**found, **_statistics(tensor)} if tensor.numel() and not tensor.is_complex() else found
+
+
+def _number(value: Any) -> str:
+    if type(value) is not float:
+        return f"{value:.4g}" if type(value) is complex else str(value)
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e5 else f"{value:.3e}"
+
+
+def _statistics(tensor: torch.Tensor) -> Row:
+    """Of all numbers, or of a sample of very many; those that are no numbers are counted, and left out of the rest."""
+    is_sample = tensor.numel() > _WHOLE_NUMBERS
+    picked = (sample_of(tensor, SAMPLE) if is_sample else tensor).cpu()
+    if is_sample and tensor.dtype.is_floating_point and tensor.element_size() == 1:
+        picked = picked.view(tensor.dtype)
+    numbers = picked.reshape(-1).to(torch.float64)
+    finite = numbers[torch.isfinite(numbers)]
+    nans, infinite = int(torch.isnan(numbers).sum()), int(torch.isinf(numbers).sum())
+    found: Row = {
+        "nans": nans,
+        "infinite": infinite,
+        "facts": {},
+        "bins": [],
+        "sampled": len(numbers) if is_sample else 0,
+    }
+    if len(finite):
+        low, high = float(finite.min()), float(finite.max())
+        mean, deviation = float(finite.mean()), float(finite.std(correction=0))
+        if not tensor.dtype.is_floating_point:
+            low, high = int(finite.min()), int(finite.max())
+        facts = {"min": low, "max": high, "mean": mean, "std": deviation}
+        found["facts"] = {name: _number(number) for name, number in facts.items()}
+        if high > low and math.isfinite(high - low):
+            found["bins"] = [int(count) for count in torch.histc(finite, _BINS, low, high)]
+    return found

@@ -1,0 +1,180 @@
+"""What a value is, found out without running anything of its class: no ``__repr__``, ``__len__``, property or hook.
+
+``isinstance`` and a plain attribute can run code of the class; what Python and torch have in C for their own types does
+not.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+_TYPE: Any = type.__dict__
+_MODULE_VARIABLES: Any = torch.nn.Module.__dict__["__dict__"]
+_OPTIMIZER_VARIABLES: Any = torch.optim.Optimizer.__dict__["__dict__"]
+_DICTS: tuple[Any, ...] = (dict, type(torch.nn.Module()._parameters))
+_MOST_TENSORS = 20_000  # of a module
+_MOST_NAME_CHARS = 200
+_MOST_DEPTH = 50  # of modules in modules
+
+
+def bases_of(kind: type) -> tuple[type, ...]:
+    """The class and all its bases."""
+    found: tuple[type, ...] = _TYPE["__mro__"].__get__(kind)
+    return found
+
+
+def is_of(value: object, kind: type) -> bool:
+    """Whether its class is ``kind`` or derived from it, whatever the class says of itself."""
+    return kind in bases_of(type(value))
+
+
+def name_of(kind: type) -> str:
+    """The name of a class, without its module."""
+    return str(_TYPE["__name__"].__get__(kind))[:_MOST_NAME_CHARS]
+
+
+def module_of(kind: type) -> str:
+    """The module of a class; empty where it says something else than a name."""
+    name = _TYPE["__module__"].__get__(kind)
+    return name if type(name) is str else ""
+
+
+def loaded(module: str, name: str) -> Any:
+    """A class whose module somebody has imported; else None."""
+    return vars(sys.modules[module]).get(name) if module in sys.modules else None
+
+
+def is_dtensor(value: object) -> bool:
+    """A DTensor itself; a class derived from it is the user's."""
+    return type(value) is loaded("torch.distributed.tensor", "DTensor")
+
+
+@contextmanager
+def plain_torch() -> Iterator[None]:
+    """Torch's own operators: no class, hook or mode of the user has its turn in them."""
+    with ExitStack() as entered:
+        entered.enter_context(torch.no_grad())
+        entered.enter_context(torch._C.DisableTorchFunction())
+        if modes := loaded("torch.utils._python_dispatch", "_disable_current_modes"):
+            entered.enter_context(modes())
+        yield
+
+
+def as_tensor(value: object) -> torch.Tensor | None:
+    """The numbers of a tensor as a plain one that shares its memory; None where its class decides what they are.
+
+    Of a DTensor its part on this rank. Called inside ``plain_torch``.
+    """
+    if is_dtensor(value):
+        value = _slot(value, "_local_tensor")
+    kind = type(value)
+    if kind in (torch.Tensor, torch.nn.Parameter):
+        return torch.Tensor.detach(value)  # type: ignore[arg-type]
+    if torch.Tensor not in bases_of(kind):
+        return None
+    own = bases_of(kind)[: bases_of(kind).index(torch.Tensor)]
+    if any("__torch_dispatch__" in _TYPE["__dict__"].__get__(base) for base in own):
+        return None
+    return torch.Tensor.as_subclass(torch.Tensor.detach(value), torch.Tensor)  # type: ignore[arg-type]
+
+
+def layout_of(value: object) -> dict[str, Any] | None:
+    """How a DTensor lies on its mesh: the sizes of the mesh, a placement for each, and where this rank is.
+
+    ``kinds``: shard, copy, or partial (a sum whose terms the ranks have).
+    """
+    if not is_dtensor(value):
+        return None
+    spec = _slot(value, "_spec")
+    at = spec.mesh.get_coordinate()
+    return {
+        "mesh": [int(size) for size in spec.mesh.shape],
+        "placements": [str(placement)[:_MOST_NAME_CHARS] for placement in spec.placements],
+        "kinds": [_kind_of(placement) for placement in spec.placements],
+        "at": [int(place) for place in at] if at is not None else None,
+    }
+
+
+def _kind_of(placement: Any) -> str:
+    if placement.is_replicate():
+        return "copy"
+    return "partial" if placement.is_partial() else "shard"
+
+
+def whole_shape(value: object) -> list[int]:
+    """The shape of a DTensor over all ranks."""
+    return [int(size) for size in _slot(value, "_spec").shape]
+
+
+def _slot(value: object, name: str) -> Any:
+    return type(value).__dict__[name].__get__(value)
+
+
+def tensors_of(value: object) -> list[tuple[str, object]] | None:
+    """The parameters and buffers of a module, or the state of an optimizer, each once and with its path.
+
+    None where it is neither. Of very many the first ones. They are what lies in the object, not what it says of itself.
+    """
+    if is_of(value, torch.nn.Module):
+        found = _of_module(value)
+    elif is_of(value, torch.optim.Optimizer):
+        found = _of_optimizer(value)
+    else:
+        return None
+    seen: set[int] = set()
+    kept = []
+    for path, tensor in found:
+        if id(tensor) not in seen and is_of(tensor, torch.Tensor):
+            seen.add(id(tensor))
+            kept.append((path, tensor))
+        if len(kept) == _MOST_TENSORS:
+            break
+    return kept
+
+
+def _of_module(module: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, object]]:
+    seen = {id(module)} if seen is None else seen
+    own = _MODULE_VARIABLES.__get__(module)
+    for kind in ("_parameters", "_buffers"):
+        for name, tensor in pairs(own.get(kind)):
+            yield f"{path}{name}", tensor
+    for name, child in children_of(module):
+        if id(child) not in seen and path.count(".") < _MOST_DEPTH:
+            seen.add(id(child))
+            yield from _of_module(child, f"{path}{name}.", seen)
+
+
+def children_of(module: object) -> list[tuple[str, object]]:
+    """The modules directly inside a module, with their names."""
+    own = _MODULE_VARIABLES.__get__(module)
+    return [(name, child) for name, child in pairs(own.get("_modules")) if is_of(child, torch.nn.Module)]
+
+
+def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object]]:
+    state = _OPTIMIZER_VARIABLES.__get__(optimizer).get("state")
+    of_parameters = list(dict.values(state)) if is_of(state, dict) else []
+    for number, of_parameter in enumerate(of_parameters[:_MOST_TENSORS]):
+        for name, tensor in pairs(of_parameter):
+            yield f"{number}.{name}", tensor
+
+
+def learning_rates(optimizer: object) -> list[float]:
+    """One for each group of an optimizer's parameters, where it is a number."""
+    groups = _OPTIMIZER_VARIABLES.__get__(optimizer).get("param_groups")
+    rates: list[Any] = (
+        [group.get("lr") for group in groups[:100] if type(group) is dict] if type(groups) is list else []
+    )
+    return [rate for rate in rates if type(rate) in (int, float)]
+
+
+def pairs(named: Any) -> list[tuple[str, object]]:
+    """What a plain dict has under names."""
+    if type(named) not in _DICTS:
+        return []
+    items: list[tuple[Any, object]] = list(dict.items(named))
+    return [(name, value) for name, value in items if type(name) is str]

@@ -1,0 +1,36 @@
+"""My Pipelines: spec files beside the notebook, and the form by which one is edited; for views, and for plain Python.
+
+from detrain_nb.pipelines import MyPipelines
+
+mine = MyPipelines()
+mine.entries()
+mine.run("train")
+"""
+
+from __future__ import annotations
+
+from .entries import Entries, Entry, LastJob
+from .examples import EXAMPLES, Example
+from .form import FieldConflict, SpecForm
+from .form_review import review_spec
+from .my_pipelines import MyPipelines
+from .recent import RecentFiles
+from .spec_file import SpecFile, read_spec_file, write_spec_file
+from .trash import Deleted
+
+__all__ = [
+    "EXAMPLES",
+    "Deleted",
+    "Entries",
+    "Entry",
+    "Example",
+    "FieldConflict",
+    "LastJob",
+    "MyPipelines",
+    "RecentFiles",
+    "SpecFile",
+    "SpecForm",
+    "read_spec_file",
+    "review_spec",
+    "write_spec_file",
+]

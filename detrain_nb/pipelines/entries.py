@@ -1,0 +1,207 @@
+"""A pipeline as a line of a list: what of its file, its mesh, its nodes and its last job is told at one look."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from ..errors import DetrainError, count_ranks
+from ..jobs.job_status import OVER, describe_age, describe_seconds
+from ..jobs.record import JobSummary
+from ..node.job.terms import ENDED, NOT_STARTED, STOPPED, STOPPING, SUBMITTING, UNKNOWN
+from ..plan import Plan
+from ..spec import Parallelism, PipelineSpec
+from ..text import ShownAsText, name_some, printable, table_lines
+from .spec_file import SpecFile
+
+__all__ = ["Entries", "Entry", "LastJob", "State", "describe_job", "make_entry"]
+
+State = Literal["run", "new", "ok", "bad", "warn", "idle"]
+_MOST_NODES = 2  # that are named one by one
+_MOST_METRICS_CHARS = 1 << 16
+
+
+@dataclass(frozen=True)
+class LastJob:
+    """The newest job of a pipeline as it was last known: no node was asked. ``word`` and ``detail`` are for people."""
+
+    id: str
+    state: State
+    word: str
+    detail: str
+    is_over: bool
+    count: int  # of the jobs of that name
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A pipeline in the list. ``errors``: what is wrong with its file; ``is_spec``: it can be run as it is.
+
+    ``axes`` has those of its mesh that are not 1, ``nodes`` is a line of words. ``is_beside``: it is in the folder.
+    """
+
+    name: str
+    path: Path
+    file: str
+    description: str
+    axes: tuple[tuple[str, int], ...]
+    nodes: str
+    errors: tuple[str, ...]
+    is_document: bool
+    is_spec: bool
+    is_beside: bool
+    job: LastJob | None = None
+
+    @property
+    def mesh(self) -> str:
+        """``pp 2, tp 2``; empty where all axes are 1."""
+        return ", ".join(f"{axis} {size}" for axis, size in self.axes)
+
+    @property
+    def fault(self) -> str:
+        """What keeps it from being run, in a few words."""
+        if self.is_spec or not self.errors:
+            return ""
+        count = len(self.errors)
+        return f"{count} field{'s' * (count > 1)} to correct" if self.is_document else self.errors[0]
+
+    def matches(self, search: str) -> bool:
+        """Every word of ``search`` stands in its name, file, nodes, mesh or status."""
+        job = f"{self.job.word} {self.job.detail} {self.job.id}" if self.job else "never run"
+        text = f"{self.name} {self.file} {self.description} {self.mesh} {self.nodes} {job} {self.fault}".casefold()
+        return all(word in text for word in search.casefold().split())
+
+
+class Entries(ShownAsText, Sequence[Entry]):
+    """Pipelines, as a list and as a table. ``more``: so many files of the folder were not looked at."""
+
+    def __init__(self, entries: Sequence[Entry], *, folder: str, more: int = 0, notices: Sequence[str] = ()) -> None:
+        self._entries, self.folder, self.more, self.notices = tuple(entries), folder, more, tuple(notices)
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._entries[place]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __str__(self) -> str:
+        more = [f"and {self.more} more files in {self.folder}"] if self.more else []
+        if not self._entries:
+            return "\n".join([f"no pipelines in {self.folder}", *more, *self.notices])
+        rows = [
+            (
+                each.name,
+                each.file,
+                each.mesh or "-",
+                each.nodes,
+                " ".join([each.job.word, each.job.detail] if each.job else ["never run", each.fault]).strip(),
+            )
+            for each in self._entries
+        ]
+        return "\n".join([*table_lines([("name", "file", "mesh", "nodes", "last job"), *rows]), *more, *self.notices])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def make_entry(found: SpecFile, *, file: str, is_beside: bool) -> Entry:
+    """Describe what a file says; of one with faults, as much as can be read."""
+    data, plan = found.data or {}, _plan_of(found.spec)
+    description = data.get("description")
+    return Entry(
+        name=found.name,
+        path=found.path,
+        file=file,
+        description=printable(description[:200], " ") if isinstance(description, str) else "",
+        axes=_axes(found.spec, data, plan),
+        nodes=_nodes(found.spec, data, plan) if found.data is not None else "",
+        errors=found.errors,
+        is_document=found.data is not None,
+        is_spec=found.spec is not None,
+        is_beside=is_beside,
+    )
+
+
+def describe_job(job: JobSummary, *, count: int, spec: PipelineSpec | None, now: float | None = None) -> LastJob:
+    """Say how a job was when it was last heard of."""
+    now = time.time() if now is None else now
+    state, word = _judge(job)
+    is_over = job.state in OVER
+    when = _describe_time(job.submitted_at, now=now)
+    if is_over:
+        took = None if job.started_at is None or job.ended_at is None else job.ended_at - job.started_at
+        detail = f"{when}, in {describe_seconds(took)}" if took is not None else when
+    else:
+        detail = f"known {describe_age(job.updated_at, now=now)}"
+        share = _share(job.metrics, spec)
+        word = f"{word} {share}" if share and state == "run" else word
+    return LastJob(job.id, state, word, detail, is_over, count)
+
+
+def _judge(job: JobSummary) -> tuple[State, str]:
+    state = printable(job.state)[:40]
+    if state == ENDED:
+        code = "" if job.exit_code is None else f", exit {job.exit_code}"
+        return ("ok", "succeeded") if job.exit_code == 0 else ("bad", f"failed{code}")
+    known: Mapping[str, State] = {STOPPED: "idle", UNKNOWN: "warn", SUBMITTING: "new", STOPPING: "warn"}
+    if state == NOT_STARTED or state in OVER:
+        return known.get(state, "bad"), state
+    return known.get(state, "run"), state
+
+
+def _share(metrics: str, spec: PipelineSpec | None) -> str:
+    """``37 %`` of the steps of the spec, by what was last logged; it came from a node."""
+    steps = spec.training.steps if spec else None
+    if not steps or not metrics or len(metrics) > _MOST_METRICS_CHARS:
+        return ""
+    try:
+        said = json.loads(metrics)
+    except (ValueError, RecursionError):
+        return ""
+    step = said.get("step") if isinstance(said, dict) else None
+    if type(step) is not int or not 0 <= step <= steps:
+        return ""
+    return f"{100 * step // steps} %"
+
+
+def _describe_time(at: float, *, now: float) -> str:
+    """``today 11:20``, ``yesterday 17:44``, ``2026-03-01 08:10``."""
+    then, today = datetime.fromtimestamp(at), datetime.fromtimestamp(now)
+    days = (today.date() - then.date()).days
+    day = {0: "today", 1: "yesterday"}.get(days, f"{then:%Y-%m-%d}")
+    return f"{day} {then:%H:%M}"
+
+
+def _plan_of(spec: PipelineSpec | None) -> Plan | None:
+    """None where it does not fit, or how many GPUs there are is not known here."""
+    try:
+        return spec.plan() if spec else None
+    except DetrainError:
+        return None
+
+
+def _axes(spec: PipelineSpec | None, data: Mapping[str, Any], plan: Plan | None) -> tuple[tuple[str, int], ...]:
+    """Those of the plan, else those that are given: -1 is what is left, and nobody knows that then."""
+    if plan is not None and plan.mesh is not None:
+        return tuple((axis, size) for axis, size in plan.mesh.axes.items() if size != 1)
+    given = data.get("parallelism", {})
+    try:
+        mesh = spec.parallelism if spec else Parallelism(**given) if isinstance(given, dict) else Parallelism()
+    except (DetrainError, TypeError):  # TypeError: a name that is no text
+        return ()
+    return tuple((axis, size) for axis, size in mesh.axes.items() if size not in (1, -1))
+
+
+def _nodes(spec: PipelineSpec | None, data: Mapping[str, Any], plan: Plan | None) -> str:
+    """``gpu1, gpu2 · 8 ranks``; of more nodes how many."""
+    if spec is None:
+        given = data.get("nodes")
+        return f"{len(given)} node{'s' * (len(given) > 1)}" if isinstance(given, list) and given else "no nodes yet"
+    names = ["this machine" if node.is_this_machine else node.name for node in spec.nodes] or ["this machine"]
+    told = name_some(names) if len(names) <= _MOST_NODES else f"{len(names)} nodes"
+    return told if plan is None else f"{told} · {count_ranks(plan.world_size)}"

@@ -1,0 +1,183 @@
+"""The fields of a form, described for a page: all of it is read off the models of the spec and their JSON Schema."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel
+
+from ..plan.choices import ONE_OF
+from ..spec import Node, PipelineSpec
+
+__all__ = ["FIELDS", "KIND_PATH", "NODE_FIELDS", "SOURCE_KINDS", "STEPS", "FieldInfo", "Kind", "Step"]
+
+Kind = Literal["text", "area", "number", "flag", "choice", "list", "words", "lines", "variables"]
+Step = Literal["general", "nodes", "source"]
+
+KIND_PATH = "source.kind"  # of the form alone: which of the fields of a source that exclude each other is meant
+SOURCE_KINDS = tuple(name.removeprefix("source.") for group in ONE_OF for name in group if name.startswith("source."))
+_STEP_OF: Mapping[str, Step] = {  # by the first name of a path
+    **dict.fromkeys(("name", "description", "parallelism", "training", "model", "image"), "general"),
+    **dict.fromkeys(("nodes", "rendezvous"), "nodes"),
+    **dict.fromkeys(("source", "data", "checkpoint", "artifacts", "env", "secrets"), "source"),
+}
+STEPS: tuple[Step, ...] = ("general", "nodes", "source")
+_WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are not written with commas
+    "description": "area",
+    "source.script_text": "area",
+    "source.arguments": "words",
+    "source.setup": "lines",
+    "setup": "lines",
+}
+_UNITS = {"_mbit_s": " (Mbit/s)", "_ms": " (ms)", "_gb": " (GB)", "_s": " (s)"}
+_TITLES = {
+    **{axis: axis for axis in ("pp", "dp_replicate", "dp_shard", "tp")},
+    "url": "URL",
+    "id": "ID",
+    "ssh_key": "SSH key",
+    "env": "Environment variables",
+}
+
+
+@dataclass(frozen=True)
+class FieldInfo:
+    """One field: its ``path``, as ``training.epochs``, and what a page shows of it.
+
+    ``choices`` of a kind other than choice are proposals. ``low`` and ``high`` are bounds that may be given, ``above``
+    one that may not. ``default`` is the text of what holds where nothing is typed; empty where that is nothing.
+    """
+
+    path: str
+    title: str
+    hint: str
+    kind: Kind
+    step: Step
+    is_required: bool
+    choices: tuple[str, ...]
+    low: float | None
+    high: float | None
+    above: float | None
+    default: str
+    default_value: Any
+    annotation: Any
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a page needs of it, as plain JSON."""
+        names = ("path", "title", "hint", "kind", "step", "low", "high", "above", "default")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "required": self.is_required,
+            "choices": [*self.choices],
+        }
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return PipelineSpec.model_json_schema()
+
+
+def _walk(model: type[BaseModel], before: str, step: Step | None, *, is_optional: bool = False) -> Iterator[FieldInfo]:
+    """The fields of a model that are typed, those of the models in it as well; a list of nodes is apart."""
+    schema = _schema() if model is PipelineSpec else _schema()["$defs"][model.__name__]
+    for name, field in model.model_fields.items():
+        path = f"{before}{name}"
+        place = step or _STEP_OF[name]
+        inner = _model_in(field.annotation)
+        if path == "nodes":
+            continue
+        if inner is not None:
+            yield from _walk(inner, f"{path}.", place, is_optional=type(None) in get_args(field.annotation))
+        else:
+            is_required = field.is_required() and not is_optional
+            yield _describe(path, field, schema["properties"][name], place, is_required=is_required)
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    kinds = (annotation, *get_args(annotation))
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _describe(path: str, field: Any, schema: Mapping[str, Any], step: Step, *, is_required: bool) -> FieldInfo:
+    parts = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
+    choices = [str(each) for part in parts for each in part.get("enum", [part["const"]] if "const" in part else [])]
+    default = None if field.is_required() else _plain(field.default)
+    return FieldInfo(
+        path=path,
+        title=_title(path.rpartition(".")[2]),
+        hint=field.description or "",
+        kind=_kind(path, parts, is_closed=all("enum" in part or "const" in part for part in parts)),
+        step=step,
+        is_required=is_required,
+        choices=tuple(dict.fromkeys(choices)),
+        low=_bound(parts, "minimum"),
+        high=_highest(parts),
+        above=_bound(parts, "exclusiveMinimum"),
+        default=_show_default(default),
+        default_value=default,
+        annotation=field.annotation,
+    )
+
+
+def _kind(path: str, parts: list[Mapping[str, Any]], *, is_closed: bool) -> Kind:
+    if path in _WRITTEN:
+        return _WRITTEN[path]
+    types = {part.get("type") for part in parts}
+    if is_closed:
+        return "choice"
+    if "object" in types:
+        return "variables"
+    if types == {"array"}:
+        return "list"
+    if types == {"boolean"}:
+        return "flag"
+    if types <= {"integer", "number"}:
+        return "number"
+    return "text"
+
+
+def _bound(parts: list[Mapping[str, Any]], name: str) -> float | None:
+    return next((part[name] for part in parts if name in part), None)
+
+
+def _highest(parts: list[Mapping[str, Any]]) -> float | None:
+    above = _bound(parts, "exclusiveMaximum")
+    is_whole = all(part.get("type") == "integer" for part in parts)
+    return above - 1 if above is not None and is_whole else _bound(parts, "maximum")
+
+
+def _title(name: str) -> str:
+    if name in _TITLES:
+        return _TITLES[name]
+    unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+    words = name.removesuffix(unit).replace("_", " ")
+    return f"{words[:1].upper()}{words[1:]}{_UNITS.get(unit, '')}"
+
+
+def _plain(value: object) -> Any:
+    return list(value) if isinstance(value, tuple) else value
+
+
+def _show_default(value: Any) -> str:
+    if value is None or value in ([], {}):
+        return ""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )
+
+
+def _kind_of_source() -> FieldInfo:
+    hint = "what the ranks run: a script, cells of a notebook, a repository, a folder or a module"
+    return FieldInfo(KIND_PATH, "Source", hint, "choice", "source", True, SOURCE_KINDS, None, None, None, "", None, str)
+
+
+FIELDS: Mapping[str, FieldInfo] = {each.path: each for each in (*_walk(PipelineSpec, "", None), _kind_of_source())}
+NODE_FIELDS: Mapping[str, FieldInfo] = {each.path: each for each in _walk(Node, "", "nodes")}

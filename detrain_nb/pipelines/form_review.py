@@ -1,0 +1,83 @@
+"""What starting a pipeline would do, as plain JSON for a page: which rank is where, what each node runs, its files."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from ..documents import format_document
+from ..errors import DetrainError
+from ..formats import EXPORTERS, export_spec
+from ..plan import Plan
+from ..spec import PipelineSpec
+from ..text import printable
+
+__all__ = ["review_spec"]
+
+_MOST_RANKS = 256  # that are told one by one
+_MOST_FILES = 20
+
+
+def review_spec(spec: PipelineSpec) -> dict[str, Any]:
+    """Return the plan as nodes with their ranks and stages, the commands, the documents and the exports.
+
+    No node is asked. What cannot be made says why in its place: ``error`` of the plan and of the commands.
+    """
+    return {
+        "plan": _told(lambda: _plan(spec.plan())),
+        "commands": _told(lambda: _commands(spec)),
+        "documents": {suffix: format_document(spec.to_dict(), f".{suffix}") for suffix in ("toml", "json", "yaml")},
+        "exports": {name: _told(partial(_export, spec, name)) for name in EXPORTERS},
+    }
+
+
+def _told(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return make()
+    except DetrainError as exc:
+        return {"error": str(exc)}
+
+
+def _export(spec: PipelineSpec, to: str) -> dict[str, Any]:
+    return {"text": export_spec(spec, to), "suffix": EXPORTERS[to].suffix, "about": EXPORTERS[to].about}
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    rows = plan.rank_rows()[:_MOST_RANKS]
+    nodes = []
+    for number, node in enumerate(plan.nodes):
+        ranks = [
+            {"rank": row.rank, "device": row.device, "places": dict(row.coordinates), "stages": list(row.stages)}
+            for row in rows
+            if row.node_rank == number
+        ]
+        nodes.append({"name": node.name or "this machine", "ranks": ranks, "more": len(node.ranks) - len(ranks)})
+    mesh = dict(plan.mesh.axes) if plan.mesh else {}
+    batch = plan.batch
+    return {
+        "ranks": plan.world_size,
+        "mesh": mesh,
+        "stages": sum(map(len, plan.stages)) or 1,
+        "batch": {"size": batch.global_size, "replica": batch.replica_size, "micro": batch.micro_size}
+        if batch
+        else None,
+        "nodes": nodes,
+    }
+
+
+def _commands(spec: PipelineSpec) -> dict[str, Any]:
+    from ..jobs import submit
+
+    made = submit(spec, dry_run=True)
+    files = [{"name": printable(name), "bytes": size} for name, size in made.files[:_MOST_FILES]]
+    return {
+        "nodes": [{"name": name, "command": printable(shlex.join(argv))} for name, argv in made.commands.items()],
+        "files": files,
+        "more_files": len(made.files) - len(files),
+        "bytes": made.size_bytes,
+        "setup": [printable(line) for line in made.setup],
+        "warnings": [printable(each) for each in made.warnings],
+        "repository": [printable(line) for line in made.repository],
+    }

@@ -1,0 +1,234 @@
+"""My Pipelines: the spec files beside a notebook, and those opened lately; listed, opened, saved, run, thrown away."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..errors import DetrainError, SpecError
+from ..jobs.record import Record
+from ..spec import PipelineSpec
+from ..storage import named_errors
+from ..text import name_some, printable, show
+from .entries import Entries, Entry, describe_job, make_entry
+from .examples import Example
+from .names import SUFFIX, check_name, free_name
+from .recent import RecentFiles
+from .spec_file import SpecFile, read_spec_file, write_spec_file
+from .trash import Deleted, Trash
+
+if TYPE_CHECKING:
+    from ..jobs import Job
+
+__all__ = ["MyPipelines"]
+
+_T = TypeVar("_T")
+_MOST_LISTED = 1_000  # files of the folder
+_SCHEMA = "$schema"  # which an editor reads, and no spec has
+
+
+class MyPipelines:
+    """The pipelines in ``folder``, by default ``pipelines/`` where the notebook is, and those opened lately elsewhere.
+
+    A pipeline is named by its file in the folder, with or without ``.toml``, or by a path. Nothing is made or written
+    before something is saved, and no node is asked of anything but to run one.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str] = "pipelines",
+        *,
+        record: Record | None = None,
+        recent: RecentFiles | None = None,
+    ) -> None:
+        given = Path(os.path.abspath(os.path.expanduser(folder)))
+        self.folder = Path(os.path.realpath(given.parent), given.name)
+        self._record = record or Record()
+        self._recent = recent or RecentFiles()
+        self._trash = Trash(self.folder)
+        self._known: dict[Path, tuple[tuple[int, ...], SpecFile, Entry]] = {}  # what was read, by what the file was
+
+    def entries(self, search: str = "") -> Entries:
+        """List them by name, those that ``search`` matches; what cannot be read is listed with its error.
+
+        How their last jobs are is what was last heard of them. Raises: SpecError where the folder cannot be read.
+        """
+        paths, more = self._paths()
+        notices: list[str] = []
+        others = _tried(self._recent.paths, notices) or []
+        found = {path: self._entry(path) for path in dict.fromkeys([*paths, *others])}
+        self._known = {path: known for path, known in self._known.items() if path in found}
+        entries = self._with_jobs(list(found.values()), notices)
+        chosen = sorted((each for each in entries if each.matches(search)), key=lambda each: each.name.casefold())
+        return Entries(chosen, folder=_home_as_tilde(self.folder), more=more, notices=notices)
+
+    def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
+        """Read one, and note down that it was opened. Raises: SpecError where its file cannot be read."""
+        path = self.find(pipeline)
+        found = read_spec_file(path)
+        if not self._is_beside(path):
+            self._recent.add(path)
+        return found
+
+    def find(self, pipeline: str | os.PathLike[str]) -> Path:
+        """Return the full path of the file that is meant; it may not be there. Raises: SpecError."""
+        text = os.fspath(pipeline)
+        if "\0" in text or not text.strip():
+            raise SpecError(f"{show(text)} is no pipeline: give the name of one, or a path")
+        if "/" in text or os.sep in text or not _is_name(text):
+            return Path(os.path.realpath(os.path.expanduser(text)))
+        return self.folder / f"{check_name(text)}{SUFFIX}"
+
+    def create(self, content: PipelineSpec | Mapping[str, Any], *, name: str | None = None) -> SpecFile:
+        """Write a new one, under ``name`` or its own; what is no spec yet is a draft. Raises: Conflict, SpecError."""
+        data = _document(content)
+        stem = check_name(str(data.get("name", "")) if name is None else name)
+        return self._write(self.folder / f"{stem}{SUFFIX}", {**data, "name": stem}, before=None)
+
+    def create_example(self, example: Example) -> SpecFile:
+        """Write an example, under its name or the next that is free. Raises: SpecError."""
+        return self.create(example.data, name=self._free_name(example.name))
+
+    def save(self, opened: SpecFile, content: PipelineSpec | Mapping[str, Any], *, anyway: bool = False) -> SpecFile:
+        """Write what was opened anew; a text with comments or of another layout is kept in ``.trash``.
+
+        Raises: Conflict where the file has changed since, unless ``anyway``; SpecError.
+        """
+        data = _document(content)
+        schema = {_SCHEMA: opened.data[_SCHEMA]} if opened.data and _SCHEMA in opened.data else {}
+        saved = self._write(opened.path, {**schema, **data}, before=opened, anyway=anyway)
+        if opened.text and not opened.is_formatted and self._is_beside(opened.path):
+            self._trash.keep(opened.path, opened.text)
+        return saved
+
+    def save_as(self, name: str, content: PipelineSpec | Mapping[str, Any]) -> SpecFile:
+        """Write it as a new one of another name; the one that it was opened from stays. Raises: Conflict, SpecError."""
+        return self.create(content, name=name)
+
+    def duplicate(self, pipeline: str | os.PathLike[str]) -> SpecFile:
+        """Write the same under the next free name, as ``train-2``. Raises: SpecError."""
+        found = read_spec_file(self.find(pipeline))
+        if found.data is None:
+            raise SpecError(f"{printable(found.path.name)} cannot be duplicated: {found.errors[0]}")
+        data = {name: value for name, value in found.data.items() if name != _SCHEMA}
+        return self.create(data, name=self._free_name(_stem(found.path.stem)))
+
+    def delete(self, pipeline: str | os.PathLike[str]) -> Deleted:
+        """Move it to ``.trash`` in the folder; one that is elsewhere is only taken off the list. Raises: SpecError."""
+        path = self.find(pipeline)
+        if self._is_beside(path):
+            self._require_own_folder()
+            return self._trash.take(path.stem, path)
+        self._recent.remove(path)
+        return Deleted(path.stem, path, None)
+
+    def restore(self, deleted: Deleted) -> Path:
+        """Bring it back; where another one has its name by now, under the next free one. Raises: SpecError."""
+        if deleted.place is None:
+            self._recent.add(deleted.path)
+        return self._trash.give_back(deleted)
+
+    def run(self, pipeline: str | os.PathLike[str], **options: Any) -> Job:
+        """Submit it as a job, with the ``options`` of `detrain_nb.jobs.submit`. Raises: what that raises."""
+        from ..jobs import submit
+
+        found = self.open(pipeline)
+        if found.spec is None:
+            faults = name_some(found.errors, separator="; ")
+            raise SpecError(f"{printable(found.path.name)} cannot be run: {faults}")
+        job: Job = submit(found.spec, record=self._record, **options)
+        return job
+
+    def _write(self, path: Path, data: Mapping[str, Any], *, before: SpecFile | None, anyway: bool = False) -> SpecFile:
+        if self._is_beside(path):
+            self._require_own_folder()
+        return write_spec_file(path, data, before=before, anyway=anyway)
+
+    def _entry(self, path: Path) -> Entry:
+        """What is known of a file that has not changed since is not read again."""
+        is_beside = self._is_beside(path)
+        file = path.name if is_beside else _home_as_tilde(path)
+        try:
+            state = path.lstat()
+            was = (state.st_mtime_ns, state.st_size, state.st_ino, state.st_ctime_ns)
+            if (known := self._known.get(path)) and known[0] == was:
+                return known[2]
+            found = read_spec_file(path)
+        except FileNotFoundError:
+            return _unread(path, file, "it is not there any more", is_beside=is_beside)
+        except (OSError, SpecError) as exc:
+            return _unread(path, file, printable(str(exc))[:300], is_beside=is_beside)
+        entry = make_entry(found, file=printable(file), is_beside=is_beside)
+        self._known[path] = was, found, entry
+        return entry
+
+    def _with_jobs(self, entries: list[Entry], notices: list[str]) -> list[Entry]:
+        names = list({each.name for each in entries})
+        newest = _tried(lambda: self._record.newest_of(names), notices) or {}
+        told = []
+        for entry in entries:
+            job, count = newest.get(entry.name, (None, 0))
+            known = self._known.get(entry.path)
+            spec = known[1].spec if known else None
+            told.append(replace(entry, job=describe_job(job, count=count, spec=spec)) if job else entry)
+        return told
+
+    def _paths(self) -> tuple[list[Path], int]:
+        """The files of the folder by name, and how many more there are. Raises: SpecError."""
+        if not os.path.lexists(self.folder):
+            return [], 0
+        self._require_own_folder()
+        with named_errors(printable(str(self.folder)), "listed", kind_of=lambda exc: SpecError):
+            names = sorted(name for name in os.listdir(self.folder) if name.endswith(SUFFIX) and name[:1] != ".")
+        return [self.folder / name for name in names[:_MOST_LISTED]], max(0, len(names) - _MOST_LISTED)
+
+    def _require_own_folder(self) -> None:
+        """Raises: SpecError for a link: a folder that came with a notebook leads to no other one."""
+        if os.path.lexists(self.folder) and not stat.S_ISDIR(self.folder.lstat().st_mode):
+            raise SpecError(f"{printable(str(self.folder))} is no folder, or a link: name the folder that it leads to")
+
+    def _free_name(self, wanted: str) -> str:
+        return free_name(wanted, lambda name: os.path.lexists(self.folder / f"{name}{SUFFIX}"))
+
+    def _is_beside(self, path: Path) -> bool:
+        return path.parent == self.folder
+
+
+def _document(content: PipelineSpec | Mapping[str, Any]) -> dict[str, Any]:
+    return content.to_dict() if isinstance(content, PipelineSpec) else dict(content)
+
+
+def _is_name(text: str) -> bool:
+    """It can be the name of one in the folder; ``train.yaml`` is a file where the notebook is."""
+    return Path(text).suffix.lower() not in (".json", ".yaml", ".yml")
+
+
+def _stem(text: str) -> str:
+    """What of the name of a file is the name of a pipeline."""
+    try:
+        return check_name(text)
+    except SpecError:
+        return "pipeline"
+
+
+def _unread(path: Path, file: str, error: str, *, is_beside: bool) -> Entry:
+    name = printable(path.stem)[:80]
+    return Entry(name, path, printable(file), "", (), "", (error,), False, False, is_beside)
+
+
+def _home_as_tilde(path: Path) -> str:
+    home = Path.home()
+    return printable(f"~/{path.relative_to(home)}" if path != home and path.is_relative_to(home) else str(path))
+
+
+def _tried(ask: Callable[[], _T], notices: list[str]) -> _T | None:
+    """A record that cannot be used leaves the list without what it has, and says so in a notice."""
+    try:
+        return ask()
+    except DetrainError as exc:
+        notices.append(str(exc))
+        return None

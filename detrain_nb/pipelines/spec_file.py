@@ -1,0 +1,194 @@
+"""The file of a spec as it was read; it is written where it is still so, else that is told of first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..agents import runtime_folder
+from ..documents import format_document, parse_document, suffix_of
+from ..documents.content import MOST_BYTES, TOO_LARGE
+from ..errors import Conflict, FieldChange, FieldError, SpecError
+from ..locks import take_lock
+from ..spec import PipelineSpec
+from ..spec.model import may_show
+from ..storage import Location, locate, named_errors, whole_file
+from ..text import name_some, printable, show
+
+__all__ = ["SpecFile", "find_changes", "read_spec_file", "write_spec_file"]
+
+_MOST_CHANGES = 20  # that are told one by one
+
+
+@dataclass(frozen=True)
+class SpecFile:
+    """A file and what it says: ``spec`` where that is a pipeline, else ``errors`` say why it is none.
+
+    ``data`` is the document, also of a spec with faults; None where the file is no document. ``revision`` is the
+    SHA-256 of its bytes, ``changed_at`` in seconds of the epoch, ``owner`` the user whose file it is.
+    """
+
+    path: Path
+    revision: str
+    changed_at: float
+    owner: str
+    text: str = field(repr=False)
+    data: Mapping[str, Any] | None = field(repr=False)
+    spec: PipelineSpec | None = field(repr=False)
+    errors: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The name that the spec has, else that of the file."""
+        said = (self.data or {}).get("name")
+        return printable(said)[:80] if isinstance(said, str) and said else self.path.stem
+
+    @property
+    def is_formatted(self) -> bool:
+        """Whether it would be written again as it is: without comments, for one."""
+        return self.data is not None and self.text == format_document(self.data, suffix_of(self.path))
+
+
+def read_spec_file(path: Path) -> SpecFile:
+    """Read it, whatever it holds; no link is followed.
+
+    Raises: SpecError where it cannot be read, or is no JSON, TOML or YAML by its name.
+    """
+    suffix = suffix_of(path)
+    location = locate(path)
+    data, changed_at, owner = _read_bytes(location)
+    revision = hashlib.sha256(data).hexdigest()
+    found = SpecFile(path, revision, changed_at, owner, data.decode("utf-8-sig", "replace"), None, None)
+    if len(data) > MOST_BYTES:
+        return replace(found, text="", errors=(TOO_LARGE,))
+    try:
+        document = parse_document(data.decode("utf-8-sig"), suffix)
+    except UnicodeDecodeError:
+        return replace(found, errors=("is not UTF-8: save the file as UTF-8",))
+    except SpecError as exc:
+        return replace(found, errors=(str(exc),))
+    try:
+        return replace(found, data=document, spec=PipelineSpec.from_dict(document))
+    except FieldError as exc:
+        return replace(found, data=document, errors=tuple(map(str, exc.faults)))
+
+
+def write_spec_file(path: Path, data: Mapping[str, Any], *, before: SpecFile | None, anyway: bool = False) -> SpecFile:
+    """Write it, whole or not at all, where the file is as it was ``before``; None: where there is none.
+
+    ``anyway`` writes over what others have made of it. No link is written through.
+    Raises: Conflict, SpecError.
+    """
+    text = format_document(data, suffix_of(path), where=printable(str(path)))
+    with _saving(path), named_errors(printable(str(path)), "written", kind_of=lambda exc: SpecError):
+        if not anyway:
+            _require_unchanged(path, data, before)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with whole_file(path, may_be_link=False) as file:
+            file.write(text.encode("utf-8"))
+        return read_spec_file(path)
+
+
+def find_changes(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[FieldChange, ...]:
+    """Return the fields in which two documents differ, by their paths; what may be a secret is not shown."""
+    there, here = dict(_leaves(theirs)), dict(_leaves(mine))
+    paths = [path for path in {**there, **here} if there.get(path) != here.get(path)]
+    return tuple(
+        FieldChange(
+            printable("".join(path).removeprefix("."))[:120], _told(path, there.get(path)), _told(path, here.get(path))
+        )
+        for path in paths
+    )
+
+
+def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | None) -> None:
+    """Raises: Conflict."""
+    choices = "keep yours (anyway=True), take theirs (open it again), or save under another name"
+    named = _short(path)
+    if not os.path.lexists(path):
+        if before is not None:
+            raise Conflict(f"{named} was removed after it was read here: {choices.replace('take theirs', 'leave it')}")
+        return
+    found = read_spec_file(path)
+    if before is not None and found.revision == before.revision:
+        return
+    changes = find_changes(found.data or {}, data)
+    at = time.strftime("%H:%M:%S on %Y-%m-%d", time.localtime(found.changed_at))
+    told = name_some([str(each) for each in changes], separator="; ") or "as a document it says the same"
+    what = "is there already" if before is None else "was changed after it was read here"
+    whose = f", by its owner {found.owner}" if found.owner else ""
+    raise Conflict(
+        f"{named} {what}: it was written at {at}{whose} ({told}): {choices}",
+        changed_at=found.changed_at,
+        owner=found.owner,
+        changes=changes[:_MOST_CHANGES],
+    )
+
+
+def _read_bytes(location: Location) -> tuple[bytes, float, str]:
+    with (
+        named_errors(location.name, "read", kind_of=lambda exc: SpecError),
+        location.open(may_be_link=False) as file,
+    ):
+        state = os.fstat(file.fileno())
+        data: bytes = file.read(MOST_BYTES + 1)
+    return data, state.st_mtime, _owner(state)
+
+
+def _owner(state: os.stat_result) -> str:
+    """The user's name, or number; empty on a system that has none."""
+    if os.name != "posix":
+        return ""
+    import pwd
+
+    try:
+        return printable(pwd.getpwuid(state.st_uid).pw_name)
+    except KeyError:
+        return str(state.st_uid)
+
+
+@contextmanager
+def _saving(path: Path) -> Iterator[None]:
+    """No other process of this user writes it meanwhile by this way. Raises: Conflict."""
+    if os.name != "posix":
+        yield
+        return
+    place = runtime_folder() / f".saving-{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}"
+    lock = take_lock(place, is_new=True)
+    if lock is None:
+        raise Conflict(f"{_short(path)} is being written by another process right now: save it again")
+    try:
+        yield
+    finally:
+        place.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _short(path: Path) -> str:
+    return printable(f"{path.parent.name}/{path.name}")
+
+
+def _leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """The values of a document that hold no other, each with the steps to it."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, (*path, f".{name}"))
+    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
+        for number, inner in enumerate(value):
+            yield from _leaves(inner, (*path, f"[{number}]"))
+    else:
+        yield path, json.loads(json.dumps(value))  # of a tuple a list, as in a file
+
+
+def _told(path: tuple[str, ...], value: object) -> str:
+    if value is None:
+        return ""
+    steps = [step.removeprefix(".") for step in path if step != ".nodes" or len(path) == 1]
+    return show(value) if all(may_show(step, value) for step in steps) else "a value that is not shown"

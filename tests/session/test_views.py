@@ -1,0 +1,372 @@
+"""Live views of a session: who is told of changes, and what a board shows."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.errors import DetrainError, RankLost, SpecError
+from detrain_nb.session.running.board import RANK_STATES, Board, RankView
+
+from .inside import link_of, state_of
+from .soon import assert_soon
+
+pytestmark = pytest.mark.timeout(120)
+_THREAD = "detrain_nb live view"
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    """Two ranks here; a test leaves them idle."""
+    with Session.start(ranks=2, device="cpu") as started:
+        started.run_cell(
+            "import os, pathlib, time\ndef wait_for(path):\n    while not pathlib.Path(path).exists(): pass"
+        )
+        yield started
+
+
+@pytest.fixture
+def own() -> Iterator[Session]:
+    """Two ranks for one test alone, which may lose them."""
+    with Session.start(ranks=2, device="cpu") as started:
+        yield started
+
+
+class Told:
+    """A callback that counts, and keeps when it was called."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self) -> None:
+        self.at.append(time.monotonic())
+
+
+@pytest.fixture
+def running(session: Session, tmp_path: Path) -> Iterator[Callable[[str], None]]:
+    """Runs a cell in the background; ``go`` in it is a file that is there when the test is over."""
+    threads: list[threading.Thread] = []
+
+    def run(code: str) -> None:
+        session.push({"go": str(tmp_path / "go")})
+        threads.append(threading.Thread(target=session.run_cell, args=(code,), daemon=True))
+        threads[-1].start()
+
+    yield run
+    (tmp_path / "go").touch()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def views_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == _THREAD]
+
+
+def board_where(session: Session, holds: Callable[[Board], bool], *, limit_s: float = 30.0) -> Board:
+    """The first board of which that holds."""
+    found: list[Board] = []
+    there = threading.Event()
+
+    def look(board: Board) -> None:
+        if not found and holds(board):
+            found.append(board)
+            there.set()
+
+    with session.watch(look, every_s=0.2) as watch:
+        assert there.wait(limit_s), f"not within {limit_s} s; the last board is {watch.latest}"
+    return found[0]
+
+
+# ---- told of changes
+
+
+def test_a_change_is_told_soon_and_nothing_is_told_of_an_idle_session(session: Session) -> None:
+    told = Told()
+    stop = session.on_change(told)
+    session.run_cell("x = 1")
+    assert_soon(lambda: bool(told.at))
+    ended_at = time.monotonic()
+    assert_soon(lambda: time.monotonic() > ended_at + 1.5)
+    assert all(at < ended_at + 0.5 for at in told.at)
+    stop()
+    assert_soon(lambda: not views_threads())
+
+
+def test_an_idle_session_that_is_listened_to_asks_its_ranks_nothing(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, asked = link_of(session), []
+    locate = link.locate
+
+    def counted(*args: object, **options: object) -> object:
+        asked.append(args)
+        return locate(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(link, "locate", counted)
+    boards: list[Board] = []
+    with session.watch(boards.append, every_s=0.1):
+        assert_soon(lambda: len(boards) > 15)
+    assert not asked
+    assert {rank.state for board in boards for rank in board.ranks} == {"idle"}
+
+
+def test_many_changes_are_told_ten_times_a_second_at_most(session: Session) -> None:
+    told, began = Told(), time.monotonic()
+    stop = session.on_change(told)
+    while time.monotonic() < began + 1.5:
+        session.run_cell("pass")
+    stop()
+    assert 3 <= len(told.at) <= 17
+    assert min(later - at for at, later in zip(told.at, told.at[1:])) > 0.09
+
+
+def test_a_callback_that_raises_is_told_of_once_and_called_no_more(session: Session) -> None:
+    session.news.pop_notices()
+    calls: list[int] = []
+
+    def fail() -> None:
+        calls.append(1)
+        raise ValueError("no \x1b[31mview\x1b[0m of it")
+
+    told = Told()
+    stop_failing, stop = session.on_change(fail), session.on_change(told)
+    session.run_cell("pass")
+    assert_soon(lambda: bool(session.news.notices))
+    seen = len(told.at)
+    session.run_cell("pass")
+    assert_soon(lambda: len(told.at) > seen)
+    (notice,) = session.news.pop_notices()
+    assert "called no more" in notice and "ValueError" in notice and "\x1b" not in notice
+    assert len(calls) == 1
+    stop_failing()
+    stop()
+
+
+def test_a_callback_may_use_the_session(session: Session) -> None:
+    """No lock of the session is held: else the answer that it waits for would never be taken."""
+    states: list[str] = []
+
+    def look() -> None:
+        states.extend(rank.state for rank in session.status().ranks)
+
+    stop = session.on_change(look)
+    session.run_cell("pass")
+    assert_soon(lambda: bool(states))
+    stop()
+    assert set(states) <= {"idle", "running"}
+
+
+def test_who_listens_hears_the_end_and_the_thread_ends_with_the_session(cold_starts: None) -> None:
+    session = Session.start(ranks=1, device="cpu")
+    told = Told()
+    session.on_change(told)
+    boards: list[Board] = []
+    watch = session.watch(boards.append)
+    assert_soon(lambda: bool(boards))
+    assert len(views_threads()) == 1
+    session.stop()
+    assert not views_threads()
+    assert told.at and boards[-1].over and "has ended" in boards[-1].over
+    assert watch.latest == boards[-1]
+    assert not any("is gone" in board.over for board in boards)  # it is no loss that was asked for
+    assert session.watch().latest is not None  # and no thread that nobody would end
+    session.on_change(told)()
+    assert not views_threads()
+
+
+def test_a_callback_may_stop_the_session() -> None:
+    with Session.start(ranks=1, device="cpu") as session:
+        stopped = threading.Event()
+
+        def stop() -> None:
+            session.stop()
+            stopped.set()
+
+        session.on_change(stop)
+        session.run_cell("pass")
+        assert stopped.wait(30)
+        assert not session.is_alive
+
+
+def test_what_is_no_callback_is_refused(session: Session) -> None:
+    with pytest.raises(SpecError, match="give a function that takes no arguments"):
+        session.on_change("print")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="give a function that takes a board"):
+        session.watch(3)  # type: ignore[arg-type]
+    for wrong in (0, -1, 1e9, "1", True):
+        with pytest.raises(SpecError, match="every_s"):
+            session.watch(every_s=wrong)  # type: ignore[arg-type]
+    assert not views_threads()
+
+
+# ---- what a board shows
+
+
+def test_a_cell_that_runs_is_shown_with_its_line(session: Session, running: Callable[[str], None]) -> None:
+    running("\n# waits\nprint('step', 7)\nprint('half a \x1b[31mline\x1b[0m', end='', flush=True)\nwait_for(go)")
+    board = board_where(session, lambda board: all(rank.line == 5 for rank in board.ranks))
+    assert board.cell and board.cell.first_line == "# waits" and board.cell.ranks == (0, 1)
+    assert abs(board.cell.began_at - time.time()) < 60
+    first = board.ranks[0]
+    assert (first.state, first.source, first.last_line) == ("running", "wait_for(go)", "half a line")
+    assert "line 5" in first.detail or "wait_for" in first.detail
+    assert board.notes == () and board.over == "" and board.name == session.name
+
+
+def test_a_rank_that_waits_names_the_one_that_it_waits_for(
+    session: Session, running: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session.settings, "hang_s", 1.0)
+    told = Told()
+    stop = session.on_change(told)
+    running("if rank == 1: wait_for(go)\ndist.all_reduce(torch.ones(2))")
+    board = board_where(session, lambda board: bool(board.notes))
+    stop()
+    waits, awaited = board.ranks
+    assert (waits.state, waits.waits_for, waits.line) == ("waits", (1,), 2)
+    assert waits.collective.startswith("all_reduce #") and (waits.waits_s or 0) >= 1
+    assert "for rank 1, for" in waits.detail
+    assert (awaited.state, awaited.line) == ("awaited", 1)
+    (note,) = board.notes
+    assert (note.kind, note.ranks) == ("waits", (0,))
+    assert "rank 0 waits in all_reduce #" in note.text and "for rank 1, for" in note.text
+    assert len(told.at) >= 2  # the cell has begun; then it was seen that a rank waits
+
+
+def test_ranks_that_nobody_can_free_are_stuck(own: Session) -> None:
+    """Rank 1 has ended the cell: it cannot come."""
+
+    def run() -> None:
+        with pytest.raises(DetrainError):
+            own.run_cell("if rank == 0: dist.all_reduce(torch.ones(2))")
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    board = board_where(own, lambda board: any(note.kind == "stuck" for note in board.notes))
+    assert [rank.state for rank in board.ranks] == ["waits", "awaited"]
+    assert board.ranks[1].detail == "has ended the cell"
+    (note,) = board.notes
+    assert note.ranks == (0,) and "nobody is left who could come" in note.text
+    own.stop_cells()
+    thread.join(30)
+
+
+def test_a_killed_rank_is_shown_until_the_next_cell_begins(own: Session) -> None:
+    told = Told()
+    own.on_change(told)
+    with pytest.raises(RankLost):
+        own.run_cell("import os, signal\nif rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+    board = board_where(own, lambda board: board.ranks[1].state == "idle" and bool(board.ranks[1].exit))
+    assert board.ranks[1].exit == "ended with signal 9 (SIGKILL)" and board.ranks[0].exit == ""
+    (note,) = board.notes
+    assert (note.kind, note.ranks) == ("died", (1,))
+    assert note.text == "rank 1 ended with signal 9 (SIGKILL); a fresh one is there, its variables are gone"
+    assert told.at
+    own.run_cell("pass")
+    board_where(own, lambda board: not board.notes and not any(rank.exit for rank in board.ranks))
+
+
+def test_a_rank_that_is_left_down_is_dead(own: Session) -> None:
+    for _ in range(3):
+        with pytest.raises(DetrainError):
+            own.run_cell("import os\nif rank == 1: os._exit(3)\nimport time; time.sleep(30)")
+        assert_soon(lambda: 1 not in state_of(own).lost or bool(state_of(own).lost[1].down))
+    board = board_where(own, lambda board: board.ranks[1].state == "died")
+    assert "left down" in board.ranks[1].detail and "exit code 3" in board.ranks[1].exit
+    assert [(note.kind, note.ranks) for note in board.notes] == [("died", (1,))]
+
+
+def test_a_rank_that_was_replaced_when_asked_has_not_died(own: Session) -> None:
+    told = Told()
+    own.on_change(told)
+    before = own.status().ranks[0].pid
+    own.restart(0)
+    board = board_where(own, lambda board: board.ranks[0].pid not in (0, before))
+    assert board.ranks[0].state == "idle" and board.ranks[0].exit == "" and not board.notes
+    assert_soon(lambda: bool(told.at))
+
+
+def test_states_are_words_that_views_know(own: Session) -> None:
+    with own.watch(every_s=0.1) as watch:
+        own.run_cell("pass")
+        assert_soon(lambda: watch.latest is not None)
+    assert watch.latest and {rank.state for rank in watch.latest.ranks} <= set(RANK_STATES)
+    assert watch.latest.nodes[0].ranks == (0, 1) and watch.latest.nodes[0].name == ""
+    assert isinstance(watch.latest.ranks[0], RankView)
+
+
+# ---- what ranks use
+
+
+def test_what_ranks_use_is_measured_while_somebody_watches(session: Session, running: Callable[[str], None]) -> None:
+    running("end = None\nwait_for(go)")
+    board = board_where(session, lambda board: all((rank.cpu_percent or 0) > 5 for rank in board.ranks))
+    assert all(10 << 20 < (rank.rss_bytes or 0) < 10 << 30 for rank in board.ranks)
+    assert all(rank.gpu_name == "" and rank.gpu_percent is None for rank in board.ranks)
+    assert all(rank.steps_per_s is None for rank in board.ranks)  # nothing was logged
+    (node,) = board.nodes
+    assert node.is_sampled and node.host and 0 < (node.cpu_percent or 0) <= 100
+    assert 0 < (node.memory_used_bytes or 0) < (node.memory_total_bytes or 0)
+
+
+def test_nothing_is_measured_when_the_last_watch_is_closed(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, came = state_of(session), Told()
+    take = state.measurements.take
+    monkeypatch.setattr(state.measurements, "take", lambda said, node: (came(), take(said, node)))
+    with session.watch(every_s=0.1), session.watch(every_s=0.5):
+        assert_soon(lambda: len(came.at) > 8)
+    assert_soon(lambda: not views_threads())
+    session.status()  # answered after the order that ends it
+    count, closed_at = len(came.at), time.monotonic()
+    assert_soon(lambda: time.monotonic() > closed_at + 0.5)
+    assert len(came.at) == count
+
+
+def test_a_node_says_one_thing_a_second_for_all_its_ranks(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, came, began = state_of(session), Told(), time.monotonic()
+    monkeypatch.setattr(state.measurements, "take", lambda said, node: came())
+    with session.watch():
+        assert_soon(lambda: time.monotonic() > began + 4.5)
+    assert 4 <= len(came.at) <= 6
+
+
+@pytest.mark.parametrize("how", ["log_metrics", "Trainer"])
+def test_steps_of_a_loop_are_counted(
+    session: Session, running: Callable[[str], None], tmp_path: Path, how: str
+) -> None:
+    """A Trainer logs on its main rank alone, and counts on all."""
+    code = {
+        "log_metrics": """
+import detrain_nb
+step = 0
+while not pathlib.Path(go).exists():
+    time.sleep(0.02)
+    step += 1
+    if rank == 1: detrain_nb.log_metrics(step, loss=1.0, folder=metrics)
+""",
+        "Trainer": """
+import torch.nn.functional as F
+from detrain_nb.training import Trainer
+def batches():
+    while True:
+        time.sleep(0.02)
+        if pathlib.Path(go).exists(): return
+        yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+with __import__("contextlib").suppress(Exception):
+    given = dict(metrics_folder=metrics, show_progress=False)
+    Trainer(torch.nn.Linear(8, 3), train=batches(), steps=100_000, loss=F.cross_entropy, **given).fit()
+""",
+    }[how]
+    session.push({"metrics": str(tmp_path / "metrics")})
+    running(code)
+    ranks = [1] if how == "log_metrics" else [0, 1]
+    board = board_where(session, lambda board: all((board.ranks[rank].steps_per_s or 0) > 1 for rank in ranks))
+    assert all((board.ranks[rank].steps_per_s or 0) < 50 for rank in ranks)
+    if how == "log_metrics":
+        assert board.ranks[0].steps_per_s is None
