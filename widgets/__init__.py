@@ -31,8 +31,6 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
     and who follows the start, and returns the session; by default the view keeps it as ``session``.
     Raises: SpecError where the file cannot be read.
     """
-    from ..jobs import Job
-    from .job_view import JobView
     from .nodes_view import NodesView, start_session
 
     return NodesView(nodes, start=start or start_session)

@@ -34,7 +34,7 @@ const runs_of = (points, place) => { // pieces between the gaps
 };
 
 /** Curves over one axis of steps. `lines()` gives [{word, points, kind}], `kind` being smooth, plain or dashed. */
-const make_chart = (title, unit, height, shared, num_ticks) => {
+const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false) => {
   const big = h("span", { class: "big" }), keys = h("span", { class: "row" }), ys = h("div", { class: "y", "aria-hidden": "true" }), xs = h("div", { class: "x", "aria-hidden": "true" });
   const svg = s("svg", { class: "plot", viewBox: "0 0 100 100", preserveAspectRatio: "none", style: `height:${height}px`, "aria-hidden": "true" });
   const words = h("span", {}), cross = h("div", { class: "cross", hidden: true }, words);
@@ -72,6 +72,7 @@ const make_chart = (title, unit, height, shared, num_ticks) => {
     set_text(big, last ?? ""); set_text(unit_word, unit_now ?? unit);
     const drawn = lines.flatMap((line) => line.kind === "smooth" && line.points.length > KEPT_RAW ? [{ ...line, kind: "raw" }, { ...line, points: smooth(line.points), kind: "plain" }] : [{ ...line, kind: line.kind === "smooth" ? "plain" : line.kind }]);
     const values = drawn.flatMap((line) => line.points.map(([, value]) => value)).filter((value) => value !== null);
+    if (is_from_zero) values.push(0);
     const [low, high] = nice_range(values), end = shared.end() || 1;
     const place = ([step, value]) => [(100 * step) / end, 100 - (100 * (value - low)) / (high - low)];
     svg.replaceChildren(s("path", { class: "g", d: "M0 0H100M0 50H100" }), s("path", { class: "a", d: "M0 100H100" }),
@@ -90,7 +91,7 @@ const axis_step = (step) => (step >= 1e6 ? axis_number(step) : grouped(step));
 
 const make_charts = (view) => {
   const shared = { step: null, listeners: [], end: () => Math.max(view.state.progress?.total ?? 0, view.state.progress?.step ?? 0), move(step) { if (step !== this.step || step === null) { this.step = step; for (const f of this.listeners) f(); } } };
-  const loss = make_chart("Loss", "", 148, shared, 5), rate = make_chart("Learning rate", "", 44, shared, 3), speed = make_chart("Throughput", "", 44, shared, 3);
+  const loss = make_chart("Loss", "", 148, shared, 5), rate = make_chart("Learning rate", "", 44, shared, 3, true), speed = make_chart("Throughput", "", 44, shared, 3, true);
   const empty = h("p", { class: "soft none" }, "Nothing was logged yet. A Trainer logs by itself; a script calls ", h("code", {}, "detrain_nb.log_metrics(step, loss=loss, lr=lr)"), ".");
   const side = h("div", { class: "side" }, rate.el, speed.el);
   const el = h("div", { class: "charts" });
@@ -215,6 +216,7 @@ const make_log = (view) => {
     for (let from = 0; ;) { const hit = low.indexOf(query, from); if (hit < 0) return [...parts, text.slice(from)]; parts.push(text.slice(from, hit), h("mark", { class: is_current ? "at" : null }, text.slice(hit, hit + query.length))); from = hit + query.length; }
   };
   const draw = () => {
+    if (!port.clientHeight) return;
     const from = Math.max(0, Math.floor(port.scrollTop / ROW_PX) - 5), to = Math.min(rows.length, from + Math.ceil(port.clientHeight / ROW_PX) + 10), is_all = !whose && logs.size > 1;
     space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
       is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
@@ -239,13 +241,21 @@ const make_log = (view) => {
     parts.unshift(said.item); first.skipped = 0; is_following = false;
     make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; port.scrollTop = top + port.scrollHeight - height; follow.setAttribute("aria-pressed", false); draw(); draw_count();
   });
-  port.addEventListener("scroll", () => { const is_at_end = port.scrollTop + port.clientHeight >= port.scrollHeight - ROW_PX; if (is_at_end !== is_following) { is_following = is_at_end; follow.setAttribute("aria-pressed", is_following); } draw(); });
+  let last_height = 0;
+  port.addEventListener("scroll", () => {
+    if (!port.clientHeight) return; // it is hidden, as while the theme changes
+    const is_at_end = port.scrollTop + port.clientHeight >= port.scrollHeight - ROW_PX, is_resized = port.clientHeight !== last_height;
+    last_height = port.clientHeight;
+    if (!is_at_end && is_following && is_resized) { to_end(); return; } // the page has changed, nobody has scrolled
+    if (is_at_end !== is_following) { is_following = is_at_end; follow.setAttribute("aria-pressed", is_following); }
+    draw();
+  });
   port.addEventListener("keydown", (event) => {
     const to = { End: port.scrollHeight, Home: 0, PageDown: port.scrollTop + port.clientHeight, PageUp: port.scrollTop - port.clientHeight, ArrowDown: port.scrollTop + ROW_PX, ArrowUp: port.scrollTop - ROW_PX }[event.key];
     if (to === undefined) return;
     event.preventDefault(); event.stopPropagation(); port.scrollTop = to;
   });
-  const seen = new ResizeObserver(() => to_end());
+  const seen = new ResizeObserver(() => { last_height = port.clientHeight; to_end(); });
   seen.observe(port);
   draw_tabs(); add(view.state.log); view.on_added("log", add);
   return { el, show: () => { is_following = true; to_end(); }, end: () => seen.disconnect(), choose_source: (source) => { const key = [...logs.keys()].find((each) => each.split("\n")[1] === `${source}`); if (key) choose(key); } };
@@ -361,7 +371,8 @@ function mount(view) {
     const copied = h("span", { class: "soft small", role: "status" });
     replace_children(fail, [note("bad", [h("p", {}, h("b", {}, now.cause), `${now.at}.`), now.todo ? h("p", {}, h("b", {}, "To do: "), now.todo) : null].filter(Boolean)),
       now.lines.length ? h("div", { class: "row" }, h("h4", {}, now.whose), h("span", { class: "push row" }, copied, copy, whole)) : null,
-      now.lines.length ? h("pre", { tabIndex: 0, "aria-label": now.whose }, now.lines.flatMap(([grade, text], i) => [i ? "\n" : "", grade === 3 ? h("b", {}, text) : text])) : null]);
+      now.lines.length ? h("pre", { tabIndex: 0, role: "group", "aria-label": now.whose }, now.lines.flatMap(([grade, text], i) => [i ? "\n" : "", grade === 3 ? h("b", {}, text) : text])) : null]);
+    requestAnimationFrame(() => { const last = fail.querySelector("pre"); if (last) last.scrollTop = last.scrollHeight; });
   });
   view.on("facts", (found) => { replace_children(numbers, (found ?? []).map((fact) => h("div", {}, h("span", {}, fact.title), fact.sign ? state_word(fact.sign, fact.value) : h("b", { class: "big" }, fact.bytes !== undefined ? format_bytes(fact.bytes) : fact.value)))); arrange(); });
   view.on("model", arrange);
