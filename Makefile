@@ -17,6 +17,7 @@ BASE ?= HEAD
 FRESH ?=
 ROOMS ?=
 COMMA := ,
+AXE := axe-core@4.14.1
 LAB_ARGS ?=
 
 NOTEBOOK := notebooks/01_quickstart.ipynb
@@ -112,6 +113,7 @@ test-node: $(DONE)/test
 
 test-deps:
 	@$(call debian,chromium dataset-fashion-mnist iproute2 munge openssh-server slurm-client slurmctld slurmd,the tests that need them are skipped)
+	@$(call axe_core,$(VENV)/share/axe-core)
 
 lint: ruff mypy ## ruff, then mypy --strict as Python 3.11 and, what runs on a node, as 3.10
 
@@ -136,6 +138,7 @@ mypy: $(DONE)/test
 bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	$(VENV)/bin/python benchmarks/session.py
 	$(VENV)/bin/python benchmarks/faults.py
+	$(VENV)/bin/python benchmarks/views.py
 	$(VENV)/bin/python benchmarks/parallel.py
 	@$(call debian,iproute2 openssh-server,the benchmark of hosts over SSH says what it lacks)
 	@echo '$(VENV)/bin/python benchmarks/ssh.py, jobs.py'; [ "$$(id -u)" = 0 ] || { echo 'needs root: left out'; exit 0; }; \
@@ -200,4 +203,15 @@ define debian
   echo "installing Debian packages:$$missing"; export DEBIAN_FRONTEND=noninteractive; \
   { apt-get -qq update && apt-get -qq install --yes --no-install-recommends $$missing; } </dev/null \
     || echo "could not install$$missing: $(2)" )
+endef
+
+# $(call axe_core,FOLDER): fetch what finds barriers in a page: one file, which only the browser of the tests reads.
+define axe_core
+( [ "$$(cat $(1)/version 2>/dev/null)" != '$(AXE)' ] || exit 0; without='pages are not checked for accessibility'; \
+  command -v npm >/dev/null || $(call debian,npm,$$without); \
+  command -v npm >/dev/null || { echo "without $(AXE) (no npm here): $$without"; exit 0; }; \
+  mkdir -p $(1) && echo 'fetching $(AXE) by npm' && npm pack --silent --fetch-retries=1 --fetch-timeout=30000 --pack-destination $(1) $(AXE) </dev/null >/dev/null \
+    && tar -xzf $(1)/axe-core-*.tgz -C $(1) --strip-components=1 package/axe.min.js package/LICENSE \
+    && rm $(1)/axe-core-*.tgz && echo '$(AXE)' > $(1)/version \
+    || echo "could not fetch $(AXE): $$without" )
 endef

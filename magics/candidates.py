@@ -39,6 +39,7 @@ class Candidates:
             "RANKS": self._nodes,
             "NAMES HERE": lambda word: _in_list(word, self._own_variables()),
             "NAMES THERE": self._variables,
+            "VARIABLE": self._variables,
             "CELL": self._cells,
             "CELLS": lambda word: _in_list(word, self._cells("")),
             "OTHERS": lambda word: self._in_time(_nodes_but_first, word),

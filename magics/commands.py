@@ -163,6 +163,16 @@ class SessionCommands:
     def _status(self, args: Any) -> None:
         display(self._holder.running().status())
 
+    def _vars(self, args: Any) -> None:
+        session = self._holder.running()
+        names = [name for words in args.names for name in words.split(",") if name]
+        if getattr(self._ipython, "kernel", None) is None:
+            display(session.variables(names, ranks=args.ranks))
+            return
+        from ..widgets import vars  # anywidget takes its time
+
+        display(vars(session, names, ranks=args.ranks))
+
     def _where(self, args: Any) -> None:
         display(self._holder.running().ranks.where())
 

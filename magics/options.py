@@ -227,6 +227,11 @@ def session_parser() -> LineParser:
     _add_start(commands.add_parser("start", help="start ranks", bare=_MEANT_NODES))
     commands.add_parser("status", help="where every rank is")
     commands.add_parser("where", help="for every rank its line, its stack, and the collective it waits in")
+    variables = commands.add_parser(
+        "vars", bare=_MEANT_RANKS, help="the variables of the ranks, and whether they have the same"
+    )
+    variables.add_argument("names", nargs="*", metavar="VARIABLE", help="only these, also patterns like grad_*")
+    variables.add_argument("-r", "--ranks", "--rank", dest="ranks", metavar="RANKS", help=_RANKS_HELP)
     stop = commands.add_parser("stop", help="end the ranks and all they started")
     stop.add_argument("name", nargs="?", metavar="NAME", help="a session that this notebook does not hold")
     _add_cold(stop)

@@ -178,7 +178,7 @@ def test_agent_of_before_the_kinds_reads_who_attaches_and_by_which_protocol() ->
     data = to_frame(Attach("mine", "me")).to_bytes()
     header_bytes, body_bytes, _ = struct.unpack_from("!IIQ", data)
     assert (16 + header_bytes, body_bytes) == (len(data), 0)
-    said = {"session": "mine", "holder": "me", "steal": False, "resumes": False, "protocol": 7, "type": "Attach"}
+    said = {"session": "mine", "holder": "me", "steal": False, "resumes": False, "protocol": 6, "type": "Attach"}
     assert json.loads(data[16:]) == said
 
 

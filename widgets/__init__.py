@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 from .actions import Refused, action
 from .live_view import LiveView, Settled
 
 if TYPE_CHECKING:
     from ..jobs import Job
+    from ..session.session import Session
     from .job_view import JobView
     from .nodes_view import Given, NodesView, Starter
+    from .plan_view import PlanView
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "job", "nodes"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "job", "nodes", "plan", "vars"]
 
 
 def job(job: Job | str) -> JobView:
@@ -34,3 +37,25 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
     from .nodes_view import NodesView, start_session
 
     return NodesView(nodes, start=start or start_session)
+
+
+def vars(session: Session, names: str | Iterable[str] = (), *, ranks: Any = None) -> LiveView:
+    """Show the variables of a session's ranks, whether the ranks agree, and a look into each; see Session.variables.
+
+    Raises: SpecError, or what ended the session.
+    """
+    from .vars_view import VarsView
+
+    wanted = [names] if isinstance(names, str) else list(names)
+    return VarsView(session, wanted, ranks, first=session.variables(wanted, ranks=ranks))
+
+
+def plan(*parts: object) -> PlanView:
+    """Show how a model is split: layers by time and memory, stages, the timeline of a step, what ranks hold.
+
+    ``parts``: what ``par.describe_plan`` returns, as it was pulled from a rank; JSON of it, or the path of a file with
+    it; a partition, a timeline, a dry run; or several of these. Torch need not be here. Raises: SpecError.
+    """
+    from .plan_view import PlanView, read_plan
+
+    return PlanView(read_plan(*parts))

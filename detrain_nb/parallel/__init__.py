@@ -6,6 +6,7 @@ from ..plan import SCHEDULES
 from .costs.partitioner import Partition, StageNode, partition
 from .costs.profiler import ModelProfile, Unit, profile
 from .deferred import deferred, materialize
+from .describing import describe_plan
 from .dry_run import dry_run
 from .mesh import make_mesh
 from .model import ParallelModel
@@ -41,6 +42,7 @@ __all__ = [
     "apply_tensor_plan",
     "clip_grad_norm",
     "deferred",
+    "describe_plan",
     "draw_mesh",
     "draw_partition",
     "dry_run",

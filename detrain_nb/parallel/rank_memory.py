@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+from ..plan import MeshMemory, PlanDescription, RankBytes
 from ..text import ShownAsText, format_size, table_lines
 from .stages.splitter import Split
 from .tensor.plan import TensorPlan
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class RankMemory(RankBytes):
     """What the first of the ranks at one place of the pipeline holds when it holds most, in bytes; no other holds more.
 
     ``phase``: when that is: in a "forward" pass, the "loss", a "backward" pass or the step of the "optimizer". What is
@@ -21,38 +22,13 @@ class RankMemory:
     ``largest`` are the shapes of the largest parameters there, by name, as one rank has them.
     """
 
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-    num_parameters: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int
-    working_bytes: int = 0
-    phase: str = ""
     largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
-
-    @property
-    def parts_bytes(self) -> tuple[int, ...]:
-        return (
-            self.parameter_bytes,
-            self.gradient_bytes,
-            self.optimizer_bytes,
-            self.activation_bytes,
-            self.working_bytes,
-        )
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.parts_bytes)
 
 
 @dataclass(frozen=True)
-class DryRun(ShownAsText):
+class DryRun(MeshMemory, ShownAsText):
     """A layout, and what its ranks would hold; it is shown as a table."""
 
-    mesh: Mapping[str, int]
-    schedule: str
     rows: tuple[RankMemory, ...]
     split: Split | None = None
     plan: TensorPlan | None = None
@@ -61,6 +37,11 @@ class DryRun(ShownAsText):
     def peak(self) -> RankMemory:
         """The ranks that hold most."""
         return max(self.rows, key=lambda row: row.total_bytes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON, for ``widgets.plan``, with the partition of its split."""
+        found = self.split.partition if self.split is not None else None
+        return PlanDescription(costs=found.costs() if found is not None else None, memory=self).to_dict()
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())

@@ -7,26 +7,43 @@ from __future__ import annotations
 
 from .batch import Batch, split_batch
 from .choices import SCHEDULES
+from .costs import Layer, StageCost, StageCosts, bubble_of, imbalance_of, step_of
+from .description import PlanDescription
+from .memory import MeshMemory, RankBytes
 from .mesh import AXES, DATA_AXES, Mesh, resolve_axes
 from .nodes import DEVICES, MOST_RANKS, NodeOffer, NodePlan, Plan, plan_nodes, plan_one_node
+from .passes import PASSES, StepTimeline, Work
 from .picture import RankRow
 from .pipeline import plan_pipeline
 from .ranks import parse_ranks, split_names
+from .soundness import MOST_PASSES
 from .stages import StageLayout
 
 __all__ = [
     "AXES",
     "DATA_AXES",
     "DEVICES",
+    "MOST_PASSES",
     "MOST_RANKS",
+    "PASSES",
     "SCHEDULES",
     "Batch",
+    "Layer",
     "Mesh",
+    "MeshMemory",
     "NodeOffer",
     "NodePlan",
     "Plan",
+    "PlanDescription",
+    "RankBytes",
     "RankRow",
+    "StageCost",
+    "StageCosts",
     "StageLayout",
+    "StepTimeline",
+    "Work",
+    "bubble_of",
+    "imbalance_of",
     "parse_ranks",
     "plan_nodes",
     "plan_one_node",
@@ -34,4 +51,5 @@ __all__ = [
     "resolve_axes",
     "split_batch",
     "split_names",
+    "step_of",
 ]

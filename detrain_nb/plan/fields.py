@@ -80,6 +80,8 @@ def _conform(value: object, hint: Any, where: str) -> Any:
         return value
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(_conform(each, inner[0], f"{where}[{index}]") for index, each in enumerate(value))
+    if origin in (dict, Mapping) and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
+        return {name: _conform(each, inner[1], f"{where}.{name}") for name, each in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
         if abs(value) <= sys.float_info.max:  # a whole number may be larger than any float
             return float(value)

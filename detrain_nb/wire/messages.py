@@ -15,7 +15,7 @@ from typing import ClassVar
 from ..errors import WireError
 from .json_text import MAX_BUNDLE_BYTES, Json, count_values, parse_json, read_text, without_collections
 
-PROTOCOL = 7
+PROTOCOL = 6
 MAX_HEADER_BYTES = 1 << 20  # parsed it can take 30 times as much: what is long, and comes from a node, is a body
 MAX_ORDER_HEADER_BYTES = 16 << 20  # of what a notebook says, which is trusted
 MAX_BODY_BYTES = 64 << 20
@@ -294,7 +294,7 @@ class Attached(Message, number=22):
     ``last_number`` not by this notebook. How cells and ranks stand has come before, without a number: ``RanCell``,
     ``Unfinished``, ``RankUp``, ``RankEnded``. Of the notebook's own messages, those up to ``received`` have arrived.
     ``free_bytes``: of its memory; 0 where that is not known. ``info`` is that of ``Launch``, and what this agent can do
-    that not every one can: ``measures``.
+    that not every one can: ``measures``, ``tells_variables``.
     """
 
     incarnation: str
@@ -655,9 +655,9 @@ class Measured(Message, number=50):
 
 @dataclass(frozen=True)
 class AskVariables(Message, number=51):
-    """Ask what variables ranks have; answered as ``Pull`` is, with one value of the name ``ANSWER``.
+    """Ask what variables ranks have, of an agent that ``tells_variables``.
 
-    ``wanted``: see node/cell/variables.py.
+    Answered as ``Pull`` is, with one value of the name ``ANSWER``. ``wanted``: see node/cell/variables.py.
     """
 
     ANSWER: ClassVar[str] = "variables"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from playwright.sync_api import expect
 
-from .conftest import Notebook
+from .notebook import Notebook
 
 _FOLDER = str(Path(__file__).parent)
 _SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"

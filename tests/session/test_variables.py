@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,9 +18,19 @@ from detrain_nb.session.running.variable_facts import Layout, RankVariable
 from detrain_nb.session.running.variable_table import gather_variables
 from detrain_nb.session.state.cell_observer import CellObserver
 from detrain_nb.values import pack
-from detrain_nb.wire import AskVariables, Message, Piece, RequestDone, RequestFailed, Value, json_body
+from detrain_nb.wire import (
+    AskVariables,
+    CellDone,
+    Message,
+    Piece,
+    RequestDone,
+    RequestFailed,
+    RunCell,
+    Value,
+    json_body,
+)
 
-from .hostile import FakeNode
+from .hostile import INFO, FakeNode
 from .inside import state_of
 
 pytestmark = pytest.mark.timeout(120)
@@ -353,8 +364,21 @@ def test_devices_of_one_kind_are_one_word() -> None:
 @pytest.fixture
 def pair() -> Iterator[tuple[Session, FakeNode, FakeNode]]:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
+    for node in (good, bad):
+        node.attached = replace(node.attached, info={**INFO, "tells_variables": True})
     session = Session.attach("mine", nodes=[good, bad])
     yield session, good, bad
+    session.detach()
+
+
+def test_rank_of_an_earlier_release_is_not_asked() -> None:
+    old, older = FakeNode("old", 0), FakeNode("older", 1)
+    session = Session.attach("theirs", nodes=[old, older])
+    old.answers[AskVariables] = older.answers[AskVariables] = lambda message: [Value(0, 1, "it would hang up", b"")]
+    assert "ranks 0-1 are of an earlier release" in repr(session.variables())
+    with pytest.raises(SessionError, match="rank 0 is of an earlier release"):
+        session.preview("x")
+    assert session.is_alive
     session.detach()
 
 
@@ -439,3 +463,26 @@ def test_rank_that_announces_gigabytes_refuses_or_is_silent_costs_nothing(
     bad.answers[AskVariables] = lambda message: [Value(1, message.request, AskVariables.ANSWER, huge)]
     assert session.variables(limit_s=2).ranks == (0,)
     assert 1 in state_of(session).lost_nodes, "what announces more than was asked for is hung up on"
+
+
+def test_rank_that_begins_a_cell_meanwhile_is_not_waited_for(pair: tuple[Session, FakeNode, FakeNode]) -> None:
+    session, good, bad = pair
+    begun: list[int] = []
+    thread = threading.Thread(target=lambda: session.run_cell("1", ranks=1))
+
+    def begin_instead(message: Message) -> list[Message]:
+        thread.start()
+        return []
+
+    def note(message: Any) -> list[Message]:
+        begun.append(message.cell)
+        return []
+
+    good.answers[AskVariables], bad.answers[AskVariables], bad.answers[RunCell] = _say(0, GOOD), begin_instead, note
+    began = time.monotonic()
+    found = session.variables(limit_s=60)
+    assert time.monotonic() - began < 10
+    assert found.silent[1] == f"busy: cell {begun[0]} runs there" and len(found) == 1
+    bad.say(CellDone(1, begun[0], 0.1, True, False, b""))
+    thread.join(20)
+    assert not thread.is_alive()

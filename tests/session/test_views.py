@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -10,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from detrain_nb import Session
-from detrain_nb.errors import DetrainError, RankLost, SpecError
+from detrain_nb.errors import DetrainError, RankLost, SpecError, TransportError
 from detrain_nb.session.running.board import RANK_STATES, Board, RankView
 
+from .hostile import FakeNode
 from .inside import link_of, state_of
 from .soon import assert_soon
 
@@ -64,6 +67,11 @@ def running(session: Session, tmp_path: Path) -> Iterator[Callable[[str], None]]
         assert not thread.is_alive()
 
 
+def wait(seconds: float) -> None:
+    """For what is not to come."""
+    threading.Event().wait(seconds)
+
+
 def views_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == _THREAD]
 
@@ -91,9 +99,10 @@ def test_a_change_is_told_soon_and_nothing_is_told_of_an_idle_session(session: S
     stop = session.on_change(told)
     session.run_cell("x = 1")
     assert_soon(lambda: bool(told.at))
-    ended_at = time.monotonic()
-    assert_soon(lambda: time.monotonic() > ended_at + 1.5)
-    assert all(at < ended_at + 0.5 for at in told.at)
+    wait(1.0)  # its end may be told in another call than its beginning
+    count = len(told.at)
+    wait(1.5)
+    assert len(told.at) == count <= 2
     stop()
     assert_soon(lambda: not views_threads())
 
@@ -189,7 +198,8 @@ def test_a_callback_may_stop_the_session() -> None:
             stopped.set()
 
         session.on_change(stop)
-        session.run_cell("pass")
+        with contextlib.suppress(DetrainError):  # it may be stopped in the cell
+            session.run_cell("pass")
         assert stopped.wait(30)
         assert not session.is_alive
 
@@ -217,6 +227,17 @@ def test_a_cell_that_runs_is_shown_with_its_line(session: Session, running: Call
     assert (first.state, first.source, first.last_line) == ("running", "wait_for(go)", "half a line")
     assert "line 5" in first.detail or "wait_for" in first.detail
     assert board.notes == () and board.over == "" and board.name == session.name
+
+
+def test_nothing_is_told_of_a_cell_that_goes_on(session: Session, running: Callable[[str], None]) -> None:
+    """The ranks are looked at meanwhile."""
+    running("wait_for(go)")
+    board_where(session, lambda board: all(rank.line for rank in board.ranks))
+    told = Told()
+    stop = session.on_change(told)
+    wait(2.5)
+    stop()
+    assert not told.at
 
 
 def test_a_rank_that_waits_names_the_one_that_it_waits_for(
@@ -292,6 +313,55 @@ def test_a_rank_that_was_replaced_when_asked_has_not_died(own: Session) -> None:
     assert_soon(lambda: bool(told.at))
 
 
+class LateNode(FakeNode):
+    """Its connection can be made again, when ``is_there``."""
+
+    can_resume = True
+    is_there = True
+
+    def connect_agent(self, session: str) -> socket.socket:
+        if not self.is_there:
+            raise TransportError("no route to \x1b[31mit")
+        return super().connect_agent(session)
+
+
+def test_a_node_whose_connection_breaks_is_shown_and_so_is_its_return() -> None:
+    nodes = [FakeNode("good", 0), LateNode("bad", 1)]
+    session = Session.attach("mine", nodes=nodes)  # type: ignore[arg-type]
+    try:
+        told = Told()
+        session.on_change(told)
+        nodes[1].is_there = False  # type: ignore[attr-defined]
+        nodes[1].leave()
+        board = board_where(session, lambda board: board.ranks[1].state == "unknown")
+        assert board.ranks[0].state == "idle" and board.ranks[0].node == board.nodes[0].name == "good"
+        assert board.nodes[0].fault == "" and board.nodes[1].fault.startswith("no connection for")
+        seen = len(told.at)
+        assert seen
+        nodes[1].is_there = True  # type: ignore[attr-defined]
+        assert_soon(lambda: len(told.at) > seen)  # nobody watches, so nothing but the link can say it
+        board_where(session, lambda board: board.ranks[1].state == "idle" and not board.nodes[1].fault)
+    finally:
+        session.detach()
+    assert not views_threads()
+
+
+def test_a_node_that_is_lost_takes_its_ranks_with_it() -> None:
+    nodes = [FakeNode("good", 0), FakeNode("bad", 1)]
+    session = Session.attach("mine", nodes=nodes)  # type: ignore[arg-type]
+    try:
+        told = Told()
+        session.on_change(told)
+        nodes[1].leave()
+        board = board_where(session, lambda board: board.ranks[1].state == "died")
+        assert "node bad is lost" in board.ranks[1].exit and board.nodes[1].fault.startswith("lost: ")
+        (note,) = board.notes
+        assert (note.kind, note.ranks) == ("lost", (1,)) and note.text.startswith("node bad is lost, with rank 1: ")
+        assert_soon(lambda: bool(told.at))
+    finally:
+        session.detach()
+
+
 def test_states_are_words_that_views_know(own: Session) -> None:
     with own.watch(every_s=0.1) as watch:
         own.run_cell("pass")
@@ -306,7 +376,7 @@ def test_states_are_words_that_views_know(own: Session) -> None:
 
 def test_what_ranks_use_is_measured_while_somebody_watches(session: Session, running: Callable[[str], None]) -> None:
     running("end = None\nwait_for(go)")
-    board = board_where(session, lambda board: all((rank.cpu_percent or 0) > 5 for rank in board.ranks))
+    board = board_where(session, lambda board: all((rank.cpu_percent or 0) > 1 for rank in board.ranks))
     assert all(10 << 20 < (rank.rss_bytes or 0) < 10 << 30 for rank in board.ranks)
     assert all(rank.gpu_name == "" and rank.gpu_percent is None for rank in board.ranks)
     assert all(rank.steps_per_s is None for rank in board.ranks)  # nothing was logged
@@ -323,17 +393,17 @@ def test_nothing_is_measured_when_the_last_watch_is_closed(session: Session, mon
         assert_soon(lambda: len(came.at) > 8)
     assert_soon(lambda: not views_threads())
     session.status()  # answered after the order that ends it
-    count, closed_at = len(came.at), time.monotonic()
-    assert_soon(lambda: time.monotonic() > closed_at + 0.5)
+    count = len(came.at)
+    wait(0.5)
     assert len(came.at) == count
 
 
 def test_a_node_says_one_thing_a_second_for_all_its_ranks(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    state, came, began = state_of(session), Told(), time.monotonic()
+    state, came = state_of(session), Told()
     monkeypatch.setattr(state.measurements, "take", lambda said, node: came())
     with session.watch():
-        assert_soon(lambda: time.monotonic() > began + 4.5)
-    assert 4 <= len(came.at) <= 6
+        wait(4.5)
+    assert 2 <= len(came.at) <= 6
 
 
 @pytest.mark.parametrize("how", ["log_metrics", "Trainer"])
@@ -352,15 +422,22 @@ while not pathlib.Path(go).exists():
 """,
         "Trainer": """
 import torch.nn.functional as F
+from detrain_nb import parallel
 from detrain_nb.training import Trainer
 def batches():
     while True:
         time.sleep(0.02)
-        if pathlib.Path(go).exists(): return
+        is_over = torch.tensor(float(pathlib.Path(go).exists()))
+        dist.all_reduce(is_over)  # all of them end after the same batch
+        if is_over: return
         yield torch.zeros(4, 8), torch.zeros(4, dtype=torch.long)
+mesh, shape = parallel.make_mesh(dp_replicate=2, device_type="cpu"), torch.zeros(4, 8)
+model = parallel.parallelize(
+    torch.nn.Linear(8, 3), mesh, example_inputs=shape, loss=F.cross_entropy, device="cpu"
+)
 with __import__("contextlib").suppress(Exception):
     given = dict(metrics_folder=metrics, show_progress=False)
-    Trainer(torch.nn.Linear(8, 3), train=batches(), steps=100_000, loss=F.cross_entropy, **given).fit()
+    Trainer(model, train=batches(), steps=100_000, **given).fit()
 """,
     }[how]
     session.push({"metrics": str(tmp_path / "metrics")})

@@ -497,7 +497,7 @@ class _Agent:
 
 
 def _with_abilities(info: Json) -> Json:
-    return {**(info if isinstance(info, dict) else {}), "measures": True}
+    return {**(info if isinstance(info, dict) else {}), "measures": True, "tells_variables": True}
 
 
 def _write_to_the_log() -> None:

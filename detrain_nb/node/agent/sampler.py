@@ -62,7 +62,8 @@ class Sampler:
         if now >= self._until:
             self.end()
             return None
-        self.due_at = min(max(self.due_at + self._gap_s, now), self._until)
+        next_at = self.due_at + self._gap_s
+        self.due_at = min(next_at if next_at > now else now + self._gap_s, self._until)
         return self._measure(ranks)
 
     def end(self) -> None:

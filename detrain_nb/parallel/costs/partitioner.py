@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,14 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
+from ...plan import Layer, PlanDescription, StageCost, StageCosts, bubble_of, imbalance_of, step_of
 from ...text import table_lines
 from ..arguments import require_whole
 from .profiler import ModelProfile
 
 # Parameter, gradient, and the two moments of Adam, all of one dtype.
 STATE_FACTOR = 4.0
+_MOST_NAME = 200  # characters of a module's
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,8 @@ class Partition:
     """Stage ``i`` has the units from ``bounds[i]`` up to ``bounds[i + 1]`` and runs on ``nodes[i]``.
 
     ``stage_s`` and ``memory_bytes``, by stage: seconds for one microbatch, forward and backward, or what its tensors
-    take on the link when that is more; and what it needs at most. ``even`` is the split into equal numbers of units on
-    the nodes in their given order, for comparison.
+    take on the link when that is more; and what it needs at most. ``layers`` has what each unit adds to its stage.
+    ``even`` is the split into equal numbers of units on the nodes in their given order, for comparison.
     """
 
     profile: ModelProfile = field(repr=False)
@@ -61,6 +63,7 @@ class Partition:
     memory_bytes: tuple[float, ...]
     num_microbatches: int
     even: Partition | None = field(default=None, repr=False)
+    layers: tuple[Layer, ...] = field(default=(), repr=False)
 
     @property
     def cuts(self) -> tuple[str, ...]:
@@ -70,22 +73,40 @@ class Partition:
     @property
     def imbalance(self) -> float:
         """The slowest stage's time by the mean; 1 is even."""
-        return max(self.stage_s) * len(self.stage_s) / sum(self.stage_s) if sum(self.stage_s) else 1.0
+        return imbalance_of(self.stage_s)
 
     @property
     def step_s(self) -> float:
         """Of one batch through a schedule such as 1F1B: one microbatch through all stages, the others behind it."""
-        return sum(self.stage_s) + (self.num_microbatches - 1) * max(self.stage_s)
+        return step_of(self.stage_s, self.num_microbatches)
 
     @property
     def bubble(self) -> float:
         """The share of a step in which the slowest stage waits."""
-        return 1 - self.num_microbatches * max(self.stage_s) / self.step_s if self.step_s else 0.0
+        return bubble_of(self.stage_s, self.num_microbatches)
 
     @property
     def fits(self) -> bool:
         """No stage needs more memory than its node has."""
         return all(needed <= node.memory_bytes for needed, node in zip(self.memory_bytes, self.nodes))
+
+    def costs(self) -> StageCosts:
+        """Return its numbers alone, which need no torch."""
+        stages = tuple(
+            StageCost(
+                self.bounds[stage + 1] - self.bounds[stage],
+                self.stage_s[stage],
+                self.memory_bytes[stage],
+                node.name,
+                node.memory_bytes if math.isfinite(node.memory_bytes) else None,
+            )
+            for stage, node in enumerate(self.nodes)
+        )
+        return StageCosts(self.layers, stages, self.num_microbatches, self.even.imbalance if self.even else None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON, for ``widgets.plan``: it can be pulled, or written into a file."""
+        return PlanDescription(costs=self.costs()).to_dict()
 
     def __str__(self) -> str:
         rows = [("stage", "node", "begins at", "units", "time", "memory")]
@@ -162,9 +183,15 @@ def partition(
     if found is None:
         raise SpecError(_explain_no_fit(costs, given))
     chosen, bounds = found
-    units = len(profile.units)
-    even_bounds = tuple(stage * units // len(given) for stage in range(len(given) + 1))
-    return replace(costs.describe(chosen, bounds), even=costs.describe(given, even_bounds))
+    return replace(costs.describe(chosen, bounds), even=costs.describe_even(given))
+
+
+def partition_at(
+    profile: ModelProfile, bounds: Sequence[int], nodes: Sequence[StageNode], *, num_microbatches: int
+) -> Partition:
+    """Return what the stages cost whose ``bounds`` were chosen already; of training, as ``partition`` has it."""
+    costs = _Costs(profile, profile.times(), len(nodes), num_microbatches, True, STATE_FACTOR)
+    return replace(costs.describe(nodes, bounds), even=costs.describe_even(nodes))
 
 
 class _Costs:
@@ -182,6 +209,7 @@ class _Costs:
         self.profile = profile
         self.num_stages = num_stages
         self.num_microbatches = num_microbatches
+        self._times = times
         self._is_training = is_training
         self._state_factor = state_factor if is_training else 1.0
         self._time_s = _spans(times)
@@ -214,8 +242,30 @@ class _Costs:
         return torch.maximum(time_s, travel_s)
 
     def memory_bytes(self, stage: int, span: Any = ...) -> Tensor:
-        kept = min(self.num_microbatches, self.num_stages - stage) if self._is_training else 0
-        return self._parameter_bytes[span] * self._state_factor + self._saved_bytes[span] * kept
+        return self._parameter_bytes[span] * self._state_factor + self._saved_bytes[span] * self._num_kept(stage)
+
+    def _num_kept(self, stage: int) -> int:
+        """Of how many microbatches a stage keeps activations at once."""
+        return min(self.num_microbatches, self.num_stages - stage) if self._is_training else 0
+
+    def _layers(self, stage: int, node: StageNode, span: tuple[int, int]) -> Iterator[Layer]:
+        """What each unit of a stage adds to its time and to its memory."""
+        there: set[str] = set()
+        for unit, time_s in zip(self.profile.units[slice(*span)], self._times[slice(*span)]):
+            size_bytes = sum(self.profile.parameter_bytes[name] for name in set(unit.parameters) - there)
+            there.update(unit.parameters)
+            yield Layer(
+                (unit.cut or "the start")[-_MOST_NAME:],
+                time_s / node.speed,
+                size_bytes * self._state_factor,
+                float(unit.saved_bytes * self._num_kept(stage)),
+                float(unit.input_bytes),
+            )
+
+    def describe_even(self, nodes: Sequence[StageNode]) -> Partition:
+        """Equal numbers of units, on the nodes in this order."""
+        units = len(self.profile.units)
+        return self.describe(nodes, [stage * units // len(nodes) for stage in range(len(nodes) + 1)])
 
     def describe(self, nodes: Sequence[StageNode], bounds: Sequence[int]) -> Partition:
         spans = list(itertools.pairwise(bounds))
@@ -226,6 +276,11 @@ class _Costs:
             tuple(float(self.stage_s(node, span)) for node, span in zip(nodes, spans)),
             tuple(float(self.memory_bytes(stage, span)) for stage, span in enumerate(spans)),
             self.num_microbatches,
+            layers=tuple(
+                layer
+                for stage, (node, span) in enumerate(zip(nodes, spans))
+                for layer in self._layers(stage, node, span)
+            ),
         )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
 
 from ...errors import SpecError
+from ...plan import PlanDescription, StepTimeline, Work
 from ...text import ShownAsText
 from ..arguments import require_whole
 from .schedules import KINDS, Schedule, WrittenSchedule, find_schedule
@@ -19,32 +20,12 @@ _COLOURS = {"F": "#4e79a7", "B": "#59a14f", "I": "#59a14f", "W": "#edc948"}
 
 
 @dataclass(frozen=True)
-class Work:
-    """A rank computes from ``begin_s`` to ``end_s``: ``kind`` "F" forward, "B" backward, "I" and "W" its two halves."""
-
-    kind: str
-    stage: int
-    microbatch: int
-    begin_s: float
-    end_s: float
-
-
-@dataclass(frozen=True)
-class Timeline(ShownAsText):
+class Timeline(StepTimeline, ShownAsText):
     """What the ranks of a pipeline do in one step; it is shown as text, and drawn by ``draw``."""
 
-    schedule: str
-    ranks: tuple[tuple[Work, ...], ...]
-
-    @property
-    def step_s(self) -> float:
-        return max(work.end_s for works in self.ranks for work in works)
-
-    @property
-    def bubble(self) -> float:
-        """The share of all ranks' time in which they wait."""
-        busy = sum(work.end_s - work.begin_s for works in self.ranks for work in works)
-        return 1 - busy / (self.step_s * len(self.ranks))
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain JSON, for ``widgets.plan``. Raises: SpecError for one that is too long to be drawn."""
+        return PlanDescription(timelines=(self,)).to_dict()
 
     def __str__(self) -> str:
         scale = _WIDTH / self.step_s

@@ -115,4 +115,6 @@ def _not_idle(core: Core, ranks: Iterable[int]) -> dict[int, str]:
             found[rank] = f"busy: still in {left[rank]}"
         elif not core.link.is_reachable(rank):
             found[rank] = "out of reach"
+        elif not core.state.can_tell_variables(core.state.node_of.get(rank, 0)):
+            found[rank] = "of an earlier release, which does not tell its variables: %distributed restart"
     return found

@@ -190,8 +190,8 @@ class Views:
         """Look, and tell who is to be told."""
         self._measuring.go_on(min((watch.every_s for watch in self._watches), default=0.0))
         self._looks.refresh()
-        self._round_at = now = time.monotonic()
         board = make_board(self._core, self._looks.last)
+        self._round_at = now = time.monotonic()
         before, self._shown = self._shown, self._key(board)
         has_changed = before != self._shown
         for watch in self._watches:

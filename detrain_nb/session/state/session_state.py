@@ -246,8 +246,15 @@ class SessionState:
 
     def can_measure(self, node: int) -> bool:
         """Its agent has said that it knows what ``Measure`` asks for; one of an earlier release does not."""
+        return self._can(node, "measures")
+
+    def can_tell_variables(self, node: int) -> bool:
+        """The same of ``AskVariables``."""
+        return self._can(node, "tells_variables")
+
+    def _can(self, node: int, ability: str) -> bool:
         info = self._attached[node].info if node in self._attached and node not in self._lost_nodes else None
-        return isinstance(info, dict) and info.get("measures") is True
+        return isinstance(info, dict) and info.get(ability) is True
 
     def bringing_values(self, ranks: Collection[int]) -> list[Cell]:
         """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""

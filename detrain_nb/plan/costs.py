@@ -1,0 +1,94 @@
+"""What the stages of a model cost, layer by layer, and what follows for a step: numbers alone, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What runs from one place at which a model can be cut to the next.
+
+    ``time_s``: seconds for one microbatch, forward and backward, on the node of its stage. ``state_bytes``: parameters
+    with their gradients and the optimizer's state; a tied one counts once in a stage, at its first layer there.
+    ``activation_bytes``: of all microbatches that the stage keeps at once. ``input_bytes``: of what comes in.
+    """
+
+    name: str
+    time_s: float
+    state_bytes: float
+    activation_bytes: float
+    input_bytes: float = 0.0
+
+    @property
+    def memory_bytes(self) -> float:
+        return self.state_bytes + self.activation_bytes
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """The next ``num_layers`` layers. ``time_s``: of one microbatch, or of its tensors on the link where that is more.
+
+    ``node`` runs it, which has ``node_memory_bytes``, where that is known.
+    """
+
+    num_layers: int
+    time_s: float
+    memory_bytes: float
+    node: str = ""
+    node_memory_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """All layers of a model in their order, and the stages that they make.
+
+    ``even_imbalance``: of equal numbers of layers, for comparison.
+    """
+
+    layers: tuple[Layer, ...]
+    stages: tuple[StageCost, ...]
+    num_microbatches: int
+    even_imbalance: float | None = None
+
+    @property
+    def stage_s(self) -> tuple[float, ...]:
+        return tuple(stage.time_s for stage in self.stages)
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Stage ``i`` has the layers from ``bounds[i]`` up to ``bounds[i + 1]``."""
+        found = [0]
+        for stage in self.stages:
+            found.append(found[-1] + stage.num_layers)
+        return tuple(found)
+
+    @property
+    def imbalance(self) -> float:
+        return imbalance_of(self.stage_s)
+
+    @property
+    def step_s(self) -> float:
+        return step_of(self.stage_s, self.num_microbatches)
+
+    @property
+    def bubble(self) -> float:
+        return bubble_of(self.stage_s, self.num_microbatches)
+
+
+def imbalance_of(stage_s: Sequence[float]) -> float:
+    """The slowest stage's time by the mean; 1 is even."""
+    total = sum(stage_s)
+    return max(stage_s) * len(stage_s) / total if total else 1.0
+
+
+def step_of(stage_s: Sequence[float], num_microbatches: int) -> float:
+    """Of one batch through a schedule such as 1F1B: one microbatch through all stages, the others behind it."""
+    return sum(stage_s) + (num_microbatches - 1) * max(stage_s)
+
+
+def bubble_of(stage_s: Sequence[float], num_microbatches: int) -> float:
+    """The share of a step in which the slowest stage waits."""
+    step_s = step_of(stage_s, num_microbatches)
+    return 1 - num_microbatches * max(stage_s) / step_s if step_s else 0.0

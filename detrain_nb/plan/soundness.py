@@ -1,0 +1,88 @@
+"""What the parts of a plan cannot be: counts without an end, numbers below 0, passes that overlap."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..errors import SpecError
+from ..text import show
+from .costs import StageCosts
+from .memory import MeshMemory
+from .passes import PASSES, StepTimeline, Work
+
+MOST_LAYERS, MOST_STAGES = 1_000, 256
+MOST_PASSES = 10_000  # of all timelines together
+_MOST_TIMELINES, _MOST_AXES, _MOST_COUNT = 16, 8, 1_000_000
+
+
+def require_sound_costs(costs: StageCosts) -> None:
+    """Raises: SpecError."""
+    _require_count(len(costs.layers), MOST_LAYERS, "layers")
+    _require_count(len(costs.stages), MOST_STAGES, "stages")
+    _require_count(costs.num_microbatches, _MOST_COUNT, "microbatches")
+    if any(stage.num_layers < 1 for stage in costs.stages) or costs.bounds[-1] != len(costs.layers):
+        counts = ", ".join(str(stage.num_layers) for stage in costs.stages[:8])
+        raise SpecError(f"the stages have {counts} layers, and the model {len(costs.layers)}: each is in one stage")
+    for index, layer in enumerate(costs.layers):
+        numbers = (layer.time_s, layer.state_bytes, layer.activation_bytes, layer.input_bytes)
+        _require_numbers(numbers, f"layer {index}")
+    for index, stage in enumerate(costs.stages):
+        _require_numbers((stage.time_s, stage.memory_bytes, stage.node_memory_bytes or 0.0), f"stage {index}")
+    _require_numbers((costs.even_imbalance or 0.0,), "the even split")
+
+
+def require_sound_timelines(timelines: Sequence[StepTimeline]) -> None:
+    """Raises: SpecError."""
+    if len(timelines) > _MOST_TIMELINES:
+        raise SpecError(f"the plan has {len(timelines)} timelines: {_MOST_TIMELINES} are the most")
+    num_passes = sum(len(works) for each in timelines for works in each.ranks)
+    if num_passes > MOST_PASSES:
+        raise SpecError(
+            f"the timelines have {num_passes} passes, and {MOST_PASSES} are the most: take fewer microbatches"
+        )
+    for each in timelines:
+        _require_count(len(each.ranks), MOST_STAGES, "ranks of a pipeline")
+        if not all(each.ranks):
+            raise SpecError(f"the timeline of {each.schedule} has a rank without a pass: leave it out")
+        for rank, works in enumerate(each.ranks):
+            _require_order(works, f"rank {rank} of the timeline of {each.schedule}")
+        if not each.step_s:
+            raise SpecError(f"the timeline of {each.schedule} takes no time: give the times of stages")
+
+
+def _require_order(works: Sequence[Work], whose: str) -> None:
+    free_s = 0.0
+    for work in works:
+        if work.kind not in PASSES:
+            raise SpecError(f"{whose} has a pass of kind {show(work.kind)}: there are {', '.join(PASSES)}")
+        if not (0 <= work.stage < MOST_STAGES and 0 <= work.microbatch < _MOST_COUNT):
+            raise SpecError(f"{whose} has microbatch {work.microbatch} of stage {work.stage}: there is none such")
+        if not (math.isfinite(work.end_s) and free_s <= work.begin_s <= work.end_s):
+            raise SpecError(
+                f"{whose} begins at {work.begin_s} s and ends at {work.end_s} s, and the pass before {free_s} s"
+            )
+        free_s = work.end_s
+
+
+def require_sound_memory(memory: MeshMemory) -> None:
+    """Raises: SpecError."""
+    _require_count(len(memory.mesh), _MOST_AXES, "axes")
+    _require_count(len(memory.rows), MOST_STAGES, "rows of ranks")
+    for axis, size in memory.mesh.items():
+        _require_count(size, _MOST_COUNT, f"ranks along {axis}")
+    for row in memory.rows:
+        if not row.ranks or not row.stages or len(row.stages) > MOST_STAGES:
+            raise SpecError("a row of ranks has no rank or no stage: each row is of some")
+        _require_numbers((*row.ranks, *row.stages, row.num_parameters, *row.parts_bytes), f"rank {row.ranks[0]}")
+
+
+def _require_count(count: int, most: int, what: str) -> None:
+    if not 1 <= count <= most:
+        raise SpecError(f"the plan has {count} {what}: 1 to {most} can be")
+
+
+def _require_numbers(numbers: Sequence[float], whose: str) -> None:
+    for number in numbers:
+        if not (math.isfinite(number) and number >= 0):
+            raise SpecError(f"{whose} has the number {number}: times and bytes are 0 or more")

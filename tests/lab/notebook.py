@@ -1,0 +1,148 @@
+"""A notebook, open in a window of JupyterLab."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import nbformat
+from playwright.sync_api import Locator, expect
+
+from .window import LOOK_LIMIT_S, PAGE_LIMIT_S, Window
+
+_POLL_S = 0.05
+_AIR_PX = 8  # around the cells of a picture
+
+
+class Notebook:
+    """A notebook, open in a window. Cells are counted from 0."""
+
+    def __init__(self, window: Window, path: Path, *, folder: Path) -> None:
+        """Open ``path``, which lies in the server's ``folder``, and wait until its kernel is idle."""
+        self.window = window
+        self.page = window.page
+        self.js = window.js
+        self.path = path
+        self._in_lab = path.relative_to(folder).as_posix()
+        self._panel = self.page.locator(".jp-NotebookPanel:not(.lm-mod-hidden)")
+        self._open()
+
+    def _open(self) -> None:
+        self.window.command("docmanager:open", path=self._in_lab, factory="Notebook")
+        self._wait_for_kernel()
+
+    def close(self) -> None:
+        """End the kernel, close the notebook without saving it."""
+        self.js(
+            "async () => { const panel = window.jupyterapp.shell.currentWidget;"
+            " await panel.sessionContext.shutdown(); panel.dispose(); }"
+        )
+
+    def _wait_for_kernel(self) -> None:
+        self.page.wait_for_function(_IS_KERNEL_IDLE, arg=self._in_lab, timeout=PAGE_LIMIT_S * 1000)
+        expect(self._panel.locator(".jp-Notebook")).to_be_visible()
+
+    # ---- what a user does
+
+    def run_all(self) -> None:
+        """Run all cells, as the menu does; return when the last reply is in."""
+        self.window.command("notebook:run-all-cells")
+
+    def run(self, index: int) -> None:
+        """Run a cell; return when its reply is in."""
+        self.select(index)
+        self.window.command("notebook:run-cell")
+
+    def start(self, *indices: int) -> None:
+        """Run cells that take a while, without waiting for them; those after the first are queued."""
+        for index in indices:
+            self.select(index)
+            self.js("() => { window.jupyterapp.commands.execute('notebook:run-cell'); }")
+            expect(self.prompt(index)).to_have_text("[*]:")
+
+    def stop(self) -> None:
+        """Click on the stop button."""
+        self._panel.locator("[data-command='notebook:interrupt-kernel'] >> visible=true").first.click()
+
+    def select(self, index: int) -> None:
+        self.js("index => { window.jupyterapp.shell.currentWidget.content.activeCellIndex = index; }", index)
+
+    def restart(self) -> None:
+        """What the menu does, without its question."""
+        self.js("() => window.jupyterapp.shell.currentWidget.sessionContext.restartKernel()")
+        self._wait_for_kernel()
+
+    def restart_and_run_all(self) -> None:
+        """What the menu does, without its question."""
+        self.restart()
+        self.run_all()
+
+    def reload(self) -> None:
+        """Reload the page and open the notebook, as it was saved, with the kernel that it has."""
+        self.window.load()
+        self._open()
+
+    def save(self) -> nbformat.NotebookNode:
+        """Save the notebook; return what is in the file."""
+        self.window.command("docmanager:save")
+        return nbformat.read(self.path, as_version=4)
+
+    # ---- what a user sees
+
+    def cell(self, index: int) -> Locator:
+        return self._panel.locator(".jp-Notebook .jp-Cell").nth(index)
+
+    def prompt(self, index: int) -> Locator:
+        """``[ ]:``, ``[*]:`` while the cell runs or is queued, ``[3]:``."""
+        return self.cell(index).locator(".jp-InputPrompt")
+
+    def outputs(self, index: int) -> Locator:
+        """What stands below a cell, one element per output."""
+        return self.cell(index).locator(".jp-OutputArea-output")
+
+    def text(self, index: int) -> str:
+        """All the text below a cell, as it stands there now."""
+        texts = filter(None, self.outputs(index).all_inner_texts())
+        return "".join(text if text.endswith("\n") else f"{text}\n" for text in texts)
+
+    def wait_for_text(self, index: int, pattern: str, *, limit_s: float = LOOK_LIMIT_S) -> str:
+        """Wait until the text below a cell has a match of ``pattern``; return the text."""
+        deadline = time.monotonic() + limit_s
+        while not re.search(pattern, text := self.text(index), re.MULTILINE):
+            assert time.monotonic() < deadline, (
+                f"no {pattern!r} within {limit_s:g} s below cell {index}:\n{text[-2000:]}"
+            )
+            self.page.wait_for_timeout(_POLL_S * 1000)
+        return text
+
+    def take_picture(self, path: Path, *, last: int) -> None:
+        """Write a picture of the cells down to ``last``, as they are now."""
+        for cell in self._panel.locator(".jp-Notebook .jp-Cell").all()[last + 1 :]:
+            cell.evaluate("cell => { cell.style.visibility = 'hidden'; }")
+        top, bottom = self.cell(0).bounding_box(), self.cell(last).bounding_box()
+        assert top and bottom
+        height = bottom["y"] + bottom["height"] - top["y"]
+        self.page.screenshot(
+            path=path,
+            clip={
+                "x": top["x"] - _AIR_PX,
+                "y": top["y"] - _AIR_PX,
+                "width": top["width"] + 2 * _AIR_PX,
+                "height": height + 2 * _AIR_PX,
+            },
+        )
+
+
+_IS_KERNEL_IDLE = """path => {
+  const panel = window.jupyterapp.shell.currentWidget, kernel = panel?.sessionContext?.session?.kernel;
+  return panel?.context?.path === path && panel.sessionContext.isReady
+    && kernel?.connectionStatus === 'connected' && kernel.status === 'idle';
+}"""
+
+
+def write_notebook(path: Path, sources: Sequence[str]) -> None:
+    cells = [nbformat.v4.new_code_cell(source.strip("\n")) for source in sources]
+    kernel = {"name": "python3", "display_name": "Python 3 (ipykernel)", "language": "python"}
+    nbformat.write(nbformat.v4.new_notebook(cells=cells, metadata={"kernelspec": kernel}), path)

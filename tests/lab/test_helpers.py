@@ -1,0 +1,77 @@
+"""What the helpers of this folder find in a page, shown on parts of it that are as they should be, and that are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from .window import set_theme
+
+if TYPE_CHECKING:
+    from .conftest import Notebook, Window
+
+    OpenNotebook = Callable[..., Notebook]
+    CheckAccessibility = Callable[[Locator], None]
+
+pytestmark = pytest.mark.slow
+
+_SHOW = "from IPython.display import HTML\nHTML('''{}''')"
+_BACKGROUND = "element => getComputedStyle(element).getPropertyValue('--jp-layout-color0').trim()"
+
+
+def show(notebook: OpenNotebook, html: str) -> Locator:
+    """Show it below a cell."""
+    nb = notebook(_SHOW.format(html))
+    nb.run(0)
+    return nb.outputs(0)
+
+
+def test_theme_is_on_and_nothing_veils_the_page(window: Window) -> None:
+    seen = []
+    for dark in (True, False):
+        set_theme(window, dark=dark)
+        expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)
+        seen.append(window.page.locator("body").evaluate(_BACKGROUND))
+    assert seen[0] != seen[1], seen
+
+
+def test_part_that_is_accessible_in_both_themes_passes(
+    notebook: OpenNotebook, check_accessibility: CheckAccessibility, window: Window
+) -> None:
+    check_accessibility(show(notebook, "<button>Start</button><p>Two ranks <b>wait</b>.</p>"))
+    expect(window.page.locator("body")).to_have_attribute("data-jp-theme-light", "true")
+
+
+@pytest.mark.parametrize(
+    "html, faults",
+    [
+        ("<p>The button</p><button></button>", ["dark: button-name", "light: button-name"]),
+        ('<p style="color: #555">Two ranks wait.</p>', ["dark: color-contrast"]),
+        ('<p style="color: #ccc">Two ranks wait.</p>', ["light: color-contrast"]),
+    ],
+)
+def test_fault_is_named_with_its_theme(
+    notebook: OpenNotebook, check_accessibility: CheckAccessibility, html: str, faults: list[str]
+) -> None:
+    with pytest.raises(AssertionError, match="not accessible:") as caught:
+        check_accessibility(show(notebook, html))
+    lines = str(caught.value).splitlines()
+    assert [line.partition(",")[0] for line in lines if line.startswith(("dark:", "light:"))] == faults
+
+
+def test_fault_beside_the_element_is_no_fault_of_it(
+    notebook: OpenNotebook, check_accessibility: CheckAccessibility
+) -> None:
+    output = show(notebook, "<button></button><p>Two ranks wait.</p>")
+    check_accessibility(output.locator("p"))
+
+
+def test_element_without_anything_to_check_is_told(
+    notebook: OpenNotebook, check_accessibility: CheckAccessibility
+) -> None:
+    output = show(notebook, '<p>words</p><div class="empty" style="height: 9px"></div>')
+    with pytest.raises(AssertionError, match="nothing to check"):
+        check_accessibility(output.locator(".empty"))

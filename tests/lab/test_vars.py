@@ -1,0 +1,161 @@
+"""The view of variables in a page: filtered, sorted, opened by keyboard, and honest about a rank that is busy."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Locator, expect
+
+from .conftest import Notebook, Window
+
+PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+DEFINE = """
+%%distributed
+import os, time
+batch_size, epoch = 32, 4
+logits = torch.linspace(-9.134, 8.772, 32 * 64).reshape(32, 64).sin() * 4
+logits[2, 3] = torch.nan if rank == 1 else 0.5
+losses = [4.71 - rank, 4.66, 4.58, 4.5]
+vocabulary = {"the": 0, "of": 1, "<b>bold</b>": 2}
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU())
+if rank == 0:
+    sampler = "only here"
+class Tokenizer:
+    pass
+tokenizer = Tokenizer()
+"""
+RUN = """
+%%distributed -r 1
+while not os.path.exists("go"):
+    time.sleep(0.01)
+late = 1
+"""
+NAMES = ["batch_size", "epoch", "logits", "losses", "model", "sampler", "tokenizer", "Tokenizer", "vocabulary"]
+pytestmark = pytest.mark.timeout(180)
+
+
+_BEYOND_ITS_EDGE = """view => {
+  const edge = view.getBoundingClientRect().right, all = [...view.querySelectorAll("*")];
+  const beyond = all.filter((each) => !each.closest(".wide") && each.getBoundingClientRect().right > edge);
+  return beyond.map((each) => each.outerHTML.slice(0, 99));
+}"""
+
+
+def names(view: Locator) -> list[str]:
+    return view.locator(".name").all_inner_texts()
+
+
+def change_theme(window: Window, theme: str) -> None:
+    window.command("apputils:change-theme", theme=theme)
+    expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)
+
+
+def take_picture(view: Locator, name: str, folder: Path) -> None:
+    """Of the view in both themes; kept in docs when asked for."""
+    is_kept = os.environ.get("DETRAIN_NB_PICTURES") == "1"
+    path = (PICTURES if is_kept else folder) / f"{name}.png"
+    view.screenshot(path=path)
+    assert path.stat().st_size > 5000
+
+
+@pytest.mark.slow
+def test_variables_are_filtered_sorted_and_looked_into(
+    notebook: Callable[..., Notebook], window: Window, tmp_path: Path
+) -> None:
+    nb = notebook("%load_ext detrain_nb\n%distributed start -n 3", DEFINE, "%distributed vars", RUN)
+    for index in range(3):
+        nb.run(index)
+    view = nb.cell(2).locator(".dt")
+    expect(view.locator(".name")).to_have_count(len(NAMES))
+    assert names(view) == NAMES
+    _filter_and_sort(view)
+    _look_by_keyboard(nb, view)
+    for theme, name in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
+        change_theme(window, theme)
+        take_picture(view, f"vars-open-{name}", tmp_path)
+    _is_honest_while_a_rank_is_busy(nb, view, tmp_path, window)
+    _fits_a_narrow_page(nb, view)
+
+
+def _filter_and_sort(view: Locator) -> None:
+    search = view.get_by_label("Filter names and types")
+    search.fill("TENSOR")
+    expect(view.locator(".name")).to_have_text(["logits"])
+    search.fill("nothing")
+    expect(view.get_by_text("No variable fits the filter.")).to_be_visible()
+    search.fill("")
+    only = view.get_by_role("group", name="Only")
+    only.get_by_role("button", name=re.compile("same")).click()
+    expect(view.locator(".name")).to_have_text(["batch_size", "epoch", "vocabulary"])
+    expect(only.get_by_role("button", name=re.compile("same"))).to_have_attribute("aria-pressed", "true")
+    only.get_by_role("button", name="All 9").click()
+    view.get_by_role("button", name="Bytes").click()
+    view.get_by_role("button", name=re.compile("Bytes")).click()
+    expect(view.locator(".name").first).to_have_text("model")
+    expect(view.get_by_role("columnheader", name=re.compile("Bytes"))).to_have_attribute("aria-sort", "descending")
+    view.get_by_role("button", name="Name").click()
+    assert names(view) == NAMES
+
+
+def _look_by_keyboard(nb: Notebook, view: Locator) -> None:
+    twist = view.get_by_role("button", name="logits: preview")
+    view.get_by_role("button", name="batch_size: preview").focus()
+    nb.page.keyboard.press("ArrowDown")
+    nb.page.keyboard.press("ArrowDown")
+    expect(twist).to_be_focused()
+    nb.page.keyboard.press("Enter")
+    expect(twist).to_have_attribute("aria-expanded", "true")
+    panel = view.get_by_role("tabpanel", name="logits on rank 0")
+    expect(panel).to_contain_text(
+        re.compile(r"First 5 x 6 of 32 x 64, from rank 0 at \d\d:\d\d:\d\d\. The rest stays there\.")
+    )
+    view.get_by_role("tab", name="0").focus()
+    nb.page.keyboard.press("ArrowRight")
+    nb.page.keyboard.press("Enter")
+    panel = view.get_by_role("tabpanel", name="logits on rank 1")
+    expect(panel).to_contain_text("1 nan on rank 1")
+    expect(panel.locator("td.bad")).to_have_text("nan")
+    expect(panel.locator(".sums .x")).to_have_text(re.compile("^1:[0-9a-f]{4}$"))
+    expect(panel.get_by_role("definition")).to_have_count(4)
+    expect(panel.locator(".kv")).to_have_text(re.compile(r"^min-4\.\d{4}max4\.\d{4}mean"))
+    expect(panel.get_by_role("img", name=re.compile("Histogram from -"))).to_be_visible()
+    nb.page.keyboard.press("Escape")
+    expect(twist).to_be_focused()
+    expect(view.get_by_role("tabpanel")).to_have_count(0)
+    view.get_by_role("cell", name="dict, 3").click()
+    expect(view.get_by_role("tabpanel")).to_contain_text("<b>bold</b>")
+    view.get_by_role("cell", name="dict, 3").click()
+    twist.click()
+    view.get_by_role("tab", name="1").click()
+    expect(view.get_by_role("tabpanel", name="logits on rank 1")).to_contain_text("1 nan on rank 1")
+
+
+def _is_honest_while_a_rank_is_busy(nb: Notebook, view: Locator, tmp_path: Path, window: Window) -> None:
+    nb.start(3)
+    view.get_by_role("tab", name="0").click()
+    expect(view.get_by_role("tabpanel", name="logits on rank 0")).to_contain_text("from rank 0 at ")
+    expect(view.locator(".head")).to_contain_text(re.compile(r"rank 1 runs cell \[\d+\]"))
+    view.get_by_role("button", name="Refresh").click()
+    expect(view.locator(".notes")).to_have_text(re.compile(r"^rank 1 is busy: cell \d+ runs there$"), timeout=3000)
+    expect(view.get_by_text("9 names on 2 ranks")).to_be_visible()
+    expect(view.get_by_role("tab")).to_have_text(["0", "2"])
+    for theme, name in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
+        change_theme(window, theme)
+        take_picture(view, f"vars-busy-{name}", tmp_path)
+    (nb.path.parent / "go").touch()
+    expect(view.locator(".name")).to_have_count(len(NAMES) + 1)  # it is read again by itself
+    expect(view.get_by_role("row", name=re.compile("^late"))).to_contain_text("only on 1")
+    expect(view.locator(".notes")).to_have_text("")
+
+
+def _fits_a_narrow_page(nb: Notebook, view: Locator) -> None:
+    view.evaluate("view => { view.style.width = '420px'; }")
+    expect(view.get_by_role("columnheader", name="Dtype")).to_be_hidden()
+    too_wide = view.evaluate(_BEYOND_ITS_EDGE)
+    assert too_wide == [], "nothing scrolls sideways"
+    saved = nb.save().cells[2].outputs[0].data
+    assert "= same on 3" in saved["text/plain"] and "<table>" in saved["text/html"]
