@@ -81,14 +81,14 @@ class LiveCurves:
     def add(self, line: Mapping[str, Any]) -> None:
         """Take a line of `read_metrics_line`."""
         step, rank = line["step"], line["rank"]
+        total = line.get("total_steps")
+        if type(total) is int and 0 < total < 1 << 53:
+            self.num_steps = total
         if self._lead is None or rank <= self._lead:
             self._lead, self.last_step = rank, step
         self._note_pace(step, rank, line.get("time"))
         for name, value in line.items():
             if name in NO_VALUES or isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            if name == "total_steps":
-                self.num_steps = value if isinstance(value, int) and 0 < value < 1 << 53 else self.num_steps
                 continue
             name = printable(name)[:_MOST_NAME_CHARS]
             curve = self._curves.get(name)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from playwright.sync_api import Locator, expect
 
-from .conftest import Notebook, Window
+from .notebook import Notebook
+from .window import Window, set_theme
 
 OpenNotebook = Callable[..., Notebook]
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
@@ -46,30 +46,14 @@ MODEL = 'import torch; torch.save({"w": torch.arange(5.0)}, "model.pt") if rank 
 HOSTILE = "<img src=x onerror=alert(1)>"
 
 
-@contextmanager
-def theme(window: Window, name: str) -> Iterator[None]:
-    """JupyterLab's colours, as long as the block lasts; then the light ones."""
-
-    def change(to: str) -> None:
-        window.command("apputils:change-theme", theme=f"JupyterLab {to}")
-        expect(window.page.locator("body")).to_have_attribute("data-jp-theme-name", f"JupyterLab {to}")
-        expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)
-
-    change(name)
-    try:
-        yield
-    finally:
-        change("Light")
-
-
 def take_pictures(window: Window, view: Locator, state: str, folder: Path) -> None:
     """In both themes; to docs/pictures when asked."""
     place = PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" else folder
-    for name in ("Dark", "Light"):
-        with theme(window, name):
-            path = place / f"job-{state}-{name.lower()}.png"
-            view.screenshot(path=path)
-            assert path.stat().st_size > 10_000
+    for name in ("dark", "light"):
+        set_theme(window, dark=name == "dark")
+        path = place / f"job-{state}-{name}.png"
+        view.screenshot(path=path)
+        assert path.stat().st_size > 10_000
 
 
 def view_of(nb: Notebook, cell: int) -> Locator:
@@ -94,7 +78,11 @@ def orders(tmp_path: Path) -> Path:
 
 @pytest.mark.timeout(300)
 def test_job_is_followed_stopped_restarted_and_its_model_loaded(
-    notebook: OpenNotebook, window: Window, tmp_path: Path, orders: Path
+    notebook: OpenNotebook,
+    window: Window,
+    tmp_path: Path,
+    orders: Path,
+    check_accessibility: Callable[[Locator], None],
 ) -> None:
     nb = notebook(
         LOAD.format(home=tmp_path / "state"),
@@ -129,6 +117,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     take_pictures(window, view, "running", tmp_path)
     expect(lines.locator(".ln").last).to_have_text("rank 1infostep 190 of rank 1")
     expect(view.get_by_role("button", name="Following")).to_have_attribute("aria-pressed", "true")
+    check_accessibility(view)
 
     # a page that is loaded again shows all of it
     nb.save()
@@ -157,6 +146,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(view.locator(".model")).to_contain_text("model.pt")
     expect(view.locator(".facts")).to_contain_text("2 of 2 done")
     take_pictures(window, view, "succeeded", tmp_path)
+    check_accessibility(view)
     check_the_model(nb, view, tmp_path)
 
     # a kernel that knows nothing of it shows it again
@@ -262,7 +252,7 @@ raise OSError(28, "No space left on device", "{hostile}")
 
 @pytest.mark.timeout(200)
 def test_failed_job_leads_with_the_cause_and_shows_what_is_hostile_as_text(
-    notebook: OpenNotebook, window: Window, tmp_path: Path
+    notebook: OpenNotebook, window: Window, tmp_path: Path, check_accessibility: Callable[[Locator], None]
 ) -> None:
     nb = notebook(LOAD.format(home=tmp_path / "state"), FAILING.format(hostile=HOSTILE))
     alerts: list[str] = []
@@ -299,6 +289,7 @@ def test_failed_job_leads_with_the_cause_and_shows_what_is_hostile_as_text(
     view.get_by_role("button", name="Show curves").click()
     expect(view.locator(".charts")).to_contain_text("nan")
     expect(view.locator(".model")).to_contain_text(f"model{HOSTILE}.pt")
+    check_accessibility(view)
     view.get_by_role("button", name="Hide curves").click()
     view.get_by_role("button", name="Hide logs").click()
     take_pictures(window, view, "failed", tmp_path)
