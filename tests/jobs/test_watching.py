@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from detrain_nb.copying.json_lines import Talk
+from detrain_nb.errors import DetrainError, WireError
 from detrain_nb.jobs import Job, JobNews, LogPart, submit
 from detrain_nb.jobs.job_status import judge
 from detrain_nb.jobs.watching import Watch
@@ -296,9 +297,14 @@ def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> Non
 
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
-    ("name", "size"), [("rank-0.log", 1 << 20), ("../passwd", 10), ("metrics/rank-0.jsonl", 1 << 30)]
+    ("name", "size", "why"),
+    [
+        ("rank-0.log", 1 << 20, "more than was asked for"),
+        ("../passwd", 10, "is no log of a job"),
+        ("metrics/rank-0.jsonl", 1 << 30, "more than was asked for"),
+    ],
 )
-def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int) -> None:
+def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, why: str) -> None:
     def look(talk: Talk, order: dict[str, object]) -> None:
         talk.say("status", jobs=[])
         talk.say("data", name=name, offset=0, size=size)
@@ -307,7 +313,8 @@ def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int) -> None
     heard, watched = Heard(), watch(LyingNode({"look": look}, name="gpu1"))
     stop = watched.add(heard)
     assert stop
-    heard.wait_for(lambda it: bool(it.news.unreached))
+    news = heard.wait_for(lambda it: bool(it.news.unreached))
+    assert why in news.unreached["gpu1"].why
     assert heard.lines == []
     stop()
     wait_until_no_thread_is_left()
@@ -329,12 +336,42 @@ def test_lines_of_ranks_that_the_job_has_not_are_not_taken() -> None:
     wait_until_no_thread_is_left()
 
 
+def job_on(node: LyingNode) -> Job:
+    """A job that no record knows, which is enough to ask its node."""
+    job = object.__new__(Job)
+    job.__dict__.update(id="lies", name="lies", _reached=[node], _nodes=())
+    return job
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ([["../../.bashrc", 1, 1.0]], "leads out of the folder"),
+        ([["a.pt", -1, 1.0]], "no number of bytes"),
+        ([["a.pt", 1, "now"]], "is no time"),
+        ([["a.pt", 1, 1.0]] * 501, "a list of at most 500"),
+    ],
+)
+def test_what_a_node_says_it_has_made_is_checked(files: list[list[object]], why: str) -> None:
+    def made(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("made", files=files)
+
+    with pytest.raises(DetrainError, match=why):
+        job_on(LyingNode({"artifacts": made}, name="gpu1")).list_made("*.pt")
+
+
+def test_files_that_were_not_asked_for_are_not_listed() -> None:
+    def made(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("made", files=[["a.pt", 1, 1.0], ["key.pem", 1, 1.0]])
+
+    found = job_on(LyingNode({"artifacts": made}, name="gpu1")).list_made("*.pt")
+    assert [file.name for file in found] == ["a.pt"]
+
+
 def test_part_before_another_one_is_checked() -> None:
     def look_back(talk: Talk, order: dict[str, object]) -> None:
         talk.say("data", name=order["name"], offset=90, size=50)
         talk.send(b"x" * 50)
 
-    job = object.__new__(Job)  # no record is needed to ask a node
-    job.__dict__.update(id="lies", _reached=[LyingNode({"look back": look_back}, name="gpu1")], _nodes=())
-    with pytest.raises(Exception, match="not what was asked for"):
-        job.log_before(LogPart("", "0", 100, ()))
+    with pytest.raises(WireError, match="not what was asked for"):
+        job_on(LyingNode({"look back": look_back}, name="gpu1")).log_before(LogPart("", "0", 100, ()))
