@@ -247,6 +247,7 @@ def test_levels_of_lines() -> None:
     ]
     levels = Levels()
     assert [levels.of(line) for line in lines] == [INFO, WARNING, WARNING, ERROR, ERROR, ERROR, INFO]
+    assert Levels().of("x" * 400 + " ERROR") == INFO, "a line is not searched to its end"
 
 
 def test_log_is_a_window_of_bounded_size() -> None:
