@@ -122,14 +122,22 @@ class Conflict(DetrainError):
     """A file is not as it was when it was read here, so it was not written.
 
     ``changed_at`` is the time of the other version in seconds of the epoch, ``owner`` whose file that is; None and
-    empty where there is none any more. ``changes`` has the fields that differ.
+    empty where there is none any more. ``changes`` has the fields that differ. ``fault`` is the message without its
+    ``advice``, which is for Python.
     """
 
     def __init__(
-        self, fault: str, *, changed_at: float | None = None, owner: str = "", changes: Iterable[FieldChange] = ()
+        self,
+        fault: str,
+        *,
+        advice: str,
+        changed_at: float | None = None,
+        owner: str = "",
+        changes: Iterable[FieldChange] = (),
     ) -> None:
+        self.fault = fault
         self.changed_at, self.owner, self.changes = changed_at, owner, tuple(changes)
-        super().__init__(fault)
+        super().__init__(f"{fault}: {advice}")
 
 
 class CellSyntaxError(SpecError):

@@ -1,4 +1,4 @@
-"""%pipeline: what a spec would do, what is wrong with it, and how it looks as somebody else's file."""
+"""%pipeline: the pipelines beside the notebook; what a spec would do, its faults, and its export to other files."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
+from IPython.display import display
 
 from ..options.jobs import add_export_options
 from ..plan import Plan
@@ -27,24 +28,30 @@ class PipelineMagics(Magics):
 
     @line_magic
     def pipeline(self, line: str) -> Plan | None:
-        """A spec in a file, or in a variable: what it would do. Nothing is started, and no node is asked.
+        """The pipelines beside the notebook; or a spec in a file, or in a variable: what it would do.
 
+            %pipeline                                        My Pipelines: a list to open, run and make them from
+            %pipeline console other/                         the same of another folder
             %pipeline plan train.toml                        which rank is where, and what of the pipeline it has
             %pipeline plan train.toml --parallelism.pp 4     the same with another value of a field
             %pipeline check train.toml                       what is wrong with it
             %pipeline export slurm train.toml --output train.sbatch --gpus 8 --time 2:00:00
             %pipeline export torchrun train.toml             a shell script for every node, printed
 
-        %job submit train.toml starts it. %pipeline COMMAND --help has all options.
+        plan, check and export start nothing, and ask no node: %job submit train.toml starts it.
+        %pipeline COMMAND --help has all options.
         """
         return guard("%pipeline", lambda: self._run(line))
 
     def _run(self, line: str) -> Plan | None:
         parser = pipeline_parser()
         fields, words = take_fields(parser.split_line(line))
-        args = parser.parse_words(words or ["--help"])
+        args = parser.parse_words(words or ["console"])
         if args.command is None:
-            raise UsageError("%pipeline: no command: give plan, check or export (%pipeline --help)")
+            raise UsageError("%pipeline: no command: give console, plan, check or export (%pipeline --help)")
+        if args.command == "console":
+            _show_console(self.shell, args.folder)
+            return None
         spec = read_spec(self.shell, args.spec, fields)
         if args.command == "plan":
             return spec.plan()
@@ -55,6 +62,18 @@ class PipelineMagics(Magics):
         else:
             _export(spec, args)
         return None
+
+
+def _show_console(ipython: Any, folder: str) -> None:
+    """A page where there is a front end, else the list as text."""
+    if not hasattr(ipython, "kernel"):
+        from ..pipelines import MyPipelines
+
+        print(MyPipelines(folder).entries())
+        return
+    from ..widgets import console
+
+    display(console(folder))
 
 
 def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
@@ -77,10 +96,12 @@ def pipeline_parser() -> LineParser:
     """``%pipeline COMMAND``."""
     parser = LineParser(
         prog="%pipeline",
-        description="What a spec would do; nothing is started.",
+        description="The pipelines beside the notebook, and what a spec would do.",
         epilog="Example: %(prog)s plan train.toml --training.epochs 2. %(prog)s? has more of them.",
     )
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
+    console = commands.add_parser("console", help="the pipelines in a folder: to open, run and make them")
+    console.add_argument("folder", metavar="FOLDER", nargs="?", default="pipelines", help="by default pipelines/")
     plan = commands.add_parser("plan", help="which rank is where, and what of the pipeline it has")
     check = commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes")
     for looked_at in (plan, check):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,20 @@ from .live_view import LiveView, Settled
 if TYPE_CHECKING:
     from ..jobs import Job
     from ..session.session import Session
+    from .console_view import ConsoleView
     from .job_view import JobView
     from .nodes_view import Given, NodesView, Starter
     from .plan_view import PlanView
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "job", "nodes", "plan", "vars"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "console", "job", "nodes", "plan", "vars"]
+
+
+def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
+    """My Pipelines: the specs in ``folder``, which is beside the notebook, and those opened lately."""
+    from ..pipelines import MyPipelines
+    from .console_view import ConsoleView
+
+    return ConsoleView(MyPipelines(folder))
 
 
 def job(job: Job | str) -> JobView:

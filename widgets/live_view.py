@@ -64,13 +64,15 @@ class LiveView(anywidget.AnyWidget):
     """A view: a subclass gives `name`, `state`, `settled` and actions; beside it lie ``NAME.js`` and ``NAME.css``."""
 
     name: ClassVar[str] = ""
+    more: ClassVar[tuple[str, ...]] = ()  # of a large one: further files beside it, which come before its own
     _actions: ClassVar[dict[str, Action]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "name" in cls.__dict__:
-            own = Path(str(sys.modules[cls.__module__].__file__)).with_name(cls.name)
-            cls._esm = _read(_SHARED.with_suffix(".js")) + _read(own.with_suffix(".js")) + _PROGRAM_END
-            cls._css = _read(_SHARED.with_suffix(".css")) + _read(own.with_suffix(".css"))
+            here = Path(str(sys.modules[cls.__module__].__file__))
+            files = (_SHARED, *map(here.with_name, (*cls.more, cls.name)))
+            cls._esm = "".join(_read(file.with_suffix(".js")) for file in files) + _PROGRAM_END
+            cls._css = "".join(_read(file.with_suffix(".css")) for file in files)
         cls._actions = actions_of(cls)
         super().__init_subclass__(**kwargs)
 

@@ -135,7 +135,7 @@ class Draft:
             return ""
         gpus = f"{len(node.devices)} GPU{'s'[: len(node.devices) != 1]}" if isinstance(node.devices, tuple) else ""
         number = num_ranks(node)
-        ranks = f"{number:,} rank{'s'[: number != 1]}" if number else "ranks by its devices"
+        ranks = f"{number:,} rank{'s'[: number != 1]}" if number else "default ranks"
         return f"{gpus or node.devices}, {ranks}"
 
 

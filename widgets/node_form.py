@@ -117,8 +117,10 @@ class NodeForm:
             self.revision += 1
 
     def append(self, nodes: Iterable[Node]) -> list[int]:
+        drafts = [Draft.of(node) for node in nodes]
         with self._changing:
-            return [self._insert(Draft.of(node)) for node in nodes]
+            _check_room(len(self._rows) + len(drafts))
+            return [self._insert(draft) for draft in drafts]
 
     def add(self) -> int:
         """An empty row at the end; returns its number."""
@@ -169,8 +171,9 @@ class NodeForm:
         with self._changing:
             undo = self._undo
             if undo is not None and undo.removed is not None and undo.removed.id == row:
+                label = undo.removed.label
                 undo.removed.texts[field] = text
-                raise Refused(f"{undo.removed.label} was removed meanwhile: Undo brings it back with what you typed")
+                raise Refused(f"{label} was removed meanwhile: Undo brings it back with what you typed")
             draft = self._rows[self._index(row)]
             self.revision += 1
             is_same = draft.texts.get(field, "") == text

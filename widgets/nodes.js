@@ -9,7 +9,7 @@ const WORDS = { running: ["run", "running"], done: ["ok", "done"], failed: ["bad
 /** One field of one node: its label, its input, and below it what is wrong, or what another page has typed. */
 class NodeField {
   constructor(row, about) {
-    this.row = row; this.about = about; this.seen = 0; this.sent = ""; this.timer = null; this.sending = Promise.resolve();
+    this.row = row; this.about = about; this.seen = 0; this.since = 0; this.sent = ""; this.timer = null; this.is_sending = false; this.sending = Promise.resolve();
     this.id = `${row.form.view.id}-${row.id}-${about.name}`;
     const is_long = about.kind === "lines", cls = `in ${about.name === "name" ? "" : "mono"} ${NUMBERS.has(about.kind) ? "num" : ""}`;
     this.input = h(is_long ? "textarea" : "input", {
@@ -51,16 +51,20 @@ class NodeField {
     this.sending = this.sending.then(async () => {
       const text = this.input.value;
       if (text === this.sent) return;
-      this.sent = text;
-      try { this.seen = await this.row.form.view.call("edit", { row: this.row.id, field: this.about.name, text, seen: this.seen }); } catch (error) { this.row.form.say(error.message); }
+      this.sent = text; this.is_sending = true;
+      try {
+        const { seen, revision } = await this.row.form.view.call("edit", { row: this.row.id, field: this.about.name, text, seen: this.seen });
+        this.seen = seen; this.since = revision; // older news does not know of it
+      } catch (error) { this.row.form.say(error.message); }
+      this.is_sending = false;
       if (this.input.value !== text) this.send();
     });
     return this.sending;
   }
-  get is_typed() { return this.timer !== null || this.input.value !== this.sent; }
+  get is_typed() { return this.timer !== null || this.is_sending || this.input.value !== this.sent; }
   update(row) {
     const text = row.texts[this.about.name] ?? "", other = row.other[this.about.name], error = row.errors[this.about.name];
-    if (!this.is_typed) {
+    if (!this.is_typed && this.row.form.told.revision >= this.since) {
       if (this.sent !== text && !(other !== undefined && other === this.sent)) { this.input.value = this.sent = text; }
       if (this.sent === text) this.seen = Math.max(this.seen, row.changed[this.about.name] ?? 0);
     }
@@ -150,14 +154,15 @@ class NodeRow {
   }
   show_state(wrong) {
     const test = this.form.tests[this.id], start = this.form.start_errors[this.id];
-    const key = JSON.stringify([wrong, test ?? null, start ?? null]);
+    const key = JSON.stringify([wrong, this.is_open, test ?? null, start ?? null]);
     if (key === this.shown) return;
     this.shown = key;
     this.state.replaceChildren(wrong ? state_word("warn", count_of(wrong, "wrong field")) : word_of(test));
     if (wrong) this.state.firstChild.classList.replace("is-warn", "is-bad");
-    this.find.replaceChildren(...(start ? [note("bad", [h("p", { class: "said" }, h("b", {}, "The start has failed here. "), start)])] : []), ...findings_of(test));
+    this.find.replaceChildren(...(start ? [note("bad", [h("p", { class: "said" }, h("b", {}, "The start has failed here. "), start)])] : []), ...(this.is_open || has_findings(test) ? findings_of(test) : []));
   }
 }
+const has_findings = (test) => test?.is === "failed" || (test?.is === "done" && test.bad.length + test.warning.length > 0);
 
 const word_of = (test) => {
   if (!test) return state_word("idle", "not tested");
@@ -209,17 +214,18 @@ const import_panel = (form, { hosts, more }) => {
   });
   const filter = h("input", { class: "in", "aria-label": "Filter hosts", placeholder: "Filter hosts", oninput: () => { for (const row of rows) row.hidden = !row.dataset.name.includes(filter.value.toLowerCase()); } });
   const head = h("div", { class: "head" }, h("h3", {}, "Import from ", h("span", { class: "mono" }, "~/.ssh/config")), said, h("span", { class: "push search" }, icon("search"), filter));
-  const table = h("div", { class: "list", tabIndex: 0, role: "region", "aria-label": "Hosts of ~/.ssh/config" }, h("table", {}, h("thead", {}, h("tr", {}, ["Name", "Where", "Jump host", ""].map((word) => h(word ? "th" : "td", {}, word)))), h("tbody", {}, rows)));
+  const table = h("div", { class: "list", tabIndex: 0, role: "region", "aria-label": "Hosts of ~/.ssh/config" }, h("table", {}, h("thead", {}, h("tr", {}, ["Name", "Where", "Jump host", "Is there"].map((word, i) => h("th", {}, i < 3 ? word : h("span", { class: "sr" }, word))))), h("tbody", {}, rows)));
   const empty = hosts.length ? null : h("div", { class: "body soft" }, "~/.ssh/config names no host. Add a node, or write a Host there.");
   const foot = h("div", { class: "foot" }, h("span", { class: "soft" }, more ? `${count_of(more, "more host")}: type their names. ` : null, "Match and Include are followed. Keys stay where they are."), h("span", { class: "push row" }, form.view.button("Cancel", () => form.show_bar(null)), add));
   tell();
   return { bar: h("div", { class: "importing", onkeydown: (event) => { if (event.key === "Escape") form.show_bar(null); } }, head, hosts.length ? table : empty, foot), input: filter };
 };
 
+const start_cell = (node, cell, phase) => h("div", { role: "cell" }, state_word(...WORDS[cell.is]), h("div", { class: "soft small cut" }, cell.text),
+  cell.share === null ? null : h("span", { class: "bar is-run", role: "progressbar", "aria-valuemin": "0", "aria-valuemax": "100", "aria-valuenow": String(Math.round(100 * cell.share)), "aria-label": `${node}, ${phase}` }, h("i", { style: `width:${100 * cell.share}%` })));
 const start_table = (table) => h("div", { class: "prog", role: "table", "aria-label": "Phases of the start" },
-  ["Node", ...PHASES].map((word) => h("div", { class: "h" }, word)),
-  table.flatMap(({ node, cells }) => [h("div", { class: "cut" }, node), ...cells.map((cell, i) => h("div", { "aria-label": `${node}, ${PHASES[i].slice(2)}` }, state_word(...WORDS[cell.is]), h("div", { class: "soft small cut" }, cell.text),
-    cell.share === null ? null : h("span", { class: "bar is-run", role: "progressbar", "aria-valuenow": String(Math.round(100 * cell.share)), "aria-label": `${node}, ${PHASES[i].slice(2)}` }, h("i", { style: `width:${100 * cell.share}%` }))))]));
+  h("div", { role: "row", class: "h" }, ["Node", ...PHASES].map((word) => h("div", { role: "columnheader" }, word))),
+  table.map(({ node, cells }) => h("div", { role: "row" }, h("div", { role: "rowheader", class: "cut" }, node), cells.map((cell, i) => start_cell(node, cell, PHASES[i].slice(2))))));
 
 class NodesForm {
   constructor(view) {
@@ -229,9 +235,9 @@ class NodesForm {
     this.cancel_test = view.button("Cancel the test", () => view.call("cancel"), { on_error: this.say }); this.testing = h("span", { class: "soft" });
     this.test_all = view.button([icon("test"), "Test all"], () => view.call("test", { rows: this.told.rows.map((row) => row.id) }), { on_error: this.say });
     this.head_import = view.button("Import from ~/.ssh/config", () => this.import(), { on_error: this.say }); this.head_open = view.button("Open file…", () => this.open_file());
-    this.head = h("div", { class: "head" }, h("h3", {}, "Nodes"), this.facts, h("span", { class: "push row wrap" }, this.testing, this.cancel_test, this.head_import, this.head_open, this.test_all));
+    this.head = h("div", { class: "head" }, h("h3", {}, "Nodes"), this.facts, this.testing, h("span", { class: "push row wrap" }, this.head_import, this.head_open, this.test_all, this.cancel_test));
     this.undo = h("div", {}); this.asks = h("div", {}); this.bar = h("div", {}); this.message = h("div", {});
-    this.bars = h("div", { class: "bars" }, this.undo, this.asks, this.message, this.bar);
+    this.bars = h("div", { class: "bars" }, this.undo, this.message, this.bar);
     this.list = h("div", { role: "list", "aria-label": "Nodes" });
     this.add = view.button([icon("plus"), "Add node"], async () => this.focus_host(await view.call("add", { kind: "empty" })), { on_error: this.say });
     this.empty = this.make_empty();
@@ -241,7 +247,7 @@ class NodesForm {
     this.foot = h("div", { class: "foot" }, h("span", { role: "status" }, this.fault), h("span", { class: "push row" }, this.save, this.go));
     this.form = h("div", {}, this.head, this.bars, this.list, this.empty, this.adding, this.foot);
     this.starting = h("div", {});
-    view.el.append(this.starting, this.form);
+    view.el.append(this.starting, this.asks, this.form); // a start asks, too
   }
   make_empty() {
     const { num_hosts } = this.view.state, { view } = this;
@@ -254,7 +260,7 @@ class NodesForm {
         view.button([icon("run"), "2 ranks on this machine"], async () => this.focus_row(await view.call("add", { kind: "here" })), { on_error: this.say })));
   }
   // what is asked in place
-  show_bar(made) { this.bar.replaceChildren(...(made ? [made.bar] : [])); if (made) { made.input.focus(); made.input.select?.(); } else this.head_open.focus(); }
+  show_bar(made) { this.bar.replaceChildren(...(made ? [made.bar] : [])); this.empty.hidden = this.told.rows.length > 0 || made !== null; if (made) { made.input.focus(); made.input.select(); } else (this.empty.hidden ? this.head_open : this.empty.querySelector("button")).focus(); }
   async import() { this.show_bar(import_panel(this, await this.view.call("list_hosts"))); }
   open_file() {
     const open = (is_added) => async (path) => { const count = await this.view.call("open_file", { path, is_added }); this.show_bar(null); this.tell("ok", `${path}: ${count_of(count, "node")}`); };
@@ -279,8 +285,9 @@ class NodesForm {
     this.message.replaceChildren(note(state, h("p", {}, text), [close])); this.view.announce(text);
   }
   // focus
-  focus_row(id) { setTimeout(() => this.rows.get(id)?.toggle.focus()); }
-  focus_host(id) { const go = () => this.rows.get(id)?.go_to("host"); if (this.rows.has(id)) go(); else this.wanted = id; }
+  focus_row(id) { this.when_there(id, (row) => row.toggle.focus()); }
+  focus_host(id) { this.when_there(id, (row) => row.go_to("host")); }
+  when_there(id, act) { if (this.rows.has(id)) act(this.rows.get(id)); else this.wanted = { id, act }; } // its news may come after the answer
   beside(id) { const all = this.told.rows.map((row) => row.id), at = all.indexOf(id); return this.rows.get(all[at + 1] ?? all[at - 1]); }
   // what the kernel tells
   update(told) {
@@ -294,10 +301,11 @@ class NodesForm {
     told.rows.forEach((each, index) => this.rows.get(each.id).update(each, { index, count }));
     const ranks = told.num_ranks === null ? "" : `, ${count_of(told.num_ranks, "rank")}`;
     this.facts.replaceChildren(count ? `${count_of(count, "node")}${ranks}` : "", ...(told.file ? [" · ", h("span", { class: "mono" }, told.file), told.is_changed ? ", changed" : ""] : []));
-    this.empty.hidden = count > 0; this.adding.hidden = this.foot.hidden = !count;
-    for (const button of [this.head_import, this.head_open, this.test_all]) button.hidden = !count;
+    this.list.hidden = !count; this.empty.hidden = count > 0 || this.bar.hasChildNodes(); this.adding.hidden = this.foot.hidden = !count;
+    for (const button of [this.head_import, this.head_open]) button.hidden = !count;
+    this.test_all.hidden = !count || this.is_testing;
     this.show_undo(told.undo); this.show_faults();
-    if (this.wanted !== undefined && this.rows.has(this.wanted)) { this.rows.get(this.wanted).go_to("host"); this.wanted = undefined; }
+    if (this.wanted && this.rows.has(this.wanted.id)) { const { id, act } = this.wanted; this.wanted = null; act(this.rows.get(id)); }
   }
   show_undo(words) {
     if (this.undo.dataset.words === words) return;
@@ -318,7 +326,12 @@ class NodesForm {
     for (const button of [this.go, this.save]) disable(button, all.length ? first : "");
   }
   show_tests(tests) { this.tests = tests; for (const row of this.rows.values()) if (row.told) row.update(row.told, row.at); }
-  show_testing(line) { this.testing.textContent = line; this.testing.hidden = this.cancel_test.hidden = !line; disable(this.test_all, line ? "A test is under way" : ""); }
+  show_testing(line) { // in the place of what it says and does else: nothing moves
+    const had_focus = [this.test_all, this.cancel_test].includes(document.activeElement);
+    this.is_testing = Boolean(line); this.testing.textContent = line;
+    this.testing.hidden = this.cancel_test.hidden = !line; this.facts.hidden = this.is_testing; this.test_all.hidden = this.is_testing || !this.told.rows.length;
+    if (had_focus) (line ? this.cancel_test : this.test_all).focus();
+  }
   show_question(question) {
     if (!question) { this.asks.replaceChildren(); return; }
     const id = `${this.view.id}-secret`, input = h("input", { id, type: "password", class: "in", autocomplete: "off" });
@@ -330,8 +343,7 @@ class NodesForm {
   }
   show_start(start) {
     const is_on = start.is === "running", is_done = start.is === "done";
-    this.form.hidden = is_done; this.start_errors = start.errors ?? {};
-    for (const part of [this.list, this.adding, this.foot, this.head]) part.inert = is_on;
+    this.form.hidden = is_on || is_done; this.start_errors = start.errors ?? {};
     if (is_on) {
       if (!this.start_body) {
         this.start_line = h("span", { class: "soft" }); this.start_body = h("div", {});
@@ -360,5 +372,4 @@ function mount(view) {
   view.on("question", (question) => form.show_question(question));
   view.on("start", (start) => form.show_start(start));
   view.on("work", ({ is, error }) => { if (is === "failed") form.say(error); });
-  form.show_testing("");
 }

@@ -64,6 +64,7 @@ class NodesView(LiveView):
         self._form = NodeForm()
         self._tests = NodeTests()
         self._starter = start
+        self._testing = ""
         self._cancel = threading.Event()
         self._question = PassphraseQuestion(self._publish_question, self._look)
         self._start: dict[str, Any] = {"is": "none"}
@@ -95,6 +96,7 @@ class NodesView(LiveView):
             "fields": [asdict(field) for field in FIELDS.values()],
             "form": self._form.told(),
             "tests": self._tests.told(self._form.by_row()),
+            "testing": self._testing,
             "question": self._question.asked,
             "start": self._start,
             "num_hosts": count_hosts(),
@@ -104,7 +106,7 @@ class NodesView(LiveView):
     def settled(self) -> Settled:
         if self._start["is"] == "done":
             lines = [self._start["line"], *self._start["notes"], f"{_BOARD} shows its ranks"]
-            return Settled("\n".join(lines), "".join(f"<p>{html.escape(line)}</p>" for line in lines))
+            return Settled("\n".join(lines), f"<p>{'<br>'.join(map(html.escape, lines))}</p>")
         told = self._form.told()
         if not told["rows"]:
             return Settled("Nodes: none yet")
@@ -164,11 +166,12 @@ class NodesView(LiveView):
         return row
 
     @action(row=_row, field=one_of(*FIELDS), text=text(most=MOST_TEXT), seen=whole(0, _LARGEST))
-    def edit(self, row: int, field: str, text: str, seen: int) -> int:
-        """Returns the revision that the page has seen with that."""
+    def edit(self, row: int, field: str, text: str, seen: int) -> dict[str, int]:
+        """Returns what the page has seen of the field now, and the revision that has it."""
         whole_text = text.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # half a character cannot be sent
         try:
-            return self._form.edit(row, field, whole_text, seen=seen)
+            seen = self._form.edit(row, field, whole_text, seen=seen)
+            return {"seen": seen, "revision": self._form.revision}
         finally:
             self._publish_form()
 
@@ -219,7 +222,7 @@ class NodesView(LiveView):
         try:
             report = examine(
                 list(chosen.values()),
-                on_progress=lambda line: self.publish("testing", line),
+                on_progress=self._tell_testing,
                 ask_passphrase=self._question.ask,
                 meanwhile=self._look,
             )
@@ -230,8 +233,12 @@ class NodesView(LiveView):
             self._tests.fail(chosen, str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}")
             raise
         finally:
-            self.publish("testing", "")
+            self._tell_testing("")
             self._publish_tests()
+
+    def _tell_testing(self, line: str) -> None:
+        self._testing = one_line(line, most_chars=_MOST_CHARS)
+        self.publish("testing", self._testing)
 
     # ---- a session
 

@@ -129,7 +129,7 @@ function words_below({ note, layout, rank, read_at }) {
 
 function numbers_table({ columns, rows }) {
   const is_bad = (text) => text === "nan" || text === "inf" || text === "-inf";
-  return h("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "The first of it" }, h("table", { class: "n" }, h("thead", {}, h("tr", {}, columns.map((name) => h("th", {}, name)))),
+  return h("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "The first of it" }, h("table", { class: "n" }, h("thead", {}, h("tr", {}, columns.map((name) => (name ? h("th", { scope: "col" }, name) : h("td"))))),
     h("tbody", {}, rows.map(([first, ...cells]) => h("tr", {}, h("th", { scope: "row" }, first), cells.map((text) => h("td", { class: is_bad(text) ? "bad" : null }, text)))))));
 }
 

@@ -34,6 +34,7 @@ class LastJob:
     state: State
     word: str
     detail: str
+    submitted_at: float
     is_over: bool
     count: int  # of the jobs of that name
 
@@ -70,11 +71,15 @@ class Entry:
         count = len(self.errors)
         return f"{count} field{'s' * (count > 1)} to correct" if self.is_document else self.errors[0]
 
-    def matches(self, search: str) -> bool:
-        """Every word of ``search`` stands in its name, file, nodes, mesh or status."""
+    @property
+    def searched(self) -> str:
+        """The text in which a search looks: name, file, nodes, mesh, status; in small letters."""
         job = f"{self.job.word} {self.job.detail} {self.job.id}" if self.job else "never run"
-        text = f"{self.name} {self.file} {self.description} {self.mesh} {self.nodes} {job} {self.fault}".casefold()
-        return all(word in text for word in search.casefold().split())
+        return f"{self.name} {self.file} {self.description} {self.mesh} {self.nodes} {job} {self.fault}".casefold()
+
+    def matches(self, search: str) -> bool:
+        """Every word of ``search`` stands in it."""
+        return all(word in self.searched for word in search.casefold().split())
 
 
 class Entries(ShownAsText, Sequence[Entry]):
@@ -140,7 +145,7 @@ def describe_job(job: JobSummary, *, count: int, spec: PipelineSpec | None, now:
         detail = f"known {describe_age(job.updated_at, now=now)}"
         share = _share(job.metrics, spec)
         word = f"{word} {share}" if share and state == "run" else word
-    return LastJob(job.id, state, word, detail, is_over, count)
+    return LastJob(job.id, state, word, detail, job.submitted_at, is_over, count)
 
 
 def _judge(job: JobSummary) -> tuple[State, str]:

@@ -32,6 +32,7 @@ _WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are n
     "source.setup": "lines",
     "setup": "lines",
 }
+_HOW: Mapping[Kind, str] = {"variables": "a line NAME=value for each", "words": "as in a shell: --name 'a b' --fast"}
 _UNITS = {"_mbit_s": " (Mbit/s)", "_ms": " (ms)", "_gb": " (GB)", "_s": " (s)"}
 _TITLES = {
     **{axis: axis for axis in ("pp", "dp_replicate", "dp_shard", "tp")},
@@ -40,6 +41,7 @@ _TITLES = {
     "ssh_key": "SSH key",
     "env": "Environment variables",
 }
+_SECTIONS = {"data": "Data", "model": "Model", "checkpoint": "Checkpoint"}  # whose fields are called alike
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,11 @@ class FieldInfo:
     annotation: Any
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a page needs of it, as plain JSON."""
+        """Return what a page needs of it, as plain JSON; ``how`` it is typed, where the hint does not say that."""
         names = ("path", "title", "hint", "kind", "step", "low", "high", "above", "default")
         return {
             **{name: getattr(self, name) for name in names},
+            "how": _HOW.get(self.kind, ""),
             "required": self.is_required,
             "choices": [*self.choices],
         }
@@ -106,7 +109,7 @@ def _describe(path: str, field: Any, schema: Mapping[str, Any], step: Step, *, i
     default = None if field.is_required() else _plain(field.default)
     return FieldInfo(
         path=path,
-        title=_title(path.rpartition(".")[2]),
+        title=_title(path),
         hint=field.description or "",
         kind=_kind(path, parts, is_closed=all("enum" in part or "const" in part for part in parts)),
         step=step,
@@ -148,7 +151,11 @@ def _highest(parts: list[Mapping[str, Any]]) -> float | None:
     return above - 1 if above is not None and is_whole else _bound(parts, "maximum")
 
 
-def _title(name: str) -> str:
+def _title(path: str) -> str:
+    section, _, name = path.rpartition(".")
+    if section in _SECTIONS:
+        own = _TITLES.get(name, name)
+        return f"{_SECTIONS[section]} {own}"
     if name in _TITLES:
         return _TITLES[name]
     unit = next((unit for unit in _UNITS if name.endswith(unit)), "")

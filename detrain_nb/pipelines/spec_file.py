@@ -25,6 +25,8 @@ from ..text import name_some, printable, show
 __all__ = ["SpecFile", "find_changes", "read_spec_file", "write_spec_file"]
 
 _MOST_CHANGES = 20  # that are told one by one
+_KEEP_OR_MOVE = "keep yours (anyway=True), or save under another name"
+_CHOICES = "keep yours (anyway=True), take theirs (open it again), or save under another name"
 
 
 @dataclass(frozen=True)
@@ -110,11 +112,10 @@ def find_changes(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[Fi
 
 def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | None) -> None:
     """Raises: Conflict."""
-    choices = "keep yours (anyway=True), take theirs (open it again), or save under another name"
     named = _short(path)
     if not os.path.lexists(path):
         if before is not None:
-            raise Conflict(f"{named} was removed after it was read here: {choices.replace('take theirs', 'leave it')}")
+            raise Conflict(f"{named} was removed after it was read here", advice=_KEEP_OR_MOVE)
         return
     found = read_spec_file(path)
     if before is not None and found.revision == before.revision:
@@ -125,7 +126,8 @@ def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | N
     what = "is there already" if before is None else "was changed after it was read here"
     whose = f", by its owner {found.owner}" if found.owner else ""
     raise Conflict(
-        f"{named} {what}: it was written at {at}{whose} ({told}): {choices}",
+        f"{named} {what}: it was written at {at}{whose} ({told})",
+        advice=_CHOICES,
         changed_at=found.changed_at,
         owner=found.owner,
         changes=changes[:_MOST_CHANGES],
@@ -163,7 +165,7 @@ def _saving(path: Path) -> Iterator[None]:
     place = runtime_folder() / f".saving-{hashlib.sha256(os.fsencode(path)).hexdigest()[:24]}"
     lock = take_lock(place, is_new=True)
     if lock is None:
-        raise Conflict(f"{_short(path)} is being written by another process right now: save it again")
+        raise Conflict(f"{_short(path)} is being written by another process right now", advice="save it again")
     try:
         yield
     finally:

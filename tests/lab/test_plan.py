@@ -19,7 +19,8 @@ from torch import nn
 from detrain_nb import parallel as par
 
 from ..parallel.models import GPT
-from .conftest import Notebook, Window
+from .notebook import Notebook
+from .window import Window, set_theme
 
 OpenNotebook = Callable[..., Notebook]
 
@@ -88,6 +89,16 @@ def test_plan_is_read_by_keyboard_and_settles_to_plain_html(notebook: OpenNotebo
     assert not re.search(r"class=|<script|style=|<img", settled["text/html"])
     nb.run(2)
     assert nb.text(2).strip() == "True"
+
+
+@pytest.mark.slow
+def test_nobody_is_kept_out_of_a_plan(notebook: OpenNotebook, check_accessibility: Callable[[Locator], None]) -> None:
+    for plan in (small(), large()):
+        _, view = show(notebook, plan)
+        check_accessibility(view)
+    view.get_by_role("radio", name="Table").click()
+    press(view.get_by_role("slider", name=re.compile("^rank 0: ")), "End")
+    check_accessibility(view)
 
 
 def _imbalance() -> float:
@@ -166,8 +177,8 @@ def test_plans_are_legible_in_both_themes_with_a_hundred_layers_too(
     sharp_window.page.set_viewport_size({"width": 880, "height": 1700})
     for name, plan in (("small", small()), ("large", large())):
         _, view = show(notebook, plan, window=sharp_window)
-        for theme in ("Dark", "Light"):
-            _take_picture(sharp_window, view, theme, folder / f"plan-{name}-{theme.lower()}.png")
+        for dark in (True, False):
+            _take_picture(sharp_window, view, folder / f"plan-{name}-{'dark' if dark else 'light'}.png", dark=dark)
     expect(view.locator(".strip > div")).to_have_text([re.compile(rf"^{stage}$") for stage in range(12)])
     expect(view.locator(".lane svg")).to_have_count(6)
     last = view.get_by_role("slider", name=re.compile("^rank 5: "))
@@ -182,13 +193,10 @@ def test_plans_are_legible_in_both_themes_with_a_hundred_layers_too(
     expect(view.locator(".grouped")).to_have_text("a bar is the mean of up to 2 layers")
 
 
-def _take_picture(window: Window, view: Locator, theme: str, path: Path) -> None:
-    window.command("apputils:change-theme", theme=f"JupyterLab {theme}")
-    is_light = "true" if theme == "Light" else "false"
-    expect(window.page.locator("body")).to_have_attribute("data-jp-theme-light", is_light)
-    expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)  # it fades over the page
+def _take_picture(window: Window, view: Locator, path: Path, *, dark: bool) -> None:
+    set_theme(window, dark=dark)
     expect(view.locator(".lane svg").first).to_be_visible()
     view.screenshot(path=path)
     picture = imread(path)[:, :, :3]
-    assert (picture.mean() > 0.5) == (theme == "Light")
+    assert (picture.mean() < 0.5) == dark
     assert picture.std() > 0.1

@@ -102,6 +102,11 @@ def test_hosts_and_nodes_files_stand_for_nodes(tab: _Tab, command: str, between:
     assert found == sorted(start + name for name in [*_HOSTS, "localhost", *files])
 
 
+def test_nodes_files_stand_for_the_file_of_the_form(tab: _Tab) -> None:
+    assert tab("%distributed nodes ") == ["conf/", "gpus.json", "my\\ nodes.toml", "nodes.toml", "--help"]
+    assert "nodes" in tab("%distributed n")
+
+
 @pytest.mark.parametrize(
     ("word", "found"),
     [

@@ -70,5 +70,18 @@ def test_wrong_line_is_one_line(magics: PipelineMagics, line: str, said: str) ->
 
 
 def test_help_is_printed(magics: PipelineMagics, capsys: pytest.CaptureFixture[str]) -> None:
-    magics.pipeline("")
+    magics.pipeline("--help")
     assert "COMMAND" in capsys.readouterr().out
+
+
+def test_line_without_a_command_lists_the_pipelines_of_the_folder(
+    magics: PipelineMagics, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    magics.pipeline("")
+    assert capsys.readouterr().out == f"no pipelines in {tmp_path}/pipelines\n"
+    (tmp_path / "other").mkdir()
+    SPEC.save(tmp_path / "other" / "mnist.toml")
+    magics.pipeline("console other")
+    assert "mnist  mnist.toml" in capsys.readouterr().out

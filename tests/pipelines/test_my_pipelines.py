@@ -12,7 +12,7 @@ import pytest
 
 from detrain_nb.errors import Conflict, JobError, SpecError
 from detrain_nb.jobs.record import Record
-from detrain_nb.pipelines import EXAMPLES, MyPipelines, RecentFiles
+from detrain_nb.pipelines import EXAMPLES, MyPipelines, RecentFiles, spec_file
 from detrain_nb.spec import PipelineSpec
 
 DATA: dict[str, Any] = {"source": {"script_text": "print('ran')"}, "training": {"steps": 4}}
@@ -298,3 +298,13 @@ def test_example_trains_on_this_machine(mine: MyPipelines) -> None:
 def test_spec_in_plain_python_is_saved_as_it_is(mine: MyPipelines) -> None:
     spec = PipelineSpec.from_dict({**DATA, "name": "train", "env": {"A": "1"}})
     assert mine.create(spec).spec == spec
+
+
+def test_file_that_another_process_writes_right_now_is_left_to_it(mine: MyPipelines) -> None:
+    opened = mine.create({**DATA, "name": "train"})
+    with (
+        spec_file._saving(opened.path),  # as the other one does
+        pytest.raises(Conflict, match="is being written by another process right now: save it again"),
+    ):
+        mine.save(opened, {**DATA, "name": "train", "description": "mine"})
+    assert mine.save(opened, {**DATA, "name": "train", "description": "mine"}).spec is not None

@@ -223,15 +223,19 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
         ("torch.ones(3, dtype=torch.bfloat16)", (1, 4), "", "all of 3"),
         ("torch.ones(3, 3).to(torch.float8_e4m3fn)", (3, 4), "", "all of 3 x 3"),
         ("torch.ones(3, dtype=torch.complex64)", (1, 4), "", "all of 3"),
+        ("torch.ones(7)", (1, 7), "", "first 6 of 7"),
         ("__import__('numpy').arange(6)", (1, 7), "", "all of 6"),
+        ("__import__('numpy').frombuffer(b'read-only', dtype='u1')", (1, 7), "", "first 6 of 9"),
         ("torch.nn.Sequential(torch.nn.Linear(2, 3))", (1, 3), "", "all 1 modules"),
         ("torch.eye(3).to_sparse()", (0, 0), "", "a tensor without numbers, or that is not dense, has no preview"),
         ("3", (0, 0), "3", ""),
     ],
 )
 def test_preview_of(session: Session, code: str, rows: tuple[int, int], text: str, note: str) -> None:
-    session.run_cell(f"it = {code}", ranks=0)
+    ran = session.run_cell(f"it = {code}", ranks=0)
     seen = session.preview("it")
+    session.run_cell("it", ranks=0)  # what was printed before has come then
+    assert ran.cell not in session.log.printed, "nothing is printed by it"
     assert (len(seen.rows), len(seen.columns) if seen.rows else 0) == rows
     assert (seen.text, seen.note) == (text, note)
     assert repr(seen).startswith("it on rank 0: ")

@@ -1,8 +1,8 @@
-"""What only the process itself can say of its main thread: the call it is in, and what it awaits.
+"""What the process itself can say of its main thread: its stack, the call it is in, and what it awaits.
 
-The stack that faulthandler dumps from beside ends at the last Python frame: it does not tell whether ``time.sleep(60)``
-or ``request.wait()`` is called there, nor at which line the event loop will go on. Call from any thread: it holds the
-GIL, so the main thread stands still.
+The stack ends at the last Python frame: it does not tell whether ``time.sleep(60)`` or ``request.wait()`` is called
+there, nor at which line the event loop will go on. Call from any thread: it holds the GIL, so the main thread stands
+still.
 """
 
 from __future__ import annotations
@@ -16,6 +16,17 @@ from typing import Any
 
 _MAX_CHARS = 80
 _MAX_FRAMES = 50
+_MAX_STACK = 100  # as many as faulthandler dumps
+
+
+def read_stack() -> list[list[Any]]:
+    """``[file, line, function]`` of the frames of the main thread, innermost first."""
+    found: list[list[Any]] = []
+    frame = _main_frame()
+    while frame is not None and len(found) < _MAX_STACK:
+        found.append([frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name])
+        frame = frame.f_back
+    return found
 
 
 def read_call() -> list[Any]:

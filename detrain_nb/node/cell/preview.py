@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import warnings
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
@@ -45,7 +46,9 @@ def _preview(value: Any, deadline: float) -> Row:
         array = numpy.ndarray.view(value, numpy.ndarray)
         if array.dtype.kind not in "biufc":
             return {"note": f"an array of {array.dtype.name} has no preview"}
-        return _of_numbers(torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)), "array")
+        with warnings.catch_warnings():  # that an array is read-only, which nobody writes into here
+            warnings.simplefilter("ignore")
+            return _of_numbers(torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)))
     if kind in (list, tuple, deque, set, frozenset, torch.Size):
         rows = [[str(n), _item(item)] for n, item in enumerate(itertools.islice(value, _ITEMS))]
         return {"columns": ["", "value"], "rows": rows, "note": _first_of(len(rows), len(value), "items")}
@@ -99,10 +102,10 @@ def _of_tensor(value: object, deadline: float) -> Row:
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         return {"note": "a tensor without numbers, or that is not dense, has no preview"}
     require_done(tensor, by=deadline)
-    return _of_numbers(tensor, "part of this rank" if is_dtensor(value) else "tensor")
+    return _of_numbers(tensor, whose="the part of this rank" if is_dtensor(value) else "")
 
 
-def _of_numbers(tensor: torch.Tensor, what: str) -> Row:
+def _of_numbers(tensor: torch.Tensor, *, whose: str = "") -> Row:
     shape = list(tensor.shape)
     corner = tensor[(0,) * max(0, len(shape) - 2)] if tensor.numel() else tensor.reshape(-1)
     corner = corner.reshape(1, -1) if corner.ndim < 2 and corner.numel() <= 1 else corner
@@ -113,12 +116,12 @@ def _of_numbers(tensor: torch.Tensor, what: str) -> Row:
     cells = [[_number(number) for number in row] for row in corner.tolist()]
     height, width = corner.shape
     of = " x ".join(f"{size:,}" for size in shape) or "1 number"
-    is_cut = tensor.numel() > height * width
+    shown = f"{height} x {width}" if len(shape) > 1 else f"{width}"
+    note = f"first {shown} of {of}" if tensor.numel() > height * width else f"all of {of}"
     found: Row = {
         "columns": ["", *map(str, range(width))] if tensor.numel() else [],
         "rows": [[str(number), *row] for number, row in enumerate(cells) if row],
-        "note": f"{f'first {height} x {width} of' if is_cut else 'all of'} {of}"
-        + (f", {what}" if "part" in what else ""),
+        "note": f"{note}, {whose}" if whose else note,
     }
     return {**found, **_statistics(tensor)} if tensor.numel() and not tensor.is_complex() else found
 

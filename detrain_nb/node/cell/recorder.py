@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ..groups.checking import COMPARED
 from ..groups.process_groups import GROUP_NAMES, ON_NCCL, count_operations
-from .mainthread import read_awaited, read_call
+from .mainthread import read_awaited, read_call, read_stack
 
 _T = TypeVar("_T")
 _KEPT = 16  # entries of either kind: those that are pending, and some that ended, to compare between ranks
@@ -35,8 +35,8 @@ def look_inside(
     ``entries`` are those of ``read_collectives``, which names groups; ``members``: the ranks of each group among them
     that is not the default one; ``steps``: how many operations were begun in each group, and -1 where the last cell
     began other ones than collectives in it, or that is not known (``before_cell`` has their numbers when it began);
-    ``operations`` grows with all that is begun with other ranks; ``call`` and ``awaited`` are of the main thread.
-    ``comparisons``, of checking.py, stand among entries and steps like collectives of groups of their own.
+    ``operations`` grows with all that is begun with other ranks; ``call``, ``awaited`` and ``stack`` are those of the
+    main thread. ``comparisons``, of checking.py, stand among entries and steps like collectives of groups of their own.
     """
     dumped: list[dict[str, Any]] = _or_nothing(lambda: _dump(since_ns), [])
     recorded = [*dumped, *comparisons]
@@ -63,6 +63,7 @@ def look_inside(
         "operations": -1 if groups is None else sum(1 + sum(group.sequences.values()) for group in groups.values()),
         "call": _or_nothing(read_call, None),
         "awaited": _or_nothing(read_awaited, None),
+        "stack": _or_nothing(read_stack, None),
     }
 
 

@@ -1,5 +1,8 @@
-"""Where a rank is, found out from beside it: the line by a signal that faulthandler answers also while C code holds the
-GIL, processor time from /proc, collectives from the interpreter's control thread where that can answer.
+"""Where a rank is: its stack and its collectives from the interpreter's control thread, processor time from /proc.
+
+While C code holds the GIL that thread cannot answer: then faulthandler answers a signal with the stack. It is not asked
+where the main thread may run Python: it reads frames that this may be just making, and where C code calls Python, as it
+calls hooks and the key of ``sorted``, a rank of Python 3.11 dies of that with SIGSEGV, one time in some hundred.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ WHERE_SIGNAL = signal.SIGRTMIN + 7  # not SIGUSR1: code for clusters saves its s
 _DUMP_LIMIT_S = 0.5
 _DUMP_GAP_S = 0.05  # a dump comes in many pieces; if its end is not known by a frame of ours, silence is its end
 _KNOWN_LIMIT_S = 0.2  # longer, and C code holds the GIL: what was known before is said, with its age
+# A main thread that is awake may as well run Python, and the control thread have no processor yet.
+_AWAKE_LIMIT_S = 0.5
+_KNOWN_GAP_S = 0.02
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
 _OURS = own_files.PACKAGE + os.sep
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
@@ -49,6 +55,7 @@ class _Question(NamedTuple):
     cpu_s: float
     clock_s: float
     asleep_in: str
+    wants_stack: bool
 
 
 class Locator:
@@ -67,6 +74,8 @@ class Locator:
         self._known: dict[str, Any] = {}
         self._call: object = None
         self._awaited: object = None
+        self._stack: list[_Frame] | None = None  # as the control thread has said it
+        self._is_stack_wanted = False
         self._known_at = 0.0
 
     @property
@@ -78,12 +87,10 @@ class Locator:
         """Begin to find out what ``Position`` tells."""
         now = time.monotonic()
         asleep_in = main_thread_asleep_in(self._pid)
-        self._questions.append(_Question(message.request, main_thread_seconds(self._pid), now, asleep_in))
-        if message.stack and state == "running" and not self._dump_until:
-            self.read_dump()  # what came too late for the last answer
-            self._take_dump()
-            self._dump_until = now + _DUMP_LIMIT_S
-            os.kill(self._pid, WHERE_SIGNAL)
+        wants_stack = message.stack and state == "running"
+        cpu_s = main_thread_seconds(self._pid)
+        self._questions.append(_Question(message.request, cpu_s, now, asleep_in, wants_stack))
+        self._is_stack_wanted |= wants_stack
         if state in ("running", "idle") and not self._known_until:
             self._known_until = now + _KNOWN_LIMIT_S
             if not self._is_asked:  # one that holds the GIL need not answer many times when it is free
@@ -95,9 +102,24 @@ class Locator:
         """What the control thread says."""
         known = message.known if isinstance(message.known, dict) else {}
         self._call, self._awaited = known.pop("call", None), known.pop("awaited", None)
+        self._stack = _checked_frames(known.pop("stack", None))
+        if self._stack is not None:
+            self._is_stack_wanted = False
         self._known = known
         self._known_at = time.monotonic()
         self._known_until, self._is_asked = 0.0, False
+
+    def _ask_for_dump(self, now: float) -> None:
+        """The control thread has not answered in time: ask faulthandler, or a moment later where that may do harm."""
+        asked = max(question.clock_s for question in self._questions if question.wants_stack)
+        if now < asked + _AWAKE_LIMIT_S and not main_thread_asleep_in(self._pid):
+            self._known_until = now + _KNOWN_GAP_S
+            return
+        self._is_stack_wanted = False
+        self.read_dump()  # what came too late for the last answer
+        self._take_dump()
+        self._dump_until = now + _DUMP_LIMIT_S
+        os.kill(self._pid, WHERE_SIGNAL)
 
     def on_where(self) -> None:
         """A piece of a dump."""
@@ -123,13 +145,18 @@ class Locator:
         now = time.monotonic()
         if not self._questions or max(self._dump_until, self._known_until) > now:
             return []
+        if self._is_stack_wanted and state == "running":
+            self._ask_for_dump(now)
+            return []
         questions, self._questions = self._questions, []
+        self._is_stack_wanted = False
         dump = self._take_dump()
         self._dump_until = self._known_until = 0.0
         is_known = self._known_at > since  # and not of an earlier cell
         is_known_now = is_known and self._known_at >= questions[0].clock_s
-        frames = _read_frames(dump)
-        call = ""
+        frames, call = [], ""
+        if any(question.wants_stack for question in questions):
+            frames = self._stack if is_known_now and self._stack is not None else _read_frames(dump)
         if is_known_now:
             if isinstance(self._awaited, list) and not any(_CELL.fullmatch(frame.path) for frame in frames):
                 frames = [*(_Frame(*awaited) for awaited in self._awaited), *frames]
@@ -157,6 +184,14 @@ class Locator:
             )
             for question in questions
         ]
+
+
+def _checked_frames(told: object) -> list[_Frame] | None:
+    """Frames as ``read_stack`` gives them; None for anything else."""
+    if not isinstance(told, list) or not told:
+        return None
+    found = [_Frame(*each) for each in told if isinstance(each, list) and [*map(type, each)] == [str, int, str]]
+    return found if len(found) == len(told) else None
 
 
 def _is_complete(dump: bytes) -> bool:

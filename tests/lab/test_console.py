@@ -1,0 +1,245 @@
+"""The console of pipelines in a page: the list, and the form of one, by mouse and by keyboard."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from playwright.sync_api import Locator, expect
+
+from .conftest import Notebook
+
+_IN_DOCS = ("list", "general", "review")
+_PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
+
+# What is kept of the user lies beside the notebook.
+_BEGIN = """
+import os
+from pathlib import Path
+for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+    os.environ[name] = str(Path(name.lower()).absolute())
+from detrain_nb import widgets
+from detrain_nb.jobs.record import Record
+from detrain_nb.pipelines import MyPipelines
+%load_ext detrain_nb
+"""
+# Pipelines, and what was last heard of their jobs.
+_MAKE = """
+mine, record = MyPipelines(), Record()
+script = {"script_text": "print('ran')"}
+def make(name, nodes, mesh, state="", code=None, metrics="", source=script, steps=5000):
+    nodes = [{"host": node, "ranks": count} for node, count in nodes]
+    mine.create({"name": name, "source": source, "parallelism": mesh, "nodes": nodes, "training": {"steps": steps}})
+    if state:
+        record.add(f"{name}-1", name=name, nodes="[]", spec="{}", state=state)
+        record.update(f"{name}-1", exit_code=code, metrics=metrics, started_at=1.0, ended_at=59.0)
+two = [("gpu1", 4), ("gpu2", 4)]
+make("llama-long", [(f"gpu{number}", 8) for number in range(8)], {"pp": 4, "tp": 2}, "unknown")
+make("fashion-mnist", [("localhost", 2)], {"dp_replicate": 2, "dp_shard": 1}, "ended", 0)
+make("resnet-two-hosts", [("gpu1", 2), ("gpu2", 2)], {"pp": 2, "dp_shard": 1, "dp_replicate": 2}, "ended", 3)
+make("bert-finetune", two[:1], {}, "ended", 0)
+make("gpt-pretrain", two, {"pp": 2, "tp": 2}, "running", metrics='{"step": 1850}')
+make("moe-draft", [], {"pp": 4, "tp": 2}, source={})
+make("sweep-lr", two[:1], {})
+Path("pipelines/broken.toml").write_text("name = [")
+"""
+_SHOW = "%pipeline"
+
+
+def names(view: Locator) -> Locator:
+    return view.locator("tbody tr .n b")
+
+
+def row(view: Locator, name: str) -> Locator:
+    return view.locator("tbody tr").filter(has=view.page.get_by_text(name, exact=True))
+
+
+def take_pictures(nb: Notebook, view: Locator, name: str, folder: Path) -> None:
+    """In both themes; where they are asked for, into the docs."""
+    to = _PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" and name in _IN_DOCS else folder
+    nb.page.set_viewport_size({"width": 1280, "height": 1600})  # all of it is in sight
+    for theme in ("dark", "light"):
+        nb.window.command("apputils:change-theme", theme=f"JupyterLab {theme.capitalize()}")
+        expect(nb.page.locator("#jupyterlab-splash")).to_have_count(0)
+        expect(nb.page.locator("body")).to_have_attribute("data-jp-theme-light", str(theme == "light").lower())
+        view.screenshot(path=to / f"console-{name}-{theme}.png")
+
+
+def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+    nb = notebook(_BEGIN, _MAKE, _SHOW)
+    for index in range(3):
+        nb.run(index)
+    view = nb.cell(2).locator(".dt")
+    by_job = ["gpt-pretrain", "bert-finetune", "resnet-two-hosts", "fashion-mnist", "llama-long"]
+    expect(names(view)).to_have_text([*by_job, "broken", "moe-draft", "sweep-lr"])
+    take_pictures(nb, view, "list", tmp_path)
+
+    expect(row(view, "gpt-pretrain")).to_contain_text("running 37 %")
+    expect(row(view, "gpt-pretrain")).to_contain_text("gpu1, gpu2 · 8 ranks")
+    expect(row(view, "broken")).to_contain_text("cannot be read")
+    run = row(view, "moe-draft").get_by_role("button", name="Run: moe-draft")
+    expect(run).to_have_attribute("aria-disabled", "true")
+    expect(run).to_have_attribute("title", "1 field to correct")
+
+    search = view.get_by_role("searchbox", name="Search name, node, status")
+    search.fill("failed two")
+    expect(names(view)).to_have_text(["resnet-two-hosts"])
+    search.fill("nothing has this")
+    expect(view.get_by_text("None of 8 pipelines has")).to_be_visible()
+    search.fill("")
+    view.get_by_role("button", name="Name").click()
+    expect(names(view)).to_have_text(sorted([*by_job, "broken", "moe-draft", "sweep-lr"]))
+
+    more = view.get_by_role("button", name="More for sweep-lr", exact=True)
+    more.focus()
+    for key in ("ArrowDown", "End", "Home", "ArrowDown", "ArrowUp", "Enter"):
+        nb.page.keyboard.press(key)
+    expect(view.get_by_role("button", name="Open sweep-lr-2", exact=True)).to_be_focused()
+    expect(names(view).first).to_have_text("sweep-lr-2")
+
+    more.click()
+    nb.page.keyboard.press("Escape")
+    expect(more).to_be_focused()
+    expect(view.get_by_role("menu")).to_have_count(0)
+    more.click()
+    view.get_by_role("menuitem", name="Delete").click()
+    undo = view.locator(".undo")
+    expect(undo).to_contain_text("sweep-lr was moved to pipelines/.trash")
+    expect(row(view, "sweep-lr")).to_have_count(0)
+    take_pictures(nb, view, "deleted", tmp_path)
+    undo.get_by_role("button", name="Undo").click()
+    expect(undo).to_be_hidden()
+    expect(row(view, "sweep-lr")).to_be_visible()
+
+    view.get_by_role("button", name="More for bert-finetune").click()
+    view.get_by_role("menuitem", name="Jobs of this pipeline (1)").click()
+    expect(view.locator("tr.more")).to_contain_text("%job show bert-finetune-1")
+    view.locator("tr.more").get_by_role("button", name="Close").click()
+    expect(view.locator("tr.more")).to_have_count(0)
+
+    view.get_by_role("button", name="Open file…").click()
+    nb.page.keyboard.type("gone.yaml")
+    nb.page.keyboard.press("Enter")
+    expect(view.get_by_role("alert")).to_contain_text("it is not there")
+    nb.page.keyboard.press("Escape")
+    expect(view.get_by_label("Path of a spec file")).to_have_count(0)
+
+    saved = nb.save()
+    assert "gpt-pretrain" in saved.cells[2].outputs[0].data["text/html"]
+    nb.reload()
+    expect(names(nb.cell(2).locator(".dt"))).to_have_count(9)
+
+
+def test_empty_list_has_examples_and_a_pipeline_runs(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+    nb = notebook(_BEGIN, _SHOW, "MyPipelines().create({'name': 'here', 'source': {'script_text': 'print(1)'}}); None")
+    nb.run(0)
+    nb.run(1)
+    view = nb.cell(1).locator(".dt")
+    expect(view.get_by_text("No pipelines beside this notebook")).to_be_visible()
+    take_pictures(nb, view, "empty", tmp_path)
+    nb.run(2)
+    view.get_by_role("button", name="Refresh").click()
+    view.get_by_role("button", name="Run: here").click()
+    expect(row(view, "here")).to_contain_text("running", timeout=60_000)
+
+
+def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+    nb = notebook(_BEGIN, _SHOW, "print((Path('pipelines') / 'train.toml').read_text())")
+    nb.run(0)
+    nb.run(1)
+    view, keys = nb.cell(1).locator(".dt"), nb.page.keyboard
+    view.get_by_role("button", name="New").click()
+    keys.type("train")
+    keys.press("Enter")
+    expect(view.get_by_label("Name", exact=True)).to_be_focused()
+    expect(view.get_by_role("heading", name="train", exact=True)).to_be_visible()
+    expect(view.locator("[aria-current=step]")).to_contain_text("General")
+
+    pp, batch = view.get_by_label("pp", exact=True), view.get_by_label("Batch size")
+    view.get_by_role("button", name="pp: more").click()
+    expect(pp).to_have_value("2")
+    batch.fill("3o")
+    expect(batch).to_have_attribute("aria-invalid", "true")
+    expect(view.get_by_text("'3o': give a whole number, 1 or more")).to_be_visible()
+    expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
+    take_pictures(nb, view, "general", tmp_path)
+    batch.fill("32")
+    expect(batch).not_to_have_attribute("aria-invalid", "true")
+
+    view.get_by_role("button", name="Next: Nodes").click()
+    view.get_by_role("button", name="Add node").click()
+    expect(view.get_by_label("Host")).to_be_focused()
+    keys.type("localhost")
+    view.get_by_label("Devices").fill("cpu")
+    view.get_by_label("Ranks").fill("2")
+    take_pictures(nb, view, "nodes", tmp_path)
+    view.get_by_role("button", name="Copy: localhost").click()
+    expect(view.locator(".nodes > li")).to_have_count(2)
+    expect(view.get_by_text("localhost and localhost are both this machine")).to_be_visible()
+    view.get_by_role("button", name="Remove: localhost").last.click()
+    expect(view.locator(".nodes > li")).to_have_count(1)
+
+    view.get_by_role("button", name="Next: Source").click()
+    view.get_by_role("radio", name="Text").check()
+    view.get_by_label("Script text").fill("print('it ran')")
+    take_pictures(nb, view, "source", tmp_path)
+    expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
+    view.get_by_role("button", name="Next: Review").click()
+    expect(view.locator(".plan")).to_contain_text("rank 1")
+    expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
+    view.get_by_role("tab", name="TOML").focus()
+    keys.press("ArrowRight")
+    expect(view.get_by_role("tab", name="JSON")).to_have_attribute("aria-selected", "true")
+    take_pictures(nb, view, "review", tmp_path)
+
+    view.get_by_role("button", name="Save").click()
+    expect(view.locator(".head >> visible=true")).to_contain_text("saved")
+    nb.run(2)
+    assert "batch_size = 32" in nb.text(2) and 'host = "localhost"' in nb.text(2)
+    nb.save()
+    nb.reload()
+    view = nb.cell(1).locator(".dt")
+    expect(view.get_by_label("Batch size")).to_have_value("32")
+    view.get_by_role("button", name="Review & start").click()
+    view.get_by_role("button", name="Start on 1 node").click()
+    expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
+    view.get_by_role("button", name="My Pipelines").click()
+    expect(names(view)).to_have_text(["train"])
+
+
+def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
+    notebook: Callable[..., Notebook], tmp_path: Path
+) -> None:
+    make = "mine = MyPipelines(); mine.create({'name': 'train', 'source': {'script_text': 'print(1)'}}); None"
+    theirs = "mine.save(mine.open('train'), {**mine.open('train').data, 'training': {'steps': 7}}); None"
+    again = "mine.save(mine.open('train'), {**mine.open('train').data, 'description': 'theirs'}); None"
+    elsewhere = "view.form.edit('training.steps', '1', revision=1, editor='tab')"
+    nb = notebook(_BEGIN, make, "view = widgets.console(); view", "view", theirs, again, elsewhere)
+    for index in range(4):
+        nb.run(index)
+    one, two = nb.cell(2).locator(".dt"), nb.cell(3).locator(".dt")
+    one.get_by_role("button", name="Open train").click()
+    expect(two.get_by_label("Steps optional", exact=True)).to_be_visible()
+    one.get_by_label("Steps optional", exact=True).fill("5")
+    expect(two.get_by_label("Steps optional", exact=True)).to_have_value("5")
+    nb.run(4)
+    one.get_by_role("button", name="Save").click()
+    expect(one.get_by_role("alert")).to_contain_text("was changed after it was read here")
+    expect(one.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
+    expect(one.get_by_label("Steps optional", exact=True)).to_have_value("5")
+    take_pictures(nb, one, "conflict", tmp_path)
+    one.get_by_role("button", name="Load theirs").click()
+    expect(one.get_by_label("Steps optional", exact=True)).to_have_value("7")
+    one.get_by_label("Steps optional", exact=True).fill("9")
+    nb.run(5)
+    two.get_by_role("button", name="Save").click()
+    two.get_by_role("button", name="Save mine over it").click()
+    expect(two.locator(".head >> visible=true")).to_contain_text("saved")
+
+    nb.run(6)  # in another tab, which had seen the form as it was at first
+    told = one.locator(".note").filter(has_text="Another tab changed this form")
+    expect(told).to_contain_text('The edit of Steps was not applied: "1" instead of "9"')
+    told.get_by_role("button", name="Apply mine").click()
+    expect(one.get_by_label("Steps optional", exact=True)).to_have_value("1")
+    expect(told).to_have_count(0)

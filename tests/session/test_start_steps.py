@@ -1,0 +1,105 @@
+"""What a start tells of each node, and that whoever follows it can end it at any of its moments."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from detrain_nb import Session
+from detrain_nb.deploy.known import known_sessions
+from detrain_nb.deploy.start_steps import PHASES, StartStep
+from detrain_nb.doctor import examine
+from detrain_nb.errors import TransportError
+from detrain_nb.spec import Node
+
+from ..testbed.testbed import Testbed
+
+pytestmark = pytest.mark.timeout(120)
+_HERE = [Node(host="localhost", ranks=2)]
+
+
+class _Ended(Exception):
+    """Whoever follows a start has had enough."""
+
+
+def test_each_phase_of_a_node_is_told_to_its_end() -> None:
+    steps: list[StartStep] = []
+    with Session.start(nodes=_HERE, on_step=steps.append) as session:
+        assert session.run_cell("rank").values == {0: 0, 1: 1}
+    phases = list(dict.fromkeys(step.phase for step in steps))
+    assert phases == ["connect", "ranks", "group"]  # this machine has the folder: nothing is sent
+    for phase in phases:
+        told = [step for step in steps if step.phase == phase]
+        assert {step.node for step in told} == {"localhost"}
+        assert [step.state for step in told].count("done") == 1 and told[-1].state == "done"
+        if phase != "connect":
+            assert (told[-1].done, told[-1].total) == (2, 2)
+            assert [step.done for step in told] == sorted({step.done for step in told})
+
+
+@pytest.mark.parametrize("moment", ["reaching", "importing torch", "making the process group"])
+def test_what_a_follower_raises_ends_the_start_and_leaves_nothing(moment: str) -> None:
+    def follow(line: str) -> None:
+        if moment in line or (moment == "reaching" and "importing" not in line):
+            raise _Ended
+
+    with pytest.raises(_Ended):
+        Session.start(nodes=_HERE, name="given-up", on_progress=follow)
+    assert "given-up" not in known_sessions()
+    with Session.start(nodes=_HERE, name="given-up") as session:
+        assert len(session.ranks) == 2
+
+
+@pytest.mark.slow
+def test_start_and_examination_end_while_a_host_does_not_answer(
+    testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    testbed.cut("h1", "notebook")
+    nodes = [Node(host=host, python=sys.executable, devices="cpu") for host in ("h0", "h1")]
+    end = time.monotonic() + 1.0
+
+    def follow(line: str = "") -> None:
+        if time.monotonic() > end:
+            raise _Ended
+
+    for asked in (None, lambda path: None):
+        end = time.monotonic() + 1.0
+        with pytest.raises(_Ended):
+            Session.start(nodes=nodes, on_progress=follow, ask_passphrase=asked)
+        assert time.monotonic() - end < 8
+        end = time.monotonic() + 1.0
+        with pytest.raises(_Ended):
+            examine(nodes, meanwhile=follow, ask_passphrase=asked)
+        assert time.monotonic() - end < 4
+
+
+@pytest.mark.slow
+def test_node_that_cannot_be_reached_is_told_with_its_reason(
+    testbed: Testbed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (work := tmp_path / "work").mkdir()
+    monkeypatch.chdir(work)
+    testbed.stop_sshd("h1")
+    steps: list[StartStep] = []
+    nodes = [Node(host=host, python=sys.executable, devices="cpu") for host in ("h0", "h1")]
+    with pytest.raises(TransportError, match="h1"):
+        Session.start(nodes=nodes, on_step=steps.append)
+    [failed] = [step for step in steps if step.state == "failed"]
+    assert (failed.node, failed.phase) == ("h1", "connect") and failed.error
+    assert StartStep("h0", "connect", "done") in steps
+    testbed.start_sshd("h1")
+    steps.clear()
+    (work / "mine.py").write_text("x = 1\n")
+    with Session.start(nodes=nodes, on_step=steps.append) as session:
+        assert session.run_cell("import mine; mine.x").values == {0: 1, 1: 1}
+    for node in ("h0", "h1"):
+        assert [step.phase for step in steps if step.node == node and step.state == "done"] == list(PHASES)

@@ -1,0 +1,516 @@
+"""The form of nodes, as its pages drive it: what they ask, what they are told, and what they must not make it do."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from detrain_nb.widgets import nodes_view
+from detrain_nb.widgets.node_drafts import FIELDS, Draft, check
+from detrain_nb.widgets.node_form import MOST_NODES
+
+from detrain_nb.errors import SpecError
+from detrain_nb.spec import Node
+from detrain_nb.spec.nodes_file import read_nodes, write_nodes
+
+from ..testbed.testbed import Testbed
+
+LIMIT_S = 60.0
+RIGHT = {
+    "name": "left",
+    "host": "gpu1.example.org",
+    "port": " 2222 ",
+    "user": "alice",
+    "identity_file": "~/.ssh/id_ed25519",
+    "proxy_jump": "gate, bob@gate2:2200",
+    "address": "10.0.0.2",
+    "devices": "0, 1",
+    "ranks": "2",
+    "python": "/opt/venv/bin/python",
+    "workdir": "~/work",
+    "setup": "module load cuda\n\texport A=1",
+    "env": "HF_TOKEN, WANDB_API_KEY",
+    "bandwidth_mbit_s": "940.5",
+    "latency_ms": "0.25",
+    "memory_gb": "80",
+    "relative_speed": "1.0",
+}
+WRONG = {
+    "name": "all",
+    "host": "two words",
+    "port": "70000",
+    "user": "-oProxyCommand=x",
+    "identity_file": "-i",
+    "proxy_jump": "gate:0",
+    "address": "0.0.0.0",
+    "devices": "0, 0",
+    "ranks": "none",
+    "python": "-c",
+    "workdir": "relative",
+    "setup": "echo \x1b[2J",
+    "env": "A=1",
+    "bandwidth_mbit_s": "0",
+    "latency_ms": "-1",
+    "memory_gb": "much",
+    "relative_speed": "1e999",
+}
+
+
+class _Collecting(nodes_view.NodesView):
+    """What it would send to pages is collected; page "p" is open."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.all_sent: list[dict[str, Any]] = []
+        super().__init__(*args, **kwargs)
+        self._handle_custom_msg({"do": "hello", "page": "p"}, [])
+        assert "state" in self.sent.get(timeout=LIMIT_S)
+
+    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
+        json.dumps(content).encode("utf-8")  # what cannot be sent fails here
+        self.all_sent.append(content)
+        self.sent.put(content)
+
+    def asks(self, action: str, page: str = "p", **arguments: Any) -> Any:
+        """What the page gets. Raises: RuntimeError with the line that it is shown."""
+        self._handle_custom_msg({"do": "call", "page": page, "call": "c", "action": action, "arguments": arguments}, [])
+        answer = self.hears(lambda message: message.get("tell") == "answer")
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["value"]
+
+    def hears(self, wanted: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            message = self.sent.get(timeout=max(0.01, deadline - time.monotonic()))
+            if wanted(message):
+                return message
+
+    def waits_for(self, part: str, holds: Callable[[Any], Any]) -> Any:
+        """The part of the state, when it is so."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds(value := self.state()[part]):
+            assert time.monotonic() < deadline, value
+            time.sleep(0.02)
+        return value
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        rows: list[dict[str, Any]] = self.state()["form"]["rows"]
+        return rows
+
+    def types(self, row: int, **texts: str) -> None:
+        for field, text in texts.items():
+            self.asks("edit", row=row, field=field, text=text, seen=self._form.revision)
+
+
+@pytest.fixture
+def make_view() -> Iterator[Callable[..., _Collecting]]:
+    views: list[_Collecting] = []
+
+    def make(*args: Any, **kwargs: Any) -> _Collecting:
+        views.append(_Collecting(*args, **kwargs))
+        return views[-1]
+
+    yield make
+    for view in views:
+        view.close()
+        if view._worker is not None:
+            view._worker.join(LIMIT_S)
+            assert not view._worker.is_alive()
+        if view.session is not None:
+            view.session.stop(cold=True)
+
+
+@pytest.fixture
+def view(make_view: Callable[..., _Collecting]) -> _Collecting:
+    return make_view()
+
+
+def test_right_values_in_every_field_are_the_node_that_a_file_keeps(view: _Collecting, tmp_path: Path) -> None:
+    assert RIGHT.keys() == WRONG.keys() == FIELDS.keys() == Node.model_fields.keys()
+    row = view.asks("add", kind="empty")
+    view.types(row, **RIGHT)
+    [node] = view.nodes
+    assert node == Node(
+        name="left",
+        host="gpu1.example.org",
+        port=2222,
+        user="alice",
+        identity_file="~/.ssh/id_ed25519",
+        proxy_jump="gate,bob@gate2:2200",
+        address="10.0.0.2",
+        devices=[0, 1],
+        ranks=2,
+        python="/opt/venv/bin/python",
+        workdir="~/work",
+        setup=["module load cuda", "\texport A=1"],
+        env=["HF_TOKEN", "WANDB_API_KEY"],
+        bandwidth_mbit_s=940.5,
+        latency_ms=0.25,
+        memory_gb=80.0,
+        relative_speed=1.0,
+    )
+    assert Draft.of(node).build() == node
+    assert "nodes.toml has 1 node" in view.asks("save", path=str(tmp_path / "nodes.toml"), over="")["said"]
+    assert read_nodes(tmp_path / "nodes.toml") == (node,)
+    shown = view.rows[0]
+    assert (shown["label"], shown["where"], shown["offers"]) == (
+        "left",
+        "alice@gpu1.example.org:2222",
+        "2 GPUs, 2 ranks",
+    )
+
+
+@pytest.mark.parametrize("field", WRONG)
+def test_wrong_value_is_told_at_its_field_and_stays_as_it_was_typed(view: _Collecting, field: str) -> None:
+    row = view.asks("add", kind="empty")
+    view.types(row, host="gpu1")
+    view.types(row, **{field: WRONG[field]})
+    [shown] = view.rows
+    assert shown["texts"][field] == WRONG[field]
+    assert list(shown["errors"]) == [field]
+    assert "give" in shown["errors"][field] or ":" in shown["errors"][field]
+    with pytest.raises(SpecError, match=FIELDS[field].title):
+        view.nodes  # noqa: B018
+    with pytest.raises(RuntimeError, match=FIELDS[field].title):
+        view.asks("start")
+    with pytest.raises(RuntimeError, match="correct the fields"):
+        view.asks("test", rows=[row])
+    view.types(row, **{field: RIGHT[field]})
+    assert view.rows[0]["errors"] == {}
+
+
+def test_what_several_fields_have_to_do_with_each_other_is_told_of_the_node(view: _Collecting) -> None:
+    row = view.asks("add", kind="empty")
+    view.types(row, host="gpu1", devices="0", ranks="2")
+    assert view.rows[0]["errors"] == {"": "ranks 2 but devices has 1 GPU, one for each rank: leave out ranks"}
+
+
+def test_twins_are_told_with_what_to_do(view: _Collecting) -> None:
+    for _ in range(2):
+        view.types(view.asks("add", kind="empty"), host="gpu1")
+    [twins] = view.state()["form"]["twins"]
+    assert twins.startswith("nodes 1 and 2 have the same name 'gpu1': give each a name of its own")
+    with pytest.raises(SpecError, match="same name"):
+        view.nodes  # noqa: B018
+    view.asks("remove", row=view.rows[1]["id"])
+    view.asks("add", kind="here")
+    view.asks("add", kind="here")
+    assert "both this machine" in view.state()["form"]["twins"][0]
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<img src=x onerror=alert(1)>", "a\x1b]0;owned\x07b", "\u202egnp.exe", "x\r\ny", "\x00", "\ud800", "'\"`$(id)"],
+)
+def test_hostile_text_stays_text(view: _Collecting, text: str) -> None:
+    row = view.asks("add", kind="empty")
+    view.types(row, host=text, name=text)
+    [shown] = view.rows
+    assert shown["texts"]["host"] == text.replace("\ud800", "\ufffd\ufffd\ufffd")
+    told = [shown["label"], shown["where"], *shown["errors"].values(), repr(view), *view.settled().bundle().values()]
+    for line in told:
+        assert not any(char in line for char in "\x1b\x07\x00\r\u202e")
+    assert "<img" not in view.settled().html
+    assert set(shown["errors"]) == {"host", "name"}
+
+
+def test_what_a_page_may_send_is_bounded(view: _Collecting, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = view.asks("add", kind="empty")
+    for wrong in (
+        {"row": row, "field": "host", "text": "x" * 20_001, "seen": 0},
+        {"row": row, "field": "model_config", "text": "x", "seen": 0},
+        {"row": True, "field": "host", "text": "x", "seen": 0},
+        {"row": row, "field": "host", "text": ["x"], "seen": 0},
+        {"row": row, "field": "host", "text": "x", "seen": -1},
+        {"row": row, "field": "host", "text": "x"},
+    ):
+        with pytest.raises(RuntimeError, match="edit"):
+            view.asks("edit", **wrong)
+    assert view.rows[0]["texts"]["host"] == ""
+    with pytest.raises(RuntimeError, match="test: rows"):
+        view.asks("test", rows=[row] * (MOST_NODES + 1))
+    for _ in range(MOST_NODES - 1):
+        view._form.add()
+    for action, arguments in [("add", {"kind": "empty"}), ("duplicate", {"row": row})]:
+        with pytest.raises(RuntimeError, match=f"at most {MOST_NODES} nodes"):
+            view.asks(action, **arguments)
+    view.asks("remove", row=row)
+    with pytest.raises(ValueError, match="at most"):
+        view._form.append([Node(host="x"), Node(host="y")])
+    assert len(view.rows) == MOST_NODES - 1  # all, or none
+    with pytest.raises(SpecError, match="give the path of a nodes file"):
+        view.nodes = [3]
+    with pytest.raises(ValueError, match=f"at most {MOST_NODES}"):
+        view.nodes = [Node(host=f"n{number}") for number in range(MOST_NODES + 1)]
+
+
+def test_rows_are_added_copied_moved_removed_and_brought_back(view: _Collecting) -> None:
+    first, second = (view.asks("add", kind="empty") for _ in range(2))
+    view.types(first, host="gpu1", user="alice", name="one")
+    view.types(second, host="gpu2")
+    copy = view.asks("duplicate", row=first)
+    assert [row["id"] for row in view.rows] == [first, copy, second]
+    assert view.rows[1]["texts"]["user"] == "alice" and view.rows[1]["texts"]["name"] == ""
+    view.asks("move", row=second, by=-1)
+    assert [row["id"] for row in view.rows] == [first, second, copy]
+    with pytest.raises(RuntimeError, match="one is first already"):
+        view.asks("move", row=first, by=-1)
+    with pytest.raises(RuntimeError, match="is last already"):
+        view.asks("move", row=copy, by=1)
+    view.asks("remove", row=second)
+    assert view.state()["form"]["undo"] == "gpu2 was removed."
+    with pytest.raises(RuntimeError, match="removed meanwhile"):
+        view.asks("remove", row=second)
+    with pytest.raises(RuntimeError, match="gpu2 was removed meanwhile: Undo brings it back"):
+        view.asks("edit", row=second, field="host", text="gpu22", seen=0)
+    assert view.asks("undo") == second
+    assert [row["id"] for row in view.rows] == [first, second, copy]
+    assert view.rows[1]["texts"]["host"] == "gpu22"
+    with pytest.raises(RuntimeError, match="nothing to undo"):
+        view.asks("undo")
+
+
+def test_what_two_pages_type_into_a_field_is_shown_and_nothing_is_lost(view: _Collecting) -> None:
+    row = view.asks("add", kind="empty")
+    view._handle_custom_msg({"do": "hello", "page": "q"}, [])
+    seen = view.rows[0]["changed"].get("host", 0)
+    assert view.asks("edit", row=row, field="host", text="mine", seen=seen)["seen"] > seen
+    late = view.asks("edit", page="q", row=row, field="host", text="yours", seen=seen)["seen"]
+    assert late == seen  # it has not seen the other, and says so again
+    assert view.asks("edit", page="q", row=row, field="host", text="yours2", seen=late)["seen"] == seen
+    [shown] = view.rows
+    assert (shown["texts"]["host"], shown["other"]) == ("mine", {"host": "yours2"})
+    view.asks("edit", page="q", row=row, field="user", text="bob", seen=0)  # another field is no conflict
+    assert view.rows[0]["texts"]["user"] == "bob"
+    chosen = view.asks("choose", row=row, field="host", takes_other=True)
+    assert (view.rows[0]["texts"]["host"], view.rows[0]["other"]) == ("yours2", {})
+    assert view.asks("edit", row=row, field="host", text="ours", seen=chosen)["seen"] > chosen
+    assert view.rows[0]["texts"]["host"] == "ours"
+
+
+def test_nodes_are_set_from_a_cell_and_that_can_be_undone(
+    make_view: Callable[..., _Collecting], tmp_path: Path
+) -> None:
+    view = make_view([Node(host="gpu1")])
+    assert view.nodes == [Node(host="gpu1")]
+    view.nodes = [Node(host="gpu2"), Node(host="gpu3")]
+    assert [node.host for node in view.nodes] == ["gpu2", "gpu3"]
+    view.asks("undo")
+    assert view.nodes == [Node(host="gpu1")]
+    write_nodes(tmp_path / "nodes.yaml", [Node(host="gpu4", setup=["a", "b"])])
+    view.nodes = tmp_path / "nodes.yaml"
+    assert view.nodes == [Node(host="gpu4", setup=["a", "b"])]
+    assert view.state()["form"]["file"] == str(tmp_path / "nodes.yaml")
+
+
+def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting, tmp_path: Path) -> None:
+    path = str(tmp_path / "nodes.toml")
+    write_nodes(path, [Node(host="gpu1", user="alice"), Node(host="gpu2")])
+    view.types(view.asks("add", kind="empty"), host="mine")
+    assert view.asks("open_file", path=path, is_added=True) == 2
+    assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
+    assert view.asks("open_file", path=path, is_added=False) == 2
+    assert [node.host for node in view.nodes] == ["gpu1", "gpu2"]
+    assert "gave way to those of" in view.state()["form"]["undo"]
+    assert not view.state()["form"]["is_changed"]
+    view.types(view.rows[0]["id"], user="bob")
+    assert view.state()["form"]["is_changed"]
+    (tmp_path / "broken.toml").write_text("[[nodes]]\nport = 1\n")
+    for wrong, said in {
+        str(tmp_path / "broken.toml"): "host is missing",
+        str(tmp_path / "none.toml"): "none.toml",
+        str(tmp_path): "cannot be read",
+        " ": "name a file",
+    }.items():
+        with pytest.raises(RuntimeError, match=said):
+            view.asks("open_file", path=wrong, is_added=False)
+    assert [row["texts"]["host"] for row in view.rows] == ["gpu1", "gpu2"]
+    view.asks("undo")
+    assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
+
+
+def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, tmp_path: Path) -> None:
+    path, other = tmp_path / "nodes.toml", tmp_path / "notes.toml"
+    view.types(view.asks("add", kind="empty"), host="gpu1")
+    view.asks("save", path=str(path), over="")
+    view.types(view.rows[0]["id"], user="alice")
+    assert "said" in view.asks("save", path=str(path), over="")  # it is as we have left it
+    path.write_text("# theirs\n" + path.read_text())
+    asked = view.asks("save", path=str(path), over="")
+    assert "has changed since it was read" in asked["ask"]
+    path.write_text("# theirs again\n" + path.read_text())
+    again = view.asks("save", path=str(path), over=asked["over"])
+    assert "ask" in again and "theirs again" in path.read_text()
+    said = view.asks("save", path=str(path), over=again["over"])["said"]
+    assert said.endswith("nodes.toml.before")
+    assert "theirs again" in Path(f"{path}.before").read_text()
+    assert read_nodes(path) == (Node(host="gpu1", user="alice"),)
+    other.write_text("title = 'no nodes'\n")
+    asked = view.asks("save", path=str(other), over="")
+    assert "is there already" in asked["ask"] and "no nodes" in other.read_text()
+    view.asks("save", path=str(other), over=asked["over"])
+    assert read_nodes(other) == read_nodes(path)
+
+
+def test_what_is_wrong_is_not_saved(view: _Collecting, tmp_path: Path) -> None:
+    view.types(view.asks("add", kind="empty"), host="gpu1", port="x")
+    with pytest.raises(RuntimeError, match="gpu1, Port: give a number"):
+        view.asks("save", path=str(tmp_path / "nodes.toml"), over="")
+    view.types(view.rows[0]["id"], port="")
+    with pytest.raises(RuntimeError, match="ends in none of"):
+        view.asks("save", path=str(tmp_path / "nodes.txt"), over="")
+    with pytest.raises(RuntimeError):
+        view.asks("save", path=str(tmp_path / "no folder" / "nodes.toml"), over="")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_hosts_of_the_ssh_config_are_listed_and_taken_by_name(
+    view: _Collecting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    config = tmp_path / ".ssh" / "config"
+    config.write_text(
+        "Host gpu1\n  HostName gpu1.example.org\n  User alice\n"
+        "Host gpu2\n  Port 2222\n  User bob\n  ProxyJump gate\n"
+        "Host odd\n  ProxyCommand nc %h\nHost *.example.org <b>x</b>\n  User all\n"
+    )
+    view.types(view.asks("add", kind="empty"), host="gpu1")
+    listed = view.asks("list_hosts")
+    hosts = {host.pop("name"): host for host in listed["hosts"]}
+    assert hosts["gpu1"] == {"where": "alice@gpu1.example.org", "jump": "", "fault": "", "is_there": True}
+    assert hosts["gpu2"] == {"where": "bob@gpu2:2222", "jump": "gate", "fault": "", "is_there": False}
+    assert "ProxyCommand" in hosts["odd"]["fault"]
+    assert listed["more"] == 0 and view.state()["num_hosts"] == 3
+    [row] = view.asks("import_hosts", names=["gpu2"])
+    assert view.rows[1]["id"] == row
+    assert view.nodes[1] == Node(host="gpu2")
+    with pytest.raises(RuntimeError, match="is no host of"):
+        view.asks("import_hosts", names=["gpu9"])
+    config.chmod(0o666)
+    with pytest.raises(RuntimeError, match="others can write"):
+        view.asks("list_hosts")
+
+
+def test_start_that_fails_is_told_at_its_node_and_nothing_is_left(view: _Collecting) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        row = view.asks("add", kind="empty")
+        view.types(row, host="127.0.0.1", port=str(port), name="away", python=sys.executable)
+        view.asks("start")
+        start = view.waits_for("start", lambda start: start["is"] not in ("none", "running"))
+    assert start["is"] == "failed"
+    assert list(start["errors"]) == [str(row)]
+    assert "127.0.0.1" in start["errors"][str(row)]
+    assert start["table"][0]["cells"][0]["is"] == "failed"
+    assert view.session is None
+    view.types(row, port="")  # and the form is as it was
+
+
+@pytest.mark.slow
+def test_session_is_started_told_phase_by_phase_and_settles_to_a_line(view: _Collecting) -> None:
+    with pytest.raises(RuntimeError, match="add a node first"):
+        view.asks("start")
+    view.asks("add", kind="here")
+    view.asks("start")
+    with pytest.raises(RuntimeError, match="the start is still under way"):
+        view.asks("test", rows=[view.rows[0]["id"]])
+    start = view.waits_for("start", lambda start: start["is"] not in ("none", "running"))
+    assert start["is"] == "done", start
+    assert view.session is not None
+    assert view.session.run_cell("rank + world_size").values == {0: 2, 1: 3}
+    assert view.settled().text.startswith(f"Session {view.session.name}: 2 ranks on 1 node, ready after ")
+    parts = [message["parts"]["start"] for message in view.all_sent if "start" in message.get("parts", {})]
+    tables = [part["table"][0]["cells"] for part in parts if part["is"] == "running"]
+    seen = [[cell["is"] for cell in cells] for cells in tables]
+    assert parts[-1]["is"] == "done"  # pages were told before the view closed
+    assert any(states[2] == "running" or states[3] != "idle" for states in seen), seen
+
+
+@pytest.mark.slow
+def test_start_is_cancelled_while_ranks_come_up(view: _Collecting) -> None:
+    view.asks("add", kind="here")
+    view.asks("start")
+    view.waits_for("start", lambda start: start["is"] == "running")
+    view.asks("cancel")
+    assert view.waits_for("start", lambda start: start["is"] != "running")["is"] == "cancelled"
+    assert view.session is None
+
+
+@pytest.mark.slow
+def test_passphrase_goes_to_the_key_and_nowhere_else(
+    testbed: Testbed,
+    make_view: Callable[..., _Collecting],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    secret = "hush-7391-hush"
+    key = tmp_path / "locked"
+    shutil.copy(testbed.hosts[0].identity_file, key)
+    change = ["ssh-keygen", "-q", "-p", "-N", secret, "-f", str(key)]
+    subprocess.run(change, check=True, capture_output=True, timeout=20)
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Include {testbed.inventory.ssh_config}\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
+    caplog.set_level(0)
+    view = make_view([Node(host="h0", identity_file=str(key), python=sys.executable, devices="cpu")])
+    row = view.rows[0]["id"]
+
+    def question() -> Any:
+        return view.waits_for("question", lambda asked: asked)
+
+    def result() -> Any:
+        view._worker.join(LIMIT_S)
+        return view.waits_for("tests", lambda tests: tests[str(row)]["is"] != "running")[str(row)]
+
+    view.asks("test", rows=[row])
+    assert question()["key"] == str(key)
+    with pytest.raises(RuntimeError, match="nobody waits") as told:
+        view.asks("answer", number=question()["number"] + 1, passphrase=secret)
+    with pytest.raises(RuntimeError, match="passphrase has to be a text") as too_long:
+        view.asks("answer", number=question()["number"], passphrase=secret * 1000)
+    assert secret not in f"{told.value}{too_long.value}"
+    view.asks("cancel")
+    assert result()["is"] == "cancelled"
+    assert view.state()["question"] is None
+
+    view.asks("test", rows=[row])
+    view.asks("answer", number=question()["number"], passphrase="")
+    failed = result()["bad"][0]
+    assert failed["check"] == "ssh" and "needs a passphrase" in failed["text"]
+    assert "1 failed" in view.settled().text
+
+    view.asks("test", rows=[row])
+    view.asks("answer", number=question()["number"], passphrase=secret)
+    test = result()
+    assert test["is"] == "done" and test["bad"] == [], test
+    assert {"ssh", "python"} <= {each["check"] for each in test["good"]}
+    assert not test["is_old"]
+    view.types(row, ranks="1")
+    assert result()["is_old"]
+
+    everything = [view.all_sent, view.get_state(), view.state(), repr(view), view.settled().bundle(), vars(view)]
+    out, err = capfd.readouterr()
+    assert secret not in f"{everything}{caplog.text}{out}{err}"
+    assert os.environ.get("SSH_AUTH_SOCK") is None
+
+
+def test_drafts_of_many_nodes_are_judged_fast_enough_to_type() -> None:
+    drafts = [Draft({"host": f"gpu{number}", "port": "22", "devices": "0,1"}) for number in range(MOST_NODES)]
+    assert check(drafts).is_right

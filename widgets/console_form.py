@@ -1,0 +1,113 @@
+"""The form of a pipeline as plain JSON for a page: what is typed, and each fault beside the field that it is about."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ..pipelines import SpecForm
+from ..pipelines.draft import find_kind
+from ..pipelines.form_fields import FIELDS, NODE_FIELDS, STEPS, FieldInfo
+from ..session.output.safe_output import one_line
+from ..spec import PipelineSpec
+
+__all__ = ["describe_fields", "describe_form"]
+
+_NODE = re.compile(r"nodes\[(\d+)\]\.?(.*)", re.DOTALL)
+_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+_TITLES = {"general": "General", "nodes": "Nodes", "source": "Source"}
+
+
+def describe_fields() -> dict[str, Any]:
+    """Return what a page has to know of every field; it does not change."""
+    return {
+        "fields": {path: each.to_json() for path, each in FIELDS.items()},
+        "node": {path: each.to_json() for path, each in NODE_FIELDS.items()},
+    }
+
+
+def describe_form(form: SpecForm) -> dict[str, Any]:
+    """Return what a page shows of a form as it is now."""
+    errors, warnings = _beside_fields(form, form.errors), _beside_fields(form, form.warnings)
+    return {
+        "draft": form.draft,
+        "rows": [*form.rows],
+        "errors": errors,
+        "warnings": warnings,
+        "revision": form.revision,
+        "is_right": form.is_right,
+        "steps": [_describe_step(form, step, errors) for step in STEPS],
+        "mesh": _mesh(form),
+        "conflicts": [
+            {"path": one_line(each.path), "theirs": each.theirs, "mine": each.mine, "editor": each.editor}
+            for each in form.conflicts
+        ],
+    }
+
+
+def _beside_fields(form: SpecForm, found: dict[str, str]) -> dict[str, str]:
+    """By the path that a page has of a field: with the key of a node, and without what is inside of the field."""
+    told: dict[str, list[str]] = {}
+    for path, said in found.items():
+        if match := _NODE.fullmatch(path):
+            place = int(match[1])
+            key = form.rows[place] if place < len(form.rows) else match[1]
+            inner = _nearest_field(match[2], NODE_FIELDS)
+            at = f"nodes[{key}].{inner}" if inner else f"nodes[{key}]"
+        else:
+            at = _nearest_field(path, FIELDS) or path
+        told.setdefault(at, []).append(one_line(said))
+    return {at: "; ".join(texts) for at, texts in told.items()}
+
+
+def _nearest_field(path: str, fields: Any) -> str:
+    """``env`` of ``env.RANK``, ``artifacts`` of ``artifacts[0]``; empty where there is none."""
+    while path:
+        if path in fields:
+            return path
+        path = path[: max(path.rfind("."), path.rfind("["), 0)]
+    return ""
+
+
+def _describe_step(form: SpecForm, step: str, errors: dict[str, str]) -> dict[str, Any]:
+    faults = sum(_step_of(path) == step for path in errors)
+    return {"id": step, "title": _TITLES[step], "faults": faults, "told": _told(form, step, faults)}
+
+
+def _step_of(path: str) -> str:
+    first = re.split(r"[.\[]", path, maxsplit=1)[0]
+    known: FieldInfo | None = next((each for name, each in FIELDS.items() if name.split(".")[0] == first), None)
+    return "nodes" if first == "nodes" else known.step if known else "general"
+
+
+def _told(form: SpecForm, step: str, faults: int) -> str:
+    """What the step has, by what is typed: the rest of the form may be wrong."""
+    if faults:
+        return f"{faults} field{'s' * (faults > 1)} to correct"
+    draft = form.draft
+    if step == "general":
+        axes = draft.get("parallelism")
+        typed = [name for name in _AXES if isinstance(axes, dict) and axes.get(name, "") not in ("", "1", "-1")]
+        return f"{len(typed)} {'axis' if len(typed) == 1 else 'axes'}" if typed else "one axis takes all ranks"
+    if step == "nodes":
+        count = len(form.rows)
+        return f"{count} node{'s' * (count > 1)}" if count else "this machine"
+    return find_kind(draft).replace("_", " ") or "not filled in"
+
+
+def _mesh(form: SpecForm) -> dict[str, Any] | None:
+    """The mesh of the plan, or why there is none; it does not need the source. None: other fields are wrong."""
+    names = ("parallelism", "nodes", "training")
+    document: dict[str, Any] = {name: part for name, part in form.document.items() if name in names}
+    if "training" in document and any(path.startswith("training") for path in form.errors):
+        del document["training"]  # the batch is not known
+    try:
+        spec = PipelineSpec.from_dict({"name": "any", "source": {"module": "any"}, **document})
+    except ValueError:
+        return None
+    try:
+        plan = spec.plan()
+    except ValueError as exc:
+        return {"error": one_line(str(exc))}
+    axes = [[name, size] for name, size in plan.mesh.axes.items()] if plan.mesh else []
+    return {"ranks": plan.world_size, "axes": axes, "nodes": [node.name or "this machine" for node in plan.nodes][:100]}

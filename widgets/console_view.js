@@ -1,0 +1,240 @@
+// My Pipelines: a list of spec files. What is told of each comes from the kernel; searching and sorting are done here.
+
+const axis_chips = (axes) => h("span", { class: "mesh" }, axes.map(([name, size]) => h("span", { class: "chip" }, icon(name), `${name} ${size}`)));
+
+/** The menu of a row: one Tab stop with arrow keys; Escape closes it and gives the focus back. */
+function row_menu(view, label, items) {
+  const menu = h("span", { class: "menu", role: "menu", "aria-label": label, hidden: true });
+  const button = h("button", { type: "button", class: "b ic q", "aria-label": label, title: label, "aria-haspopup": "menu", "aria-expanded": "false" }, icon("more"));
+  const anchor = h("span", { class: "anchor" }, button, menu);
+  const close = (has_focus) => {
+    menu.hidden = true; button.setAttribute("aria-expanded", "false");
+    if (has_focus) button.focus();
+  };
+  const open = () => {
+    menu.replaceChildren(...items().map((item) => item === null ? h("hr") : menu_item(item)));
+    const box = button.getBoundingClientRect(), all = view.el.getBoundingClientRect();
+    menu.classList.toggle("above", all.bottom - box.bottom < 140 && box.top - all.top > 140);
+    menu.hidden = false; button.setAttribute("aria-expanded", "true");
+    for (const item of menu.querySelectorAll("button")) item.tabIndex = -1;
+    menu.querySelector("button").tabIndex = 0;
+    menu.querySelector("button").focus();
+  };
+  const menu_item = ({ text, act, reason }) => {
+    const item = view.button(text, async () => { close(true); await act(); }, { on_error: view.complain });
+    item.setAttribute("role", "menuitem");
+    disable(item, reason);
+    return item;
+  };
+  roving(menu);
+  button.addEventListener("click", () => (menu.hidden ? open() : close(true)));
+  anchor.addEventListener("keydown", (event) => {
+    if (event.key === "ArrowDown" && event.target === button && menu.hidden) { event.preventDefault(); event.stopPropagation(); open(); }
+    if (event.key === "Escape" && !menu.hidden) { event.preventDefault(); event.stopPropagation(); close(true); }
+  });
+  anchor.addEventListener("focusout", (event) => { if (!menu.hidden && !anchor.contains(event.relatedTarget)) close(false); });
+  return anchor;
+}
+
+/** One pipeline: its row is made once, and its cells change. */
+class Row {
+  constructor(view, page) {
+    this.view = view; this.page = page;
+    this.name = h("b"); this.file = h("span", { class: "mono" }); this.changed = h("span", { class: "small soft" });
+    this.mesh = h("span"); this.where = h("span", { class: "where" });
+    this.state = h("span"); this.detail = h("span", { class: "small" });
+    this.open = view.button("Open", () => this.do_open(), { on_error: view.complain });
+    this.second = view.button("Run", () => this.do_second(), { cls: "q second", on_error: view.complain });
+    this.menu = null;
+    this.acts = h("span", { class: "acts" }, this.open, this.second);
+    this.element = h("tr", {}, h("td", { class: "n" }, this.name, this.file, this.changed), h("td", {}, this.mesh, this.where),
+      h("td", { class: "job" }, this.state, this.detail), h("td", {}, this.acts));
+    this.told = "";
+    this.below = null;
+  }
+  update(entry) {
+    this.entry = entry;
+    const told = JSON.stringify(entry);
+    if (told === this.told) return;
+    this.told = told;
+    set_text(this.name, entry.name); set_text(this.file, entry.file); set_text(this.changed, entry.is_changed ? " · changes not saved" : "");
+    this.mesh.replaceChildren(axis_chips(entry.axes)); set_text(this.where, entry.nodes);
+    const job = entry.job;
+    this.state.replaceChildren(!entry.can_open ? state_word("bad", "cannot be read") : job ? state_word(job.state === "warn" ? "lost" : job.state, job.word) : state_word("idle", "never run"));
+    set_text(this.detail, entry.fault || (job ? job.detail : ""));
+    this.open.setAttribute("aria-label", `Open ${entry.name}`);
+    disable(this.open, entry.can_open ? null : entry.fault);
+    this.is_running = job && !job.is_over;
+    const word = this.is_running ? "Show job" : job ? "Run again" : "Run";
+    set_text(this.second.firstChild, word);
+    this.second.setAttribute("aria-label", `${word}: ${entry.name}`);
+    disable(this.second, this.is_running || entry.can_run ? null : entry.fault);
+    if (!this.menu) { this.menu = row_menu(this.view, `More for ${entry.name}`, () => this.items()); this.acts.append(this.menu); }
+  }
+  items() {
+    const { entry, view } = this, count = entry.job?.count ?? 0;
+    return [
+      { text: "Duplicate", act: () => this.page.duplicate(entry), reason: entry.can_open ? null : entry.fault },
+      { text: "Copy as Python", act: () => this.copy(), reason: entry.can_run ? null : entry.fault },
+      { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "it was never run" },
+      null,
+      { text: entry.is_beside ? "Delete" : "Take off the list", act: () => view.call("delete", { id: entry.id }) },
+    ];
+  }
+  do_open() { return this.view.call("open_pipeline", { id: this.entry.id }); }
+  do_second() { if (this.is_running) this.show_job(); else return this.view.call("run", { id: this.entry.id }); }
+  async copy() {
+    const code = await this.view.call("code", { id: this.entry.id });
+    const is_copied = await copy_text(code);
+    this.show([h("p", {}, is_copied ? "Copied: it builds the same pipeline, and submits it." : "It builds the same pipeline, and submits it:"), command_box(code, "Copy the code")]);
+  }
+  show_job() {
+    const { job } = this.entry;
+    this.show([h("p", {}, job.count > 1 ? `${job.count} jobs; the last one is ${job.id}: ${job.word}, ${job.detail}.` : `One job, ${job.id}: ${job.word}, ${job.detail}.`),
+      command_box(`%job ${job.is_over ? "show" : "attach"} ${job.id}`)]);
+  }
+  /** Tell something below the row. */
+  show(content) {
+    const close = h("button", { type: "button", class: "b ic q", "aria-label": "Close", title: "Close", onclick: () => { this.below = null; this.page.draw(); this.open.focus(); } }, icon("bad"));
+    this.below = h("tr", { class: "more" }, h("td", { colspan: "4" }, h("div", { class: "row" }, h("div", { class: "given", style: "flex:1;min-width:0" }, content), close)));
+    this.page.draw();
+    this.view.announce(content[0].textContent);
+  }
+}
+
+class ListPage {
+  constructor(view) {
+    this.view = view; this.rows = new Map(); this.order = []; this.sorted = "job";
+    this.count = h("span", { class: "soft" });
+    this.search = h("input", { class: "in", type: "search", "aria-label": "Search name, node, status", placeholder: "Search name, node, status", oninput: () => this.draw() });
+    this.searching = h("span", { class: "search", style: "width:216px" }, icon("search"), this.search);
+    this.renew = view.button(icon("new"), () => view.call("refresh"), { cls: "ic q", label: "Refresh", on_error: view.complain });
+    this.add = h("button", { type: "button", class: "b go", onclick: () => this.ask("new") }, icon("plus"), "New");
+    this.tools = h("div", { class: "tools", hidden: true });
+    this.tools.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); this.stop_asking(); } });
+    this.notes = h("div", { class: "notes", hidden: true });
+    this.heads = { name: this.head("Name", "name"), job: this.head("Last job", "job") };
+    this.body = h("tbody");
+    this.table = h("table", { class: "pl" }, h("thead", {}, h("tr", {}, this.heads.name, h("th", {}, "Mesh, nodes"), this.heads.job, h("th", {}, h("span", { class: "sr" }, "Actions")))), this.body);
+    this.nothing = h("p", { class: "none soft", hidden: true });
+    this.first = h("div", { class: "start", hidden: true });
+    this.undo = h("div", { class: "undo", hidden: true, role: "status" });
+    this.element = h("div", {},
+      h("div", { class: "head" }, h("h3", {}, "My Pipelines"), this.count, h("span", { class: "push row wrap" }, this.searching, this.renew,
+        h("button", { type: "button", class: "b", onclick: () => this.ask("file") }, "Open file…"), this.add)),
+      this.tools, this.notes, this.table, this.nothing, this.first, this.undo);
+    view.complain = (text) => { this.failure = text; this.draw_notes(); };
+    this.make_examples();
+  }
+  head(text, by) {
+    const button = h("button", { type: "button", class: "sort", onclick: () => { this.sorted = by; this.order = []; this.draw(); } }, text);
+    const cell = h("th", {}, button);
+    cell.draw = () => {
+      const is_on = this.sorted === by;
+      set_text(button, is_on ? `${text} ${by === "job" ? "▾" : "▴"}` : text);
+      if (is_on) cell.setAttribute("aria-sort", by === "job" ? "descending" : "ascending"); else cell.removeAttribute("aria-sort");
+    };
+    return cell;
+  }
+  make_examples() {
+    const pieces = (axes) => {
+      const [[axis, size]] = axes, tight = axis === "dp_shard";
+      return h("span", { class: `parts ${tight ? "tight" : ""}`, "aria-hidden": "true" }, [...Array(size).keys()].map((at) =>
+        h("i", { class: `c${axis === "pp" ? at : 0}` }, tight ? `1/${size}` : `${axis === "pp" ? "stage" : "copy"} ${at}`)));
+    };
+    const tiles = this.view.state.examples.map((each) => {
+      const tile = this.view.button([], () => this.view.call("create_example", { name: each.name }), { on_error: this.view.complain });
+      tile.className = "";
+      tile.prepend(pieces(each.axes), h("b", {}, each.title), h("span", { class: "soft" }, each.description), h("span", { class: "row wrap" }, axis_chips(each.axes), h("span", { class: "soft small" }, each.needs)));
+      return tile;
+    });
+    this.first.append(h("b", {}, "No pipelines beside this notebook"),
+      h("p", {}, "A pipeline is one file: mesh, nodes, source, training. Begin from an example; it is copied to ", h("span", { class: "mono" }, "pipelines/"), " and yours to change."),
+      h("div", { class: "ex" }, tiles));
+  }
+  /** The row that asks for the path of a file, or the name of a new pipeline. */
+  ask(kind) {
+    const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
+      : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
+    const said = h("span", { class: "err", role: "alert", hidden: true });
+    const input = h("input", { class: "in mono", id: `${this.view.id}-given`, autocomplete: "off", spellcheck: "false", "aria-describedby": `${this.view.id}-said` });
+    said.id = `${this.view.id}-said`;
+    const go = this.view.button(word, async () => { await act(input.value.trim()); this.stop_asking(); }, { cls: "go", on_error: (text) => {
+      said.hidden = false; said.replaceChildren(icon("warn"), text); input.setAttribute("aria-invalid", "true"); input.focus(); } });
+    input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); go.click(); } });
+    this.tools.replaceChildren(h("span", { class: "given" }, h("label", { for: input.id }, label), input, said), go,
+      h("button", { type: "button", class: "b q", onclick: () => this.stop_asking() }, "Cancel"));
+    this.tools.hidden = false;
+    this.asked_by = document.activeElement;
+    input.focus();
+  }
+  stop_asking() { if (this.tools.hidden) return; this.tools.hidden = true; this.tools.replaceChildren(); this.asked_by?.focus?.(); }
+  async duplicate(entry) {
+    const made = await this.view.call("duplicate", { id: entry.id });
+    this.view.announce(`${made.name} was made`);
+    this.wanted = made.id; // its row may come later than the answer
+    this.focus_wanted();
+  }
+  focus_wanted() {
+    const row = this.wanted && this.rows.get(this.wanted);
+    if (row) { this.wanted = null; row.open.focus(); }
+  }
+  set_list(list) { this.list = list; this.failure = null; this.draw(); this.draw_notes(); this.focus_wanted(); }
+  /** Which rows stand where: it changes only when the user sorts; what is new stands first. */
+  arrange() {
+    const there = new Map(this.list.entries.map((entry) => [entry.id, entry]));
+    const by_job = (a, b) => (b.job?.at ?? 0) - (a.job?.at ?? 0) || a.name.localeCompare(b.name);
+    const by_name = (a, b) => a.name.localeCompare(b.name);
+    const fresh = [...there.values()].filter((entry) => !this.order.includes(entry.id)).sort(this.sorted === "job" ? by_job : by_name);
+    this.order = [...fresh.map((entry) => entry.id), ...this.order.filter((id) => there.has(id))];
+    return this.order.map((id) => there.get(id));
+  }
+  draw() {
+    const { entries, folder, more } = this.list, words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean);
+    const all = this.arrange(), found = all.filter((entry) => words.every((word) => entry.searched.includes(word)));
+    for (const head of Object.values(this.heads)) head.draw();
+    for (const id of [...this.rows.keys()]) if (!all.some((entry) => entry.id === id)) this.rows.delete(id);
+    const elements = found.flatMap((entry) => {
+      if (!this.rows.has(entry.id)) this.rows.set(entry.id, new Row(this.view, this));
+      const row = this.rows.get(entry.id);
+      row.update(entry);
+      return row.below ? [row.element, row.below] : [row.element];
+    });
+    replace_children(this.body, elements);
+    this.count.replaceChildren(...(entries.length ? [`${entries.length} in `, h("span", { class: "mono" }, folder), " and opened lately", more ? `; ${more} more files are not listed` : ""] : []));
+    this.table.hidden = !found.length; this.first.hidden = entries.length > 0; this.searching.hidden = !entries.length;
+    this.nothing.hidden = !entries.length || found.length > 0;
+    set_text(this.nothing, `None of ${count_of(entries.length, "pipeline")} has “${this.search.value}” in its name, nodes or status.`);
+  }
+  draw_notes() {
+    const failed = [this.failure, this.work?.is === "failed" ? `${this.work.what}: ${this.work.error}` : null].filter(Boolean);
+    const clear = () => h("button", { type: "button", class: "b ic q", "aria-label": "Close", title: "Close", onclick: () => { this.failure = null; this.work = null; this.draw_notes(); } }, icon("bad"));
+    const running = this.work?.is === "running" ? [note("run", h("p", { role: "status" }, `${this.work.what}…`))] : [];
+    this.notes.replaceChildren(...(this.list?.notices ?? []).map((text) => note("warn", h("p", {}, text))), ...running,
+      ...failed.map((text) => note("bad", h("p", { role: "alert" }, text), [clear()])));
+    this.notes.hidden = !this.notes.childNodes.length;
+  }
+  set_work(work) { this.work = work; this.draw_notes(); if (work?.is === "done") this.view.announce(`${work.what}: done`); }
+  set_undo(undo) {
+    this.undo.hidden = !undo;
+    this.undo.replaceChildren(...(undo ? [icon("trash"), h("span", {}, undo.told),
+      this.view.button([icon("undo"), "Undo"], () => this.view.call("undo"), { on_error: this.view.complain }),
+      h("span", { class: "push" }, this.view.button(icon("bad"), () => this.view.call("drop_undo"), { cls: "ic q", label: "Close" }))] : []));
+  }
+}
+
+function mount(view) {
+  const list = new ListPage(view), form = new FormPage(view);
+  view.el.append(list.element, form.element);
+  view.on("form", (value) => {
+    const was_open = !form.element.hidden;
+    list.element.hidden = value !== null; form.element.hidden = value === null;
+    form.set_form(value);
+    if (value !== null && !was_open) form.focus_first();
+    if (value === null && was_open) list.search.focus();
+  });
+  view.on("list", (value) => list.set_list(value));
+  view.on("undo", (value) => list.set_undo(value));
+  view.on("work", (value) => { list.set_work(value); form.set_work(value); });
+  return () => form.end();
+}

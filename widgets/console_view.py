@@ -1,0 +1,363 @@
+"""My Pipelines in a page: the list of spec files, and the form of the one that is open; the core decides."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import Conflict
+from ..pipelines import EXAMPLES, Deleted, Entry, MyPipelines, SpecFile, SpecForm, review_spec
+from ..pipelines.draft import make_document, make_draft
+from ..session.output.safe_output import one_line
+from ..text import html_cells, html_table
+from .actions import Refused, action, flag, one_of, optional, text, whole
+from .console_form import describe_fields, describe_form
+from .live_view import LiveView, Settled
+
+__all__ = ["ConsoleView"]
+
+_ID = text(most=20)
+_FIELD, _EDITOR = text(most=300), text(most=64)
+_MOST_TYPED = 200_000
+_LAST_REVISION = 1 << 53
+
+
+def _typed(value: object) -> str | bool:
+    if not isinstance(value, str | bool) or (isinstance(value, str) and len(value) > _MOST_TYPED):
+        raise ValueError(f"a text of at most {_MOST_TYPED:,} characters, or true or false")
+    return value
+
+
+class _Opened:
+    """A form, and the file that it was opened from."""
+
+    def __init__(self, form: SpecForm, file: SpecFile) -> None:
+        self.form, self.file = form, file
+        self._before, _ = make_document(make_draft(_document_of(file)))
+
+    @property
+    def is_changed(self) -> bool:
+        return self.form.document != self._before
+
+
+class ConsoleView(LiveView):
+    """The list, and the form of one pipeline at a time. A form with changes is kept when another one is opened."""
+
+    name = "console_view"
+    more = ("console_form",)
+
+    def __init__(self, pipelines: MyPipelines) -> None:
+        self.pipelines = pipelines
+        self._guard = threading.RLock()
+        self._ids: dict[Path, str] = {}  # pages name files by these alone
+        self._deleted: Deleted | None = None
+        self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
+        self._open: Path | None = None
+        self._conflict: Conflict | None = None  # of the file of the open form
+        super().__init__()
+
+    @property
+    def form(self) -> SpecForm | None:
+        """The form that is open."""
+        return self._forms[self._open].form if self._open else None
+
+    def state(self) -> dict[str, Any]:
+        with self._guard:
+            return {
+                "list": self._describe_list(),
+                "undo": self._describe_undo(),
+                "form": self._describe_form(),
+                "work": None,
+                "fields": describe_fields(),
+                "examples": [
+                    {
+                        "name": each.name,
+                        "title": each.title,
+                        "description": each.description,
+                        "axes": [[*axis] for axis in each.axes],
+                        "needs": each.needs,
+                    }
+                    for each in EXAMPLES
+                ],
+            }
+
+    def settled(self) -> Settled:
+        entries = self.pipelines.entries()
+        rows = [(each.name, each.file, each.mesh or "-", each.nodes, _status(each)) for each in entries]
+        body = "".join(f"<tr>{html_cells(map(one_line, row), style='text-align:left')}</tr>" for row in rows)
+        head = html_cells(("name", "file", "mesh", "nodes", "last job"), tag="th", style="text-align:left")
+        title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
+        return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
+
+    # ---- the list
+
+    @action()
+    def refresh(self) -> None:
+        self._tell_all()
+
+    @action(id=_ID)
+    def duplicate(self, id: str) -> dict[str, Any]:
+        made = self.pipelines.duplicate(self._path(id))
+        self._tell_all()
+        return {"id": self._id(made.path), "name": made.name}
+
+    @action(id=_ID)
+    def delete(self, id: str) -> None:
+        with self._guard:
+            path = self._path(id)
+            self._deleted = self.pipelines.delete(path)
+            self._forms.pop(path, None)
+        self._tell_all()
+
+    @action()
+    def undo(self) -> None:
+        with self._guard:
+            deleted, self._deleted = self._deleted, None
+            if deleted is None:
+                raise Refused("there is nothing to bring back")
+            self.pipelines.restore(deleted)
+        self._tell_all()
+
+    @action()
+    def drop_undo(self) -> None:
+        with self._guard:
+            self._deleted = None
+        self._tell_all()
+
+    @action(id=_ID)
+    def run(self, id: str) -> None:
+        path = self._path(id)
+        self.work(f"starting {one_line(path.stem)}", lambda: self._run(path))
+
+    @action(id=_ID)
+    def code(self, id: str) -> str:
+        opened = self.pipelines.open(self._path(id))
+        return SpecForm(_document_of(opened)).to_code()
+
+    @action(name=text(most=100))
+    def create(self, name: str) -> None:
+        made = self.pipelines.create({}, name=name)
+        self._show(made)
+
+    @action(name=one_of(*(each.name for each in EXAMPLES)))
+    def create_example(self, name: str) -> None:
+        made = self.pipelines.create_example(next(each for each in EXAMPLES if each.name == name))
+        self._show(made)
+
+    # ---- the form
+
+    @action(id=_ID)
+    def open_pipeline(self, id: str) -> None:
+        self._show(self.pipelines.open(self._path(id)))
+
+    @action(path=text(most=4096))
+    def open_file(self, path: str) -> None:
+        self._show(self.pipelines.open(path))
+
+    @action()
+    def close_form(self) -> None:
+        with self._guard:
+            if self._open and not self._is_changed(self._open):
+                self._forms.pop(self._open)
+            self._open, self._conflict = None, None
+        self._tell_all()
+
+    @action(path=_FIELD, typed=_typed, revision=whole(0, _LAST_REVISION), editor=_EDITOR)
+    def edit(self, path: str, typed: str | bool, revision: int, editor: str) -> int | None:
+        """Return the revision that has it: what is told of an older one is not what is typed. None: a conflict."""
+        form = self._the_form()
+        return form.revision if form.edit(path, typed, revision=revision, editor=editor) else None
+
+    @action(path=_FIELD, keep=one_of("mine", "theirs"), editor=_EDITOR)
+    def resolve(self, path: str, keep: str, editor: str) -> None:
+        self._the_form().resolve(path, keep=keep, editor=editor)
+
+    @action(do=one_of("add", "copy", "remove", "restore", "up", "down"), key=_ID)
+    def change_nodes(self, do: str, key: str) -> str:
+        """Return the key of the node that is to have the focus."""
+        form = self._the_form()
+        acts: Mapping[str, Callable[[], Any]] = {
+            "add": form.add_node,
+            "copy": lambda: form.copy_node(key),
+            "remove": lambda: form.remove_node(key),
+            "restore": lambda: form.restore_node(key),
+            "up": lambda: form.move_node(key, -1),
+            "down": lambda: form.move_node(key, 1),
+        }
+        return str(acts[do]() or key)
+
+    @action(anyway=flag, name=optional(text(most=100)))
+    def save(self, anyway: bool, name: str | None) -> None:
+        with self._guard:
+            form, opened = self._the_form(), self._forms[self._open_path()].file
+            try:
+                made = self._save(form, opened, anyway=anyway, name=name)
+            except Conflict as exc:
+                self._conflict = exc
+                self._tell_form()
+                raise
+            self._conflict = None
+            self._forms.pop(opened.path, None)
+            self._forms[made.path] = _Opened(form, made)
+            self._open = made.path
+        self._tell_all()
+
+    @action()
+    def load_theirs(self) -> None:
+        with self._guard:
+            form, path = self._the_form(), self._open_path()
+            found = self.pipelines.open(path)
+            form.load(_document_of(found))
+            self._forms[path] = _Opened(form, found)
+            self._conflict = None
+        self._tell_all()
+
+    @action()
+    def review(self) -> dict[str, Any]:
+        form = self._the_form()
+        if form.spec is None or form.errors:
+            return {"error": "correct what is marked first"}
+        return {**review_spec(form.spec), "code": form.to_code()}
+
+    @action()
+    def start(self) -> None:
+        """Save it, and submit it."""
+        form, path = self._the_form(), self._open_path()
+        if not form.is_right:
+            raise Refused(f"{len(form.errors)} to correct first")
+        if self._is_changed(path):
+            self.save(anyway=False, name=None)
+        self.work(f"starting {one_line(path.stem)}", lambda: self._run(path))
+
+    # ---- how
+
+    def _run(self, path: Path) -> None:
+        try:
+            self.pipelines.run(path)
+        finally:
+            self._tell_all()
+
+    def _save(self, form: SpecForm, opened: SpecFile, *, anyway: bool, name: str | None) -> SpecFile:
+        content = form.spec if form.is_right and form.spec is not None else form.document
+        if name is None:
+            return self.pipelines.save(opened, content, anyway=anyway)
+        made = self.pipelines.save_as(name, content)
+        form.edit("name", made.name)
+        return made
+
+    def _show(self, opened: SpecFile) -> None:
+        """Raises: Refused for a file that is no document."""
+        if opened.data is None:
+            raise Refused(f"{one_line(opened.path.name)} cannot be opened: {one_line(opened.errors[0])}")
+        with self._guard:
+            if not self._is_changed(opened.path):
+                form = SpecForm(_document_of(opened))
+                form.on_change(self._tell_form)  # a cell can edit it, too
+                self._forms[opened.path] = _Opened(form, opened)
+            if self._open and self._open != opened.path and not self._is_changed(self._open):
+                self._forms.pop(self._open)
+            self._open, self._conflict = opened.path, None
+        self._tell_all()
+
+    def _is_changed(self, path: Path) -> bool:
+        return path in self._forms and self._forms[path].is_changed
+
+    def _the_form(self) -> SpecForm:
+        form = self.form
+        if form is None:
+            raise Refused("no pipeline is open: it was closed in another tab")
+        return form
+
+    def _open_path(self) -> Path:
+        if self._open is None:
+            raise Refused("no pipeline is open: it was closed in another tab")
+        return self._open
+
+    def _path(self, id: str) -> Path:
+        with self._guard:
+            for path, known in self._ids.items():
+                if known == id:
+                    return path
+        raise Refused("this pipeline is not in the list any more: refresh it")
+
+    def _id(self, path: Path) -> str:
+        return self._ids.setdefault(path, f"p{len(self._ids) + 1}")
+
+    def _tell_all(self) -> None:
+        with self._guard:
+            parts = {"list": self._describe_list(), "undo": self._describe_undo(), "form": self._describe_form()}
+        for part, value in parts.items():
+            self.publish(part, value)
+
+    def _tell_form(self) -> None:
+        with self._guard:
+            found = self._describe_form()
+        self.publish("form", found)
+
+    def _describe_list(self) -> dict[str, Any]:
+        found = self.pipelines.entries()
+        return {
+            "entries": [self._describe_entry(each) for each in found],
+            "folder": f"{one_line(self.pipelines.folder.name)}/",
+            "more": found.more,
+            "notices": [*map(one_line, found.notices)],
+        }
+
+    def _describe_entry(self, entry: Entry) -> dict[str, Any]:
+        job = entry.job
+        return {
+            "id": self._id(entry.path),
+            "name": one_line(entry.name),
+            "file": one_line(entry.file),
+            "axes": [[*axis] for axis in entry.axes],
+            "nodes": one_line(entry.nodes),
+            "fault": one_line(entry.fault),
+            "errors": [one_line(each)[:300] for each in entry.errors[:5]],
+            "can_open": entry.is_document,
+            "can_run": entry.is_spec,
+            "is_beside": entry.is_beside,
+            "is_changed": self._is_changed(entry.path),
+            "searched": one_line(entry.searched),
+            "job": job
+            and {
+                "id": one_line(job.id),
+                "state": job.state,
+                "word": one_line(job.word),
+                "detail": one_line(job.detail),
+                "at": job.submitted_at,
+                "is_over": job.is_over,
+                "count": job.count,
+            },
+        }
+
+    def _describe_undo(self) -> dict[str, Any] | None:
+        deleted = self._deleted
+        return None if deleted is None else {"name": one_line(deleted.name), "told": one_line(str(deleted))}
+
+    def _describe_form(self) -> dict[str, Any] | None:
+        if self._open is None:
+            return None
+        form, opened = self._forms[self._open].form, self._forms[self._open].file
+        is_beside = opened.path.parent == self.pipelines.folder
+        return {
+            **describe_form(form),
+            "file": one_line(f"{opened.path.parent.name}/{opened.path.name}" if is_beside else str(opened.path)),
+            "is_changed": self._is_changed(opened.path),
+            "saved": time.strftime("%H:%M", time.localtime(opened.changed_at)),
+            "conflict": self._conflict
+            and {
+                "text": one_line(self._conflict.fault),
+                "changes": [[one_line(each.path), each.theirs, each.mine] for each in self._conflict.changes],
+            },
+        }
+
+
+def _status(entry: Entry) -> str:
+    return f"{entry.job.word}, {entry.job.detail}" if entry.job else " ".join(filter(None, ["never run", entry.fault]))
+
+
+def _document_of(opened: SpecFile) -> dict[str, Any]:
+    return {name: value for name, value in (opened.data or {}).items() if name != "$schema"}
