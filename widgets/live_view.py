@@ -192,6 +192,8 @@ class LiveView(anywidget.AnyWidget):
                 self._welcome(page)
             case "beat" if page in self._pages:
                 self._pages[page] = time.monotonic()
+            case "beat":  # it was taken for gone, and has missed what came
+                self._tell({"tell": "again", "page": page})
             case "bye":
                 self._forget(page)
             case "call" if page in self._pages and _is_short(call := content.get("call")):

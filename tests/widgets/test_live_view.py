@@ -74,6 +74,16 @@ def test_page_that_says_hello_gets_the_state_and_nothing_is_sent_without_one(vie
     assert view.there == [True] and view.sent.empty()
 
 
+def test_page_that_was_taken_for_gone_is_asked_to_say_hello_again(view: Any) -> None:
+    view.hears("hello")
+    told(view, 1)
+    view.hears("beat")
+    view.hears("bye")
+    view.hears("beat")
+    assert told(view, 1) == [{"tell": "again", "page": "p"}]
+    assert view.there == [True, False]
+
+
 def test_latest_value_wins_and_an_equal_one_is_not_sent_again(view: Any) -> None:
     view.hears("hello")
     told(view, 1)
