@@ -158,6 +158,8 @@ class LiveView(anywidget.AnyWidget):
 
     def close(self) -> None:
         """End its threads; pages keep the last picture."""
+        if not hasattr(self, "_closing"):  # its making has failed: ipywidgets closes it all the same
+            return
         self._closing.set()
         with self._lock:
             was_shown = bool(self._pages)

@@ -13,7 +13,7 @@ const h = (tag, props, ...children) => {
     else if (["value", "checked", "textContent", "hidden", "tabIndex", "open", "selected"].includes(name)) node[name] = value;
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 };
 

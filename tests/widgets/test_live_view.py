@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import sys
 import threading
@@ -170,6 +171,16 @@ def test_pages_are_bounded(view: Any) -> None:
     for number in range(100):
         view.hears("hello", f"p{number}")
     assert len(told(view, 20)) == 20 and view.sent.empty()
+
+
+def test_view_whose_making_fails_ends_with_that_error_alone(kind: type[Any]) -> None:
+    class Failing(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        Failing()
+    gc.collect()
 
 
 def test_one_thing_is_done_at_a_time_and_its_failure_is_told(view: Any) -> None:
