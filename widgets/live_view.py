@@ -158,6 +158,8 @@ class LiveView(anywidget.AnyWidget):
 
     def close(self) -> None:
         """End its threads; pages keep the last picture."""
+        if not hasattr(self, "_closing"):  # its making has failed: ipywidgets closes it all the same
+            return
         self._closing.set()
         with self._lock:
             was_shown = bool(self._pages)
@@ -192,6 +194,8 @@ class LiveView(anywidget.AnyWidget):
                 self._welcome(page)
             case "beat" if page in self._pages:
                 self._pages[page] = time.monotonic()
+            case "beat":  # it was taken for gone, and has missed what came
+                self._tell({"tell": "again", "page": page})
             case "bye":
                 self._forget(page)
             case "call" if page in self._pages and _is_short(call := content.get("call")):
