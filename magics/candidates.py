@@ -18,6 +18,7 @@ from ..documents import SUFFIXES
 from ..errors import DetrainError
 from ..session.session import Session
 from ..transport.ssh_config import list_hosts
+from .options import setting_candidates
 
 _LIMIT_S = 0.05  # a key was pressed
 _TO_ESCAPE = re.compile(r"([^\w@%+=:,./~-])")
@@ -42,6 +43,7 @@ class Candidates:
             "VARIABLE": self._variables,
             "CELL": self._cells,
             "CELLS": lambda word: _in_list(word, self._cells("")),
+            "KEY=VALUE": setting_candidates,
             "OTHERS": lambda word: self._in_time(_nodes_but_first, word),
             "SESSION": lambda word: self._in_time(_sessions, word),
             "JOB": lambda word: self._in_time(_jobs, word),

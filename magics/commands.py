@@ -16,6 +16,7 @@ from ..session.output.safe_output import one_line
 from ..session.session import Session
 from ..session.state.cell import Cell
 from . import options
+from .boards import Boards
 from .holder import SessionHolder, StartOptions
 from .host_commands import HostCommands
 from .options import HelpShown
@@ -33,9 +34,10 @@ _AS_IT_CAME = replace(_EVERYTHING, merge="all", is_kept=False)
 class SessionCommands:
     """The commands of one notebook."""
 
-    def __init__(self, ipython: Any, holder: SessionHolder) -> None:
+    def __init__(self, ipython: Any, holder: SessionHolder, boards: Boards) -> None:
         self._ipython = ipython
         self._holder = holder
+        self._boards = boards
         self._hosts = HostCommands(ipython, holder)
 
     def run(self, line: str) -> None:
@@ -45,8 +47,11 @@ class SessionCommands:
         if args.command is None:
             raise HelpShown(parser.format_help())
         owner, name = (self._hosts, args.command) if hasattr(self._hosts, args.command) else (self, f"_{args.command}")
-        with told_when_interrupted(f"%distributed {args.command}"):
-            getattr(owner, name)(args)
+        try:
+            with told_when_interrupted(f"%distributed {args.command}"):
+                getattr(owner, name)(args)
+        finally:
+            self._boards.settle_ended()
 
     def _start(self, args: Any) -> None:
         given = {name: value for name, value in vars(args).items() if name in StartOptions.__dataclass_fields__}
@@ -162,6 +167,9 @@ class SessionCommands:
 
     def _status(self, args: Any) -> None:
         display(self._holder.running().status())
+
+    def _board(self, args: Any) -> None:
+        self._boards.show(self._holder.running())
 
     def _vars(self, args: Any) -> None:
         session = self._holder.running()

@@ -16,6 +16,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from ..errors import CellSyntaxError, DetrainError, SessionError
 from ..session.session import Session
 from . import options
+from .boards import Boards
 from .commands import SessionCommands
 from .guard import guard
 from .holder import SessionHolder
@@ -45,7 +46,8 @@ class DistributedMagics(Magics):
         super().__init__(shell)
         self._ipython = shell
         self.holder = SessionHolder(shell)
-        self._commands = SessionCommands(shell, self.holder)
+        self._boards = Boards(shell, lambda: self.holder.settings.board == "auto")
+        self._commands = SessionCommands(shell, self.holder, self._boards)
         self._cell_parsers = {prog: options.cell_parser(prog) for prog in ("%%distributed", "%%rank")}
         self._parsed: dict[tuple[str, str], Any] = {}
 
@@ -76,7 +78,7 @@ class DistributedMagics(Magics):
                            [--group-timeout S]
         %distributed doctor [--nodes NODES] | put FILE... [--to FOLDER] | get REMOTE... | data check PATH | shrink
         %distributed nodes [FILE] (a form, from which the session can be started)
-        %distributed status | where | stop [NAME] | restart [-n N | -r RANKS] | list
+        %distributed status | where | board | stop [NAME] | restart [-n N | -r RANKS] | list
         %distributed interrupt [-r RANKS | --kill RANKS] | replay -r RANKS [--cells 1-4]
         %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]
         %distributed attach [NAME] [--steal] [--without NODES] | detach
@@ -113,15 +115,16 @@ class DistributedMagics(Magics):
         live = LiveCell(screen, chosen, number, self._render_options(args), nodes=session.ranks.node_names)
         result = None
         try:
-            result = session.run_cell(
-                code,
-                ranks=args.ranks,
-                timeout_s=args.timeout or self.holder.settings.timeout or None,
-                observer=live,
-                values=bool(args.out),
-                number=number,
-                first_line=2,  # below the magic's own
-            )
+            with self._boards.above(session, live):
+                result = session.run_cell(
+                    code,
+                    ranks=args.ranks,
+                    timeout_s=args.timeout or self.holder.settings.timeout or None,
+                    observer=live,
+                    values=bool(args.out),
+                    number=number,
+                    first_line=2,  # below the magic's own
+                )
         except KeyboardInterrupt as exc:
             if isinstance(exc, DetrainError):
                 raise

@@ -96,6 +96,7 @@ class Settings:
     max_chars: int = 200_000
     timeout: float = 0.0  # seconds; 0 is none
     hang: float = 5.0  # seconds that a rank waits for others before the cell says so
+    board: str = "off"  # auto: a session's first long cell shows its board
     check: str = "off"  # on: ranks compare every collective before they begin it
     warm: float = 600.0  # seconds that nodes keep torch imported after a stop, for the next start; 0 is not at all
 
@@ -138,7 +139,21 @@ class Settings:
 
 
 _MOST_SHOWN = 10**9  # lines or characters
-_CHOICES = {"output": ("live", "final"), "merge": ("same", "all", "rank0"), "check": ("off", "on")}
+_CHOICES = {
+    "output": ("live", "final"),
+    "merge": ("same", "all", "rank0"),
+    "board": ("off", "auto"),
+    "check": ("off", "on"),
+}
+
+
+def setting_candidates(word: str) -> list[str]:
+    """What ``KEY=VALUE`` may become: the keys, and behind one what it is chosen from."""
+    key, equals, _ = word.partition("=")
+    found = (
+        [f"{f.name}=" for f in fields(Settings)] if not equals else [f"{key}={each}" for each in _CHOICES.get(key, ())]
+    )
+    return [each for each in found if each.startswith(word)]
 
 
 def _seed(text: str) -> int:
@@ -226,6 +241,9 @@ def session_parser() -> LineParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     _add_start(commands.add_parser("start", help="start ranks", bare=_MEANT_NODES))
     commands.add_parser("status", help="where every rank is")
+    commands.add_parser(
+        "board", help="the same live: what each rank does and uses; stop, interrupt, restart by a click"
+    )
     commands.add_parser("where", help="for every rank its line, its stack, and the collective it waits in")
     variables = commands.add_parser(
         "vars", bare=_MEANT_RANKS, help="the variables of the ranks, and whether they have the same"

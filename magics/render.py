@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .rank_terminal import Fed, RankTerminal
-from .screen import Screen
+from .screen import Head, Screen
 from .transcript import (
     FURTHER,
     Bundle,
@@ -108,6 +108,19 @@ class LiveCell:
         self._is_shown = False  # all of it, after the end
         for rank in ranks:
             self.admit(rank)
+
+    @property
+    def can_have_head(self) -> bool:
+        """Something can be put above its output while it runs."""
+        with self._lock:
+            return self._can_clear
+
+    def set_head(self, head: Head, display_id: str) -> None:
+        """Show it above all that ranks say, from now on."""
+        with self._lock:
+            if self._can_clear:
+                self._screen.set_head(head, display_id)
+                self._invalidate()
 
     def admit(self, rank: int) -> None:
         """One more rank says something; it may have been there already."""

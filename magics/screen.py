@@ -39,6 +39,7 @@ _DRAW_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 600.0  # hundreds of megabytes at a server's rate
 _CLEAR: tuple[str, dict[str, Any]] = ("clear_output", {"wait": True})  # when the next output comes
 _STORED = ("stream", "display_data")
+Head = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
 _RESENT_CHARS = 250_000
 _SERVER_BYTES_PER_S = 700_000  # a Jupyter server drops stream output above 1 MB/s
 _BATCH_CHARS = 1 << 20
@@ -67,6 +68,9 @@ class Screen(ABC):
 
     def invalidate(self, show_anew: Callable[[], None]) -> None:  # noqa: B027
         """What stands there is out of date: call ``show_anew`` before anything else is sent, in the screen's thread."""
+
+    def set_head(self, head: Head, display_id: str) -> None:  # noqa: B027
+        """``head`` gives what stands above all else from when all is shown anew next: data and metadata."""
 
     def replace(self, items: list[Item]) -> None:  # noqa: B027
         """Show ``items`` instead of all that was shown."""
@@ -107,6 +111,8 @@ class KernelScreen(Screen):
         self._updates: dict[str, tuple[int, dict[str, Any]]] = {}  # those that wait, with their count, by display id
         self._outdated: tuple[int, Callable[[], None]] | None = None  # its count, and what shows the cell anew
         self._anew_from = 0.0  # when it may be shown anew next
+        self._head: Head | None = None
+        self._head_id = ""
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
@@ -152,6 +158,19 @@ class KernelScreen(Screen):
             self._outdated = (self._given, show_anew)
         self._start()
 
+    def set_head(self, head: Head, display_id: str) -> None:
+        with self._changed:
+            self._head, self._head_id = head, display_id
+
+    def _heads(self) -> list[tuple[str, dict[str, Any]]]:
+        if self._head is None:
+            return []
+        data, metadata = self._head()
+        return [("display_data", {"data": data, "metadata": metadata, "transient": {"display_id": self._head_id}})]
+
+    def _is_head(self, content: dict[str, Any]) -> bool:
+        return bool(self._head_id) and content.get("transient", {}).get("display_id") == self._head_id
+
     def replace(self, items: list[Item]) -> None:
         chars = sum(len(item.text) if isinstance(item, Text) else item.num_chars for item in items)
         with self._changed:
@@ -177,7 +196,8 @@ class KernelScreen(Screen):
 
     def _replace(self, items: list[Item]) -> None:
         self._transient = self._transient_shown = self._transient_id = ""
-        self._waiting = [("clear_output", {"wait": bool(items)}), *map(_message, items)]
+        shown = [*self._heads(), *map(_message, items)]
+        self._waiting = [("clear_output", {"wait": bool(shown)}), *shown]
         self._updates.clear()
         self._outdated = None
         self._outline.clear()
@@ -186,7 +206,8 @@ class KernelScreen(Screen):
         """The same text would be stored in other pieces: not every front end joins them as JupyterLab does."""
         if sum(len(item.text) for item in items if isinstance(item, Text)) > _RESENT_CHARS:
             return False
-        to_come = _merged([*self._waiting, *map(_message, rest)])
+        waiting = [each for each in self._waiting if not self._is_head(each[1])]
+        to_come = _merged([*waiting, *map(_message, rest)])
         outline = self._outline + [content.get("name", kind) for kind, content in to_come]
         return outline != [item.stream if isinstance(item, Text) else "display_data" for item in items]
 
@@ -253,14 +274,14 @@ class KernelScreen(Screen):
             gap_s = _LONGEST_FRAME_S + _count_chars(above) / _MOVED_CHARS_PER_S
             if time.monotonic() - self._moved_at < gap_s:
                 return [], self._sent
-            batch = [_CLEAR, *_merged([*above, *batch])]
+            batch = [_CLEAR, *self._heads(), *_merged([*above, *batch])]
             self._transient_shown = self._transient_id = ""
             self._moved_at = time.monotonic()
         self._waiting = []
         for kind, content in batch:
             if kind == "clear_output":
                 self._outline, self._texts = [], []
-            elif kind in _STORED:
+            elif kind in _STORED and not self._is_head(content):
                 self._outline.append(content.get("name", kind))
                 if self._texts is not None:
                     self._texts.append((kind, content))

@@ -12,12 +12,20 @@ from .live_view import LiveView, Settled
 if TYPE_CHECKING:
     from ..jobs import Job
     from ..session.session import Session
+    from .board_view import BoardView
     from .console_view import ConsoleView
     from .job_view import JobView
     from .nodes_view import Given, NodesView, Starter
     from .plan_view import PlanView
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "console", "job", "nodes", "plan", "vars"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "board", "console", "job", "nodes", "plan", "vars"]
+
+
+def board(session: Session) -> BoardView:
+    """Show the ranks of a session live: what each does and uses, who waits for whom; and stop, interrupt, restart."""
+    from .board_view import BoardView
+
+    return BoardView(session)
 
 
 def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:

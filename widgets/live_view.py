@@ -78,7 +78,8 @@ class LiveView(anywidget.AnyWidget):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._wake, self._closing = threading.Event(), threading.Event()
+        self._sending = threading.RLock()  # what is told of a change comes behind the state that a page begins with
+        self._wake, self._closing, self._has_page = threading.Event(), threading.Event(), threading.Event()
         self._pump: threading.Thread | None = None
         self._worker: threading.Thread | None = None
         self._is_settled = False
@@ -148,18 +149,26 @@ class LiveView(anywidget.AnyWidget):
         else:
             self.publish("work", {"what": what, "is": "done"})
 
+    def wait_for_page(self, limit_s: float) -> bool:
+        """Wait until a page shows the view; False where none does in time."""
+        return self._has_page.wait(limit_s)
+
     def settle(self) -> None:
-        """Put plain HTML in the place of every display of the view, in the saved notebook too."""
-        self._is_settled = True
+        """Put plain HTML in the place of every display of the view, in the saved notebook too; once."""
+        with self._lock:
+            if self._is_settled:
+                return
+            self._is_settled = True
         self._tell_news()  # pages that keep the picture have the last one
         for display_id in self._display_ids:
             update_display(self.settled().bundle(), raw=True, display_id=display_id)
         self.close()
 
     def close(self) -> None:
-        """End its threads; pages keep the last picture."""
+        """End its threads. Pages lose the view; those that do not show its settled form keep the last picture."""
         if not hasattr(self, "_closing"):  # its making has failed: ipywidgets closes it all the same
             return
+        is_again = self._closing.is_set()
         self._closing.set()
         with self._lock:
             was_shown = bool(self._pages)
@@ -167,19 +176,31 @@ class LiveView(anywidget.AnyWidget):
         self._wake.set()
         if was_shown:
             self.on_pages(are_there=False)
-        super().close()
+        if is_again or not self._is_settled:  # a page that was reloaded does not know where to put the settled form
+            super().close()
 
     # ---- how it is displayed
 
     def _ipython_display_(self, **_: Any) -> None:
+        data, metadata = self.bundle()
         if self._is_settled:
-            display(self.settled().bundle(), raw=True)
-            return
-        widget = super()._repr_mimebundle_()
-        data, metadata = widget if isinstance(widget, tuple) else (widget or {}, {})
+            display(data, raw=True)
+        else:
+            display(data, metadata=metadata, raw=True, display_id=self.new_display())
+
+    def new_display(self) -> str:
+        """The id of one more display of the view, which settles as the others do."""
         display_id = uuid.uuid4().hex
         self._display_ids = [*self._display_ids, display_id][-_MOST_DISPLAYS:]
-        display({**data, **self.settled().bundle(end=_LIVE)}, metadata=metadata, raw=True, display_id=display_id)
+        return display_id
+
+    def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The MIME bundle of a display now, and its metadata: the view with its plain form, or that alone."""
+        if self._is_settled:
+            return {**self.settled().bundle()}, {}
+        widget = super()._repr_mimebundle_()
+        data, metadata = widget if isinstance(widget, tuple) else (widget or {}, {})
+        return {**data, **self.settled().bundle(end=_LIVE)}, metadata
 
     def __repr__(self) -> str:
         return self.settled().text
@@ -198,26 +219,31 @@ class LiveView(anywidget.AnyWidget):
                 self._tell({"tell": "again", "page": page})
             case "bye":
                 self._forget(page)
-            case "call" if page in self._pages and _is_short(call := content.get("call")):
+            case "call" if (page in self._pages or self._is_settled) and _is_short(call := content.get("call")):
                 self._answer(page, call, content)
 
     def _welcome(self, page: str) -> None:
         with self._lock:
-            if self._closing.is_set() or (len(self._pages) >= _MOST_PAGES and page not in self._pages):
+            is_over = self._closing.is_set()
+            if is_over and not self._is_settled or (len(self._pages) >= _MOST_PAGES and page not in self._pages):
                 return
-            is_first = not self._pages
-            self._pages[page] = time.monotonic()
-            self._is_late = threading.current_thread() is threading.main_thread()
-            self._told.clear()
-            self._start_pump()
+            is_first = not self._pages and not is_over
+            if page not in self._pages:  # else it was heard beside the cell already
+                self._is_late = threading.current_thread() is threading.main_thread()
+            if not is_over:
+                self._pages[page] = time.monotonic()
+                self._has_page.set()
+                self._told.clear()
+                self._start_pump()
         said: dict[str, Any] = {"tell": "state", "page": page, "late": self._is_late}
-        try:
-            if is_first:
-                self.on_pages(are_there=True)
-            said["state"] = self.state()
-        except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
-            said["error"] = one_line(describe_failure(exc))
-        self._tell(said)
+        with self._sending:
+            try:
+                if is_first:
+                    self.on_pages(are_there=True)
+                said["state"] = self.state()
+            except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+                said["error"] = one_line(describe_failure(exc))
+            self._tell(said)
 
     def _forget(self, page: str) -> None:
         with self._lock:
@@ -230,6 +256,8 @@ class LiveView(anywidget.AnyWidget):
         name = content.get("action")
         said: dict[str, Any] = {"tell": "answer", "page": page, "call": call}
         try:
+            if self._is_settled:
+                raise Refused("this view has ended: run its cell again")
             wanted = self._actions.get(name) if isinstance(name, str) else None
             if wanted is None:
                 raise Refused("this view has no such action: reload the page")
@@ -254,18 +282,25 @@ class LiveView(anywidget.AnyWidget):
 
     def _tell_news(self) -> bool:
         """Send what is pending, and leave the others time; returns whether to go on."""
+        with self._sending:
+            is_shown, is_sent = self._send_pending()
+        if is_sent:
+            self._closing.wait(_TURN_S)
+        return is_shown
+
+    def _send_pending(self) -> tuple[bool, bool]:
+        """Are pages there, and was there something to send?"""
         with self._lock:
             parts, self._pending = self._pending, {}
             added, self._appended = self._appended, {}
             if self._closing.is_set() or not self._pages:
                 self._pump = None
-                return False
+                return False, False
             changed = {part: value for part, (written, value) in parts.items() if self._told.get(part) != written}
             self._told.update((part, written) for part, (written, _) in parts.items())
         if changed or added:
             self._tell({"tell": "news", "parts": changed, "added": added})
-            self._closing.wait(_TURN_S)
-        return True
+        return True, bool(changed or added)
 
     def _look_for_pages(self) -> None:
         if self._is_late:  # a page's beats wait for the running cell

@@ -130,14 +130,17 @@ class View {
     this.hear = this.hear.bind(this);
     model.on("msg:custom", this.hear);
     this.send({ do: "hello" });
-    this.beat = setInterval(() => { try { this.send({ do: "beat" }); } catch { this.lose_kernel(); } }, BEAT_MS);
+    // the first one waits for a running cell where no sub-shell was there yet to hear it
+    this.greeting = setInterval(() => this.send({ do: "hello" }), SLOW_MS);
+    this.beat = setInterval(() => { if (!this.send({ do: "beat" })) this.lose_kernel(); }, BEAT_MS);
     this.el.append(h("div", { class: "body soft" }, "Waiting for the kernel…"));
   }
-  send(message) { this.model.send({ ...message, page: this.page }); }
+  /** Returns whether there is a kernel to hear it. */
+  send(message) { try { this.model.send({ ...message, page: this.page }); return true; } catch { return false; } }
   hear(message) {
     if (message.page !== undefined && message.page !== this.page) return;
     if (message.tell === "state") this.begin(message);
-    if (message.tell === "again") this.send({ do: "hello" }); // it was not heard for long: the laptop slept
+    if (message.tell === "again") { this.has_mounted = false; this.send({ do: "hello" }); } // it was not heard for long: the laptop slept
     if (message.tell === "news" && this.has_mounted) {
       for (const [part, value] of Object.entries(message.parts)) { this.state[part] = value; for (const f of this.parts.get(part) ?? []) f(value); }
       for (const [part, items] of Object.entries(message.added)) for (const f of this.lists.get(part) ?? []) f(items);
@@ -151,6 +154,8 @@ class View {
     this.el.prepend(note("lost", h("p", {}, "The kernel that showed this is gone: run the cell again")));
   }
   begin({ state, late, error }) {
+    clearInterval(this.greeting);
+    if (this.has_mounted) return; // the answer to an earlier hello
     this.is_late = late;
     if (error !== undefined) { this.el.replaceChildren(h("div", { class: "body" }, note("bad", h("p", {}, error)))); return; }
     this.state = state;
@@ -168,7 +173,7 @@ class View {
   /** Ask the kernel; the promise has its answer, or fails with its one line. */
   call(action, args = {}) {
     const call = `${++this.number}`;
-    return new Promise((resolve, reject) => { this.calls.set(call, [resolve, reject]); this.send({ do: "call", call, action, arguments: args }); });
+    return new Promise((resolve, reject) => { this.calls.set(call, [resolve, reject]); if (!this.send({ do: "call", call, action, arguments: args })) reject(new Error("the kernel is gone: run the cell again")); });
   }
   /** A button that calls `act` and shows that it waits; what fails is shown by `on_error(text)`, or announced. */
   button(content, act, { cls = "", label = null, on_error = null, title = null } = {}) {
@@ -190,10 +195,10 @@ class View {
     this.saying = setTimeout(() => { this.said_at = Date.now(); this.status.textContent = text; }, in_ms);
   }
   end() {
-    clearInterval(this.beat); clearTimeout(this.saying);
+    clearInterval(this.beat); clearInterval(this.greeting); clearTimeout(this.saying);
     this.unmount?.();
     this.model.off("msg:custom", this.hear);
-    try { this.send({ do: "bye" }); } catch { /* the kernel is gone */ }
+    this.send({ do: "bye" });
   }
 }
 

@@ -8,6 +8,7 @@ from functools import partial
 from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, SpecError, short_ranks
 from ..wire import RanCell
 from .output.log import Logged
+from .output.tail import Tail
 from .running.asked import check_whole
 from .running.cells import Cells
 from .running.core import Core, Ranks
@@ -48,6 +49,11 @@ class SessionLog(SlotsOnly):
     def collective_cells(self) -> frozenset[int]:
         """The cells that needed other ranks."""
         return self._state.history.collective
+
+    def has_ended_well(self, cell: int) -> bool:
+        """It failed on no rank, was not stopped, and does not run any more. Raises: SpecError where there is none."""
+        self._require_known(cell)
+        return self._state.history.has_ended_well(cell)
 
     @property
     def running_cells(self) -> dict[int, tuple[int, ...]]:
@@ -115,6 +121,16 @@ class SessionLog(SlotsOnly):
     def lacking(self) -> Mapping[int, str]:
         """The cells of which something, or all, found no room on the disk, and why."""
         return self._output.lacking
+
+    def tail(self, cell: int, rank: int, *, most_lines: int = 200, most_chars: int = 500) -> Tail:
+        """What gives the last lines of a rank in ``cell`` again and again, as they come, safe to show; of each line at
+        most ``most_chars``.
+
+        Raises: SpecError for a cell or a rank that there is not.
+        """
+        self._require_known(cell)
+        self._core.choose(check_whole("rank", rank), plan=self._core.plan_of(cell))
+        return Tail(self._output.reader(cell), rank, most_lines=most_lines, most_chars=most_chars)
 
     def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> Cell:
         """Give ``observer`` all that the log has of a cell; values and errors are in what is returned.

@@ -173,6 +173,13 @@ def test_nodes_but_the_first_can_be_left_out(tab: _Tab) -> None:
     assert tab("%distributed attach --without gpu2,") == ["gpu2,gpu3"]
 
 
+def test_settings_and_what_they_are_chosen_from(tab: _Tab) -> None:
+    assert "board=" in tab("%distributed config ") and tab("%distributed config bo") == ["board="]
+    assert tab("%distributed config board=") == ["board=auto", "board=off"]
+    assert tab("%distributed config warm=") == tab("%distributed config nosuch=") == []
+    assert tab("%distributed boa") == ["board"]
+
+
 def test_choices_commands_files_and_options(tab: _Tab) -> None:
     assert tab("%distributed start --device ") == ["auto", "cpu", "cuda"]
     assert tab("%distributed start --device=c") == ["--device=cpu", "--device=cuda"]

@@ -26,8 +26,8 @@ _PARSERS: dict[str, Callable[[], options.LineParser]] = {
     "%broadcast": options.broadcast_parser,
 }
 _COMMANDS = (
-    "start, status, where, vars, stop, restart, shrink, interrupt, replay, attach, detach, list, put, get, data, "
-    "doctor, nodes, config, log"
+    "start, status, board, where, vars, stop, restart, shrink, interrupt, replay, attach, detach, list, put, get, "
+    "data, doctor, nodes, config, log"
 )
 
 

@@ -159,6 +159,41 @@ def test_message_of_another_form_is_not_answered(view: Any, message: dict[str, o
     assert told(view, 1) == [{"tell": "answer", "page": "p", "call": "2", "value": 3}]
 
 
+def test_what_changes_while_a_page_gets_its_state_is_told_behind_it(kind: type[Any]) -> None:
+    class Slow(kind):  # type: ignore[misc]
+        def state(self) -> dict[str, Any]:
+            before = {"a": 1}
+            self.publish("a", 2)
+            self.sent.put({"tell": "others had time"})
+            self._closing.wait(0.3)
+            return before
+
+    view = Slow()
+    view.hears("hello")
+    said = told(view, 3)
+    assert [each["tell"] for each in said] == ["others had time", "state", "news"]
+    assert said[2]["parts"] == {"a": 2}
+    view.close()
+
+
+def test_settled_view_still_shows_its_last_picture_and_does_nothing_more(view: Any) -> None:
+    view.hears("hello")
+    told(view, 1)
+    view.publish("a", 2)
+    view.settle()
+    assert view.there == [True, False]
+    while "state" not in (said := view.sent.get(timeout=LIMIT_S)):
+        view.hears("hello")
+    assert said["state"] == {"a": 1} and view.there == [True, False]
+    view.hears("call", call="1", action="go", arguments={})
+    while "error" not in (said := view.sent.get(timeout=LIMIT_S)):
+        pass
+    assert said["error"] == "this view has ended: run its cell again"
+    assert view.comm is not None
+    view.close()
+    assert view.comm is None
+
+
 @pytest.mark.parametrize("name", ["close", "_go", "settle", "__init__", "state", None, ["go"]])
 def test_only_actions_can_be_called(view: Any, name: object) -> None:
     view.hears("hello")

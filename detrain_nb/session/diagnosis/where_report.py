@@ -40,7 +40,7 @@ class Whereabouts:
     def __repr__(self) -> str:
         lines = table_lines([_COLUMNS, *map(self._cells, self.verdicts)])
         for verdict in self.verdicts:
-            if frames := _frames(verdict):
+            if frames := frames_of(verdict):
                 lines += [f"rank {verdict.rank}:", *(f"  {frame}" for frame in frames)]
         return "\n".join([f"session {self.name}: {self.summary}", *lines])
 
@@ -50,7 +50,7 @@ class Whereabouts:
         return html_table(head, rows, caption=[f"session {self.name}: {self.summary}"])
 
     def _row(self, verdict: Verdict) -> str:
-        stack = html.escape("\n".join(_frames(verdict)))
+        stack = html.escape("\n".join(frames_of(verdict)))
         return f"<tr>{html_cells(self._cells(verdict))}<td style='text-align:left'><pre>{stack}</pre></td></tr>"
 
     def _cells(self, verdict: Verdict) -> tuple[str, ...]:
@@ -79,8 +79,8 @@ def _known(age_s: float) -> str:
     return "now" if age_s < _NOW_S else f"{age_s:.1f} s ago"
 
 
-def _frames(verdict: Verdict) -> list[str]:
-    """The stack of the user's code, innermost first: down to the cell, without what runs cells."""
+def frames_of(verdict: Verdict) -> list[str]:
+    """The stack of the user's code, innermost first: down to the cell, without what runs cells; safe to show."""
     stack = verdict.evidence.stack
     if verdict.evidence.state != "running" or not stack:
         return []

@@ -72,6 +72,10 @@ class History:
         """A rank was lost in it."""
         self._failed.add(number)
 
+    def has_ended_well(self, number: int) -> bool:
+        """It failed on no rank, was not stopped, and does not run."""
+        return number not in self._failed | self._not_ended_well
+
     def end_well(self, number: int) -> None:
         self._not_ended_well.discard(number)
 

@@ -1,0 +1,419 @@
+"""What a board tells its pages, of boards that were made, and of two real ranks; and what it leaves in a notebook."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+from detrain_nb.widgets.board_history import CellHistory, format_time, settle
+from detrain_nb.widgets.board_rows import head_of, layout_of, notes_of, rank_row
+from detrain_nb.widgets.board_view import BoardView
+
+from detrain_nb import Session, widgets
+from detrain_nb.errors import DetrainError, RankLost
+from detrain_nb.session.running.board import Board, BoardNote
+
+from .made_boards import MadeSession, board_with_a_hang, made_board, made_rank, with_ranks
+
+pytestmark = pytest.mark.timeout(120)
+LIMIT_S = 30.0
+HOSTILE = "<img src=x onerror=alert(1)>\x1b[31m\u202egnp.exe\x00\r\nrank 0 died" + "x" * 100_000
+
+
+class Page:
+    """A page of a view: what it would be told, and what it says."""
+
+    def __init__(self, view: BoardView) -> None:
+        self._view = view
+        self._sent: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.state: dict[str, Any] = {}
+        self.answer: dict[str, Any] = {}
+        self._calls = 0
+        view.send = lambda content, buffers=None: self._sent.put(content)  # type: ignore[method-assign]
+
+    def open(self) -> Page:
+        self.says(do="hello")
+        self.wait_for(lambda: "layout" in self.state)
+        return self
+
+    def says(self, **message: object) -> None:
+        self._view._handle_custom_msg({"page": "p", **message}, [])
+
+    def call(self, action: str, **arguments: object) -> str:
+        """The error that it was answered with, or nothing."""
+        self._calls += 1
+        self.says(do="call", call=f"{self._calls}", action=action, arguments=arguments)
+        self.wait_for(lambda: self.answer.get("call") == f"{self._calls}")
+        return str(self.answer.get("error", ""))
+
+    def wait_for(self, is_so: Callable[[], bool]) -> None:
+        """Take what comes until it is so."""
+        deadline = time.monotonic() + LIMIT_S
+        while not is_so():
+            try:
+                self._take(self._sent.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                raise AssertionError(
+                    f"not within {LIMIT_S:g} s; the page has {json.dumps(self.state)[:3000]}"
+                ) from None
+
+    def messages_within(self, seconds: float) -> list[dict[str, Any]]:
+        """All that comes in that time."""
+        found, deadline = [], time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                found.append(self._sent.get(timeout=left))
+            except queue.Empty:
+                break
+            self._take(found[-1])
+        return found
+
+    def _take(self, message: dict[str, Any]) -> None:
+        json.dumps(message, allow_nan=False)
+        if message["tell"] == "state":
+            self.state |= message["state"]
+        elif message["tell"] == "news":
+            self.state |= message["parts"]
+            self.state["rates"] = [*self.state["rates"], *message["added"].get("rates", [])]
+        else:
+            self.answer = message
+
+    @property
+    def states(self) -> list[str]:
+        ranks = [rank for host in self.state["layout"] for rank in host["ranks"]]
+        return [self.state[f"rank{rank}"]["state"] for rank in sorted(ranks)]
+
+
+@pytest.fixture
+def made() -> Iterator[Callable[[Board], tuple[BoardView, Page]]]:
+    """A view, and its page, of a session that has this board."""
+    views: list[BoardView] = []
+
+    def make(board: Board) -> tuple[BoardView, Page]:
+        views.append(BoardView(MadeSession(board)))  # type: ignore[arg-type]
+        return views[-1], Page(views[-1]).open()
+
+    yield make
+    for view in views:
+        view.close()
+
+
+# ---- made boards
+
+
+def test_page_has_a_row_for_each_rank_by_host(made: Callable[[Board], tuple[BoardView, Page]]) -> None:
+    _, page = made(made_board(16))
+    assert page.state["layout"][1] == {"name": "gpu2", "where": "alice@gpu2.example.org", "ranks": [*range(8, 16)]}
+    assert page.state["rank3"] == {
+        "state": "running",
+        "word": "running",
+        "at": "line 9: loss.backward()",
+        "more": "",
+        "cpu": 104,
+        "gpu": 93,
+        "used": 63_000_000_000,
+        "total": 80_000_000_000,
+        "rate": 3.4,
+        "last": "step 1840 loss 2.403",
+        "host": "gpu1",
+        "device": "cuda:3",
+        "pid": 4003,
+        "runs": True,
+        "fresh": "",
+    }
+    head = page.state["head"]
+    assert (head["cell"], head["seconds"], head["rate"], head["ranks"], head["hosts"]) == (12, 42, 3.4, 16, 2)
+    assert page.state["hosts"][0] == {"cpu": 41, "used": 62_000_000_000, "total": 256_000_000_000, "fault": ""}
+
+
+def test_who_waits_for_whom_and_who_has_died_is_said_with_the_ranks_to_act_on() -> None:
+    board = board_with_a_hang()
+    assert head_of(board)["counts"] == {
+        "running": 54, "waits": 7, "awaited": 1, "died": 1, "unknown": 0, "starting": 1, "idle": 0,
+    }  # fmt: skip
+    died, waits = notes_of(board)
+    assert (died["kind"], died["ranks"], died["down"], died["ready"]) == ("died", [37], False, False)
+    assert (waits["kind"], waits["whom"], waits["ranks"]) == ("waits", [19], [16, 17, 18, 20, 21, 22, 23])
+    row = rank_row(board.ranks[16], {37}, None)
+    assert (row["word"], row["at"]) == ("waits 34 s", "all_reduce #6 for rank 19")
+    row = rank_row(board.ranks[37], {37}, None)
+    assert (row["state"], row["at"], row["runs"]) == ("died", "ended with signal 9 (SIGKILL)", False)
+    ready = with_ranks(board, made_rank(37, state="idle"), notes=board.notes[:1])
+    assert notes_of(ready)[0]["ready"] and head_of(ready)["counts"]["died"] == 1
+    down = with_ranks(board, made_rank(37, state="died"), notes=board.notes[:1])
+    assert notes_of(down)[0]["down"]
+
+
+@pytest.mark.parametrize("place", ["source", "detail", "last_line", "exit", "node", "device", "collective"])
+def test_hostile_text_is_cleaned_and_bounded(place: str) -> None:
+    states = {"exit": "died", "collective": "waits", "detail": "unknown"}
+    view = made_rank(0, state=states.get(place, "running"), **{place: HOSTILE})
+    if place == "detail":
+        view = replace(view, line=0)
+    row = rank_row(view, {0} if place == "exit" else (), None)
+    said = json.dumps(row, ensure_ascii=False)
+    assert "<img src=x" in said  # as text: a page puts it in as text
+    assert len(said) < 4000
+    assert not set(said).intersection("\x1b\u202e\x00\r\n")
+
+
+def test_hostile_notes_names_and_reasons_are_cleaned_and_bounded() -> None:
+    board = replace(made_board(1), name=HOSTILE, over=HOSTILE, notes=(BoardNote("waits", (0,), HOSTILE),))
+    board = replace(board, nodes=(replace(board.nodes[0], name=HOSTILE, where=HOSTILE, fault=HOSTILE),))
+    said = json.dumps([head_of(board), layout_of(board), notes_of(board)], ensure_ascii=False)
+    assert len(said) < 8000 and not set(said).intersection("\x1b\u202e\x00\r\n")
+    seen = CellHistory().after(board)
+    settled = settle(board, seen, board.name, is_well=True)
+    assert "<img" not in settled.html and "&lt;img" in settled.html and "\x1b" not in settled.text
+
+
+def test_unknown_states_and_numbers_that_are_none_are_shown_as_unknown() -> None:
+    view = made_rank(0, state="new words", cpu_percent=None, gpu_total_bytes=None, rss_bytes=None, steps_per_s=None)
+    row = rank_row(view, (), None)
+    assert (row["state"], row["cpu"], row["gpu"], row["used"], row["total"], row["rate"]) == ("unknown", *[None] * 5)
+
+
+def test_many_ranks_are_told_in_bounded_messages(made: Callable[[Board], tuple[BoardView, Page]]) -> None:
+    for count, most_bytes in ((64, 40_000), (1000, 600_000)):
+        board = made_board(count)
+        view, page = made(board)
+        assert len(json.dumps(page.state)) < most_bytes
+        page.messages_within(0.3)
+        view.show(replace(board, as_of=board.as_of + 1, clock_s=board.clock_s + 1))  # only the time has changed
+        page.wait_for(lambda page=page: page.state["head"]["seconds"] == 43)  # type: ignore[misc]
+        news = page.messages_within(0.3)
+        assert sum(len(json.dumps(message)) for message in news) < most_bytes / 20
+
+
+def test_of_many_ranks_only_those_that_changed_are_told(made: Callable[[Board], tuple[BoardView, Page]]) -> None:
+    board = made_board(64)
+    view, page = made(board)
+    page.messages_within(0.3)
+    view.show(with_ranks(board, made_rank(7, node="gpu1", last_line="another")))
+    (news,) = page.messages_within(0.5)
+    assert [*news["parts"]] == ["rank7"]
+
+
+def test_rates_of_the_last_minute_are_kept_for_a_page_that_comes_later(
+    made: Callable[[Board], tuple[BoardView, Page]],
+) -> None:
+    board = made_board(2)
+    view, _ = made(board)
+    for second in range(1, 100):
+        view.show(replace(board, clock_s=board.clock_s + second))
+    assert len(view.state()["rates"]) == 60 and view.state()["rates"][-1] == [3.4, 3.4]
+    view.show(made_board(3))
+    assert view.state()["rates"] == [] or len(view.state()["rates"][-1]) == 3
+
+
+def test_view_that_nobody_looks_at_neither_listens_nor_samples(
+    made: Callable[[Board], tuple[BoardView, Page]],
+) -> None:
+    view, page = made(made_board(2))
+    session: Any = view._session
+    assert len(session.listeners) == 1 and [watch.is_open for watch in session.watches] == [True]
+    page.says(do="bye")
+    assert not session.listeners and not any(watch.is_open for watch in session.watches)
+    page.says(do="hello")
+    assert len(session.listeners) == 1 and session.watches[-1].is_open
+
+
+# ---- the settled form
+
+
+class Tags(HTMLParser):
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.used: set[str] = set()
+        self.attributes: set[str] = set()
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.used.add(tag)
+        self.attributes.update(name for name, _ in attrs)
+
+
+def settled_after(*boards: Board, is_well: bool = True) -> Any:
+    seen = CellHistory()
+    for board in boards:
+        seen = seen.after(board)
+    return settle(boards[-1], seen, boards[-1].name, is_well=is_well)
+
+
+def test_settled_form_has_a_summary_and_a_row_for_each_rank() -> None:
+    board = made_board(8, per_node=4, seconds=34.0)
+    dead = with_ranks(board, made_rank(6, state="starting"), notes=(BoardNote("died", (6,), "rank 6 ended"),))
+    idle = [made_rank(rank, state="idle", steps_per_s=None, gpu_used_bytes=0) for rank in range(8)]
+    ended = replace(with_ranks(board, *idle), cell=None, as_of=board.as_of + 50)
+    settled = settled_after(board, dead, ended)
+    first, head, *rows = settled.text.splitlines()
+    assert first.startswith(
+        "Cell [12] ended after 1 min 24 s: ✓ 7 ranks done, ✕ rank 6 died. Session big, 8 ranks on 2 hosts"
+    )
+    assert head.split() == ["Rank", "Host", "Device", "State", "Steps/s", "Peak", "Last", "line"]
+    failed = settled_after(board, dead, ended, is_well=False).text
+    assert "Cell [12] ended after 1 min 24 s: not on all ranks well, ✕ rank 6 died." in failed and "✓" not in failed
+    assert len(rows) == 8 and "✓ done" in rows[0] and "3.4" in rows[0] and "60 GB" in rows[0]
+    assert "✕ died at 34 s, replaced" in rows[6]
+    tags = Tags(settled.html)
+    assert tags.used <= {"details", "summary", "b", "table", "thead", "tbody", "tr", "th", "td", "code"}
+    assert tags.attributes <= {"style", "open", "cellpadding"}
+
+
+def test_settled_form_of_many_ranks_has_those_that_were_not_well_and_stays_small() -> None:
+    hang = board_with_a_hang()
+    for boards, count in (((hang,), 64), ((board_with_a_hang(1000),), 10)):
+        settled = settled_after(*boards)
+        bundle = settled.bundle(end="live view")
+        assert len(json.dumps(bundle, ensure_ascii=False).encode()) <= 50_000
+        assert bundle["text/html"].count("<tr>") == count + 1  # a table, not the text in its place
+    assert "990 ranks of 1000 not listed" in settled.text
+
+
+@pytest.mark.parametrize(
+    "seconds, words", [(None, "0.0 s"), (0.44, "0.4 s"), (34, "34 s"), (84, "1 min 24 s"), (7500, "2 h 5 min")]
+)
+def test_durations_are_written_as_people_say_them(seconds: float | None, words: str) -> None:
+    assert format_time(seconds) == words
+
+
+# ---- two real ranks
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[Session]:
+    with Session.start(ranks=2, device="cpu") as started:
+        started.run_cell(
+            "import os, pathlib, time\ndef wait_for(path):\n    while not pathlib.Path(path).exists(): pass"
+        )
+        yield started
+
+
+@pytest.fixture
+def page(session: Session) -> Iterator[Page]:
+    view = widgets.board(session)
+    yield Page(view).open()
+    view.close()
+
+
+def run_beside(session: Session, code: str) -> tuple[threading.Thread, list[Exception]]:
+    """Runs a cell in the background; what it raises is in the list when the thread has ended."""
+    raised: list[Exception] = []
+
+    def run() -> None:
+        try:
+            session.run_cell(code)
+        except (DetrainError, KeyboardInterrupt) as exc:
+            raised.append(exc)  # type: ignore[arg-type]
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+def test_board_twice_is_two_views(session: Session) -> None:
+    first, second = widgets.board(session), widgets.board(session)
+    assert first is not second and isinstance(second, BoardView)
+    assert "2 ranks" in first.settled().text
+    first.close()
+    second.close()
+
+
+def test_nothing_is_sent_of_an_idle_session(session: Session, page: Page) -> None:
+    thread, raised = run_beside(session, "time.sleep(0.5)")
+    page.wait_for(lambda: page.state["head"]["cell"] is not None)
+    page.wait_for(lambda: page.states == ["idle", "idle"])
+    thread.join(LIMIT_S)
+    page.messages_within(3.5)  # what is measured in the first seconds after it
+    assert page.messages_within(5) == [] and not raised
+    thread, _ = run_beside(session, "time.sleep(0.5)")
+    page.wait_for(lambda: page.state["head"]["cell"] is not None)
+    thread.join(LIMIT_S)
+
+
+def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(session: Session, page: Page) -> None:
+    session.settings.hang_s = 1.0
+    thread, raised = run_beside(
+        session, "if rank == 1:\n    while True: time.sleep(0.01)\ndist.all_reduce(torch.ones(2))"
+    )
+    page.wait_for(lambda: page.states == ["waits", "awaited"] and bool(page.state["notes"]))
+    (note,) = page.state["notes"]
+    assert note["whom"] == [1] and "rank 0 waits in all_reduce" in note["text"]
+    assert page.state["rank0"]["at"].endswith("for rank 1")
+    assert page.call("look", what="stack", rank=1) == ""
+    page.wait_for(lambda: "stack1" in page.state)
+    assert page.state["stack1"]["lines"][0].startswith("<cell ") and "lines" in page.state["stack1"]
+    assert page.call("interrupt", ranks="1") == ""
+    page.wait_for(lambda: not page.state["rank1"]["runs"] and page.state["notes"][0]["whom"] == [])
+    assert page.call("stop") == ""
+    thread.join(LIMIT_S)
+    assert not thread.is_alive() and raised
+    page.wait_for(lambda: page.states == ["idle", "idle"])
+
+
+def test_stop_from_the_board_frees_the_cell_while_the_ranks_print(session: Session, page: Page) -> None:
+    thread, raised = run_beside(session, "i = 0\nwhile True: print('line', i, flush=True); i += 1")
+    page.wait_for(lambda: page.states == ["running", "running"])
+    assert page.call("look", what="output", rank=1) == ""
+    page.wait_for(lambda: len(page.state.get("output1", {}).get("lines", [])) == 200)
+    lines = page.state["output1"]["lines"]
+    numbers = [int(line.split()[1]) for line in lines]
+    assert numbers == [*range(numbers[0], numbers[0] + 200)] and page.state["output1"]["more"]
+    assert page.call("stop") == ""
+    thread.join(LIMIT_S)
+    assert not thread.is_alive() and isinstance(raised[0], KeyboardInterrupt)
+    page.wait_for(lambda: page.state["said"].get("is") == "done")
+    assert "stopped" in page.state["said"]["text"]
+
+
+def test_what_was_printed_is_cleaned_in_the_pane(session: Session, page: Page) -> None:
+    session.run_cell("print('\\x1b[31mred\\x1b[0m <b>\\u202e\\x07'); print('10%\\r20%\\r30%', end='')")
+    assert page.call("look", what="output", rank=0) == ""
+    page.wait_for(lambda: bool(page.state.get("output0", {}).get("lines")))
+    red, bar = page.state["output0"]["lines"]
+    assert red == "red <b>\\u202e" and bar == "30%"
+
+
+def test_what_cannot_be_done_is_told(session: Session, page: Page) -> None:
+    assert "no cell runs on rank 1" in page.call("interrupt", ranks="1")
+    assert "say which ranks" in page.call("restart", ranks="  ")
+    assert "rank 7" in page.call("restart", ranks="7") or "7" in page.call("restart", ranks="7")
+    assert "look: what has to be one of output, stack" in page.call("look", what="code", rank=0)
+    assert page.call("look", what="output", rank=5) != ""
+    assert "takes ranks" in page.call("interrupt", rank=1)
+    assert page.call("stop") == ""
+    page.wait_for(lambda: page.state["said"].get("text") == "no cell runs")
+
+
+def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board() -> None:
+    with Session.start(ranks=2, device="cpu") as own:
+        own.run_cell("import os, signal\ndef f(): return 3")
+        view = widgets.board(own)
+        page = Page(view).open()
+        thread, raised = run_beside(own, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
+        page.wait_for(lambda: page.states[1] == "died" and bool(page.state["notes"]))
+        thread.join(LIMIT_S)
+        assert isinstance(raised[0], RankLost)
+        assert page.state["rank1"]["at"] == "ended with signal 9 (SIGKILL)"
+        page.wait_for(lambda: bool(page.state["notes"]) and page.state["notes"][0]["ready"])
+        assert page.state["rank1"]["fresh"] == "a fresh one is there, its variables are gone"
+        assert page.call("replay", ranks="1") == ""
+        page.wait_for(lambda: page.state["said"].get("is") == "done")
+        assert page.state["said"]["text"].startswith("cells run again on rank 1: 1")
+        assert own.run_cell("f()").values[1] == 3
+        page.wait_for(lambda: page.states == ["idle", "idle"])
+        assert page.call("restart", ranks="0") == ""
+        page.wait_for(lambda: "started anew" in page.state["said"].get("text", ""))
+        with pytest.raises(DetrainError, match="name 'f'"):
+            own.run_cell("f()", ranks="0")
+    page.wait_for(lambda: bool(page.state["head"]["over"]))
+    assert view._is_settled and not [
+        thread for thread in threading.enumerate() if thread.name.startswith("detrain_nb board")
+    ]
