@@ -83,6 +83,7 @@ def list_measures(sizes: Sizes) -> list[Measure]:
         cost("kernel_run", "  this process", 5.0),
         cost("agent_idle", "  agent, idle ranks", 1.0),
         cost("kernel_idle", "  this process", 5.0),
+        cost("rank_asleep", "  a rank that sleeps in a cell, with its worker", 1.0),
         Measure("steps", "  steps/s", "steps_per_s", median, (WITHOUT, "steps_per_s"), "ratio"),
         Measure("steps_least", "    of a pair of blocks, least ratio", "steps_ratio", least),
         Measure("steps_median", "    median ratio", "steps_ratio", median),
@@ -117,6 +118,7 @@ class ViewsBenchmark(Benchmark[Sizes]):
         for is_watched in (begins_with_watch, not begins_with_watch):
             steps[is_watched] = self._measure_block(session, agent, is_watched=is_watched)
             self._measure_idle(session, agent, is_watched=is_watched)
+            self._measure_asleep(session, is_watched=is_watched)
         self.samples.add(US, "steps_ratio", steps[True] / steps[False])
 
     def _measure_block(self, session: Session, agent: int, *, is_watched: bool) -> float:
@@ -142,6 +144,18 @@ class ViewsBenchmark(Benchmark[Sizes]):
             time.sleep(self._sizes.block_s / 2)
             self._add(US if is_watched else WITHOUT, "idle", before, _Used.now(agent))
 
+    def _measure_asleep(self, session: Session, *, is_watched: bool) -> None:
+        """What looking at a rank takes from it, where it uses nothing itself."""
+        rank = session.status().ranks[0].pid
+        worker = int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+        with ExitStack() as opened:
+            if is_watched:
+                opened.enter_context(session.watch())
+            before, began = _used_s(rank) + _used_s(worker), time.monotonic()
+            session.run_cell(f"time.sleep({self._sizes.block_s / 2})")
+            used, seconds = _used_s(rank) + _used_s(worker) - before, time.monotonic() - began
+        self.samples.add(US if is_watched else WITHOUT, "rank_asleep", 100 * used / seconds)
+
     def _add(self, who: str, what: str, before: _Used, after: _Used) -> None:
         seconds = after.clock_s - before.clock_s
         self.samples.add(who, f"agent_{what}", 100 * (after.agent_s - before.agent_s) / seconds)
@@ -158,8 +172,13 @@ class _Used:
 
     @classmethod
     def now(cls, agent: int) -> _Used:
-        nanoseconds = Path(f"/proc/{agent}/schedstat").read_text().split()[0]  # the agent has one thread
-        return cls(int(nanoseconds) / 1e9, time.process_time(), time.monotonic())
+        return cls(_used_s(agent), time.process_time(), time.monotonic())
+
+
+def _used_s(pid: int) -> float:
+    """Processor time of all threads of a process."""
+    threads = Path(f"/proc/{pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 
 
 if __name__ == "__main__":

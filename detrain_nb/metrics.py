@@ -25,7 +25,7 @@ _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
 _MOST_LINE_BYTES = 1 << 20
 _MOST_VALUES = 1000  # of one line
 _OWN_NAMES = {"step", "time", "rank"}
-NO_VALUES = _OWN_NAMES | {"run"}  # what of a line says where a value belongs
+NO_VALUES = _OWN_NAMES | {"run", "total_steps"}  # what of a line says where a value belongs
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
 
 
@@ -33,7 +33,8 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     """Add a line to this rank's file: ``step``, the time, and numbers (or short texts) by name.
 
     ``folder`` is by default what ``DETRAIN_NB_METRICS`` names, else ``metrics`` where the rank runs. A tensor of one
-    element counts as its number. A line is written at once and as a whole: who reads meanwhile sees no half of it.
+    element counts as its number; ``total_steps`` says once how many steps there will be. A line is written at once and
+    as a whole: who reads meanwhile sees no half of it.
     Raises: SpecError for what is no number, or no file; OSError, also where the file is a link: in a folder of a group
     others could have put it there.
     """

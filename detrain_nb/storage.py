@@ -110,11 +110,13 @@ class Location:
             raise OSError(
                 exc.errno, "it is a link" if exc.errno == errno.ELOOP else os.strerror(exc.errno or 0)
             ) from exc
-        file = open(opened, "rb")  # noqa: SIM115
-        if not stat.S_ISREG(os.fstat(opened).st_mode):
-            file.close()
-            raise OSError(errno.EINVAL, "it is no file")
-        return file
+        kind = os.fstat(opened).st_mode
+        if stat.S_ISREG(kind):
+            return open(opened, "rb")
+        os.close(opened)  # open() would raise for a folder, and leave it open
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        raise OSError(errno.EINVAL, "it is no file")
 
     def read(self, *, limit_bytes: int, may_be_link: bool = True) -> bytes:
         """Read the whole file; ``may_be_link``: see `open`.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 
-from ..options.jobs import FIELDS, SPEC_COMMANDS, add_follow, add_job_commands, add_name_and_nodes
+from ..options.jobs import FIELDS, SPEC_COMMANDS, add_follow, add_job_commands, add_name_and_nodes, add_one_job
 from ..options.parser import OptionParser
 from ..plan.fields import take_fields
 from .given_spec import SPEC
@@ -60,6 +60,10 @@ def job_parser() -> LineParser:
     added = add_job_commands(commands, spec=SPEC)
     for name in ("submit", "logs", "attach", "restart"):
         _add_max_lines(added[name])
+    for name in ("submit", "restart"):
+        _add_view(added[name])
+    words = "a live view of a job: progress, curves, logs, its model; with buttons that stop and restart it"
+    add_one_job(commands, "view", words)
     return parser
 
 
@@ -75,9 +79,14 @@ def torchrun_parser() -> LineParser:
     parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks on each node")
     parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
     add_follow(parser)
+    _add_view(parser)
     _add_max_lines(parser)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --")
     return parser
+
+
+def _add_view(parser: OptionParser) -> None:
+    parser.add_argument("--view", action="store_true", help="show a live view of it; the cell does not wait")
 
 
 def _add_max_lines(parser: OptionParser) -> None:

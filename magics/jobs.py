@@ -60,6 +60,7 @@ class JobMagics(Magics):
 
             %job list                                     the newest jobs, and how they are
             %job show train                               one of them: its nodes, its plan, what it has logged last
+            %job view train                               the same live: progress, curves, logs; stop, restart, download
             %job attach train                             follow what it prints, to its end; the stop button leaves it
             %job logs train --tail 20                     what it has printed; also -f, --rank 3, --node gpu1
             %job exec train -- nvidia-smi                 a shell command on all its nodes
@@ -153,6 +154,11 @@ class JobMagics(Magics):
         if out := getattr(args, "out", None):
             self._ipython.user_ns[out] = job
         notes = [f"note: {notice}" for notice in job.notices]
+        if args.view and not args.follow:
+            for note in notes:
+                print(note)
+            display(_live_view(job))
+            return None
         if args.follow:
             titles = [*notes, f"job {job.id} runs: %job stop {job.id} ends it, an interrupt of this cell does not"]
             self._follow(prog, job, max_lines=args.max_lines, titles=titles)
@@ -168,6 +174,9 @@ class JobMagics(Magics):
         from ..jobs import jobs
 
         return jobs(limit=args.limit, ask_passphrase=ask_passphrase)
+
+    def _view(self, args: Any) -> Any:
+        return _live_view(self._find(args.job))
 
     def _show(self, args: Any) -> JobReport:
         return self._find(args.job).show()
@@ -198,7 +207,7 @@ class JobMagics(Magics):
         if args.follow:
             self._follow("%job logs", job, max_lines=args.max_lines, **which, fails=False)
             return
-        view = self._view(job, args.max_lines, node=args.node, rank=args.rank, is_live=False)
+        view = self._lines_of(job, args.max_lines, node=args.node, rank=args.rank, is_live=False)
         job.logs(**which, on_line=view.take, on_piece=view.take_piece)
         view.finish()
 
@@ -216,7 +225,7 @@ class JobMagics(Magics):
         fails: bool = True,
     ) -> None:
         """Raises: JobFailed where the job did not succeed, if it ``fails``; SessionError when it was interrupted."""
-        view = self._view(job, max_lines, node=node, rank=rank)
+        view = self._lines_of(job, max_lines, node=node, rank=rank)
         for title in titles:
             view.say(title)
         status: JobStatus | None = None
@@ -241,7 +250,7 @@ class JobMagics(Magics):
             status.check()
         print(f"job {job.id}: {status.state}" + ("" if status.exit_code is None else f", exit {status.exit_code}"))
 
-    def _view(
+    def _lines_of(
         self, job: Job, max_lines: int | None, *, node: str | None, rank: int | None, is_live: bool = True
     ) -> JobView:
         settings = self._settings()
@@ -328,6 +337,13 @@ class JobMagics(Magics):
 
     def _line(self) -> Any:
         return redrawn_line(self._ipython, is_live=self._settings().output == "live", is_alone=True)
+
+
+def _live_view(job: Job) -> Any:
+    """The widget, which needs libraries of its own: those are imported when one is shown."""
+    from ..widgets import job as view_of
+
+    return view_of(job)
 
 
 def _from_dict(data: dict[str, Any]) -> PipelineSpec:

@@ -79,6 +79,7 @@ NEVER_RERUN = {
     "deploy/test_remote_program.py",
     "deploy/test_ways.py",
     "deploy/test_sync.py",
+    "widgets/test_nodes_form.py",
     "test_layout.py",
     "test_environment.py",
     "test_types.py",

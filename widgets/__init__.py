@@ -10,13 +10,15 @@ from .actions import Refused, action
 from .live_view import LiveView, Settled
 
 if TYPE_CHECKING:
+    from ..jobs import Job
     from ..session.session import Session
     from .board_view import BoardView
     from .console_view import ConsoleView
+    from .job_view import JobView
     from .nodes_view import Given, NodesView, Starter
     from .plan_view import PlanView
 
-__all__ = ["LiveView", "Refused", "Settled", "action", "board", "console", "nodes", "plan", "vars"]
+__all__ = ["LiveView", "Refused", "Settled", "action", "board", "console", "job", "nodes", "plan", "vars"]
 
 
 def board(session: Session) -> BoardView:
@@ -32,6 +34,14 @@ def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
     from .console_view import ConsoleView
 
     return ConsoleView(MyPipelines(folder))
+
+
+def job(job: Job | str) -> JobView:
+    """A live view of a job: give it, its id, what that begins with, or a name. Raises: JobError where there is none."""
+    from ..jobs import find_job
+    from .job_view import JobView
+
+    return JobView(find_job(job) if isinstance(job, str) else job)
 
 
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:

@@ -172,10 +172,11 @@ class FormPage {
   send_all() { for (const field of this.fields.values()) field.send(); }
   async change(what, key) {
     this.send_all();
-    const at = this.form.rows.indexOf(key);
+    const at = this.form.rows.indexOf(key), title = key ? typed_at(this.form, `nodes[${key}].name`) || typed_at(this.form, `nodes[${key}].host`) || `node ${at + 1}` : "";
     const made = await this.view.call("change_nodes", { do: what, key });
     this.focus_next = what === "add" || what === "copy" ? { key: made, is_new: true } : what === "remove" ? { key: this.form.rows[at + 1] ?? this.form.rows[at - 1] } : null;
-    this.focus_node();
+    this.removed = what === "remove" ? { key, title } : what === "restore" ? null : this.removed;
+    this.draw_notes(); this.focus_node();
   }
   focus_node() {
     const node = this.focus_next && this.nodes.get(this.focus_next.key);
@@ -198,8 +199,8 @@ class FormPage {
 
   // ---- what is shown
   set_form(form) {
-    if (form === null) { this.form = null; this.failure = null; this.said = null; return; }
-    if (this.form?.file !== form.file) { this.failure = null; this.said = null; }
+    if (form === null) { this.form = null; this.failure = null; this.said = null; this.removed = null; return; }
+    if (this.form?.file !== form.file) { this.failure = null; this.said = null; this.removed = null; }
     this.form = form;
     set_text(this.name, typed_at(form, "name") || "without a name"); set_text(this.file, `${form.file} · ${form.is_changed ? "changed" : `saved ${form.saved}`}`);
     this.draw_nodes();
@@ -219,9 +220,9 @@ class FormPage {
     for (const radio of this.kinds.querySelectorAll("input")) radio.checked = radio.value === kind;
     for (const [each, grid] of Object.entries(this.by_kind)) grid.hidden = each !== kind;
     this.entry.hidden = !["git", "path"].includes(kind);
-    const error = this.form.errors.source;
-    this.kind_error.hidden = !error;
-    if (error) this.kind_error.replaceChildren(icon("warn"), h("span", {}, error));
+    const error = this.form.errors.source, told = error ?? this.form.warnings.source;
+    this.kind_error.hidden = !told; this.kind_error.className = `err ${error ? "" : "is-warn"}`;
+    if (told) this.kind_error.replaceChildren(icon("warn"), h("span", {}, told));
   }
   draw_mesh() {
     const found = this.form.mesh, mesh = found?.error ? null : found, sizes = Object.fromEntries(mesh?.axes ?? []);
@@ -254,7 +255,7 @@ class FormPage {
   }
   title_of(path) {
     const match = /^nodes\[(\w+)\]\.?(.*)$/.exec(path);
-    if (match) return `Node ${this.form.rows.indexOf(match[1]) + 1}${match[2] ? `, ${this.known.node[match[2]]?.title ?? match[2]}` : ""}`;
+    if (match) return `${this.form.rows.includes(match[1]) ? `Node ${this.form.rows.indexOf(match[1]) + 1}` : "A node that was removed"}${match[2] ? `, ${this.known.node[match[2]]?.title ?? match[2]}` : ""}`;
     return this.known.fields[path]?.title ?? ({ "": "The whole", parallelism: "Mesh", source: "Source", training: "Training" }[path] ?? path);
   }
   draw_notes() {
@@ -262,14 +263,17 @@ class FormPage {
     const { conflict, conflicts } = this.form, fail = { on_error: (text) => this.complain(text) }, made = [];
     if (conflict) made.push(note("warn", [h("p", { role: "alert" }, conflict.text), ...conflict.changes.map(([path, theirs, mine]) => h("p", { class: "small" }, `${path}: ${theirs || "not given"} there, ${mine || "not given"} here`))], [
       this.view.button("Load theirs", () => this.view.call("load_theirs"), fail), this.view.button("Save mine over it", () => this.do_save(true), { cls: "danger", ...fail }), this.view.button("Save as another", () => this.do_save(false, `${(typed_at(this.form, "name") || "pipeline").slice(0, 50)}-mine`), fail)]));
-    for (const each of conflicts) made.push(note("run", h("p", {}, h("b", {}, "Another tab changed this form. "), `The edit of ${this.title_of(each.path)} was not applied: ${JSON.stringify(each.mine)} instead of ${JSON.stringify(each.theirs)}.`), ["theirs", "mine"].map((keep) =>
+    for (const each of conflicts) made.push(note("run", h("p", {}, h("b", {}, "Another tab changed this form. "), `The edit of ${this.title_of(each.path)} was not applied: ${JSON.stringify(each.mine)}${each.theirs === null ? "" : ` instead of ${JSON.stringify(each.theirs)}`}.`), ["theirs", "mine"].map((keep) =>
       this.view.button(keep === "mine" ? "Apply mine" : "Keep theirs", () => this.view.call("resolve", { path: each.path, keep, editor: each.editor }), fail))));
     const unknown = Object.entries(this.form.errors).filter(([path]) => !this.fields.has(path) && !["", "parallelism", "source"].includes(path));
     for (const [path, text] of unknown) made.push(note("bad", h("p", {}, path ? `${path}: ${text}` : text), [this.view.button("Leave it out", () => this.edit(path, ""), fail)]));
+    const loose = Object.entries(this.form.warnings).filter(([path]) => !this.fields.has(path) && path !== "source");
+    for (const [path, text] of loose) made.push(note("warn", h("p", {}, path ? `${this.title_of(path)}: ${text}` : text)));
     if (this.failure && !conflict) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
     if (this.work?.is === "running") made.push(note("run", h("p", { role: "status" }, `${this.work.what}…`)));
     if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));
     if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.close_button(() => { this.work = null; })]));
+    if (this.removed) made.push(note("run", h("p", { role: "status" }, `${this.removed.title} was removed`), [this.view.button([icon("undo"), "Undo"], () => this.change("restore", this.removed.key), fail), this.close_button(() => { this.removed = null; })]));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
     this.notes.replaceChildren(...made); this.notes.hidden = !made.length;
   }

@@ -166,6 +166,8 @@ class LiveView(anywidget.AnyWidget):
 
     def close(self) -> None:
         """End its threads. Pages lose the view; those that do not show its settled form keep the last picture."""
+        if not hasattr(self, "_closing"):  # its making has failed: ipywidgets closes it all the same
+            return
         is_again = self._closing.is_set()
         self._closing.set()
         with self._lock:
@@ -213,6 +215,8 @@ class LiveView(anywidget.AnyWidget):
                 self._welcome(page)
             case "beat" if page in self._pages:
                 self._pages[page] = time.monotonic()
+            case "beat":  # it was taken for gone, and has missed what came
+                self._tell({"tell": "again", "page": page})
             case "bye":
                 self._forget(page)
             case "call" if (page in self._pages or self._is_settled) and _is_short(call := content.get("call")):

@@ -19,7 +19,7 @@ _MOST_NAMED = 3
 
 @dataclass
 class _Cell:
-    state: str  # running, done, failed
+    state: str  # running, done, failed, stopped
     begun: float
     seconds: float = 0.0
     done: int = 0
@@ -33,6 +33,7 @@ class StartTable:
     nodes: Sequence[str]
     errors: dict[str, str] = field(default_factory=dict)  # by node
     _cells: dict[tuple[str, Phase], _Cell] = field(default_factory=dict)
+    _is_stopped: bool = False
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, step: StartStep) -> None:
@@ -51,6 +52,13 @@ class StartTable:
             if step.error:
                 self.errors[step.node] = show_hidden(step.error)[:_MOST_CHARS]
 
+    def stop(self) -> None:
+        """Nothing goes on: the start has failed."""
+        with self._changing:
+            for cell in self._cells.values():
+                cell.state = "stopped" if cell.state == "running" else cell.state
+            self._is_stopped = True
+
     def told(self) -> list[dict[str, Any]]:
         """A row for each node, for pages."""
         with self._changing:
@@ -65,7 +73,7 @@ class StartTable:
             return {"is": cell.state, "text": ", ".join(parts), "share": share}
         number = PHASES.index(phase)
         before = PHASES[number - 1] if number else None
-        if before is None or not self._is_done(node, before):
+        if before is None or self._is_stopped or not self._is_done(node, before):
             return {"is": "idle", "text": "", "share": None}
         others = [other for other in self.nodes if not self._is_done(other, before)]
         more = f" and {len(others) - _MOST_NAMED} more" if len(others) > _MOST_NAMED else ""

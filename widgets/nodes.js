@@ -4,7 +4,7 @@ const TYPED_MS = 120;
 const WIDE = { name: "w3", host: "w5", port: "w2", user: "w2", identity_file: "w4", proxy_jump: "w4", address: "w4", devices: "w4", ranks: "w2", python: "w6", setup: "w12" };
 const NUMBERS = new Set(["whole", "number"]);
 const PHASES = ["1 Connect", "2 Send files", "3 Start ranks", "4 Join group"];
-const WORDS = { running: ["run", "running"], done: ["ok", "done"], failed: ["bad", "failed"], wait: ["wait", "waits"], idle: ["idle", "not yet"] };
+const WORDS = { running: ["run", "running"], done: ["ok", "done"], failed: ["bad", "failed"], wait: ["wait", "waits"], idle: ["idle", "not yet"], stopped: ["stopped", "stopped"] };
 
 /** One field of one node: its label, its input, and below it what is wrong, or what another page has typed. */
 class NodeField {
@@ -169,10 +169,10 @@ const word_of = (test) => {
   if (test.is === "running") return state_word("run", "testing");
   if (test.is === "cancelled") return state_word("stopped", "cancelled");
   if (test.is === "failed") return state_word("bad", "test failed");
-  const [bad, warning] = [test.bad.length, test.warning.length], old = test.is_old ? ", as it was before" : "";
-  if (bad) return state_word("bad", `${bad} failed${warning ? `, ${count_of(warning, "warning")}` : ""}${old}`);
-  if (warning) return state_word("warn", `${count_of(warning, "warning")}${old}`);
-  return state_word("ok", `${count_of(test.good.length, "check")} passed${old}`);
+  const [bad, warning] = [test.bad.length, test.warning.length], old = test.is_old ? h("div", { class: "soft small" }, "before it was changed") : null;
+  const word = bad ? state_word("bad", `${bad} failed${warning ? `, ${count_of(warning, "warning")}` : ""}`)
+    : warning ? state_word("warn", count_of(warning, "warning")) : state_word("ok", `${count_of(test.good.length, "check")} passed`);
+  return h("span", {}, word, old);
 };
 const finding = (state, { check, text, advice, command }) => note(state, [
   h("p", {}, h("b", {}, `${check}. `), text),
@@ -221,7 +221,7 @@ const import_panel = (form, { hosts, more }) => {
   return { bar: h("div", { class: "importing", onkeydown: (event) => { if (event.key === "Escape") form.show_bar(null); } }, head, hosts.length ? table : empty, foot), input: filter };
 };
 
-const start_cell = (node, cell, phase) => h("div", { role: "cell" }, state_word(...WORDS[cell.is]), h("div", { class: "soft small cut" }, cell.text),
+const start_cell = (node, cell, phase) => h("div", { role: "cell" }, h("div", { class: "soft small phase" }, phase), state_word(...WORDS[cell.is]), h("div", { class: "soft small cut" }, cell.text),
   cell.share === null ? null : h("span", { class: "bar is-run", role: "progressbar", "aria-valuemin": "0", "aria-valuemax": "100", "aria-valuenow": String(Math.round(100 * cell.share)), "aria-label": `${node}, ${phase}` }, h("i", { style: `width:${100 * cell.share}%` })));
 const start_table = (table) => h("div", { class: "prog", role: "table", "aria-label": "Phases of the start" },
   h("div", { role: "row", class: "h" }, ["Node", ...PHASES].map((word) => h("div", { role: "columnheader" }, word))),
@@ -356,7 +356,7 @@ class NodesForm {
       this.start_body = null;
       const board = this.view.state.board;
       if (is_done) this.starting.replaceChildren(h("div", { class: "body" }, h("p", {}, state_word("ok", start.line)), start.notes.map((words) => h("p", { class: "soft" }, words)), h("p", { class: "soft" }, "Its ranks are shown by:"), command_box(board)));
-      else if (start.is === "failed") this.starting.replaceChildren(note("bad", [h("p", { class: "said" }, h("b", {}, "The session was not started. "), start.error)]), start_table(start.table));
+      else if (start.is === "failed") this.starting.replaceChildren(note("bad", [h("p", { class: "said" }, h("b", {}, "The session was not started. "), start.error)], [this.view.button("Close", () => this.starting.replaceChildren())]), start_table(start.table));
       else this.starting.replaceChildren(...(start.is === "cancelled" ? [note("stopped", h("p", {}, "The start was cancelled. Nothing is left running."))] : []));
       if (start.is !== "none") this.view.announce(is_done ? start.line : start.is === "failed" ? "The session was not started." : "The start was cancelled.");
     }

@@ -267,6 +267,7 @@ class NodesView(LiveView):
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
             said = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
             errors = {str(rows[node]): error for node, error in self._table.errors.items() if node in rows}
+            self._table.stop()
             table = self._table.told()
             shown = show_hidden(said)[:_MOST_CHARS]
             self._publish_start(**{"is": "failed", "error": shown, "errors": errors, "table": table})

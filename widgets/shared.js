@@ -13,7 +13,7 @@ const h = (tag, props, ...children) => {
     else if (["value", "checked", "textContent", "hidden", "tabIndex", "open", "selected"].includes(name)) node[name] = value;
     else node.setAttribute(name, value === true ? "" : value);
   }
-  node.append(...children.flat().filter((child) => child !== null && child !== undefined && child !== false));
+  node.append(...children.flat(Infinity).filter((child) => child !== null && child !== undefined && child !== false));
   return node;
 };
 
@@ -132,7 +132,7 @@ class View {
     this.send({ do: "hello" });
     // the first one waits for a running cell where no sub-shell was there yet to hear it
     this.greeting = setInterval(() => this.send({ do: "hello" }), SLOW_MS);
-    this.beat = setInterval(() => this.send({ do: "beat" }), BEAT_MS);
+    this.beat = setInterval(() => { if (!this.send({ do: "beat" })) this.lose_kernel(); }, BEAT_MS);
     this.el.append(h("div", { class: "body soft" }, "Waiting for the kernel…"));
   }
   /** Returns whether there is a kernel to hear it. */
@@ -140,12 +140,18 @@ class View {
   hear(message) {
     if (message.page !== undefined && message.page !== this.page) return;
     if (message.tell === "state") this.begin(message);
+    if (message.tell === "again") { this.has_mounted = false; this.send({ do: "hello" }); } // it was not heard for long: the laptop slept
     if (message.tell === "news" && this.has_mounted) {
       for (const [part, value] of Object.entries(message.parts)) { this.state[part] = value; for (const f of this.parts.get(part) ?? []) f(value); }
       for (const [part, items] of Object.entries(message.added)) for (const f of this.lists.get(part) ?? []) f(items);
     }
     if (message.tell === "answer") { const waiting = this.calls.get(message.call); this.calls.delete(message.call);
       if ("error" in message) waiting?.[1](new Error(message.error)); else waiting?.[0](message.value); }
+  }
+  /** The kernel has ended, or started anew: it knows nothing of this view. */
+  lose_kernel() {
+    clearInterval(this.beat);
+    this.el.prepend(note("lost", h("p", {}, "The kernel that showed this is gone: run the cell again")));
   }
   begin({ state, late, error }) {
     clearInterval(this.greeting);

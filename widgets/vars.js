@@ -7,82 +7,32 @@ const agreement = (state, word, title) => h("span", { class: `st is-${AGREEMENTS
 
 function mount(view) {
   const wanted = { text: "", state: "", by: "name", is_down: false, name: null, rank: 0 };
-  const facts = h("span", { class: "soft" }), running = h("span"), acts = h("span", { class: "push row" });
+  const facts = h("span", { class: "soft" }), running = h("span"), notes = h("div", { class: "notes" }), nothing = h("div", { class: "body soft" });
   const refresh = view.button([icon("new"), "Refresh"], () => view.call("refresh"));
-  const search = h("input", { class: "in", "aria-label": "Filter names and types", placeholder: "Filter names, types", oninput: () => { wanted.text = search.value; draw(); } });
-  const choices = h("span", { class: "row wrap", role: "group", "aria-label": "Only" });
-  const refresh_choices = roving(choices);
-  const notes = h("div", { class: "notes" }), heads = h("tr"), rows = h("tbody"), nothing = h("div", { class: "body soft" });
-  const table = h("table", { class: "vars", "aria-label": "Variables" }, h("thead", {}, heads), rows);
-  const look = make_look(view, wanted, () => open(null));
-  const shown = new Map(); // name -> its row, as it stands in the page
-  acts.append(refresh);
-  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), running, facts, acts),
-    h("div", { class: "tools", role: "toolbar", "aria-label": "Filters" }, h("span", { class: "search" }, icon("search"), search), choices), notes, table, nothing);
+  const filters = make_filters(wanted, () => draw()), heads = make_heads(wanted, () => draw());
+  const look = make_look(view, wanted, () => open(null)), lines = make_lines((name) => open(wanted.name === name ? null : name));
+  const table = h("table", { class: "vars", "aria-label": "Variables" }, h("thead", {}, heads.row), lines.body);
+  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), running, facts, h("span", { class: "push row" }, refresh)), filters.bar, notes, table, nothing);
 
-  const refresh_rows = roving(rows, { selector: ".twist" });
   const open = (name) => {
     const before = wanted.name;
     wanted.name = name;
     if (name !== null) look.open(view.state.table.rows.find((row) => row.name === name));
     draw();
-    if (name === null) shown.get(before)?.twist.focus();
+    if (name === null) lines.focus(before);
   };
-  const row_of = (row) => {
-    const old = shown.get(row.name), told = JSON.stringify(row);
-    if (old?.told === told) return old;
-    const twist = h("button", { type: "button", class: "twist", "aria-expanded": "false", "aria-label": `${row.name}: preview`, onclick: (event) => { event.stopPropagation(); open(wanted.name === row.name ? null : row.name); } }, icon("right"));
-    const cells = [[h("span", { class: "name" }, twist, h("b", { class: "mono" }, row.name))], [row.type], [row.value], [row.dtype], [row.device], [format_bytes(row.bytes)], [agreement(row.state, row.words, row.why || null)]];
-    const classes = ["", "cut kind", "mono val", "mono dtype", "mono device", "num", "words"];
-    const line = h("tr", { onclick: () => twist.click() }, cells.map((cell, i) => h("td", { class: classes[i], title: i === 1 || i === 2 ? cell[0] : null }, cell)));
-    const made = { told, twist, line };
-    shown.set(row.name, made);
-    return made;
-  };
-  const draw_choices = ({ rows: all, counts }) => {
-    if (wanted.state && !counts[wanted.state]) wanted.state = "";
-    const choose = (state) => () => { wanted.state = state; draw(); };
-    const have = new Map([...choices.children].map((button) => [button.dataset.state, button]));
-    const button = (state, content) => {
-      const made = have.get(state) ?? h("button", { type: "button", class: "b q", "data-state": state, onclick: choose(state) });
-      made.replaceChildren(content);
-      made.setAttribute("aria-pressed", String(wanted.state === state));
-      return made;
-    };
-    replace_children(choices, [button("", `All ${grouped(all.length)}`),
-      ...Object.entries(counts).map(([state, count]) => button(state, agreement(state, `${grouped(count)} ${AGREEMENTS[state][2]}`)))]);
-    refresh_choices();
-  };
-  const sort_by = (by) => () => { wanted.is_down = wanted.by === by && !wanted.is_down; wanted.by = by; draw(); };
-  const head_buttons = COLUMNS.map(([by, label]) => h("button", { type: "button", class: "sort", onclick: sort_by(by) }, label));
-  heads.append(...COLUMNS.map(([by], i) => h("th", { class: { type: "kind", bytes: "num", dtype: "dtype", device: "device" }[by] }, head_buttons[i])));
-
-  function draw() {
-    const { rows: all } = view.state.table, text = wanted.text.trim().toLowerCase();
-    const kept = all.filter((row) => (!wanted.state || row.state === wanted.state) && (!text || row.name.toLowerCase().includes(text) || row.type.toLowerCase().includes(text)));
-    const key = wanted.by, sign = wanted.is_down ? -1 : 1;
-    kept.sort((a, b) => sign * (key === "bytes" ? (a.bytes ?? -1) - (b.bytes ?? -1) : a[key].localeCompare(b[key], "en")) || a.name.localeCompare(b.name, "en"));
-    if (wanted.name !== null && !kept.some((row) => row.name === wanted.name)) wanted.name = null;
-    for (const name of [...shown.keys()]) if (!all.some((row) => row.name === name)) shown.delete(name);
-    const lines = [];
-    for (const row of kept) {
-      const { twist, line } = row_of(row), is_open = row.name === wanted.name;
-      line.classList.toggle("on", is_open);
-      if (twist.getAttribute("aria-expanded") !== String(is_open)) { twist.setAttribute("aria-expanded", String(is_open)); twist.replaceChildren(icon(is_open ? "down" : "right")); }
-      lines.push(line, is_open && look.line);
-    }
-    replace_children(rows, lines);
-    refresh_rows();
-    heads.childNodes.forEach((head, i) => {
-      const is_by = COLUMNS[i][0] === key;
-      if (is_by) head.setAttribute("aria-sort", wanted.is_down ? "descending" : "ascending"); else head.removeAttribute("aria-sort");
-      set_text(head_buttons[i], COLUMNS[i][1] + (is_by ? (wanted.is_down ? " ▾" : " ▴") : ""));
-    });
-    draw_choices(view.state.table);
+  const draw = () => {
+    const { rows: all } = view.state.table;
+    if (wanted.state && !view.state.table.counts[wanted.state]) wanted.state = "";
+    const kept = sorted_rows(kept_rows(all, wanted), wanted);
+    if (!kept.some((row) => row.name === wanted.name)) wanted.name = null;
+    lines.draw(kept, all, wanted.name, look.line);
+    heads.draw();
+    filters.draw(view.state.table);
     table.hidden = !all.length;
     nothing.hidden = kept.length > 0;
     set_text(nothing, all.length ? "No variable fits the filter." : "No variables yet. What a %%distributed cell defines on the ranks stands here.");
-  }
+  };
   view.on("table", (told) => {
     set_text(facts, told.as_of ? `as of ${told.as_of}: ${told.title}` : told.title);
     replace_children(notes, [...told.notes.map((words) => note("wait", h("p", {}, words))), told.error && note("bad", h("p", {}, told.error))]);
@@ -93,6 +43,76 @@ function mount(view) {
   view.on("running", (words) => replace_children(running, words ? [state_word("wait", words)] : []));
   view.on("reading", (is_reading) => view.el.setAttribute("aria-busy", String(is_reading)));
   view.on("preview", (told) => { if (told) look.take(told); });
+}
+
+const kept_rows = (rows, { state, text }) => {
+  const part = text.trim().toLowerCase();
+  return rows.filter((row) => (!state || row.state === state) && (row.name.toLowerCase().includes(part) || row.type.toLowerCase().includes(part)));
+};
+const sorted_rows = (rows, { by, is_down }) => {
+  const compare = by === "bytes" ? (a, b) => (a.bytes ?? -1) - (b.bytes ?? -1) : (a, b) => a[by].localeCompare(b[by], "en");
+  return rows.sort((a, b) => (is_down ? -1 : 1) * compare(a, b) || a.name.localeCompare(b.name, "en"));
+};
+
+/** A field for a part of a name or type, and a button for each state that there is. */
+function make_filters(wanted, draw_all) {
+  const search = h("input", { class: "in", "aria-label": "Filter names and types", placeholder: "Filter names, types", oninput: () => { wanted.text = search.value; draw_all(); } });
+  const choices = h("span", { class: "row wrap", role: "group", "aria-label": "Only" }), refresh = roving(choices), buttons = new Map();
+  const button = (state, content) => {
+    const made = buttons.get(state) ?? h("button", { type: "button", class: "b q", onclick: () => { wanted.state = state; draw_all(); } });
+    buttons.set(state, made);
+    made.replaceChildren(content);
+    made.setAttribute("aria-pressed", String(wanted.state === state));
+    return made;
+  };
+  const draw = ({ rows, counts }) => {
+    const found = Object.entries(counts).map(([state, count]) => button(state, agreement(state, `${grouped(count)} ${AGREEMENTS[state][2]}`)));
+    replace_children(choices, [button("", `All ${grouped(rows.length)}`), ...found]);
+    refresh();
+  };
+  const bar = h("div", { class: "tools", role: "toolbar", "aria-label": "Filters" }, h("span", { class: "search" }, icon("search"), search), choices);
+  return { bar, draw };
+}
+
+/** The heading of each column sorts by it; again, the other way round. */
+function make_heads(wanted, draw_all) {
+  const sort_by = (by) => () => { wanted.is_down = wanted.by === by && !wanted.is_down; wanted.by = by; draw_all(); };
+  const buttons = COLUMNS.map(([by, label]) => h("button", { type: "button", class: "sort", onclick: sort_by(by) }, label));
+  const row = h("tr", {}, COLUMNS.map(([by], i) => h("th", { class: { type: "kind", bytes: "num", dtype: "dtype", device: "device" }[by] }, buttons[i])));
+  const draw = () => row.childNodes.forEach((head, i) => {
+    const [by, label] = COLUMNS[i], way = wanted.by !== by ? "" : wanted.is_down ? "descending" : "ascending";
+    if (way) head.setAttribute("aria-sort", way); else head.removeAttribute("aria-sort");
+    set_text(buttons[i], label + { "": "", ascending: " ▴", descending: " ▾" }[way]);
+  });
+  return { row, draw };
+}
+
+/** The rows; one that is told as before stays as it is in the page. */
+function make_lines(toggle) {
+  const body = h("tbody"), refresh = roving(body, { selector: ".twist" }), shown = new Map();
+  const classes = ["", "cut kind", "mono val", "mono dtype", "mono device", "num", "words"];
+  const make = (row, told) => {
+    const twist = h("button", { type: "button", class: "twist", "aria-expanded": "false", "aria-label": `${row.name}: preview`, onclick: (event) => { event.stopPropagation(); toggle(row.name); } }, icon("right"));
+    const cells = [h("span", { class: "name" }, twist, h("b", { class: "mono", title: row.name }, row.name)), row.type, row.value, row.dtype, row.device, format_bytes(row.bytes), agreement(row.state, row.words, row.why || null)];
+    const line = h("tr", { onclick: () => toggle(row.name) }, cells.map((cell, i) => h("td", { class: classes[i], title: i === 1 || i === 2 ? cell : null }, cell)));
+    return { told, twist, line };
+  };
+  const line_of = (row, is_open) => {
+    const told = JSON.stringify(row);
+    if (shown.get(row.name)?.told !== told) shown.set(row.name, make(row, told));
+    const { twist, line } = shown.get(row.name);
+    line.classList.toggle("on", is_open);
+    if (twist.getAttribute("aria-expanded") !== String(is_open)) { twist.setAttribute("aria-expanded", String(is_open)); twist.replaceChildren(icon(is_open ? "down" : "right")); }
+    return line;
+  };
+  const draw = (kept, all, open_name, look_line) => {
+    const names = new Set(all.map((row) => row.name)), focused = [...shown.keys()].find((name) => shown.get(name).twist === document.activeElement);
+    for (const name of [...shown.keys()]) if (!names.has(name)) shown.delete(name);
+    replace_children(body, kept.flatMap((row) => { const is_open = row.name === open_name; return [line_of(row, is_open), is_open && look_line]; }));
+    if (focused && shown.get(focused)?.twist !== document.activeElement) shown.get(focused)?.twist.focus(); // its row was made anew
+    refresh();
+  };
+  return { body, draw, focus: (name) => shown.get(name)?.twist.focus() };
 }
 
 /** The row below an open one: a tab for each rank, what it has there, and what is known of its numbers. */

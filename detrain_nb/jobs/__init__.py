@@ -10,7 +10,7 @@ job.fetch("*.pt", "models")
 from __future__ import annotations
 
 from .execution import Executed, execute
-from .fetching import Fetched
+from .fetching import Fetched, MadeFile
 from .job import Job
 from .job_list import find_job, jobs
 from .job_status import JobStatus
@@ -20,6 +20,8 @@ from .preview import Submission
 from .pruning import prune
 from .report import JobList
 from .submission import submit
+from .watched_node import LogPart
+from .watching import JobNews
 
 __all__ = [
     "Executed",
@@ -27,8 +29,11 @@ __all__ = [
     "Job",
     "JobList",
     "JobLog",
+    "JobNews",
     "JobStatus",
     "LogLine",
+    "LogPart",
+    "MadeFile",
     "Submission",
     "check_here",
     "check_nodes",

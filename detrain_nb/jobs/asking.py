@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ..copying.json_lines import FilesError, Talk, Untrue
 from ..deploy.files import OnProgress, Stop, label, on_every
@@ -15,7 +15,11 @@ from ..errors import DetrainError, TransportError, WireError
 from ..transport import Transport
 from .report_checks import NodeResources, read_facts
 
-__all__ = ["ask_facts", "on_all", "open_job_talks", "send_to_all", "try_on_all"]
+if TYPE_CHECKING:
+    from ..plan import Plan
+    from ..spec import PipelineSpec
+
+__all__ = ["ask_facts", "on_all", "open_job_talks", "plan_as_made", "send_to_all", "try_on_all"]
 
 _Result = TypeVar("_Result")
 
@@ -24,6 +28,23 @@ def ask_facts(talk: Talk) -> NodeResources:
     """What a node says that it has. Raises: FilesError."""
     talk.say("facts")
     return read_facts(talk.hear("facts"))
+
+
+def plan_as_made(
+    spec: PipelineSpec, nodes: Sequence[Transport], *, world_size: int | None, limit_s: float
+) -> Plan | None:
+    """The plan that a job was started with, if ``nodes``, those that answer, have as many GPUs as then.
+
+    Raises: SpecError where a node does not say how many it has, and the plan needs it.
+    """
+
+    def ask(index: int) -> int:
+        with open_job_talk(nodes[index]) as talk:
+            return ask_facts(talk).gpus
+
+    found = {node.name: each for node, each in zip(nodes, try_on_all(nodes, ask, limit_s=limit_s))}
+    plan = spec.plan(gpus={name: each for name, each in found.items() if isinstance(each, int)})
+    return plan if plan.world_size == world_size else None
 
 
 @contextlib.contextmanager

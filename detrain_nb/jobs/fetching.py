@@ -16,14 +16,15 @@ from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
 from ..deploy.files import OnProgress, Stop, label, on_every
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.terms import FILES_OF_A_LINE, fits
+from ..node.job.terms import ENDED, FILES_OF_A_LINE, UNKNOWN, fits
 from ..text import format_size, name_some, printable
 from ..transport import Transport
-from .asking import on_all
+from .asking import on_all, try_on_all
+from .job_status import JobStatus
 from .places import HerePlace, make_place
-from .report_checks import NodeFile, check_different, read_files, read_number
+from .report_checks import STATUS_BYTES, NodeFile, check_different, read_files, read_made, read_number
 
-__all__ = ["Fetched", "Place", "choose_places", "fetch"]
+__all__ = ["Fetched", "MadeFile", "Place", "choose_places", "fetch", "list_made", "require_success"]
 
 OnSize = Callable[[int], object]
 _CHUNK_BYTES = 1 << 18
@@ -31,6 +32,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _GLOB = re.compile(r"[*?[]")
 _MOST_LEFT_OUT = 10_000_000
 _MOST_FOLDERS, _MOST_NAME_CHARS = 10_000, 1 << 24  # of a node's files
+_LIST_LIMIT_S = 30.0
 _DIGEST_CHARS = 16  # of the name of a part
 
 
@@ -60,6 +62,16 @@ class Fetched:
         if self.silent:
             left_out += f"; nothing came from {name_some(self.silent)}"
         return f"{count}, {format_size(self.size_bytes)}{there}: {shown} in {self.folder}{left_out}"
+
+
+@dataclass(frozen=True)
+class MadeFile:
+    """What a job has made on a node, by what that says; ``written_at`` in seconds of the epoch, by its clock."""
+
+    node: str
+    name: str
+    size_bytes: int
+    written_at: float
 
 
 @dataclass(frozen=True)
@@ -93,6 +105,16 @@ class _Here:
             self.replaced.extend([each.path] if found is not None else [])
             return True
         return False
+
+
+def require_success(status: JobStatus) -> None:
+    """Raises: JobError where a job is not over, or did not succeed."""
+    if status.state == ENDED and status.exit_code == 0:
+        return
+    code = "" if status.exit_code is None else f" with {status.exit_code}"
+    is_going = not status.is_over and status.state != UNKNOWN
+    how = f"is {status.state}" if is_going else f"did not succeed, it is {status.state}{code}"
+    raise JobError(f"job {status.id} {how}", advice="{} fetches what there is", typed="--anyway")
 
 
 def fetch(
@@ -186,6 +208,26 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
     if unasked is not None:
         raise DetrainError(f"{label(node)}: it offers {printable(unasked)}, which was not asked for")
     return files, read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
+
+
+def list_made(nodes: Sequence[Transport], job: str, patterns: Sequence[str]) -> list[MadeFile]:
+    """The artifacts that match one of ``patterns``, without reading them: the first 500 of each node that answers.
+
+    Raises: DetrainError where none does.
+    """
+
+    def ask(index: int) -> list[MadeFile]:
+        with open_job_talk(nodes[index]) as talk:
+            talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns), digests=False)
+            found = read_made(talk.hear("made", most_bytes=STATUS_BYTES))
+        wanted = [each for each in found if any(fits(each[0], pattern) for pattern in patterns)]
+        return [MadeFile(label(nodes[index]), *each) for each in wanted]
+
+    answers = try_on_all(nodes, ask, limit_s=_LIST_LIMIT_S)
+    failures = [each for each in answers if isinstance(each, DetrainError)]
+    if len(failures) == len(answers):
+        raise DetrainError("\n".join(dict.fromkeys(map(str, failures))))
+    return [file for each in answers if not isinstance(each, DetrainError) for file in each]
 
 
 def choose_places(

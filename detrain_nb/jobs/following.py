@@ -13,7 +13,7 @@ from typing import Any
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
 from ..deploy.jobs import ENDLESS, PATIENCE, open_job_talk
-from ..errors import DetrainError, NodeLost
+from ..errors import DetrainError, NodeLost, SpecError
 from ..metrics import read_metrics_line
 from ..transport import Transport
 from .log_lines import FollowedFile, LogLine
@@ -27,6 +27,7 @@ OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 _MOST_PIECE_BYTES = 1 << 18  # of short lines, which take twenty times as much in memory
 _MOST_FILES = 8192  # of a node
 _MOST_BATCHES = 32  # wait to be shown: a node waits meanwhile
+_MOST_TAIL_LINES = 1_000_000
 _LOOK_GAP_S = 0.2
 _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
 
@@ -55,6 +56,14 @@ class Wanted:
     is_once: bool = False  # what is there, and no more
     tail: int | None = None  # of what is there only the last lines of each log
     num_ranks: int | None = None  # that the job has, where that is known
+
+    def check(self, job: str) -> None:
+        """Raises: SpecError for a rank that the job has not, and for too long a tail."""
+        if self.rank is not None and (self.rank < 0 or (self.num_ranks is not None and self.rank >= self.num_ranks)):
+            there = "count from 0" if self.num_ranks is None else f"are 0 to {self.num_ranks - 1}"
+            raise SpecError(f"job {job} has no rank {self.rank}: its ranks {there}")
+        if self.tail is not None and not 0 <= self.tail <= _MOST_TAIL_LINES:
+            raise SpecError(f"tail {self.tail}: give 0 to {_MOST_TAIL_LINES:,}")
 
     def wants(self, name: str) -> bool:
         rank = _RANK_OF.match(name)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,21 +16,23 @@ from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import OnProgress, Patience, label
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
-from ..node.job.terms import COMMAND_LIMIT_S, ENDED, GRACE_S, UNKNOWN, UNREADABLE
+from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S, UNKNOWN, UNREADABLE
 from ..text import ShownAsText
 from ..transport import Transport
-from .asking import ask_facts, on_all, try_on_all
+from .asking import plan_as_made, try_on_all
+from .ending import remove_parts, stop_parts
 from .execution import Executed, execute
-from .fetching import Fetched, fetch
+from .fetching import Fetched, MadeFile, fetch, list_made, require_success
 from .following import Follower, OnPiece, OnReports, Retries, Wanted
 from .job_report import SHOWN_STEPS, JobReport
 from .job_status import JobStatus, judge
 from .log_lines import JobLog, Kept, LogLine, in_order
-from .noting import hear_reports, least_nodes, note_down
+from .noting import Noting, hear_reports, known_status, least_nodes, note_down
 from .record import Record
 from .report_checks import NodeReport, find_part
-from .source import fetch_bundle, plan_source
-from .starting import gather_secrets, read_spec, start
+from .restarting import start_again
+from .watched_node import LogPart, hear_back
+from .watching import OnNews, Watch
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -42,8 +45,7 @@ __all__ = ["Job", "OnLine"]
 OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
-_STOP_LIMIT_S = 30.0  # beside the grace
-_MOST_TAIL_LINES = 1_000_000
+_LOOK_BACK = Patience(silence_s=15.0, answer_s=30.0)
 _MOST_BYTES, _MOST_SHOWN_BYTES = 2_000_000_000, 20_000_000  # of what is kept in memory
 
 
@@ -66,6 +68,8 @@ class Job(ShownAsText):
         self._record = record
         self._ask_passphrase = ask_passphrase
         self._reached: list[Transport] = []
+        self._watch: Watch | None = None
+        self._watching = threading.Lock()
 
     @property
     def spec(self) -> PipelineSpec:
@@ -95,6 +99,10 @@ class Job(ShownAsText):
         said = try_on_all(self._transports(), self._ask_node, limit_s=_STATUS_LIMIT_S)
         return self._note(said)
 
+    def last_known(self) -> JobStatus:
+        """As it was when its nodes were asked last; nobody is asked."""
+        return known_status(self._record.get(self.id))
+
     def wait(self, timeout_s: float | None = None) -> JobStatus:
         """Wait until the job is over; ``.check()`` of what is returned raises where it failed. Raises: TimeoutError."""
         return self._follow(Wanted(has_logs=False), limit_s=timeout_s)
@@ -107,22 +115,27 @@ class Job(ShownAsText):
             wanted = Wanted(has_logs=False, has_metrics=True, is_once=True, tail=SHOWN_STEPS)
             with contextlib.suppress(DetrainError, TimeoutError):  # what has come until then is shown
                 self._follow(wanted, on_metrics=kept.add_metrics, limit_s=_STATUS_LIMIT_S)
-        return JobReport(status, self._plan(status), kept.by_step())
+        return JobReport(status, self._plan_of(status), kept.by_step())
 
-    def _plan(self, status: JobStatus) -> Plan | None:
-        """As it was made at the start, if the nodes that answer have as many GPUs as then."""
+    def _plan_of(self, status: JobStatus) -> Plan | None:
         nodes = [node for node in self._transports() if label(node) in status.reports]
+        with contextlib.suppress(SpecError):  # another release has written it
+            return plan_as_made(self.spec, nodes, world_size=self.world_size, limit_s=_STATUS_LIMIT_S)
+        return None
 
-        def ask(index: int) -> int:
-            with open_job_talk(nodes[index]) as talk:
-                return ask_facts(talk).gpus
+    def on_change(self, on_news: OnNews) -> Callable[[], None]:
+        """Call ``on_news`` with a `JobNews` now, and whenever something has changed, in a thread of the job's own.
 
-        found = {node.name: each for node, each in zip(nodes, try_on_all(nodes, ask, limit_s=_STATUS_LIMIT_S))}
-        try:
-            plan = self.spec.plan(gpus={name: each for name, each in found.items() if isinstance(each, int)})
-        except SpecError:  # another release has written it, or a node does not say how many it has
-            return None
-        return plan if plan.world_size == self.world_size else None
+        It comes back at once. What it returns ends the calls: threads are there, and nodes are asked, at most once a
+        second, as long as somebody listens and the job is not over. What ``on_news`` raises ends the calls, too.
+        """
+        with self._watching:
+            stop = self._watch.add(on_news) if self._watch else None
+            while stop is None:
+                judge = Noting(self.id, self.name, list(map(label, self._transports())), self._record)
+                self._watch = Watch(self._transports(), self.id, num_ranks=self.world_size, judge=judge)
+                stop = self._watch.add(on_news)
+        return stop
 
     # ---- what it prints
 
@@ -176,6 +189,15 @@ class Job(ShownAsText):
         self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
         return kept.by_step()
 
+    def log_before(self, part: LogPart) -> LogPart:
+        """The lines of a log that stand before ``part``, which `on_change` gave, or this; at most 64 kB of them.
+
+        Raises: DetrainError.
+        """
+        node_rank = (self._positions(part.node or None) or [0])[0]
+        with open_job_talk(self._transports()[node_rank], patience=_LOOK_BACK) as talk:
+            return hear_back(talk, self.id, node_rank, part)
+
     def plot(self, *names: str) -> Any:
         """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
         from .curves import plot
@@ -195,18 +217,9 @@ class Job(ShownAsText):
 
     def stop(self, *, grace_s: float = GRACE_S) -> JobStatus:
         """End all its ranks: by SIGTERM, and after ``grace_s`` by SIGKILL. One that is over already stays as it is."""
-        if not 0 <= grace_s <= 3600:
-            raise SpecError(f"grace {grace_s:g} s: give 0 to 3600")
-
-        patience = Patience(answer_s=grace_s + _STOP_LIMIT_S)
-
-        def stop(index: int) -> None:
-            with open_job_talk(self._transports()[index], patience=patience) as talk:
-                talk.say("stop", id=self.id, node_rank=index, grace_s=grace_s)
-                talk.hear("stopped")
-
-        outcomes = try_on_all(self._transports(), stop)
-        failures = [each for each in outcomes if isinstance(each, DetrainError)]
+        failures = stop_parts(self._transports(), self.id, grace_s=grace_s)
+        if self._watch:
+            self._watch.look_now()
         status = self.status()
         if failures and (not status.is_over or status.state == UNREADABLE):
             raise JobError("\n".join(map(str, failures)))
@@ -224,24 +237,17 @@ class Job(ShownAsText):
         Its source is what is there now, and travels by ``storage``: by default the one that it was submitted with,
         unless that had a password in it. Raises: SpecError where a secret that it names is not set here.
         """
-        spec = self.spec
-        gather_secrets(spec, secrets)  # before anything is stopped
-        source = fetch_bundle(plan_source(spec), secrets)
-        self.stop()
-        nodes = [node for node in self._nodes if isinstance(node, Transport)] or None
-        if spec.checkpoint is not None:
-            spec = spec.with_overrides({"checkpoint.resume": True})
-        spec = read_spec(spec, self.name, nodes)
-        started = start(
-            spec,
-            source,
-            storage=storage or self._record.get(self.id).storage or None,
+        started = start_again(
+            self.spec,
+            self.id,
+            name=self.name,
+            nodes=[node for node in self._nodes if isinstance(node, Transport)] or None,
+            stop=self.stop,
+            storage=storage,
             secrets=secrets,
-            on_progress=on_progress,
-            nodes=nodes,
             record=self._record,
             ask_passphrase=self._ask_passphrase,
-            before=self.id,
+            on_progress=on_progress,
         )
         return Job(
             started.id,
@@ -251,6 +257,14 @@ class Job(ShownAsText):
             ask_passphrase=self._ask_passphrase,
             notices=started.notices,
         )
+
+    def list_made(self, pattern: str | Sequence[str] | None = None) -> list[MadeFile]:
+        """What `fetch` would bring, also while it runs: the first 500 files of each node, unread.
+
+        Raises: DetrainError where no node answers.
+        """
+        patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
+        return list_made(self._transports(), self.id, patterns)
 
     def fetch(
         self,
@@ -268,11 +282,8 @@ class Job(ShownAsText):
         ``anyway`` fetches what there is, of the nodes that answer.
         """
         status = self.status()
-        if not anyway and not (status.state == ENDED and status.exit_code == 0):
-            code = "" if status.exit_code is None else f" with {status.exit_code}"
-            is_going = not status.is_over and status.state != UNKNOWN
-            how = f"is {status.state}" if is_going else f"did not succeed, it is {status.state}{code}"
-            raise JobError(f"job {self.id} {how}", advice="{} fetches what there is", typed="--anyway")
+        if not anyway:
+            require_success(status)
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
         positions = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
         if not positions:
@@ -302,20 +313,7 @@ class Job(ShownAsText):
 
         Raises: JobError while it runs, DetrainError.
         """
-
-        def remove(index: int) -> None:
-            with open_job_talk(self._transports()[index]) as talk:
-                talk.say("remove", id=self.id, node_rank=index)
-                talk.hear("removed")
-
-        status = self.status()
-        if status.state == UNKNOWN and not anyway:
-            why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
-            raise JobError(f"job {self.id}: {why}", advice="{} forgets it here", typed="--anyway")
-        if not status.is_over and status.state != UNKNOWN:
-            raise JobError(f"job {self.id} is {status.state}", advice="{} ends it first", typed=f"stop {self.id}")
-        nodes = [index for index, node in enumerate(self._transports()) if label(node) in status.reports]
-        on_all([self._transports()[index] for index in nodes], lambda position: remove(nodes[position]))
+        remove_parts(self._transports(), self.status(), anyway=anyway)
         self._record.remove(self.id)
 
     # ---- its nodes
@@ -358,18 +356,14 @@ class Job(ShownAsText):
 
         Raises: JobError where no node has the job, or none answers who asks once; SpecError for a rank it has not.
         """
-        size = self.world_size
-        if wanted.rank is not None and (wanted.rank < 0 or size is not None and wanted.rank >= size):
-            there = "count from 0" if size is None else f"are 0 to {size - 1}"
-            raise SpecError(f"job {self.id} has no rank {wanted.rank}: its ranks {there}")
-        if wanted.tail is not None and not 0 <= wanted.tail <= _MOST_TAIL_LINES:
-            raise SpecError(f"tail {wanted.tail}: give 0 to {_MOST_TAIL_LINES:,}")
+        wanted = dataclasses.replace(wanted, num_ranks=self.world_size)
+        wanted.check(self.id)
         nodes = self._transports()
         retries = Retries(lost_after_s=0) if wanted.is_once else None
         follower = Follower(
             nodes,
             self.id,
-            wanted=dataclasses.replace(wanted, num_ranks=self.world_size),
+            wanted=wanted,
             on_line=on_line,
             on_metrics=on_metrics,
             on_reports=on_reports,

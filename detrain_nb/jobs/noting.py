@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["ASK_LIMIT_S", "ask_after", "hear_reports", "least_nodes", "nodes_of_row", "note_down", "running_job"]
+__all__ = [
+    "ASK_LIMIT_S",
+    "Noting",
+    "ask_after",
+    "hear_reports",
+    "known_status",
+    "least_nodes",
+    "nodes_of_row",
+    "note_down",
+    "running_job",
+]
 
 ASK_LIMIT_S = 3.0
 _MOST_OF_A_NAME = 100
@@ -45,6 +55,23 @@ def note_down(status: JobStatus, record: Record) -> None:
     record.update(status.id, **known)
 
 
+class Noting:
+    """The state of one job, again and again: made of what its nodes say, and noted down when it is another one."""
+
+    def __init__(self, job: str, name: str, nodes: Sequence[str], record: Record) -> None:
+        self._job, self._name, self._nodes, self._record = job, name, nodes, record
+        self._least_nodes = least_nodes(record.get(job))
+        self._noted: tuple[str, int | None] | None = None
+
+    def __call__(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
+        status = judge(self._job, self._name, dict(zip(self._nodes, said)), least_nodes=self._least_nodes)
+        if status.state != UNKNOWN and (status.state, status.exit_code) != self._noted:
+            with contextlib.suppress(JobError):  # another process has held the record: it is noted the next time
+                note_down(status, self._record)
+                self._noted = status.state, status.exit_code
+        return status
+
+
 def running_job(name: str, *, record: Record, ask_passphrase: AskPassphrase | None = None) -> str | None:
     """The id of a job of that name that is not over, as far as is known within 3 s."""
     going = [row.id for row in record.summaries(limit=_MOST_OF_A_NAME, name=name) if row.state not in OVER]
@@ -59,6 +86,11 @@ def least_nodes(row: JobRow) -> int | None:
         found = json.loads(row.spec).get("rendezvous", {}).get("min_nodes")
         return found if isinstance(found, int) else None
     return None
+
+
+def known_status(row: JobSummary) -> JobStatus:
+    """What the record has, which may be old."""
+    return JobStatus(row.id, row.name, row.state, row.exit_code, started_at=row.started_at, ended_at=row.ended_at)
 
 
 def nodes_of_row(text: str, job: str) -> list[Node]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..copying.json_lines import Untrue, as_size, check_name, clean
 from ..node.job.git_source import MOST_POINTERS
-from ..node.job.terms import LIVE, OUTPUT_NAME, OVER
+from ..node.job.terms import FILES_OF_A_LINE, LIVE, MOST_CHECKPOINTS, OUTPUT_NAME, OVER
 
 __all__ = [
     "STATUS_BYTES",
@@ -21,8 +21,10 @@ __all__ = [
     "check_log_name",
     "clean_line",
     "find_part",
+    "read_checkpoints",
     "read_facts",
     "read_files",
+    "read_made",
     "read_number",
     "read_pointers",
     "read_port",
@@ -140,6 +142,26 @@ def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
             raise Untrue(f"{clean(digest)[:80]!r} is no SHA-256")
         files.append(NodeFile(check_name(name), as_size(size), digest))
     return check_different(files)
+
+
+def read_made(said: Mapping[str, Any]) -> list[tuple[str, int, float]]:
+    """Names of artifacts, their sizes, and when each was written last. Raises: Untrue."""
+    found: list[tuple[str, int, float]] = []
+    for entry in _list(said.get("files"), most=FILES_OF_A_LINE):
+        if not isinstance(entry, list) or len(entry) != 3:
+            raise Untrue("a file with its size and time was expected")
+        found.append((check_name(entry[0]), as_size(entry[1]), _time(entry[2]) or 0.0))
+    return found
+
+
+def read_checkpoints(said: object) -> list[tuple[int, float]]:
+    """Steps, and when each was kept. Raises: Untrue."""
+    found: list[tuple[int, float]] = []
+    for entry in _list(said, most=MOST_CHECKPOINTS):
+        if not isinstance(entry, list) or len(entry) != 2:
+            raise Untrue("a step and a time were expected")
+        found.append((read_number(entry[0]), _time(entry[1]) or 0.0))
+    return found
 
 
 def check_different(files: list[NodeFile]) -> list[NodeFile]:

@@ -13,7 +13,15 @@ from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
 from ..plan.choices import SLURM_OPTIONS
 from .parser import OptionParser, not_empty, number, whole
 
-__all__ = ["FIELDS", "SPEC_COMMANDS", "add_export_options", "add_follow", "add_job_commands", "add_name_and_nodes"]
+__all__ = [
+    "FIELDS",
+    "SPEC_COMMANDS",
+    "add_export_options",
+    "add_follow",
+    "add_job_commands",
+    "add_name_and_nodes",
+    "add_one_job",
+]
 
 FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2, --artifacts VALUE one at its top."
 SPEC_COMMANDS = ("submit", "check")  # these take fields
@@ -31,19 +39,21 @@ def add_job_commands(commands: Any, *, spec: str) -> dict[str, OptionParser]:
     parsers["list"].add_argument(
         "--limit", type=whole, default=_NUM_LISTED, metavar="N", help="how many, default %(default)s"
     )
-    parsers["show"] = _add_job(commands, "show", "how a job is: its nodes, its plan, the last metrics")
-    parsers["logs"] = logs = _add_job(commands, "logs", "what a job has printed", "train -f --tail 20 --node gpu1")
+    parsers["show"] = add_one_job(commands, "show", "how a job is: its nodes, its plan, the last metrics")
+    parsers["logs"] = logs = add_one_job(commands, "logs", "what a job has printed", "train -f --tail 20 --node gpu1")
     logs.add_argument("-f", "--follow", action="store_true", help="go on to its end; an interrupt leaves the job")
     logs.add_argument("--tail", type=whole, metavar="N", help="of what there is only the last N lines of each rank")
     logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node, by its name or number")
     logs.add_argument("--rank", type=whole, metavar="R", help="of one rank")
     logs.add_argument("--torchrun", action="store_true", help="what torchrun says, too")
-    parsers["attach"] = _add_job(commands, "attach", "follow what a job prints to its end; fails where the job does")
-    parsers["stop"] = stop = _add_job(commands, "stop", "end all ranks of a job")
+    parsers["attach"] = add_one_job(commands, "attach", "follow what a job prints to its end; fails where the job does")
+    parsers["stop"] = stop = add_one_job(commands, "stop", "end all ranks of a job")
     stop.add_argument(
         "--grace", type=number, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
     )
-    parsers["restart"] = _add_job(commands, "restart", "stop a job if it runs, and submit its spec again as a new job")
+    parsers["restart"] = add_one_job(
+        commands, "restart", "stop a job if it runs, and submit its spec again as a new job"
+    )
     add_follow(parsers["restart"])
     return parsers | _add_what_it_leaves(commands)
 
@@ -71,7 +81,7 @@ def _add_those_with_a_spec(commands: Any, spec: str) -> dict[str, OptionParser]:
 
 
 def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
-    fetch = _add_job(commands, "fetch", "copy what a job has made to this machine", 'train "*.pt" --to models')
+    fetch = add_one_job(commands, "fetch", "copy what a job has made to this machine", 'train "*.pt" --to models')
     fetch.add_argument(
         "patterns", nargs="*", default=(), metavar="PATTERN", help='as "*.pt"; default: the artifacts of its spec'
     )
@@ -141,7 +151,8 @@ def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -
     return parser
 
 
-def _add_job(commands: Any, name: str, words: str, example: str = "") -> OptionParser:
+def add_one_job(commands: Any, name: str, words: str, example: str = "") -> OptionParser:
+    """A command about one job."""
     parser = _add(commands, name, words, example)
     if name == "restart":
         parser.add_argument("job", metavar="JOB", help=_JOB)

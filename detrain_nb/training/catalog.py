@@ -18,19 +18,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..errors import DetrainError, SpecError
+from ..plan.names import CHECKPOINT_FOLDER, CHECKPOINT_NOTE
 from ..storage import Location, is_local, shown
 from ..text import format_size, table_lines
 from .digests import Damaged, is_digests, is_sealed
 from .plain import parse_json
 from .tensor_files import foreign_errors, read_whole
 
-NOTE = "checkpoint.json"
+NOTE = CHECKPOINT_NOTE
 _FORMAT = 2
 _KEYS = (  # of all that a note may have
     *("step", "serial", "saved_at", "world_size", "index", "index_crc32", "files"),
     *("optimizer", "scheduler_kind", "scheduler", "data_position", "extra"),
 )
-_FOLDER = re.compile(r"step-([0-9]{8,19})")
 _INDEX = re.compile(r"index-[0-9a-f]+\.json")
 _OURS = re.compile(
     r"(rank-[0-9]+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
@@ -106,7 +106,7 @@ def list_checkpoints(place: Location) -> Checkpoints:
     if not place.exists():
         return Checkpoints()
     entries = _read_entries(place)
-    steps = {int(match[1]) for name in entries if (match := _FOLDER.fullmatch(name))}
+    steps = {int(match[1]) for name in entries if (match := CHECKPOINT_FOLDER.fullmatch(name))}
     kinds = {step: entries.get(_folder_name(step), ("directory", 0))[0] for step in steps}
     found = [each for step in steps if (each := _read(step, step_folder(place, step), kinds[step])) is not None]
     return Checkpoints(sorted(found, key=lambda each: (each.serial, each.step)))

@@ -66,6 +66,7 @@ class Reports:
         self._folder = metrics_folder
         self._flops_per_sample, self._peak_flops = flops_per_sample, peak_flops
         self._show_progress = show_progress
+        self._untold: Record = {}  # for the first line of a run
         self.begin(Result(0))
 
     def begin(self, result: Result) -> None:
@@ -85,7 +86,8 @@ class Reports:
             record["mfu"] = 3 * self._flops_per_sample * samples / seconds / (self._peak_flops * world_size)
         record["memory_bytes"] = _memory_bytes(self._model.device)
         self.result.history.append({"step": step, **record})
-        self._log(step, record)
+        self._log(step, {**self._untold, **record})
+        self._untold = {}
 
     def evaluation(self, step: int, scores: Record) -> None:
         self.result.evaluations.append({"step": step, **scores})
@@ -94,6 +96,7 @@ class Reports:
     @contextlib.contextmanager
     def bar(self, steps: int, *, initial: int) -> Iterator[Callable[[Record], None]]:
         """A bar, where tqdm is installed; it is called after every step."""
+        self._untold = {"total_steps": steps}
         tqdm = _find_tqdm() if self._show_progress and self._model.is_main else None
         if tqdm is None:
             yield lambda record: None

@@ -8,7 +8,7 @@ import pytest
 
 from .quick import rows_of, run_quickly
 
-ROWS = ["agent_run", "kernel_run", "agent_idle", "kernel_idle", "steps"]
+ROWS = ["agent_run", "kernel_run", "agent_idle", "kernel_idle", "rank_asleep", "steps"]
 ROWS += ["steps_least", "steps_median", "steps_most", "steps_cpu", "boards", "note_step"]
 
 

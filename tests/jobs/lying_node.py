@@ -13,7 +13,10 @@ from detrain_nb.spec.node import Node
 from detrain_nb.transport.local import LocalTransport
 
 Answer = Callable[[Talk, dict[str, Any]], None]
-ORDERS = ("facts", "source", "prepare", "launch", "status", "follow", "stop", "artifacts", "read", "exec", "remove")
+ORDERS = (
+    *("facts", "source", "prepare", "launch", "status", "follow", "look", "look back"),
+    *("stop", "artifacts", "read", "exec", "remove"),
+)
 
 
 class LyingNode(LocalTransport):

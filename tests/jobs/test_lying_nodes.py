@@ -587,7 +587,7 @@ def test_stop_does_not_wait_for_a_node_that_is_always_still_at_it(
             talk.send(b'{"type": "wait"}\n')
             talk.flush()
 
-    monkeypatch.setattr("detrain_nb.jobs.job._STOP_LIMIT_S", 0.5)
+    monkeypatch.setattr("detrain_nb.jobs.ending._STOP_LIMIT_S", 0.5)
     try:
         with pytest.raises(JobError, match="takes too long"):
             _job_of(LyingNode({"stop": ever, "status": _runs}), tmp_path).stop(grace_s=0)

@@ -6,9 +6,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import Locator, expect
 
-from .conftest import Notebook
+from .notebook import Notebook
+from .window import set_theme
+
+pytestmark = pytest.mark.timeout(240)
+
+OpenNotebook = Callable[..., Notebook]
 
 _IN_DOCS = ("list", "general", "review")
 _PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
@@ -58,15 +64,16 @@ def row(view: Locator, name: str) -> Locator:
 def take_pictures(nb: Notebook, view: Locator, name: str, folder: Path) -> None:
     """In both themes; where they are asked for, into the docs."""
     to = _PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" and name in _IN_DOCS else folder
-    nb.page.set_viewport_size({"width": 1280, "height": 1600})  # all of it is in sight
+    before = nb.page.viewport_size
+    assert before
+    nb.page.set_viewport_size({**before, "height": 1600})  # all of it is in sight
     for theme in ("dark", "light"):
-        nb.window.command("apputils:change-theme", theme=f"JupyterLab {theme.capitalize()}")
-        expect(nb.page.locator("#jupyterlab-splash")).to_have_count(0)
-        expect(nb.page.locator("body")).to_have_attribute("data-jp-theme-light", str(theme == "light").lower())
+        set_theme(nb.window, dark=theme == "dark")
         view.screenshot(path=to / f"console-{name}-{theme}.png")
+    nb.page.set_viewport_size(before)
 
 
-def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNotebook, tmp_path: Path) -> None:
     nb = notebook(_BEGIN, _MAKE, _SHOW)
     for index in range(3):
         nb.run(index)
@@ -125,13 +132,50 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: Callable[
     nb.page.keyboard.press("Escape")
     expect(view.get_by_label("Path of a spec file")).to_have_count(0)
 
+    view.evaluate("view => { view.style.width = '420px'; }")  # a narrow page: nothing is cut off, or scrolls sideways
+    take_pictures(nb, view, "narrow", tmp_path)
+    expect(view.get_by_role("button", name="Open sweep-lr", exact=True)).to_be_visible()
+    assert view.evaluate("view => view.scrollWidth <= view.clientWidth")
+    view.evaluate("view => { view.style.width = ''; }")
+
     saved = nb.save()
     assert "gpt-pretrain" in saved.cells[2].outputs[0].data["text/html"]
     nb.reload()
     expect(names(nb.cell(2).locator(".dt"))).to_have_count(9)
 
 
-def test_empty_list_has_examples_and_a_pipeline_runs(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_everybody_can_use_it(notebook: OpenNotebook, check_accessibility: Callable[[Locator], None]) -> None:
+    nb = notebook(_BEGIN, _SHOW, _MAKE)
+    nb.run(0)
+    nb.run(1)
+    view = nb.cell(1).locator(".dt")
+    check_accessibility(view)
+    nb.run(2)
+    view.get_by_role("button", name="Refresh").click()
+    view.get_by_role("button", name="More for sweep-lr").click()
+    view.get_by_role("menuitem", name="Delete").click()
+    view.get_by_role("button", name="More for bert-finetune").click()
+    check_accessibility(view)
+    nb.page.keyboard.press("Escape")
+    view.get_by_role("button", name="Open gpt-pretrain").click()
+    view.get_by_label("Batch size").fill("3o")
+    expect(view.get_by_label("Batch size")).to_have_attribute("aria-invalid", "true")
+    for fold in view.locator("summary >> visible=true").all():
+        fold.click()
+    check_accessibility(view)
+    view.get_by_label("Batch size").fill("32")
+    view.get_by_role("button", name="Next: Nodes").click()
+    view.get_by_role("button", name="gpu1").first.click()
+    check_accessibility(view)
+    view.get_by_role("button", name="Next: Source").click()
+    check_accessibility(view)
+    view.get_by_role("button", name="Next: Review").click()
+    expect(view.locator(".plan")).to_contain_text("rank 7")
+    check_accessibility(view)
+
+
+def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp_path: Path) -> None:
     nb = notebook(_BEGIN, _SHOW, "MyPipelines().create({'name': 'here', 'source': {'script_text': 'print(1)'}}); None")
     nb.run(0)
     nb.run(1)
@@ -144,7 +188,8 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: Callable[..., Not
     expect(row(view, "here")).to_contain_text("running", timeout=60_000)
 
 
-def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[..., Notebook], tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook, tmp_path: Path) -> None:
     nb = notebook(_BEGIN, _SHOW, "print((Path('pipelines') / 'train.toml').read_text())")
     nb.run(0)
     nb.run(1)
@@ -179,12 +224,17 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     expect(view.get_by_text("localhost and localhost are both this machine")).to_be_visible()
     view.get_by_role("button", name="Remove: localhost").last.click()
     expect(view.locator(".nodes > li")).to_have_count(1)
+    view.get_by_role("button", name="Undo").click()
+    expect(view.locator(".nodes > li")).to_have_count(2)
+    view.get_by_role("button", name="Remove: localhost").last.click()
+    expect(view.locator(".nodes > li")).to_have_count(1)
 
     view.get_by_role("button", name="Next: Source").click()
     view.get_by_role("radio", name="Text").check()
     view.get_by_label("Script text").fill("print('it ran')")
     take_pictures(nb, view, "source", tmp_path)
     expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
+    expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()
     view.get_by_role("button", name="Next: Review").click()
     expect(view.locator(".plan")).to_contain_text("rank 1")
     expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
@@ -208,8 +258,9 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: Callable[...,
     expect(names(view)).to_have_text(["train"])
 
 
+@pytest.mark.slow
 def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
-    notebook: Callable[..., Notebook], tmp_path: Path
+    notebook: OpenNotebook, tmp_path: Path
 ) -> None:
     make = "mine = MyPipelines(); mine.create({'name': 'train', 'source': {'script_text': 'print(1)'}}); None"
     theirs = "mine.save(mine.open('train'), {**mine.open('train').data, 'training': {'steps': 7}}); None"

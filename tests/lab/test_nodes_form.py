@@ -16,11 +16,13 @@ from playwright.sync_api import Locator, Page, expect
 from detrain_nb.spec.nodes_file import read_nodes
 
 from ..testbed.testbed import Testbed
-from .conftest import Notebook, Window
+from .notebook import Notebook
+from .window import Window, set_theme
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 OpenNotebook = Callable[..., Notebook]
+CheckAccessibility = Callable[[Locator], None]
 
 _PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 _LONG_MS = 90_000
@@ -50,18 +52,13 @@ def _fill(view: Locator, label: str, **texts: str) -> None:
         _form(view, label).get_by_label(re.compile(f"^{name.replace('_', ' ')}")).fill(text)
 
 
-def _wear(window: Window, theme: str) -> None:
-    window.command("apputils:change-theme", theme=f"JupyterLab {theme.capitalize()}")
-    expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)
-    expect(window.page.locator("body")).to_have_attribute("data-jp-theme-light", str(theme == "light").lower())
-
-
-def _take_pictures(window: Window, view: Locator, name: str, folder: Path) -> None:
-    """In both themes; where they are asked for, into the docs."""
+def _look_at(window: Window, view: Locator, name: str, folder: Path, check: CheckAccessibility) -> None:
+    """Pictures in both themes, in which it has to be accessible; where they are asked for, they go into the docs."""
     to = _PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" else folder
     for theme in ("dark", "light"):
-        _wear(window, theme)
+        set_theme(window, dark=theme == "dark")
         view.screenshot(path=to / f"{name}-{theme}.png")
+    check(view)
 
 
 def _focused(page: Page) -> str:
@@ -74,14 +71,14 @@ def _focused(page: Page) -> str:
 
 
 def test_two_ranks_here_are_started_by_clicking_and_run_a_cell(
-    window: Window, notebook: OpenNotebook, tmp_path: Path
+    window: Window, notebook: OpenNotebook, check_accessibility: CheckAccessibility, tmp_path: Path
 ) -> None:
     nb = notebook(_LOAD, "%distributed nodes", "%%distributed\nprint(rank, world_size)")
     nb.run(0)
     nb.run(1)
     view = nb.cell(1).locator(".dt")
     expect(view.get_by_text("No nodes yet")).to_be_visible()
-    _take_pictures(window, view, "nodes-empty", tmp_path)
+    _look_at(window, view, "nodes-empty", tmp_path, check_accessibility)
     view.get_by_role("button", name="2 ranks on this machine").click()
     expect(_row(view, "localhost").get_by_text("auto, 2 ranks")).to_be_visible()
     view.get_by_role("button", name="Start session").click()
@@ -92,7 +89,11 @@ def test_two_ranks_here_are_started_by_clicking_and_run_a_cell(
 
 
 def test_nodes_over_ssh_are_typed_tested_saved_and_started(
-    testbed: Testbed, window: Window, notebook: OpenNotebook, tmp_path: Path
+    testbed: Testbed,
+    window: Window,
+    notebook: OpenNotebook,
+    check_accessibility: CheckAccessibility,
+    tmp_path: Path,
 ) -> None:
     frames: list[str] = []
     window.page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(str(frame))))
@@ -100,7 +101,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     nb.run(0)
     nb.run(1)
     view = nb.cell(1).locator(".dt")
-    _import_first_host(view, window, tmp_path)
+    _import_first_host(view, window, tmp_path, check_accessibility)
     _fill(view, "h0", Python=sys.executable, Key_file=str(_lock_key(testbed, tmp_path, "first")))
     _form(view, "h0").get_by_role("radio", name="cpu").click()
     view.get_by_role("button", name="h0: close").click()
@@ -119,7 +120,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     expect(_row(view, "h0").get_by_text("not h1: no answer in time")).to_be_visible(timeout=_LONG_MS)
     expect(_row(view, "h0").get_by_text("To do:")).to_be_visible()
     expect(_row(view, "h0").get_by_text("1 failed")).to_be_visible()
-    _check_wrong_port(view, window, tmp_path)
+    _check_wrong_port(view, window, tmp_path, check_accessibility)
     testbed.repair()
 
     view.get_by_role("button", name="Test all").click()
@@ -129,7 +130,6 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
             timeout=_LONG_MS
         )
     _save_and_meet_another_writer(view, nb.path.parent / "nodes.toml")
-    _take_pictures(window, view, "nodes-tested", tmp_path)
 
     _fill(view, "h1", Key_file=str(_lock_key(testbed, tmp_path, "second")))
     view.get_by_role("button", name="Start session").click()
@@ -162,12 +162,12 @@ def _lock_key(testbed: Testbed, folder: Path, name: str) -> Path:
     return key
 
 
-def _import_first_host(view: Locator, window: Window, folder: Path) -> None:
+def _import_first_host(view: Locator, window: Window, folder: Path, check: CheckAccessibility) -> None:
     view.get_by_role("button", name=re.compile(r"^Import from .+ \(\d+ hosts\)$")).click()
     view.get_by_label("Filter hosts").fill("h")
     expect(view.get_by_role("button", name="Add 0 nodes")).to_have_attribute("aria-disabled", "true")
     view.get_by_role("checkbox", name="h0").check()
-    _take_pictures(window, view, "nodes-import", folder)
+    _look_at(window, view, "nodes-import", folder, check)
     view.get_by_role("button", name="Add 1 node").click()
     expect(_row(view, "h0")).to_be_visible()
     expect(view.get_by_label("Filter hosts")).to_have_count(0)
@@ -175,7 +175,7 @@ def _import_first_host(view: Locator, window: Window, folder: Path) -> None:
     expect(_form(view, "h0")).to_be_visible()
 
 
-def _check_wrong_port(view: Locator, window: Window, folder: Path) -> None:
+def _check_wrong_port(view: Locator, window: Window, folder: Path, check: CheckAccessibility) -> None:
     port = _form(view, "h1").get_by_label(re.compile("^Port"))
     port.fill("70000")
     expect(port).to_have_attribute("aria-invalid", "true")
@@ -187,7 +187,7 @@ def _check_wrong_port(view: Locator, window: Window, folder: Path) -> None:
     python = _form(view, "h1").get_by_label(re.compile("^Python"))
     python.fill("/opt/venv/bin/python")  # pictures show no path of this machine
     port.focus()
-    _take_pictures(window, view, "nodes-form", folder)
+    _look_at(window, view, "nodes-form", folder, check)
     python.fill(sys.executable)
     view.get_by_role("button", name="h1: close").click()
     view.get_by_role("button", name="Go there").click()

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, expect
 
-from .conftest import Notebook, Window
+from .notebook import Notebook
+from .window import Window, set_theme
 
 PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 DEFINE = """
@@ -49,11 +50,6 @@ def names(view: Locator) -> list[str]:
     return view.locator(".name").all_inner_texts()
 
 
-def change_theme(window: Window, theme: str) -> None:
-    window.command("apputils:change-theme", theme=theme)
-    expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)
-
-
 def take_picture(view: Locator, name: str, folder: Path) -> None:
     """Of the view in both themes; kept in docs when asked for."""
     is_kept = os.environ.get("DETRAIN_NB_PICTURES") == "1"
@@ -64,7 +60,10 @@ def take_picture(view: Locator, name: str, folder: Path) -> None:
 
 @pytest.mark.slow
 def test_variables_are_filtered_sorted_and_looked_into(
-    notebook: Callable[..., Notebook], window: Window, tmp_path: Path
+    notebook: Callable[..., Notebook],
+    window: Window,
+    check_accessibility: Callable[[Locator], None],
+    tmp_path: Path,
 ) -> None:
     nb = notebook("%load_ext detrain_nb\n%distributed start -n 3", DEFINE, "%distributed vars", RUN)
     for index in range(3):
@@ -74,10 +73,11 @@ def test_variables_are_filtered_sorted_and_looked_into(
     assert names(view) == NAMES
     _filter_and_sort(view)
     _look_by_keyboard(nb, view)
-    for theme, name in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
-        change_theme(window, theme)
+    check_accessibility(view)
+    for name in ("dark", "light"):
+        set_theme(window, dark=name == "dark")
         take_picture(view, f"vars-open-{name}", tmp_path)
-    _is_honest_while_a_rank_is_busy(nb, view, tmp_path, window)
+    _is_honest_while_a_rank_is_busy(nb, view, tmp_path, window, check_accessibility)
     _fits_a_narrow_page(nb, view)
 
 
@@ -134,7 +134,9 @@ def _look_by_keyboard(nb: Notebook, view: Locator) -> None:
     expect(view.get_by_role("tabpanel", name="logits on rank 1")).to_contain_text("1 nan on rank 1")
 
 
-def _is_honest_while_a_rank_is_busy(nb: Notebook, view: Locator, tmp_path: Path, window: Window) -> None:
+def _is_honest_while_a_rank_is_busy(
+    nb: Notebook, view: Locator, tmp_path: Path, window: Window, check_accessibility: Callable[[Locator], None]
+) -> None:
     nb.start(3)
     view.get_by_role("tab", name="0").click()
     expect(view.get_by_role("tabpanel", name="logits on rank 0")).to_contain_text("from rank 0 at ")
@@ -143,11 +145,16 @@ def _is_honest_while_a_rank_is_busy(nb: Notebook, view: Locator, tmp_path: Path,
     expect(view.locator(".notes")).to_have_text(re.compile(r"^rank 1 is busy: cell \d+ runs there$"), timeout=3000)
     expect(view.get_by_text("9 names on 2 ranks")).to_be_visible()
     expect(view.get_by_role("tab")).to_have_text(["0", "2"])
-    for theme, name in (("JupyterLab Dark", "dark"), ("JupyterLab Light", "light")):
-        change_theme(window, theme)
+    for name in ("dark", "light"):
+        set_theme(window, dark=name == "dark")
         take_picture(view, f"vars-busy-{name}", tmp_path)
+    check_accessibility(view)
+    twist = view.get_by_role("button", name="logits: preview")
+    twist.focus()
     (nb.path.parent / "go").touch()
     expect(view.locator(".name")).to_have_count(len(NAMES) + 1)  # it is read again by itself
+    expect(view.get_by_role("row", name=re.compile("^logits"))).to_contain_text("differs on 1")
+    expect(twist).to_be_focused()  # though its row has changed
     expect(view.get_by_role("row", name=re.compile("^late"))).to_contain_text("only on 1")
     expect(view.locator(".notes")).to_have_text("")
 

@@ -65,3 +65,13 @@ def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Cal
     nb.run(2)
     assert nb.text(2) == "count 7\n"
     expect(nb.cell(2).locator(".dt")).to_have_count(0)
+
+
+def test_page_whose_kernel_is_gone_says_so(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW)
+    nb.run(0)
+    nb.restart()
+    gone = nb.cell(0).locator(".dt .note")
+    expect(gone).to_have_text("The kernel that showed this is gone: run the cell again", timeout=30_000)
+    nb.run(0)
+    expect(nb.cell(0).locator(".dt").get_by_label("Count")).to_have_text("0")

@@ -50,6 +50,7 @@ pytestmark = pytest.mark.timeout(120)
         ("logs x -f --nod a", "--nod is no option here: did you mean --node?"),
         ("stop x --grace long", "argument --grace: 'long' is no number"),
         ("restart", "the following arguments are required: JOB ("),
+        ("view x --rank 1", "--rank is no option here"),
         ("rm --older-than week", "argument --older-than: 'week' is no number"),
         ("fetch x 'a", "No closing quotation"),
     ],
@@ -60,7 +61,7 @@ def test_wrong_line_is_told_in_one_line(line: str, error: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("line", ["--help", "submit -h", "exec --help"])
+@pytest.mark.parametrize("line", ["--help", "submit -h", "view -h", "exec --help"])
 def test_help_is_shown(line: str) -> None:
     with pytest.raises(HelpShown, match="usage: %job"):
         parse_job_line(line)
@@ -339,6 +340,9 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
     shown = kernel.run("%job show demo")
     assert "localhost: ended, exit 0, ranks 0-1" in shown.rich()[0]
     assert shown.rich("text/html")[0].count("<table>") == 3, "nodes, plan, metrics"
+    viewed = kernel.run("%job view demo")
+    assert _without_id(viewed.rich()[0]).startswith("✓ job demo-ID: succeeded, after "), viewed.error
+    assert "live view; run the cell again" in viewed.rich("text/html")[0]
     fetched = kernel.run(f"%job fetch demo --to {tmp_path}/out")
     assert (tmp_path / "out/artifacts/1").read_text() == "made", fetched.error
     assert kernel.run("%job exec demo -- cat artifacts/* | wc -c; echo '$HOME' # -- as it is").text() == "8\n$HOME\n"

@@ -308,3 +308,23 @@ def test_file_that_another_process_writes_right_now_is_left_to_it(mine: MyPipeli
     ):
         mine.save(opened, {**DATA, "name": "train", "description": "mine"})
     assert mine.save(opened, {**DATA, "name": "train", "description": "mine"}).spec is not None
+
+
+def test_odd_files_are_listed_with_what_is_wrong_with_them(mine: MyPipelines) -> None:
+    mine.create({**DATA, "name": "here"})
+    (mine.folder / "folder.toml").mkdir()
+    os.mkfifo(mine.folder / "pipe.toml")  # nobody writes into it
+    (mine.folder / "large.toml").write_text("# " + "x" * 1_000_001)
+    (mine.folder / "latin.toml").write_bytes(b'name = "\xe9"')
+    (mine.folder / "deep.toml").write_text("a = " + "[" * 3000 + "]" * 3000)
+    (mine.folder / "\x1b[31m\n.toml").write_text('name = "\\u001b[31mred"')
+    found = mine.entries()
+    faults = {each.name: each.fault for each in found}
+    assert "Is a directory" in faults["folder"] and "is no file" in faults["pipe"]
+    assert "larger than 1 MB" in faults["large"] and "UTF-8" in faults["latin"] and "levels" in faults["deep"]
+    assert faults["here"] == "" and len(found) == 7
+    assert str(found).replace("\n", "").isprintable()
+    opened = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        mine.entries()
+    assert len(os.listdir("/proc/self/fd")) <= opened, "nothing stays open"

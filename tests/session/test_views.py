@@ -178,15 +178,15 @@ def test_who_listens_hears_the_end_and_the_thread_ends_with_the_session(cold_sta
     boards: list[Board] = []
     watch = session.watch(boards.append)
     assert_soon(lambda: bool(boards))
-    assert len(views_threads()) == 1
+    assert_soon(lambda: len(views_threads()) == 1)
     session.stop()
-    assert not views_threads()
+    assert_soon(lambda: not views_threads())
     assert told.at and boards[-1].over and "has ended" in boards[-1].over
     assert watch.latest == boards[-1]
     assert not any("is gone" in board.over for board in boards)  # it is no loss that was asked for
     assert session.watch().latest is not None  # and no thread that nobody would end
     session.on_change(told)()
-    assert not views_threads()
+    assert_soon(lambda: not views_threads())
 
 
 def test_a_callback_may_stop_the_session() -> None:
@@ -212,7 +212,7 @@ def test_what_is_no_callback_is_refused(session: Session) -> None:
     for wrong in (0, -1, 1e9, "1", True):
         with pytest.raises(SpecError, match="every_s"):
             session.watch(every_s=wrong)  # type: ignore[arg-type]
-    assert not views_threads()
+    assert_soon(lambda: not views_threads())
 
 
 # ---- what a board shows
@@ -343,7 +343,7 @@ def test_a_node_whose_connection_breaks_is_shown_and_so_is_its_return() -> None:
         board_where(session, lambda board: board.ranks[1].state == "idle" and not board.nodes[1].fault)
     finally:
         session.detach()
-    assert not views_threads()
+    assert_soon(lambda: not views_threads())
 
 
 def test_a_node_that_is_lost_takes_its_ranks_with_it() -> None:

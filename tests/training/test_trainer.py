@@ -99,6 +99,7 @@ def test_loop_is_that_of_a_book(metrics: Path) -> None:
     lines = read_metrics(str(metrics))
     assert [line["loss"] for line in lines] == losses and [line["step"] for line in lines] == list(range(1, 13))
     assert {"grad_norm", "lr", "samples_per_s", "memory_bytes"} <= lines[0].keys()
+    assert [line.get("total_steps") for line in lines] == [12] + [None] * 11, "who follows it knows how far it is"
 
 
 def test_epochs_are_as_many_steps_as_they_have(metrics: Path) -> None:

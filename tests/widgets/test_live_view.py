@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import sys
 import threading
@@ -72,6 +73,16 @@ def test_page_that_says_hello_gets_the_state_and_nothing_is_sent_without_one(vie
     view.hears("hello")
     assert told(view, 1) == [{"tell": "state", "page": "p", "late": True, "state": {"a": 1}}]
     assert view.there == [True] and view.sent.empty()
+
+
+def test_page_that_was_taken_for_gone_is_asked_to_say_hello_again(view: Any) -> None:
+    view.hears("hello")
+    told(view, 1)
+    view.hears("beat")
+    view.hears("bye")
+    view.hears("beat")
+    assert told(view, 1) == [{"tell": "again", "page": "p"}]
+    assert view.there == [True, False]
 
 
 def test_latest_value_wins_and_an_equal_one_is_not_sent_again(view: Any) -> None:
@@ -195,6 +206,16 @@ def test_pages_are_bounded(view: Any) -> None:
     for number in range(100):
         view.hears("hello", f"p{number}")
     assert len(told(view, 20)) == 20 and view.sent.empty()
+
+
+def test_view_whose_making_fails_ends_with_that_error_alone(kind: type[Any]) -> None:
+    class Failing(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        Failing()
+    gc.collect()
 
 
 def test_one_thing_is_done_at_a_time_and_its_failure_is_told(view: Any) -> None:

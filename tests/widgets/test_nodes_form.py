@@ -18,7 +18,9 @@ import pytest
 from detrain_nb.widgets import nodes_view
 from detrain_nb.widgets.node_drafts import FIELDS, Draft, check
 from detrain_nb.widgets.node_form import MOST_NODES
+from detrain_nb.widgets.node_start import StartTable
 
+from detrain_nb.deploy.start_steps import StartStep
 from detrain_nb.errors import SpecError
 from detrain_nb.spec import Node
 from detrain_nb.spec.nodes_file import read_nodes, write_nodes
@@ -415,9 +417,27 @@ def test_start_that_fails_is_told_at_its_node_and_nothing_is_left(view: _Collect
     assert start["is"] == "failed"
     assert list(start["errors"]) == [str(row)]
     assert "127.0.0.1" in start["errors"][str(row)]
-    assert start["table"][0]["cells"][0]["is"] == "failed"
+    assert [cell["is"] for cell in start["table"][0]["cells"]] == ["failed", "idle", "idle", "idle"]
     assert view.session is None
     view.types(row, port="")  # and the form is as it was
+
+
+def test_table_of_a_start_says_who_waits_for_whom_and_what_has_stopped() -> None:
+    table = StartTable(["a", "b", "c", "d", "e", "f"])
+    assert {cell["is"] for row in table.told() for cell in row["cells"]} == {"idle"}
+    table.take(StartStep("nobody", "connect", "done"))
+    table.take(StartStep("a", "ranks", "done", 4, 4))
+    table.take(StartStep("b", "ranks", "running", 1, 4))
+    first, second = table.told()[:2]
+    assert [cell["is"] for cell in first["cells"]] == ["done", "done", "done", "wait"]
+    assert first["cells"][3]["text"] == "for b, c, d and 2 more"
+    assert second["cells"][2] == {"is": "running", "text": "1 of 4", "share": 0.25}
+    table.take(StartStep("b", "ranks", "failed", error="no\x1b[2J room\u202e"))
+    assert "\x1b" not in table.errors["b"] and "\u202e" not in table.errors["b"]
+    table.take(StartStep("c", "connect", "running"))
+    table.stop()
+    assert [row["cells"][0]["is"] for row in table.told()] == ["done", "done", "stopped", "idle", "idle", "idle"]
+    assert table.told()[0]["cells"][3]["is"] == "idle"
 
 
 @pytest.mark.slow

@@ -23,18 +23,18 @@ _LOOK_S = 0.05
 def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -> None:
     """Send data and states; ``wait`` waits for some time, and says whether the notebook has said something."""
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
-    offsets = _check_offsets(said.get("offsets") or {})
+    offsets = check_offsets(said.get("offsets") or {})
     is_once, shown, wants = said.get("once") is True, "", _read_wishes(said)
     if said.get("tail") is not None:
-        _begin_at_tail(talk, folder, filter(wants, _list_streams(folder)), offsets, lines=check_number(said["tail"]))
+        _begin_at_tail(talk, folder, filter(wants, list_streams(folder)), offsets, lines=check_number(said["tail"]))
     # a job that prints all the time is not run after
-    ends = {name: find_end(folder / name) for name in _list_streams(folder)} if is_once else None
+    ends = {name: find_end(folder / name) for name in list_streams(folder)} if is_once else None
     while True:
         status = read_status(folder)  # before the files: what it printed before it ended is there then
         if (state := repr((status["state"], status.get("ranks"), status.get("restarts")))) != shown:
             talk.say("status", jobs=[{**status, "metrics": last_metrics(folder)}])
             shown = state
-        has_sent = [_send_more(talk, folder, name, offsets, ends) for name in _list_streams(folder) if wants(name)]
+        has_sent = [_send_more(talk, folder, name, offsets, ends) for name in list_streams(folder) if wants(name)]
         if any(has_sent):
             talk.flush()
         elif is_once or not is_live(status):
@@ -69,7 +69,7 @@ def _send_more(talk: Talk, folder: Path, name: str, offsets: dict[str, int], end
     return bool(data)
 
 
-def _list_streams(folder: Path) -> list[str]:
+def list_streams(folder: Path) -> list[str]:
     """What the job prints to by now: ranks in their order, then what they log."""
     found: list[str] = []
     for prefix in ("", f"{METRICS_NAME}/"):
@@ -92,7 +92,7 @@ def _read_wishes(said: dict[str, Any]) -> Callable[[str], bool]:
     return wants
 
 
-def _check_offsets(said: object) -> dict[str, int]:
+def check_offsets(said: object) -> dict[str, int]:
     if not isinstance(said, dict):
         raise JobRefused("offsets by name were expected")
     for name, offset in said.items():

@@ -127,7 +127,7 @@ def find_tail(path: Path, lines: int, *, most_bytes: int = MOST_TAIL_BYTES) -> i
     at = end = find_end(path)
     least = max(0, end - most_bytes)
     while lines > 0 and at > least:
-        begin, data = _read_up_to(path, max(least, at - _TAIL_BYTES), at)
+        begin, data = read_up_to(path, max(least, at - _TAIL_BYTES), at)
         if begin > at - _TAIL_BYTES:
             least = begin
         before = len(data)
@@ -140,7 +140,7 @@ def find_tail(path: Path, lines: int, *, most_bytes: int = MOST_TAIL_BYTES) -> i
     return at
 
 
-def _read_up_to(path: Path, begin: int, end: int) -> tuple[int, bytes]:
+def read_up_to(path: Path, begin: int, end: int) -> tuple[int, bytes]:
     """What stands before ``end``, from ``begin`` on, or behind what was cut out there; and where that begins."""
     data = b""
     while begin + len(data) < end:

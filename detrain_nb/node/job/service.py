@@ -24,6 +24,7 @@ from .ending import remove, stop
 from .facts import tell_facts
 from .files import list_artifacts, send_artifact
 from .following import follow
+from .looking import look, look_back
 from .preparing import Preparing
 from .reports import report
 from .sources import handle_source
@@ -60,6 +61,8 @@ _HANDLERS: Mapping[str, Handler] = {
     "facts": tell_facts,
     "source": handle_source,
     "status": report,
+    "look": look,
+    "look back": look_back,
     "stop": stop,
     "remove": remove,
     "artifacts": list_artifacts,

@@ -12,6 +12,10 @@ PREPARING, RUNNING, STOPPING = LIVE = ("preparing", "running", "stopping")
 ENDED, STOPPED, LOST, RESTARTED, UNREADABLE = OVER = ("ended", "stopped", "lost", "node restarted", "unreadable")
 SUBMITTING, NOT_STARTED, UNKNOWN = "submitting", "not started", "unknown"  # of a whole job: no node says these
 OUTPUT_NAME = re.compile(r"rank-[0-9]{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-[0-9]{1,6}\.jsonl")
+LOOK_LOG_BYTES = 1 << 16  # of a log, in one answer to who looks every second
+LOOK_BACK_BYTES = 1 << 16  # of what stands before that, asked for
+LOOK_METRICS_BYTES = 1 << 22  # of what a rank has logged, in one answer
+MOST_CHECKPOINTS = 50
 FILES_OF_A_LINE = 500  # of artifacts, in one message
 GRACE_S = 10.0  # between SIGTERM and SIGKILL, unless the user says otherwise
 COMMAND_LIMIT_S = 600.0  # of a command that is run on all nodes

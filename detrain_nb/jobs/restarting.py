@@ -1,0 +1,53 @@
+"""A job that was submitted, submitted again: the same spec, and the source as it is now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..transport import Transport
+from .record import Record
+from .source import fetch_bundle, plan_source
+from .starting import Started, gather_secrets, read_spec, start
+
+if TYPE_CHECKING:
+    from ..spec import PipelineSpec
+    from ..transport.ssh import AskPassphrase
+
+__all__ = ["start_again"]
+
+
+def start_again(
+    spec: PipelineSpec,
+    before: str,
+    *,
+    name: str,
+    nodes: Sequence[Transport] | None,
+    stop: Callable[[], object],
+    storage: str | None,
+    secrets: Mapping[str, str] | None,
+    record: Record,
+    ask_passphrase: AskPassphrase | None,
+    on_progress: Callable[[str], object] | None,
+) -> Started:
+    """Start ``spec`` as a new job in the place of ``before``, which ``stop`` ends once all is there that is needed.
+
+    Raises: SpecError where a secret that it names is not set here, DetrainError.
+    """
+    given = None if secrets is None else dict(secrets)
+    gather_secrets(spec, given)  # before anything is stopped
+    source = fetch_bundle(plan_source(spec), given)
+    stop()
+    if spec.checkpoint is not None:
+        spec = spec.with_overrides({"checkpoint.resume": True})
+    return start(
+        read_spec(spec, name, nodes),
+        source,
+        storage=storage or record.get(before).storage or None,
+        secrets=given,
+        on_progress=on_progress,
+        nodes=nodes,
+        record=record,
+        ask_passphrase=ask_passphrase,
+        before=before,
+    )

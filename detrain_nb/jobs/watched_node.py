@@ -1,0 +1,177 @@
+"""One node of a job that is watched: what it has said so far, of which the last of each log is kept."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..copying.json_lines import Talk, Untrue, as_size
+from ..metrics import read_metrics_line
+from ..node.job.terms import LOOK_BACK_BYTES, LOOK_LOG_BYTES, LOOK_METRICS_BYTES
+from .log_lines import FollowedFile
+from .report_checks import STATUS_BYTES, NodeReport, check_log_name, find_part, read_checkpoints, read_reports
+
+__all__ = ["Checkpoint", "LogPart", "WatchedNode", "hear_back"]
+
+_KEPT_BYTES = 1 << 24  # of all logs of a node
+_LEAST_KEPT_BYTES = 1 << 15  # of each
+_MOST_FILES = 80
+
+Checkpoint = tuple[int, float]  # its step, and when it was whole: seconds of the epoch, by the node's clock
+
+
+@dataclass(frozen=True)
+class LogPart:
+    """Lines that stand behind one another in a log. ``begin``: its bytes before them, 0 for the very first line.
+
+    ``source`` is a rank or "setup"; ``node`` is empty where the job has one node. ``skipped`` bytes before them were
+    not looked at: they are in the log.
+    """
+
+    node: str
+    source: str
+    begin: int
+    lines: tuple[str, ...]
+    skipped: int = 0
+
+
+@dataclass
+class _Log:
+    file: FollowedFile
+    parts: deque[LogPart] = field(default_factory=deque)
+    size: int = 0  # of the lines in the parts
+
+    def keep(self, part: LogPart, most_bytes: int) -> None:
+        self.parts.append(part)
+        self.size += _size_of(part)
+        while self.size > most_bytes and len(self.parts) > 1:
+            self.size -= _size_of(self.parts.popleft())
+
+
+def _size_of(part: LogPart) -> int:
+    return sum(map(len, part.lines)) + 64 * len(part.lines)
+
+
+class WatchedNode:
+    """What a node says, heard in one thread, and read in another one under ``lock``."""
+
+    def __init__(self, job: str, node_rank: int, *, name: str, num_ranks: int | None, lock: threading.Lock) -> None:
+        """``name``: as it stands before lines, empty where the job has one node."""
+        self.report: NodeReport | None = None
+        self.checkpoints: tuple[Checkpoint, ...] = ()
+        self.heard_at: float | None = None  # seconds of the epoch
+        self.why_silent = ""
+        self.is_done = False
+        self._job, self._node_rank, self._name, self._num_ranks = job, node_rank, name, num_ranks
+        self._lock = lock
+        self._logs: dict[str, _Log] = {}
+        self._metrics: dict[str, FollowedFile] = {}
+        self._new_parts: list[LogPart] = []
+        self._new_metrics: list[dict[str, Any]] = []
+
+    def look(self, talk: Talk) -> tuple[bool, bool]:
+        """Ask for what is new. Returns whether anything was, and whether there is more. Raises: FilesError."""
+        files = {**{name: log.file for name, log in self._logs.items()}, **self._metrics}
+        offsets = {name: file.offset for name, file in files.items()}
+        talk.say("look", id=self._job, node_rank=self._node_rank, offsets=offsets)
+        said = talk.hear("status", most_bytes=STATUS_BYTES)
+        report = find_part(read_reports(said), self._job, self._node_rank)
+        checkpoints = tuple(read_checkpoints(said.get("checkpoints")))
+        has_news, num_files = False, 0
+        while (piece := talk.hear("data", "end"))["type"] == "data":
+            num_files += 1
+            if num_files > _MOST_FILES:
+                raise Untrue(f"more than {_MOST_FILES} files came at once")
+            has_news |= self._take(talk, piece)
+        with self._lock:
+            has_news |= (self.report, self.checkpoints, self.why_silent) != (report, checkpoints, "")
+            self.report, self.checkpoints = report, checkpoints
+            self.heard_at, self.why_silent = time.time(), ""
+        return has_news, piece.get("more") is True
+
+    def _take(self, talk: Talk, said: dict[str, Any]) -> bool:
+        """Take what stands in a file behind what has come."""
+        name, offset, size = check_log_name(said.get("name")), as_size(said.get("offset")), as_size(said.get("size"))
+        is_metrics = name.startswith("metrics/")
+        if size > (LOOK_METRICS_BYTES if is_metrics else LOOK_LOG_BYTES):
+            raise Untrue(f"a piece of {size:,} bytes came: that is more than was asked for")
+        data = b"".join(talk.read(size))
+        if not self._is_of_job(name):
+            return False
+        if is_metrics:
+            return self._take_metrics(name, offset, data)
+        return self._take_log(name, offset, data)
+
+    def _is_of_job(self, name: str) -> bool:
+        """Setup, or a rank that the job has."""
+        rank = name.rpartition("rank-")[2].partition(".")[0]
+        return name != "torchrun.log" and (
+            not rank.isdecimal() or self._num_ranks is None or int(rank) < self._num_ranks
+        )
+
+    def _take_metrics(self, name: str, offset: int, data: bytes) -> bool:
+        file = self._metrics.setdefault(name, FollowedFile())
+        found = [values for line in file.take(offset, data) if (values := read_metrics_line(line))]
+        with self._lock:
+            self._new_metrics += [values for values in found if name == f"metrics/rank-{values['rank']}.jsonl"]
+        return bool(found)
+
+    def _take_log(self, name: str, offset: int, data: bytes) -> bool:
+        log = self._logs.get(name)
+        skipped = offset if log is None else offset - log.file.offset
+        if log is None:
+            log = self._logs[name] = _Log(FollowedFile(offset))
+        elif skipped > 0:  # what comes begins with a whole line
+            log.file = FollowedFile(offset)
+        begin = log.file.offset - len(log.file.rest)
+        lines = tuple(log.file.take(offset, data))
+        if not lines:
+            return False
+        self._keep(name, begin, lines, skipped=max(0, skipped))
+        return True
+
+    def _keep(self, name: str, begin: int, lines: tuple[str, ...], *, skipped: int = 0) -> None:
+        source = name.removesuffix(".log").removeprefix("rank-")
+        part = LogPart(self._name, source, begin, lines, skipped)
+        with self._lock:
+            self._logs[name].keep(part, max(_LEAST_KEPT_BYTES, _KEPT_BYTES // len(self._logs)))
+            self._new_parts.append(part)
+
+    def finish(self) -> None:
+        """Nothing more comes: what has no line's end is a line too."""
+        for name, log in self._logs.items():
+            begin = log.file.offset - len(log.file.rest)
+            if lines := tuple(log.file.end()):
+                self._keep(name, begin, lines)
+        self.is_done = True
+
+    # ---- for the thread that tells others; the lock is held
+
+    def take_new(self) -> tuple[list[LogPart], list[dict[str, Any]]]:
+        found = self._new_parts, self._new_metrics
+        self._new_parts, self._new_metrics = [], []
+        return found
+
+    def kept_parts(self) -> list[LogPart]:
+        """The last of each log."""
+        return [part for log in self._logs.values() for part in log.parts]
+
+
+def hear_back(talk: Talk, job: str, node_rank: int, before: LogPart) -> LogPart:
+    """The lines that stand before those of ``before`` in its log. Raises: FilesError."""
+    name = f"{before.source}.log" if before.source == "setup" else f"rank-{int(before.source)}.log"
+    talk.say("look back", id=job, node_rank=node_rank, name=name, end=before.begin)
+    said = talk.hear("data")
+    at, size = as_size(said.get("offset")), as_size(said.get("size"))
+    if size > LOOK_BACK_BYTES or at + size > before.begin:
+        raise Untrue(f"{size:,} bytes from {at:,} on came: that is not what was asked for")
+    data = b"".join(talk.read(size))
+    whole = data.find(b"\n") + 1 if at else 0  # it begins in the middle of a line
+    if whole == len(data):
+        whole = 0  # all of it is one long line
+    file = FollowedFile(at + whole)
+    lines = (*file.take(at + whole, data[whole:]), *file.end())
+    return LogPart(before.node, before.source, at + whole, lines, before.begin - at - size)

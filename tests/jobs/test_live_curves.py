@@ -1,0 +1,71 @@
+"""Curves of a job that is watched: bounded, whatever is logged, and as it was logged where that is little."""
+
+from __future__ import annotations
+
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from detrain_nb.jobs.live_curves import MOST_POINTS, Curve, LiveCurves
+
+
+def test_few_points_are_as_they_were_logged() -> None:
+    curve = Curve(0)
+    for step in range(100):
+        curve.add(step, float(step))
+    assert curve.points() == [(step, float(step)) for step in range(100)]
+    assert len(curve.points(30)) <= 30
+    assert curve.points(50)[0] == (1, 0.5)
+
+
+@given(st.integers(1, 20_000))
+def test_many_points_are_means_that_keep_the_last_step_and_the_mean(number: int) -> None:
+    curve = Curve(0)
+    for step in range(number):
+        curve.add(step, 1.0 if step % 2 else 3.0)
+    points = curve.points()
+    assert len(points) <= MOST_POINTS
+    assert points[-1][0] == number - 1
+    assert [step for step, _ in points] == sorted({step for step, _ in points})
+    if number > MOST_POINTS and number % 2 == 0:
+        assert points[0][1] == 2.0
+
+
+def test_steps_that_come_again_take_the_place_of_those_before() -> None:
+    curve = Curve(0)
+    for step, value in [(0, 1.0), (1, 2.0), (2, 3.0), (1, 9.0)]:
+        curve.add(step, value)
+    assert curve.points() == [(0, 1.0), (1, 9.0)]
+
+
+def test_what_is_no_finite_number_is_a_gap_and_the_last_value_says_it() -> None:
+    curve = Curve(0)
+    for step, value in [(0, 1.0), (1, math.nan)]:
+        curve.add(step, value)
+    assert curve.points() == [(0, 1.0), (1, None)]
+    assert curve.last is not None and math.isnan(curve.last)
+
+
+def test_curve_is_that_of_the_first_rank_that_logs_the_name() -> None:
+    curves = LiveCurves()
+    for rank in (3, 1, 2):
+        for step in range(2):
+            curves.add({"step": step, "rank": rank, "time": 100.0 + step, "loss": float(rank), "run": "x"})
+    loss = curves.get("loss")
+    assert loss is not None and loss.rank == 1
+    assert loss.points() == [(0, 1.0), (1, 1.0)]
+    assert [*curves.names] == ["loss"]
+    assert curves.pace == 1.0
+    assert curves.last_step == 1
+
+
+def test_hostile_lines_take_little_memory() -> None:
+    curves = LiveCurves()
+    for number in range(1000):
+        curves.add({"step": number, "rank": 0, "time": -1, f"n\x1b{number}" + "x" * 1000: 10**400, "total_steps": -3})
+    assert len([*curves.names]) == 64
+    assert all(name.isprintable() and len(name) <= 80 for name in curves.names)
+    assert curves.num_steps is None and curves.pace is None
+    curves.add({"step": 1, "rank": 0, "time": 5.0, "total_steps": 80})
+    assert curves.num_steps == 80

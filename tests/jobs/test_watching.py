@@ -1,0 +1,377 @@
+"""A real job of two ranks that is watched: who listens is told what changes, and nothing runs on when nobody does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from detrain_nb.copying.json_lines import Talk
+from detrain_nb.errors import DetrainError, WireError
+from detrain_nb.jobs import Job, JobNews, LogPart, submit
+from detrain_nb.jobs.job_status import judge
+from detrain_nb.jobs.watching import Watch
+from detrain_nb.node.job.terms import LOOK_LOG_BYTES
+from detrain_nb.spec import PipelineSpec
+from detrain_nb.transport.local import LocalTransport
+
+from .lying_node import Answer, LyingNode
+
+LIMIT_S = 120.0
+STEP_BY_STEP = """
+import os, pathlib, sys, time
+from detrain_nb import log_metrics
+
+rank, orders = int(os.environ["RANK"]), pathlib.Path(r"{orders}")
+for number in range(1000):
+    while not (orders / str(number)).exists():
+        time.sleep(0.02)
+    for step in range(10 * number, 10 * number + 10):
+        log_metrics(step, loss=1.0 / (step + 1), total_steps=40)
+        print(f"step {{step}} of rank {{rank}}")
+    if (orders / str(number)).read_text() == "checkpoint" and rank == 0:
+        place = pathlib.Path(f"checkpoints/step-{{10 * number:08d}}")
+        place.mkdir(parents=True)
+        (place / "checkpoint.json").write_text("")
+    if (orders / str(number)).read_text() == "fail" and rank == 1:
+        sys.exit("out of luck")
+    if (orders / str(number)).read_text() == "end":
+        pathlib.Path("model.pt").write_bytes(b"x" * 1000)
+        break
+"""
+
+
+class Heard:
+    """All news of a job, as a listener of it hears them."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.states: list[str] = []
+        self.news: JobNews | None = None
+        self.points: list[tuple[int, float | None]] = []
+        self.times: list[float] = []
+        self._changed = threading.Condition()
+
+    def __call__(self, news: JobNews) -> None:
+        with self._changed:
+            self.news = news
+            self.times.append(time.monotonic())
+            self.lines += [(part.source, line) for part in news.parts for line in part.lines]
+            self.states.append(news.status.state)
+            loss = news.curves.get("loss")
+            self.points = loss.points() if loss else []
+            self._changed.notify_all()
+
+    def wait_for(self, is_so: Callable[[Heard], bool], limit_s: float = 60.0) -> JobNews:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.news is not None and is_so(self), limit_s), (
+                self.states,
+                self.lines[-5:],
+                self.points,
+            )
+            assert self.news is not None
+            return self.news
+
+
+def watchers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "detrain_nb watch"]
+
+
+def wait_until_no_thread_is_left(limit_s: float = 20.0) -> None:
+    for thread in watchers():
+        thread.join(limit_s)
+    assert watchers() == []
+
+
+def submit_step_by_step(orders: Path, **fields: object) -> Job:
+    source = {"script_text": STEP_BY_STEP.format(orders=orders)}
+    return submit(PipelineSpec.from_dict({"name": "steps", "source": source, "checkpoint": None, **fields}))
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_curves_grow_and_logs_follow_to_the_end(home: Path, tmp_path: Path) -> None:
+    job = submit_step_by_step(tmp_path, checkpoint={"url": "checkpoints"})
+    heard, late = Heard(), Heard()
+    (tmp_path / "0").write_text("")
+    stop = job.on_change(heard)
+    heard.wait_for(lambda it: len(it.points) == 10 and len(it.lines) == 20)
+    assert heard.news and not heard.news.checkpoints
+    (tmp_path / "1").write_text("checkpoint")
+    news = heard.wait_for(lambda it: len(it.points) == 20 and len(it.lines) == 40 and bool(it.news.checkpoints))
+    assert [step for step, _ in news.checkpoints] == [10]
+    assert (news.status.state, news.curves.num_steps, news.curves.last_step) == ("running", 40, 19)
+    assert job.list_made("model.pt") == []
+    stop_late = job.on_change(late)
+    late.wait_for(lambda it: len(it.points) == 20 and len(it.lines) == 40)
+    (tmp_path / "2").write_text("end")
+    heard.wait_for(lambda it: it.states[-1] == "ended" and len(it.lines) == 60)
+    late.wait_for(lambda it: it.states[-1] == "ended" and len(it.lines) == 60)
+    for each in (heard, late):
+        assert [line for source, line in each.lines if source == "1"] == [f"step {n} of rank 1" for n in range(30)]
+    wait_until_no_thread_is_left()
+    stop(), stop_late()
+    made = job.list_made()
+    assert [(file.node, file.name, file.size_bytes) for file in made] == [("this-machine", "model.pt", 1000)]
+    again = Heard()
+    job.on_change(again)
+    news = again.wait_for(lambda it: len(it.points) == 30 and len(it.lines) == 60)
+    assert (news.status.state, news.status.exit_code) == ("ended", 0)
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_failure_and_a_stop_are_told_at_once(home: Path, tmp_path: Path) -> None:
+    job = submit_step_by_step(tmp_path)
+    heard = Heard()
+    job.on_change(heard)
+    (tmp_path / "0").write_text("fail")
+    news = heard.wait_for(lambda it: it.states[-1] == "ended")
+    assert (news.status.failed_rank, news.status.exit_code) == (1, 1)
+    assert "out of luck" in news.status.last_lines[-1]
+    heard = Heard()
+    (tmp_path / "0").write_text("")
+    again = job.restart()
+    again.on_change(heard)
+    heard.wait_for(lambda it: it.states[-1] == "running" and len(it.points) == 10)
+    again.stop(grace_s=1)
+    heard.wait_for(lambda it: it.states[-1] == "stopped")
+    wait_until_no_thread_is_left()
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_nothing_runs_when_nobody_listens(home: Path, tmp_path: Path) -> None:
+    job = submit_step_by_step(tmp_path)
+    try:
+        first, second = Heard(), Heard()
+        stop_first, stop_second = job.on_change(first), job.on_change(second)
+        first.wait_for(lambda it: it.states[-1:] == ["running"])
+        stop_first()
+        stop_first()
+        assert watchers()
+        second.wait_for(lambda it: bool(it.states))
+        stop_second()
+        wait_until_no_thread_is_left()
+        third = Heard()
+        stop = job.on_change(third)
+        (tmp_path / "0").write_text("")
+        third.wait_for(lambda it: len(it.points) == 10)
+        assert len(first.points) == 0
+        stop()
+    finally:
+        job.stop(grace_s=1)
+    wait_until_no_thread_is_left()
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_listener_that_fails_hears_no_more_and_the_others_do(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, heard, calls = submit_step_by_step(tmp_path), Heard(), list[JobNews]()
+    try:
+
+        def fail(news: JobNews) -> None:
+            calls.append(news)
+            raise RuntimeError("of the listener")
+
+        job.on_change(fail)
+        stop = job.on_change(heard)
+        heard.wait_for(lambda it: it.states[-1:] == ["running"])
+        (tmp_path / "0").write_text("")
+        heard.wait_for(lambda it: len(it.points) == 10)
+        assert len(calls) == 1
+        assert "RuntimeError: of the listener" in capsys.readouterr().err
+        stop()
+    finally:
+        job.stop(grace_s=1)
+    wait_until_no_thread_is_left()
+
+
+LONG = """
+import sys
+for number in range(20_000):
+    print(f"line {number} " + "x" * 20)
+sys.stdout.write("no end")
+"""
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_of_a_long_log_the_last_lines_come_and_more_is_asked_for(home: Path) -> None:
+    job = submit(PipelineSpec.from_dict({"name": "long", "source": {"script_text": LONG}}).with_ranks(1))
+    job.wait(60)
+    heard = Heard()
+    job.on_change(heard)
+    heard.wait_for(lambda it: it.states[-1:] == ["ended"])
+    wait_until_no_thread_is_left()
+    texts = [line for _, line in heard.lines]
+    assert texts[-1] == "no end" and len(texts) == 400
+    assert heard.news
+    part = heard.news.parts[0]
+    assert part.lines[0] == texts[0] and part.begin > 0
+    found, looks = [*texts], 0
+    while part.begin:
+        part = job.log_before(part)
+        found[:0] = part.lines
+        looks += 1
+        assert sum(map(len, part.lines)) <= LOOK_LOG_BYTES
+    assert found == [f"line {number} " + "x" * 20 for number in range(20_000)] + ["no end"]
+    assert looks < 20
+
+
+# ---- nodes that do not answer, or say what no node should
+
+
+def answers(state: str, **more: object) -> dict[str, Answer]:
+    """Of a node that is looked at: how its part is, and nothing else."""
+
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        job = {"id": order["id"], "node_rank": order["node_rank"], "state": state, "ranks": [order["node_rank"]]}
+        talk.say("status", jobs=[job], **more)
+        talk.say("end", more=False)
+
+    return {"look": look}
+
+
+def watch(*nodes: LocalTransport) -> Watch:
+    names = [node.name for node in nodes]
+    return Watch(nodes, "lies", num_ranks=2, judge=lambda said: judge("lies", "lies", dict(zip(names, said))))
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_node_out_of_reach_is_told_with_its_time_and_the_others_go_on() -> None:
+    there, gone = LyingNode(answers("running"), name="gpu1"), LyingNode(answers("running"), name="gpu2")
+    heard, watched = Heard(), watch(there, gone)
+    stop = watched.add(heard)
+    assert stop
+    news = heard.wait_for(lambda it: it.states[-1:] == ["running"] and len(it.news.status.reports) == 2)
+    assert not news.unreached
+    gone.answers = {}
+    watched.look_now()
+    news = heard.wait_for(lambda it: "gpu2" in it.news.unreached)
+    assert str(news.unreached["gpu2"]).startswith("not reached since ") and news.unreached["gpu2"].why
+    assert abs(news.unreached["gpu2"].since - time.time()) < 60
+    assert news.status.state == "running" and news.status.reports["gpu2"].state == "running"
+    gone.answers = answers("running")
+    heard.wait_for(lambda it: not it.news.unreached)
+    stop()
+    wait_until_no_thread_is_left()
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_node_is_asked_once_a_second_and_less_where_nothing_changes() -> None:
+    node = LyingNode(answers("running"), name="gpu1")
+    watched = watch(node)
+    stop = watched.add(Heard())
+    assert stop
+    begun = time.monotonic()
+    while len(node.heard) < 4:
+        assert time.monotonic() - begun < 30
+        time.sleep(0.05)
+    assert time.monotonic() - begun > 1.0 + 1.5 + 2.25 - 0.5
+    stop()
+    wait_until_no_thread_is_left()
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"checkpoints": [[1, 2, 3]]},
+        {"checkpoints": [["1", 2]]},
+        {"checkpoints": [[n, 1.0] for n in range(60)]},
+        {"checkpoints": {"1": 2}},
+    ],
+    ids=str,
+)
+def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> None:
+    heard, watched = Heard(), watch(LyingNode(answers("running", **said), name="gpu1"))
+    stop = watched.add(heard)
+    assert stop
+    news = heard.wait_for(lambda it: bool(it.news.unreached))
+    assert news.status.state == "unknown"
+    assert "expected" in news.unreached["gpu1"].why
+    stop()
+    wait_until_no_thread_is_left()
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    ("name", "size", "why"),
+    [
+        ("rank-0.log", 1 << 20, "more than was asked for"),
+        ("../passwd", 10, "is no log of a job"),
+        ("metrics/rank-0.jsonl", 1 << 30, "more than was asked for"),
+    ],
+)
+def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, why: str) -> None:
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("status", jobs=[])
+        talk.say("data", name=name, offset=0, size=size)
+        talk.send(b"x")
+
+    heard, watched = Heard(), watch(LyingNode({"look": look}, name="gpu1"))
+    stop = watched.add(heard)
+    assert stop
+    news = heard.wait_for(lambda it: bool(it.news.unreached))
+    assert why in news.unreached["gpu1"].why
+    assert heard.lines == []
+    stop()
+    wait_until_no_thread_is_left()
+
+
+def test_lines_of_ranks_that_the_job_has_not_are_not_taken() -> None:
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        job = {"id": order["id"], "node_rank": 0, "state": "ended", "exit_code": 0}
+        talk.say("status", jobs=[job])
+        for name in ("rank-0.log", "rank-2.log", "torchrun.log", "setup.log"):
+            talk.say("data", name=name, offset=0, size=6)
+            talk.send(b"\x1b[2Ja\n")
+        talk.say("end", more=False)
+
+    heard = Heard()
+    assert watch(LyingNode({"look": look}, name="gpu1")).add(heard)
+    heard.wait_for(lambda it: it.states[-1:] == ["ended"])
+    assert heard.lines == [("0", "a"), ("setup", "a")]
+    wait_until_no_thread_is_left()
+
+
+def job_on(node: LyingNode) -> Job:
+    """A job that no record knows, which is enough to ask its node."""
+    job = object.__new__(Job)
+    job.__dict__.update(id="lies", name="lies", _reached=[node], _nodes=())
+    return job
+
+
+@pytest.mark.parametrize(
+    ("files", "why"),
+    [
+        ([["../../.bashrc", 1, 1.0]], "leads out of the folder"),
+        ([["a.pt", -1, 1.0]], "no number of bytes"),
+        ([["a.pt", 1, "now"]], "is no time"),
+        ([["a.pt", 1, 1.0]] * 501, "a list of at most 500"),
+    ],
+)
+def test_what_a_node_says_it_has_made_is_checked(files: list[list[object]], why: str) -> None:
+    def made(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("made", files=files)
+
+    with pytest.raises(DetrainError, match=why):
+        job_on(LyingNode({"artifacts": made}, name="gpu1")).list_made("*.pt")
+
+
+def test_files_that_were_not_asked_for_are_not_listed() -> None:
+    def made(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("made", files=[["a.pt", 1, 1.0], ["key.pem", 1, 1.0]])
+
+    found = job_on(LyingNode({"artifacts": made}, name="gpu1")).list_made("*.pt")
+    assert [file.name for file in found] == ["a.pt"]
+
+
+def test_part_before_another_one_is_checked() -> None:
+    def look_back(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("data", name=order["name"], offset=90, size=50)
+        talk.send(b"x" * 50)
+
+    with pytest.raises(WireError, match="not what was asked for"):
+        job_on(LyingNode({"look back": look_back}, name="gpu1")).log_before(LogPart("", "0", 100, ()))

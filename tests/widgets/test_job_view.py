@@ -1,0 +1,293 @@
+"""A job's view without a page: what pages are told of real jobs and of what nodes may say, and what they may ask."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from detrain_nb.widgets import job as view_of
+from detrain_nb.widgets import job_picture as picture
+from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow
+from detrain_nb.widgets.job_model import MOST_DOWNLOAD_BYTES, choose_model
+from detrain_nb.widgets.job_settled import settle_job
+from detrain_nb.widgets.job_view import JobView
+
+from detrain_nb.errors import JobError
+from detrain_nb.jobs import LogPart, MadeFile, submit
+from detrain_nb.jobs.job_status import JobStatus
+from detrain_nb.jobs.live_curves import LiveCurves
+from detrain_nb.jobs.report_checks import NodeReport
+from detrain_nb.jobs.watching import Unreached
+from detrain_nb.spec import PipelineSpec
+
+LIMIT_S = 120.0
+SCRIPT = """
+import os, pathlib, time
+from detrain_nb import log_metrics
+rank = int(os.environ["RANK"])
+for step in range(40):
+    log_metrics(step, loss=1 / (step + 1), total_steps=40)
+    print(f"step {step}")
+while not pathlib.Path(r"GO").exists():
+    time.sleep(0.02)
+pathlib.Path("model.safetensors").write_bytes(bytes(range(256)) * 4000)
+"""
+
+
+class Collecting(JobView):
+    def __init__(self, *args: Any) -> None:
+        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.seen: dict[str, Any] = {}
+        super().__init__(*args)
+
+    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
+        json.dumps(content, allow_nan=False)
+        self.sent.put(content)
+
+    def hears(self, do: str, **more: object) -> None:
+        self._handle_custom_msg({"do": do, "page": "p", **more}, [])
+
+    def asks(self, action: str, **arguments: object) -> Any:
+        """What the action answers; a refusal is its text."""
+        self.hears("call", call="c", action=action, arguments=arguments)
+        while (said := self._next())["tell"] != "answer":
+            pass
+        return said.get("error", said.get("value"))
+
+    def wait_for(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """Wait until what a page knows is so; returns that."""
+        while not is_so(self.seen):
+            self._next()
+        return self.seen
+
+    def _next(self) -> dict[str, Any]:
+        said = self.sent.get(timeout=60)
+        if said["tell"] == "state":
+            self.seen = said["state"]
+        if said["tell"] == "news":
+            self.seen |= said["parts"]
+            self.seen["log"] = [*self.seen["log"], *said["added"].get("log", [])]
+        return said
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    base = tmp_path_factory.mktemp("jobs")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "DETRAIN_NB_RUNTIME_DIR"):
+            (base / name).mkdir(mode=0o700)
+            patch.setenv(name, str(base / name))
+        yield base
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_path: Path) -> None:
+    text = SCRIPT.replace("GO", str(tmp_path / "go"))
+    job = submit(PipelineSpec.from_dict({"name": "train", "source": {"script_text": text}, "checkpoint": None}))
+    view = Collecting(job)
+    assert view.sent.empty() and not [each for each in threading.enumerate() if each.name == "detrain_nb watch"]
+    view.hears("hello")
+    seen = view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
+    assert seen["head"]["phase"] == "running" and seen["progress"]["total"] == 40
+    assert view.asks("save", folder=str(tmp_path)) == "Model is written after the last step"
+    assert view.asks("download", index=0) == "Model is written after the last step"
+    (tmp_path / "go").write_text("")
+    seen = view.wait_for(lambda it: bool(it["model"]["files"]))
+    assert seen["head"]["word"] == "succeeded"
+    assert seen["model"]["files"] == [{"node": "", "name": "model.safetensors", "size": 1_024_000}]
+    assert seen["curves"]["loss"]["points"][0] == [0, 1.0]
+    lines = [text for item in seen["log"] for _, text in item["lines"] if item["source"] == "1"]
+    assert lines == [f"step {step}" for step in range(40)]
+
+    assert view.asks("piece", id="x", offset=0) == "that download is over: begin it again"
+    assert view.asks("download", index=1) == "there is no such file: reload the page"
+    assert view.asks("download", index=0) is None
+    file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
+    pieces = [base64.b64decode(view.asks("piece", id=file["id"], offset=at)) for at in (0, file["chunk"])]
+    assert b"".join(pieces) == bytes(range(256)) * 4000
+    assert view.asks("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
+    folder = view._download._folder
+    assert folder and Path(folder).exists()
+    view.asks("downloaded")
+    assert not Path(folder).exists()
+    assert view.asks("save", folder=str(tmp_path / "models")) is None
+    view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "save")
+    assert (tmp_path / "models/model.safetensors").read_bytes() == bytes(range(256)) * 4000
+
+    settled = view.settled()
+    assert settled.text.startswith(f"✓ job {job.id}: succeeded, after ")
+    assert "step 39 of 40, loss 0.025, model model.safetensors" in settled.text
+    assert "<svg" in settled.html and "class=" not in settled.html
+
+    assert view.asks("restart") is None
+    seen = view.wait_for(lambda it: it["head"]["id"] != job.id)
+    view.hears("hello")
+    again = view.wait_for(lambda it: it["head"]["word"] == "succeeded" and bool(it["model"]["files"]))
+    assert again["head"]["id"].startswith("train-") and again["head"]["id"] != job.id
+    view.hears("bye")
+    view.close()
+    wait_for_no_watcher()
+    assert view_of("train").state()["head"]["id"] == again["head"]["id"]
+    with pytest.raises(JobError, match="no job 'other'"):
+        view_of("other")
+
+
+def wait_for_no_watcher() -> None:
+    for thread in threading.enumerate():
+        if thread.name.startswith("detrain_nb watch"):
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_watching_ends_with_the_last_page_and_a_stop_is_told(home: Path, tmp_path: Path) -> None:
+    text = SCRIPT.replace("GO", str(tmp_path / "never"))
+    job = submit(PipelineSpec.from_dict({"name": "stopped", "source": {"script_text": text}}))
+    view = Collecting(job)
+    view.hears("hello")
+    view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
+    view.hears("bye")
+    wait_for_no_watcher()
+    view.hears("hello")
+    assert view.asks("stop") is None
+    seen = view.wait_for(lambda it: it["head"]["word"] == "stopped")
+    assert seen["model"]["why"] in ("Looking for the model", "No model was written")
+    numbers = [item["number"] for item in seen["log"]]
+    assert numbers == sorted(set(numbers)), "nothing is told twice"
+    assert view.asks("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
+    assert view.asks("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
+    view.asks("earlier", node="", source="0", begin=14)
+    assert [text for _, text in view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]["lines"]] == [
+        "step 0",
+        "step 1",
+    ]
+    view.asks("earlier", node="elsewhere", source="0", begin=14)
+    assert "has no node" in view.wait_for(lambda it: "error" in it["earlier"])["earlier"]["error"]
+    view.close()
+    wait_for_no_watcher()
+
+
+# ---- what nodes say
+
+
+def status(state: str = "running", **more: Any) -> JobStatus:
+    return JobStatus("lies-1", "lies", state, **more)
+
+
+def test_nodes_are_told_with_their_ranks_and_since_when_they_do_not_answer() -> None:
+    reports = {
+        "gpu1": NodeReport("a", 0, "ended", exit_code=3, failed_rank=1, ranks=(0, 1)),
+        "gpu2": NodeReport("a", 1, "ended", exit_code=143, ranks=(2, 3), reason="<b>\x1b[2J"),
+        "gpu3": NodeReport("a", 2, "running", ranks=tuple(range(100))),
+    }
+    gone = {"gpu3": Unreached(time.time(), "no route")}
+    said = status("ended", exit_code=3, failed_node="gpu1", failed_rank=1, reports=reports, silent={"gpu4": "no"})
+    first, second, third, fourth = picture.nodes_of(said, gone)
+    assert (first["word"], first["ranks"]) == ("rank 1 failed", [[0, "stopped"], [1, "bad"]])
+    assert (second["word"], second["more"].isprintable()) == ("stopped", True)
+    assert third["sign"] == "lost" and third["more"].startswith("not reached since ")
+    assert (len(third["ranks"]), third["hidden"]) == (64, 36)
+    assert (fourth["word"], fourth["more"]) == ("unknown", "no")
+
+
+def test_job_whose_nodes_are_all_out_of_reach_is_unknown() -> None:
+    since = time.time() - 3600
+    gone = {"gpu1": Unreached(since, "no route")}
+    head = picture.head_of(status(started_at=since), gone, ["gpu1"])
+    assert (head["sign"], head["word"], head["seconds"]) == ("lost", "unknown", None)
+    assert head["facts"] == f"not reached since {picture.clock(since)}"
+
+
+def test_progress_says_how_long_it_takes() -> None:
+    curves = LiveCurves()
+    assert picture.progress_of(status(), curves, [], 100) is None
+    for step in range(51):
+        curves.add({"step": step, "rank": 0, "time": 1000.0 + step, "loss": 1.0})
+    found = picture.progress_of(status(), curves, [(10, time.time())], 5050)
+    assert found and (found["left"], found["pace"], found["checkpoints"]) == ("about 1 h 23 min left", 1.0, [10])
+    unknown = picture.progress_of(status(), curves, [], None)
+    assert unknown and (unknown["left"], unknown["total"]) == ("", None)
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(2.4341, "2.434"), (2.29e-4, "2.29e-04"), (223_456, "223 k"), (math.nan, "nan"), (-math.inf, "-inf"), (0, "0")],
+)
+def test_numbers(value: float, shown: str) -> None:
+    assert picture.number(value) == shown
+
+
+def test_hostile_curves_are_plain_json() -> None:
+    curves = LiveCurves()
+    for step in range(5000):
+        curves.add({"step": step, "rank": 0, "time": 1.0, "loss": [1.0, math.inf, math.nan, 1e308][step % 4]})
+    curves.add({"step": 1 << 62, "rank": 0, "<img>\x1b_loss": 10**400})
+    shown = picture.curves_of(curves)
+    assert len(json.dumps(shown, allow_nan=False)) < 20_000
+    assert len(shown["loss"]["points"]) <= 400
+
+
+def test_levels_of_lines() -> None:
+    lines = [
+        "step 1",
+        "WARNING: x",
+        "UserWarning: y",
+        "Traceback (most recent call last):",
+        "  at",
+        "ValueError: x",
+        "on",
+    ]
+    levels = Levels()
+    assert [levels.of(line) for line in lines] == [INFO, WARNING, WARNING, ERROR, ERROR, ERROR, INFO]
+    assert Levels().of("x" * 400 + " ERROR") == INFO, "a line is not searched to its end"
+
+
+def test_log_is_a_window_of_bounded_size() -> None:
+    window = LogWindow()
+    for number in range(300):
+        told = window.add([LogPart("", str(rank), number, ("x" * 5000,) * 20) for rank in range(20)])
+        assert sum(len(text) for item in told for _, text in item["lines"]) <= 600_000
+        assert told[0].get("is_cut") is True
+    kept = sum(len(text) for item in window.items() for _, text in item["lines"])
+    assert kept < 4_000_000
+    assert all(len(text) < 2100 for item in told for _, text in item["lines"])
+    item = window.add([LogPart("", "0", 0, ("\x1b[31mred\x1b[0m\x1b[2J\x07\u202e",))])[0]
+    assert item["lines"][0][1].replace("\u202e", "").startswith("red")
+    assert "\x1b" not in item["lines"][0][1]
+
+
+def test_model_is_the_likeliest_file_and_no_checkpoint() -> None:
+    names = ["a.txt", "opt.pt", "checkpoints/step-00000100/rank-0-ab.safetensors", "out/model.pt", "model.safetensors"]
+    found = choose_model([MadeFile("n", name, 10, 0.0) for name in names])
+    assert [file.name for file in found] == ["model.safetensors", "out/model.pt", "opt.pt"]
+    assert MOST_DOWNLOAD_BYTES == 50_000_000
+
+
+def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:
+    curves = LiveCurves()
+    for step in range(3000):
+        curves.add({"step": step, "rank": 0, "<img>loss": 1.0 + step})
+    last = tuple(f"<script>{number}</script>" * 300 for number in range(50))
+    failed = status("ended", exit_code=1, failed_rank=0, last_lines=last)
+    settled = settle_job(
+        failed,
+        picture.head_of(failed, {}, []),
+        progress=picture.progress_of(failed, curves, [(10, 0.0)], None),
+        curves=picture.curves_of(curves),
+        failure=picture.failure_of(failed, curves, [(10, 0.0)]),
+        model=[],
+        advice="%job view lies-1",
+    )
+    bundle = settled.bundle()
+    assert "<script" not in bundle["text/html"] and "<img" not in bundle["text/html"]
+    assert len(bundle["text/html"]) < 50_000
+    assert "rank 0 ended with exit code 1 at step 2,999." in bundle["text/plain"]
+    assert "A restart goes on from checkpoint 10." in bundle["text/plain"]

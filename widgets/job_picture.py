@@ -1,0 +1,242 @@
+"""A job as plain JSON for its view: what its nodes said, in the view's words and numbers."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..jobs.advice import advise, describe_failure
+from ..jobs.job_status import JobStatus, describe_seconds
+from ..jobs.live_curves import Curve, LiveCurves
+from ..jobs.report_checks import NodeReport
+from ..jobs.watched_node import Checkpoint
+from ..jobs.watching import Unreached
+from ..node.job.terms import ENDED, STOPPED, STOPPING, UNKNOWN
+from ..session.output.safe_output import one_line
+from .job_log import Levels, clean_line
+
+_SHOWN_POINTS = 400  # of a curve: more than its picture has points
+_MOST_RANKS, _MOST_CHECKPOINTS, _MOST_LAST_LINES = 64, 50, 20
+_LOSS = ("loss", "train_loss", "train/loss", "training_loss")
+_VALIDATION = re.compile(r"^(?:evaluation|eval|val|valid|validation|test)[_/ .-]?loss$")
+_LEARNING_RATE = ("lr", "learning_rate", "train/lr")
+_RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "steps_per_s": "steps/s"}
+_WORDS = {  # of a state, beside its sign
+    "submitting": ("new", "submitting"),
+    "preparing": ("new", "preparing"),
+    "running": ("run", "running"),
+    STOPPING: ("new", "stopping"),
+    STOPPED: ("stopped", "stopped"),
+    UNKNOWN: ("lost", "unknown"),
+}
+
+Json = dict[str, Any]
+
+
+def word_of(state: str, exit_code: int | None) -> tuple[str, str]:
+    """The sign and the word of a state."""
+    if state == ENDED:
+        return ("ok", "succeeded") if exit_code == 0 else ("bad", "failed")
+    return _WORDS.get(state, ("bad", state))
+
+
+def phase_of(status: JobStatus) -> str:
+    """What the view leads with."""
+    if not status.is_over:
+        return "running"
+    if status.state == STOPPED:
+        return "stopped"
+    return "succeeded" if status.exit_code == 0 else "failed"
+
+
+def head_of(status: JobStatus, unreached: Mapping[str, Unreached], nodes: Sequence[str]) -> Json:
+    """Name, state, and since when: pages count the seconds on."""
+    is_silent = bool(unreached) and len(unreached) == len(nodes) and not status.is_over
+    sign, word = ("lost", "unknown") if is_silent else word_of(status.state, status.exit_code)
+    lasts = None if status.started_at is None else (status.ended_at or time.time()) - status.started_at
+    facts = ""
+    if status.is_over and lasts is not None and status.ended_at is not None:
+        facts = f"after {describe_seconds(lasts)}, at {clock(status.ended_at)}"
+    elif is_silent:
+        facts = f"not reached since {clock(max(each.since for each in unreached.values()))}"
+    return {
+        "id": one_line(status.id),
+        "name": one_line(status.name),
+        "sign": sign,
+        "word": word,
+        "phase": phase_of(status),
+        "facts": facts,
+        "seconds": None if lasts is None or status.is_over or is_silent else round(max(0.0, lasts), 1),
+    }
+
+
+def nodes_of(status: JobStatus, unreached: Mapping[str, Unreached]) -> list[Json]:
+    """A node each, with its ranks."""
+    found = [_node_of(name, report, status, unreached.get(name)) for name, report in status.reports.items()]
+    silent = [
+        {"name": one_line(name), "sign": "lost", "word": "unknown", "ranks": [], "more": _silence(name, why, unreached)}
+        for name, why in status.silent.items()
+    ]
+    return [*found, *silent]
+
+
+def _silence(name: str, why: str, unreached: Mapping[str, Unreached]) -> str:
+    gone = unreached.get(name)
+    return one_line(f"{gone}: {gone.why}" if gone else why)
+
+
+def _node_of(name: str, report: NodeReport, status: JobStatus, gone: Unreached | None) -> Json:
+    sign, word = word_of(report.state, report.exit_code)
+    is_cause = status.failed_node == name
+    if sign == "bad" and not is_cause and status.failed_node and report.state == ENDED:
+        sign, word = "stopped", "stopped"
+    if is_cause and report.failed_rank is not None and report.state == ENDED:
+        word = f"rank {report.failed_rank} failed"
+    more = [f"{report.restarts} restart{'s' * (report.restarts > 1)}"] if report.restarts else []
+    if report.reason and report.exit_code != 0:
+        more.append(report.reason)
+    if gone:
+        sign, word = "lost", "unknown"
+        more = [f"{gone}: {gone.why}"]
+    ranks = [[rank, _rank_sign(rank, report, sign)] for rank in report.ranks[:_MOST_RANKS]]
+    hidden = len(report.ranks) - len(ranks)
+    return {
+        "name": one_line(name),
+        "sign": sign,
+        "word": word,
+        "ranks": ranks,
+        "hidden": hidden,
+        "more": one_line("; ".join(more)) if more else "",
+    }
+
+
+def _rank_sign(rank: int, report: NodeReport, sign: str) -> str:
+    if report.failed_rank == rank:
+        return "bad"
+    return "stopped" if sign == "bad" else sign
+
+
+def progress_of(
+    status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint], num_steps: int | None
+) -> Json | None:
+    """How far it is, and how long it takes to the end; None where it has logged no step."""
+    step = curves.last_step
+    if step is None:
+        return None
+    total = curves.num_steps or num_steps
+    pace = curves.pace
+    left_s = None
+    if total and pace and pace > 0 and not status.is_over and step < total:
+        left_s = (total - step) / pace
+    kept = checkpoints[-_MOST_CHECKPOINTS:]
+    ago = f" ({describe_seconds(max(0.0, time.time() - kept[-1][1]))} ago)" if kept and not status.is_over else ""
+    return {
+        "step": step,
+        "total": total,
+        "pace": _rounded(pace) if pace and pace > 0 else None,
+        "left": "" if left_s is None or left_s > 1e8 else f"about {describe_roughly(left_s)} left",
+        "ends": "" if left_s is None or left_s > 1e6 else f"ends about {clock(time.time() + left_s)}",
+        "started": "" if status.started_at is None else f"started {clock(status.started_at)}",
+        "checkpoints": [each for each, _ in kept],
+        "ago": ago,
+    }
+
+
+def curves_of(curves: LiveCurves) -> Json:
+    """The three pictures of a job, each with at most some hundred points."""
+    names = [*curves.names]
+    loss = next((name for name in _LOSS if name in names), None)
+    if loss is None:
+        loss = next((name for name in names if "loss" in name.lower() and not _VALIDATION.match(name)), None)
+    validation = next((name for name in names if _VALIDATION.match(name)), None)
+    rate = next((name for name in _RATES if name in names), None)
+    pace = curves.get(rate) if rate else curves.steps_per_s
+    learning = next((name for name in _LEARNING_RATE if name in names), None)
+    return {
+        "loss": _curve(loss, curves.get(loss)) if loss else None,
+        "validation": _curve(validation, curves.get(validation)) if validation else None,
+        "learning_rate": _curve(learning, curves.get(learning)) if learning else None,
+        "rate": _curve(_RATES[rate or "steps_per_s"], pace),
+    }
+
+
+def _curve(name: str, curve: Curve | None) -> Json | None:
+    if curve is None or curve.last is None:
+        return None
+    points = [[step, _rounded(value)] for step, value in curve.points(_SHOWN_POINTS)]
+    return {"name": one_line(name), "points": points, "last": number(curve.last)}
+
+
+def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint]) -> Json | None:
+    """The cause, what to do, and the last lines; None of a job that has not failed."""
+    if phase_of(status) != "failed":
+        return None
+    at = "" if curves.last_step is None else f" at step {curves.last_step:,}"
+    reason = "" if status.failed_rank is not None or not status.reason else f": {status.reason}"
+    levels = Levels()
+    lines = [clean_line(line) for line in status.last_lines[-_MOST_LAST_LINES:]]
+    todo = advise(status)
+    if checkpoints:
+        todo = f"{todo}. A restart goes on from checkpoint {checkpoints[-1][0]:,}"
+    return {
+        "cause": one_line(describe_failure(status)),
+        "at": one_line(f"{at}{reason}", most_chars=1000),
+        "todo": f"{todo[0].upper()}{todo[1:]}." if todo else "",
+        "whose": "" if not lines else f"{status.whose_lines[0].upper()}{status.whose_lines[1:]}",
+        "lines": [[levels.of(line), line] for line in lines],
+    }
+
+
+def facts_of(status: JobStatus, curves: LiveCurves) -> list[Json]:
+    """The few numbers of a job that succeeded."""
+    shown = curves_of(curves)
+    found: list[Json] = []
+    for title, what in (("Loss", "loss"), ("Validation", "validation")):
+        if shown[what]:
+            found.append({"title": title, "value": shown[what]["last"]})
+    if (mean := curves.mean_pace) is not None:
+        found.append({"title": "Steps/s, mean", "value": number(mean)})
+    memory = curves.get("memory_bytes")
+    if memory is not None and memory.last is not None and math.isfinite(memory.last):
+        found.append({"title": "Peak memory", "bytes": max(0, round(memory.last))})
+    ranks = sum(len(report.ranks) for report in status.reports.values())
+    done = sum(len(report.ranks) for report in status.reports.values() if report.exit_code == 0)
+    if ranks:
+        found.append({"title": "Ranks", "value": f"{done} of {ranks} done", "sign": "ok" if done == ranks else "warn"})
+    return found
+
+
+def _rounded(value: float | None) -> float | None:
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.5g}")
+
+
+def number(value: float) -> str:
+    """As a person reads it: ``2.434``, ``2.29e-04``, ``223 k``, ``nan``."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    for unit, least in ((" G", 1e9), (" M", 1e6), (" k", 1e4)):
+        if least <= size < 1e15:
+            scale = {" G": 1e9, " M": 1e6, " k": 1e3}[unit]
+            return f"{value / scale:.3g}{unit}"
+    if size == 0 or 1e-3 <= size < 1e4:
+        return f"{value:.4g}"
+    return f"{value:.2e}"
+
+
+def clock(at: float) -> str:
+    return time.strftime("%H:%M", time.localtime(at))
+
+
+def describe_roughly(seconds: float) -> str:
+    """Rounded, as what is only estimated should be."""
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    if seconds < 3600:
+        return f"{round(seconds / 60)} min"
+    return describe_seconds(round(seconds / 60) * 60.0)

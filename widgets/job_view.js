@@ -1,0 +1,383 @@
+// A job: how far it is, its nodes, its curves, its logs, what it has made. What comes from nodes is put in as text.
+const MOST_ROWS = 4000, ROW_PX = 16, MOST_TABS = 16, SMOOTH = 0.9, LEVELS = ["debug", "info", "warn", "error"], KEPT_RAW = 20;
+
+// ---- curves
+const smooth = (points) => { // an average that forgets, without the pull of its first value
+  let mean = 0, weight = 0;
+  return points.map(([step, value]) => {
+    if (value === null) return [step, null];
+    mean = SMOOTH * mean + (1 - SMOOTH) * value; weight = SMOOTH * weight + (1 - SMOOTH);
+    return [step, mean / weight];
+  });
+};
+const nice_range = (values) => {
+  let low = Math.min(...values), high = Math.max(...values);
+  if (!Number.isFinite(low)) return [0, 1];
+  if (low === high) { low -= Math.abs(low) / 2 || 0.5; high += Math.abs(high) / 2 || 0.5; }
+  const size = 10 ** Math.floor(Math.log10(high - low)), unit = [0.1, 0.2, 0.25, 0.5, 1, 2, 5].map((each) => each * size).find((each) => (high - low) / each <= 8) ?? size;
+  return [Math.floor(low / unit + 1e-9) * unit, Math.ceil(high / unit - 1e-9) * unit];
+};
+const axis_number = (value) => { const size = Math.abs(value);
+  if (size === 0) return "0";
+  if (size >= 1e4 && size < 1e15) for (const [unit, least] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) if (size >= least) return `${+(value / least).toPrecision(3)} ${unit}`;
+  return size >= 1e-2 && size < 1e4 ? `${+value.toPrecision(3)}` : value.toExponential(0); };
+const value_text = (value) => (value === null || value === undefined ? "no number" : Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5 || value === 0 ? `${+value.toPrecision(4)}` : value.toExponential(2));
+const nearest = (points, step) => {
+  let low = 0, high = points.length - 1;
+  while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
+  return points.length === 0 ? null : Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
+};
+const runs_of = (points, place) => { // pieces between the gaps
+  const runs = [[]];
+  for (const point of points) if (point[1] === null) { if (runs.at(-1).length) runs.push([]); } else runs.at(-1).push(place(point));
+  return runs.filter((run) => run.length).map((run) => (run.length === 1 ? [run[0], run[0]] : run).map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" "));
+};
+
+/** Curves over one axis of steps. `lines()` gives [{word, points, kind}], `kind` being smooth, plain or dashed. */
+const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false) => {
+  const big = h("span", { class: "big" }), keys = h("span", { class: "row" }), ys = h("div", { class: "y", "aria-hidden": "true" }), xs = h("div", { class: "x", "aria-hidden": "true" });
+  const svg = s("svg", { class: "plot", viewBox: "0 0 100 100", preserveAspectRatio: "none", style: `height:${height}px`, "aria-hidden": "true" });
+  const words = h("span", {}), cross = h("div", { class: "cross", hidden: true }, words);
+  const plot = h("div", { class: "p", role: "slider", tabIndex: 0, "aria-label": `${title} by step`, "aria-valuemin": 0 }, svg, cross);
+  const unit_word = h("span", { class: "soft small" }, unit);
+  const el = h("div", { class: "ch" }, h("div", { class: "t" }, h("h4", {}, title), unit_word, keys, big), h("div", { class: "plotbox" }, ys, plot, xs));
+  let lines = [], is_own = false;
+  const show_cross = () => {
+    const at = shared.step, found = at === null ? [] : lines.map((line) => [line.word, nearest(line.points, at)]).filter(([, point]) => point);
+    cross.hidden = !found.length;
+    if (!found.length) return;
+    const share = Math.min(1, found[0][1][0] / (shared.end() || 1));
+    cross.style.left = `${100 * share}%`;
+    cross.classList.toggle("left", share > 0.6);
+    words.hidden = !is_own;
+    const values = found.map(([word, [, value]]) => `${word} ${value_text(value)}`), said = values.join(", ");
+    words.replaceChildren(h("b", {}, `step ${grouped(found[0][1][0])}`), h("br"), values.join("  "));
+    plot.setAttribute("aria-valuenow", found[0][1][0]); plot.setAttribute("aria-valuetext", `step ${grouped(found[0][1][0])}, ${said}`);
+  };
+  const move_to = (step) => { shared.move(step === null ? null : Math.max(0, Math.min(shared.end(), step))); };
+  shared.listeners.push(show_cross);
+  plot.addEventListener("pointermove", (event) => { const box = plot.getBoundingClientRect(); is_own = true; move_to(((event.clientX - box.left) / box.width) * shared.end()); });
+  plot.addEventListener("pointerleave", () => { is_own = false; move_to(null); });
+  plot.addEventListener("blur", () => { is_own = false; move_to(null); });
+  plot.addEventListener("keydown", (event) => {
+    const points = lines[0]?.points ?? [], at = shared.step === null ? points.length - 1 : points.indexOf(nearest(points, shared.step)), jump = Math.max(1, Math.round(points.length / 10));
+    const to = { ArrowLeft: at - 1, ArrowDown: at - 1, ArrowRight: at + 1, ArrowUp: at + 1, PageDown: at - jump, PageUp: at + jump, Home: 0, End: points.length - 1 }[event.key];
+    if (event.key === "Escape") { is_own = false; move_to(null); }
+    if (to === undefined || !points.length) return;
+    event.preventDefault(); event.stopPropagation();
+    is_own = true; move_to(points[Math.max(0, Math.min(points.length - 1, to))][0]);
+  });
+  const draw = (wanted, last, unit_now) => {
+    lines = wanted;
+    set_text(big, last ?? ""); set_text(unit_word, unit_now ?? unit);
+    const drawn = lines.flatMap((line) => line.kind === "smooth" && line.points.length > KEPT_RAW ? [{ ...line, kind: "raw" }, { ...line, points: smooth(line.points), kind: "plain" }] : [{ ...line, kind: line.kind === "smooth" ? "plain" : line.kind }]);
+    const values = drawn.flatMap((line) => line.points.map(([, value]) => value)).filter((value) => value !== null);
+    if (is_from_zero) values.push(0);
+    const [low, high] = nice_range(values), end = shared.end() || 1;
+    const place = ([step, value]) => [(100 * step) / end, 100 - (100 * (value - low)) / (high - low)];
+    svg.replaceChildren(s("path", { class: "g", d: "M0 0H100M0 50H100" }), s("path", { class: "a", d: "M0 100H100" }),
+      ...drawn.flatMap((line) => runs_of(line.points, place).map((points) => s("polyline", { class: { raw: "raw", plain: "c", dashed: "v" }[line.kind], points }))));
+    replace_children(keys, lines.length > 1 ? lines.map((line) => h("span", { class: line.kind === "dashed" ? "k d is-wait" : "k is-run" }, h("i"), line.word)) : []);
+    ys.replaceChildren(...(num_ticks > 3 ? [high, (high + low) / 2, low] : [high, low]).map((value) => h("span", {}, axis_number(value))));
+    xs.replaceChildren(...Array.from({ length: num_ticks }, (_, i) => h("span", {}, axis_step((end * i) / (num_ticks - 1)), i === num_ticks - 1 && num_ticks > 3 ? " steps" : null)));
+    plot.setAttribute("aria-valuemax", Math.round(end));
+    const first = lines[0]?.points.at(-1);
+    if (!is_own) { plot.setAttribute("aria-valuenow", first ? first[0] : 0); plot.setAttribute("aria-valuetext", first ? `${value_text(first[1])} at step ${grouped(first[0])}, the last one` : "nothing was logged yet"); }
+    show_cross();
+  };
+  return { el, draw };
+};
+const axis_step = (step) => (step >= 1e6 ? axis_number(step) : grouped(step));
+
+const make_charts = (view) => {
+  const shared = { step: null, listeners: [], end: () => Math.max(view.state.progress?.total ?? 0, view.state.progress?.step ?? 0), move(step) { if (step !== this.step || step === null) { this.step = step; for (const f of this.listeners) f(); } } };
+  const loss = make_chart("Loss", "", 148, shared, 5), rate = make_chart("Learning rate", "", 44, shared, 3, true), speed = make_chart("Throughput", "", 44, shared, 3, true);
+  const empty = h("p", { class: "soft none" }, "Nothing was logged yet. A Trainer logs by itself; a script calls ", h("code", {}, "detrain_nb.log_metrics(step, loss=loss, lr=lr)"), ".");
+  const side = h("div", { class: "side" }, rate.el, speed.el);
+  const el = h("div", { class: "charts" });
+  const draw = () => {
+    const { loss: train, validation, learning_rate, rate: pace } = view.state.curves ?? {};
+    const series = [train && { word: validation ? "train" : train.name, points: train.points, kind: "smooth" }, validation && { word: "validation", points: validation.points, kind: "dashed" }].filter(Boolean);
+    replace_children(el, train || validation || learning_rate || pace ? [loss.el, side] : [empty]);
+    loss.draw(series, (train ?? validation)?.last);
+    rate.el.hidden = !learning_rate; if (learning_rate) rate.draw([{ word: learning_rate.name, points: learning_rate.points, kind: "plain" }], learning_rate.last);
+    speed.el.hidden = !pace; if (pace) speed.draw([{ word: pace.name, points: pace.points, kind: "plain" }], pace.last, pace.name);
+  };
+  view.on("curves", draw); view.on("progress", draw);
+  return el;
+};
+
+// ---- how far it is, and where it runs
+const make_progress = (view) => {
+  const share = h("span", { class: "big" }), step = h("b"), of = h("span"), left = h("b"), fill = h("i"), ticks = h("span"), note_of = h("span", { class: "push soft" });
+  const bar = h("span", { class: "bar is-run", role: "progressbar", "aria-label": "Steps", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
+  const track = h("div", { class: "track" }, bar, ticks), pace = h("span"), kept = h("span"), times = h("span", { class: "push" });
+  const el = h("div", { class: "pgr" }, h("div", { class: "l" }, share, h("span", {}, "step ", step, of), h("span", { class: "push" }, left), note_of), track, h("div", { class: "sub" }, pace, kept, times));
+  const draw = () => {
+    const now = view.state.progress, phase = view.state.head.phase;
+    el.hidden = !now;
+    if (!now) return;
+    const part = now.total ? Math.min(1, now.step / now.total) : null;
+    share.hidden = track.hidden = part === null;
+    set_text(share, part === null ? "" : `${Math.floor(100 * part)} %`);
+    set_text(step, grouped(now.step)); set_text(of, now.total ? ` of ${grouped(now.total)}` : "");
+    set_text(left, phase === "running" ? now.left : ""); set_text(note_of, phase === "failed" || phase === "stopped" ? download_reason(view) : ""); note_of.hidden = !note_of.textContent;
+    bar.className = `bar is-${{ running: "run", failed: "bad", succeeded: "ok", stopped: "idle" }[phase]}`;
+    if (part !== null) { fill.style.width = `${100 * part}%`; bar.setAttribute("aria-valuenow", Math.round(1000 * part) / 10);
+      ticks.replaceChildren(...now.checkpoints.filter((each) => each <= now.total).map((each) => h("span", { class: "ck", title: `checkpoint ${grouped(each)}`, style: `left:${(100 * each) / now.total}%` }))); }
+    set_text(pace, now.pace && phase === "running" ? `${format_rate(now.pace)} steps/s` : "");
+    const shown = now.checkpoints.slice(-3).map(grouped).join(", ");
+    kept.replaceChildren(...(shown ? [h("i", { class: "tick" }), `checkpoint${now.checkpoints.length > 1 ? "s" : ""} ${now.checkpoints.length > 3 ? "… " : ""}${shown}${now.ago}`] : []));
+    set_text(times, [now.started, phase === "running" ? now.ends : ""].filter(Boolean).join(", "));
+  };
+  view.on("progress", draw); view.on("head", draw); view.on("model", draw);
+  return el;
+};
+
+const make_nodes = (view) => {
+  const el = h("div", { class: "strip", role: "group", "aria-label": "Nodes" });
+  const WORDS = { run: "running", bad: "failed", ok: "done", new: "starting", stopped: "stopped", lost: "unknown", warn: "unknown" };
+  view.on("nodes", (nodes) => {
+    el.hidden = !nodes.length;
+    el.replaceChildren(...nodes.map((node) => h("div", { class: `nd is-${CLASSES[node.sign] ?? node.sign}` }, h("b", { class: "cut", title: node.name }, node.name), state_word(node.sign, node.word),
+      h("span", { class: "rk", role: "list", "aria-label": `Ranks of ${node.name}` }, node.ranks.map(([rank, sign]) => h("span", { class: `is-${CLASSES[sign] ?? sign}`, role: "listitem", title: `rank ${rank}: ${WORDS[sign] ?? sign}`, "aria-label": `rank ${rank}: ${WORDS[sign] ?? sign}` },
+        `${rank}`, sign === "run" || sign === "new" ? null : icon(STATES[sign] ?? "idle"))), node.hidden ? h("i", { role: "listitem" }, `and ${node.hidden} more`) : null),
+      node.more ? h("span", { class: "more" }, node.more) : null)));
+  });
+  return el;
+};
+
+// ---- the logs: only rows in sight are drawn
+const make_log = (view) => {
+  let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false;
+  const logs = new Map(); // a source -> its parts, in order
+  const arrived = []; // all parts, as they came
+  const key_of = (item) => `${item.node}\n${item.source}`;
+  const name_of = (key) => { const [node, source] = key.split("\n"); const rank = source === "setup" ? "setup" : `rank ${source}`; return node ? `${node} ${rank}` : rank; };
+  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Whose lines" }), refresh_tabs = roving(tabs);
+  const select_of = (label, options, on_change) => h("select", { class: "in", "aria-label": label, onchange: (event) => on_change(event.target.value) }, options.map(([value, word]) => h("option", { value }, word)));
+  const many = select_of("Whose lines", [], (key) => choose(key));
+  const level = select_of("Least level", [[0, "all levels"], [1, "info and up"], [2, "warnings and errors"], [3, "errors"]], (value) => { least = Number(value); draw_all(); });
+  const search = h("input", { class: "in", type: "search", "aria-label": "Search the lines that are here", placeholder: "Search", oninput: () => { query = search.value.toLowerCase(); find(); },
+    onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); walk(event.shiftKey ? -1 : 1); } } });
+  const found = h("span", { class: "soft", role: "status" });
+  const walkers = [["Previous match", "up", -1], ["Next match", "down", 1]].map(([word, sign, step]) => h("button", { type: "button", class: "b q ic", "aria-label": word, title: word, onclick: () => walk(step) }, icon(sign)));
+  const space = h("div", { class: "space" }), port = h("div", { class: "lines", tabIndex: 0, role: "group", "aria-label": "Lines of the log" }, space);
+  const count = h("span"), error = h("span", { class: "err", hidden: true });
+  const back = view.button([icon("up"), "Earlier lines"], () => ask_back(), { cls: "q", on_error: (text) => { error.hidden = false; set_text(error, text); } });
+  const follow = h("button", { type: "button", class: "b", "aria-pressed": "true", onclick: () => { is_following = !is_following; to_end(); } }, icon("get"), "Following");
+  const el = h("div", { class: "log" }, h("div", { class: "bar2" }, h("h4", {}, "Logs"), tabs, many, h("span", { class: "row push" }, level, h("span", { class: "search" }, icon("search"), search), found, walkers)),
+    port, h("div", { class: "st2" }, count, h("span", { class: "soft" }, "all of it: ", h("code", {}, `%job logs ${view.state.head.id}`)), error, h("span", { class: "row push" }, back, follow)));
+
+  const choose = (key) => { whose = key; is_following = true; for (const tab of tabs.children) tab.setAttribute("aria-selected", tab.dataset.key === key); many.value = key; draw_all(); };
+  const draw_tabs = () => {
+    const keys = [...logs.keys()].sort((a, b) => (a.endsWith("setup") ? -1 : b.endsWith("setup") ? 1 : Number(a.split("\n")[1]) - Number(b.split("\n")[1])));
+    const shown = [["", "All"], ...keys.map((key) => [key, key.endsWith("setup") ? "setup" : key.split("\n")[1]])];
+    tabs.hidden = shown.length > MOST_TABS + 1; many.hidden = !tabs.hidden;
+    if (tabs.hidden) many.replaceChildren(...shown.map(([key, word]) => h("option", { value: key, selected: key === whose }, key ? name_of(key) : word)));
+    else { replace_children(tabs, shown.map(([key, word]) => [...tabs.children].find((tab) => tab.dataset.key === key) ?? (() => { const tab = h("button", { type: "button", class: "b", role: "tab", "aria-selected": key === whose, "aria-label": key ? name_of(key) : "All", onclick: () => choose(key) }, word); tab.dataset.key = key; return tab; })())); refresh_tabs(); }
+  };
+  const trim = (parts) => { let number = parts.reduce((sum, part) => sum + part.lines.length, 0); while (number > MOST_ROWS && parts.length > 1) number -= parts.shift().lines.length; };
+  const add = (items) => {
+    let is_new = false;
+    for (const item of items) {
+      if (item.number <= has_seen) continue; // it was in the picture that this page began with
+      has_seen = item.number;
+      const key = key_of(item);
+      if (!logs.has(key)) { logs.set(key, []); is_new = true; }
+      logs.get(key).push(item); trim(logs.get(key)); arrived.push(item);
+    }
+    trim(arrived);
+    if (is_new) draw_tabs();
+    draw_all();
+  };
+  const parts_now = () => (whose ? logs.get(whose) ?? [] : logs.size === 1 ? [...logs.values()][0] : arrived);
+  const make_rows = () => {
+    rows = [];
+    const seen = new Set();
+    for (const part of parts_now()) {
+      const key = key_of(part);
+      if ((part.skipped || part.is_cut) && (seen.has(key) || part.is_cut)) rows.push([key, 1, "… lines are not shown here: they are in the log", true]);
+      seen.add(key);
+      for (const [grade, text] of part.lines) if (grade >= least) rows.push([key, grade, text, false]);
+    }
+  };
+  const draw_all = () => { if (is_planned) return; is_planned = true; requestAnimationFrame(() => { is_planned = false; make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; to_end(); draw_count(); }); };
+  const draw_count = () => {
+    const parts = parts_now(), first = parts[0], number = parts.reduce((sum, part) => sum + part.lines.length, 0);
+    set_text(count, rows.length === number || !number ? count_of(number, "line") + (first?.begin > 0 ? ", earlier ones are in the log" : "") : `${grouped(rows.length)} of ${count_of(number, "line")}`);
+    const is_one = Boolean(whose) || logs.size === 1;
+    disable(back, !is_one ? "Choose a rank: its earlier lines can be read" : first?.begin > 0 ? "" : "This is the beginning of the log");
+  };
+  const marked = (text, is_current) => {
+    if (!query) return [text];
+    const parts = [], low = text.toLowerCase();
+    if (low.length !== text.length) return [text];
+    for (let from = 0; ;) { const hit = low.indexOf(query, from); if (hit < 0) return [...parts, text.slice(from)]; parts.push(text.slice(from, hit), h("mark", { class: is_current ? "at" : null }, text.slice(hit, hit + query.length))); from = hit + query.length; }
+  };
+  const draw = () => {
+    if (!port.clientHeight) return;
+    const from = Math.max(0, Math.floor(port.scrollTop / ROW_PX) - 5), to = Math.min(rows.length, from + Math.ceil(port.clientHeight / ROW_PX) + 10), is_all = !whose && logs.size > 1;
+    space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
+      is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
+    space.classList.toggle("all", is_all);
+  };
+  const to_end = () => { follow.setAttribute("aria-pressed", is_following); if (is_following) port.scrollTop = port.scrollHeight; draw(); };
+  const find = (keeps = false) => {
+    hits = query ? rows.flatMap((row, i) => (row[2].toLowerCase().includes(query) ? [i] : [])) : [];
+    at = keeps ? Math.min(at, hits.length - 1) : -1;
+    if (!keeps && hits.length) { at = 0; show_hit(); } else draw();
+    say_found();
+  };
+  const say_found = () => set_text(found, query ? (hits.length ? `${at + 1} of ${hits.length}` : "no match") : "");
+  const show_hit = () => { is_following = false; follow.setAttribute("aria-pressed", false); port.scrollTop = Math.max(0, hits[at] * ROW_PX - port.clientHeight / 2); draw(); };
+  const walk = (step) => { if (!hits.length) return; at = (at + step + hits.length) % hits.length; show_hit(); say_found(); };
+  const ask_back = async () => { const first = parts_now()[0]; error.hidden = true; if (first) await view.call("earlier", { node: first.node, source: first.source, begin: first.begin }); };
+  view.on("earlier", (said) => {
+    const parts = logs.get(`${said.node}\n${said.source}`), first = parts?.[0];
+    if (said.error) { error.hidden = false; set_text(error, said.error); return; }
+    if (!first || first.begin !== said.before || !said.item) return; // another page has asked
+    const height = port.scrollHeight, top = port.scrollTop;
+    parts.unshift(said.item); first.skipped = 0; is_following = false;
+    make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; port.scrollTop = top + port.scrollHeight - height; follow.setAttribute("aria-pressed", false); draw(); draw_count();
+  });
+  let last_height = 0;
+  port.addEventListener("scroll", () => {
+    if (!port.clientHeight) return; // it is hidden, as while the theme changes
+    const is_at_end = port.scrollTop + port.clientHeight >= port.scrollHeight - ROW_PX, is_resized = port.clientHeight !== last_height;
+    last_height = port.clientHeight;
+    if (!is_at_end && is_following && is_resized) { to_end(); return; } // the page has changed, nobody has scrolled
+    if (is_at_end !== is_following) { is_following = is_at_end; follow.setAttribute("aria-pressed", is_following); }
+    draw();
+  });
+  port.addEventListener("keydown", (event) => {
+    const to = { End: port.scrollHeight, Home: 0, PageDown: port.scrollTop + port.clientHeight, PageUp: port.scrollTop - port.clientHeight, ArrowDown: port.scrollTop + ROW_PX, ArrowUp: port.scrollTop - ROW_PX }[event.key];
+    if (to === undefined) return;
+    event.preventDefault(); event.stopPropagation(); port.scrollTop = to;
+  });
+  const seen = new ResizeObserver(() => { last_height = port.clientHeight; to_end(); });
+  seen.observe(port);
+  draw_tabs(); add(view.state.log); view.on_added("log", add);
+  return { el, show: () => { is_following = true; to_end(); }, end: () => seen.disconnect(), choose_source: (source) => { const key = [...logs.keys()].find((each) => each.split("\n")[1] === `${source}`); if (key) choose(key); } };
+};
+
+// ---- the model
+const download_reason = (view) => { const model = view.state.model; return model?.files.length ? "" : model?.why ?? ""; };
+const save_blob = (blob, name) => { const url = URL.createObjectURL(blob), link = h("a", { href: url, download: name }); link.click(); setTimeout(() => URL.revokeObjectURL(url), 60000); };
+const pull_file = async (view, file) => { // its bytes, in pieces
+  const pieces = [];
+  for (let offset = 0; offset < file.size || offset === 0; offset += file.chunk) {
+    const text = atob(await view.call("piece", { id: file.id, offset })), bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    pieces.push(bytes);
+  }
+  return new Blob(pieces, { type: "application/octet-stream" });
+};
+
+const make_model = (view, fail) => {
+  let has_asked = false;
+  const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), why = h("span", { class: "why", id: `${view.id}-why` });
+  const folder = h("input", { class: "in mono", value: ".", "aria-label": "Folder on this server", onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); save.click(); } if (event.key === "Escape") toggle(false); } });
+  const toggle = (is_open) => { ask.hidden = !is_open; open.setAttribute("aria-expanded", is_open); if (is_open) folder.focus(); else open.focus(); };
+  const save = view.button("Save", async () => { await view.call("save", { folder: folder.value }); toggle(false); }, { on_error: fail });
+  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(ask.hidden); } }, "Save on this server…");
+  const ask = h("div", { class: "ask row", hidden: true }, h("span", {}, "Folder on this server"), folder, save, h("button", { type: "button", class: "b q", onclick: () => toggle(false) }, "Cancel"));
+  const get = view.button([icon("get"), "Download model"], async () => { has_asked = true; await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
+  get.setAttribute("aria-describedby", why.id);
+  const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where), h("span", { class: "row" }, open), ask);
+  const draw = () => {
+    const model = view.state.model, file = model?.files[0], is_large = file && file.size > view.state.most_download;
+    row.hidden = !file;
+    const reason = !file ? model?.why ?? "" : is_large ? `${format_bytes(file.size)} is more than the ${format_bytes(view.state.most_download)} that go through the notebook: save it on this server` : busy_reason(view);
+    disable(open, file ? busy_reason(view) : "");
+    set_text(why, reason); disable(get, reason);
+    get.classList.toggle("go", Boolean(file) && !is_large && view.state.head.phase === "succeeded");
+    open.classList.toggle("go", Boolean(is_large) && view.state.head.phase === "succeeded");
+    if (!file) return;
+    set_text(name, file.name); name.title = file.name; set_text(size, format_bytes(file.size));
+    set_text(where, [file.node, model.count > 1 ? `and ${count_of(model.count - 1, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
+  };
+  view.on("model", draw); view.on("head", draw); view.on("doing", draw);
+  view.on("doing", async (doing) => {
+    if (doing.what !== "download" || doing.is !== "ready" || !has_asked) return;
+    has_asked = false;
+    try { save_blob(await pull_file(view, doing.file), doing.file.name); await view.call("downloaded"); } catch (error) { fail(error.message); }
+  });
+  return { row, get, why };
+};
+
+const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model" };
+const busy_reason = (view) => { const { what, is } = view.state.doing; return is === "running" ? `${DOING[what] ?? what} is under way` : ""; };
+const doing_line = (view) => {
+  const el = h("div", { class: "doing", role: "status" });
+  const fail = (text) => { replace_children(el, [note("bad", h("p", {}, text))]); el.hidden = false; };
+  view.on("doing", (doing) => {
+    const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : "";
+    const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
+    replace_children(el, [shown]); el.hidden = !shown;
+  });
+  return { el, fail };
+};
+
+// ---- all of it
+function mount(view) {
+  view.el.classList.add("dt-job"); // its styles are for it alone
+  const id = view.state.head.id;
+  const word = h("span", { class: "row" }), facts = h("span", { class: "soft" }), ask = h("div", { class: "sure" }), fail = h("div", { class: "fail" }), numbers = h("div", { class: "facts" }), hints = h("span", { class: "soft" });
+  const { el: doing, fail: say_fault } = doing_line(view);
+  const model = make_model(view, say_fault), log = make_log(view), charts = make_charts(view), progress = make_progress(view), nodes = make_nodes(view);
+  let received = 0, is_log_open = null, are_curves_open = null;
+  const stop = view.button([icon("stop"), "Stop"], async () => { if (seconds() >= view.state.long_s) sure(true); else await view.call("stop"); }, { cls: "danger", on_error: say_fault });
+  const again_word = h("span"), again = view.button([icon("new"), again_word], () => view.call("restart"), { on_error: say_fault });
+  const sure = (is_asked) => {
+    replace_children(ask, is_asked ? [note("warn", h("p", {}, `It has run for ${format_seconds(seconds())}. Its ranks end; checkpoints and logs stay.`), [
+      view.button("Stop it", async () => { sure(false); await view.call("stop"); }, { cls: "danger", on_error: say_fault }), h("button", { type: "button", class: "b", onclick: () => { sure(false); stop.focus(); } }, "Keep it running")])] : []);
+    ask.hidden = !is_asked; if (is_asked) ask.querySelector("button").focus();
+  };
+  ask.hidden = true;
+  const seconds = () => (view.state.head.seconds === null ? 0 : view.state.head.seconds + (performance.now() - received) / 1000);
+  const fold = (label, is_open, set) => h("button", { type: "button", class: "b", "aria-expanded": String(is_open), onclick: () => { set(!is_open); arrange(); foot.querySelectorAll("button")[label === "curves" ? 0 : foot.querySelectorAll("button").length - 1]?.focus(); } }, `${is_open ? "Hide" : "Show"} ${label}`);
+  const head = h("div", { class: "head" }, h("h3", { class: "cut" }), h("span", { class: "mono soft cut id" }, id), word, facts, h("span", { class: "push row acts" }, model.why, model.get, again, stop));
+  const foot = h("div", { class: "foot" });
+  const tick = () => { const { seconds: since, facts: said } = view.state.head; set_text(facts, since === null ? said : format_seconds(seconds())); };
+  const arrange = () => {
+    const { phase } = view.state.head, curves_shown = are_curves_open ?? phase !== "failed", log_shown = is_log_open ?? (phase === "running" || phase === "stopped");
+    again.hidden = phase === "running"; stop.hidden = phase !== "running";
+    model.why.hidden = phase !== "running" && !(view.state.model?.files.length); model.get.hidden = (phase === "failed" || phase === "stopped") && !(view.state.model?.files.length);
+    const can_fold = phase !== "running";
+    replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
+    foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown; log.el.hidden = !log_shown;
+    replace_children(view.el, { running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]);
+    if (log_shown) log.show();
+  };
+  let phase_before = null;
+  view.on("head", (now) => {
+    if (now.id !== id) { view.send({ do: "hello" }); return; } // it was submitted again: all is new
+    received = performance.now();
+    set_text(head.firstChild, now.name); head.firstChild.title = now.name;
+    replace_children(word, [state_word(now.sign, now.word)]); tick();
+    if (now.phase !== phase_before) { if (phase_before !== null) view.announce(`job ${now.name}: ${now.word}`); phase_before = now.phase; sure(false); arrange(); }
+  });
+  view.on("progress", (now) => {
+    const last = now?.checkpoints.at(-1);
+    set_text(again_word, view.state.saves_checkpoints && last !== undefined && view.state.head.phase !== "succeeded" ? `Restart from checkpoint ${grouped(last)}` : "Run again");
+    set_text(hints, now ? `Curves and logs up to step ${grouped(now.step)} are kept` : "Its logs are kept");
+  });
+  view.on("failure", (now) => {
+    again.classList.toggle("go", Boolean(now));
+    if (!now) return;
+    const whole = h("button", { type: "button", class: "b q", onclick: () => { is_log_open = true; arrange(); log.el.querySelector(".lines").focus(); } }, "Whole log");
+    const copy = h("button", { type: "button", class: "b q", onclick: async () => { set_text(copied, (await copy_text(now.lines.map(([, text]) => text).join("\n"))) ? "Copied" : "Not copied: mark them"); } }, icon("copy"), "Copy");
+    const copied = h("span", { class: "soft small", role: "status" });
+    replace_children(fail, [note("bad", [h("p", {}, h("b", {}, now.cause), `${now.at}.`), now.todo ? h("p", {}, h("b", {}, "To do: "), now.todo) : null].filter(Boolean)),
+      now.lines.length ? h("div", { class: "row" }, h("h4", {}, now.whose), h("span", { class: "push row" }, copied, copy, whole)) : null,
+      now.lines.length ? h("pre", { tabIndex: 0, role: "group", "aria-label": now.whose }, now.lines.flatMap(([grade, text], i) => [i ? "\n" : "", grade === 3 ? h("b", {}, text) : text])) : null]);
+    requestAnimationFrame(() => { const last = fail.querySelector("pre"); if (last) last.scrollTop = last.scrollHeight; });
+  });
+  view.on("facts", (found) => { replace_children(numbers, (found ?? []).map((fact) => h("div", {}, h("span", {}, fact.title), fact.sign ? state_word(fact.sign, fact.value) : h("b", { class: "big" }, fact.bytes !== undefined ? format_bytes(fact.bytes) : fact.value)))); arrange(); });
+  view.on("model", arrange);
+  view.on("doing", () => { disable(again, busy_reason(view)); disable(stop, busy_reason(view)); });
+  arrange();
+  const clock = setInterval(tick, 1000);
+  return () => { clearInterval(clock); log.end(); };
+}

@@ -1,0 +1,261 @@
+"""A job, while it runs and when it is over: how far it is, its nodes, its curves, its logs, what it has made."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DetrainError, JobError
+from ..jobs import Job, JobNews, LogPart, MadeFile
+from ..jobs.job_status import JobStatus
+from ..jobs.live_curves import LiveCurves
+from ..session.output.safe_output import one_line
+from . import job_picture as picture
+from .actions import Refused, action, describe_failure, text, whole
+from .job_log import Levels, LogWindow, make_item
+from .job_model import MOST_DOWNLOAD_BYTES, Download, choose_model, describe_model, fetch_model
+from .job_settled import settle_job
+from .live_view import LiveView, Settled
+
+_LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
+_TELL_BYTES = 1 << 20  # of a copy, between two words about it
+
+_PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model")
+
+
+class JobView(LiveView):
+    """Watches its job as long as a page shows it."""
+
+    name = "job_view"
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._changing = threading.Lock()
+        self._stop_watching: Callable[[], None] | None = None
+        self._reading: threading.Thread | None = None
+        self._download = Download()
+        self._doing: picture.Json = {"what": "", "is": ""}
+        self._begin(job)
+        super().__init__()
+
+    def _begin(self, job: Job) -> None:
+        self._job = job
+        self._status = job.last_known()
+        self._log = LogWindow()
+        self._made: list[MadeFile] | None = None
+        self._listing: threading.Thread | None = None
+        self._parts: picture.Json = dict.fromkeys(_PARTS)
+        spec = None
+        with contextlib.suppress(DetrainError):  # another release has written it
+            spec = job.spec
+        self._num_steps = spec.training.steps if spec else None
+        self._saves_checkpoints = spec is not None and spec.checkpoint is not None
+        self._draw(JobNews(self._status, {}, LiveCurves(), (), ()))
+
+    # ---- what a page sees
+
+    def state(self) -> dict[str, Any]:
+        return {
+            **self._parts,
+            "log": self._log.items(),
+            "doing": self._doing,
+            "long_s": _LONG_S,
+            "most_download": MOST_DOWNLOAD_BYTES,
+            "saves_checkpoints": self._saves_checkpoints,
+        }
+
+    def settled(self) -> Settled:
+        parts = self._parts
+        return settle_job(
+            self._status,
+            parts["head"],
+            progress=parts["progress"],
+            curves=parts["curves"],
+            failure=parts["failure"],
+            model=(parts["model"] or {}).get("files", []),
+            advice=f"%job view {self._job.id} shows it, %job logs {self._job.id} all that it printed",
+        )
+
+    def on_pages(self, *, are_there: bool) -> None:
+        with self._changing:
+            stop, self._stop_watching = self._stop_watching, None
+            if are_there:
+                self._stop_watching = self._watch(self._job)
+        if stop:
+            stop()
+
+    def close(self) -> None:
+        super().close()
+        self._download.clear()
+
+    # ---- what its nodes say, in a thread of the job
+
+    def _watch(self, job: Job) -> Callable[[], None]:
+        """A fresh watch begins with what is kept of the logs, so that nothing is shown twice."""
+        self._log = LogWindow()
+        return job.on_change(lambda news: self._take(job, news))
+
+    def _take(self, job: Job, news: JobNews) -> None:
+        if job is not self._job:  # it was restarted meanwhile
+            return
+        self._status = news.status
+        items = self._log.add(news.parts)
+        self._draw(news)
+        if items:
+            self.append("log", items)
+        for part in _PARTS:
+            self.publish(part, self._parts[part])
+        if news.status.is_over and self._made is None and self._listing is None:
+            self._listing = threading.Thread(target=self._list_made, args=(job, news), name="job model", daemon=True)
+            self._listing.start()
+
+    def _draw(self, news: JobNews) -> None:
+        status, curves, checkpoints = news.status, news.curves, news.checkpoints
+        nodes = [*status.reports, *status.silent]
+        self._parts = {
+            "head": picture.head_of(status, news.unreached, nodes),
+            "progress": picture.progress_of(status, curves, checkpoints, self._num_steps),
+            "nodes": picture.nodes_of(status, news.unreached),
+            "curves": picture.curves_of(curves),
+            "failure": picture.failure_of(status, curves, checkpoints),
+            "facts": picture.facts_of(status, curves),
+            "model": self._model_of(status, [step for step, _ in checkpoints]),
+        }
+
+    def _model_of(self, status: JobStatus, checkpoints: list[int]) -> picture.Json:
+        """The files, or why there are none."""
+        if self._made:
+            files = describe_model(self._made, has_many_nodes=len(status.reports) > 1)
+            total = sum(file.size_bytes for file in self._made)
+            return {"files": files, "count": len(self._made), "size": total, "why": ""}
+        there = f"; checkpoint {checkpoints[-1]:,} is there" if checkpoints else ""
+        if not status.is_over:
+            why = f"Model is written after the last step{there}"
+        else:
+            why = "Looking for the model" if self._made is None else f"No model was written{there}"
+        return {"files": [], "count": 0, "size": 0, "why": why}
+
+    def _list_made(self, job: Job, news: JobNews) -> None:
+        try:
+            made = choose_model(job.list_made())
+        except DetrainError as exc:
+            made = []
+            self._say(what="list", state="failed", error=one_line(str(exc)))
+        if job is self._job:
+            self._made = made
+            self._draw(news)
+            self.publish("model", self._parts["model"])
+
+    # ---- what a page asks for
+
+    @action()
+    def stop(self) -> None:
+        self._do("stop", self._job.stop)
+
+    @action()
+    def restart(self) -> None:
+        """Submit it again; the view shows the new job from then on."""
+
+        def restart() -> None:
+            again = self._job.restart(on_progress=lambda line: self._say(what="restart", state="running", line=line))
+            with self._changing:
+                stop, self._stop_watching = self._stop_watching, None
+                self._begin(again)
+                if stop:
+                    stop()
+                    self._stop_watching = self._watch(again)
+            self.publish("head", self._parts["head"])  # another id: pages ask for all of it
+
+        self._do("restart", restart)
+
+    @action(folder=text(most=1000))
+    def save(self, folder: str) -> None:
+        """Copy the model to a folder of this machine."""
+        files = self._need_model()
+        place = folder.strip() or "."
+
+        def save() -> None:
+            fetched = fetch_model(self._job, files, place, self._tell_bytes("save"))
+            self._say(what="save", state="done", line=one_line(f"saved: {fetched}", most_chars=1000))
+
+        self._do("save", save)
+
+    @action(index=whole(0, 19))
+    def download(self, index: int) -> None:
+        """Get a file of the model ready for a browser, which then reads it in pieces."""
+        files = self._need_model()
+        if index >= len(files):
+            raise Refused("there is no such file: reload the page")
+
+        def prepare() -> None:
+            ready = self._download.prepare(self._job, files[index], self._tell_bytes("download"))
+            self._say(what="download", state="ready", file=ready)
+
+        self._do("download", prepare)
+
+    @action(id=text(most=64), offset=whole(0, MOST_DOWNLOAD_BYTES))
+    def piece(self, id: str, offset: int) -> str:
+        return self._download.read(id, offset)
+
+    @action()
+    def downloaded(self) -> None:
+        self._download.clear()
+        self._say(what="download", state="done", line="the model is in the browser's downloads")
+
+    @action(node=text(most=300), source=text(most=10), begin=whole(1, 1 << 53))
+    def earlier(self, node: str, source: str, begin: int) -> None:
+        """Read the lines before those that stand at ``begin`` of a log; the part ``earlier`` brings them."""
+        if source != "setup" and not (source.isascii() and source.isdecimal()):
+            raise Refused("that is no log of the job")
+        if self._reading is not None and self._reading.is_alive():
+            raise Refused("earlier lines are on their way")
+        part = LogPart(node, source, begin, ())
+        self._reading = threading.Thread(target=self._read, args=(self._job, part), name="job log", daemon=True)
+        self._reading.start()
+
+    def _read(self, job: Job, part: LogPart) -> None:
+        asked = {"node": part.node, "source": part.source, "before": part.begin}
+        try:
+            item = make_item(job.log_before(part), Levels())
+        except DetrainError as exc:
+            self.publish("earlier", {**asked, "error": one_line(str(exc))})
+        else:
+            self.publish("earlier", {**asked, "item": item})
+
+    def _need_model(self) -> list[MadeFile]:
+        """Raises: Refused."""
+        if not self._status.is_over or not self._made:
+            raise Refused(self._parts["model"]["why"] or "there is no model")
+        return self._made
+
+    # ---- one thing at a time that takes a while
+
+    def _do(self, what: str, act: Callable[[], object]) -> None:
+        def run() -> None:
+            self._say(what=what, state="running")
+            try:
+                act()
+            except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+                if isinstance(exc, JobError):
+                    exc.prog = "%job"
+                self._say(what=what, state="failed", error=one_line(describe_failure(exc), most_chars=1000))
+                return
+            if self._doing["is"] == "running":
+                self._say(what=what, state="done")
+
+        self.work(what, run)
+
+    def _say(self, *, what: str, state: str, **more: Any) -> None:
+        self._doing = {"what": what, "is": state, **more}
+        self.publish("doing", self._doing)
+
+    def _tell_bytes(self, what: str) -> Callable[[int, int], None]:
+        def tell(done: int, total: int) -> None:
+            if done >= total or done - tell_at[0] >= _TELL_BYTES:
+                tell_at[0] = done
+                self._say(what=what, state="running", done=done, total=total)
+
+        tell_at = [0]
+        return tell
