@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import glob
-import shutil
 import tempfile
 import threading
 import uuid
@@ -63,7 +62,7 @@ class Download:
     """One file for a browser: fetched into a folder of its own here, and read from there in pieces, once."""
 
     def __init__(self) -> None:
-        self._folder: str | None = None
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # it goes with the kernel at the latest
         self._ready: _Ready | None = None
         self._changing = threading.Lock()
 
@@ -72,14 +71,14 @@ class Download:
         if file.size_bytes > MOST_DOWNLOAD_BYTES:
             most = format_size(MOST_DOWNLOAD_BYTES)
             raise Refused(f"{format_size(file.size_bytes)} are more than the {most} that go through the notebook")
-        folder = tempfile.mkdtemp(prefix="detrain_nb-model-")
+        folder = tempfile.TemporaryDirectory(prefix="detrain_nb-model-", ignore_cleanup_errors=True)
         self._replace(folder, None)
-        fetched = fetch_model(job, [file], folder, on_bytes)
+        fetched = fetch_model(job, [file], folder.name, on_bytes)
         wanted = (f"{file.node}/{file.name}", file.name)
         found = next((name for name in wanted if name in fetched.files), None)
         if found is None:
             raise Refused(f"{file.name} is not there any more")
-        path = Path(folder) / found
+        path = Path(folder.name) / found
         ready = _Ready(uuid.uuid4().hex, path, path.stat().st_size)
         if ready.size_bytes > MOST_DOWNLOAD_BYTES:
             raise Refused(f"it has grown to {format_size(ready.size_bytes)}")
@@ -99,11 +98,11 @@ class Download:
         """Remove what was fetched for it."""
         self._replace(None, None)
 
-    def _replace(self, folder: str | None, ready: _Ready | None) -> None:
+    def _replace(self, folder: tempfile.TemporaryDirectory[str] | None, ready: _Ready | None) -> None:
         with self._changing:
             before, self._folder, self._ready = self._folder, folder, ready
-        if before is not None and before != folder:
-            shutil.rmtree(before, ignore_errors=True)
+        if before is not None and before is not folder:
+            before.cleanup()
 
 
 def describe_model(files: Sequence[MadeFile], *, has_many_nodes: bool) -> list[dict[str, Any]]:

@@ -115,9 +115,9 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert b"".join(pieces) == bytes(range(256)) * 4000
     assert view.asks("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
     folder = view._download._folder
-    assert folder and Path(folder).exists()
+    assert folder and Path(folder.name).exists()
     view.asks("downloaded")
-    assert not Path(folder).exists()
+    assert not Path(folder.name).exists()
     assert view.asks("save", folder=str(tmp_path / "models")) is None
     view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "save")
     assert (tmp_path / "models/model.safetensors").read_bytes() == bytes(range(256)) * 4000
