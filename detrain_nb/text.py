@@ -28,6 +28,19 @@ def format_size(size_bytes: float, *, smallest: str = "") -> str:
     return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
 
 
+def describe_seconds(seconds: float) -> str:
+    """``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 days 4 h``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))
+    for (size, unit), (small, small_unit) in itertools.pairwise(units):
+        if whole >= size:
+            rest = whole % size // small
+            return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
+    return f"{whole} s"
+
+
 def escape(char: str) -> str:
     """Write a character as Python's source has it."""
     return char.encode("unicode_escape").decode()
@@ -42,6 +55,12 @@ def show(value: object, *, most: int = 60) -> str:
     """Write a value for a message: on one line, cut where it is long."""
     text = repr(value)  # which escapes what does not print
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def count_of(number: int, noun: str) -> str:
+    """``1 node``, ``2 nodes``, ``1,024 microbatches``."""
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def name_some(names: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:

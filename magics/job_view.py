@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..jobs.job_report import describe_metrics
-from ..jobs.job_status import describe_seconds
 from ..session.output.safe_output import PieceCleaner
+from ..text import describe_seconds
 from .render import LiveCell, RenderOptions
 from .screen import Screen
 from .transcript import FURTHER, counted_more

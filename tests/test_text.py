@@ -9,6 +9,8 @@ import pytest
 
 from detrain_nb.text import (
     ShownAsText,
+    count_of,
+    describe_seconds,
     escape,
     format_size,
     html_cells,
@@ -18,6 +20,22 @@ from detrain_nb.text import (
     split_target,
     table_lines,
 )
+
+
+@pytest.mark.parametrize(
+    ("number", "noun", "words"),
+    [(0, "node", "0 nodes"), (1, "node", "1 node"), (1024, "microbatch", "1,024 microbatches")],
+)
+def test_things_are_counted_in_words(number: int, noun: str, words: str) -> None:
+    assert count_of(number, noun) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (277_200, "3 days 5 h")],
+)
+def test_seconds_in_words(seconds: float, words: str) -> None:
+    assert describe_seconds(seconds) == words
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_no_line_ends_in_blanks() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ..errors import count_ranks, format_ranks
 from ..session.output.safe_output import one_line
 from ..session.running.board import Board, RankView
-from ..text import format_size, table_lines
+from ..text import count_of, describe_seconds, format_size, table_lines
 from .board_rows import dead_ranks, rounded
 from .live_view import Settled
 
@@ -91,7 +91,7 @@ def _summary(board: Board, seen: CellHistory, is_well: bool) -> str:
 
 def _where(board: Board) -> str:
     hosts = sum(bool(node.name) for node in board.nodes)
-    on = f" on {hosts} host{'s' if hosts != 1 else ''}" if hosts else ""
+    on = f" on {count_of(hosts, 'host')}" if hosts else ""
     over = f" {one_line(board.over, most_chars=500)}" if board.over else ""
     at = time.strftime("%H:%M", time.localtime(board.as_of))
     return f"Session {one_line(board.name)}, {count_ranks(len(board.ranks))}{on}, {at}.{over}"
@@ -120,14 +120,9 @@ def _state(view: RankView, dead: frozenset[int], seen: CellHistory, is_well: boo
 
 
 def format_time(seconds: float | None) -> str:
-    """``0.4 s``, ``34 s``, ``1 min 24 s``, ``2 h 5 min``."""
+    """``0.4 s``, ``34 s``, ``1 min 24 s``: short times with a tenth."""
     seconds = seconds or 0.0
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(int(seconds), 60)
-    if minutes < 1:
-        return f"{rest} s"
-    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+    return f"{seconds:.1f} s" if seconds < 10 else describe_seconds(seconds)
 
 
 def _page(summary: str, where: str, rows: list[tuple[str, ...]], rest: str) -> str:

@@ -10,6 +10,7 @@ from ..pipelines.draft import find_kind
 from ..pipelines.form_fields import FIELDS, NODE_FIELDS, STEPS, FieldInfo
 from ..session.output.safe_output import one_line
 from ..spec import PipelineSpec
+from ..text import count_of
 
 __all__ = ["describe_fields", "describe_form"]
 
@@ -83,7 +84,7 @@ def _step_of(path: str) -> str:
 def _told(form: SpecForm, step: str, faults: int) -> str:
     """What the step has, by what is typed: the rest of the form may be wrong."""
     if faults:
-        return f"{faults} field{'s' * (faults > 1)} to correct"
+        return f"{count_of(faults, 'field')} to correct"
     draft = form.draft
     if step == "general":
         axes = draft.get("parallelism")
@@ -91,7 +92,7 @@ def _told(form: SpecForm, step: str, faults: int) -> str:
         return f"{len(typed)} {'axis' if len(typed) == 1 else 'axes'}" if typed else "one axis takes all ranks"
     if step == "nodes":
         count = len(form.rows)
-        return f"{count} node{'s' * (count > 1)}" if count else "this machine"
+        return count_of(count, "node") if count else "this machine"
     return find_kind(draft).replace("_", " ") or "not filled in"
 
 

@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..jobs.advice import advise, describe_failure
-from ..jobs.job_status import JobStatus, describe_seconds
+from ..jobs.job_status import JobStatus
 from ..jobs.live_curves import Curve, LiveCurves
 from ..jobs.report_checks import NodeReport
 from ..jobs.watched_node import Checkpoint
 from ..jobs.watching import Unreached
 from ..node.job.terms import ENDED, STOPPED, STOPPING, UNKNOWN
 from ..session.output.safe_output import one_line
+from ..text import count_of, describe_seconds
 from .job_log import Levels, clean_line
 
 _SHOWN_POINTS = 400  # of a curve: more than its picture has points
@@ -95,7 +96,7 @@ def _node_of(name: str, report: NodeReport, status: JobStatus, gone: Unreached |
         sign, word = "stopped", "stopped"
     if is_cause and report.failed_rank is not None and report.state == ENDED:
         word = f"rank {report.failed_rank} failed"
-    more = [f"{report.restarts} restart{'s' * (report.restarts > 1)}"] if report.restarts else []
+    more = [count_of(report.restarts, "restart")] if report.restarts else []
     if report.reason and report.exit_code != 0:
         more.append(report.reason)
     if gone:

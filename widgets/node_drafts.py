@@ -15,6 +15,7 @@ from ..errors import FieldError, SpecError
 from ..session.output.safe_output import one_line
 from ..spec.node import Node
 from ..spec.nodes_file import find_twins
+from ..text import count_of
 
 __all__ = ["FIELDS", "Checked", "Draft", "Field", "check"]
 
@@ -133,9 +134,9 @@ class Draft:
         node = _built(self)
         if node is None:
             return ""
-        gpus = f"{len(node.devices)} GPU{'s'[: len(node.devices) != 1]}" if isinstance(node.devices, tuple) else ""
+        gpus = count_of(len(node.devices), "GPU") if isinstance(node.devices, tuple) else ""
         number = num_ranks(node)
-        ranks = f"{number:,} rank{'s'[: number != 1]}" if number else "default ranks"
+        ranks = count_of(number, "rank") if number else "default ranks"
         return f"{gpus or node.devices}, {ranks}"
 
 

@@ -16,6 +16,7 @@ from ..session.output.safe_output import one_line
 from ..spec.node import THIS_MACHINE, Node
 from ..spec.nodes_file import read_nodes, write_nodes
 from ..storage import locate
+from ..text import count_of
 from .actions import Refused
 from .node_drafts import FIELDS, Checked, Draft, check, describe_faults, num_ranks
 
@@ -218,7 +219,7 @@ class NodeForm:
         if is_added:
             self.append(nodes)
         else:
-            count = f"{len(self._rows)} node{'s'[: len(self._rows) != 1]}"
+            count = count_of(len(self._rows), "node")
             self.replace(
                 nodes,
                 words=f"{count} gave way to those of {one_line(path, most_chars=_MOST_SHOWN)}.",
@@ -245,7 +246,7 @@ class NodeForm:
             self._file = _File(path, _digest(_text_of(full) or ""), tuple(nodes))
         shown = one_line(path, most_chars=_MOST_SHOWN)
         kept = f"; as it was it is {shown}.before" if is_kept else ""
-        return {"said": f"{shown} has {len(nodes)} node{'s'[: len(nodes) != 1]}{kept}"}
+        return {"said": f"{shown} has {count_of(len(nodes), 'node')}{kept}"}
 
 
 def two_ranks_here() -> Node:

@@ -10,6 +10,7 @@ from typing import Any
 from ..doctor.report import Report
 from ..session.output.safe_output import one_line, show_hidden
 from ..spec.node import Node
+from ..text import count_of
 
 __all__ = ["NodeTests"]
 
@@ -81,7 +82,7 @@ class NodeTests:
             return words.get(told["is"], "not tested")
         bad, warnings, good = (len(told[state]) for state in ("bad", "warning", "good"))
         if bad or warnings:
-            parts = [f"{bad} failed"] * bool(bad) + [f"{warnings} warning{'s'[: warnings != 1]}"] * bool(warnings)
+            parts = [f"{bad} failed"] * bool(bad) + [count_of(warnings, "warning")] * bool(warnings)
             return ", ".join(parts)
         return f"{good} checks passed"
 

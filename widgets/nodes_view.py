@@ -18,7 +18,7 @@ from ..errors import DetrainError, SessionError, count_ranks
 from ..session.output.safe_output import one_line, show_hidden
 from ..session.session import Session
 from ..spec.node import Node
-from ..text import html_table, table_lines
+from ..text import count_of, html_table, table_lines
 from .actions import Check, Refused, action, flag, list_of, one_of, secret, text, whole
 from .asking import PassphraseQuestion
 from .live_view import LiveView, Settled
@@ -273,7 +273,7 @@ class NodesView(LiveView):
             self._publish_start(**{"is": "failed", "error": shown, "errors": errors, "table": table})
             return
         self.session = session
-        on = f"{len(nodes)} node{'s'[: len(nodes) != 1]}"
+        on = count_of(len(nodes), "node")
         ready = f"ready after {time.monotonic() - begun:.1f} s"
         line = f"Session {session.name}: {count_ranks(len(session.ranks))} on {on}, {ready}"
         notes = [one_line(words, most_chars=_MOST_CHARS) for words in self._notes[:_MOST_NOTES]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..plan import MeshMemory, PlanDescription, StageCosts, StepTimeline
-from ..text import format_size
+from ..text import count_of, format_size
 
 _EVEN = 1.05  # up to here nobody would cut elsewhere
 _MOST_NAME = 40  # characters, in a table
@@ -64,17 +64,12 @@ def facts(found: PlanDescription) -> list[str]:
     if found.memory is not None:
         told.append(", ".join(f"{axis} {size}" for axis, size in found.memory.mesh.items()))
     elif found.costs is not None:
-        told.append(_count(len(found.costs.stages), "stage"))
+        told.append(count_of(len(found.costs.stages), "stage"))
     if found.timelines:
         told.append(found.timelines[0].schedule)
     if found.costs is not None:
-        told.append(_count(found.costs.num_microbatches, "microbatch"))
+        told.append(count_of(found.costs.num_microbatches, "microbatch"))
     return [*told, "dry run"] if found.memory is not None else told
-
-
-def _count(number: int, noun: str) -> str:
-    plural = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{'' if number == 1 else plural}"
 
 
 def numbers(found: PlanDescription) -> list[dict[str, str]]:
@@ -211,4 +206,4 @@ def lane_names(line: StepTimeline) -> list[str]:
 
 
 def timeline_title(line: StepTimeline) -> str:
-    return f"{line.schedule}, {_count(line.num_microbatches, 'microbatch')}"
+    return f"{line.schedule}, {count_of(line.num_microbatches, 'microbatch')}"

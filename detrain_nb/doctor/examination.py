@@ -15,10 +15,10 @@ from ..errors import DetrainError, SpecError
 from ..launch import LOOPBACK, threads_per_rank
 from ..node.system.gpus import read_visible
 from ..plan.nodes import NodeOffer, NodePlan, plan_nodes
+from ..text import count_of
 from ..transport.ssh import SshConnection
 from .host_facts import Fault, Gpus, HostFacts
 from .host_probe import Clock, Door, HostProbe, Speed, Way
-from .report import count
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -120,14 +120,15 @@ class Examination:
         self._is_over = False
 
     def run(self, *, bandwidth: bool, speed: bool) -> None:
-        self._progress(f"examining {count(len(self.hosts), 'host')}")
+        self._progress(f"examining {count_of(len(self.hosts), 'host')}")
         self._crew.do(self._visit, [host for host in self.hosts if not host.is_here])
         self._crew.do(self._visit, [host for host in self.hosts if host.is_here])  # its address is by that of another
         asked = [host for host in self.hosts if host.facts]
-        self._progress(f"{len(asked)} of {count(len(self.hosts), 'host')} answered: comparing clocks and connections")
+        answered = f"{len(asked)} of {count_of(len(self.hosts), 'host')} answered"
+        self._progress(f"{answered}: comparing clocks and connections")
         self._crew.do(self._look_around, asked)
         if speed:
-            self._progress(f"measuring how fast ranks are on {count(len(asked), 'host')}")
+            self._progress(f"measuring how fast ranks are on {count_of(len(asked), 'host')}")
             self._crew.do(_measure_speed, asked)
         if bandwidth:
             self._measure_rates(asked)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import HostKeyError
-from ..text import format_size
+from ..text import count_of, format_size
 from .examination import Host
 from .host_facts import Disk, Fault, HostFacts
-from .report import Cell, count
+from .report import Cell
 
 if TYPE_CHECKING:
     from ..spec.node import Node
@@ -119,7 +119,7 @@ def _judge_cuda(host: Host, facts: HostFacts, group: Group) -> Cell:
     if isinstance(gpus, Fault) or not gpus.gpus:
         return Cell(cuda, "good") if cuda else Cell("none: a build for CPUs", "good")
     if not cuda:
-        there = f"torch is a build for CPUs, but there are {count(len(gpus.gpus), 'GPU')}"
+        there = f"torch is a build for CPUs, but there are {count_of(len(gpus.gpus), 'GPU')}"
         return Cell("none", "good") if host.node.devices == "cpu" else Cell(there, "warning", "install one with CUDA")
     text = f"{cuda} (driver {gpus.driver}, up to CUDA {gpus.cuda})" if gpus.driver else cuda
     is_newer = _major(cuda) > _major(gpus.cuda) > 0
@@ -154,7 +154,7 @@ def _judge_gpus(host: Host, facts: HostFacts, group: Group) -> Cell:
         return Cell(facts.gpus.text, "warning", "see what nvidia-smi says there")
     gpus, wanted = facts.gpus.gpus, host.node.devices
     if isinstance(wanted, tuple) and (missing := [index for index in wanted if index >= len(gpus)]):
-        text = f"{count(len(gpus), 'GPU')}, but devices has {', '.join(map(str, missing))}"
+        text = f"{count_of(len(gpus), 'GPU')}, but devices has {', '.join(map(str, missing))}"
         return Cell(text, "bad", "correct devices in the nodes file")
     kinds = Counter(f"{gpu.name} {_size(gpu.total_bytes)}" for gpu in gpus)
     text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "none"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from ..deploy.ways import ADVICE
+from ..text import count_of
 from .examination import Host
 from .host_facts import Fault
 from .host_judgement import OF_CONNECTION, OF_FACTS, Group, command_on, not_known
 from .host_probe import Speed, Way
-from .report import Cell, Row, count
+from .report import Cell, Row
 
 __all__ = ["relative_speeds", "write_rows"]
 
@@ -120,7 +121,7 @@ def _judge_speed(host: Host, relative: Mapping[str, float]) -> Cell:
     if isinstance(speed, Fault):
         return Cell(f"not measured: {speed.text}", "warning")
     ranks = f"{speed.num_ranks} ranks at once, each with" if speed.num_ranks > 1 else "1 rank with"
-    share = count(speed.threads, "thread") if speed.threads else "a GPU"
+    share = count_of(speed.threads, "thread") if speed.threads else "a GPU"
     text = f"{_describe_gflop_s(speed.gflop_s)}, {relative[host.name]} of the fastest ({ranks} {share})"
     return Cell(text, "warning", _SLOW_ADVICE) if relative[host.name] < _SLOW else Cell(text, "good")
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ..text import html_cells, html_table, printable, table_lines
+from ..text import count_of, html_cells, html_table, printable, table_lines
 
 if TYPE_CHECKING:
     from ..spec.node import Node
     from ..transport.ssh import AskPassphrase
 
-__all__ = ["Cell", "Link", "Problem", "Report", "Row", "count"]
+__all__ = ["Cell", "Link", "Problem", "Report", "Row"]
 
 State: TypeAlias = Literal["good", "warning", "bad", "none"]
 
@@ -174,11 +174,7 @@ class Report:
     def _title(self) -> str:
         warnings = sum(problem.is_warning for problem in self.problems)
         counts = [(len(self.nodes), "host"), (len(self.problems) - warnings, "problem"), (warnings, "warning")]
-        return ", ".join(count(number, noun) for number, noun in counts)
-
-
-def count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)}"
+        return ", ".join(count_of(number, noun) for number, noun in counts)
 
 
 def _wrap_row(check: str, cells: Sequence[Cell], width: int) -> list[tuple[str, ...]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Iterable, Mapping
@@ -11,10 +10,10 @@ from dataclasses import dataclass, field
 from ..errors import DetrainError, JobFailed, behind_ours, quoted, short_ranks
 from ..node.job import terms
 from ..node.job.terms import ENDED, LOST, NOT_STARTED, RESTARTED, STOPPED, STOPPING, UNKNOWN, UNREADABLE
-from ..text import ShownAsText
+from ..text import ShownAsText, describe_seconds
 from .report_checks import NodeReport
 
-__all__ = ["OVER", "JobStatus", "describe_age", "describe_seconds", "has_failed", "judge"]
+__all__ = ["OVER", "JobStatus", "describe_age", "has_failed", "judge"]
 
 OVER = (*terms.OVER, NOT_STARTED)
 _GONE = 1  # the exit status of a job that has left none
@@ -186,19 +185,6 @@ def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:
 def has_failed(state: str, exit_code: int | None) -> bool:
     """It is over, and neither succeeded nor was stopped by the user."""
     return state in OVER and state != STOPPED and exit_code != 0
-
-
-def describe_seconds(seconds: float) -> str:
-    """``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 days 4 h``."""
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    units = ((86_400, "days"), (3600, "h"), (60, "min"), (1, "s"))
-    for (size, unit), (small, small_unit) in itertools.pairwise(units):
-        if whole >= size:
-            rest = whole % size // small
-            return f"{whole // size} {unit}" + (f" {rest} {small_unit}" if rest else "")
-    return f"{whole} s"
 
 
 def describe_age(at: float, *, now: float | None = None) -> str:

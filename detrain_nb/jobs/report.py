@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..metrics import NO_VALUES
-from ..text import RED, html_cells, html_table, printable, table_lines
-from .job_status import OVER, describe_age, describe_seconds, has_failed
+from ..text import RED, describe_seconds, html_cells, html_table, printable, table_lines
+from .job_status import OVER, describe_age, has_failed
 from .record import JobSummary
 
 __all__ = ["MOST_SHOWN", "JobList"]

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import DetrainError, count_ranks
-from ..jobs.job_status import OVER, describe_age, describe_seconds
+from ..jobs.job_status import OVER, describe_age
 from ..jobs.record import JobSummary
 from ..node.job.terms import ENDED, NOT_STARTED, STOPPED, STOPPING, SUBMITTING, UNKNOWN
 from ..plan import Plan
 from ..spec import Parallelism, PipelineSpec
-from ..text import ShownAsText, name_some, printable, table_lines
+from ..text import ShownAsText, count_of, describe_seconds, name_some, printable, table_lines
 from .spec_file import SpecFile
 
 __all__ = ["Entries", "Entry", "LastJob", "State", "describe_job", "make_entry"]
@@ -69,7 +69,7 @@ class Entry:
         if self.is_spec or not self.errors:
             return ""
         count = len(self.errors)
-        return f"{count} field{'s' * (count > 1)} to correct" if self.is_document else self.errors[0]
+        return f"{count_of(count, 'field')} to correct" if self.is_document else self.errors[0]
 
     @property
     def searched(self) -> str:
@@ -206,7 +206,7 @@ def _nodes(spec: PipelineSpec | None, data: Mapping[str, Any], plan: Plan | None
     """``gpu1, gpu2 · 8 ranks``; of more nodes how many."""
     if spec is None:
         given = data.get("nodes")
-        return f"{len(given)} node{'s' * (len(given) > 1)}" if isinstance(given, list) and given else "no nodes yet"
+        return count_of(len(given), "node") if isinstance(given, list) and given else "no nodes yet"
     names = ["this machine" if node.is_this_machine else node.name for node in spec.nodes] or ["this machine"]
     told = name_some(names) if len(names) <= _MOST_NODES else f"{len(names)} nodes"
     return told if plan is None else f"{told} · {count_ranks(plan.world_size)}"

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from detrain_nb.errors import DetrainError, JobFailed, TransportError
-from detrain_nb.jobs.job_status import JobStatus, describe_seconds, judge
+from detrain_nb.jobs.job_status import JobStatus, judge
 from detrain_nb.jobs.report_checks import NodeReport
 
 SILENT = TransportError("b: it does not answer")
@@ -116,14 +116,6 @@ def test_success_is_no_failure() -> None:
 
 def test_silent_node_is_named() -> None:
     assert "b: no answer: b: it does not answer" in str(status(report("running"), SILENT))
-
-
-@pytest.mark.parametrize(
-    ("seconds", "words"),
-    [(0.4, "0 s"), (59, "59 s"), (60, "1 min"), (185, "3 min 5 s"), (7800, "2 h 10 min"), (277_200, "3 days 5 h")],
-)
-def test_seconds_in_words(seconds: float, words: str) -> None:
-    assert describe_seconds(seconds) == words
 
 
 def test_last_lines_of_no_rank_are_said_to_be_none_of_a_rank() -> None:
