@@ -5,8 +5,6 @@ A page is checked as a node is: a notebook of somebody else can hold a script th
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,7 +15,6 @@ from ..text import show
 
 Check = Callable[[object], Any]  # returns the value, or raises ValueError with what is expected
 
-_MOST_ITEMS, _MOST_DEPTH = 10_000, 12
 _LONGEST_SECRET = 4000
 
 
@@ -133,33 +130,6 @@ def list_of(check_item: Check, *, most: int = 1000) -> Check:
 def optional(check_value: Check) -> Check:
     """Nothing (null), or what passes ``check_value``."""
     return lambda value: None if value is None else check_value(value)
-
-
-def plain_json(*, most_chars: int = 200_000) -> Check:
-    """Any JSON, bounded in length, depth and count: what a person has typed into a form."""
-
-    def check(value: object) -> Any:
-        if _count(value, _MOST_DEPTH) > _MOST_ITEMS or len(json.dumps(value)) > most_chars:
-            raise ValueError(f"plain values of at most {most_chars:,} characters and {_MOST_ITEMS:,} items")
-        return value
-
-    return check
-
-
-def _count(value: object, depth: int) -> int:
-    """How many values are in it; more than are allowed when it is too deep, or no JSON."""
-    if isinstance(value, dict | list) and depth:
-        items = value.values() if isinstance(value, dict) else value
-        if len(items) > _MOST_ITEMS or (isinstance(value, dict) and not all(isinstance(key, str) for key in value)):
-            return _MOST_ITEMS + 1
-        total = 1
-        for item in items:
-            total += _count(item, depth - 1)
-            if total > _MOST_ITEMS:
-                break
-        return total
-    is_plain = value is None or isinstance(value, str | int) or (isinstance(value, float) and math.isfinite(value))
-    return 1 if is_plain else _MOST_ITEMS + 1
 
 
 def describe_failure(exc: Exception) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..jobs.advice import advise, describe_failure
+from ..jobs.advice import advise, describe_cause
 from ..jobs.job_status import JobStatus
 from ..jobs.live_curves import Curve, LiveCurves
 from ..jobs.report_checks import NodeReport
@@ -183,7 +183,7 @@ def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Chec
     if checkpoints:
         todo = f"{todo}. A restart goes on from checkpoint {checkpoints[-1][0]:,}"
     return {
-        "cause": one_line(describe_failure(status)),
+        "cause": one_line(describe_cause(status)),
         "at": one_line(f"{at}{reason}", most_chars=1000),
         "todo": f"{todo[0].upper()}{todo[1:]}." if todo else "",
         "whose": "" if not lines else f"{status.whose_lines[0].upper()}{status.whose_lines[1:]}",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ..node.job.terms import LOST, RESTARTED, STOPPED, UNREADABLE
 from .job_status import JobStatus
 
-__all__ = ["advise", "describe_failure"]
+__all__ = ["advise", "describe_cause"]
 
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _MODULE = re.compile(r"No module named '([\w.-]{1,80})'")
@@ -76,7 +76,7 @@ def advise(status: JobStatus) -> str:
     return "read its last lines, mend the script, and run it again"
 
 
-def describe_failure(status: JobStatus) -> str:
+def describe_cause(status: JobStatus) -> str:
     """``rank 3 on gpu1 ended with exit code 3``."""
     rank = "" if status.failed_rank is None else f"rank {status.failed_rank}"
     where = f" on {status.failed_node}" if status.failed_node and len(status.reports) + len(status.silent) > 1 else ""

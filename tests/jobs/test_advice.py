@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from detrain_nb.jobs.advice import advise, describe_failure
+from detrain_nb.jobs.advice import advise, describe_cause
 from detrain_nb.jobs.job_status import JobStatus
 
 
@@ -33,6 +33,6 @@ def test_advice(state: str, code: int | None, line: str, wanted: str) -> None:
 def test_failure_names_rank_node_and_signal() -> None:
     many = {"gpu1": None, "gpu2": None}
     status = JobStatus("a", "a", "ended", 137, failed_rank=3, failed_node="gpu1", silent=dict.fromkeys(many, ""))
-    assert describe_failure(status) == "rank 3 on gpu1 ended with exit code 137 (signal 9, SIGKILL)"
-    assert describe_failure(JobStatus("a", "a", "ended", 3, failed_rank=0)) == "rank 0 ended with exit code 3"
-    assert describe_failure(JobStatus("a", "a", "lost")) == "the job is lost"
+    assert describe_cause(status) == "rank 3 on gpu1 ended with exit code 137 (signal 9, SIGKILL)"
+    assert describe_cause(JobStatus("a", "a", "ended", 3, failed_rank=0)) == "rank 0 ended with exit code 3"
+    assert describe_cause(JobStatus("a", "a", "lost")) == "the job is lost"
