@@ -16,7 +16,6 @@ __all__ = ["PassphraseQuestion"]
 
 _ANSWER_LIMIT_S = 300.0
 _LOOK_GAP_S = 0.1
-_MOST_SHOWN = 300
 
 
 class PassphraseQuestion:
@@ -39,7 +38,7 @@ class PassphraseQuestion:
         self._number += 1
         self._answer = None
         self._is_answered.clear()
-        self.asked = {"number": self._number, "key": one_line(path, most_chars=_MOST_SHOWN)}
+        self.asked = {"number": self._number, "key": one_line(path)}
         self._publish(self.asked)
         deadline = time.monotonic() + _ANSWER_LIMIT_S
         try:

@@ -36,10 +36,10 @@ class CellHistory:
     def took_s(self) -> float | None:
         return max(0.0, self.ended_at - self.began_at) if self.number and self.ended_at else None
 
-    def after(self, board: Board) -> CellHistory:
-        """The same with what ``board`` shows, or that of the cell which it shows for the first time."""
+    def take(self, board: Board) -> CellHistory:
+        """Note what ``board`` shows. Returns itself; a new history where the board shows a new cell."""
         if board.cell and board.cell.number != self.number:
-            return CellHistory(board.cell.number, board.cell.began_at).after(board)
+            return CellHistory(board.cell.number, board.cell.began_at).take(board)
         if self.number and not board.cell and not self.ended_at:
             self.ended_at = board.as_of
         for rank in dead_ranks(board):
@@ -145,10 +145,9 @@ def _page(summary: str, where: str, rows: list[tuple[str, ...]], rest: str) -> s
 
 def _cell(place: str, text: str, column: str) -> str:
     shown = html.escape(text)
-    if column != "Last line":
-        shown = shown.replace(" ", "\u00a0")
     if column == "Last line":
-        shown = f"<code>{shown}</code>"
-    elif text.startswith("✕"):
+        return f"<td style='{place}'><code>{shown}</code></td>"
+    shown = shown.replace(" ", "\u00a0")
+    if text.startswith("✕"):
         shown = f"✕ <b>{shown[2:]}</b>"
     return f"<td style='{place}'>{shown}</td>"

@@ -15,7 +15,7 @@ from ..session.output.tail import Tail
 from ..session.session import Session
 from .actions import Refused, describe_failure
 
-WHAT = ("output", "stack")
+PANES = ("output", "stack")
 _LEASE_S = 10.0  # a page that looks says so every few seconds
 _GAPS_S = {"output": 0.5, "stack": 2.0}
 _MOST_OPEN = 8

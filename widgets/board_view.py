@@ -17,7 +17,7 @@ from ..session.running.views import Watch
 from ..session.session import Session
 from .actions import Refused, action, describe_failure, one_of, text, whole
 from .board_history import CellHistory, format_time, settle
-from .board_panes import WHAT, Panes
+from .board_panes import PANES, Panes
 from .board_rows import dead_ranks, fresh_of, head_of, host_row, layout_of, notes_of, rank_row, rates_of
 from .live_view import LiveView, Settled
 
@@ -72,7 +72,7 @@ class BoardView(LiveView):
                 came.wait(_FIRST_LIMIT_S)
             if watch.latest is not None and self._board is None:
                 self._board = watch.latest
-                self._seen = self._seen.after(watch.latest)
+                self._seen = self._seen.take(watch.latest)
 
     def _parts(self, board: Board) -> dict[str, Any]:
         """All that pages are told of ``board``, part by part; one that has not changed is not sent."""
@@ -131,7 +131,7 @@ class BoardView(LiveView):
 
     def show(self, board: Board) -> None:
         """Tell the pages what ``board`` says. Called in the session's thread."""
-        self._seen = self._seen.after(board)
+        self._seen = self._seen.take(board)
         if self._board and [view.rank for view in board.ranks] != [view.rank for view in self._board.ranks]:
             self._rates.clear()
         self._board = board
@@ -209,7 +209,7 @@ class BoardView(LiveView):
 
         self._order(f"replay on {format_ranks(chosen)}", run_again)
 
-    @action(what=one_of(*WHAT), rank=whole(0, MOST_RANKS))
+    @action(what=one_of(*PANES), rank=whole(0, MOST_RANKS))
     def look(self, what: str, rank: int) -> None:
         """Have the last lines, or the stack, of a rank, for some seconds."""
         self._choose(str(rank))

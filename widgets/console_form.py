@@ -9,13 +9,12 @@ from ..pipelines import SpecForm
 from ..pipelines.draft import find_kind
 from ..pipelines.form_fields import FIELDS, NODE_FIELDS, STEPS, FieldInfo
 from ..session.output.safe_output import one_line
-from ..spec import PipelineSpec
+from ..spec import Parallelism, PipelineSpec
 from ..text import count_of
 
 __all__ = ["describe_fields", "describe_form"]
 
 _NODE = re.compile(r"nodes\[(\d+)\]\.?(.*)", re.DOTALL)
-_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _TITLES = {"general": "General", "nodes": "Nodes", "source": "Source"}
 
 
@@ -88,7 +87,8 @@ def _told(form: SpecForm, step: str, faults: int) -> str:
     draft = form.draft
     if step == "general":
         axes = draft.get("parallelism")
-        typed = [name for name in _AXES if isinstance(axes, dict) and axes.get(name, "") not in ("", "1", "-1")]
+        given = axes if isinstance(axes, dict) else {}
+        typed = [name for name in Parallelism().axes if given.get(name, "") not in ("", "1", "-1")]
         return f"{len(typed)} {'axis' if len(typed) == 1 else 'axes'}" if typed else "one axis takes all ranks"
     if step == "nodes":
         count = len(form.rows)

@@ -315,7 +315,7 @@ class ConsoleView(LiveView):
             "axes": [[*axis] for axis in entry.axes],
             "nodes": one_line(entry.nodes),
             "fault": one_line(entry.fault),
-            "errors": [one_line(each)[:300] for each in entry.errors[:5]],
+            "errors": [one_line(each) for each in entry.errors[:5]],
             "can_open": entry.is_document,
             "can_run": entry.is_spec,
             "is_beside": entry.is_beside,

@@ -221,10 +221,9 @@ def number(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     size = abs(value)
-    for unit, least in ((" G", 1e9), (" M", 1e6), (" k", 1e4)):
+    for unit, scale, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
         if least <= size < 1e15:
-            scale = {" G": 1e9, " M": 1e6, " k": 1e3}[unit]
-            return f"{value / scale:.3g}{unit}"
+            return f"{value / scale:.3g} {unit}"
     if size == 0 or 1e-3 <= size < 1e4:
         return f"{value:.4g}"
     return f"{value:.2e}"

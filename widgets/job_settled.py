@@ -12,7 +12,7 @@ from .job_picture import Json, number, phase_of
 from .live_view import Settled
 
 _SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "running": "▶"}
-_NUM_NUMBERS = 10  # of the curve, where its picture is removed
+_MOST_NUMBERS = 10  # of the curve, where its picture is removed
 _WIDTH, _HEIGHT = 480, 120
 
 
@@ -59,7 +59,7 @@ def _curve(loss: dict[str, Any]) -> str:
     points = [(step, value) for step, value in loss["points"] if value is not None]
     if len(points) < 2:
         return ""
-    width = -(-len(points) // _NUM_NUMBERS)
+    width = -(-len(points) // _MOST_NUMBERS)
     some = [*points[::width], *([points[-1]] if (len(points) - 1) % width else [])]
     numbers = "".join(f"<td>{step:,}: {html.escape(number(value))}</td>" for step, value in some)
     low, high = min(value for _, value in points), max(value for _, value in points)

@@ -22,7 +22,6 @@ __all__ = ["FIELDS", "Checked", "Draft", "Field", "check"]
 Kind: TypeAlias = Literal["text", "whole", "number", "list", "lines", "choice"]
 
 MOST_TEXT = 20_000  # characters of a field
-_MOST_SHOWN = 300
 _WHOLE = re.compile(r"[+-]?\d{1,15}")
 _NUMBER = re.compile(r"[+-]?(?:\d{1,15}(?:\.\d{0,15})?|\.\d{1,15})(?:[eE][+-]?\d{1,3})?")
 _ids = itertools.count(1)
@@ -179,18 +178,18 @@ def check(drafts: Sequence[Draft]) -> Checked:
             errors.append(_by_field(exc))
     there = [node for node in nodes if node is not None]
     twins = find_twins(there) if len(there) == len(nodes) else []
-    return Checked(tuple(nodes), tuple(errors), tuple(one_line(line, most_chars=_MOST_SHOWN) for line in twins))
+    return Checked(tuple(nodes), tuple(errors), tuple(one_line(line) for line in twins))
 
 
 def _by_field(error: SpecError) -> dict[str, str]:
     """The first fault of each field."""
     found: dict[str, str] = {}
     if not isinstance(error, FieldError):
-        return {"": one_line(str(error), most_chars=_MOST_SHOWN)}
+        return {"": one_line(str(error))}
     for fault in error.faults:
         name = re.split(r"[.\[]", fault.path)[0]
         said = fault.advice or fault.said.removeprefix(":").strip()
-        found.setdefault(name if name in FIELDS else "", one_line(said, most_chars=_MOST_SHOWN))
+        found.setdefault(name if name in FIELDS else "", one_line(said))
     return found
 
 

@@ -24,7 +24,6 @@ __all__ = ["MOST_NODES", "NodeForm"]
 
 MOST_NODES = 256
 _MOST_FAULTS = 50  # are told
-_MOST_SHOWN = 300
 _NOT_KEPT = "; another program may have written it"
 
 
@@ -96,7 +95,7 @@ class NodeForm:
                 "revision": self.revision,
                 "num_ranks": sum(filter(None, counts)) if all(counts) else None,
                 "twins": list(checked.twins),
-                "file": one_line(self._file.path, most_chars=_MOST_SHOWN),
+                "file": one_line(self._file.path),
                 "is_changed": self._is_changed(checked),
                 "undo": self._undo.words if self._undo else "",
             }
@@ -222,7 +221,7 @@ class NodeForm:
             count = count_of(len(self._rows), "node")
             self.replace(
                 nodes,
-                words=f"{count} gave way to those of {one_line(path, most_chars=_MOST_SHOWN)}.",
+                words=f"{count} gave way to those of {one_line(path)}.",
                 file=(path, text),
             )
         return len(nodes)
@@ -240,11 +239,11 @@ class NodeForm:
         if there and not is_ours and over != there:
             is_same_file = bool(self._file.path) and full == _full(self._file.path)
             why = f"has changed since it was read{_NOT_KEPT}" if is_same_file else "is there already"
-            return {"ask": f"{one_line(path, most_chars=_MOST_SHOWN)} {why}.", "over": there}
+            return {"ask": f"{one_line(path)} {why}.", "over": there}
         is_kept = write_nodes(full, nodes, before=f"{full}.before" if there and _is_nodes_file(full) else None)
         with self._changing:
             self._file = _File(path, _digest(_text_of(full) or ""), tuple(nodes))
-        shown = one_line(path, most_chars=_MOST_SHOWN)
+        shown = one_line(path)
         kept = f"; as it was it is {shown}.before" if is_kept else ""
         return {"said": f"{shown} has {count_of(len(nodes), 'node')}{kept}"}
 

@@ -18,7 +18,7 @@ from ..errors import DetrainError, SessionError, count_ranks
 from ..session.output.safe_output import one_line, show_hidden
 from ..session.session import Session
 from ..spec.node import Node
-from ..text import count_of, html_table, table_lines
+from ..text import count_of, html_cells, html_table, table_lines
 from .actions import Check, Refused, action, flag, list_of, one_of, secret, text, whole
 from .asking import PassphraseQuestion
 from .live_view import LiveView, Settled
@@ -113,10 +113,8 @@ class NodesView(LiveView):
         rows = [(row["label"], row["where"], row["offers"], self._tests.words(row["id"])) for row in told["rows"]]
         head = ("name", "where", "ranks", "last test")
         title = f"Nodes: {len(rows)}" + (f", {told['file']}" if told["file"] else "")
-        cells = ["".join(f"<td>{html.escape(text)}</td>" for text in row) for row in rows]
-        page = html_table(
-            "".join(f"<th>{text}</th>" for text in head), "".join(f"<tr>{row}</tr>" for row in cells), caption=[title]
-        )
+        body = "".join(f"<tr>{html_cells(row)}</tr>" for row in rows)
+        page = html_table(html_cells(head, tag="th"), body, caption=[title])
         return Settled("\n".join([title, *table_lines([head, *rows])]), page)
 
     def _publish_form(self) -> None:
@@ -131,8 +129,8 @@ class NodesView(LiveView):
     def _publish_question(self, asked: dict[str, Any] | None) -> None:
         self.publish("question", asked)
 
-    def _publish_start(self, **what: Any) -> None:
-        self._start = {"is": "none", **what}
+    def _publish_start(self, state: str, **more: Any) -> None:
+        self._start = {"is": state, **more}
         self.publish("start", self._start)
 
     # ---- the list
@@ -262,7 +260,7 @@ class NodesView(LiveView):
         try:
             session = self._starter(nodes, watch)
         except _Cancelled:
-            self._publish_start(**{"is": "cancelled"})
+            self._publish_start("cancelled")
             return
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
             said = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
@@ -270,14 +268,14 @@ class NodesView(LiveView):
             self._table.stop()
             table = self._table.told()
             shown = show_hidden(said)[:_MOST_CHARS]
-            self._publish_start(**{"is": "failed", "error": shown, "errors": errors, "table": table})
+            self._publish_start("failed", error=shown, errors=errors, table=table)
             return
         self.session = session
         on = count_of(len(nodes), "node")
         ready = f"ready after {time.monotonic() - begun:.1f} s"
         line = f"Session {session.name}: {count_ranks(len(session.ranks))} on {on}, {ready}"
         notes = [one_line(words, most_chars=_MOST_CHARS) for words in self._notes[:_MOST_NOTES]]
-        self._publish_start(**{"is": "done", "line": line, "notes": notes})
+        self._publish_start("done", line=line, notes=notes)
         self.settle()
 
     def _tell_start(self, line: str, begun: float) -> None:
@@ -285,7 +283,7 @@ class NodesView(LiveView):
         assert self._table is not None  # it begins with one
         seconds = int(time.monotonic() - begun)
         shown = one_line(line, most_chars=_MOST_CHARS)
-        self._publish_start(**{"is": "running", "line": shown, "seconds": seconds, "table": self._table.told()})
+        self._publish_start("running", line=shown, seconds=seconds, table=self._table.told())
 
     def _take_step(self, step: StartStep) -> None:
         if self._table is not None:

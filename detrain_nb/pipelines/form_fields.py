@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel
 
 from ..plan.choices import ONE_OF
-from ..spec import Node, PipelineSpec
+from ..spec import Node, Parallelism, PipelineSpec
 
 __all__ = ["FIELDS", "KIND_PATH", "NODE_FIELDS", "SOURCE_KINDS", "STEPS", "FieldInfo", "Kind", "Step"]
 
@@ -35,7 +35,7 @@ _WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are n
 _HOW: Mapping[Kind, str] = {"variables": "a line NAME=value for each", "words": "as in a shell: --name 'a b' --fast"}
 _UNITS = {"_mbit_s": " (Mbit/s)", "_ms": " (ms)", "_gb": " (GB)", "_s": " (s)"}
 _TITLES = {
-    **{axis: axis for axis in ("pp", "dp_replicate", "dp_shard", "tp")},
+    **{axis: axis for axis in Parallelism().axes},
     "url": "URL",
     "id": "ID",
     "ssh_key": "SSH key",

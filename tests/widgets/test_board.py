@@ -176,7 +176,7 @@ def test_hostile_notes_names_and_reasons_are_cleaned_and_bounded() -> None:
     board = replace(board, nodes=(replace(board.nodes[0], name=HOSTILE, where=HOSTILE, fault=HOSTILE),))
     said = all_text([head_of(board), layout_of(board), notes_of(board)])
     assert len(said) < 8000 and not set(said).intersection("\x1b\u202e\x00\r\n")
-    seen = CellHistory().after(board)
+    seen = CellHistory().take(board)
     settled = settle(board, seen, board.name, is_well=True)
     assert "<img" not in settled.html and "&lt;img" in settled.html and "\x1b" not in settled.text
 
@@ -250,7 +250,7 @@ class Tags(HTMLParser):
 def settled_after(*boards: Board, is_well: bool = True) -> Any:
     seen = CellHistory()
     for board in boards:
-        seen = seen.after(board)
+        seen = seen.take(board)
     return settle(boards[-1], seen, boards[-1].name, is_well=is_well)
 
 
