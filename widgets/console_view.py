@@ -110,6 +110,8 @@ class ConsoleView(LiveView):
             path = self._path(id)
             self._deleted = self.pipelines.delete(path)
             self._forms.pop(path, None)
+            if self._open == path:  # another tab has opened it meanwhile
+                self._open, self._conflict = None, None
         self._tell_all()
 
     @action()

@@ -104,6 +104,17 @@ def test_pipeline_is_duplicated_deleted_and_brought_back(page: Page) -> None:
         page.ask("undo")
 
 
+def test_pipeline_that_another_tab_has_open_is_deleted_and_its_form_closed(page: Page) -> None:
+    page.pipelines.create({**DATA, "name": "train"})
+    key = page.names()["train"]
+    page.ask("open_pipeline", id=key)
+    page.ask("delete", id=key)
+    assert page.wait_for("undo", bool)["name"] == "train"
+    assert page.form is None and page.state()["form"] is None
+    with pytest.raises(ValueError, match="no pipeline is open"):
+        page.ask("edit", path="name", typed="other", revision=0, editor="e")
+
+
 @pytest.mark.parametrize(
     ("action", "arguments", "said"),
     [
