@@ -29,6 +29,7 @@ _SHORTEST_GAP_S, _LONGEST_GAP_S = 1.0, 5.0  # between two looks at a node: longe
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # until a node is tried again that did not answer
 _PATIENCE = Patience(silence_s=15.0, answer_s=60.0)
 _TELL_GAP_S = 0.3
+_NEWS_LIMIT_S = 60.0  # without news for so long, somebody looks whether the watch goes on at all
 _FIRST_WORD_S = 2.0  # how long the first news wait for all nodes
 
 
@@ -169,7 +170,8 @@ class Watch:
     def _tell(self) -> None:
         first_word_by = time.monotonic() + _FIRST_WORD_S
         while not self._is_over.is_set():
-            self._has_news.wait()
+            if not self._has_news.wait(_NEWS_LIMIT_S):
+                continue
             self._has_news.clear()
             with self._lock:
                 is_known = all(each.heard_at is not None or each.why_silent for each in self._watched)
