@@ -57,7 +57,7 @@ def start_session(nodes: list[Node], watch: StartWatch) -> Session:
 class NodesView(LiveView):
     """The form. ``nodes`` is the list as it is now; ``session`` is what was started from it, if anything."""
 
-    name = "nodes"
+    name = "nodes_view"
 
     def __init__(self, nodes: Given = None, *, start: Starter = start_session) -> None:
         self.session: Session | None = None

@@ -26,7 +26,7 @@ _MOST_SUMS = 64  # ranks whose checksums stand in a preview
 class VarsView(LiveView):
     """What `session.variables(names, ranks=ranks)` says, read again by a press, and previews by `session.preview`."""
 
-    name = "vars"
+    name = "vars_view"
 
     def __init__(self, session: Session, names: Sequence[str], ranks: Any, *, first: Variables) -> None:
         """``first``: as it has been read; the widget is there when nothing can go wrong any more."""
