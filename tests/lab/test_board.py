@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from playwright.sync_api import expect
 
+from .pictures import take_picture
 from .window import set_theme
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     OpenNotebook = Callable[..., Notebook]
 
-PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 TESTS = Path(__file__).resolve().parents[2]
 START = "%load_ext detrain_nb\n%distributed start -n 2"
 SETUP = """%%distributed
@@ -262,10 +261,9 @@ MEASURE = """board => {
 
 
 def take_pictures(window: Window, board: Locator, name: str, folder: Path) -> None:
-    to = PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" else folder
     for theme in ("dark", "light"):
         set_theme(window, dark=theme == "dark")
-        board.screenshot(path=to / f"board-{name}-{theme}.png")
+        take_picture(board, f"board-{name}-{theme}", folder)
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 from playwright.sync_api import Locator, expect
 
 from .notebook import Notebook
+from .pictures import take_picture
 from .window import set_theme
 
 pytestmark = pytest.mark.timeout(240)
@@ -17,7 +17,6 @@ pytestmark = pytest.mark.timeout(240)
 OpenNotebook = Callable[..., Notebook]
 
 _IN_DOCS = ("list", "general", "review")
-_PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 
 # What is kept of the user lies beside the notebook.
 _BEGIN = """
@@ -62,14 +61,13 @@ def row(view: Locator, name: str) -> Locator:
 
 
 def take_pictures(nb: Notebook, view: Locator, name: str, folder: Path) -> None:
-    """In both themes; where they are asked for, into the docs."""
-    to = _PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" and name in _IN_DOCS else folder
+    """In both themes; some of them are for the docs."""
     before = nb.page.viewport_size
     assert before
     nb.page.set_viewport_size({**before, "height": 1600})  # all of it is in sight
     for theme in ("dark", "light"):
         set_theme(nb.window, dark=theme == "dark")
-        view.screenshot(path=to / f"console-{name}-{theme}.png")
+        take_picture(view, f"console-{name}-{theme}", folder, is_for_docs=name in _IN_DOCS)
     nb.page.set_viewport_size(before)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 from playwright.sync_api import Locator, expect
 
 from .notebook import Notebook
+from .pictures import take_picture
 from .window import Window, set_theme
 
 OpenNotebook = Callable[..., Notebook]
-PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 LIMIT_MS = 60_000  # for what a job does: it starts in seconds, on a machine that has others to run
 LOAD = 'import os; os.environ["XDG_STATE_HOME"] = r"{home}"\n%load_ext detrain_nb'
 SCRIPT = """
@@ -47,13 +46,10 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def take_pictures(window: Window, view: Locator, state: str, folder: Path) -> None:
-    """In both themes; to docs/pictures when asked."""
-    place = PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" else folder
+    """In both themes."""
     for name in ("dark", "light"):
         set_theme(window, dark=name == "dark")
-        path = place / f"job-{state}-{name}.png"
-        view.screenshot(path=path)
-        assert path.stat().st_size > 10_000
+        assert take_picture(view, f"job-{state}-{name}", folder).stat().st_size > 5000
 
 
 def view_of(nb: Notebook, cell: int) -> Locator:

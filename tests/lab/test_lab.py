@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 from pathlib import Path
@@ -13,6 +12,7 @@ from matplotlib.image import imread
 from playwright.sync_api import expect
 
 from ..testbed.nodes import home_with_hosts
+from .pictures import picture_path, shrink
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     OpenNotebook = Callable[..., Notebook]
 
-PICTURE = Path(__file__).resolve().parents[2] / "docs" / "pictures" / "cell.png"
 START = "%load_ext detrain_nb\n%distributed start -n 2"
 WAIT_FOR = """
 def wait_for(what):
@@ -473,9 +472,9 @@ def test_picture_of_a_cell_on_two_ranks(sharp_window: Window, notebook: OpenNote
     nb.select(4)
     for rank in (0, 1):
         nb.wait_for_text(2, rf"^\[{rank}\] step 20 ", limit_s=60)
-    path = PICTURE if os.environ.get("DETRAIN_NB_PICTURES") == "1" else tmp_path / PICTURE.name
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path = picture_path("cell", tmp_path)
     nb.take_picture(path, last=2)
+    shrink(path)
     assert nb.text(1) == "[0-1] tensor([1., 1., 1., 1.])\n"
     expect(nb.prompt(2)).to_have_text("[*]:")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -17,6 +16,7 @@ from detrain_nb.spec.nodes_file import read_nodes
 
 from ..testbed.testbed import Testbed
 from .notebook import Notebook
+from .pictures import take_picture
 from .window import Window, set_theme
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 OpenNotebook = Callable[..., Notebook]
 CheckAccessibility = Callable[[Locator], None]
 
-_PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 _LONG_MS = 90_000
 _SECRET = "hush-7391-hush"
 _LOAD = "%load_ext detrain_nb"
@@ -53,11 +52,10 @@ def _fill(view: Locator, label: str, **texts: str) -> None:
 
 
 def _look_at(window: Window, view: Locator, name: str, folder: Path, check: CheckAccessibility) -> None:
-    """Pictures in both themes, in which it has to be accessible; where they are asked for, they go into the docs."""
-    to = _PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" else folder
+    """Pictures in both themes, in which it has to be accessible."""
     for theme in ("dark", "light"):
         set_theme(window, dark=theme == "dark")
-        view.screenshot(path=to / f"{name}-{theme}.png")
+        take_picture(view, f"{name}-{theme}", folder)
     check(view)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Callable
 from functools import cache
@@ -20,11 +19,11 @@ from detrain_nb import parallel as par
 
 from ..parallel.models import GPT
 from .notebook import Notebook
+from .pictures import take_picture
 from .window import Window, set_theme
 
 OpenNotebook = Callable[..., Notebook]
 
-PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 SHOW = "import sys; sys.modules['torch'] = None\nfrom detrain_nb import widgets\nview = widgets.plan('plan.json'); view"
 # What stands out of the view; names of layers, and what lies in lanes, are cut there.
 TOO_WIDE = """view => [...view.querySelectorAll("*")].filter((each) => !each.closest(".lane, .n")
@@ -173,12 +172,11 @@ def test_plans_are_legible_in_both_themes_with_a_hundred_layers_too(
     sharp_window: Window, notebook: OpenNotebook, tmp_path: Path
 ) -> None:
     """Stages have their numbers, and nothing is wider than the view, or grows with the plan."""
-    folder = PICTURES if os.environ.get("DETRAIN_NB_PICTURES") == "1" else tmp_path
     sharp_window.page.set_viewport_size({"width": 880, "height": 1700})
     for name, plan in (("small", small()), ("large", large())):
         _, view = show(notebook, plan, window=sharp_window)
         for dark in (True, False):
-            _take_picture(sharp_window, view, folder / f"plan-{name}-{'dark' if dark else 'light'}.png", dark=dark)
+            _look_at(sharp_window, view, f"plan-{name}-{'dark' if dark else 'light'}", tmp_path, dark=dark)
     expect(view.locator(".strip > div")).to_have_text([re.compile(rf"^{stage}$") for stage in range(12)])
     expect(view.locator(".lane svg")).to_have_count(6)
     last = view.get_by_role("slider", name=re.compile("^rank 5: "))
@@ -193,10 +191,9 @@ def test_plans_are_legible_in_both_themes_with_a_hundred_layers_too(
     expect(view.locator(".grouped")).to_have_text("a bar is the mean of up to 2 layers")
 
 
-def _take_picture(window: Window, view: Locator, path: Path, *, dark: bool) -> None:
+def _look_at(window: Window, view: Locator, name: str, folder: Path, *, dark: bool) -> None:
     set_theme(window, dark=dark)
     expect(view.locator(".lane svg").first).to_be_visible()
-    view.screenshot(path=path)
-    picture = imread(path)[:, :, :3]
+    picture = imread(take_picture(view, name, folder))[:, :, :3]
     assert (picture.mean() < 0.5) == dark
     assert picture.std() > 0.1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +10,9 @@ import pytest
 from playwright.sync_api import Locator, expect
 
 from .notebook import Notebook
+from .pictures import take_picture
 from .window import Window, set_theme
 
-PICTURES = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 DEFINE = """
 %%distributed
 import os, time
@@ -50,14 +49,6 @@ def names(view: Locator) -> list[str]:
     return view.locator(".name").all_inner_texts()
 
 
-def take_picture(view: Locator, name: str, folder: Path) -> None:
-    """Of the view in both themes; kept in docs when asked for."""
-    is_kept = os.environ.get("DETRAIN_NB_PICTURES") == "1"
-    path = (PICTURES if is_kept else folder) / f"{name}.png"
-    view.screenshot(path=path)
-    assert path.stat().st_size > 5000
-
-
 @pytest.mark.slow
 def test_variables_are_filtered_sorted_and_looked_into(
     notebook: Callable[..., Notebook],
@@ -76,7 +67,7 @@ def test_variables_are_filtered_sorted_and_looked_into(
     check_accessibility(view)
     for name in ("dark", "light"):
         set_theme(window, dark=name == "dark")
-        take_picture(view, f"vars-open-{name}", tmp_path)
+        assert take_picture(view, f"vars-open-{name}", tmp_path).stat().st_size > 5000
     _is_honest_while_a_rank_is_busy(nb, view, tmp_path, window, check_accessibility)
     _fits_a_narrow_page(nb, view)
 
@@ -147,7 +138,7 @@ def _is_honest_while_a_rank_is_busy(
     expect(view.get_by_role("tab")).to_have_text(["0", "2"])
     for name in ("dark", "light"):
         set_theme(window, dark=name == "dark")
-        take_picture(view, f"vars-busy-{name}", tmp_path)
+        assert take_picture(view, f"vars-busy-{name}", tmp_path).stat().st_size > 5000
     check_accessibility(view)
     twist = view.get_by_role("button", name="logits: preview")
     twist.focus()
