@@ -20,13 +20,13 @@ const percent = (value) => (value === null ? "–" : `${value} %`);
 const set_state = (place, state, word) => {
   const kind = WORDS[state] ?? "lost";
   if (place.dataset.state !== state) {
-    place.dataset.state = state; place.className = `st is-${CLASSES[kind] ?? kind}`;
+    place.dataset.state = state; place.className = `st ${colour_of(kind)}`;
     place.replaceChildren(icon(STATES[kind]), document.createTextNode(word));
   } else if (place.lastChild.data !== word) place.lastChild.data = word;
 };
 const set_attribute = (node, name, value) => { if (node.getAttribute(name) !== value) node.setAttribute(name, value); };
 const set_width = (bar, share) => { bar.firstChild.style.width = `${Math.round(100 * (share ?? 0))}%`; };
-const tone = (state) => { const kind = WORDS[state] ?? "lost"; return `is-${CLASSES[kind] ?? kind}`; };
+const tone = (state) => colour_of(WORDS[state] ?? "lost");
 
 // ---- one rank: a tile, a cell, or a row
 const measure = (label) => {
@@ -337,9 +337,8 @@ const make_pane = (b) => {
   b.text = h("pre", { id: `${b.view.id}-text`, role: "tabpanel", tabIndex: 0, "aria-label": "Text" });
   b.pane_interrupt = b.view.button("Interrupt", () => b.view.call("interrupt", { ranks: `${b.selected}` }), { cls: "q", on_error: (text) => say(b, "failed", text) });
   const copy = h("button", { type: "button", class: "b q", onclick: async () => { b.view.announce((await copy_text(b.text.textContent)) ? "copied" : "not copied: select the text"); } }, icon("copy"), "Copy");
-  const close = h("button", { type: "button", class: "b q ic", "aria-label": "Close", title: "Close", onclick: () => close_pane(b) }, icon("bad"));
   const restart = h("button", { type: "button", class: "b q", onclick: () => ask_which(b, "restart", `${b.selected}`) }, "Restart…");
-  b.pane = h("div", { class: "pane", role: "region", hidden: true }, h("div", { class: "tt" }, b.title, b.of, tabs, h("span", { class: "acts" }, b.age, copy, b.pane_interrupt, restart, close)), b.text);
+  b.pane = h("div", { class: "pane", role: "region", hidden: true }, h("div", { class: "tt" }, b.title, b.of, tabs, h("span", { class: "acts" }, b.age, copy, b.pane_interrupt, restart, close_button(() => close_pane(b)))), b.text);
 };
 
 // ---- the whole of it

@@ -277,7 +277,7 @@ class FormPage {
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
     this.notes.replaceChildren(...made); this.notes.hidden = !made.length;
   }
-  close_button(act) { return h("button", { type: "button", class: "b ic q", "aria-label": "Close", title: "Close", onclick: () => { act(); this.draw_notes(); } }, icon("bad")); }
+  close_button(act) { return close_button(() => { act(); this.draw_notes(); }); }
   async draw_review() {
     this.reviewed = this.form.revision;
     const page = this.pages.review, found = await this.view.call("review").catch((error) => ({ error: error.message }));

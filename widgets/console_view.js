@@ -95,7 +95,7 @@ class Row {
   }
   /** Tell something below the row. */
   show(content) {
-    const close = h("button", { type: "button", class: "b ic q", "aria-label": "Close", title: "Close", onclick: () => { this.below = null; this.page.draw(); this.open.focus(); } }, icon("bad"));
+    const close = close_button(() => { this.below = null; this.page.draw(); this.open.focus(); });
     this.below = h("tr", { class: "more" }, h("td", { colspan: "4" }, h("div", { class: "row" }, h("div", { class: "given", style: "flex:1;min-width:0" }, content), close)));
     this.page.draw();
     this.view.announce(content[0].textContent);
@@ -208,7 +208,7 @@ class ListPage {
   }
   draw_notes() {
     const failed = [this.failure, this.work?.is === "failed" ? `${this.work.what}: ${this.work.error}` : null].filter(Boolean);
-    const clear = () => h("button", { type: "button", class: "b ic q", "aria-label": "Close", title: "Close", onclick: () => { this.failure = null; this.work = null; this.draw_notes(); } }, icon("bad"));
+    const clear = () => close_button(() => { this.failure = null; this.work = null; this.draw_notes(); });
     const running = this.work?.is === "running" ? [note("run", h("p", { role: "status" }, `${this.work.what}…`))] : [];
     this.notes.replaceChildren(...(this.list?.notices ?? []).map((text) => note("warn", h("p", {}, text))), ...running,
       ...failed.map((text) => note("bad", h("p", { role: "alert" }, text), [clear()])));

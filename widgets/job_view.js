@@ -139,8 +139,8 @@ const make_nodes = (view) => {
   const WORDS = { run: "running", bad: "failed", ok: "done", new: "starting", stopped: "stopped", lost: "unknown", warn: "unknown" };
   view.on("nodes", (nodes) => {
     el.hidden = !nodes.length;
-    el.replaceChildren(...nodes.map((node) => h("div", { class: `nd is-${CLASSES[node.sign] ?? node.sign}` }, h("b", { class: "cut", title: node.name }, node.name), state_word(node.sign, node.word),
-      h("span", { class: "rk", role: "list", "aria-label": `Ranks of ${node.name}` }, node.ranks.map(([rank, sign]) => h("span", { class: `is-${CLASSES[sign] ?? sign}`, role: "listitem", title: `rank ${rank}: ${WORDS[sign] ?? sign}`, "aria-label": `rank ${rank}: ${WORDS[sign] ?? sign}` },
+    el.replaceChildren(...nodes.map((node) => h("div", { class: `nd ${colour_of(node.sign)}` }, h("b", { class: "cut", title: node.name }, node.name), state_word(node.sign, node.word),
+      h("span", { class: "rk", role: "list", "aria-label": `Ranks of ${node.name}` }, node.ranks.map(([rank, sign]) => h("span", { class: colour_of(sign), role: "listitem", title: `rank ${rank}: ${WORDS[sign] ?? sign}`, "aria-label": `rank ${rank}: ${WORDS[sign] ?? sign}` },
         `${rank}`, sign === "run" || sign === "new" ? null : icon(STATES[sign] ?? "idle"))), node.hidden ? h("i", { role: "listitem" }, `and ${node.hidden} more`) : null),
       node.more ? h("span", { class: "more" }, node.more) : null)));
   });

@@ -47,8 +47,10 @@ const icon = (name) => s("svg", { class: "i", viewBox: "0 0 16 16", "aria-hidden
 // state -> [class, icon]: icon, word and colour always come together
 const STATES = { run: "run", wait: "wait", warn: "warn", ok: "ok", bad: "bad", new: "new", idle: "idle", lost: "lost", differs: "diff", same: "same", sharded: "shard", stopped: "stop" };
 const CLASSES = { lost: "warn", differs: "wait", same: "ok", sharded: "run", stopped: "idle" };
+/** The class that gives a part the colours of a state. */
+const colour_of = (state) => `is-${CLASSES[state] ?? state}`;
 /** A state: `state_word("run", "running")`. */
-const state_word = (state, word) => h("span", { class: `st is-${CLASSES[state] ?? state}` }, icon(STATES[state] ?? "idle"), word);
+const state_word = (state, word) => h("span", { class: `st ${colour_of(state)}` }, icon(STATES[state] ?? "idle"), word);
 
 // ---- numbers, as people read them
 const grouped = (number) => Math.round(number).toLocaleString("en-US");
@@ -96,8 +98,10 @@ const disable = (button, reason) => { // stays focusable; the reason is its desc
   if (reason) { button.setAttribute("aria-disabled", "true"); button.title = reason; } else { button.removeAttribute("aria-disabled"); button.title = button.dataset.title ?? ""; }
 };
 
+const close_button = (act) => h("button", { type: "button", class: "b q ic", "aria-label": "Close", title: "Close", onclick: act }, icon("bad"));
+
 /** A note: what it is about, what to do, and the buttons that help. */
-const note = (state, content, actions = []) => h("div", { class: `note is-${CLASSES[state] ?? state}` },
+const note = (state, content, actions = []) => h("div", { class: `note ${colour_of(state)}` },
   icon(STATES[state] ?? "info"), h("div", {}, content), actions.length ? h("div", { class: "acts" }, actions) : null);
 
 const copy_text = async (text) => {
