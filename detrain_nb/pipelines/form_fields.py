@@ -109,7 +109,7 @@ def _describe(path: str, field: Any, schema: Mapping[str, Any], step: Step, *, i
     default = None if field.is_required() else _plain(field.default)
     return FieldInfo(
         path=path,
-        title=_title(path),
+        title=field.title or _title(path),
         hint=field.description or "",
         kind=_kind(path, parts, is_closed=all("enum" in part or "const" in part for part in parts)),
         step=step,

@@ -212,7 +212,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
 
     view.get_by_role("button", name="Next: Nodes").click()
     view.get_by_role("button", name="Add node").click()
-    expect(view.get_by_label("Host")).to_be_focused()
+    expect(view.get_by_label("Host", exact=True)).to_be_focused()
     keys.type("localhost")
     view.get_by_label("Devices").fill("cpu")
     view.get_by_label("Ranks").fill("2")

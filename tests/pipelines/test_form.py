@@ -18,7 +18,7 @@ from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.pipelines import EXAMPLES, SpecForm, review_spec
 from detrain_nb.pipelines.form_fields import FIELDS, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
-from detrain_nb.spec import PipelineSpec
+from detrain_nb.spec import Node, PipelineSpec
 
 RIGHT: dict[str, Any] = {"name": "train", "source": {"script_text": "print('ran')"}}
 WHOLE: dict[str, Any] = {
@@ -52,6 +52,9 @@ def test_every_field_of_a_spec_is_in_one_step_and_described() -> None:
     for each in [*FIELDS.values(), *NODE_FIELDS.values()]:
         assert each.title and each.hint, each.path
         json.dumps(each.to_json())
+    assert {name: each.title for name, each in NODE_FIELDS.items()} == {
+        name: field.title for name, field in Node.model_fields.items()
+    }, "a node's fields are called as in the form of nodes"
     port, seed = NODE_FIELDS["port"], FIELDS["training.seed"]
     assert (port.low, port.high, port.kind, port.is_required) == (1, 65535, "number", False)
     assert (seed.low, seed.high) == (0, (1 << 32) - 1)
