@@ -88,7 +88,7 @@ class FieldFault:
 
     path: str
     said: str
-    advice: str = ""  # of ``said`` what to give, without the value, where they can be told apart
+    advice: str = ""  # what to give: ``said`` without the value; empty where the two cannot be told apart
 
     def __str__(self) -> str:
         return f"{self.path}{self.said}" if self.path else self.said.removeprefix(": ")

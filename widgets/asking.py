@@ -19,10 +19,10 @@ _LOOK_GAP_S = 0.1
 
 
 class PassphraseQuestion:
-    """What a key needs is asked in the thread that waits for it; a page answers.
+    """Asks pages for a passphrase, in the thread that needs it.
 
-    ``publish`` tells pages the question, None when there is none; ``look`` is called while it waits, and what it raises
-    ends the waiting.
+    ``publish`` tells pages the question, or None when there is none. ``look`` is called again and again meanwhile; what
+    it raises ends the waiting.
     """
 
     def __init__(self, publish: Callable[[dict[str, Any] | None], None], look: Callable[[], None]) -> None:

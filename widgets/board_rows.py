@@ -107,12 +107,12 @@ def fresh_of(view: RankView, dead: Collection[int]) -> str:
 
 
 def dead_ranks(board: Board) -> frozenset[int]:
-    """Those that have died, until the next cell begins there; one that was replaced when asked has not."""
+    """Those that have died, until the next cell begins there; a rank that the user had replaced is not one of them."""
     return frozenset(rank for note in board.notes if note.kind in ("died", "lost") for rank in note.ranks)
 
 
 def shown_state(view: RankView, dead: Collection[int]) -> str:
-    """Its state; a rank that has died is not shown as well because a fresh one stands by."""
+    """Its state; a rank that has died is shown as dead also when a fresh one has taken its place."""
     state = view.state if view.state in SHOWN_STATES else "unknown"
     return "died" if view.rank in dead and state in ("idle", "starting") else state
 

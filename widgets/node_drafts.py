@@ -1,6 +1,6 @@
-"""Nodes as they are being typed: texts that stay whatever they are, what is wrong with each, and the nodes they are.
+"""The texts that are typed for nodes, the nodes that they stand for, and what is wrong with each text.
 
-What a field may be, its title and its hint are those of `spec.Node`; nothing is decided here.
+Texts stay, right or wrong. `spec.Node` alone decides what a field may be, and has its title and its hint.
 """
 
 from __future__ import annotations

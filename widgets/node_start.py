@@ -37,7 +37,7 @@ class StartTable:
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, step: StartStep) -> None:
-        """What a node is told of has ended what comes before: nothing was to be sent to it, say."""
+        """Note a step. The phases before it count as done: a node that needs no files, say, has no step for them."""
         if step.node not in self.nodes:
             return
         now = time.monotonic()

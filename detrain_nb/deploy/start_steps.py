@@ -1,4 +1,4 @@
-"""How far the start of a session is on each of its nodes: what whoever draws it is told."""
+"""The steps of a session's start, node by node, as they are told to whoever draws them."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ OnStep: TypeAlias = Callable[[StartStep], None]
 
 @dataclass(frozen=True)
 class StartWatch:
-    """Who follows a start: a line of how far it is (see `Session.start`), each node's steps, what is to be known, and
-    who is asked for the passphrase of a key."""
+    """Who follows a start. ``on_progress`` gets lines, as in `Session.start`, and ``on_step`` the steps of each node.
+
+    ``say`` gets what the user should know; ``ask_passphrase`` is asked for the passphrase of a key.
+    """
 
     on_progress: Callable[[str], None]
     on_step: OnStep

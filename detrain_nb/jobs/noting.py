@@ -56,7 +56,7 @@ def note_down(status: JobStatus, record: Record) -> None:
 
 
 class Noting:
-    """The state of one job, again and again: made of what its nodes say, and noted down when it is another one."""
+    """Makes the state of one job of what its nodes say, and notes it down when it has changed."""
 
     def __init__(self, job: str, name: str, nodes: Sequence[str], record: Record) -> None:
         self._job, self._name, self._nodes, self._record = job, name, nodes, record

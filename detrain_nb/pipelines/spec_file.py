@@ -1,4 +1,4 @@
-"""The file of a spec as it was read; it is written where it is still so, else that is told of first."""
+"""The file of a spec: it is written only where it is still as it was read, unless the user says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is new of a job, for who looks every second: no answer is large, whatever the job prints meanwhile."""
+"""Answers a notebook that looks at a job every second: only what is new, and little, however much the job prints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks that run a cell do, asked of them again and again for whoever shows it live: once a second at most."""
+"""Asks the ranks that run a cell what they do, at most once a second, for live views."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Views:
         self._core.state.notice(f"{words} {one_line(repr(exc), most_chars=_LONGEST_ERROR)}")
 
     def _key(self, board: Board) -> Any:
-        """What is another when something has changed that is told: no number that moves by itself is in it."""
+        """What has to differ before listeners are told. Numbers that move by themselves are not in it."""
         ranks = [(of.state, of.exit, of.collective, of.waits_for, of.pid) for of in board.ranks]
         nodes = [(of.name, of.ranks, bool(of.fault)) for of in board.nodes]
         notes = [(of.kind, of.ranks) for of in board.notes]

@@ -1,4 +1,4 @@
-"""That something has changed which live views show: noted by whoever changes it, waited for by one thread."""
+"""Tells one thread that something has changed which live views show; whoever changes it notes that here."""
 
 from __future__ import annotations
 
