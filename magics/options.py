@@ -241,9 +241,7 @@ def session_parser() -> LineParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
     _add_start(commands.add_parser("start", help="start ranks", bare=_MEANT_NODES))
     commands.add_parser("status", help="where every rank is")
-    commands.add_parser(
-        "board", help="the same live: what each rank does and uses; stop, interrupt, restart by a click"
-    )
+    commands.add_parser("board", help="the ranks live: what each does and uses; stop, interrupt, restart by a click")
     commands.add_parser("where", help="for every rank its line, its stack, and the collective it waits in")
     variables = commands.add_parser(
         "vars", bare=_MEANT_RANKS, help="the variables of the ranks, and whether they have the same"

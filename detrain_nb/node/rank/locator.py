@@ -154,14 +154,8 @@ class Locator:
         self._dump_until = self._known_until = 0.0
         is_known = self._known_at > since  # and not of an earlier cell
         is_known_now = is_known and self._known_at >= questions[0].clock_s
-        frames, call = [], ""
-        if any(question.wants_stack for question in questions):
-            frames = self._stack if is_known_now and self._stack is not None else _read_frames(dump)
-        if is_known_now:
-            if isinstance(self._awaited, list) and not any(_CELL.fullmatch(frame.path) for frame in frames):
-                frames = [*(_Frame(*awaited) for awaited in self._awaited), *frames]
-            call = _call_of(frames, self._call)
-        frames = _down_to_cell(frames)
+        wants_stack = any(question.wants_stack for question in questions)
+        frames, call = self._stack_and_call(dump if wants_stack else None, is_known_now=is_known_now)
         line, function = _place_in_cell(frames, cell)
         return [
             Position(
@@ -184,6 +178,20 @@ class Locator:
             )
             for question in questions
         ]
+
+    def _stack_and_call(self, dump: bytes | None, *, is_known_now: bool) -> tuple[list[_Frame], str]:
+        """The stack down to the cell, and the call it is in: told by the control thread, else from ``dump``.
+
+        Without a dump nobody has asked for the stack.
+        """
+        frames: list[_Frame] = []
+        if dump is not None:
+            frames = self._stack if is_known_now and self._stack is not None else _read_frames(dump)
+        if not is_known_now:
+            return _down_to_cell(frames), ""
+        if isinstance(self._awaited, list) and not any(_CELL.fullmatch(frame.path) for frame in frames):
+            frames = [*(_Frame(*awaited) for awaited in self._awaited), *frames]
+        return _down_to_cell(frames), _call_of(frames, self._call)
 
 
 def _checked_frames(told: object) -> list[_Frame] | None:
