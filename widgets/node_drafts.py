@@ -94,8 +94,10 @@ FIELDS: dict[str, Field] = _fields()
 
 @dataclass
 class Draft:
-    """One node of a form. ``changed`` is the revision at which each field changed last; ``other`` is what another page
-    has typed there without having seen that."""
+    """One node of a form. ``changed``: the revision at which each field changed last.
+
+    ``other``: texts that another page has typed without having seen that change, by field.
+    """
 
     texts: dict[str, str] = field(default_factory=dict)
     id: int = field(default_factory=lambda: next(_ids))
@@ -153,16 +155,14 @@ def _built(draft: Draft) -> Node | None:
 
 @dataclass(frozen=True)
 class Checked:
-    """What drafts are as nodes, None where one cannot be; what is wrong, by draft and field; "" is the node as a whole,
-    and ``twins`` are about several nodes."""
+    """What the model says of drafts. ``nodes``: a node for each draft, None where it cannot be one.
+
+    ``errors``: what is wrong with each draft, by field; "" is the whole node. ``twins``: what is wrong with several.
+    """
 
     nodes: tuple[Node | None, ...]
     errors: tuple[Mapping[str, str], ...]
     twins: tuple[str, ...]
-
-    @property
-    def is_right(self) -> bool:
-        return None not in self.nodes and not self.twins
 
 
 def check(drafts: Sequence[Draft]) -> Checked:

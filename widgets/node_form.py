@@ -58,10 +58,6 @@ class NodeForm:
 
     # ---- what it is
 
-    def checked(self) -> Checked:
-        with self._changing:
-            return check(self._rows)
-
     def nodes(self) -> list[Node]:
         """Raises: SpecError with a line for each fault."""
         with self._changing:
@@ -75,10 +71,6 @@ class NodeForm:
         """The node of each row, None where it cannot be one."""
         with self._changing:
             return dict(zip((row.id for row in self._rows), check(self._rows).nodes))
-
-    def labels(self) -> dict[int, str]:
-        with self._changing:
-            return {row.id: row.label for row in self._rows}
 
     @property
     def path(self) -> str:

@@ -531,6 +531,7 @@ def test_passphrase_goes_to_the_key_and_nowhere_else(
     assert os.environ.get("SSH_AUTH_SOCK") is None
 
 
-def test_drafts_of_many_nodes_are_judged_fast_enough_to_type() -> None:
+def test_as_many_drafts_as_a_form_takes_are_judged() -> None:
     drafts = [Draft({"host": f"gpu{number}", "port": "22", "devices": "0,1"}) for number in range(MOST_NODES)]
-    assert check(drafts).is_right
+    checked = check(drafts)
+    assert None not in checked.nodes and not checked.twins
