@@ -19,7 +19,7 @@ from ..session.output.safe_output import one_line, show_hidden
 from ..session.session import Session
 from ..spec.node import Node
 from ..text import count_of, html_cells, html_table, table_lines
-from .actions import Check, Refused, action, flag, list_of, one_of, secret, text, whole
+from .actions import Check, Refused, action, describe_failure, flag, list_of, one_of, secret, text, whole
 from .asking import PassphraseQuestion
 from .live_view import LiveView, Settled
 from .node_drafts import FIELDS, MOST_TEXT
@@ -228,7 +228,7 @@ class NodesView(LiveView):
         except _Cancelled:
             self._tests.fail(chosen, "", cancelled=True)
         except Exception as exc:
-            self._tests.fail(chosen, str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}")
+            self._tests.fail(chosen, describe_failure(exc))
             raise
         finally:
             self._tell_testing("")
@@ -263,11 +263,10 @@ class NodesView(LiveView):
             self._publish_start("cancelled")
             return
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
-            said = str(exc) if isinstance(exc, DetrainError) else f"{type(exc).__name__}: {exc}"
             errors = {str(rows[node]): error for node, error in self._table.errors.items() if node in rows}
             self._table.stop()
             table = self._table.told()
-            shown = show_hidden(said)[:_MOST_CHARS]
+            shown = show_hidden(describe_failure(exc))[:_MOST_CHARS]
             self._publish_start("failed", error=shown, errors=errors, table=table)
             return
         self.session = session
