@@ -117,10 +117,10 @@ class ConsoleView(LiveView):
     @action()
     def undo(self) -> None:
         with self._guard:
-            deleted, self._deleted = self._deleted, None
-            if deleted is None:
+            if self._deleted is None:
                 raise Refused("there is nothing to bring back")
-            self.pipelines.restore(deleted)
+            self.pipelines.restore(self._deleted)
+            self._deleted = None
         self._tell_all()
 
     @action()

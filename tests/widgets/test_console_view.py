@@ -97,6 +97,11 @@ def test_pipeline_is_duplicated_deleted_and_brought_back(page: Page) -> None:
     page.ask("delete", id=made["id"])
     assert page.wait_for("undo", bool) == {"name": "train-2", "told": "train-2 was moved to pipelines/.trash"}
     assert [*page.names()] == ["train"]
+    trash = page.pipelines.folder / ".trash"
+    trash.rename(elsewhere := trash.with_name("elsewhere"))
+    with pytest.raises(ValueError, match="cannot be brought back"):
+        page.ask("undo")
+    elsewhere.rename(trash)  # what could not be brought back is still offered
     page.ask("undo")
     assert page.wait_for("undo", lambda undo: undo is None) is None
     assert [*page.names()] == ["train", "train-2"]
