@@ -122,6 +122,8 @@ def test_an_idle_session_that_is_listened_to_asks_its_ranks_nothing(
     with session.watch(boards.append, every_s=0.1):
         assert_soon(lambda: len(boards) > 15)
     assert not asked
+    session.status()
+    assert asked, "this is how they are asked"
     assert {rank.state for board in boards for rank in board.ranks} == {"idle"}
 
 
@@ -447,3 +449,26 @@ with __import__("contextlib").suppress(Exception):
     assert all((board.ranks[rank].steps_per_s or 0) < 50 for rank in ranks)
     if how == "log_metrics":
         assert board.ranks[0].steps_per_s is None
+
+
+STEPS = "from detrain_nb.metrics import note_step\nfor step in range(150):\n    note_step(step)\n    time.sleep(0.01)\n"
+
+
+def test_steps_of_the_cell_before_are_not_shown(session: Session, running: Callable[[str], None]) -> None:
+    """The first cell ends right after its last step; the second logs none."""
+    boards: list[Board] = []
+    with session.watch(boards.append, every_s=0.1):
+        session.run_cell(STEPS)
+        assert any(rank.steps_per_s for board in boards for rank in board.ranks)
+        shown = len(boards)
+        running("wait_for(go)")
+        assert_soon(lambda: bool(boards[-1].cell) and all(rank.line for rank in boards[-1].ranks))
+        wait(1.0)
+        later = boards[shown + 1 :]
+        assert [rank.steps_per_s for board in later for rank in board.ranks] == [None] * 2 * len(later)
+
+
+def test_steps_that_come_no_more_are_none(session: Session, running: Callable[[str], None]) -> None:
+    running(f"{STEPS}wait_for(go)")
+    board_where(session, lambda board: all(rank.steps_per_s for rank in board.ranks))
+    board_where(session, lambda board: [rank.steps_per_s for rank in board.ranks] == [0, 0])

@@ -474,7 +474,9 @@ class _Agent:
 
     def _say_measured(self) -> None:
         """Past the spool: what it was is of no use later."""
-        measured = self._sampler.measure(self._snapshot.up) if self._sampler.due_at is not None else None
+        measured = (
+            self._sampler.measure(self._snapshot.up, self._snapshot.runs) if self._sampler.due_at is not None else None
+        )
         if measured and self._notebook and not self._notebook.waiting_bytes:
             with contextlib.suppress(LinkClosed):  # its reader meets the end as well
                 self._notebook.send(measured)
