@@ -14,6 +14,7 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import DetrainError, RankLost, SpecError, TransportError
 from detrain_nb.session.running.board import RANK_STATES, Board, RankView
+from detrain_nb.session.state.cell_observer import CellObserver
 
 from .hostile import FakeNode
 from .inside import link_of, state_of
@@ -111,13 +112,13 @@ def test_an_idle_session_that_is_listened_to_asks_its_ranks_nothing(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, asked = link_of(session), []
-    locate = link.locate
+    locating = link.locating
 
     def counted(*args: object, **options: object) -> object:
         asked.append(args)
-        return locate(*args, **options)  # type: ignore[arg-type]
+        return locating(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(link, "locate", counted)
+    monkeypatch.setattr(link, "locating", counted)
     boards: list[Board] = []
     with session.watch(boards.append, every_s=0.1):
         assert_soon(lambda: len(boards) > 15)
@@ -472,3 +473,42 @@ def test_steps_that_come_no_more_are_none(session: Session, running: Callable[[s
     running(f"{STEPS}wait_for(go)")
     board_where(session, lambda board: all(rank.steps_per_s for rank in board.ranks))
     board_where(session, lambda board: [rank.steps_per_s for rank in board.ranks] == [0, 0])
+
+
+class SlowPage(CellObserver):
+    """Takes about 2 MB of output a second, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self.goes_on = threading.Event()
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        self.goes_on.wait(len(text) / 2e6)
+        self.chars += len(text)
+
+
+def test_a_board_goes_on_beside_output_without_a_pause(
+    own: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a page takes: what ranks say stands behind seconds of it."""
+    page, came, go = SlowPage(), Told(), tmp_path / "go"
+    take = state_of(own).measurements.take
+    monkeypatch.setattr(state_of(own).measurements, "take", lambda said, node: (came(), take(said, node)))
+    own.push({"go": str(go)})
+    code = "import os\nwhile not os.path.exists(go):\n    for _ in range(1000): print('some', 'words', rank)"
+    thread = threading.Thread(target=lambda: own.run_cell(code, observer=page), daemon=True)
+    boards: list[Board] = []
+    try:
+        with own.watch(boards.append, every_s=0.5):
+            thread.start()
+            assert_soon(lambda: page.chars > 2 << 20)  # all that can stand in the way does
+            count = len(came.at)
+            assert_soon(lambda: len(came.at) >= count + 5)
+            assert all(rank.cpu_percent is not None and rank.rss_bytes for rank in boards[-1].ranks)
+            assert_soon(lambda: [rank.line for rank in boards[-1].ranks] == [3, 3], limit_s=40)
+            assert thread.is_alive() and not page.goes_on.is_set()
+    finally:
+        go.touch()
+        page.goes_on.set()
+    thread.join(60)
+    assert not thread.is_alive()
