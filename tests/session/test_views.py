@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import DetrainError, RankLost, SpecError, TransportError
+from detrain_nb.session.running import looks
 from detrain_nb.session.running.board import RANK_STATES, Board, RankView
 from detrain_nb.session.state.cell_observer import CellObserver
 
@@ -473,6 +475,34 @@ def test_steps_that_come_no_more_are_none(session: Session, running: Callable[[s
     running(f"{STEPS}wait_for(go)")
     board_where(session, lambda board: all(rank.steps_per_s for rank in board.ranks))
     board_where(session, lambda board: [rank.steps_per_s for rank in board.ranks] == [0, 0])
+
+
+def test_the_others_do_not_wait_for_a_rank_that_does_not_answer(
+    own: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shown as such, also in the looks that follow: they do not wait for it as long as the first."""
+    own.push({"folder": str(tmp_path)})
+    code = "import os\nwhile not os.path.exists(f'{folder}/1'): pass\nwhile not os.path.exists(f'{folder}/2'): pass\n"
+    thread = threading.Thread(target=own.run_cell, args=(f"{code}while not os.path.exists(f'{{folder}}/3'): pass",))
+    worker = psutil.Process(own.status().ranks[1].pid).parent()
+    assert worker is not None
+    monkeypatch.setattr(looks, "_LATE_S", 2.0)
+    thread.start()
+    try:
+        board_where(own, lambda board: [rank.line for rank in board.ranks] == [2, 2])
+        worker.suspend()
+        board = board_where(own, lambda board: board.ranks[1].state == "unknown")
+        assert (board.ranks[1].detail, board.ranks[0].line) == ("it does not answer", 2)
+        monkeypatch.setattr(looks, "_LATE_S", 1e9)
+        for line in (3, 4):
+            (tmp_path / str(line - 2)).touch()
+            board_where(own, lambda board: board.ranks[0].line == line)  # noqa: B023
+    finally:
+        worker.resume()
+        for name in "123":
+            (tmp_path / name).touch()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 class SlowPage(CellObserver):

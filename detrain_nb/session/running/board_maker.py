@@ -113,8 +113,8 @@ class _Making:
             return "starting", ""
         if fault := self._fault_of(self._state.node_of.get(rank, 0)):
             return "unknown", fault
-        verdict = self._verdict_of(rank)
-        if verdict and verdict.kind == "no answer":
+        verdict, seen = self._verdict_of(rank), self._look.verdicts.get(rank)
+        if seen and seen.kind == "no answer" and rank in self._busy:  # which says nothing of a cell
             return "unknown", "it does not answer"
         if wait := self._waiting.get(rank):
             whom = f" for {format_ranks(wait.missing)}" if wait.missing else ""
