@@ -633,13 +633,15 @@ class Measured(Message, number=50):
 
     The first lists have an entry for each of ``ranks``, those of ``gpu_...`` one for each GPU of the node; ``gpus``
     says which of these a rank has. What is not known is -1. ``cpu_percent`` is of one processor, and of the rank's
-    process alone; ``node_cpu_percent`` of all processors. ``steps_per_s``: see node/agent/step_rates.py.
+    process alone; ``node_cpu_percent`` of all processors. ``steps_per_s`` is that of the cell in ``cells``, which the
+    rank runs (-1: none); see node/agent/step_rates.py.
     """
 
     ranks: list[int]
     cpu_percent: list[float]
     rss_bytes: list[int]
     steps_per_s: list[float]
+    cells: list[int]
     gpus: list[int]
     gpu_names: list[str]
     gpu_percent: list[float]

@@ -148,7 +148,7 @@ def test_processor_time_and_memory_of_ranks_are_measured(busy: int) -> None:
         said = measured(notebook, lambda each: each.cpu_percent[0] > 0)
         assert said.cpu_percent[0] < 130
         assert said.rss_bytes[0] > 50 << 20
-        assert said.gpus == [-1, -1] and said.gpu_names == [] and said.steps_per_s == [-1, -1]
+        assert said.gpus == [-1, -1] and said.gpu_names == [] and said.steps_per_s == [-1, -1] == said.cells
         assert 0 < said.node_cpu_percent <= 100
         assert 0 < said.memory_used_bytes < said.memory_total_bytes
         assert notebook.numbers == [1, 2], "what is measured is not kept"
@@ -203,11 +203,11 @@ def said_until_answered(notebook: Peer) -> list[Measured]:
 def test_an_order_has_bounds(order: Measure) -> None:
     sampler = Sampler()
     sampler.take_order(order)
-    assert sampler.measure([]) is not None
-    assert sampler.measure([]) is None, "not at once again"
+    assert sampler.measure([], {}) is not None
+    assert sampler.measure([], {}) is None, "not at once again"
     assert sampler.due_at is not None and 0.05 < sampler.due_at - time.monotonic() < 61
     sampler.end()
-    assert sampler.due_at is None and sampler.measure([]) is None
+    assert sampler.due_at is None and sampler.measure([], {}) is None
 
 
 # ---- GPUs
@@ -329,6 +329,8 @@ def test_gpu_of_a_rank_is_the_one_that_cuda_shows_it(
 
 # ---- steps
 
+BEGAN = {0: 0.0, 7: 0.0}  # cells, by rank
+
 
 @pytest.fixture
 def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -341,20 +343,21 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_steps_that_are_logged_are_counted(places: Path, tmp_path: Path) -> None:
     rates, own = StepRates(), [up(7, os.getpid(), local_rank=1)]
-    assert rates.read(own, now=time.monotonic()) == {}
+    assert rates.read(own, began_s=BEGAN, now=time.monotonic()) == {}
     for step in range(10):
         log_metrics(step, loss=1.0, folder=str(tmp_path / "metrics"))
     pid, calls, step, clock_ns = list(STEP_RECORD.iter_unpack(places.read_bytes()))[1]
     assert (pid, calls, step) == (os.getpid(), 10, 9)
     assert 0 <= time.monotonic() - clock_ns / 1e9 < 10
-    assert rates.read(own, now=time.monotonic()) == {}, "of one point nothing is known"
+    assert rates.read(own, began_s=BEGAN, now=time.monotonic()) == {}, "of one point nothing is known"
     threading.Event().wait(0.1)
     note_step(19)
-    assert 10 < rates.read(own, now=time.monotonic())[7] < 100
+    assert 10 < rates.read(own, began_s=BEGAN, now=time.monotonic())[7] < 100
 
 
 def write_point(places: Path, step: int, clock_s: float, *, pid: int | None = None) -> None:
-    record = STEP_RECORD.pack(os.getpid() if pid is None else pid, 1, step, int(clock_s * 1e9))
+    """Of a rank that logs every step."""
+    record = STEP_RECORD.pack(os.getpid() if pid is None else pid, max(0, step), step, int(clock_s * 1e9))
     places.write_bytes(bytes(STEP_RECORD.size) + record)
 
 
@@ -364,17 +367,40 @@ def test_a_rate_is_that_of_the_ranks_own_clock(places: Path) -> None:
     now = 100.0
     for _ in range(60):
         write_point(places, 5 + int((now - 100) / 3), 100 + int((now - 100) / 3) * 3)
-        rate = rates.read(own, now=now).get(0)
+        rate = rates.read(own, began_s=BEGAN, now=now).get(0)
         now += 0.5
     assert rate == pytest.approx(1 / 3, rel=0.01)
-    assert rates.read(own, now=now + 60)[0] < 0.1, "none has come for a minute"
+    assert rates.read(own, began_s=BEGAN, now=now + 15)[0] < rate, "none has come for a while"
+    assert rates.read(own, began_s=BEGAN, now=now + 60)[0] == 0, "nor for a minute"
+
+
+def test_a_rank_that_makes_no_more_steps_makes_fewer_and_then_none(places: Path) -> None:
+    rates, own, found = StepRates(), [up(0, os.getpid(), local_rank=1)], []
+    for second in range(20):
+        write_point(places, 100 * min(second, 10), 100.0 + min(second, 10))
+        found.append(rates.read(own, began_s=BEGAN, now=100.0 + second).get(0))
+    assert found[0] is None and found[1:13] == [pytest.approx(100)] * 12
+    assert 100 > (found[13] or 0) > (found[14] or 0) > (found[15] or 0) > 0 and found[16:] == [0] * 4
+
+
+def test_steps_of_an_earlier_cell_are_none_of_this_one(places: Path) -> None:
+    rates, own = StepRates(), [up(0, os.getpid(), local_rank=1)]
+    for now in (100.0, 101.0):
+        write_point(places, int(now), now)
+        rates.read(own, began_s=BEGAN, now=now)
+    assert rates.read(own, began_s={}, now=101.5) == {}, "it runs no cell"
+    assert rates.read(own, began_s={0: 102.0}, now=103.0) == {}
+    write_point(places, 150, 104.0)
+    assert rates.read(own, began_s={0: 102.0}, now=104.0) == {}, "of one point nothing is known"
+    write_point(places, 155, 105.0)
+    assert rates.read(own, began_s={0: 102.0}, now=105.0) == {0: pytest.approx(5.0)}
 
 
 def test_a_training_that_begins_again_counts_from_there(places: Path) -> None:
     rates, own = StepRates(), [up(0, os.getpid(), local_rank=1)]
     for now, step in ((100.0, 500), (101.0, 600), (102.0, 0), (103.0, 2)):
         write_point(places, step, now)
-        found = rates.read(own, now=now)
+        found = rates.read(own, began_s=BEGAN, now=now)
     assert found == {0: pytest.approx(2.0)}
 
 
@@ -382,14 +408,17 @@ def test_another_process_in_the_place_of_a_rank_is_not_it(places: Path) -> None:
     rates, own = StepRates(), [up(0, os.getpid(), local_rank=1)]
     for now in (100.0, 101.0):
         write_point(places, int(now), now, pid=1)
-        assert rates.read(own, now=now) == {}
+        assert rates.read(own, began_s=BEGAN, now=now) == {}
 
 
 def test_ranks_of_a_file_that_is_not_whole_have_no_rate(places: Path) -> None:
     places.write_bytes(b"x" * (STEP_RECORD.size + 5))
-    assert StepRates().read([up(0, 1, local_rank=1), up(1, 1, local_rank=-1), up(2, 1, local_rank=0)], now=1.0) == {}
+    assert (
+        StepRates().read([up(0, 1, local_rank=1), up(1, 1, local_rank=-1), up(2, 1, local_rank=0)], began_s={}, now=1.0)
+        == {}
+    )
     places.unlink()
-    assert StepRates().read([up(0, 1, local_rank=1)], now=1.0) == {}
+    assert StepRates().read([up(0, 1, local_rank=1)], began_s={}, now=1.0) == {}
 
 
 @pytest.mark.parametrize("local_rank", ["2", "-1", "x", "", "99999999999999999999"])

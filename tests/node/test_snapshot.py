@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
+
 from detrain_nb.node.agent.snapshot import Snapshot
 from detrain_nb.session.state.history import History
 from detrain_nb.session.state.message_checks import MessageChecks
 from detrain_nb.session.state.rank_owners import RankOwners
-from detrain_nb.wire import CellDone, RanCell, RankEnded, RankUp, RunCell
+from detrain_nb.wire import CellDone, RanCell, RankEnded, RankUp, Renumber, RunCell
 
 
 def _told(memory: Snapshot) -> list[RanCell]:
@@ -36,6 +38,20 @@ def test_cell_that_crossed_the_end_of_a_rank_does_not_run_there() -> None:
     memory.take_from_notebook(RunCell([0, 1], [1, 2], 9, "x"))
     told = {told.cell: (told.running, told.has_failed) for told in _told(memory)}
     assert told == {7: ([0], True), 8: ([], True), 9: ([0, 1], False)}
+
+
+def test_a_rank_runs_the_cell_that_it_has_not_ended() -> None:
+    memory = _memory_of_two_ranks()
+    memory.take_from_notebook(RunCell([0, 1], [1, 1], 7, "x"))
+    assert {rank: run.cell for rank, run in memory.runs.items()} == {0: 7, 1: 7}
+    assert 0 <= time.monotonic() - memory.runs[0].began_s < 60
+    memory.take_from_rank(CellDone(0, 7, 0.1, True, False, b""))
+    assert list(memory.runs) == [1]
+    memory.take_from_notebook(RunCell([0], [1], 8, "x"))
+    memory.take_from_rank(RankEnded(1, 101, 7, 9, 0, "", "", False, ""))
+    assert {rank: run.cell for rank, run in memory.runs.items()} == {0: 8}
+    memory.take_from_notebook(Renumber([0], 1, [3], 4))
+    assert not memory.runs
 
 
 def test_notebook_takes_what_is_remembered_of_long_cells() -> None:

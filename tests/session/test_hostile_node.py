@@ -276,7 +276,7 @@ def test_agent_of_an_earlier_release_is_not_asked_to_measure() -> None:
         assert [node.is_sampled for node in board.nodes] == [False, True]
         assert board.ranks[0].rss_bytes is None
         rank = board.ranks[1]
-        assert (rank.cpu_percent, rank.gpu_percent, rank.gpu_used_bytes, rank.steps_per_s) == (50.0, 7.0, 10, 2.5)
+        assert (rank.cpu_percent, rank.gpu_percent, rank.gpu_used_bytes, rank.steps_per_s) == (50.0, 7.0, 10, None)
         assert "A" in rank.gpu_name and not {"\x1b", "\u202e"} & set(rank.gpu_name)
         assert (board.nodes[1].cpu_percent, board.nodes[1].memory_used_bytes) == (30.0, 5)
     finally:
@@ -301,7 +301,7 @@ def test_half_a_large_frame_holds_up_nobody(pair: Pair) -> None:
 
 
 _ANOTHERS = [0, -1, 2, 1 << 53]
-MEASURED = Measured([1], [50.0], [1 << 20], [2.5], [0], ["A\x1b[31m100\u202e"], [7.0], [10], [20], 30.0, 5, 9)
+MEASURED = Measured([1], [50.0], [1 << 20], [2.5], [-1], [0], ["A\x1b[31m100\u202e"], [7.0], [10], [20], 30.0, 5, 9)
 
 
 @pytest.mark.parametrize("rank", _ANOTHERS)
@@ -360,7 +360,7 @@ def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int
             for said in (
                 {"ranks": [0]},
                 {"ranks": [2]},
-                {"ranks": [1, 1], "cpu_percent": [1, 1], "rss_bytes": [1, 1]},
+                {"ranks": [1, 1], "cpu_percent": [1, 1], "rss_bytes": [1, 1], "cells": [1, 1]},
                 {"cpu_percent": []},
                 {"cpu_percent": [-2]},
                 {"cpu_percent": [1e300]},
@@ -368,6 +368,7 @@ def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int
                 {"rss_bytes": []},
                 {"steps_per_s": [1e12]},
                 {"steps_per_s": [1.0, 2.0]},
+                {"cells": []},
                 {"gpus": [1]},
                 {"gpus": [-2]},
                 {"gpu_names": []},

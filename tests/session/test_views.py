@@ -9,11 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from detrain_nb import Session
 from detrain_nb.errors import DetrainError, RankLost, SpecError, TransportError
+from detrain_nb.session.running import looks
 from detrain_nb.session.running.board import RANK_STATES, Board, RankView
+from detrain_nb.session.state.cell_observer import CellObserver
 
 from .hostile import FakeNode
 from .inside import link_of, state_of
@@ -111,17 +114,19 @@ def test_an_idle_session_that_is_listened_to_asks_its_ranks_nothing(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, asked = link_of(session), []
-    locate = link.locate
+    locating = link.locating
 
     def counted(*args: object, **options: object) -> object:
         asked.append(args)
-        return locate(*args, **options)  # type: ignore[arg-type]
+        return locating(*args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(link, "locate", counted)
+    monkeypatch.setattr(link, "locating", counted)
     boards: list[Board] = []
     with session.watch(boards.append, every_s=0.1):
         assert_soon(lambda: len(boards) > 15)
     assert not asked
+    session.status()
+    assert asked, "this is how they are asked"
     assert {rank.state for board in boards for rank in board.ranks} == {"idle"}
 
 
@@ -447,3 +452,93 @@ with __import__("contextlib").suppress(Exception):
     assert all((board.ranks[rank].steps_per_s or 0) < 50 for rank in ranks)
     if how == "log_metrics":
         assert board.ranks[0].steps_per_s is None
+
+
+STEPS = "from detrain_nb.metrics import note_step\nfor step in range(150):\n    note_step(step)\n    time.sleep(0.01)\n"
+
+
+def test_steps_of_the_cell_before_are_not_shown(session: Session, running: Callable[[str], None]) -> None:
+    """The first cell ends right after its last step; the second logs none."""
+    boards: list[Board] = []
+    with session.watch(boards.append, every_s=0.1):
+        session.run_cell(STEPS)
+        assert any(rank.steps_per_s for board in boards for rank in board.ranks)
+        shown = len(boards)
+        running("wait_for(go)")
+        assert_soon(lambda: bool(boards[-1].cell) and all(rank.line for rank in boards[-1].ranks))
+        wait(1.0)
+        later = boards[shown + 1 :]
+        assert [rank.steps_per_s for board in later for rank in board.ranks] == [None] * 2 * len(later)
+
+
+def test_steps_that_come_no_more_are_none(session: Session, running: Callable[[str], None]) -> None:
+    running(f"{STEPS}wait_for(go)")
+    board_where(session, lambda board: all(rank.steps_per_s for rank in board.ranks))
+    board_where(session, lambda board: [rank.steps_per_s for rank in board.ranks] == [0, 0])
+
+
+def test_the_others_do_not_wait_for_a_rank_that_does_not_answer(
+    own: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is shown as such, also in the looks that follow: they do not wait for it as long as the first."""
+    own.push({"folder": str(tmp_path)})
+    code = "import os\nwhile not os.path.exists(f'{folder}/1'): pass\nwhile not os.path.exists(f'{folder}/2'): pass\n"
+    thread = threading.Thread(target=own.run_cell, args=(f"{code}while not os.path.exists(f'{{folder}}/3'): pass",))
+    worker = psutil.Process(own.status().ranks[1].pid).parent()
+    assert worker is not None
+    monkeypatch.setattr(looks, "_LATE_S", 2.0)
+    thread.start()
+    try:
+        board_where(own, lambda board: [rank.line for rank in board.ranks] == [2, 2])
+        worker.suspend()
+        board = board_where(own, lambda board: board.ranks[1].state == "unknown")
+        assert (board.ranks[1].detail, board.ranks[0].line) == ("it does not answer", 2)
+        monkeypatch.setattr(looks, "_LATE_S", 1e9)
+        for line in (3, 4):
+            (tmp_path / str(line - 2)).touch()
+            board_where(own, lambda board: board.ranks[0].line == line)  # noqa: B023
+    finally:
+        worker.resume()
+        for name in "123":
+            (tmp_path / name).touch()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+class SlowPage(CellObserver):
+    """Takes about 2 MB of output a second, until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.chars = 0
+        self.goes_on = threading.Event()
+
+    def output(self, rank: int, stream: str, text: str) -> None:
+        self.goes_on.wait(len(text) / 2e6)
+        self.chars += len(text)
+
+
+def test_a_board_goes_on_beside_output_without_a_pause(
+    own: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than a page takes: what ranks say stands behind seconds of it."""
+    page, came, go = SlowPage(), Told(), tmp_path / "go"
+    take = state_of(own).measurements.take
+    monkeypatch.setattr(state_of(own).measurements, "take", lambda said, node: (came(), take(said, node)))
+    own.push({"go": str(go)})
+    code = "import os\nwhile not os.path.exists(go):\n    for _ in range(1000): print('some', 'words', rank)"
+    thread = threading.Thread(target=lambda: own.run_cell(code, observer=page), daemon=True)
+    boards: list[Board] = []
+    try:
+        with own.watch(boards.append, every_s=0.5):
+            thread.start()
+            assert_soon(lambda: page.chars > 2 << 20)  # all that can stand in the way does
+            count = len(came.at)
+            assert_soon(lambda: len(came.at) >= count + 5)
+            assert all(rank.cpu_percent is not None and rank.rss_bytes for rank in boards[-1].ranks)
+            assert_soon(lambda: [rank.line for rank in boards[-1].ranks] == [3, 3], limit_s=40)
+            assert thread.is_alive() and not page.goes_on.is_set()
+    finally:
+        go.touch()
+        page.goes_on.set()
+    thread.join(60)
+    assert not thread.is_alive()

@@ -134,6 +134,7 @@ class _Agent:
         self._notebook: Link | None = None
         self._holder = ""
         self._received = 0  # the number of the last message of the notebook, where it counts them
+        self._measured = b""  # the last that the notebook has not got
         self._confirm_at: float | None = None  # when that is to be said, if nothing else is before
         self._store: socket.socket | None = None
         self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches before
@@ -191,8 +192,8 @@ class _Agent:
             moments = self._ends_at, self._confirm_at, self._launching.answer_by, self._pace.lets_go_at
             self._loop.once(*moments, self._sampler.due_at)
             self._note_end(self._launching.take_silence())
+            self._measure_what_is_due()
             self._feed_notebook()
-            self._say_measured()
             self._hold_back()
             self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)
 
@@ -340,6 +341,7 @@ class _Agent:
             self._notebook.flush()
         self._hang_up(self._notebook)
         self._notebook = self._confirm_at = None
+        self._measured = b""
         self._pace = Pace()
         self._sampler.end()
         self._ends_at = time.monotonic() + self._snapshot.linger_s
@@ -392,9 +394,12 @@ class _Agent:
 
     def _measure(self, message: Measure) -> None:
         self._sampler.take_order(message)
+        if self._sampler.due_at is None:
+            self._measured = b""
 
     def _renumber(self, message: Renumber) -> None:
         self._to_workers(message, to_frame(message).to_bytes())
+        self._measured = b""  # it has the numbers of before
         number = dict(zip(message.ranks, message.numbers))
         self._workers = {number.get(rank, rank): link for rank, link in self._workers.items()}
 
@@ -454,7 +459,7 @@ class _Agent:
                 if self._notebook:
                     self._feed_notebook(everything=True)  # the order of what one rank says is kept
                     with contextlib.suppress(LinkClosed):  # its reader meets the end as well
-                        self._notebook.send_bytes(frame.to_bytes())
+                        self._notebook.send_bytes(self._take_measured() + frame.to_bytes())
             else:
                 self._snapshot.take_from_rank(message)
                 self._spool.append(frame)
@@ -468,16 +473,22 @@ class _Agent:
             return
         with contextlib.suppress(LinkClosed):  # its reader meets the end as well
             while self._spool.has_more and (everything or not self._notebook.waiting_bytes):
-                self._notebook.send_bytes(self._confirm() + self._spool.read())
+                self._notebook.send_bytes(self._take_measured() + self._confirm() + self._spool.read())
             if self._confirm_at is not None and (self._is_ending or time.monotonic() >= self._confirm_at):
                 self._notebook.send_bytes(self._confirm())
+            if self._measured and not self._notebook.waiting_bytes:
+                self._notebook.send_bytes(self._take_measured())
 
-    def _say_measured(self) -> None:
-        """Past the spool: what it was is of no use later."""
-        measured = self._sampler.measure(self._snapshot.up) if self._sampler.due_at is not None else None
-        if measured and self._notebook and not self._notebook.waiting_bytes:
-            with contextlib.suppress(LinkClosed):  # its reader meets the end as well
-                self._notebook.send(measured)
+    def _measure_what_is_due(self) -> None:
+        """Of what was measured the last is said, past the spool, with what goes next: under a flood of output, too."""
+        due_at = self._sampler.due_at
+        measured = self._sampler.measure(self._snapshot.up, self._snapshot.runs) if due_at is not None else None
+        if measured and self._notebook:
+            self._measured = to_frame(measured).to_bytes()
+
+    def _take_measured(self) -> bytes:
+        measured, self._measured = self._measured, b""
+        return measured
 
     def _confirm(self) -> bytes:
         """What tells the notebook that its messages have come, if it does not know; it goes with what goes anyway."""

@@ -7,13 +7,14 @@ DataLoader, does not count. GPUs come from one nvidia-smi (gpu_watch.py), steps 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...wire import Measure, Measured, RankUp
 from ..system.proc_files import read
 from ..system.processes import process_use
 from .gpu_watch import Gpu, GpuWatch, VisibleGpus
+from .snapshot import Run
 from .step_rates import StepRates
 
 _LEAST_GAP_S, _MOST_GAP_S = 0.1, 60.0
@@ -54,8 +55,8 @@ class Sampler:
         else:
             self.due_at = min(self.due_at, now + self._gap_s)
 
-    def measure(self, ranks: Sequence[RankUp]) -> Measured | None:
-        """What the processes of ``ranks`` use, if it is time to say that."""
+    def measure(self, ranks: Sequence[RankUp], runs: Mapping[int, Run]) -> Measured | None:
+        """What the processes of ``ranks`` use, if it is time to say that. ``runs``: which cells they run."""
         now = time.monotonic()
         if self.due_at is None or now < self.due_at:
             return None
@@ -64,7 +65,7 @@ class Sampler:
             return None
         next_at = self.due_at + self._gap_s
         self.due_at = min(next_at if next_at > now else now + self._gap_s, self._until)
-        return self._measure(ranks)
+        return self._measure(ranks, runs)
 
     def end(self) -> None:
         """Nobody watches any more."""
@@ -76,19 +77,21 @@ class Sampler:
             self._gpus.end()
             self._gpus = None
 
-    def _measure(self, ranks: Sequence[RankUp]) -> Measured:
+    def _measure(self, ranks: Sequence[RankUp], runs: Mapping[int, Run]) -> Measured:
         used = {up.pid: process_use(up.pid) for up in ranks}
         clock_s = time.monotonic()
         shares = {pid: self._share(pid, cpu_s, clock_s) for pid, (cpu_s, _) in used.items()}
         self._used = {pid: _Use(cpu_s, clock_s) for pid, (cpu_s, _) in used.items()}
         gpus = self._look_at_gpus(ranks)
-        rates = self._steps.read(ranks, now=clock_s)
+        began_s = {rank: run.began_s for rank, run in runs.items()}
+        rates = self._steps.read(ranks, began_s=began_s, now=clock_s)
         memory = _memory_of_node()
         return Measured(
             [up.rank for up in ranks],
             [shares[up.pid] for up in ranks],
             [used[up.pid][1] for up in ranks],
             [round(rates.get(up.rank, _UNKNOWN), 4) for up in ranks],
+            [runs[up.rank].cell if up.rank in runs else _UNKNOWN for up in ranks],
             [self.visible.find(up.device, gpus) for up in ranks],
             [gpu.name for gpu in gpus],
             [gpu.percent for gpu in gpus],

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...wire import (
     Acknowledge,
@@ -31,6 +32,13 @@ _MAX_CELLS = 1000
 _LINGER_BEFORE_START_S = 30.0
 
 
+class Run(NamedTuple):
+    """A cell that a rank runs, and when the agent has passed it on (of ``time.monotonic()``)."""
+
+    cell: int
+    began_s: float
+
+
 class Snapshot:
     """Fed with what passes through the agent, down to the ranks and up from them."""
 
@@ -43,6 +51,7 @@ class Snapshot:
         self._state_of: dict[int, list[Message]] = {}  # RankUp, and RankEnded when that came after it
         self._incarnations: dict[int, int] = {}  # of the ranks that are up
         self._cells: dict[int, RanCell] = {}
+        self._runs: dict[int, Run] = {}
         self._chars = 0  # of their code, as a notebook counts
         self._unfinished: list[Message] = []  # lines that are cut at the number that was acknowledged
         self._unfinished_to_come: list[Message] = []
@@ -72,6 +81,11 @@ class Snapshot:
         """The ranks whose process runs, as they said when it began."""
         return [said[-1] for said in self._state_of.values() if isinstance(said[-1], RankUp)]
 
+    @property
+    def runs(self) -> Mapping[int, Run]:
+        """What ranks run now, by rank."""
+        return self._runs
+
     def take_from_notebook(self, message: Message) -> None:
         """Note what the notebook asked for."""
         if handle := self._notebook_handlers.get(type(message)):
@@ -80,6 +94,7 @@ class Snapshot:
     def _note_run(self, message: RunCell) -> None:
         meant_for = zip(message.ranks, message.incarnations)
         running = sorted(rank for rank, incarnation in meant_for if self._incarnations.get(rank) == incarnation)
+        self._runs.update(dict.fromkeys(running, Run(message.cell, time.monotonic())))
         before = self._cells.get(message.cell)
         is_collective = before is not None and before.is_collective
         has_failed = before is not None and before.has_failed
@@ -116,6 +131,7 @@ class Snapshot:
         self._state_of.clear()
         self._incarnations.clear()
         self._has_group.clear()
+        self._runs.clear()
         for cell, ran in self._cells.items():
             ranks = [number[rank] for rank in ran.ranks if rank in number]
             self._cells[cell] = replace(ran, ranks=ranks, running=[])
@@ -144,12 +160,15 @@ class Snapshot:
     def _note_rank_end(self, message: RankEnded) -> None:
         self._has_group[message.rank] = False
         self._incarnations.pop(message.rank, None)
+        self._runs.pop(message.rank, None)
         for cell in self._cells:
             self._end_cell(cell, message.rank, has_failed=True)
         self._state_of[message.rank] = [*self._state_of.get(message.rank, [])[:1], message]
 
     def _end_cell(self, cell: int, rank: int, *, has_failed: bool) -> None:
         """``rank`` runs it no more, if it did."""
+        if (run := self._runs.get(rank)) and run.cell == cell:
+            del self._runs[rank]
         ran = self._cells.get(cell)
         if ran and rank in ran.running:
             running = [each for each in ran.running if each != rank]

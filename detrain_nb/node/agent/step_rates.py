@@ -1,16 +1,18 @@
-"""How many steps ranks make in a second, by the steps that they give to ``log_metrics``.
+"""How many steps ranks make in a second in the cell that they run, by the steps that they give to ``log_metrics``.
 
 A rank writes its last one, and when that was, into a place of its own in one file of the session's folder
 (``metrics.note_step``): no message is sent, and nobody is woken. The times are those of the rank's own calls, so a step
-that takes longer than the time between two looks counts as what it is.
+that takes longer than the time between two looks counts as what it is. A rank that has made steps and makes no more
+has fewer and fewer of them a second, and soon none.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...metrics import STEP_RECORD
@@ -19,10 +21,12 @@ from ...wire import RankUp
 STEPS_NAME = "steps"
 _WINDOW_S = 10.0
 _MOST_PLACES = 1 << 12
-_LATE_S, _LATE_GAPS = 2.0, 3  # without a step for so long, a rank makes fewer
+_LATE_S, _LATE_GAPS = 2.0, 3  # without a step for so long, or so many times the usual, a rank makes fewer
+_NONE_S, _NONE_GAPS = 5.0, 8  # and then none
 
 
 class _Point(NamedTuple):
+    calls: int
     step: int
     clock_s: float
 
@@ -37,16 +41,22 @@ class StepRates:
         """Nobody has looked for a while, or will not."""
         self._points.clear()
 
-    def read(self, ranks: Sequence[RankUp], *, now: float) -> dict[int, float]:
-        """Steps a second, by rank; a rank that has made no two of them is not in it."""
+    def read(self, ranks: Sequence[RankUp], *, began_s: Mapping[int, float], now: float) -> dict[int, float]:
+        """Steps a second, by rank; a rank that has made no two of them in its cell is not in it.
+
+        ``began_s``: when the cell of a rank has begun; without one it makes no steps.
+        """
         records = _read_records(most=max((up.local_rank for up in ranks), default=-1) + 1)
         points, rates = {}, {}
         for up in ranks:
             known = self._points.get((up.rank, up.pid), deque())
+            begins_s = began_s.get(up.rank, math.inf)
             if 0 <= up.local_rank < len(records):
-                pid, _, step, clock_ns = records[up.local_rank]
+                pid, calls, step, clock_ns = records[up.local_rank]
                 if pid == up.pid:  # else a process that the rank has started has written there
-                    _add(known, _Point(step, clock_ns / 1e9), now=now)
+                    _add(known, _Point(calls, step, clock_ns / 1e9), now=now)
+            while known and known[0].clock_s < begins_s:
+                known.popleft()
             points[up.rank, up.pid] = known
             if (rate := _rate_of(known, now=now)) is not None:
                 rates[up.rank] = rate
@@ -91,7 +101,10 @@ def _rate_of(points: deque[_Point], *, now: float) -> float | None:
     if len(points) < 2:
         return None
     first, last = points[0], points[-1]
-    passed_s = last.clock_s - first.clock_s
-    if now - last.clock_s > max(_LATE_S, _LATE_GAPS * passed_s / (len(points) - 1)):
+    passed_s, since_s = last.clock_s - first.clock_s, now - last.clock_s
+    gap_s = passed_s / max(1, last.calls - first.calls)
+    if since_s > max(_NONE_S, _NONE_GAPS * gap_s):
+        return 0.0
+    if since_s > max(_LATE_S, _LATE_GAPS * gap_s):
         passed_s = now - first.clock_s
     return (last.step - first.step) / passed_s

@@ -283,20 +283,34 @@ class RankLink:
 
     def locate(self, ranks: Iterable[int], *, limit_s: float | None = None, stack: bool = True) -> dict[int, Position]:
         """Where ranks are; one that does not answer in time is not in the answer."""
+        with self.locating(ranks, stack=stack) as request:
+            if request.is_open:
+                request.wait_quietly(self.limits.locate_s if limit_s is None else limit_s)
+            return positions_in(request)
+
+    @contextlib.contextmanager
+    def locating(self, ranks: Iterable[int], *, stack: bool = True) -> Iterator[Request]:
+        """The question where ranks are, without a wait for the answers: they come while it goes on."""
         asked = [rank for rank in ranks if rank not in self.state.lost and self.is_reachable(rank)]
         with self.request(asked) as request:
-            if asked:
-                with contextlib.suppress(NodeLost):
+            try:
+                if asked:
                     self.send(Locate(asked, request.number, stack))
-                    request.wait_quietly(self.limits.locate_s if limit_s is None else limit_s)
-            return {rank: answer for rank, answer in request.answers.items() if isinstance(answer, Position)}
+            except NodeLost as exc:
+                request.fail(exc)
+            yield request
 
     def look(
         self, ranks: Iterable[int], *, before: Mapping[int, Position], stack: bool
     ) -> tuple[dict[int, Position], list[Evidence]]:
         """Where ranks are now, and with what an earlier look gave ``before``, the evidence of what they do."""
         wanted = list(ranks)
-        positions = self.locate(wanted, stack=stack)
+        return self.gather_evidence(wanted, self.locate(wanted, stack=stack), before=before)
+
+    def gather_evidence(
+        self, wanted: Iterable[int], positions: dict[int, Position], *, before: Mapping[int, Position]
+    ) -> tuple[dict[int, Position], list[Evidence]]:
+        """See ``look``; of what ranks have answered."""
         world_size, evidence = max(self.state.node_of, default=-1) + 1, []
         for rank in wanted:
             if rank in positions:
@@ -342,6 +356,11 @@ class RankLink:
             yield request
         finally:
             self.state.requests.end(request)
+
+
+def positions_in(request: Request) -> dict[int, Position]:
+    """Where ranks are, of those that have answered."""
+    return {rank: answer for rank, answer in list(request.answers.items()) if isinstance(answer, Position)}
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ class RankView:
     ``cpu_percent`` is of one processor, so two busy threads have 200; it and ``rss_bytes`` are those of the rank's own
     process with all its threads, without the processes that it has started. The GPU is the one that the rank was given,
     whoever uses it. ``steps_per_s`` comes from the steps that the rank gave to ``log_metrics``, or that its Trainer has
-    made; None where it has none. ``exit`` says how the process of the rank ended, until the next cell begins there.
+    made, in the last seconds of the cell that it runs: None before there are some, 0 when no more come. ``exit`` says
+    how the process of the rank ended, until the next cell begins there.
     """
 
     rank: int

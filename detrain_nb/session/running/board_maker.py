@@ -79,8 +79,7 @@ class _Making:
         is_up = up is not None and rank not in self._lost and not self._over
         line = verdict.evidence.line if verdict else 0
         end = self._ends.get(rank) or self._lost.get(rank)
-        node = self._state.node_of.get(rank, 0)
-        use = self._state.measurements.of_rank(rank, node, now=self._now) if is_up else RankUse()
+        use = self._use_of(rank) if is_up else RankUse()
         return RankView(
             rank,
             one_line(self._state.plan.node_names.get(rank, "")),
@@ -98,6 +97,11 @@ class _Making:
             exit=_exit_of(end) if end else "",
         )
 
+    def _use_of(self, rank: int) -> RankUse:
+        cell = self._busy.get(rank)
+        node, number = self._state.node_of.get(rank, 0), cell.number if cell else None
+        return self._state.measurements.of_rank(rank, node, cell=number, now=self._now)
+
     def _state_of(self, rank: int) -> tuple[str, str]:
         """The word, and more of it in words."""
         if end := self._lost.get(rank):
@@ -109,8 +113,8 @@ class _Making:
             return "starting", ""
         if fault := self._fault_of(self._state.node_of.get(rank, 0)):
             return "unknown", fault
-        verdict = self._verdict_of(rank)
-        if verdict and verdict.kind == "no answer":
+        verdict, seen = self._verdict_of(rank), self._look.verdicts.get(rank)
+        if seen and seen.kind == "no answer" and rank in self._busy:  # which says nothing of a cell
             return "unknown", "it does not answer"
         if wait := self._waiting.get(rank):
             whom = f" for {format_ranks(wait.missing)}" if wait.missing else ""

@@ -1,4 +1,7 @@
-"""Asks the ranks that run a cell what they do, at most once a second, for live views."""
+"""Asks the ranks that run a cell what they do, at most once a second, for live views.
+
+The answer of a rank that prints without a pause stands behind seconds of its output: it is waited for, in other rounds.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,20 @@ from ...errors import DetrainError
 from ...wire import Position
 from ..diagnosis.diagnosis import HangWatch, Verdict, describe_mismatch, judge
 from ..diagnosis.stuck import StuckWatch
+from ..link.rank_link import positions_in
+from ..state.requests import Request
 from .core import Core
 
 _GAP_S = 1.0
 _FIRST_S = 0.3  # a cell that ends within that asks nobody
+_LATE_S = 15.0  # for an answer
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen at ``clock_s``. ``waited_s``: how long a rank has waited, of those that wait.
+    """What was seen of ranks that were asked at ``clock_s``.
 
+    ``waited_s``: how long a rank has waited, of those that wait.
     ``report`` is what the cell says of a hang, ``mismatch`` which collectives are not the same. ``is_stuck``: nobody is
     left who could come.
     """
@@ -38,12 +45,18 @@ class Looks:
 
     def __init__(self, core: Core) -> None:
         self._core = core
-        self._asked_at = -_GAP_S
+        self._looked_at = -_GAP_S
+        self._question = contextlib.ExitStack()  # while it is open, answers are taken
+        self._request: Request | None = None
+        self._asked: list[int] = []
+        self._asked_at = 0.0
+        self._silent: set[int] = set()  # did not answer the last question: the others do not wait for them again
         self._forget(frozenset())
 
     def _forget(self, cells: frozenset[int]) -> None:
         """What was seen was of other cells than ``cells``."""
         self._cells = cells
+        self._end_question()
         self._began_at = time.monotonic()
         self._positions: dict[int, Position] = {}
         self._hang = HangWatch(self._core.settings.hang_s, message_s=self._core.link.limits.message_s)
@@ -55,21 +68,39 @@ class Looks:
         cells = frozenset(cell.number for cell in self._core.state.busy.values())
         if cells != self._cells:
             self._forget(cells)
-        return max(self._asked_at + _GAP_S, self._began_at + _FIRST_S) if cells else None
+        return max(self._looked_at + _GAP_S, self._began_at + _FIRST_S) if cells else None
 
     def refresh(self) -> None:
-        """Ask, if it is time."""
+        """Ask, if it is time, or see whether the ranks that were asked have answered meanwhile."""
         due_at, now = self.due_at(), time.monotonic()
         if due_at is None or now < due_at:
             return
-        self._asked_at = now
+        self._looked_at = now
         with contextlib.suppress(DetrainError):  # the session is over, which is shown too
-            self.last = self._look(now)
+            request = self._request or self._ask(now)
+            missing = {rank for rank in self._asked if request.waits_for(rank)}
+            if missing <= self._silent or now >= self._asked_at + _LATE_S:
+                self._end_question()
+                self._silent = missing
+                self.last = self._judge(request)
 
-    def _look(self, now: float) -> Look:
+    def _ask(self, now: float) -> Request:
+        """Begin a question, and wait as long as an answer takes where nothing stands before it."""
         state, link = self._core.state, self._core.link
-        ranks = [rank for rank in state.ranks if rank in state.node_of]
-        self._positions, evidence = link.look(ranks, before=self._positions, stack=True)
+        self._asked, self._asked_at = [rank for rank in state.ranks if rank in state.node_of], now
+        self._request = request = self._question.enter_context(link.locating(self._asked))
+        if request.is_open:
+            request.wait_quietly(link.limits.locate_s)
+        return request
+
+    def _end_question(self) -> None:
+        self._question.close()
+        self._request = None
+
+    def _judge(self, request: Request) -> Look:
+        state, link, now = self._core.state, self._core.link, self._asked_at
+        before = self._positions
+        self._positions, evidence = link.gather_evidence(self._asked, positions_in(request), before=before)
         verdicts = judge(evidence)
         self._hang.hang_s = self._core.settings.hang_s
         self._hang.note(verdicts, now=now)

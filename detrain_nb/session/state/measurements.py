@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...errors import WireError
 from ...wire import Measured
@@ -40,12 +40,15 @@ class NodeUse:
     memory_total_bytes: int | None = None
 
 
+_InCell = tuple[RankUse, int]  # the number of the cell that the rank ran; -1: none
+
+
 class Measurements:
     """Those of one session."""
 
     def __init__(self) -> None:
         self._every_s = 0.0  # 0: nobody watches
-        self._nodes: dict[int, tuple[float, NodeUse, dict[int, RankUse]]] = {}  # by node, with when it came
+        self._nodes: dict[int, tuple[float, NodeUse, dict[int, _InCell]]] = {}  # by node, with when it came
 
     def want(self, every_s: float) -> None:
         """Somebody watches, or with 0 nobody."""
@@ -60,7 +63,7 @@ class Measurements:
     def take(self, said: Measured, node: int) -> None:
         """It has been checked."""
         if self.are_wanted:
-            ranks = {rank: _use_of(said, at) for at, rank in enumerate(said.ranks)}
+            ranks = {rank: (_use_of(said, at), said.cells[at]) for at, rank in enumerate(said.ranks)}
             total = said.memory_total_bytes
             used = NodeUse(_known(said.node_cpu_percent), said.memory_used_bytes if total else None, total or None)
             self._nodes[node] = time.monotonic(), used, ranks
@@ -69,14 +72,16 @@ class Measurements:
         """Ranks get other numbers."""
         self._nodes.clear()
 
-    def of_rank(self, rank: int, node: int, *, now: float) -> RankUse:
-        return self._of(node, now)[1].get(rank, RankUse())
+    def of_rank(self, rank: int, node: int, *, cell: int | None, now: float) -> RankUse:
+        """``cell``: the one that it runs now; steps of another one are not shown."""
+        use, of_cell = self._of(node, now)[1].get(rank, (RankUse(), -1))
+        return use if of_cell == cell else replace(use, steps_per_s=None)
 
     def of_node(self, node: int, *, now: float) -> NodeUse | None:
         """None where nothing has come for a while."""
         return self._of(node, now)[0]
 
-    def _of(self, node: int, now: float) -> tuple[NodeUse | None, dict[int, RankUse]]:
+    def _of(self, node: int, now: float) -> tuple[NodeUse | None, dict[int, _InCell]]:
         came_at, of_node, ranks = self._nodes.get(node, (0.0, None, {}))
         is_old = now - came_at > max(_OLD_S, _OLD_TIMES * self._every_s)
         return (None, {}) if of_node is None or is_old else (of_node, ranks)
@@ -108,7 +113,7 @@ def check_measured(said: Measured) -> None:
     """Raises: WireError for lists that do not fit together, and numbers that cannot be."""
     if len(set(said.ranks)) < len(said.ranks):
         raise WireError("it has measured a rank twice")
-    of_ranks = (said.cpu_percent, said.rss_bytes, said.steps_per_s, said.gpus)
+    of_ranks = (said.cpu_percent, said.rss_bytes, said.steps_per_s, said.cells, said.gpus)
     of_gpus = (said.gpu_percent, said.gpu_used_bytes, said.gpu_total_bytes)
     num_gpus = len(said.gpu_names)
     if any(len(numbers) != len(said.ranks) for numbers in of_ranks) or num_gpus > _MOST_GPUS:
