@@ -1,6 +1,7 @@
 """The guided tour: every notebook runs under nbval, its outputs as they are stored.
 
 To store them anew: ``DETRAIN_NB_OUTPUT=final detrain-nb run notebooks/NAME.ipynb --output notebooks/NAME.ipynb``.
+What is stored of a live view is its plain form: remove the widget beside it.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ MAX_PATTERNS = 7
 MAX_LINES = 14
 MAX_ERROR_LINES = 6
 LIMIT_S = 300
+WIDGET = "application/vnd.jupyter.widget-view+json"
 # What keeps nbval from comparing a cell's outputs: tags, and comments in the cell.
 IGNORED = re.compile(r"(?:nbval|pytest-validate)-(?:ignore-output|skip)|skip-execution")
 
@@ -56,7 +58,7 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 def test_tour_has_its_notebooks() -> None:
     names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel", "05_tensor_and_fsdp"]
-    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs"]]
+    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs", "07_console"]]
 
 
 def test_first_cell_says_what_it_shows_what_it_needs_and_how_long_it_takes(notebook: Path) -> None:
@@ -96,6 +98,13 @@ def test_few_patterns_replace_what_differs_and_each_is_used() -> None:
     assert not unused
 
 
+def test_saved_views_are_plain_and_need_no_kernel(notebook: Path) -> None:
+    """JupyterLab shows an error in the place of a widget that no kernel has."""
+    assert "widgets" not in nbformat.read(notebook, as_version=4).metadata
+    for cell in _code_cells(notebook):
+        assert not any(WIDGET in output.get("data", {}) for output in cell.outputs), cell.source
+
+
 def test_failure_is_shown_on_purpose_and_in_few_lines(notebook: Path) -> None:
     for cell in _code_cells(notebook):
         errors = [output for output in cell.outputs if output.output_type == "error"]
@@ -128,6 +137,20 @@ def test_model_of_the_job_is_as_good_here_as_it_was_there_and_no_job_is_left() -
     assert here == there
     assert len(re.findall(r"^job \S+: ended, exit 0$", printed, flags=re.MULTILINE)) == 2
     assert cells[-1].source == "%job rm fashion greeting"
+
+
+def test_live_views_are_followed_by_what_is_asserted_of_them_and_nothing_is_left() -> None:
+    cells = _code_cells(TOUR["07_console.ipynb"])
+    live = [number for number, cell in enumerate(cells) if "nbval-ignore-output" in cell.metadata.get("tags", [])]
+    shown = [cells[number].source.splitlines()[-1] for number in live]
+    views = ["node_form", "%distributed board", "%distributed vars weights,share", "console"]
+    assert shown == [*views, "view", "ended", "%pipeline", "picture"]
+    for number in live:
+        assert cells[number].outputs[0].data["text/html"], cells[number].source
+        assert re.search(r"^ *assert ", cells[number + 1].source, flags=re.MULTILINE), cells[number + 1].source
+    sources = [cell.source for cell in cells]
+    assert sources.count("%distributed stop") == 1 and sources[-2] == "%job rm two-copies"
+    assert "folder.cleanup()" in sources[-1]
 
 
 # ---- what they do
