@@ -6,6 +6,7 @@ import base64
 import json
 import math
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -233,6 +234,16 @@ def test_hostile_curves_are_plain_json() -> None:
     shown = picture.curves_of(curves)
     assert len(json.dumps(shown, allow_nan=False)) < 20_000
     assert len(shown["loss"]["points"]) <= 400
+
+
+@pytest.mark.parametrize("largest", [sys.float_info.max, -sys.float_info.max])
+def test_largest_numbers_that_a_node_can_log_are_plain_json(largest: float) -> None:
+    """Rounded they would be infinite, which no message to a page can hold: the view would hear nothing more."""
+    curves = LiveCurves()
+    for step in range(3):
+        curves.add({"step": step, "rank": 0, "time": 1.0 + step, "loss": largest, "memory_bytes": largest})
+    shown = [picture.curves_of(curves), picture.facts_of(status("ended", exit_code=0), curves)]
+    assert json.loads(json.dumps(shown, allow_nan=False))[0]["loss"]["points"][-1] == [2, largest]
 
 
 def test_levels_of_lines() -> None:
