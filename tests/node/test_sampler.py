@@ -22,6 +22,7 @@ from detrain_nb.metrics import STEP_RECORD, STEPS_VARIABLE, log_metrics, note_st
 from detrain_nb.node.agent.gpu_watch import Gpu, GpuWatch, VisibleGpus
 from detrain_nb.node.agent.sampler import Sampler
 from detrain_nb.node.agent.step_rates import StepRates, make_places
+from detrain_nb.session.state.measurements import check_measured
 from detrain_nb.wire import (
     Alive,
     Attach,
@@ -368,6 +369,21 @@ def test_a_rate_is_that_of_the_ranks_own_clock(places: Path) -> None:
         now += 0.5
     assert rate == pytest.approx(1 / 3, rel=0.01)
     assert rates.read(own, now=now + 60)[0] < 0.1, "none has come for a minute"
+
+
+@pytest.mark.parametrize(("step", "apart_s"), [(1 << 62, 1.0), (100_000, 1e-5)])
+def test_steps_that_are_no_count_of_steps_do_not_end_the_session(places: Path, step: int, apart_s: float) -> None:
+    """A script may log tokens, or go on from a checkpoint: a notebook hangs up on who says what cannot be."""
+    sampler, own = Sampler(), [up(0, os.getpid(), local_rank=1)]
+    sampler.take_order(Measure(0.1, 10.0))
+    begun = time.monotonic()
+    write_point(places, 0, begun - apart_s - 0.1)
+    assert sampler.measure(own)
+    write_point(places, step, begun - 0.1)
+    while (said := sampler.measure(own)) is None:
+        threading.Event().wait(0.02)
+    check_measured(said)
+    assert said.steps_per_s == [Measured.MOST_STEPS_PER_S]
 
 
 def test_a_training_that_begins_again_counts_from_there(places: Path) -> None:
