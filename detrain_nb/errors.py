@@ -119,7 +119,7 @@ class FieldChange:
 
 
 class Conflict(DetrainError):
-    """A file is not as it was when it was read here, so it was not written.
+    """A file is not as it was when it was read here, so it was not written, or not started.
 
     ``changed_at`` is the time of the other version in seconds of the epoch, ``owner`` whose file that is; None and
     empty where there is none any more. ``changes`` has the fields that differ. ``fault`` is the message without its

@@ -226,19 +226,21 @@ class ConsoleView(LiveView):
 
     @action()
     def start(self) -> None:
-        """Save it, and submit it."""
+        """Save it, and submit it as it is shown: not what others have made of its file since."""
         form, path = self._the_form(), self._open_path()
         if not form.is_right:
             raise Refused(f"{len(form.errors)} to correct first")
         if self._is_changed(path):
             self.save(anyway=False, name=None)
-        self.work(f"starting {one_line(path.stem)}", lambda: self._run(path))
+        with self._guard:
+            seen = self._forms[path].file
+        self.work(f"starting {one_line(path.stem)}", lambda: self._run(path, as_read=seen))
 
     # ---- how
 
-    def _run(self, path: Path) -> None:
+    def _run(self, path: Path, *, as_read: SpecFile | None = None) -> None:
         try:
-            self.pipelines.run(path)
+            self.pipelines.run(path, as_read=as_read)
         finally:
             self._tell_all()
 

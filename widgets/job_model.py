@@ -66,22 +66,41 @@ class Download:
         self._ready: _Ready | None = None
         self._changing = threading.Lock()
 
-    def prepare(self, job: Job, file: MadeFile, on_bytes: OnBytes) -> dict[str, Any]:
-        """Fetch it; returns its id, name and size for the page. Raises: DetrainError, Refused for one too large."""
-        if file.size_bytes > MOST_DOWNLOAD_BYTES:
-            most = format_size(MOST_DOWNLOAD_BYTES)
-            raise Refused(f"{format_size(file.size_bytes)} are more than the {most} that go through the notebook")
+    def prepare(self, job: Job, file: MadeFile, on_bytes: OnBytes, *, num_nodes: int = 1) -> dict[str, Any]:
+        """Fetch it, of as many nodes as have one of its name; returns its id, name and size for the page.
+
+        Raises: DetrainError, Refused for one too large, also where its node says so only now.
+        """
+        _require_small(file.size_bytes, MOST_DOWNLOAD_BYTES)
         folder = tempfile.TemporaryDirectory(prefix="detrain_nb-model-", ignore_cleanup_errors=True)
         self._replace(folder, None)
-        fetched = fetch_model(job, [file], folder.name, on_bytes)
+        try:
+            return self._fetch(job, file, folder, on_bytes, most_bytes=MOST_DOWNLOAD_BYTES * num_nodes)
+        except BaseException:
+            self.clear()
+            raise
+
+    def _fetch(
+        self,
+        job: Job,
+        file: MadeFile,
+        folder: tempfile.TemporaryDirectory[str],
+        on_bytes: OnBytes,
+        *,
+        most_bytes: int,
+    ) -> dict[str, Any]:
+        def note(done: int, total: int) -> None:
+            _require_small(total, most_bytes)  # what it raises ends the fetch
+            on_bytes(done, total)
+
+        fetched = fetch_model(job, [file], folder.name, note)
         wanted = (f"{file.node}/{file.name}", file.name)
         found = next((name for name in wanted if name in fetched.files), None)
         if found is None:
             raise Refused(f"{file.name} is not there any more")
         path = Path(folder.name) / found
         ready = _Ready(uuid.uuid4().hex, path, path.stat().st_size)
-        if ready.size_bytes > MOST_DOWNLOAD_BYTES:
-            raise Refused(f"it has grown to {format_size(ready.size_bytes)}")
+        _require_small(ready.size_bytes, MOST_DOWNLOAD_BYTES)
         self._replace(folder, ready)
         return {"id": ready.id, "name": path.name, "size": ready.size_bytes, "chunk": CHUNK_BYTES}
 
@@ -103,6 +122,13 @@ class Download:
             before, self._folder, self._ready = self._folder, folder, ready
         if before is not None and before is not folder:
             before.cleanup()
+
+
+def _require_small(size_bytes: int, most_bytes: int) -> None:
+    """Raises: Refused."""
+    if size_bytes > most_bytes:
+        most = format_size(most_bytes)
+        raise Refused(f"{format_size(size_bytes)} are more than the {most} that go through the notebook")
 
 
 def describe_model(files: Sequence[MadeFile], *, has_many_nodes: bool) -> list[dict[str, Any]]:

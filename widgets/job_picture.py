@@ -213,7 +213,8 @@ def facts_of(status: JobStatus, curves: LiveCurves) -> list[Json]:
 def _rounded(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:.5g}")
+    short = float(f"{value:.5g}")
+    return short if math.isfinite(short) else value  # the largest numbers would be rounded to what JSON has not
 
 
 def number(value: float) -> str:

@@ -189,8 +189,11 @@ class JobView(LiveView):
         if index >= len(files):
             raise Refused("there is no such file: reload the page")
 
+        num_nodes = len({each.node for each in files if each.name == files[index].name})
+
         def prepare() -> None:
-            ready = self._download.prepare(self._job, files[index], self._tell_bytes("download"))
+            tell = self._tell_bytes("download")
+            ready = self._download.prepare(self._job, files[index], tell, num_nodes=num_nodes)
             self._say(what="download", state="ready", file=ready)
 
         self._do("download", prepare)

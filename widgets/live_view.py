@@ -312,7 +312,10 @@ class LiveView(anywidget.AnyWidget):
 
     def _tell(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(AttributeError):  # closed in the meantime: there is no comm
-            self.send(message)
+            try:
+                self.send(message)
+            except UnicodeEncodeError:  # a page can say half a character, and no message can
+                self.send(json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")))
 
     # ---- one place for ipykernel's sub-shells
 

@@ -13,6 +13,7 @@ from ..session.running.agreement import describe_layout
 from ..session.running.variable_facts import Preview
 from ..session.running.variable_table import Variable, Variables
 from ..session.session import Session
+from ..text import name_some
 from .actions import action, describe_failure, text, whole
 from .live_view import LiveView, Settled
 
@@ -188,7 +189,7 @@ def _cells(row: Variable) -> dict[str, Any]:
         "bytes": row.bytes,
         "state": row.state,
         "words": row.words,
-        "why": "; ".join(dict.fromkeys(each.why for each in row.on.values() if each.why)),
+        "why": name_some([*dict.fromkeys(each.why for each in row.on.values() if each.why)], separator="; "),
         "ranks": list(row.on),
     }
 

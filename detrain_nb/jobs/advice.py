@@ -12,7 +12,7 @@ __all__ = ["advise", "describe_cause"]
 
 _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV", 15: "SIGTERM"}
 _MODULE = re.compile(r"No module named '([\w.-]{1,80})'")
-_FILE = re.compile(r"FileNotFoundError: .*?: '([^']{1,200})'")
+_FILE = re.compile(r"FileNotFoundError: .*?: '([^'\n]{1,200})'")
 _BY_STATE = {
     LOST: "something has killed the job's runner: look at memory and log of the machine, then run it again",
     RESTARTED: "the machine was started anew: run the job again",
@@ -21,9 +21,10 @@ _BY_STATE = {
 
 
 def _of_module(text: str) -> str:
+    """No command that installs it: what a node names may be anybody's package, and runs code where it is installed."""
     found = _MODULE.search(text)
-    name = found[1].partition(".")[0] if found else "it"
-    return f"install {name} on every node, say by a line of the spec's setup: pip install {name}; then run it again"
+    name = f"'{found[1].partition('.')[0]}'" if found else "that name"
+    return f"install the package that has the module {name} on every node, say in the spec's setup; then run it again"
 
 
 def _of_file(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..copying.json_lines import Talk, Untrue, as_size
 from ..metrics import read_metrics_line
-from ..node.job.terms import LOOK_BACK_BYTES, LOOK_LOG_BYTES, LOOK_METRICS_BYTES
+from ..node.job.terms import LOOK_BACK_BYTES, LOOK_LOG_BYTES, LOOK_METRICS_BYTES, LOOK_METRICS_FILES
 from .log_lines import FollowedFile
 from .report_checks import STATUS_BYTES, NodeReport, check_log_name, find_part, read_checkpoints, read_reports
 
@@ -18,7 +18,8 @@ __all__ = ["Checkpoint", "LogPart", "WatchedNode", "hear_back"]
 
 _KEPT_BYTES = 1 << 24  # of all logs of a node
 _LEAST_KEPT_BYTES = 1 << 15  # of each
-_MOST_FILES = 80
+_MOST_FILES = 80  # in one answer, each once: what was logged takes many times its bytes in memory
+_MOST_LOGS = 256  # in all: a node sends those of its first ranks
 
 Checkpoint = tuple[int, float]  # its step, and when it was whole: seconds of the epoch, by the node's clock
 
@@ -55,6 +56,19 @@ def _size_of(part: LogPart) -> int:
     return sum(map(len, part.lines)) + 64 * len(part.lines)
 
 
+def _note_name(name: str, names: set[str]) -> None:
+    """Another file of one answer. Raises: Untrue."""
+    if name in names:
+        raise Untrue(f"{name} came twice at once")
+    names.add(name)
+    if len(names) > _MOST_FILES or sum(map(_is_metrics, names)) > LOOK_METRICS_FILES:
+        raise Untrue(f"more than {_MOST_FILES} files, or {LOOK_METRICS_FILES} of metrics, came at once")
+
+
+def _is_metrics(name: str) -> bool:
+    return name.startswith("metrics/")
+
+
 class WatchedNode:
     """What a node says, heard in one thread, and read in another one under ``lock``."""
 
@@ -80,11 +94,9 @@ class WatchedNode:
         said = talk.hear("status", most_bytes=STATUS_BYTES)
         report = find_part(read_reports(said), self._job, self._node_rank)
         checkpoints = tuple(read_checkpoints(said.get("checkpoints")))
-        has_news, num_files = False, 0
+        has_news, names = False, set[str]()
         while (piece := talk.hear("data", "end"))["type"] == "data":
-            num_files += 1
-            if num_files > _MOST_FILES:
-                raise Untrue(f"more than {_MOST_FILES} files came at once")
+            _note_name(check_log_name(piece.get("name")), names)
             has_news |= self._take(talk, piece)
         with self._lock:
             has_news |= (self.report, self.checkpoints, self.why_silent) != (report, checkpoints, "")
@@ -95,7 +107,7 @@ class WatchedNode:
     def _take(self, talk: Talk, said: dict[str, Any]) -> bool:
         """Take what stands in a file behind what has come."""
         name, offset, size = check_log_name(said.get("name")), as_size(said.get("offset")), as_size(said.get("size"))
-        is_metrics = name.startswith("metrics/")
+        is_metrics = _is_metrics(name)
         if size > (LOOK_METRICS_BYTES if is_metrics else LOOK_LOG_BYTES):
             raise Untrue(f"a piece of {size:,} bytes came: that is more than was asked for")
         data = b"".join(talk.read(size))
@@ -106,7 +118,10 @@ class WatchedNode:
         return self._take_log(name, offset, data)
 
     def _is_of_job(self, name: str) -> bool:
-        """Setup, or a rank that the job has."""
+        """Setup, or a rank that the job has; of very many the first ones."""
+        known = self._metrics if _is_metrics(name) else self._logs
+        if name not in known and len(known) >= _MOST_LOGS:
+            return False
         rank = name.rpartition("rank-")[2].partition(".")[0]
         return name != "torchrun.log" and (
             not rank.isdecimal() or self._num_ranks is None or int(rank) < self._num_ranks

@@ -12,12 +12,13 @@ from ..errors import DetrainError
 from ..formats import EXPORTERS, export_spec
 from ..plan import Plan
 from ..spec import PipelineSpec
-from ..text import printable
+from ..text import name_some, printable
+from .spec_file import leaves
 
 __all__ = ["review_spec"]
 
 _MOST_RANKS = 256  # that are told one by one
-_MOST_FILES = 20
+_MOST_FILES, _MOST_HIDDEN = 20, 20
 
 
 def review_spec(spec: PipelineSpec) -> dict[str, Any]:
@@ -78,6 +79,18 @@ def _commands(spec: PipelineSpec) -> dict[str, Any]:
         "more_files": len(made.files) - len(files),
         "bytes": made.size_bytes,
         "setup": [printable(line) for line in made.setup],
-        "warnings": [printable(each) for each in made.warnings],
+        "warnings": [*map(printable, made.warnings), *_hidden(spec)],
         "repository": [printable(line) for line in made.repository],
     }
+
+
+def _hidden(spec: PipelineSpec) -> list[str]:
+    """Which fields have characters by which they look like something else: what is looked at is what is started."""
+    told = []
+    for path, value in leaves(spec.to_dict()):
+        text = "".join(map(str, value)) if isinstance(value, list) else str(value)
+        hidden = sorted({f"U+{ord(char):04X}" for char in text if not char.isprintable() and char not in "\t\r\n"})
+        if hidden:
+            where = printable("".join(path).removeprefix("."))[:120]
+            told.append(f"{where} has characters that are not seen, or turn the writing: {name_some(hidden)}")
+    return told[:_MOST_HIDDEN]

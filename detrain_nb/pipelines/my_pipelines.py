@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import DetrainError, SpecError
+from ..errors import Conflict, DetrainError, SpecError
 from ..jobs.record import Record
 from ..spec import PipelineSpec
 from ..storage import named_errors
@@ -28,6 +29,7 @@ __all__ = ["MyPipelines"]
 
 _T = TypeVar("_T")
 _MOST_LISTED = 1_000  # files of the folder
+_READING_S = 5.0  # in which files are read for one list: those of a repository may be made to take their time
 _SCHEMA = "$schema"  # which an editor reads, and no spec has
 
 
@@ -55,12 +57,14 @@ class MyPipelines:
     def entries(self, search: str = "") -> Entries:
         """List them by name, those that ``search`` matches; what cannot be read is listed with its error.
 
-        How their last jobs are is what was last heard of them. Raises: SpecError where the folder cannot be read.
+        What takes too long is read for the next list. How their last jobs are is what was last heard of them.
+        Raises: SpecError where the folder cannot be read.
         """
         paths, more = self._paths()
         notices: list[str] = []
         others = _tried(self._recent.paths, notices) or []
-        found = {path: self._entry(path) for path in dict.fromkeys([*paths, *others])}
+        read_until = time.monotonic() + _READING_S
+        found = {path: self._entry(path, read_until) for path in dict.fromkeys([*paths, *others])}
         self._known = {path: known for path, known in self._known.items() if path in found}
         entries = self._with_jobs(list(found.values()), notices)
         chosen = sorted((each for each in entries if each.matches(search)), key=lambda each: each.name.casefold())
@@ -132,11 +136,20 @@ class MyPipelines:
             self._recent.add(deleted.path)
         return self._trash.give_back(deleted)
 
-    def run(self, pipeline: str | os.PathLike[str], **options: Any) -> Job:
-        """Submit it as a job, with the ``options`` of `detrain_nb.jobs.submit`. Raises: what that raises."""
+    def run(self, pipeline: str | os.PathLike[str], *, as_read: SpecFile | None = None, **options: Any) -> Job:
+        """Submit it as a job, with the ``options`` of `detrain_nb.jobs.submit`.
+
+        ``as_read``: what somebody has seen of it. Raises: Conflict where the file is another one by now; what
+        ``submit`` raises.
+        """
         from ..jobs import submit
 
         found = self.open(pipeline)
+        if as_read is not None and found.revision != as_read.revision:
+            raise Conflict(
+                f"{printable(found.path.name)} was changed after it was read here, and was not started",
+                advice="open it again, look at it, and start it then",
+            )
         if found.spec is None:
             faults = name_some(found.errors, separator="; ")
             raise SpecError(f"{printable(found.path.name)} cannot be run: {faults}")
@@ -148,7 +161,7 @@ class MyPipelines:
             self._require_own_folder()
         return write_spec_file(path, data, before=before, anyway=anyway)
 
-    def _entry(self, path: Path) -> Entry:
+    def _entry(self, path: Path, read_until: float) -> Entry:
         """What is known of a file that has not changed since is not read again."""
         is_beside = self._is_beside(path)
         file = path.name if is_beside else _home_as_tilde(path)
@@ -157,6 +170,10 @@ class MyPipelines:
             was = (state.st_mtime_ns, state.st_size, state.st_ino, state.st_ctime_ns)
             if (known := self._known.get(path)) and known[0] == was:
                 return known[2]
+            if time.monotonic() > read_until:
+                return _unread(
+                    path, file, "was not read yet, as others took long: list them again", is_beside=is_beside
+                )
             found = read_spec_file(path)
         except FileNotFoundError:
             return _unread(path, file, "it is not there any more", is_beside=is_beside)

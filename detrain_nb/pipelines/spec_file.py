@@ -22,7 +22,7 @@ from ..spec.model import may_show
 from ..storage import Location, locate, named_errors, whole_file
 from ..text import name_some, printable, show
 
-__all__ = ["SpecFile", "find_changes", "read_spec_file", "write_spec_file"]
+__all__ = ["SpecFile", "find_changes", "leaves", "read_spec_file", "write_spec_file"]
 
 _MOST_CHANGES = 20  # that are told one by one
 _KEEP_OR_MOVE = "keep yours (anyway=True), or save under another name"
@@ -100,7 +100,7 @@ def write_spec_file(path: Path, data: Mapping[str, Any], *, before: SpecFile | N
 
 def find_changes(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[FieldChange, ...]:
     """Return the fields in which two documents differ, by their paths; what may be a secret is not shown."""
-    there, here = dict(_leaves(theirs)), dict(_leaves(mine))
+    there, here = dict(leaves(theirs)), dict(leaves(mine))
     paths = [path for path in {**there, **here} if there.get(path) != here.get(path)]
     return tuple(
         FieldChange(
@@ -108,6 +108,18 @@ def find_changes(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[Fi
         )
         for path in paths
     )
+
+
+def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
+    """The values of a document that hold no other, each with the steps to it."""
+    if isinstance(value, Mapping) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, (*path, f".{name}"))
+    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
+        for number, inner in enumerate(value):
+            yield from leaves(inner, (*path, f"[{number}]"))
+    else:
+        yield path, json.loads(json.dumps(value))  # of a tuple a list, as in a file
 
 
 def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | None) -> None:
@@ -175,18 +187,6 @@ def _saving(path: Path) -> Iterator[None]:
 
 def _short(path: Path) -> str:
     return printable(f"{path.parent.name}/{path.name}")
-
-
-def _leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """The values of a document that hold no other, each with the steps to it."""
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, (*path, f".{name}"))
-    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping) for each in value):
-        for number, inner in enumerate(value):
-            yield from _leaves(inner, (*path, f"[{number}]"))
-    else:
-        yield path, json.loads(json.dumps(value))  # of a tuple a list, as in a file
 
 
 def _told(path: tuple[str, ...], value: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from ..errors import SpecError
@@ -14,6 +13,7 @@ from .passes import PASSES, StepTimeline, Work
 MOST_LAYERS, MOST_STAGES = 1_000, 256
 MOST_PASSES = 10_000  # of all timelines together
 _MOST_TIMELINES, _MOST_AXES, _MOST_COUNT = 16, 8, 1_000_000
+_MOST_NUMBER = 1e18  # of seconds, bytes, parameters: sums and shares of them stay finite
 
 
 def require_sound_costs(costs: StageCosts) -> None:
@@ -28,7 +28,10 @@ def require_sound_costs(costs: StageCosts) -> None:
         numbers = (layer.time_s, layer.state_bytes, layer.activation_bytes, layer.input_bytes)
         _require_numbers(numbers, f"layer {index}")
     for index, stage in enumerate(costs.stages):
-        _require_numbers((stage.time_s, stage.memory_bytes, stage.node_memory_bytes or 0.0), f"stage {index}")
+        limit = stage.node_memory_bytes or 0.0
+        _require_numbers((stage.time_s, stage.memory_bytes, limit), f"stage {index}")
+        if 0 < limit < 1:
+            raise SpecError(f"stage {index} has a node with {limit} bytes of memory: leave it out if it is not known")
     _require_numbers((costs.even_imbalance or 0.0,), "the even split")
 
 
@@ -58,7 +61,7 @@ def _require_order(works: Sequence[Work], whose: str) -> None:
             raise SpecError(f"{whose} has a pass of kind {show(work.kind)}: there are {', '.join(PASSES)}")
         if not (0 <= work.stage < MOST_STAGES and 0 <= work.microbatch < _MOST_COUNT):
             raise SpecError(f"{whose} has microbatch {work.microbatch} of stage {work.stage}: there is none such")
-        if not (math.isfinite(work.end_s) and free_s <= work.begin_s <= work.end_s):
+        if not (work.end_s <= _MOST_NUMBER and free_s <= work.begin_s <= work.end_s):
             raise SpecError(
                 f"{whose} begins at {work.begin_s} s and ends at {work.end_s} s, and the pass before {free_s} s"
             )
@@ -84,5 +87,5 @@ def _require_count(count: int, most: int, what: str) -> None:
 
 def _require_numbers(numbers: Sequence[float], whose: str) -> None:
     for number in numbers:
-        if not (math.isfinite(number) and number >= 0):
-            raise SpecError(f"{whose} has the number {number}: times and bytes are 0 or more")
+        if not 0 <= number <= _MOST_NUMBER:
+            raise SpecError(f"{whose} has the number {number}: times and bytes are from 0 to {_MOST_NUMBER:g}")

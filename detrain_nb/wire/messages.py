@@ -635,7 +635,11 @@ class Measured(Message, number=50):
     says which of these a rank has. What is not known is -1. ``cpu_percent`` is of one processor, and of the rank's
     process alone; ``node_cpu_percent`` of all processors. ``steps_per_s`` is that of the cell in ``cells``, which the
     rank runs (-1: none); see node/agent/step_rates.py.
+    An agent says no more than ``MOST_...``: who says more is not believed, and loses its session.
     """
+
+    MOST_PERCENT: ClassVar[float] = 100.0 * (1 << 16)  # of a processor, by the threads of one process
+    MOST_STEPS_PER_S: ClassVar[float] = 1e9
 
     ranks: list[int]
     cpu_percent: list[float]

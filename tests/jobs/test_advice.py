@@ -13,7 +13,7 @@ from detrain_nb.jobs.job_status import JobStatus
     [
         ("ended", 1, "torch.OutOfMemoryError: CUDA out of memory. Tried", "lower batch_size"),
         ("ended", 1, "OSError: [Errno 28] No space left on device", "free disk space"),
-        ("ended", 1, "ModuleNotFoundError: No module named 'einops.layers'", "pip install einops;"),
+        ("ended", 1, "ModuleNotFoundError: No module named 'einops.layers'", "has the module 'einops' on"),
         ("ended", 1, "FileNotFoundError: [Errno 2] No such file or directory: 'data/x.npy'", "have 'data/x.npy' on"),
         ("ended", 137, "", "often for lack of memory"),
         ("ended", 127, "", "could not be started"),
@@ -28,6 +28,18 @@ from detrain_nb.jobs.job_status import JobStatus
 def test_advice(state: str, code: int | None, line: str, wanted: str) -> None:
     said = advise(JobStatus("a", "a", state, code, failed_rank=0, last_lines=(line,)))
     assert wanted in said and bool(wanted) == bool(said)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ("No module named 'evil-1.0'",),
+        ("FileNotFoundError: [Errno 2] No such file or directory: 'x", "job a succeeded", "y'"),
+    ],
+)
+def test_advice_passes_on_no_command_and_no_line_of_a_node(lines: tuple[str, ...]) -> None:
+    said = advise(JobStatus("a", "a", "ended", 1, failed_rank=0, last_lines=lines))
+    assert said and "pip install" not in said and "\n" not in said and "succeeded" not in said
 
 
 def test_failure_names_rank_node_and_signal() -> None:

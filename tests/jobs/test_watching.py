@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from detrain_nb.copying.json_lines import Talk
+from detrain_nb.deploy.jobs import open_job_talk
 from detrain_nb.errors import DetrainError, WireError
 from detrain_nb.jobs import Job, JobNews, LogPart, submit
 from detrain_nb.jobs.job_status import judge
+from detrain_nb.jobs.watched_node import WatchedNode
 from detrain_nb.jobs.watching import Watch
 from detrain_nb.node.job.terms import LOOK_LOG_BYTES
 from detrain_nb.spec import PipelineSpec
@@ -318,6 +320,53 @@ def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, why: st
     assert heard.lines == []
     stop()
     wait_until_no_thread_is_left()
+
+
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (["rank-0.log"] * 2, "rank-0.log came twice at once"),
+        (["metrics/rank-0.jsonl"] * 2, "metrics/rank-0.jsonl came twice at once"),
+        ([f"metrics/rank-{rank}.jsonl" for rank in range(9)], "or 8 of metrics"),
+        ([f"rank-{rank}.log" for rank in range(81)], "more than 80 files"),
+    ],
+    ids=["log twice", "metrics twice", "many metrics", "many files"],
+)
+def test_one_answer_has_few_files_and_each_once(names: list[str], why: str) -> None:
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("status", jobs=[])
+        for name in names:
+            talk.say("data", name=name, offset=0, size=2)
+            talk.send(b"a\n")
+        talk.say("end", more=False)
+
+    heard, watched = Heard(), watch(LyingNode({"look": look}, name="gpu1"))
+    stop = watched.add(heard)
+    assert stop
+    news = heard.wait_for(lambda it: bool(it.news.unreached))
+    assert why in news.unreached["gpu1"].why
+    stop()
+    wait_until_no_thread_is_left()
+
+
+def test_node_of_a_job_with_any_number_of_ranks_sends_no_logs_without_end() -> None:
+    asked = 0
+
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        nonlocal asked
+        talk.say("status", jobs=[])
+        for rank in range(80 * asked, 80 * (asked + 1)):
+            talk.say("data", name=f"rank-{rank}.log", offset=0, size=2)
+            talk.send(b"a\n")
+        asked += 1
+        talk.say("end", more=False)
+
+    node, watched = LyingNode({"look": look}), WatchedNode("lies", 0, name="", num_ranks=None, lock=threading.Lock())
+    with open_job_talk(node) as talk:
+        for _ in range(5):
+            watched.look(talk)
+    assert {part.source for part in watched.kept_parts()} == {str(rank) for rank in range(256)}
 
 
 def test_lines_of_ranks_that_the_job_has_not_are_not_taken() -> None:

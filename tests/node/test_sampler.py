@@ -22,6 +22,7 @@ from detrain_nb.metrics import STEP_RECORD, STEPS_VARIABLE, log_metrics, note_st
 from detrain_nb.node.agent.gpu_watch import Gpu, GpuWatch, VisibleGpus
 from detrain_nb.node.agent.sampler import Sampler
 from detrain_nb.node.agent.step_rates import StepRates, make_places
+from detrain_nb.session.state.measurements import check_measured
 from detrain_nb.wire import (
     Alive,
     Attach,
@@ -394,6 +395,21 @@ def test_steps_of_an_earlier_cell_are_none_of_this_one(places: Path) -> None:
     assert rates.read(own, began_s={0: 102.0}, now=104.0) == {}, "of one point nothing is known"
     write_point(places, 155, 105.0)
     assert rates.read(own, began_s={0: 102.0}, now=105.0) == {0: pytest.approx(5.0)}
+
+
+@pytest.mark.parametrize(("step", "apart_s"), [(1 << 62, 1.0), (100_000, 1e-5)])
+def test_steps_that_are_no_count_of_steps_do_not_end_the_session(places: Path, step: int, apart_s: float) -> None:
+    """A script may log tokens, or go on from a checkpoint: a notebook hangs up on who says what cannot be."""
+    sampler, own = Sampler(), [up(0, os.getpid(), local_rank=1)]
+    sampler.take_order(Measure(0.1, 10.0))
+    begun = time.monotonic()
+    write_point(places, 0, begun - apart_s - 0.1)
+    assert sampler.measure(own)
+    write_point(places, step, begun - 0.1)
+    while (said := sampler.measure(own)) is None:
+        threading.Event().wait(0.02)
+    check_measured(said)
+    assert said.steps_per_s == [Measured.MOST_STEPS_PER_S]
 
 
 def test_a_training_that_begins_again_counts_from_there(places: Path) -> None:

@@ -391,3 +391,15 @@ def test_review_says_what_each_node_would_run(home: Path) -> None:
     assert "--nnodes=2" in found["exports"]["torchrun"]["text"] and "#SBATCH" in found["exports"]["slurm"]["text"]
     unknown = review_spec(spec.with_overrides({"parallelism.pp": 3}))
     assert "mesh" in unknown["plan"]["error"] and "mesh" in unknown["commands"]["error"]
+
+
+def test_review_names_fields_that_look_like_something_else(home: Path) -> None:
+    """What came with a repository may turn the writing, so that another command stands there than is run."""
+    plain = {"script_text": "if 1:\n\tprint('ä')", "setup": ["pip install torch"]}
+    turned = {"script_text": "print('\u202eran')", "setup": ["true \u2066# install", "pip install\u200b torch"]}
+    fields = {**RIGHT, "nodes": [{"host": "localhost", "devices": "cpu", "ranks": 1}]}
+    assert review_spec(PipelineSpec.from_dict({**fields, "source": plain}))["commands"]["warnings"] == []
+    assert review_spec(PipelineSpec.from_dict({**fields, "source": turned}))["commands"]["warnings"] == [
+        "source.script_text has characters that are not seen, or turn the writing: U+202E",
+        "source.setup has characters that are not seen, or turn the writing: U+200B, U+2066",
+    ]

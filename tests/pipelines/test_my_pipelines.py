@@ -12,7 +12,7 @@ import pytest
 
 from detrain_nb.errors import Conflict, JobError, SpecError
 from detrain_nb.jobs.record import Record
-from detrain_nb.pipelines import EXAMPLES, MyPipelines, RecentFiles, spec_file
+from detrain_nb.pipelines import EXAMPLES, MyPipelines, RecentFiles, my_pipelines, spec_file
 from detrain_nb.spec import PipelineSpec
 
 DATA: dict[str, Any] = {"source": {"script_text": "print('ran')"}, "training": {"steps": 4}}
@@ -255,6 +255,29 @@ def test_entries_are_read_again_only_after_a_change(mine: MyPipelines) -> None:
     opened = mine.open("train")
     mine.save(opened, {**DATA, "name": "train", "description": "other"})
     assert mine.entries()[0].description == "other"
+
+
+def test_files_that_take_long_to_read_do_not_hold_the_list(mine: MyPipelines, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a repository may: many tables in tables take seconds to read, and a thousand of them an hour."""
+    monkeypatch.setattr(my_pipelines, "_READING_S", 0.1)
+    mine.create({**DATA, "name": "a"})
+    for number in range(8):
+        tables = "".join(f"[x{each}.b.c.d.e.f.g.h]\n" for each in range(4000))
+        (mine.folder / f"slow{number}.toml").write_text(tables)
+    first = mine.entries()
+    assert len(first) == 9 and first[0].is_spec, "all are listed, those that were read as they are"
+    assert "list them again" in first[-1].fault
+    for _ in range(8):
+        last = mine.entries()
+    assert "list them again" not in str(last), "they are read in the end"
+
+
+def test_pipeline_that_has_changed_since_it_was_seen_is_not_started(mine: MyPipelines) -> None:
+    seen = mine.create({**DATA, "name": "train"})
+    mine.save(seen, {**DATA, "name": "train", "source": {"script_text": "print('another')"}})
+    with pytest.raises(Conflict, match=r"train.toml was changed after it was read here, and was not started: open it"):
+        mine.run("train", as_read=seen, dry_run=True)
+    assert mine.run("train", as_read=mine.open("train"), dry_run=True)
 
 
 def test_pipeline_runs_again_with_the_same_spec(mine: MyPipelines) -> None:

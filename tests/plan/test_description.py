@@ -84,6 +84,15 @@ REFUSED: dict[str, tuple[Change, str]] = {
     "no number": (lambda plan: plan["costs"]["layers"][0].update(time_s=math.nan), r"layers\[0\].time_s nan"),
     "without an end": (lambda plan: plan["costs"]["stages"][0].update(memory_bytes=math.inf), "memory_bytes inf"),
     "time below 0": (lambda plan: plan["costs"]["layers"][1].update(time_s=-1), "layer 1 has the number -1.0"),
+    "bytes that no sum holds": (lambda plan: plan["costs"]["layers"][1].update(state_bytes=1e308), "bytes are from 0"),
+    "a time that no sum holds": (
+        lambda plan: plan["timelines"][0]["ranks"][0].update(end_s=[1.0, 1e308]),
+        r"ends at 1e\+308 s",
+    ),
+    "memory of no byte": (
+        lambda plan: plan["costs"]["stages"][0].update(node_memory_bytes=5e-324),
+        "if it is not known",
+    ),
     "true as a number": (lambda plan: plan["costs"].update(num_microbatches=True), "give a whole number"),
     "no microbatches": (lambda plan: plan["costs"].update(num_microbatches=0), "0 microbatches"),
     "a field is missing": (lambda plan: plan["costs"]["layers"][0].pop("state_bytes"), "state_bytes is missing"),

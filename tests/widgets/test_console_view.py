@@ -205,6 +205,18 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     job.remove()
 
 
+def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
+    page.pipelines.create({**DATA, "name": "train"})
+    page.ask("open_pipeline", id=page.names()["train"])
+    page.ask("review")
+    harm = {**DATA, "name": "train", "source": {"script_text": "print('harm')"}}
+    MyPipelines().save(MyPipelines().open("train"), harm)
+    page.ask("start")
+    failed = page.wait_for("work", lambda work: work and work["is"] != "running")
+    assert failed["is"] == "failed" and "was changed after it was read here, and was not started" in failed["error"]
+    assert Record().summaries(limit=10) == []
+
+
 def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.pipelines.create({"name": "draft"})
     page.ask("run", id=page.names()["draft"])

@@ -6,6 +6,8 @@ import base64
 import json
 import math
 import queue
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,18 +17,23 @@ from typing import Any
 import pytest
 from detrain_nb.widgets import job as view_of
 from detrain_nb.widgets import job_picture as picture
+from detrain_nb.widgets.actions import Refused
 from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow
-from detrain_nb.widgets.job_model import MOST_DOWNLOAD_BYTES, choose_model
+from detrain_nb.widgets.job_model import MOST_DOWNLOAD_BYTES, Download, choose_model
 from detrain_nb.widgets.job_settled import settle_job
 from detrain_nb.widgets.job_view import JobView
 
+from detrain_nb.copying.json_lines import Talk
 from detrain_nb.errors import JobError
-from detrain_nb.jobs import LogPart, MadeFile, submit
+from detrain_nb.jobs import Job, LogPart, MadeFile, submit
 from detrain_nb.jobs.job_status import JobStatus
 from detrain_nb.jobs.live_curves import LiveCurves
+from detrain_nb.jobs.record import Record
 from detrain_nb.jobs.report_checks import NodeReport
 from detrain_nb.jobs.watching import Unreached
 from detrain_nb.spec import PipelineSpec
+
+from ..jobs.lying_node import LyingNode
 
 LIMIT_S = 120.0
 SCRIPT = """
@@ -235,6 +242,16 @@ def test_hostile_curves_are_plain_json() -> None:
     assert len(shown["loss"]["points"]) <= 400
 
 
+@pytest.mark.parametrize("largest", [sys.float_info.max, -sys.float_info.max])
+def test_largest_numbers_that_a_node_can_log_are_plain_json(largest: float) -> None:
+    """Rounded they would be infinite, which no message to a page can hold: the view would hear nothing more."""
+    curves = LiveCurves()
+    for step in range(3):
+        curves.add({"step": step, "rank": 0, "time": 1.0 + step, "loss": largest, "memory_bytes": largest})
+    shown = [picture.curves_of(curves), picture.facts_of(status("ended", exit_code=0), curves)]
+    assert json.loads(json.dumps(shown, allow_nan=False))[0]["loss"]["points"][-1] == [2, largest]
+
+
 def test_levels_of_lines() -> None:
     lines = [
         "step 1",
@@ -269,6 +286,35 @@ def test_model_is_the_likeliest_file_and_no_checkpoint() -> None:
     found = choose_model([MadeFile("n", name, 10, 0.0) for name in names])
     assert [file.name for file in found] == ["model.safetensors", "out/model.pt", "opt.pt"]
     assert MOST_DOWNLOAD_BYTES == 50_000_000
+
+
+@pytest.mark.timeout(60)
+def test_file_that_is_larger_than_its_node_said_is_not_fetched_for_a_browser(home: Path) -> None:
+    """A node may say 10 bytes, and then send until the disk of this machine is full."""
+    is_over = threading.Event()
+
+    def offer(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("files", files=[["model.bin", 4 * MOST_DOWNLOAD_BYTES, "0" * 64]])
+
+    def send(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("file", size=4 * MOST_DOWNLOAD_BYTES)
+        talk.send(b"x" * 1000)
+        talk.flush()
+        is_over.wait(20)
+        raise EOFError  # it hangs up
+
+    def tell(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("status", jobs=[{"id": "lies-1", "node_rank": 0, "state": "ended", "exit_code": 0}])
+
+    Record().add("lies-1", name="lies", nodes="[]", spec="{}", state="ended")
+    job = Job("lies-1", "lies", [LyingNode({"status": tell, "artifacts": offer, "read": send})], record=Record())
+    download, folders = Download(), set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*"))
+    try:
+        with pytest.raises(Refused, match="200 MB are more than the 50 MB that go through the notebook"):
+            download.prepare(job, MadeFile("", "model.bin", 10, 1.0), lambda done, total: None)
+    finally:
+        is_over.set()
+    assert set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*")) <= folders, "what has come is gone"
 
 
 def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import gc
 import queue
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 from detrain_nb.widgets import LiveView, Refused, Settled, action, live_view
+from jupyter_client.session import Session
 
 LIMIT_S = 10.0
 
@@ -115,6 +118,23 @@ def test_value_that_is_no_json_is_refused_where_it_is_published(view: Any) -> No
         view.publish("a", float("nan"))
     with pytest.raises(TypeError):
         view.publish("a", {1, 2})
+
+
+def test_half_a_character_does_not_end_what_pages_are_told(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page may send it, as JSON can; a kernel cannot, and the thread that tells pages would end of that."""
+    pack = Session().pack
+    monkeypatch.setattr(view, "send", lambda content: (pack(content), view.sent.put(content)))
+    view.hears("hello")
+    view.publish("a", ["x\ud83d"])
+    view.publish("b", 1)
+    view.hears("call", call="1", action="\ud83d", arguments={})
+    parts: dict[str, Any] = {}
+    answer = ""
+    while not answer or parts.keys() != {"a", "b"}:
+        [said] = told(view, 1)
+        parts |= said.get("parts", {})
+        answer = said.get("error", answer)
+    assert parts == {"a": ["x?"], "b": 1} and "no such action" in answer
 
 
 def test_page_that_falls_silent_is_gone_and_threads_end(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,3 +271,14 @@ def wait_until(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
+
+
+def test_no_script_of_a_view_makes_html_or_code_of_a_text() -> None:
+    """Text of nodes, files and users becomes text of a page, by textContent and attributes alone."""
+    unsafe = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|createContextualFragment|DOMParser|document\.write|srcdoc"
+        r"|\beval\(|new Function|javascript:|\bimport\("
+    )
+    scripts = sorted(Path(live_view.__file__).parent.glob("*.js"))
+    assert len(scripts) >= 7
+    assert [(script.name, found[0]) for script in scripts for found in unsafe.finditer(script.read_text("utf-8"))] == []

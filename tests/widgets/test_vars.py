@@ -9,11 +9,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from detrain_nb.widgets import vars_view
 from detrain_nb.widgets.actions import Refused
 from detrain_nb.widgets.vars_view import VarsView
 
 from detrain_nb import Session, widgets
 from detrain_nb.errors import CellInterrupted, SessionError, SpecError
+from detrain_nb.session.running.variable_facts import RankVariable
+from detrain_nb.session.running.variable_table import gather_variables
 from detrain_nb.session.state.cell_observer import CellObserver
 
 from ..session.soon import assert_soon
@@ -131,3 +134,12 @@ def test_what_is_wrong_is_said_when_it_is_made() -> None:
     assert "has ended" in view.state()["table"]["error"]
     with pytest.raises(SessionError):
         widgets.vars(session)
+
+
+def test_row_is_short_however_much_ranks_say_of_it() -> None:
+    """Each rank may have a reason of its own: a page is told of thousands of rows after each cell."""
+    on = {
+        rank: RankVariable("A", "", None, "", "", None, "", False, f"{rank} {'because ' * 24}") for rank in range(1000)
+    }
+    [row] = gather_variables({rank: {"x": each} for rank, each in on.items()}, {}, left_out=0, most=10).rows
+    assert len(vars_view._cells(row)["why"]) < 1000 and "and 997 more" in vars_view._cells(row)["why"]

@@ -90,7 +90,7 @@ class Sampler:
             [up.rank for up in ranks],
             [shares[up.pid] for up in ranks],
             [used[up.pid][1] for up in ranks],
-            [round(rates.get(up.rank, _UNKNOWN), 4) for up in ranks],
+            [round(min(rates.get(up.rank, _UNKNOWN), Measured.MOST_STEPS_PER_S), 4) for up in ranks],
             [runs[up.rank].cell if up.rank in runs else _UNKNOWN for up in ranks],
             [self.visible.find(up.device, gpus) for up in ranks],
             [gpu.name for gpu in gpus],
@@ -107,7 +107,8 @@ class Sampler:
         before = self._used.get(pid)
         if before is None or clock_s <= before.clock_s:
             return _UNKNOWN
-        return round(max(0.0, 100 * (cpu_s - before.cpu_s) / (clock_s - before.clock_s)), 1)
+        percent = 100 * (cpu_s - before.cpu_s) / (clock_s - before.clock_s)
+        return round(min(max(0.0, percent), Measured.MOST_PERCENT), 1)
 
     def _node_share(self) -> float:
         before, self._node_used = self._node_used, _ticks_of_node()

@@ -16,10 +16,17 @@ from .last_metrics import last_metrics
 from .log_file import find_end, find_tail, read_log, read_up_to
 from .order import JobRefused, check_id, check_number
 from .status import read_status
-from .terms import LOOK_BACK_BYTES, LOOK_LOG_BYTES, LOOK_METRICS_BYTES, MOST_CHECKPOINTS, OUTPUT_NAME
+from .terms import (
+    LOOK_BACK_BYTES,
+    LOOK_LOG_BYTES,
+    LOOK_METRICS_BYTES,
+    LOOK_METRICS_FILES,
+    MOST_CHECKPOINTS,
+    OUTPUT_NAME,
+)
 
 _TAIL_LINES = 400
-_MOST_LOGS, _MOST_METRICS = 64, 8  # files that are looked at: of the first ranks
+_MOST_LOGS = 64  # that are looked at: of the first ranks
 
 
 def look(talk: Talk, said: dict[str, Any]) -> None:
@@ -39,7 +46,9 @@ def look(talk: Talk, said: dict[str, Any]) -> None:
     for name in logs[:_MOST_LOGS]:
         begin = _begin_of(folder / name, offsets.get(name))
         _send(talk, folder, name, begin, LOOK_LOG_BYTES)
-    has_more = [_send(talk, folder, name, offsets.get(name, 0), LOOK_METRICS_BYTES) for name in metrics[:_MOST_METRICS]]
+    has_more = [
+        _send(talk, folder, name, offsets.get(name, 0), LOOK_METRICS_BYTES) for name in metrics[:LOOK_METRICS_FILES]
+    ]
     talk.say("end", more=any(has_more))
 
 

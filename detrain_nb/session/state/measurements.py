@@ -14,8 +14,6 @@ _OLD_S, _OLD_TIMES = 5.0, 3  # what was measured so long ago, or so many times a
 _MOST_GPUS = 256
 _NAME_CHARS = 80
 _MOST_BYTES = 1 << 60
-_MOST_PERCENT = 100.0 * (1 << 16)  # of a processor, by the threads of one process
-_MOST_STEPS_PER_S = 1e9
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,9 @@ def check_measured(said: Measured) -> None:
         raise WireError(f"it has measured {len(said.ranks)} ranks and {num_gpus} GPUs in lists that do not fit")
     if any(len(numbers) != num_gpus for numbers in of_gpus):
         raise WireError(f"it has measured {num_gpus} GPUs in lists that do not fit")
-    _check_range("cpu_percent", said.cpu_percent, -1, _MOST_PERCENT)
+    _check_range("cpu_percent", said.cpu_percent, -1, Measured.MOST_PERCENT)
     _check_range("rss_bytes", said.rss_bytes, 0, _MOST_BYTES)
-    _check_range("steps_per_s", said.steps_per_s, -1, _MOST_STEPS_PER_S)
+    _check_range("steps_per_s", said.steps_per_s, -1, Measured.MOST_STEPS_PER_S)
     _check_range("gpus", said.gpus, -1, num_gpus - 1)
     _check_range("gpu_percent", said.gpu_percent, -1, 100)
     _check_range("gpu bytes", [*said.gpu_used_bytes, *said.gpu_total_bytes], -1, _MOST_BYTES)
