@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import queue
+import re
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -269,3 +271,14 @@ def wait_until(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
+
+
+def test_no_script_of_a_view_makes_html_or_code_of_a_text() -> None:
+    """Text of nodes, files and users becomes text of a page, by textContent and attributes alone."""
+    unsafe = re.compile(
+        r"innerHTML|outerHTML|insertAdjacentHTML|createContextualFragment|DOMParser|document\.write|srcdoc"
+        r"|\beval\(|new Function|javascript:"
+    )
+    scripts = sorted(Path(live_view.__file__).parent.glob("*.js"))
+    assert len(scripts) >= 7
+    assert [(script.name, found[0]) for script in scripts for found in unsafe.finditer(script.read_text("utf-8"))] == []
