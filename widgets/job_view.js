@@ -352,7 +352,7 @@ function mount(view) {
   };
   let phase_before = null;
   view.on("head", (now) => {
-    if (now.id !== id) { view.send({ do: "hello" }); return; } // it was submitted again: all is new
+    if (now.id !== id) { view.begin_anew(); return; } // it was submitted again: all is new
     received = performance.now();
     set_text(head.firstChild, now.name); head.firstChild.title = now.name;
     replace_children(word, [state_word(now.sign, now.word)]); tick();

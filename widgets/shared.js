@@ -144,7 +144,7 @@ class View {
   hear(message) {
     if (message.page !== undefined && message.page !== this.page) return;
     if (message.tell === "state") this.begin(message);
-    if (message.tell === "again") { this.has_mounted = false; this.send({ do: "hello" }); } // it was not heard for long: the laptop slept
+    if (message.tell === "again") this.begin_anew(); // it was not heard for long: the laptop slept
     if (message.tell === "news" && this.has_mounted) {
       for (const [part, value] of Object.entries(message.parts)) { this.state[part] = value; for (const f of this.parts.get(part) ?? []) f(value); }
       for (const [part, items] of Object.entries(message.added)) for (const f of this.lists.get(part) ?? []) f(items);
@@ -157,6 +157,8 @@ class View {
     clearInterval(this.beat);
     this.el.prepend(note("lost", h("p", {}, "The kernel that showed this is gone: run the cell again")));
   }
+  /** Ask for all of it, and show that in the place of what is here. */
+  begin_anew() { this.has_mounted = false; this.send({ do: "hello" }); }
   begin({ state, late, error }) {
     clearInterval(this.greeting);
     if (this.has_mounted) return; // the answer to an earlier hello

@@ -10,6 +10,8 @@ from .server import Lab
 
 LOOK_LIMIT_S = 20.0  # how long the page may take to show what it should
 PAGE_LIMIT_S = 100.0
+# JupyterLab's own, of a kernel that is restarted before it has answered whether it has sub-shells.
+_OF_JUPYTERLAB = "Canceled future for create_subshell_request message before replies were done"
 
 
 class Window:
@@ -21,10 +23,14 @@ class Window:
         self.page = context.new_page()
         self.page.set_default_timeout(LOOK_LIMIT_S * 1000)
         self.errors: list[str] = []
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("pageerror", lambda error: self._note(str(error)))
         self.page.on("crash", lambda _: self.errors.append("the page has crashed"))
         self._url = f"{lab.url}lab?token={lab.token}&reset"
         self.load()
+
+    def _note(self, error: str) -> None:
+        if _OF_JUPYTERLAB not in error:
+            self.errors.append(error)
 
     def load(self) -> None:
         """Open JupyterLab's page, or reload it; no notebook is open then."""
