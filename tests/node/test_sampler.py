@@ -21,6 +21,7 @@ import pytest
 from detrain_nb.metrics import STEP_RECORD, STEPS_VARIABLE, log_metrics, note_step
 from detrain_nb.node.agent.gpu_watch import Gpu, GpuWatch, VisibleGpus
 from detrain_nb.node.agent.sampler import Sampler
+from detrain_nb.node.agent.snapshot import Run
 from detrain_nb.node.agent.step_rates import StepRates, make_places
 from detrain_nb.session.state.measurements import check_measured
 from detrain_nb.wire import (
@@ -403,10 +404,11 @@ def test_steps_that_are_no_count_of_steps_do_not_end_the_session(places: Path, s
     sampler, own = Sampler(), [up(0, os.getpid(), local_rank=1)]
     sampler.take_order(Measure(0.1, 10.0))
     begun = time.monotonic()
+    runs = {0: Run(1, begun - apart_s - 1.0)}
     write_point(places, 0, begun - apart_s - 0.1)
-    assert sampler.measure(own)
+    assert sampler.measure(own, runs)
     write_point(places, step, begun - 0.1)
-    while (said := sampler.measure(own)) is None:
+    while (said := sampler.measure(own, runs)) is None:
         threading.Event().wait(0.02)
     check_measured(said)
     assert said.steps_per_s == [Measured.MOST_STEPS_PER_S]
