@@ -20,6 +20,7 @@ import pytest
 
 from detrain_nb.agents import live_agent, start_agent
 from detrain_nb.copying.sync_manifest import note_path
+from detrain_nb.deploy.code import own_code
 from detrain_nb.deploy.sync import FolderSync
 from detrain_nb.errors import SessionError
 from detrain_nb.node.ssh import bootstrap, cache_cleanup
@@ -434,7 +435,7 @@ def test_host_is_rid_of_what_a_killed_agent_left_and_of_what_is_old(testbed: Tes
         node.connect_agent("killed")
     assert not (folders / "killed").exists()
 
-    (current,) = [path for path in cache.iterdir() if len(path.name) == 32]
+    current = cache / own_code().digest  # other tests may have left code of their own
     work = cache / "work" / "killed"
     (cache / OLD_CODE).mkdir()
     age(cache / OLD_CODE, current, work, cache / ".lock")
