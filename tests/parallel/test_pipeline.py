@@ -57,7 +57,7 @@ def test_every_schedule_gives_the_whole_models_losses_gradients_and_outputs(
 def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.CaptureFixture[str]) -> None:
     """Its examples run, and show what it says."""
     page = (Path(__file__).parents[2] / "docs/parallel.md").read_text(encoding="utf-8")
-    first, second, third, fourth = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    first, second, third, fourth, described, viewed = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     result = session.run_cell(first.replace("%%distributed\n", "") + "loss is None, float(loss or 0)")
     assert result.values[0] == (True, 0.0)
     assert result.values[1][0] is False and 0.5 < result.values[1][1] < 3
@@ -68,6 +68,8 @@ def test_page_of_the_docs_does_what_it_says(session: Session, capsys: pytest.Cap
     namespace: dict[str, Any] = {"torch": torch, "nn": torch.nn, "par": par}
     exec(fourth, namespace)
     assert "512 ranks" in capsys.readouterr().out
+    session.run_cell(described.removeprefix("%%rank 0\n"), ranks=[0])
+    exec(viewed, {"session": session})
     session.run_cell("del mesh, pipeline")  # others of this module are told which names hold groups
 
 

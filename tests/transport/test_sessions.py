@@ -183,7 +183,7 @@ def test_notebook_that_left_comes_back_and_is_shown_what_it_missed(nodes: Nodes)
 
 def _run_until_left(session: Session) -> None:
     with pytest.raises(DetrainError):
-        session.run_cell("for n in range(20):\n    print(n)\n    time.sleep(0.05)")
+        session.run_cell("for n in range(20):\n    print(n)\n    time.sleep(0.15)")
 
 
 def test_killed_agent_ends_the_session_and_leaves_no_process(nodes: Nodes) -> None:
