@@ -38,6 +38,19 @@ def test_theme_is_on_and_nothing_veils_the_page(window: Window) -> None:
     assert seen[0] != seen[1], seen
 
 
+def test_errors_in_the_page_are_told_but_for_those_of_jupyterlab(window: Window) -> None:
+    with window.page.expect_event("pageerror"):
+        for name in ("JupyterLab Dark", "JupyterLab Light") * 2:
+            window.command("apputils:change-theme", theme=name)
+    set_theme(window, dark=False)
+    assert window.errors == [], "JupyterLab takes the veil of the first change away a second time"
+    with window.page.expect_event("pageerror"):
+        window.js("() => { setTimeout(() => document.body.removeChild(document.createElement('p'))); }")
+    (error,) = window.errors
+    assert "removeChild" in error and "\n    at " in error
+    window.errors.clear()
+
+
 def test_part_that_is_accessible_in_both_themes_passes(
     notebook: OpenNotebook, check_accessibility: CheckAccessibility, window: Window
 ) -> None:

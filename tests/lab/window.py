@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
-from playwright.sync_api import Browser, expect
+from playwright.sync_api import Browser, Error, expect
 
 from .server import Lab
 
 LOOK_LIMIT_S = 20.0  # how long the page may take to show what it should
 PAGE_LIMIT_S = 100.0
-# JupyterLab's own, of a kernel that is restarted before it has answered whether it has sub-shells.
-_OF_JUPYTERLAB = "Canceled future for create_subshell_request message before replies were done"
+# Errors that JupyterLab itself raises, with nothing but its own code on the stack.
+_OF_JUPYTERLAB = (
+    # A kernel is restarted before it has answered whether it has sub-shells.
+    "Canceled future for create_subshell_request message before replies were done",
+    # The veil over a page whose theme changes is taken away twice: a second change began while it faded.
+    "Failed to execute 'removeChild' on 'Node'",
+)
+_CODE_OF_JUPYTERLAB = re.compile(r"/static/lab/")
 
 
 class Window:
@@ -23,14 +30,16 @@ class Window:
         self.page = context.new_page()
         self.page.set_default_timeout(LOOK_LIMIT_S * 1000)
         self.errors: list[str] = []
-        self.page.on("pageerror", lambda error: self._note(str(error)))
+        self.page.on("pageerror", self._note)
         self.page.on("crash", lambda _: self.errors.append("the page has crashed"))
         self._url = f"{lab.url}lab?token={lab.token}&reset"
         self.load()
 
-    def _note(self, error: str) -> None:
-        if _OF_JUPYTERLAB not in error:
-            self.errors.append(error)
+    def _note(self, error: Error) -> None:
+        frames = [line for line in (error.stack or "").splitlines() if line.lstrip().startswith("at ")]
+        is_known = any(words in error.message for words in _OF_JUPYTERLAB)
+        if not (is_known and all(_CODE_OF_JUPYTERLAB.search(frame) for frame in frames)):
+            self.errors.append(f"{error.message}\n{error.stack}")
 
     def load(self) -> None:
         """Open JupyterLab's page, or reload it; no notebook is open then."""
