@@ -89,11 +89,23 @@ def sharp_window(lab: Lab, browser: Browser) -> Generator[Window]:
         window.close()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
+    """A test fails by an error that it raised in the page, as by one of its own."""
+    result = yield
+    _require_no_errors()
+    return result
+
+
 @pytest.fixture(autouse=True)
 def no_error_in_the_page() -> Generator[None]:
-    """Behind all else of a test: what it did to the page of all modules raised no error there."""
+    """Behind all else of a test: closing what it opened raised no error in the page of all modules."""
     expect.set_options(timeout=LOOK_LIMIT_S * 1000)
     yield
+    _require_no_errors()
+
+
+def _require_no_errors() -> None:
     if isinstance(window := _opened.get("window"), Window):
         errors, window.errors[:] = window.errors[:], []
         assert errors == [], "errors in the page"
