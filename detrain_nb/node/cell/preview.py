@@ -15,7 +15,17 @@ import torch
 
 from .described import Row, short_text
 from .digests import SAMPLE, NotCompared, require_done, sample_of
-from .untouched import as_array, as_tensor, children_of, is_dtensor, is_of, name_of, plain_torch, tensors_of
+from .untouched import (
+    as_array,
+    as_tensor,
+    children_of,
+    is_dtensor,
+    is_of,
+    name_of,
+    parameters_of,
+    plain_torch,
+    tensors_of,
+)
 
 _ROWS, _COLUMNS = 5, 6  # of a corner
 _ITEMS = 10  # of a list, a dict, a module
@@ -82,7 +92,7 @@ def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
     rows = []
     children = children_of(value) if is_of(value, torch.nn.Module) else []
     for name, child in children[:_ITEMS]:
-        tensors = [as_tensor(part) for _, part in tensors_of(child) or []]
+        tensors = [as_tensor(part) for _, part in parameters_of(child)]
         numbers = sum(tensor.numel() for tensor in tensors if tensor is not None)
         rows.append([name[:_ITEM_CHARS], name_of(type(child)), f"{numbers:,}"])
     if rows:
