@@ -23,6 +23,7 @@ from ..spec.findings import findings_of
 from ..text import show
 from .draft import (
     Path,
+    document_of,
     field_of,
     format_path,
     get_at,
@@ -72,7 +73,7 @@ class SpecForm:
         self.revision = 0
         self.rows: list[str] = []
         self._spec: PipelineSpec | None = None
-        self._load(content or {}, "")
+        self._load({} if content is None else content, "")
 
     # ---- what it says
 
@@ -139,7 +140,7 @@ class SpecForm:
     # ---- what is done to it
 
     def load(self, content: PipelineSpec | Mapping[str, Any], *, editor: str = "") -> None:
-        """Have the form show a spec, or a document; all that was typed is replaced."""
+        """Have the form show a spec, or a document; all that was typed is replaced. Raises: SpecError."""
         with self._lock:
             self._load(content, editor)
         self._tell()
@@ -234,7 +235,7 @@ class SpecForm:
     # ---- how
 
     def _load(self, content: PipelineSpec | Mapping[str, Any], editor: str) -> None:
-        self._draft = make_draft(content.to_dict() if isinstance(content, PipelineSpec) else content)
+        self._draft = make_draft(document_of(content))
         nodes = self._draft.get("nodes")
         self.rows = [next(self._keys) for _ in nodes] if isinstance(nodes, list) else []
         self._removed.clear()

@@ -144,6 +144,9 @@ def test_spec_that_is_assigned_is_shown() -> None:
     for path in ("nodes.1.devices", "nodes.x.devices"):
         with pytest.raises(SpecError, match=r"is no field: give that of a node as nodes\[0\]\.host"):
             form.edit(path, "0")
+    for other in (None, 5, "train.toml"):
+        with pytest.raises(SpecError, match=r"is no pipeline: give a PipelineSpec, or fields with names"):
+            form.spec = other  # type: ignore[assignment]
     stop()
     form.edit("name", "other")
     assert told == [2]
