@@ -63,7 +63,7 @@ class Curve:
 
 def _mean(points: list[Point]) -> Point:
     values = [value for _, value in points if value is not None]
-    return points[-1][0], sum(values) / len(values) if len(values) == len(points) else None
+    return points[-1][0], sum(value / len(values) for value in values) if len(values) == len(points) else None
 
 
 class LiveCurves:

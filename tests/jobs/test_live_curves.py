@@ -45,6 +45,10 @@ def test_what_is_no_finite_number_is_a_gap_and_the_last_value_says_it() -> None:
         curve.add(step, value)
     assert curve.points() == [(0, 1.0), (1, None)]
     assert curve.last is not None and math.isnan(curve.last)
+    large = Curve(0)
+    for step in range(2):
+        large.add(step, 1.5e308)
+    assert large.points(1) == [(1, 1.5e308)], "their sum is infinite, and their mean is not"
 
 
 def test_curve_is_that_of_the_first_rank_that_logs_the_name() -> None:
