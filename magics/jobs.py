@@ -19,7 +19,7 @@ from .given_spec import read_spec, show_findings
 from .guard import PROG, guard
 from .holder import ask_passphrase
 from .job_options import parse_job_line, parse_torchrun_line
-from .job_view import JobView
+from .job_cell import JobCell
 from .notebook import RunCells, kernel_name, session_name
 from .options import HelpShown, Settings
 from .progress import redrawn_line
@@ -252,7 +252,7 @@ class JobMagics(Magics):
 
     def _lines_of(
         self, job: Job, max_lines: int | None, *, node: str | None, rank: int | None, is_live: bool = True
-    ) -> JobView:
+    ) -> JobCell:
         settings = self._settings()
         most = settings.max_lines if max_lines is None else max_lines
         options = RenderOptions(
@@ -261,7 +261,7 @@ class JobMagics(Magics):
             max_lines=most,
             max_chars=settings.max_chars if most else 0,
         )
-        return JobView(screen_for(self._ipython), job, options, node=node, rank=rank)
+        return JobCell(screen_for(self._ipython), job, options, node=node, rank=rank)
 
     # ---- what it has made, and what is left of it
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from detrain_nb.magics.job_options import job_parser, parse_job_line, parse_torchrun_line
-from detrain_nb.magics.job_view import JobView
+from detrain_nb.magics.job_cell import JobCell
 from detrain_nb.magics.jobs import JobMagics
 from detrain_nb.magics.notebook import RunCells
 from detrain_nb.magics.options import HelpShown
@@ -146,10 +146,10 @@ class _Shown(Screen):
         return "".join(item.text for item in self.items if isinstance(item, Text))
 
 
-def _view(*, num_ranks: int = 2, max_lines: int = 0) -> tuple[JobView, _Shown]:
+def _view(*, num_ranks: int = 2, max_lines: int = 0) -> tuple[JobCell, _Shown]:
     screen: Any = _Shown()
     job: Any = SimpleNamespace(id="demo-1", world_size=num_ranks)
-    return JobView(screen, job, RenderOptions(max_lines=max_lines, max_chars=0)), screen
+    return JobCell(screen, job, RenderOptions(max_lines=max_lines, max_chars=0)), screen
 
 
 _OVER = JobStatus("demo-1", "demo", "ended", exit_code=0)
