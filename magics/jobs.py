@@ -18,8 +18,8 @@ from ..text import CopyProgress
 from .given_spec import read_spec, show_findings
 from .guard import PROG, guard
 from .holder import ask_passphrase
-from .job_options import parse_job_line, parse_torchrun_line
 from .job_cell import JobCell
+from .job_options import parse_job_line, parse_torchrun_line
 from .notebook import RunCells, kernel_name, session_name
 from .options import HelpShown, Settings
 from .progress import redrawn_line

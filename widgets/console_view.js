@@ -60,7 +60,7 @@ class Row {
     set_text(this.name, entry.name); set_text(this.file, entry.file); set_text(this.changed, entry.is_changed ? " · changes not saved" : "");
     this.mesh.replaceChildren(axis_chips(entry.axes)); set_text(this.where, entry.nodes);
     const job = entry.job;
-    this.state.replaceChildren(!entry.can_open ? state_word("bad", "cannot be read") : job ? state_word(job.state === "warn" ? "lost" : job.state, job.word) : state_word("idle", "never run"));
+    this.state.replaceChildren(!entry.can_open ? state_word("bad", "cannot be read") : job ? state_word(job.sign, job.word) : state_word("idle", "never run"));
     set_text(this.detail, entry.fault || (job ? job.detail : ""));
     this.open.setAttribute("aria-label", `Open ${entry.name}`);
     disable(this.open, entry.can_open ? null : entry.fault);

@@ -328,7 +328,7 @@ class ConsoleView(LiveView):
             "job": job
             and {
                 "id": one_line(job.id),
-                "state": job.state,
+                "sign": job.sign,
                 "word": one_line(job.word),
                 "detail": one_line(job.detail),
                 "at": job.submitted_at,

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..jobs.advice import advise, describe_cause
-from ..jobs.job_status import JobStatus
+from ..jobs.job_status import JobStatus, sign_and_word
 from ..jobs.live_curves import Curve, LiveCurves
 from ..jobs.report_checks import NodeReport
 from ..jobs.watched_node import Checkpoint
 from ..jobs.watching import Unreached
-from ..node.job.terms import ENDED, STOPPED, STOPPING, UNKNOWN
+from ..node.job.terms import ENDED, STOPPED
 from ..session.output.safe_output import one_line
 from ..text import count_of, describe_seconds
 from .job_log import Levels, clean_line
@@ -25,23 +25,8 @@ _LOSS = ("loss", "train_loss", "train/loss", "training_loss")
 _VALIDATION = re.compile(r"^(?:evaluation|eval|val|valid|validation|test)[_/ .-]?loss$")
 _LEARNING_RATE = ("lr", "learning_rate", "train/lr")
 _RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "steps_per_s": "steps/s"}
-_WORDS = {  # of a state, beside its sign
-    "submitting": ("new", "submitting"),
-    "preparing": ("new", "preparing"),
-    "running": ("run", "running"),
-    STOPPING: ("new", "stopping"),
-    STOPPED: ("stopped", "stopped"),
-    UNKNOWN: ("lost", "unknown"),
-}
 
 Json = dict[str, Any]
-
-
-def word_of(state: str, exit_code: int | None) -> tuple[str, str]:
-    """The sign and the word of a state."""
-    if state == ENDED:
-        return ("ok", "succeeded") if exit_code == 0 else ("bad", "failed")
-    return _WORDS.get(state, ("bad", state))
 
 
 def phase_of(status: JobStatus) -> str:
@@ -56,7 +41,7 @@ def phase_of(status: JobStatus) -> str:
 def head_of(status: JobStatus, unreached: Mapping[str, Unreached], nodes: Sequence[str]) -> Json:
     """Name, state, and since when: pages count the seconds on."""
     is_silent = bool(unreached) and len(unreached) == len(nodes) and not status.is_over
-    sign, word = ("lost", "unknown") if is_silent else word_of(status.state, status.exit_code)
+    sign, word = ("lost", "unknown") if is_silent else sign_and_word(status.state, status.exit_code)
     lasts = None if status.started_at is None else (status.ended_at or time.time()) - status.started_at
     facts = ""
     if status.is_over and lasts is not None and status.ended_at is not None:
@@ -90,7 +75,7 @@ def _silence(name: str, why: str, unreached: Mapping[str, Unreached]) -> str:
 
 
 def _node_of(name: str, report: NodeReport, status: JobStatus, gone: Unreached | None) -> Json:
-    sign, word = word_of(report.state, report.exit_code)
+    sign, word = sign_and_word(report.state, report.exit_code)
     is_cause = status.failed_node == name
     if sign == "bad" and not is_cause and status.failed_node and report.state == ENDED:
         sign, word = "stopped", "stopped"

@@ -6,16 +6,38 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..errors import DetrainError, JobFailed, behind_ours, quoted, short_ranks
 from ..node.job import terms
-from ..node.job.terms import ENDED, LOST, NOT_STARTED, RESTARTED, STOPPED, STOPPING, UNKNOWN, UNREADABLE
-from ..text import ShownAsText, describe_seconds
+from ..node.job.terms import (
+    ENDED,
+    LOST,
+    NOT_STARTED,
+    PREPARING,
+    RESTARTED,
+    RUNNING,
+    STOPPED,
+    STOPPING,
+    SUBMITTING,
+    UNKNOWN,
+    UNREADABLE,
+)
+from ..text import ShownAsText, describe_seconds, printable
 from .report_checks import NodeReport
 
-__all__ = ["OVER", "JobStatus", "describe_age", "has_failed", "judge"]
+__all__ = ["OVER", "JobStatus", "Sign", "describe_age", "has_failed", "judge", "sign_and_word"]
 
+Sign = Literal["new", "run", "ok", "bad", "stopped", "lost"]  # what a page draws beside the word
 OVER = (*terms.OVER, NOT_STARTED)
+_SIGNS: Mapping[str, Sign] = {
+    SUBMITTING: "new",
+    PREPARING: "new",
+    RUNNING: "run",
+    STOPPING: "new",
+    STOPPED: "stopped",
+    UNKNOWN: "lost",
+}
 _GONE = 1  # the exit status of a job that has left none
 
 
@@ -185,6 +207,13 @@ def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:
 def has_failed(state: str, exit_code: int | None) -> bool:
     """It is over, and neither succeeded nor was stopped by the user."""
     return state in OVER and state != STOPPED and exit_code != 0
+
+
+def sign_and_word(state: str, exit_code: int | None) -> tuple[Sign, str]:
+    """A state for people: its sign, and the word beside that."""
+    if state == ENDED:
+        return ("ok", "succeeded") if exit_code == 0 else ("bad", "failed")
+    return _SIGNS.get(state, "bad"), printable(state)[:40]
 
 
 def describe_age(at: float, *, now: float | None = None) -> str:

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from detrain_nb.magics.job_options import job_parser, parse_job_line, parse_torchrun_line
 from detrain_nb.magics.job_cell import JobCell
+from detrain_nb.magics.job_options import job_parser, parse_job_line, parse_torchrun_line
 from detrain_nb.magics.jobs import JobMagics
 from detrain_nb.magics.notebook import RunCells
 from detrain_nb.magics.options import HelpShown

@@ -66,11 +66,11 @@ def test_last_job_is_told_from_the_record(mine: MyPipelines) -> None:
     record.add("silent-2", name="silent", nodes="[]", spec="{}", state="unknown")
     record.add("begun-2", name="begun", nodes="[]", spec="{}", state="not started")
     told = {each.name: each.job for each in mine.entries()}
-    assert {name: (job.state, job.word, job.count) for name, job in told.items() if job} == {
+    assert {name: (job.sign, job.word, job.count) for name, job in told.items() if job} == {
         "well": ("ok", "succeeded", 1),
         "ill": ("bad", "failed, exit 3", 2),
         "runs": ("run", "running 75 %", 2),
-        "silent": ("warn", "unknown", 2),
+        "silent": ("lost", "unknown", 2),
         "begun": ("ok", "succeeded", 2),  # as `Record.get`: what did not start stands behind what did
     }
     assert told["well"] is not None and told["well"].detail.endswith("in 58 s")
