@@ -16,7 +16,7 @@ from ..jobs.watched_node import Checkpoint
 from ..jobs.watching import Unreached
 from ..node.job.terms import ENDED, STOPPED
 from ..session.output.safe_output import one_line
-from ..text import count_of, describe_seconds
+from ..text import count_of, describe_seconds, short_number
 from .job_log import Levels, clean_line
 
 _SHOWN_POINTS = 400  # of a curve: more than its picture has points
@@ -153,7 +153,7 @@ def _curve(name: str, curve: Curve | None) -> Json | None:
     if curve is None or curve.last is None:
         return None
     points = [[step, _rounded(value)] for step, value in curve.points(_SHOWN_POINTS)]
-    return {"name": one_line(name), "points": points, "last": number(curve.last)}
+    return {"name": one_line(name), "points": points, "last": short_number(curve.last)}
 
 
 def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint]) -> Json | None:
@@ -184,7 +184,7 @@ def facts_of(status: JobStatus, curves: LiveCurves) -> list[Json]:
         if shown[what]:
             found.append({"title": title, "value": shown[what]["last"]})
     if (mean := curves.mean_pace) is not None:
-        found.append({"title": "Steps/s, mean", "value": number(mean)})
+        found.append({"title": "Steps/s, mean", "value": short_number(mean)})
     memory = curves.get("memory_bytes")
     if memory is not None and memory.last is not None and math.isfinite(memory.last):
         found.append({"title": "Peak memory", "bytes": max(0, round(memory.last))})
@@ -200,19 +200,6 @@ def _rounded(value: float | None) -> float | None:
         return None
     short = float(f"{value:.5g}")
     return short if math.isfinite(short) else value  # the largest numbers would be rounded to what JSON has not
-
-
-def number(value: float) -> str:
-    """As a person reads it: ``2.434``, ``2.29e-04``, ``223 k``, ``nan``."""
-    if not math.isfinite(value):
-        return str(value)
-    size = abs(value)
-    for unit, scale, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
-        if least <= size < 1e15:
-            return f"{value / scale:.3g} {unit}"
-    if size == 0 or 1e-3 <= size < 1e4:
-        return f"{value:.4g}"
-    return f"{value:.2e}"
 
 
 def clock(at: float) -> str:

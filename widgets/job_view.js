@@ -17,11 +17,7 @@ const nice_range = (values) => {
   const size = 10 ** Math.floor(Math.log10(high - low)), unit = [0.1, 0.2, 0.25, 0.5, 1, 2, 5].map((each) => each * size).find((each) => (high - low) / each <= 8) ?? size;
   return [Math.floor(low / unit + 1e-9) * unit, Math.ceil(high / unit - 1e-9) * unit];
 };
-const axis_number = (value) => { const size = Math.abs(value);
-  if (size === 0) return "0";
-  if (size >= 1e4 && size < 1e15) for (const [unit, least] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) if (size >= least) return `${+(value / least).toPrecision(3)} ${unit}`;
-  return size >= 1e-2 && size < 1e4 ? `${+value.toPrecision(3)}` : value.toExponential(0); };
-const value_text = (value) => (value === null || value === undefined ? "no number" : Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5 || value === 0 ? `${+value.toPrecision(4)}` : value.toExponential(2));
+const value_text = (value) => (typeof value === "number" ? short_number(value) : "no number");
 const nearest = (points, step) => {
   let low = 0, high = points.length - 1;
   while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
@@ -78,7 +74,7 @@ const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false
     svg.replaceChildren(s("path", { class: "g", d: "M0 0H100M0 50H100" }), s("path", { class: "a", d: "M0 100H100" }),
       ...drawn.flatMap((line) => runs_of(line.points, place).map((points) => s("polyline", { class: { raw: "raw", plain: "c", dashed: "v" }[line.kind], points }))));
     replace_children(keys, lines.length > 1 ? lines.map((line) => h("span", { class: line.kind === "dashed" ? "k d is-wait" : "k is-run" }, h("i"), line.word)) : []);
-    ys.replaceChildren(...(num_ticks > 3 ? [high, (high + low) / 2, low] : [high, low]).map((value) => h("span", {}, axis_number(value))));
+    ys.replaceChildren(...(num_ticks > 3 ? [high, (high + low) / 2, low] : [high, low]).map((value) => h("span", {}, short_number(value, 3))));
     xs.replaceChildren(...Array.from({ length: num_ticks }, (_, i) => h("span", {}, axis_step((end * i) / (num_ticks - 1)), i === num_ticks - 1 && num_ticks > 3 ? " steps" : null)));
     plot.setAttribute("aria-valuemax", Math.round(end));
     const first = lines[0]?.points.at(-1);
@@ -87,7 +83,7 @@ const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false
   };
   return { el, draw };
 };
-const axis_step = (step) => (step >= 1e6 ? axis_number(step) : grouped(step));
+const axis_step = (step) => (step >= 1e6 ? short_number(step) : grouped(step));
 
 const make_charts = (view) => {
   const shared = { step: null, listeners: [], end: () => Math.max(view.state.progress?.total ?? 0, view.state.progress?.step ?? 0), move(step) { if (step !== this.step || step === null) { this.step = step; for (const f of this.listeners) f(); } } };

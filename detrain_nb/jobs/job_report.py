@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import behind_ours, quoted, short_ranks
 from ..metrics import NO_VALUES
 from ..plan import Plan
-from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, show, table_lines
+from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, short_number, show, table_lines
 from .job_status import JobStatus, has_failed
 from .report_checks import NodeReport
 
@@ -111,4 +111,4 @@ def _names_in(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 def _short(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else printable(str(value)[:_MOST_CHARS])
+    return short_number(value) if isinstance(value, float) else printable(str(value)[:_MOST_CHARS])

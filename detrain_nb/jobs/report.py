@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..metrics import NO_VALUES
-from ..text import RED, describe_seconds, html_cells, html_table, printable, table_lines
+from ..text import RED, describe_seconds, html_cells, html_table, printable, short_number, table_lines
 from .job_status import OVER, describe_age, has_failed
 from .record import JobSummary
 
@@ -104,4 +104,4 @@ def _is_shown(name: str, value: Any) -> bool:
 
 
 def _short(value: float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:20]
+    return short_number(value) if isinstance(value, float) else str(value)[:20]

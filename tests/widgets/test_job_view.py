@@ -224,14 +224,6 @@ def test_progress_says_how_long_it_takes() -> None:
     assert unknown and (unknown["left"], unknown["total"]) == ("", None)
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(2.4341, "2.434"), (2.29e-4, "2.29e-04"), (223_456, "223 k"), (math.nan, "nan"), (-math.inf, "-inf"), (0, "0")],
-)
-def test_numbers(value: float, shown: str) -> None:
-    assert picture.number(value) == shown
-
-
 def test_hostile_curves_are_plain_json() -> None:
     curves = LiveCurves()
     for step in range(5000):
