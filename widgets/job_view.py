@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from ..errors import DetrainError, JobError
@@ -42,7 +43,6 @@ class JobView(LiveView):
 
     def _begin(self, job: Job) -> None:
         self._job = job
-        self._status = job.last_known()
         self._log = LogWindow()
         self._made: list[MadeFile] | None = None
         self._listing: threading.Thread | None = None
@@ -52,7 +52,7 @@ class JobView(LiveView):
             spec = job.spec
         self._num_steps = spec.training.steps if spec else None
         self._saves_checkpoints = spec is not None and spec.checkpoint is not None
-        self._draw(JobNews(self._status, {}, LiveCurves(), (), ()))
+        self._draw(JobNews(job.last_known(), {}, LiveCurves(), (), ()))
 
     # ---- what a page sees
 
@@ -67,6 +67,8 @@ class JobView(LiveView):
         }
 
     def settled(self) -> Settled:
+        if self._stop_watching is None:
+            self._catch_up()
         parts = self._parts
         return settle_job(
             self._status,
@@ -90,6 +92,13 @@ class JobView(LiveView):
         super().close()
         self._download.clear()
 
+    def _catch_up(self) -> None:
+        """Nobody watches: take the end of the job, if somebody else has heard of it."""
+        with contextlib.suppress(DetrainError):  # it was removed
+            known = self._job.last_known()
+            if known.is_over and not self._status.is_over:
+                self._draw(replace(self._news, status=known, unreached={}))
+
     # ---- what its nodes say, in a thread of the job
 
     def _watch(self, job: Job) -> Callable[[], None]:
@@ -100,7 +109,6 @@ class JobView(LiveView):
     def _take(self, job: Job, news: JobNews) -> None:
         if job is not self._job:  # it was restarted meanwhile
             return
-        self._status = news.status
         items = self._log.add(news.parts)
         self._draw(news)
         if items:
@@ -113,6 +121,7 @@ class JobView(LiveView):
 
     def _draw(self, news: JobNews) -> None:
         status, curves, checkpoints = news.status, news.curves, news.checkpoints
+        self._news, self._status = news, status
         nodes = [*status.reports, *status.silent]
         self._parts = {
             "head": picture.head_of(status, news.unreached, nodes),
