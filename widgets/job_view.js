@@ -145,7 +145,7 @@ const make_nodes = (view) => {
 
 // ---- the logs: only rows in sight are drawn
 const make_log = (view) => {
-  let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false;
+  let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false, has_times = false;
   const logs = new Map(); // a source -> its parts, in order
   const arrived = []; // all parts, as they came
   const key_of = (item) => `${item.node}\n${item.source}`;
@@ -189,13 +189,13 @@ const make_log = (view) => {
   };
   const parts_now = () => (whose ? logs.get(whose) ?? [] : logs.size === 1 ? [...logs.values()][0] : arrived);
   const make_rows = () => {
-    rows = [];
+    rows = []; has_times = false;
     const seen = new Set();
     for (const part of parts_now()) {
       const key = key_of(part);
-      if ((part.skipped || part.is_cut) && (seen.has(key) || part.is_cut)) rows.push([key, 1, "… lines are not shown here: they are in the log", true]);
+      if ((part.skipped || part.is_cut) && (seen.has(key) || part.is_cut)) rows.push([key, 1, "… lines are not shown here: they are in the log", true, null]);
       seen.add(key);
-      for (const [grade, text] of part.lines) if (grade >= least) rows.push([key, grade, text, false]);
+      part.lines.forEach(([grade, text], i) => { if (grade >= least) { rows.push([key, grade, text, false, part.times[i]]); has_times ||= Boolean(part.times[i]); } });
     }
   };
   const draw_all = () => { if (is_planned) return; is_planned = true; requestAnimationFrame(() => { is_planned = false; make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; to_end(); draw_count(); }); };
@@ -214,9 +214,8 @@ const make_log = (view) => {
   const draw = () => {
     if (!port.clientHeight) return;
     const from = Math.max(0, Math.floor(port.scrollTop / ROW_PX) - 5), to = Math.min(rows.length, from + Math.ceil(port.clientHeight / ROW_PX) + 10), is_all = !whose && logs.size > 1;
-    space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
-      is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
-    space.classList.toggle("all", is_all);
+    space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours, time], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
+      has_times ? h("span", { class: "tm", title: time ? `printed ${time}` : "it is not known when it was printed" }, time?.slice(11) ?? "") : null, is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
   };
   const to_end = () => { follow.setAttribute("aria-pressed", is_following); if (is_following) port.scrollTop = port.scrollHeight; draw(); };
   const find = (keeps = false) => {

@@ -97,9 +97,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_path: Path) -> None:
-    text = SCRIPT.replace("GO", str(tmp_path / "go"))
+    text, began_at = SCRIPT.replace("GO", str(tmp_path / "go")), time.time()
     job = submit(PipelineSpec.from_dict({"name": "train", "source": {"script_text": text}, "checkpoint": None}))
-    view = Collecting(job)
+    view, unseen = Collecting(job), JobView(job)
+    assert unseen.settled().text.startswith((f"▶ job {job.id}: running", f"▶ job {job.id}: preparing"))
     assert view.sent.empty() and not [each for each in threading.enumerate() if each.name == "detrain_nb watch"]
     view.hears("hello")
     seen = view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
@@ -113,6 +114,10 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert seen["curves"]["loss"]["points"][0] == [0, 1.0]
     lines = [text for item in seen["log"] for _, text in item["lines"] if item["source"] == "1"]
     assert lines == [f"step {step}" for step in range(40)]
+    times = [at for item in seen["log"] for at in item["times"] if item["source"] == "1"]
+    assert len(times) == 40 and times == sorted(times)
+    printed_at = time.mktime(time.strptime(times[0], "%Y-%m-%d %H:%M:%S"))
+    assert began_at - 1 <= printed_at <= time.time(), "when it was printed, not when it came"
 
     assert view.asks("piece", id="x", offset=0) == "that download is over: begin it again"
     assert view.asks("download", index=1) == "there is no such file: reload the page"
@@ -133,6 +138,8 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert settled.text.startswith(f"✓ job {job.id}: succeeded, after ")
     assert "step 39 of 40, loss 0.025, model model.safetensors" in settled.text
     assert "<svg" in settled.html and "class=" not in settled.html
+    assert unseen.settled().text.startswith(f"✓ job {job.id}: succeeded, after "), "no page has shown it"
+    unseen.close()
 
     assert view.asks("restart") is None
     seen = view.wait_for(lambda it: it["head"]["id"] != job.id)
@@ -172,10 +179,8 @@ def test_watching_ends_with_the_last_page_and_a_stop_is_told(home: Path, tmp_pat
     assert view.asks("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
     assert view.asks("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
     view.asks("earlier", node="", source="0", begin=14)
-    assert [text for _, text in view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]["lines"]] == [
-        "step 0",
-        "step 1",
-    ]
+    item = view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]
+    assert [text for _, text in item["lines"]] == ["step 0", "step 1"] and all(item["times"])
     view.asks("earlier", node="elsewhere", source="0", begin=14)
     assert "has no node" in view.wait_for(lambda it: "error" in it["earlier"])["earlier"]["error"]
     view.close()
