@@ -143,8 +143,41 @@ const make_nodes = (view) => {
   return el;
 };
 
+// ---- files: to the browser, or into a folder of the server
+const save_blob = (blob, name) => { const url = URL.createObjectURL(blob), link = h("a", { href: url, download: name }); link.click(); setTimeout(() => URL.revokeObjectURL(url), 60000); };
+const pull_file = async (view, file) => { // its bytes, in pieces
+  const pieces = [];
+  for (let offset = 0; offset < file.size || offset === 0; offset += file.chunk) {
+    const text = atob(await view.call("piece", { id: file.id, offset })), bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    pieces.push(bytes);
+  }
+  return new Blob(pieces, { type: "application/octet-stream" });
+};
+/** What it returns is called by the page that asks: it alone gets the file once the kernel has it ready. */
+const pull_when_ready = (view, what, fail) => {
+  let has_asked = false;
+  view.on("doing", async (doing) => {
+    if (doing.what !== what || doing.is !== "ready" || !has_asked) return;
+    has_asked = false;
+    try { save_blob(await pull_file(view, doing.file), doing.file.name); await view.call("downloaded"); } catch (error) { fail(error.message); }
+  });
+  return () => { has_asked = true; };
+};
+/** A button, and the row in which it asks for a folder. */
+const make_saver = (view, word, what, act, fail) => {
+  const folder = h("input", { class: "in mono", value: ".", "aria-label": `Folder on this server for the ${what}`, onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); save.click(); } if (event.key === "Escape") toggle(false); } });
+  const toggle = (is_open) => { ask.hidden = !is_open; open.setAttribute("aria-expanded", is_open); if (is_open) folder.focus(); else open.focus(); };
+  const save = view.button("Save", async () => { await act(folder.value); toggle(false); }, { on_error: fail });
+  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(ask.hidden); } }, word);
+  const ask = h("div", { class: "ask row", hidden: true }, h("span", {}, "Folder on this server"), folder, save, h("button", { type: "button", class: "b q", onclick: () => toggle(false) }, "Cancel"));
+  return { open, ask };
+};
+const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };
+const busy_reason = (view) => { const { what, is } = view.state.doing; return is === "running" ? `${DOING[what] ?? what} is under way` : ""; };
+
 // ---- the logs: only rows in sight are drawn
-const make_log = (view) => {
+const make_log = (view, fail) => {
   let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false, has_times = false;
   const logs = new Map(); // a source -> its parts, in order
   const arrived = []; // all parts, as they came
@@ -162,8 +195,12 @@ const make_log = (view) => {
   const count = h("span"), error = h("span", { class: "err", hidden: true });
   const back = view.button([icon("up"), "Earlier lines"], () => ask_back(), { cls: "q", on_error: (text) => { error.hidden = false; set_text(error, text); } });
   const follow = h("button", { type: "button", class: "b", "aria-pressed": "true", onclick: () => { is_following = !is_following; to_end(); } }, icon("get"), "Following");
+  const whose_now = () => { const [node, source] = whose ? whose.split("\n") : ["", ""]; return { node, source }; };
+  const pull = pull_when_ready(view, "log", fail), get = view.button([icon("get"), "Download the whole log"], async () => { pull(); await view.call("whole_log", { ...whose_now(), folder: null }); }, { cls: "q", on_error: fail });
+  const saver = make_saver(view, "Save it on this server…", "log", (folder) => view.call("whole_log", { ...whose_now(), folder }), fail);
+  view.on("doing", () => { disable(get, busy_reason(view)); disable(saver.open, busy_reason(view)); });
   const el = h("div", { class: "log" }, h("div", { class: "bar2" }, h("h4", {}, "Logs"), tabs, many, h("span", { class: "row push" }, level, h("span", { class: "search" }, icon("search"), search), found, walkers)),
-    port, h("div", { class: "st2" }, count, h("span", { class: "soft" }, "all of it: ", h("code", {}, `%job logs ${view.state.head.id}`)), error, h("span", { class: "row push" }, back, follow)));
+    port, h("div", { class: "st2" }, count, h("span", { class: "row" }, get, saver.open), error, h("span", { class: "row push" }, back, follow)), saver.ask);
 
   const choose = (key) => { whose = key; is_following = true; for (const tab of tabs.children) tab.setAttribute("aria-selected", tab.dataset.key === key); many.value = key; draw_all(); };
   const draw_tabs = () => {
@@ -258,26 +295,10 @@ const make_log = (view) => {
 
 // ---- the model
 const download_reason = (view) => { const model = view.state.model; return model?.files.length ? "" : model?.why ?? ""; };
-const save_blob = (blob, name) => { const url = URL.createObjectURL(blob), link = h("a", { href: url, download: name }); link.click(); setTimeout(() => URL.revokeObjectURL(url), 60000); };
-const pull_file = async (view, file) => { // its bytes, in pieces
-  const pieces = [];
-  for (let offset = 0; offset < file.size || offset === 0; offset += file.chunk) {
-    const text = atob(await view.call("piece", { id: file.id, offset })), bytes = new Uint8Array(text.length);
-    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-    pieces.push(bytes);
-  }
-  return new Blob(pieces, { type: "application/octet-stream" });
-};
-
 const make_model = (view, fail) => {
-  let has_asked = false;
   const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), why = h("span", { class: "why", id: `${view.id}-why` });
-  const folder = h("input", { class: "in mono", value: ".", "aria-label": "Folder on this server", onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); save.click(); } if (event.key === "Escape") toggle(false); } });
-  const toggle = (is_open) => { ask.hidden = !is_open; open.setAttribute("aria-expanded", is_open); if (is_open) folder.focus(); else open.focus(); };
-  const save = view.button("Save", async () => { await view.call("save", { folder: folder.value }); toggle(false); }, { on_error: fail });
-  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(ask.hidden); } }, "Save on this server…");
-  const ask = h("div", { class: "ask row", hidden: true }, h("span", {}, "Folder on this server"), folder, save, h("button", { type: "button", class: "b q", onclick: () => toggle(false) }, "Cancel"));
-  const get = view.button([icon("get"), "Download model"], async () => { has_asked = true; await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
+  const { open, ask } = make_saver(view, "Save on this server…", "model", (folder) => view.call("save", { folder }), fail), pull = pull_when_ready(view, "download", fail);
+  const get = view.button([icon("get"), "Download model"], async () => { pull(); await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
   get.setAttribute("aria-describedby", why.id);
   const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where), h("span", { class: "row" }, open), ask);
   const draw = () => {
@@ -293,21 +314,14 @@ const make_model = (view, fail) => {
     set_text(where, [file.node, model.count > 1 ? `and ${count_of(model.count - 1, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
   };
   view.on("model", draw); view.on("head", draw); view.on("doing", draw);
-  view.on("doing", async (doing) => {
-    if (doing.what !== "download" || doing.is !== "ready" || !has_asked) return;
-    has_asked = false;
-    try { save_blob(await pull_file(view, doing.file), doing.file.name); await view.call("downloaded"); } catch (error) { fail(error.message); }
-  });
   return { row, get, why };
 };
 
-const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model" };
-const busy_reason = (view) => { const { what, is } = view.state.doing; return is === "running" ? `${DOING[what] ?? what} is under way` : ""; };
 const doing_line = (view) => {
   const el = h("div", { class: "doing", role: "status" });
   const fail = (text) => { replace_children(el, [note("bad", h("p", {}, text))]); el.hidden = false; };
   view.on("doing", (doing) => {
-    const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : "";
+    const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : doing.done ? `, ${format_bytes(doing.done)}` : "";
     const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
     replace_children(el, [shown]); el.hidden = !shown;
   });
@@ -320,7 +334,7 @@ function mount(view) {
   const id = view.state.head.id;
   const word = h("span", { class: "row" }), facts = h("span", { class: "soft" }), ask = h("div", { class: "sure" }), fail = h("div", { class: "fail" }), numbers = h("div", { class: "facts" }), hints = h("span", { class: "soft" });
   const { el: doing, fail: say_fault } = doing_line(view);
-  const model = make_model(view, say_fault), log = make_log(view), charts = make_charts(view), progress = make_progress(view), nodes = make_nodes(view);
+  const model = make_model(view, say_fault), log = make_log(view, say_fault), charts = make_charts(view), progress = make_progress(view), nodes = make_nodes(view);
   let received = 0, is_log_open = null, are_curves_open = null;
   const stop = view.button([icon("stop"), "Stop"], async () => { if (seconds() >= view.state.long_s) sure(true); else await view.call("stop"); }, { cls: "danger", on_error: say_fault });
   const again_word = h("span"), again = view.button([icon("new"), again_word], () => view.call("restart"), { on_error: say_fault });

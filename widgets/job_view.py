@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import DetrainError, JobError
@@ -14,9 +15,11 @@ from ..jobs.job_status import JobStatus
 from ..jobs.live_curves import LiveCurves
 from ..session.output.safe_output import one_line
 from . import job_picture as picture
-from .actions import Refused, action, describe_failure, text, whole
+from .actions import Refused, action, describe_failure, optional, text, whole
+from .downloads import MOST_DOWNLOAD_BYTES, Download
 from .job_log import Levels, LogWindow, make_item
-from .job_model import MOST_DOWNLOAD_BYTES, Download, choose_model, describe_model, fetch_model
+from .job_log_file import write_log
+from .job_model import choose_model, describe_model, fetch_for_browser, fetch_model
 from .job_settled import settle_job
 from .live_view import LiveView, Settled
 
@@ -202,7 +205,8 @@ class JobView(LiveView):
 
         def prepare() -> None:
             tell = self._tell_bytes("download")
-            ready = self._download.prepare(self._job, files[index], tell, num_nodes=num_nodes)
+            job, file = self._job, files[index]
+            ready = self._download.prepare(lambda to: fetch_for_browser(job, file, to, tell, num_nodes=num_nodes))
             self._say(what="download", state="ready", file=ready)
 
         self._do("download", prepare)
@@ -214,12 +218,40 @@ class JobView(LiveView):
     @action()
     def downloaded(self) -> None:
         self._download.clear()
-        self._say(what="download", state="done", line="the model is in the browser's downloads")
+        what = self._doing["what"]
+        line = f"the {'log' if what == 'log' else 'model'} is in the browser's downloads"
+        self._say(what=what, state="done", line="; ".join([line, *self._doing.get("notes", [])]))
+
+    @action(node=text(most=300), source=text(most=10), folder=optional(text(most=1000)))
+    def whole_log(self, node: str, source: str, folder: str | None) -> None:
+        """Write all that the job has printed, or one log of it, into a folder of this machine, or for a browser."""
+        if source and not _is_log(source):
+            raise Refused("that is no log of the job")
+        tell, job, notes = self._tell_bytes("log"), self._job, list[str]()
+
+        def write(to: Path, most_bytes: int | None = None) -> Path:
+            path, missing = write_log(
+                job, to, lambda done: tell(done, 0), node=node, source=source, most_bytes=most_bytes
+            )
+            notes.extend(map(one_line, missing[:3]))
+            return path
+
+        def save() -> None:
+            if folder is None:
+                ready = self._download.prepare(lambda to: write(to, MOST_DOWNLOAD_BYTES))
+                self._say(what="log", state="ready", file=ready, notes=notes)
+                return
+            place = Path(folder.strip() or ".").expanduser()
+            place.mkdir(parents=True, exist_ok=True)
+            said = f"saved: {write(place)}"
+            self._say(what="log", state="done", line=one_line("; ".join([said, *notes]), most_chars=1000))
+
+        self._do("log", save)
 
     @action(node=text(most=300), source=text(most=10), begin=whole(1, 1 << 53))
     def earlier(self, node: str, source: str, begin: int) -> None:
         """Read the lines before those that stand at ``begin`` of a log; the part ``earlier`` brings them."""
-        if source != "setup" and not (source.isascii() and source.isdecimal()):
+        if not _is_log(source):
             raise Refused("that is no log of the job")
         if self._reading is not None and self._reading.is_alive():
             raise Refused("earlier lines are on their way")
@@ -265,9 +297,13 @@ class JobView(LiveView):
 
     def _tell_bytes(self, what: str) -> Callable[[int, int], None]:
         def tell(done: int, total: int) -> None:
-            if done >= total or done - tell_at[0] >= _TELL_BYTES:
+            if done == total or done - tell_at[0] >= _TELL_BYTES:
                 tell_at[0] = done
                 self._say(what=what, state="running", done=done, total=total)
 
         tell_at = [0]
         return tell
+
+
+def _is_log(source: str) -> bool:
+    return source == "setup" or (source.isascii() and source.isdecimal())

@@ -211,6 +211,12 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     lines.press("End")
     expect(follow).to_have_attribute("aria-pressed", "true")
     expect(view.get_by_role("button", name="Earlier lines")).to_have_attribute("aria-disabled", "true")
+    with nb.page.expect_download(timeout=LIMIT_MS) as waiting:  # of the rank that is chosen
+        view.get_by_role("button", name="Download the whole log").click()
+    expect(view.locator(".doing")).to_have_text("the log is in the browser's downloads")
+    assert waiting.value.suggested_filename.endswith("-rank-1.log")
+    text = waiting.value.path().read_text()
+    assert text.startswith("step 0 of rank 1\n") and "step 190 of rank 1\n" in text
     tabs.get_by_role("tab", name="All").click()
 
 
@@ -221,7 +227,7 @@ def check_the_model(nb: Notebook, view: Locator, folder: Path) -> None:
     assert waiting.value.suggested_filename == "model.pt"
     expect(view.locator(".doing")).to_have_text("the model is in the browser's downloads")
     view.get_by_role("button", name="Save on this server…").click()
-    place = view.get_by_role("textbox", name="Folder on this server")
+    place = view.get_by_role("textbox", name="Folder on this server for the model")
     expect(place).to_be_focused()
     place.fill(str(folder / "saved"))
     place.press("Enter")

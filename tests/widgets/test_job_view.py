@@ -18,8 +18,10 @@ import pytest
 from detrain_nb.widgets import job as view_of
 from detrain_nb.widgets import job_picture as picture
 from detrain_nb.widgets.actions import Refused
+from detrain_nb.widgets.downloads import MOST_DOWNLOAD_BYTES, Download
 from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow
-from detrain_nb.widgets.job_model import MOST_DOWNLOAD_BYTES, Download, choose_model
+from detrain_nb.widgets.job_log_file import write_log
+from detrain_nb.widgets.job_model import choose_model, fetch_for_browser
 from detrain_nb.widgets.job_settled import settle_job
 from detrain_nb.widgets.job_view import JobView
 
@@ -134,6 +136,8 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "save")
     assert (tmp_path / "models/model.safetensors").read_bytes() == bytes(range(256)) * 4000
 
+    check_the_whole_log(view, job, tmp_path)
+
     settled = view.settled()
     assert settled.text.startswith(f"✓ job {job.id}: succeeded, after ")
     assert "step 39 of 40, loss 0.025, model model.safetensors" in settled.text
@@ -152,6 +156,25 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert view_of("train").state()["head"]["id"] == again["head"]["id"]
     with pytest.raises(JobError, match="no job 'other'"):
         view_of("other")
+
+
+def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
+    """Of all ranks in their order, and of one; on the disk, and for a browser as far as it fits."""
+    steps = [f"step {step}" for step in range(40)]
+    assert view.asks("whole_log", node="", source="0; rm", folder=None) == "that is no log of the job"
+    assert view.asks("whole_log", node="", source="", folder=str(folder / "logs")) is None
+    doing = view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "log")["doing"]
+    saved = folder / "logs" / f"{job.id}.log"
+    assert doing["line"] == f"saved: {saved}"
+    assert saved.read_text().splitlines() == [f"[{rank}] {step}" for rank in (0, 1) for step in steps]
+    assert view.asks("whole_log", node="", source="1", folder=None) is None
+    file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
+    assert file["name"] == f"{job.id}-rank-1.log"
+    assert base64.b64decode(view.asks("piece", id=file["id"], offset=0)).decode().splitlines() == steps
+    view.asks("downloaded")
+    with pytest.raises(Refused, match="it is more than 100 B"):
+        write_log(job, folder / "logs", lambda done: None, most_bytes=100)
+    assert [*(folder / "logs").iterdir()] == [saved], "no part is left"
 
 
 def wait_for_no_watcher() -> None:
@@ -305,13 +328,14 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched_for_a_browser(hom
 
     Record().add("lies-1", name="lies", nodes="[]", spec="{}", state="ended")
     job = Job("lies-1", "lies", [LyingNode({"status": tell, "artifacts": offer, "read": send})], record=Record())
-    download, folders = Download(), set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*"))
+    download, folders = Download(), set(Path(tempfile.gettempdir()).glob("detrain_nb-download-*"))
     try:
         with pytest.raises(Refused, match="200 MB are more than the 50 MB that go through the notebook"):
-            download.prepare(job, MadeFile("", "model.bin", 10, 1.0), lambda done, total: None)
+            file = MadeFile("", "model.bin", 10, 1.0)
+            download.prepare(lambda to: fetch_for_browser(job, file, to, lambda done, total: None))
     finally:
         is_over.set()
-    assert set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*")) <= folders, "what has come is gone"
+    assert set(Path(tempfile.gettempdir()).glob("detrain_nb-download-*")) <= folders, "what has come is gone"
 
 
 def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:
