@@ -272,7 +272,7 @@ class FormPage {
     if (this.failure && !conflict) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
     if (this.work?.is === "running") made.push(note("run", h("p", { role: "status" }, `${this.work.what}…`)));
     if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));
-    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.close_button(() => { this.work = null; })]));
+    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.view.button("Show job", () => this.view.call("show_job", { id: this.view.state.started }), fail), this.close_button(() => { this.work = null; })]));
     if (this.removed) made.push(note("run", h("p", { role: "status" }, `${this.removed.title} was removed`), [this.view.button([icon("undo"), "Undo"], () => this.change("restore", this.removed.key), fail), this.close_button(() => { this.removed = null; })]));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
     this.notes.replaceChildren(...made); this.notes.hidden = !made.length;

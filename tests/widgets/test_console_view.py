@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from detrain_nb.widgets.console_view import ConsoleView
+from ipywidgets import Widget
 
 from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
@@ -189,6 +190,11 @@ def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> Non
     assert saved is not None and saved.training.steps == 9
 
 
+def widget_ids() -> set[str]:
+    """Of those that are not closed."""
+    return {*Widget.get_manager_state()["state"]}
+
+
 def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.ask("run", id=page.names()["train"])
@@ -199,6 +205,18 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     from detrain_nb.jobs import find_job
 
     job = find_job("train")
+    assert page.parts["started"] == job.id
+    with pytest.raises(ValueError, match="no job 'other'"):
+        page.ask("show_job", id="other")
+    page.ask("show_job", id=job.id)
+    first = page.wait_for("job", lambda shown: shown)
+    assert first["command"] == "%job view train" and first["widget"] in widget_ids()
+    page.ask("show_job", id=job.id)
+    second = page.wait_for("job", lambda shown: shown["widget"] != first["widget"])
+    assert first["widget"] not in widget_ids(), "one is shown at a time"
+    assert page.open_page()["job"] == second
+    page.ask("hide_job")
+    assert page.state()["job"] is None and second["widget"] not in widget_ids()
     job.wait(60).check()
     page.ask("refresh")
     assert page.state()["list"]["entries"][0]["job"]["word"] == "succeeded"
