@@ -229,13 +229,14 @@ class JobPanel {
   constructor(view) {
     this.view = view; this.widget = null; this.shown = null;
     this.line = h("section", { class: "dt" }); this.place = h("div");
-    this.element = h("div", { class: "dt-shown", hidden: true }, this.line, this.place);
+    this.element = h("div", { class: "dt-shown" }, this.line, this.place);
   }
   async set_job(job) {
     if ((job?.widget ?? null) === this.widget) return;
-    this.widget = job?.widget ?? null; this.element.hidden = !job;
+    this.widget = job?.widget ?? null;
     this.shown?.remove(); this.shown = null; this.place.replaceChildren();
-    if (!job) return;
+    if (!job) { this.element.remove(); return; }
+    this.view.el.after(this.element);
     this.line.replaceChildren(h("div", { class: "head" }, h("span", { class: "cmdline" }, command_box(job.command)), h("span", { class: "push" }, close_button(() => this.view.call("hide_job")))));
     try {
       const manager = this.view.model.widget_manager, shown = await manager.create_view(await manager.get_model(job.widget));
@@ -251,7 +252,6 @@ function mount(view) {
   const list = new ListPage(view), form = new FormPage(view);
   const job = new JobPanel(view);
   view.el.append(list.element, form.element);
-  view.el.after(job.element);
   view.on("form", (value) => {
     const was_open = !form.element.hidden;
     list.element.hidden = value !== null; form.element.hidden = value === null;
