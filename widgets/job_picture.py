@@ -153,7 +153,22 @@ def _curve(name: str, curve: Curve | None) -> Json | None:
     if curve is None or curve.last is None:
         return None
     points = [[step, _rounded(value)] for step, value in curve.points(_SHOWN_POINTS)]
-    return {"name": one_line(name), "points": points, "last": short_number(curve.last)}
+    return {
+        "name": one_line(name),
+        "points": points,
+        "last": short_number(curve.last),
+        "is_bad": curve.bad_since is not None,
+        "warning": _warning(curve),
+    }
+
+
+def _warning(curve: Curve) -> str:
+    """That, and where, what was logged is nan or inf."""
+    if curve.bad_since is not None:
+        return f"{short_number(curve.last or 0)} since step {curve.bad_since:,}"
+    if curve.first_bad is None:
+        return ""
+    return f"nan or inf at {count_of(curve.num_bad, 'step')}, first at step {curve.first_bad:,}"
 
 
 def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint]) -> Json | None:
@@ -182,7 +197,12 @@ def facts_of(status: JobStatus, curves: LiveCurves) -> list[Json]:
     found: list[Json] = []
     for title, what in (("Loss", "loss"), ("Validation", "validation")):
         if shown[what]:
-            found.append({"title": title, "value": shown[what]["last"]})
+            last, is_bad = shown[what]["last"], shown[what]["is_bad"]
+            found.append(
+                {"title": title, "value": shown[what]["warning"], "sign": "warn"}
+                if is_bad
+                else {"title": title, "value": last}
+            )
     if (mean := curves.mean_pace) is not None:
         found.append({"title": "Steps/s, mean", "value": short_number(mean)})
     memory = curves.get("memory_bytes")

@@ -35,7 +35,7 @@ def settle_job(
         facts.append(f"step {progress['step']:,}{total}")
     loss = curves.get("loss")
     if loss:
-        facts.append(f"{loss['name']} {loss['last']}")
+        facts.append(f"{loss['name']} {loss['warning'] if loss['is_bad'] else loss['last']}")
     facts += [f"model {file['node'] + ':' if file['node'] else ''}{file['name']}" for file in model[:3]]
     lines = [f"{title}, {', '.join(facts)}" if facts else title]
     parts = [f"<p><strong>{html.escape(lines[0])}</strong></p>"]

@@ -23,20 +23,19 @@ const nearest = (points, step) => {
   while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
   return points.length === 0 ? null : Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
 };
-const runs_of = (points, place) => { // pieces between the gaps
-  const runs = [[]];
-  for (const point of points) if (point[1] === null) { if (runs.at(-1).length) runs.push([]); } else runs.at(-1).push(place(point));
-  return runs.filter((run) => run.length).map((run) => (run.length === 1 ? [run[0], run[0]] : run).map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" "));
+const line_through = (points, place) => { // what is no number is left out
+  const places = points.filter(([, value]) => value !== null).map(place);
+  return (places.length === 1 ? [places[0], places[0]] : places).map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" ");
 };
 
 /** Curves over one axis of steps. `lines()` gives [{word, points, kind}], `kind` being smooth, plain or dashed. */
 const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false) => {
-  const big = h("span", { class: "big" }), keys = h("span", { class: "row" }), ys = h("div", { class: "y", "aria-hidden": "true" }), xs = h("div", { class: "x", "aria-hidden": "true" });
+  const big = h("span", { class: "big" }), bad = h("span"), keys = h("span", { class: "row" }), ys = h("div", { class: "y", "aria-hidden": "true" }), xs = h("div", { class: "x", "aria-hidden": "true" });
   const svg = s("svg", { class: "plot", viewBox: "0 0 100 100", preserveAspectRatio: "none", style: `height:${height}px`, "aria-hidden": "true" });
   const words = h("span", {}), cross = h("div", { class: "cross", hidden: true }, words);
   const plot = h("div", { class: "p", role: "slider", tabIndex: 0, "aria-label": `${title} by step`, "aria-valuemin": 0 }, svg, cross);
   const unit_word = h("span", { class: "soft small" }, unit);
-  const el = h("div", { class: "ch" }, h("div", { class: "t" }, h("h4", {}, title), unit_word, keys, big), h("div", { class: "plotbox" }, ys, plot, xs));
+  const el = h("div", { class: "ch" }, h("div", { class: "t" }, h("h4", {}, title), unit_word, keys, bad, big), h("div", { class: "plotbox" }, ys, plot, xs));
   let lines = [], is_own = false;
   const show_cross = () => {
     const at = shared.step, found = at === null ? [] : lines.map((line) => [line.word, nearest(line.points, at)]).filter(([, point]) => point);
@@ -65,14 +64,15 @@ const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false
   });
   const draw = (wanted, last, unit_now) => {
     lines = wanted;
-    set_text(big, last ?? ""); set_text(unit_word, unit_now ?? unit);
+    const warnings = lines.filter((line) => line.warning).map((line) => (lines.length > 1 ? `${line.word}: ${line.warning}` : line.warning));
+    set_text(big, last ?? ""); replace_children(bad, warnings.length ? [state_word("warn", warnings.join("; "))] : []); set_text(unit_word, unit_now ?? unit);
     const drawn = lines.flatMap((line) => line.kind === "smooth" && line.points.length > KEPT_RAW ? [{ ...line, kind: "raw" }, { ...line, points: smooth(line.points), kind: "plain" }] : [{ ...line, kind: line.kind === "smooth" ? "plain" : line.kind }]);
     const values = drawn.flatMap((line) => line.points.map(([, value]) => value)).filter((value) => value !== null);
     if (is_from_zero) values.push(0);
     const [low, high] = nice_range(values), end = shared.end() || 1;
     const place = ([step, value]) => [(100 * step) / end, 100 - (100 * (value - low)) / (high - low)];
     svg.replaceChildren(s("path", { class: "g", d: "M0 0H100M0 50H100" }), s("path", { class: "a", d: "M0 100H100" }),
-      ...drawn.flatMap((line) => runs_of(line.points, place).map((points) => s("polyline", { class: { raw: "raw", plain: "c", dashed: "v" }[line.kind], points }))));
+      ...drawn.map((line) => s("polyline", { class: { raw: "raw", plain: "c", dashed: "v" }[line.kind], points: line_through(line.points, place) })));
     replace_children(keys, lines.length > 1 ? lines.map((line) => h("span", { class: line.kind === "dashed" ? "k d is-wait" : "k is-run" }, h("i"), line.word)) : []);
     ys.replaceChildren(...(num_ticks > 3 ? [high, (high + low) / 2, low] : [high, low]).map((value) => h("span", {}, short_number(value, 3))));
     xs.replaceChildren(...Array.from({ length: num_ticks }, (_, i) => h("span", {}, axis_step((end * i) / (num_ticks - 1)), i === num_ticks - 1 && num_ticks > 3 ? " steps" : null)));
@@ -93,10 +93,10 @@ const make_charts = (view) => {
   const el = h("div", { class: "charts" });
   const draw = () => {
     const { loss: train, validation, learning_rate, rate: pace } = view.state.curves ?? {};
-    const series = [train && { word: validation ? "train" : train.name, points: train.points, kind: "smooth" }, validation && { word: "validation", points: validation.points, kind: "dashed" }].filter(Boolean);
+    const series = [train && { word: validation ? "train" : train.name, points: train.points, kind: "smooth", warning: train.warning }, validation && { word: "validation", points: validation.points, kind: "dashed", warning: validation.warning }].filter(Boolean);
     replace_children(el, train || validation || learning_rate || pace ? [loss.el, side] : [empty]);
     loss.draw(series, (train ?? validation)?.last);
-    rate.el.hidden = !learning_rate; if (learning_rate) rate.draw([{ word: learning_rate.name, points: learning_rate.points, kind: "plain" }], learning_rate.last);
+    rate.el.hidden = !learning_rate; if (learning_rate) rate.draw([{ word: learning_rate.name, points: learning_rate.points, kind: "plain", warning: learning_rate.warning }], learning_rate.last);
     speed.el.hidden = !pace; if (pace) speed.draw([{ word: pace.name, points: pace.points, kind: "plain" }], pace.last, pace.name);
   };
   view.on("curves", draw); view.on("progress", draw);
@@ -335,7 +335,8 @@ function mount(view) {
   const word = h("span", { class: "row" }), facts = h("span", { class: "soft" }), ask = h("div", { class: "sure" }), fail = h("div", { class: "fail" }), numbers = h("div", { class: "facts" }), hints = h("span", { class: "soft" });
   const { el: doing, fail: say_fault } = doing_line(view);
   const model = make_model(view, say_fault), log = make_log(view, say_fault), charts = make_charts(view), progress = make_progress(view), nodes = make_nodes(view);
-  let received = 0, is_log_open = null, are_curves_open = null;
+  let received = 0, is_log_open = null, are_curves_open = null, had_curves = false;
+  const has_curves = () => Object.values(view.state.curves ?? {}).some(Boolean);
   const stop = view.button([icon("stop"), "Stop"], async () => { if (seconds() >= view.state.long_s) sure(true); else await view.call("stop"); }, { cls: "danger", on_error: say_fault });
   const again_word = h("span"), again = view.button([icon("new"), again_word], () => view.call("restart"), { on_error: say_fault });
   const sure = (is_asked) => {
@@ -354,8 +355,9 @@ function mount(view) {
     again.hidden = phase === "running"; stop.hidden = phase !== "running";
     model.why.hidden = phase !== "running" && !(view.state.model?.files.length); model.get.hidden = (phase === "failed" || phase === "stopped") && !(view.state.model?.files.length);
     const can_fold = phase !== "running";
-    replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
-    foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown; log.el.hidden = !log_shown;
+    had_curves = has_curves();
+    replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, had_curves && fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
+    foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown || (can_fold && !had_curves); log.el.hidden = !log_shown;
     replace_children(view.el, { running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]);
     if (log_shown) log.show();
   };
@@ -384,7 +386,7 @@ function mount(view) {
     requestAnimationFrame(() => { const last = fail.querySelector("pre"); if (last) last.scrollTop = last.scrollHeight; });
   });
   view.on("facts", (found) => { replace_children(numbers, (found ?? []).map((fact) => h("div", {}, h("span", {}, fact.title), fact.sign ? state_word(fact.sign, fact.value) : h("b", { class: "big" }, fact.bytes !== undefined ? format_bytes(fact.bytes) : fact.value)))); arrange(); });
-  view.on("model", arrange);
+  view.on("model", arrange); view.on("curves", () => { if (has_curves() !== had_curves) arrange(); });
   view.on("doing", () => { disable(again, busy_reason(view)); disable(stop, busy_reason(view)); });
   arrange();
   const clock = setInterval(tick, 1000);

@@ -262,6 +262,22 @@ def test_hostile_curves_are_plain_json() -> None:
     assert len(shown["loss"]["points"]) <= 400
 
 
+@pytest.mark.parametrize(
+    ("is_bad", "warning", "fact"),
+    [
+        (lambda step: False, "", {"title": "Loss", "value": "0.5"}),
+        (lambda step: step % 7 == 3, "nan or inf at 14 steps, first at step 3", {"title": "Loss", "value": "0.5"}),
+        (lambda step: step > 40, "nan since step 41", {"title": "Loss", "value": "nan since step 41", "sign": "warn"}),
+    ],
+)
+def test_loss_that_is_no_number_is_told(is_bad: Callable[[int], bool], warning: str, fact: dict[str, str]) -> None:
+    curves = LiveCurves()
+    for step in range(100):
+        curves.add({"step": step, "rank": 0, "loss": math.nan if is_bad(step) else 0.5})
+    assert picture.curves_of(curves)["loss"]["warning"] == warning
+    assert picture.facts_of(status("ended", exit_code=0), curves)[0] == fact
+
+
 @pytest.mark.parametrize("largest", [sys.float_info.max, -sys.float_info.max])
 def test_largest_numbers_that_a_node_can_log_are_plain_json(largest: float) -> None:
     """Rounded they would be infinite, which no message to a page can hold: the view would hear nothing more."""
