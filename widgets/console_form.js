@@ -290,7 +290,7 @@ class FormPage {
     const pick = (name) => { this.picked = name; text.textContent = shown[name]; for (const tab of tabs.children) tab.setAttribute("aria-selected", `${tab.textContent === name}`); };
     pick(this.picked in shown ? this.picked : "TOML");
     roving(tabs, { on_move: (tab) => tab.click() });
-    page.replaceChildren(section("Plan", plan.error ? null : `${count_of(plan.nodes.length, "node")}, ${count_of(plan.ranks, "rank")}, ${count_of(plan.stages, "stage")}`),
+    page.replaceChildren(section("Plan", plan.error ? null : `${count_of(plan.nodes.length, "node")}, ${count_of(plan.ranks, "rank")}, ${count_of(plan.stages, "stage")}${plan.bubble === null ? "" : `; ranks wait at least ${Math.round(100 * plan.bubble)} % of each step, as little as that where all stages take equally long`}`),
       plan.error ? h("p", { class: "soft" }, plan.error) : h("div", { class: "plan" }, plan.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), h("div", {}, ranks(node))])),
       section("Commands", "what runs on each node"), commands.error ? note("bad", h("p", {}, commands.error)) : h("div", { class: "cmds" }, commands.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), command_box(node.command)])),
       ...(commands.warnings ?? []).map((each) => note("warn", h("p", {}, each))), section("Spec"), tabs, text,
