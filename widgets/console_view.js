@@ -97,7 +97,7 @@ class Row {
   /** Tell something below the row. */
   show(content) {
     const close = close_button(() => { this.below = null; this.page.draw(); this.open.focus(); });
-    this.below = h("tr", { class: "more" }, h("td", { colspan: "4" }, h("div", { class: "row" }, h("div", { class: "given", style: "flex:1;min-width:0" }, content), close)));
+    this.below = h("tr", { class: "more" }, h("td", { colspan: "4" }, h("div", { class: "row" }, h("div", { style: "flex:1;min-width:0" }, content), close)));
     this.page.draw();
     this.view.announce(content[0].textContent);
   }
@@ -111,8 +111,7 @@ class ListPage {
     this.searching = h("span", { class: "search", style: "width:216px" }, icon("search"), this.search);
     this.renew = view.button(icon("new"), () => view.call("refresh"), { cls: "ic q", label: "Refresh", on_error: view.complain });
     this.add = h("button", { type: "button", class: "b go", onclick: () => this.ask("new") }, icon("plus"), "New");
-    this.tools = h("div", { class: "tools", hidden: true });
-    this.tools.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); this.stop_asking(); } });
+    this.asked = h("div", {});
     this.notes = h("div", { class: "notes", hidden: true });
     this.heads = { name: this.head("Name", "name"), job: this.head("Last job", "job") };
     this.body = h("tbody");
@@ -123,7 +122,7 @@ class ListPage {
     this.element = h("div", {},
       h("div", { class: "head" }, h("h3", {}, "My Pipelines"), this.count, h("span", { class: "push row wrap" }, this.searching, this.renew,
         h("button", { type: "button", class: "b", onclick: () => this.ask("file") }, "Open file…"), this.add)),
-      this.tools, this.notes, this.table, this.nothing, this.first, this.undo);
+      this.asked, this.notes, this.table, this.nothing, this.first, this.undo);
     view.complain = (text) => { this.failure = text; this.draw_notes(); };
     this.make_examples();
   }
@@ -157,19 +156,11 @@ class ListPage {
   ask(kind) {
     const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
       : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
-    const said = h("span", { class: "err", role: "alert", hidden: true });
-    const input = h("input", { class: "in mono", id: `${this.view.id}-given`, autocomplete: "off", spellcheck: "false", "aria-describedby": `${this.view.id}-said` });
-    said.id = `${this.view.id}-said`;
-    const go = this.view.button(word, async () => { await act(input.value.trim()); this.stop_asking(); }, { cls: "go", on_error: (text) => {
-      said.hidden = false; said.replaceChildren(icon("warn"), text); input.setAttribute("aria-invalid", "true"); input.focus(); } });
-    input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); go.click(); } });
-    this.tools.replaceChildren(h("span", { class: "given" }, h("label", { for: input.id }, label), input, said), go,
-      h("button", { type: "button", class: "b q", onclick: () => this.stop_asking() }, "Cancel"));
-    this.tools.hidden = false;
-    this.asked_by = document.activeElement;
+    const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); asked_by?.focus?.(); };
+    const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }, "go"]], stop);
+    this.asked.replaceChildren(bar);
     input.focus();
   }
-  stop_asking() { if (this.tools.hidden) return; this.tools.hidden = true; this.tools.replaceChildren(); this.asked_by?.focus?.(); }
   async duplicate(entry) {
     const made = await this.view.call("duplicate", { id: entry.id });
     this.view.announce(`${made.name} was made`);

@@ -5,12 +5,11 @@ from __future__ import annotations
 import base64
 import json
 import math
-import queue
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +35,7 @@ from detrain_nb.jobs.watching import Unreached
 from detrain_nb.spec import PipelineSpec
 
 from ..jobs.lying_node import LyingNode
+from .page import WithPage
 
 LIMIT_S = 120.0
 SCRIPT = """
@@ -51,40 +51,8 @@ pathlib.Path("model.safetensors").write_bytes(bytes(range(256)) * 4000)
 """
 
 
-class Collecting(JobView):
-    def __init__(self, *args: Any) -> None:
-        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.seen: dict[str, Any] = {}
-        super().__init__(*args)
-
-    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
-        json.dumps(content, allow_nan=False)
-        self.sent.put(content)
-
-    def hears(self, do: str, **more: object) -> None:
-        self._handle_custom_msg({"do": do, "page": "p", **more}, [])
-
-    def asks(self, action: str, **arguments: object) -> Any:
-        """What the action answers; a refusal is its text."""
-        self.hears("call", call="c", action=action, arguments=arguments)
-        while (said := self._next())["tell"] != "answer":
-            pass
-        return said.get("error", said.get("value"))
-
-    def wait_for(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait until what a page knows is so; returns that."""
-        while not is_so(self.seen):
-            self._next()
-        return self.seen
-
-    def _next(self) -> dict[str, Any]:
-        said = self.sent.get(timeout=60)
-        if said["tell"] == "state":
-            self.seen = said["state"]
-        if said["tell"] == "news":
-            self.seen |= said["parts"]
-            self.seen["log"] = [*self.seen["log"], *said["added"].get("log", [])]
-        return said
+class Collecting(WithPage, JobView):
+    """A job's view and its page."""
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +75,8 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     view.hears("hello")
     seen = view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
     assert seen["head"]["phase"] == "running" and seen["progress"]["total"] == 40
-    assert view.asks("save", folder=str(tmp_path)) == "Model is written after the last step"
-    assert view.asks("download", index=0) == "Model is written after the last step"
+    assert view.refusal("save", folder=str(tmp_path)) == "Model is written after the last step"
+    assert view.refusal("download", index=0) == "Model is written after the last step"
     (tmp_path / "go").write_text("")
     seen = view.wait_for(lambda it: bool(it["model"]["files"]))
     assert seen["head"]["word"] == "succeeded"
@@ -121,13 +89,13 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     printed_at = time.mktime(time.strptime(times[0], "%Y-%m-%d %H:%M:%S"))
     assert began_at - 1 <= printed_at <= time.time(), "when it was printed, not when it came"
 
-    assert view.asks("piece", id="x", offset=0) == "that download is over: begin it again"
-    assert view.asks("download", index=1) == "there is no such file: reload the page"
+    assert view.refusal("piece", id="x", offset=0) == "that download is over: begin it again"
+    assert view.refusal("download", index=1) == "there is no such file: reload the page"
     assert view.asks("download", index=0) is None
     file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
     pieces = [base64.b64decode(view.asks("piece", id=file["id"], offset=at)) for at in (0, file["chunk"])]
     assert b"".join(pieces) == bytes(range(256)) * 4000
-    assert view.asks("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
+    assert view.refusal("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
     folder = view._download._folder
     assert folder and Path(folder.name).exists()
     view.asks("downloaded")
@@ -199,8 +167,8 @@ def test_watching_ends_with_the_last_page_and_a_stop_is_told(home: Path, tmp_pat
     assert seen["model"]["why"] in ("Looking for the model", "No model was written")
     numbers = [item["number"] for item in seen["log"]]
     assert numbers == sorted(set(numbers)), "nothing is told twice"
-    assert view.asks("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
-    assert view.asks("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
+    assert view.refusal("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
+    assert view.refusal("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
     view.asks("earlier", node="", source="0", begin=14)
     item = view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]
     assert [text for _, text in item["lines"]] == ["step 0", "step 1"] and all(item["times"])
