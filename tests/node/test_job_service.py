@@ -271,10 +271,10 @@ def test_job_is_stopped_in_its_setup_though_that_does_not_listen(jobs_folder: Pa
 def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_folder: Path, tmp_path: Path) -> None:
     """Without torchrun: the command line is what is looked at."""
     order = replace(make_order("0", workdir=str(tmp_path / "w")), argv=("train.py", "--x"))
-    argv, _ = torchrun_command(order, Path("/job"), {}, store=("127.0.0.1", 1), key="")
-    assert argv[-2:] == ["/job/source/train.py", "--x"]
-    env = first_environment(order, Path("/job"), {})
-    assert env["PYTHONPATH"].split(":")[-1] == "/job/source", "modules of the source, too"
+    argv, _ = torchrun_command(order, tmp_path, {}, store=("127.0.0.1", 1), key="")
+    assert argv[-2:] == [f"{tmp_path}/source/train.py", "--x"]
+    env = first_environment(order, tmp_path, {})
+    assert env["PYTHONPATH"].split(":")[-1] == f"{tmp_path}/source", "modules of the source, too"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ... import at_exit
 from ...guarded import RUN_MODULE
 from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ...metrics import FOLDER_VARIABLE
@@ -23,7 +24,7 @@ from .order import JobOrder, JobRefused
 RANK_MODULE = "detrain_nb.node.job.rank"
 _LAST_WORD_MODULE = "detrain_nb.node.job.last_word"
 
-_SETUP_NAME, _TORCHRUN_FOLDER = "setup.sh", "torchelastic"
+_SETUP_NAME, _TORCHRUN_FOLDER, _SITE_FOLDER = "setup.sh", "torchelastic", "site"
 _OUR_VARIABLES = "DETRAIN_NB_"
 _OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD")
 _OF_A_KERNEL = {"MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME"}  # a rank draws into files
@@ -72,7 +73,7 @@ def torchrun_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line of this node, whose ranks tell the runner what they print, and its environment.
 
-    What ``env`` has comes before what torch would be told by default. Raises: JobRefused.
+    What ``env`` has comes before what torch would be told by default. Raises: JobRefused, OSError.
     """
     python, is_elastic = order.python or sys.executable, order.rendezvous.kind == "elastic"
     first, *arguments = order.argv
@@ -96,7 +97,16 @@ def torchrun_command(
     except ValueError as exc:
         raise JobRefused(str(exc)) from exc
     ours = {name: value for name, value in launch.env.items() if name.startswith(_OUR_VARIABLES)}
-    return launch.argv, {**launch.env, **env, **ours}
+    path = os.pathsep.join(filter(None, [_make_site(folder), env.get("PYTHONPATH", "")]))
+    return launch.argv, {**launch.env, **env, **ours, "PYTHONPATH": path}
+
+
+def _make_site(folder: Path) -> str:
+    """A folder of what Python runs before the user's program, in its process. Raises: OSError."""
+    site = folder / _SITE_FOLDER
+    site.mkdir(exist_ok=True)
+    shutil.copyfile(at_exit.__file__, site / f"{at_exit.SITE_MODULE}.py")
+    return str(site)
 
 
 def _rendezvous_at(store: tuple[str, int], order: JobOrder) -> Rendezvous:
