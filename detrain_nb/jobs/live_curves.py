@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,8 +14,9 @@ from ..text import printable
 __all__ = ["MOST_POINTS", "Curve", "LiveCurves"]
 
 MOST_POINTS = 2000  # of a curve
-_MOST_CURVES = 64  # the first that are logged
-_MOST_NAME_CHARS = 80
+_MOST_CURVES = 64  # the first that are logged, and as many more of those that are looked at first
+_LOOKED_AT_FIRST = re.compile(r"loss|learning_rate|(?:^|/)lr$|_per_s$", re.IGNORECASE)
+_MOST_NAME_CHARS = 200
 _PACE_STEPS = 50  # over the last of them it is told how fast a job is
 _LEAST_PACE_S = 0.5  # of a point of its curve: what is logged at once says nothing of that
 
@@ -113,7 +115,7 @@ class LiveCurves:
                 continue
             name = printable(name)[:_MOST_NAME_CHARS]
             curve = self._curves.get(name)
-            if curve is None and len(self._curves) >= _MOST_CURVES:
+            if curve is None and len(self._curves) >= _MOST_CURVES * (2 if _LOOKED_AT_FIRST.search(name) else 1):
                 continue
             if curve is None or rank < curve.rank:
                 curve = self._curves[name] = Curve(rank)

@@ -141,6 +141,9 @@ def test_spec_that_is_assigned_is_shown() -> None:
     stop = form.on_change(lambda: told.append(form.revision))
     form.spec = PipelineSpec.from_dict(WHOLE)
     assert form.typed("training.learning_rate") == "1e-05" and form.typed("nodes[1].devices") == "0, 1"
+    for path in ("nodes.1.devices", "nodes.x.devices"):
+        with pytest.raises(SpecError, match=r"is no field: give that of a node as nodes\[0\]\.host"):
+            form.edit(path, "0")
     stop()
     form.edit("name", "other")
     assert told == [2]

@@ -131,6 +131,18 @@ def test_file_changed_by_others_is_not_written_over(mine: MyPipelines) -> None:
     assert mine.save_as("train-mine", wanted).path.name == "train-mine.toml"
 
 
+def test_file_that_others_have_made_no_document_is_a_conflict(mine: MyPipelines) -> None:
+    opened = mine.create({**DATA, "name": "train"})
+    for text, told in (
+        ("", "is not given there and 'train' here)"),
+        ("[", "(it is no document by now: at its end: "),
+    ):
+        opened.path.write_text(text)
+        with pytest.raises(Conflict) as caught:
+            mine.save(opened, {**DATA, "name": "train"})
+        assert told in str(caught.value) and all(each.path for each in caught.value.changes)
+
+
 def test_file_removed_by_others_is_a_conflict(mine: MyPipelines) -> None:
     opened = mine.create({**DATA, "name": "train"})
     opened.path.unlink()
@@ -240,8 +252,10 @@ def test_list_of_recent_files_that_others_can_write_is_not_believed(mine: MyPipe
     recent = Path(os.environ["XDG_STATE_HOME"], "detrain_nb", "recent_pipelines.json")
     assert recent.stat().st_mode & 0o077 == 0
     recent.chmod(0o666)
+    assert mine.open(file).spec is not None, "it is opened without that list"
     entries = mine.entries()
-    assert len(entries) == 0 and "only this user can write" in entries.notices[0]
+    [notice] = entries.notices
+    assert len(entries) == 0 and "only this user can write" in notice
     recent.chmod(0o600)
     for damaged in ("{", '{"recent": 5}', '{"recent": [1, "relative", "/a\\u0000b", "/\\ud800"]}', "[" * 100_000):
         recent.write_text(damaged)

@@ -83,6 +83,13 @@ def as_tensor(value: object) -> torch.Tensor | None:
     return torch.Tensor.as_subclass(torch.Tensor.detach(value), torch.Tensor)  # type: ignore[arg-type]
 
 
+def as_array(value: object) -> Any:
+    """The numbers of an array of numpy as a plain one that shares its memory; None where a mask says which count."""
+    if not (array := loaded("numpy", "ndarray")) or array not in bases_of(type(value)):
+        return None
+    return None if loaded("numpy.ma", "MaskedArray") in bases_of(type(value)) else array.view(value, array)
+
+
 def layout_of(value: object) -> dict[str, Any] | None:
     """How a DTensor lies on its mesh: the sizes of the mesh, a placement for each, and where this rank is.
 
