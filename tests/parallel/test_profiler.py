@@ -65,7 +65,7 @@ def test_layers_one_after_another() -> None:
     assert [unit.saved_bytes for unit in found.units] == [4 * 3 * 8, 4 * 3 * 16, 0], "the input, and what ReLU gave"
 
 
-class Experts(nn.Module):
+class MatrixExperts(nn.Module):
     """As mixtures of experts of transformers compute them: the rows of each expert one after another."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class MatrixByVector(nn.Linear):
     [
         (nn.LSTM(8, 16, num_layers=2, bidirectional=True), 2 * 6 * 2 * 64 * (8 + 16 + 32 + 16)),
         (nn.GRU(8, 16), 2 * 6 * 48 * (8 + 16)),
-        (Experts(), 2 * 8 * 8 * 16),
+        (MatrixExperts(), 2 * 8 * 8 * 16),
         (MatrixByVector(8, 8), 2 * 8 * 8),
         (nn.Linear(8, 4, dtype=torch.complex64), 4 * 2 * 8 * 8 * 4),
     ],

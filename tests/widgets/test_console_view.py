@@ -168,7 +168,7 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     from detrain_nb.jobs import find_job
 
     job = find_job("train")
-    assert page.parts["started"] == job.id
+    assert page.wait_for_part("started") == job.id
     with pytest.raises(ValueError, match="no job 'other'"):
         page.ask("show_job", id="other")
     page.ask("show_job", id=job.id)

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +129,7 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
 def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
     """Of all ranks in their order, and of one; on the disk, and for a browser as far as it fits."""
     steps = [f"step {step}" for step in range(40)]
-    assert view.asks("whole_log", node="", source="0; rm", folder=None) == "that is no log of the job"
+    assert view.refusal("whole_log", node="", source="0; rm", folder=None) == "that is no log of the job"
     assert view.asks("whole_log", node="", source="", folder=str(folder / "logs")) is None
     doing = view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "log")["doing"]
     saved = folder / "logs" / f"{job.id}.log"
