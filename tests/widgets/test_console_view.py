@@ -117,7 +117,7 @@ def test_edits_are_told_and_saved(page: Page) -> None:
     assert form["is_changed"] and not form["is_right"]
     assert [(each["id"], each["faults"]) for each in form["steps"]] == [("general", 0), ("nodes", 1), ("source", 1)]
     page.asks("close_form")
-    assert page.state()["list"]["entries"][0]["is_changed"], "a form with changes is kept"
+    assert page.open_page()["list"]["entries"][0]["is_changed"], "a form with changes is kept"
     page.asks("open_pipeline", id=page.names()["train"])
     assert page.wait_for_part("form", bool)["draft"]["env"] == "RANK=1"
     page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="p")
@@ -170,19 +170,19 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     job = find_job("train")
     assert page.wait_for_part("started") == job.id
     with pytest.raises(ValueError, match="no job 'other'"):
-        page.ask("show_job", id="other")
-    page.ask("show_job", id=job.id)
-    first = page.wait_for("job", lambda shown: shown)
+        page.asks("show_job", id="other")
+    page.asks("show_job", id=job.id)
+    first = page.wait_for_part("job", lambda shown: shown)
     assert first["command"] == "%job view train" and first["widget"] in widget_ids()
-    page.ask("show_job", id=job.id)
-    second = page.wait_for("job", lambda shown: shown["widget"] != first["widget"])
+    page.asks("show_job", id=job.id)
+    second = page.wait_for_part("job", lambda shown: shown["widget"] != first["widget"])
     assert first["widget"] not in widget_ids(), "one is shown at a time"
     assert page.open_page()["job"] == second
-    page.ask("hide_job")
-    assert page.state()["job"] is None and second["widget"] not in widget_ids()
+    page.asks("hide_job")
+    assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
     job.wait(60).check()
     page.asks("refresh")
-    assert page.state()["list"]["entries"][0]["job"]["word"] == "succeeded"
+    assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
     job.remove()
 
 
