@@ -34,8 +34,9 @@ class JobView(LiveView):
 
     name = "job_view"
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
+        """``on_state`` is called when the job, while it is watched, has come into another state."""
+        self._job, self._on_state = job, on_state
         self._changing = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
         self._reading: threading.Thread | None = None
@@ -112,12 +113,14 @@ class JobView(LiveView):
     def _take(self, job: Job, news: JobNews) -> None:
         if job is not self._job:  # it was restarted meanwhile
             return
-        items = self._log.add(news.parts)
+        items, before = self._log.add(news.parts), self._status
         self._draw(news)
         if items:
             self.append("log", items)
         for part in _PARTS:
             self.publish(part, self._parts[part])
+        if (before.state, before.exit_code) != (news.status.state, news.status.exit_code):
+            self._on_state()
         if news.status.is_over and self._made is None and self._listing is None:
             self._listing = threading.Thread(target=self._list_made, args=(job, news), name="job model", daemon=True)
             self._listing.start()
