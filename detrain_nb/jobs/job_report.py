@@ -80,7 +80,8 @@ def describe_metrics(values: Mapping[str, Any]) -> str:
 
 
 def _as_word(value: object) -> str:
-    return _one_word(value) if isinstance(value, str) else _short(value)
+    text = _short(value)
+    return text if isinstance(value, float) else _one_word(text)  # 12.5 k is one word
 
 
 def _one_word(text: str) -> str:
