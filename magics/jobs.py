@@ -13,6 +13,7 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
 from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
+from ..jobs.job_status import describe_state
 from ..plan.names import MOST_NAME_CHARS
 from ..text import CopyProgress
 from .given_spec import read_spec, show_findings
@@ -248,7 +249,7 @@ class JobMagics(Magics):
             if not status.is_over:
                 raise JobError(str(status))
             status.check()
-        print(f"job {job.id}: {status.state}" + ("" if status.exit_code is None else f", exit {status.exit_code}"))
+        print(f"job {job.id}: {describe_state(status.state, status.exit_code)}")
 
     def _lines_of(
         self, job: Job, max_lines: int | None, *, node: str | None, rank: int | None, is_live: bool = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from ..jobs import Job
@@ -13,14 +14,16 @@ from .job_view import JobView
 class ShownJob:
     """The view of a job, which pages show by its id as a widget."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_state: Callable[[], object]) -> None:
+        """``on_state`` is called when the job that is shown has come into another state."""
+        self._on_state = on_state
         self._changing = threading.Lock()
         self._view: JobView | None = None
         self._name = ""
 
     def show(self, job: Job) -> None:
         """Show it in the place of the one before, which is shown no more."""
-        self._replace(JobView(job), job.name)
+        self._replace(JobView(job, on_state=self._on_state), job.name)
 
     def close(self) -> None:
         """Show none."""

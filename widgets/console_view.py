@@ -59,7 +59,7 @@ class ConsoleView(LiveView):
         self._open: Path | None = None
         self._conflict: Conflict | None = None  # of the file of the open form
         self._started = ""  # the id of the job that was started last
-        self._shown_job = ShownJob()
+        self._shown_job = ShownJob(self._tell_all)
         super().__init__()
 
     @property

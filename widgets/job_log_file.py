@@ -27,7 +27,8 @@ def write_log(
     disk has; DetrainError.
     """
     most = int(_SHARE * shutil.disk_usage(folder).free) if most_bytes is None else most_bytes
-    named = "-".join(filter(None, (job.id, node and source == "setup" and node, _word_for(source))))
+    of_node = node if source == "setup" else ""
+    named = "-".join(filter(None, (job.id, of_node, _word_for(source))))
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', named)}.log"
     with tempfile.TemporaryDirectory(prefix=".detrain_nb-log-", dir=folder) as parts:
         written = _Parts(Path(parts), source, most, on_bytes)

@@ -34,12 +34,14 @@ class JobView(LiveView):
 
     name = "job_view"
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
+        """``on_state`` is called when the job, while it is watched, has come into another state."""
+        self._job, self._on_state = job, on_state
         self._changing = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
         self._reading: threading.Thread | None = None
         self._download = Download()
+        self._when_downloaded = ""
         self._doing: picture.Json = {"what": "", "is": ""}
         self._begin(job)
         super().__init__()
@@ -112,12 +114,14 @@ class JobView(LiveView):
     def _take(self, job: Job, news: JobNews) -> None:
         if job is not self._job:  # it was restarted meanwhile
             return
-        items = self._log.add(news.parts)
+        items, before = self._log.add(news.parts), self._status
         self._draw(news)
         if items:
             self.append("log", items)
         for part in _PARTS:
             self.publish(part, self._parts[part])
+        if (before.state, before.exit_code) != (news.status.state, news.status.exit_code):
+            self._on_state()
         if news.status.is_over and self._made is None and self._listing is None:
             self._listing = threading.Thread(target=self._list_made, args=(job, news), name="job model", daemon=True)
             self._listing.start()
@@ -207,7 +211,7 @@ class JobView(LiveView):
             tell = self._tell_bytes("download")
             job, file = self._job, files[index]
             ready = self._download.prepare(lambda to: fetch_for_browser(job, file, to, tell, num_nodes=num_nodes))
-            self._say(what="download", state="ready", file=ready)
+            self._offer("download", ready, "the model is in the browser's downloads")
 
         self._do("download", prepare)
 
@@ -218,9 +222,8 @@ class JobView(LiveView):
     @action()
     def downloaded(self) -> None:
         self._download.clear()
-        what = self._doing["what"]
-        line = f"the {'log' if what == 'log' else 'model'} is in the browser's downloads"
-        self._say(what=what, state="done", line="; ".join([line, *self._doing.get("notes", [])]))
+        if self._doing["is"] == "ready":  # else something else is told
+            self._say(what=self._doing["what"], state="done", line=self._when_downloaded)
 
     @action(node=text(most=300), source=text(most=10), folder=optional(text(most=1000)))
     def whole_log(self, node: str, source: str, folder: str | None) -> None:
@@ -239,7 +242,7 @@ class JobView(LiveView):
         def save() -> None:
             if folder is None:
                 ready = self._download.prepare(lambda to: write(to, MOST_DOWNLOAD_BYTES))
-                self._say(what="log", state="ready", file=ready, notes=notes)
+                self._offer("log", ready, "; ".join(["the log is in the browser's downloads", *notes]))
                 return
             place = Path(folder.strip() or ".").expanduser()
             place.mkdir(parents=True, exist_ok=True)
@@ -267,6 +270,11 @@ class JobView(LiveView):
             self.publish("earlier", {**asked, "error": one_line(str(exc))})
         else:
             self.publish("earlier", {**asked, "item": item})
+
+    def _offer(self, what: str, file: picture.Json, line: str) -> None:
+        """A file is ready for the page that has asked for it; ``line`` is told once that has it."""
+        self._when_downloaded = line
+        self._say(what=what, state="ready", file=file)
 
     def _need_model(self) -> list[MadeFile]:
         """Raises: Refused."""

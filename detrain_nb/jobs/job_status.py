@@ -26,7 +26,7 @@ from ..node.job.terms import (
 from ..text import ShownAsText, describe_seconds, printable
 from .report_checks import NodeReport
 
-__all__ = ["OVER", "JobStatus", "Sign", "describe_age", "has_failed", "judge", "sign_and_word"]
+__all__ = ["OVER", "JobStatus", "Sign", "describe_age", "describe_state", "has_failed", "judge", "sign_and_word"]
 
 Sign = Literal["new", "run", "ok", "bad", "stopped", "lost"]  # what a page draws beside the word
 OVER = (*terms.OVER, NOT_STARTED)
@@ -87,21 +87,20 @@ class JobStatus(ShownAsText):
         lines = [f"job {self.id}: {self._summary()}"]
         for node, report in self.reports.items():
             ranks = f", ranks {short_ranks(report.ranks)}" if len(report.ranks) > 1 else ""
-            code = "" if report.exit_code is None else f", exit {report.exit_code}"
+            state = describe_state(report.state, report.exit_code)
             restarts = f", {report.restarts} restart{'s' * (report.restarts > 1)}" if report.restarts else ""
             reason = f": {behind_ours(report.reason)}" if report.reason else ""
-            lines.append(f"  {node}: {report.state}{code}{ranks}{restarts}{reason}")
+            lines.append(f"  {node}: {state}{ranks}{restarts}{reason}")
         lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]
         if self.is_over and self.last_lines:
             lines += [f"{self.whose_lines}:", *map(quoted, self.last_lines)]
         return "\n".join(lines)
 
     def _summary(self) -> str:
-        code = "" if self.exit_code is None else f", exit {self.exit_code}"
         took = ""
         if self.started_at is not None and self.ended_at is not None:
             took = f" after {describe_seconds(self.ended_at - self.started_at)}"
-        return f"{self.state}{code}{took}"
+        return f"{describe_state(self.state, self.exit_code)}{took}"
 
     def _failure(self) -> str:
         rank = "" if self.failed_rank is None else f"rank {self.failed_rank} "
@@ -214,6 +213,12 @@ def sign_and_word(state: str, exit_code: int | None) -> tuple[Sign, str]:
     if state == ENDED:
         return ("ok", "succeeded") if exit_code == 0 else ("bad", "failed")
     return _SIGNS.get(state, "bad"), printable(state)[:40]
+
+
+def describe_state(state: str, exit_code: int | None) -> str:
+    """``succeeded``; ``failed, exit 3``; ``stopped``, whose code is that of the signal; ``lost``."""
+    _, word = sign_and_word(state, exit_code)
+    return f"{word}, exit {exit_code}" if exit_code and state != STOPPED else word
 
 
 def describe_age(at: float, *, now: float | None = None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DetrainError, count_ranks
-from ..jobs.job_status import OVER, Sign, describe_age, sign_and_word
+from ..jobs.job_status import OVER, Sign, describe_age, describe_state, sign_and_word
 from ..jobs.record import JobSummary
 from ..plan import Plan
 from ..spec import Parallelism, PipelineSpec
@@ -133,9 +133,7 @@ def make_entry(found: SpecFile, *, file: str, is_beside: bool) -> Entry:
 def describe_job(job: JobSummary, *, count: int, spec: PipelineSpec | None, now: float | None = None) -> LastJob:
     """Say how a job was when it was last heard of."""
     now = time.time() if now is None else now
-    sign, word = sign_and_word(job.state, job.exit_code)
-    if word == "failed" and job.exit_code is not None:
-        word = f"failed, exit {job.exit_code}"
+    sign, word = sign_and_word(job.state, job.exit_code)[0], describe_state(job.state, job.exit_code)
     is_over = job.state in OVER
     when = _describe_time(job.submitted_at, now=now)
     if is_over:

@@ -290,7 +290,8 @@ def test_failed_job_leads_with_the_cause_and_shows_what_is_hostile_as_text(
     lines.press("Home")
     expect(lines).to_contain_text("line 0 ")
     view.get_by_role("button", name="Show curves").click()
-    expect(view.locator(".charts")).to_contain_text("nan")
+    expect(view.locator(".charts .st")).to_have_text("nan since step 21")
+    assert view.locator(".charts polyline").count() > 0, "what came before is drawn"
     expect(view.locator(".model")).to_contain_text(f"model{HOSTILE}.pt")
     check_accessibility(view)
     view.get_by_role("button", name="Hide curves").click()
