@@ -61,6 +61,9 @@ class Window:
             "async (name, args) => { await window.jupyterapp.commands.execute(name, args); }", name, dict(arguments)
         )
 
+    def show_sidebar(self, *, is_shown: bool) -> None:
+        self.js(f"() => window.jupyterapp.shell.{'expandLeft' if is_shown else 'collapseLeft'}()")
+
     def close(self) -> None:
         self.page.context.close()
 
