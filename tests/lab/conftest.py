@@ -10,21 +10,18 @@ keeps people out, and `set_theme(window, dark=True)` of window.py changes the co
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import TypeVar, cast
 
 import pytest
-from playwright.sync_api import Browser, Locator, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, expect
 
 from .accessibility import AXE, require_accessible
 from .notebook import Notebook, write_notebook
 from .pictures import are_for_docs
 from .server import Lab, end, running_lab
-from .window import LOOK_LIMIT_S, Window
-
-_CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+from .window import LOOK_LIMIT_S, Window, running_browser
 
 _Opened = TypeVar("_Opened")
 _opened: dict[str, object] = {}  # what the modules of this folder share, by its name
@@ -61,17 +58,7 @@ def lab(needs_debian: Callable[..., None], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def browser(needs_debian: Callable[..., None]) -> Browser:
     needs_debian("chromium")
-    return _shared("browser", _running_browser)
-
-
-@contextlib.contextmanager
-def _running_browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_FLAGS)
-        try:
-            yield chromium
-        finally:
-            chromium.close()
+    return _shared("browser", running_browser)
 
 
 @pytest.fixture(scope="module")
