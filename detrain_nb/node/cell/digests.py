@@ -243,7 +243,7 @@ def require_done(tensor: torch.Tensor, *, by: float) -> None:
         event = torch.cuda.Event()
         event.record()
         until = min(by, time.monotonic() + _DEVICE_WAIT_S)
-        while not event.query():
+        while not event.query():  # its own wait has no limit, and could not be ended where the GPU never comes to it
             if time.monotonic() > until:
                 raise NotCompared("its GPU is busy")
             time.sleep(_LOOK_S)
