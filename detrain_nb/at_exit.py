@@ -24,6 +24,7 @@ __all__ = ["SITE_MODULE", "wait_for_gloo_at_exit"]
 SITE_MODULE = "sitecustomize"
 _THREADS = Path("/proc/self/task")
 _NAME = "pt_gloo_runloop"
+_TOLD = ("State:", "voluntary_ctxt_switches:", "nonvoluntary_ctxt_switches:")
 _LOOK_S = 0.02  # a thread that waits for the GIL tries again each 5 ms, which counts as a switch
 _LIMIT_S = 10.0  # more than a thread waits for a processor
 
@@ -52,7 +53,7 @@ def _look() -> dict[str, tuple[str, ...]]:
             with contextlib.suppress(OSError):  # it has ended
                 name, *lines = (thread / "status").read_text().splitlines()
                 if name.endswith(_NAME):
-                    found[thread.name] = tuple(line for line in lines if line.startswith("State") or "_switches" in line)
+                    found[thread.name] = tuple(line for line in lines if line.startswith(_TOLD))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Two ranks in two real processes: on the first, a thread of gloo lets go of a tensor only after the script's last line."""
+"""Two real ranks: on the first, a thread of gloo lets go of a tensor only after the script's last line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import mmap, os, sys, time
 import torch, torch.distributed as dist
 
 begun, done = 0, 1
-shared = mmap.mmap(-1, 2)  # both processes see it, and to look there takes no system call, which would give the GIL away
+shared = mmap.mmap(-1, 2)  # both ranks see it; to look there is no system call, which would give the GIL away
 rank = 0 if os.fork() else 1
 dist.init_process_group("gloo", init_method=f"file://{os.environ['MEET']}", rank=rank, world_size=2)
 total = torch.ones(1)

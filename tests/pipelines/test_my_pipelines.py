@@ -328,6 +328,8 @@ def test_example_trains_on_this_machine(mine: MyPipelines) -> None:
     try:
         job.wait(100).check()
         assert any("trained 200 steps" in line.text for line in job.logs().lines)
+        [accuracy] = [row["evaluation_accuracy"] for row in job.metrics(rank=0) if "evaluation_accuracy" in row]
+        assert accuracy > 0.9
     finally:
         job.remove()
 

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from ... import at_exit
 from ...guarded import RUN_MODULE
-from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
+from ...launch import (
+    ELASTIC_BACKEND,
+    JOB_BACKEND,
+    Program,
+    Rendezvous,
+    launch_job,
+    threads_per_rank,
+    usable_cpus,
+)
 from ...metrics import FOLDER_VARIABLE
 from ...plan.job import ARTIFACTS_VARIABLE, JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
@@ -76,6 +84,7 @@ def torchrun_command(
     What ``env`` has comes before what torch would be told by default. Raises: JobRefused, OSError.
     """
     python, is_elastic = order.python or sys.executable, order.rendezvous.kind == "elastic"
+    threads = threads_per_rank(len(order.ranks), cpus=usable_cpus()) if order.device == "cpu" else 1
     first, *arguments = order.argv
     if not first.startswith("-") and order.workdir:  # a script is where the source is, wherever the ranks start
         first = str(folder / SOURCE_NAME / first)
@@ -93,6 +102,7 @@ def torchrun_command(
             key=key,
             end_file=str(folder / END_NAME),
             options=(f"--log-dir={folder / _TORCHRUN_FOLDER}",),
+            extra_env={"OMP_NUM_THREADS": str(threads)},
         )
     except ValueError as exc:
         raise JobRefused(str(exc)) from exc
