@@ -83,6 +83,7 @@ class Recorder(OperatorRecorder[Tensor]):
                 self._saved.add(storage_of(tensor))
         self._of_parameters = frozenset(self._saved)
         self.parameter_bytes = {name: self.size_bytes[number] for number, name in self.names.items()}
+        self.frozen = frozenset(name for number, name in self.names.items() if not self.kept[number].requires_grad)
 
     def on_new(self, tensor: Tensor) -> None:
         self._on_storage.setdefault(storage_of(tensor), []).append(len(self.looks))
