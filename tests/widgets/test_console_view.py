@@ -169,7 +169,7 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
 
     job = find_job("train")
     assert page.wait_for_part("started") == job.id
-    with pytest.raises(ValueError, match="no job 'other'"):
+    with pytest.raises(RuntimeError, match="no job 'other'"):
         page.asks("show_job", id="other")
     page.asks("show_job", id=job.id)
     first = page.wait_for_part("job", lambda shown: shown)
