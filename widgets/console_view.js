@@ -226,6 +226,7 @@ class ListPage {
 function mount(view) {
   const list = new ListPage(view), form = new FormPage(view);
   view.el.append(list.element, form.element);
+  view.on("tests", (tests) => form.list.show_tests(tests));
   view.on("form", (value) => {
     const was_open = !form.element.hidden;
     list.element.hidden = value !== null; form.element.hidden = value === null;
