@@ -13,7 +13,7 @@ class FormPage extends DraftEditor {
     this.name = h("h3"); this.file = h("span", { class: "soft" });
     const fail = { on_error: (text) => this.complain(text) };
     this.save = view.button("Save", () => this.do_save(false), fail);
-    this.another = h("input", { class: "in", "aria-label": "Name of the other pipeline", spellcheck: "false", autocomplete: "off" });
+    this.another = h("input", { class: "in", style: "width:200px", "aria-label": "Name of the other pipeline", spellcheck: "false", autocomplete: "off" });
     this.steps = h("ol", { class: "steps", "aria-label": "Pages of the form" });
     this.notes = h("div", { class: "notes", hidden: true });
     this.body = h("div", { class: "body" });
@@ -124,7 +124,7 @@ class FormPage extends DraftEditor {
       set_text(tab.told, step ? step.told : bad.length ? `correct ${bad.length > 1 ? "steps" : "step"} ${bad.join(", ")} first` : "ready");
     }
     const [path] = Object.keys(form.errors), count = Object.keys(form.errors).length;
-    this.message.replaceChildren(...(count ? [icon("warn"), ` ${this.title_of(path)}: ${form.errors[path]}${count > 1 ? ` and ${count - 1} more` : ""} `, h("button", { type: "button", class: "link", onclick: () => this.go_to(path) }, "Go there")]
+    this.message.replaceChildren(...(count ? [icon("warn"), ` ${this.title_of(path)}: ${form.errors[path]}${count > 1 ? ` (and ${count - 1} more)` : ""} `, h("button", { type: "button", class: "link", onclick: () => this.go_to(path) }, "Go there")]
       : [Object.keys(form.warnings).length ? `${count_of(Object.keys(form.warnings).length, "warning")}, nothing that stops a start` : "All fields valid"]));
     const at = this.tabs.findIndex((tab) => tab.id === this.step);
     this.back.hidden = at === 0; this.next.hidden = at === 3; this.start.hidden = at !== 3;

@@ -22,9 +22,9 @@ from .node_form import full_path
 from .node_tests import NodeTests
 from .ssh_hosts import count_hosts, describe_hosts, nodes_of_hosts
 
-__all__ = ["Cancelled", "NodesEditor", "given_path"]
+__all__ = ["Cancelled", "NodesEditor", "given_path", "path_text"]
 
-LARGEST = 1 << 53  # a whole number of JavaScript
+_LARGEST = 1 << 53  # a whole number of JavaScript
 _MOST_TYPED = 200_000
 _MOST_CHARS = 2000
 _FIELD, _EDITOR, _KEY = text(most=300), text(most=64), text(most=20)
@@ -72,7 +72,8 @@ class NodesEditor(LiveView):
         }
 
     def _told_tests(self) -> dict[str, Any]:
-        return self._tests.told(self.form.nodes_by_key()) if self.form else {}
+        form = self.form
+        return self._tests.told(form.nodes_by_key()) if form else {}
 
     def _the_form(self) -> DraftForm:
         form = self.form
@@ -89,7 +90,7 @@ class NodesEditor(LiveView):
 
     # ---- what is typed
 
-    @action(path=_FIELD, typed=_typed, revision=whole(0, LARGEST), editor=_EDITOR)
+    @action(path=_FIELD, typed=_typed, revision=whole(0, _LARGEST), editor=_EDITOR)
     def edit(self, path: str, typed: str | bool, revision: int, editor: str) -> int | None:
         """Return the revision that has it: what is told of an older one is not what is typed. None: a conflict."""
         form = self._the_form()
@@ -118,8 +119,7 @@ class NodesEditor(LiveView):
 
     @action()
     def list_hosts(self) -> dict[str, Any]:
-        nodes = self._the_form().document.get("nodes", [])
-        return describe_hosts({node["host"] for node in nodes if isinstance(node.get("host"), str)})
+        return describe_hosts({node.host for node in self._the_form().nodes_by_key().values() if node})
 
     @action(names=list_of(text(most=200), most=MOST_NODES))
     def import_hosts(self, names: list[str]) -> list[str]:
@@ -188,7 +188,7 @@ class NodesEditor(LiveView):
     def cancel(self) -> None:
         self._cancel.set()
 
-    @action(number=whole(1, LARGEST), passphrase=secret)
+    @action(number=whole(1, _LARGEST), passphrase=secret)
     def answer(self, number: int, passphrase: SecretStr) -> None:
         self._question.answer(number, passphrase)
 

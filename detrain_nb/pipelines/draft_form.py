@@ -162,7 +162,7 @@ class DraftForm:
 
     # ---- nodes
 
-    def add_node(self, typed: Mapping[str, Typed] | None = None, *, at: int | None = None, editor: str = "") -> str:
+    def add_node(self, typed: Mapping[str, Typed] | None = None, *, at: int | None = None) -> str:
         """Add a node, at the end if ``at`` does not say where; returns its key. Raises: SpecError."""
         for name, each in (typed or {}).items():
             _check_typed(name, each)
@@ -171,7 +171,6 @@ class DraftForm:
         with self._lock:
             _check_room(len(self.rows) + 1)
             key = self._insert(dict(typed or {}), next(_keys), len(self.rows) if at is None else at)
-            self._changed.update({(key, name): (self.revision + 1, editor) for name in (typed or {})})
             self._count()
         self._tell()
         return key
@@ -195,13 +194,13 @@ class DraftForm:
             self._count()
         self._tell()
 
-    def copy_node(self, key: str, *, editor: str = "") -> str:
+    def copy_node(self, key: str) -> str:
         """Add a node like that one below it, without its name; returns the key of the new one. Raises: SpecError."""
         with self._lock:
             place = self._row(key)
             row = self._draft["nodes"][place]
             typed = {name: each for name, each in row.items() if name in NODE_FIELDS and name != "name"}
-        return self.add_node(typed, at=place + 1, editor=editor)
+        return self.add_node(typed, at=place + 1)
 
     def remove_node(self, key: str) -> None:
         """Take a node away; a later edit of it is a conflict, which can bring it back. Raises: SpecError."""

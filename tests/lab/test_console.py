@@ -236,8 +236,9 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(pp).to_have_value("2")
     batch.fill("3o")
     expect(batch).to_have_attribute("aria-invalid", "true")
-    expect(view.get_by_text("'3o': give a whole number, 1 or more")).to_be_visible()
+    expect(view.get_by_text("'3o': give a whole number, 1 or more").first).to_be_visible()
     expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
+    expect(view.locator(".foot >> visible=true")).to_contain_text("Batch size: '3o': give a whole number")
     take_pictures(nb, view, "general", tmp_path)
     batch.fill("32")
     expect(batch).not_to_have_attribute("aria-invalid", "true")
@@ -252,7 +253,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     nodes = view.get_by_role("list", name="Nodes").get_by_role("listitem")
     view.get_by_role("button", name="Duplicate localhost").click()
     expect(nodes).to_have_count(2)
-    expect(view.get_by_text("localhost and localhost are both this machine")).to_be_visible()
+    expect(view.get_by_text("localhost and localhost are both this machine").first).to_be_visible()
     view.get_by_role("button", name="Remove localhost").last.click()
     expect(nodes).to_have_count(1)
     view.get_by_role("button", name="Undo").click()
@@ -293,7 +294,10 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
 def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     notebook: OpenNotebook, tmp_path: Path
 ) -> None:
-    make = "mine = MyPipelines(); mine.create({'name': 'train', 'source': {'script_text': 'print(1)'}}); None"
+    make = (
+        "mine = MyPipelines(); mine.create({}, name='taken')\n"
+        "mine.create({'name': 'train', 'source': {'script_text': 'print(1)'}}); None"
+    )
     theirs = "mine.save(mine.open('train'), {**mine.open('train').data, 'training': {'steps': 7}}); None"
     again = "mine.save(mine.open('train'), {**mine.open('train').data, 'description': 'theirs'}); None"
     elsewhere = "view.form.edit('training.steps', '1', revision=1, editor='tab')"
@@ -311,6 +315,10 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     expect(one.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("5")
     take_pictures(nb, one, "conflict", tmp_path)
+    one.get_by_label("Name of the other pipeline").fill("taken")
+    one.get_by_role("button", name="Save as another").click()
+    expect(one.get_by_text("a pipeline taken is there already: give another name")).to_be_visible()
+    expect(one.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
     one.get_by_role("button", name="Load theirs").click()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("7")
     one.get_by_label("Steps optional", exact=True).fill("9")
