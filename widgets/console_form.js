@@ -150,7 +150,9 @@ class FormPage extends DraftEditor {
     if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));
     if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.close_button(() => { this.work = null; })]));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
+    const focused = document.activeElement;
     this.notes.replaceChildren(...made); this.notes.hidden = !made.length;
+    if (this.notes.contains(focused)) focused.focus(); // the name that is being typed
   }
   close_button(act) { return close_button(() => { act(); this.draw_notes(); }); }
   async draw_review() {

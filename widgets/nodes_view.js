@@ -41,7 +41,8 @@ class NodesForm extends DraftEditor {
     const count = form.rows.length, ranks = form.num_ranks === null ? "" : `, ${count_of(form.num_ranks, "rank")}`;
     this.list.facts.replaceChildren(count ? `${count_of(count, "node")}${ranks}` : "", ...(form.file ? [" · ", h("span", { class: "mono" }, form.file), form.is_changed ? ", changed" : ""] : []));
     this.foot.hidden = !count;
-    this.conflicts.replaceChildren(...this.conflict_notes());
+    const conflicts = JSON.stringify(form.conflicts);
+    if (conflicts !== this.conflicts.dataset.key) { this.conflicts.dataset.key = conflicts; this.conflicts.replaceChildren(...this.conflict_notes()); }
     this.show_faults(form.faults);
   }
   show_faults(faults) {
