@@ -159,6 +159,13 @@ class MyPipelines:
         job: Job = submit(found.spec, record=self._record, **options)
         return job
 
+    def find_job(self, wanted: str) -> Job:
+        """Return one of their jobs, as `detrain_nb.jobs.find_job` finds it. Raises: JobError."""
+        from ..jobs import find_job
+
+        job: Job = find_job(wanted, record=self._record)
+        return job
+
     def _write(self, path: Path, data: Mapping[str, Any], *, before: SpecFile | None, anyway: bool = False) -> SpecFile:
         if self._is_beside(path):
             self._require_own_folder()

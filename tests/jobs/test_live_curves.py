@@ -39,16 +39,20 @@ def test_steps_that_come_again_take_the_place_of_those_before() -> None:
     assert curve.points() == [(0, 1.0), (1, 9.0)]
 
 
-def test_what_is_no_finite_number_is_a_gap_and_the_last_value_says_it() -> None:
+def test_what_is_no_finite_number_is_counted_and_hides_no_other_value() -> None:
     curve = Curve(0)
-    for step, value in [(0, 1.0), (1, math.nan)]:
-        curve.add(step, value)
-    assert curve.points() == [(0, 1.0), (1, None)]
-    assert curve.last is not None and math.isnan(curve.last)
-    large = Curve(0)
+    for step in range(7000):
+        curve.add(step, math.nan if step % 7 == 3 else 0.5)
+    assert {value for _, value in curve.points(400)} == {0.5}, "also where a point is a mean"
+    assert (curve.num_bad, curve.first_bad, curve.bad_since) == (1000, 3, None)
+    for step in range(10, 13):  # after a restart
+        curve.add(step, math.inf)
+    assert (curve.first_bad, curve.bad_since, curve.last) == (3, 10, math.inf)
+    curve.add(0, 1.0)
+    assert (curve.points(), curve.num_bad, curve.first_bad, curve.bad_since) == ([(0, 1.0)], 0, None, None)
     for step in range(2):
-        large.add(step, 1.5e308)
-    assert large.points(1) == [(1, 1.5e308)], "their sum is infinite, and their mean is not"
+        curve.add(step, 1.5e308)
+    assert curve.points(1) == [(1, 1.5e308)], "their sum is infinite, and their mean is not"
 
 
 def test_curve_is_that_of_the_first_rank_that_logs_the_name() -> None:

@@ -238,7 +238,7 @@ def test_edit_of_a_node_that_another_editor_removed_brings_it_back() -> None:
     [conflict] = form.conflicts
     assert conflict.theirs is None
     form.resolve(conflict.path, keep="mine", editor="two")
-    assert form.spec is not None and [(each.host, each.ranks) for each in form.spec.nodes] == [("gpu2", 3), ("gpu1", 2)]
+    assert form.spec is not None and [(each.host, each.ranks) for each in form.spec.nodes] == [("gpu1", 2), ("gpu2", 3)]
 
 
 def test_load_is_a_change_of_every_field() -> None:
@@ -391,10 +391,14 @@ def test_review_says_what_each_node_would_run(home: Path) -> None:
         "places": {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "tp": 0},
         "stages": [1],
     }
+    assert found["plan"]["bubble"] == 1 / (4 + 1), "two stages, four microbatches"
     assert [each["name"] for each in found["commands"]["nodes"]] == ["gpu1", "gpu2"]
     assert "--nnodes=2" in found["commands"]["nodes"][0]["command"]
     assert 'name = "train"' in found["documents"]["toml"]
     assert "--nnodes=2" in found["exports"]["torchrun"]["text"] and "#SBATCH" in found["exports"]["slurm"]["text"]
+    unsaid = PipelineSpec.from_dict({**RIGHT, "parallelism": {"pp": 2}, "nodes": nodes})
+    split_up = spec.with_overrides({"parallelism.schedule": "ZBVZeroBubble"})
+    assert [review_spec(each)["plan"]["bubble"] for each in (unsaid, split_up)] == [None, None], "nothing is guessed"
     unknown = review_spec(spec.with_overrides({"parallelism.pp": 3}))
     assert "mesh" in unknown["plan"]["error"] and "mesh" in unknown["commands"]["error"]
 

@@ -13,12 +13,14 @@ from typing import Any
 
 import torch
 
+from ...values import has_data
 from .described import Row, short_text
 from .digests import SAMPLE, NotCompared, require_done, sample_of
 from .untouched import (
     as_array,
     as_tensor,
     children_of,
+    is_dense,
     is_dtensor,
     is_of,
     name_of,
@@ -109,7 +111,7 @@ def _of_tensor(value: object, deadline: float) -> Row:
     tensor = as_tensor(value)
     if tensor is None:
         return {"note": f"what {name_of(type(value))} holds is not looked at: its class decides that"}
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if not is_dense(tensor) or not has_data(tensor):
         return {"note": "a tensor without numbers, or that is not dense, has no preview"}
     require_done(tensor, by=deadline)
     return _of_numbers(tensor, whose="the part of this rank" if is_dtensor(value) else "")
