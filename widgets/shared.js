@@ -54,6 +54,11 @@ const state_word = (state, word) => h("span", { class: `st ${colour_of(state)}` 
 
 // ---- numbers, as people read them
 const grouped = (number) => Math.round(number).toLocaleString("en-US");
+const short_number = (value, digits = 4) => {
+  const size = Math.abs(value);
+  if (size < 1e15) for (const [unit, scale, least] of [["G", 1e9, 1e9], ["M", 1e6, 1e6], ["k", 1e3, 1e4]]) if (size >= least) return `${+(value / scale).toPrecision(3)} ${unit}`;
+  return size === 0 || (size >= 1e-3 && size < 1e4) ? `${+value.toPrecision(digits)}` : value.toExponential(digits - 2);
+};
 const format_bytes = (bytes) => {
   if (bytes === null || bytes === undefined) return "";
   for (const [unit, size] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (bytes >= 0.9995 * size) return `${+(bytes / size).toPrecision(3)} ${unit}`;

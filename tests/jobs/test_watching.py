@@ -284,17 +284,19 @@ def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> Non
 
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
-    ("name", "size", "why"),
+    ("name", "size", "times", "why"),
     [
-        ("rank-0.log", 1 << 20, "more than was asked for"),
-        ("../passwd", 10, "is no log of a job"),
-        ("metrics/rank-0.jsonl", 1 << 30, "more than was asked for"),
+        ("rank-0.log", 1 << 20, [], "more than was asked for"),
+        ("../passwd", 10, [], "is no log of a job"),
+        ("metrics/rank-0.jsonl", 1 << 30, [], "more than was asked for"),
+        ("rank-0.log", 1, [[0, 1.0]] * 257, "a list of at most 256 was expected"),
+        ("rank-0.log", 1, [[0, 1e300]], "is no time"),
     ],
 )
-def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, why: str) -> None:
+def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, times: list[object], why: str) -> None:
     def look(talk: Talk, order: dict[str, object]) -> None:
         talk.say("status", jobs=[])
-        talk.say("data", name=name, offset=0, size=size)
+        talk.say("data", name=name, offset=0, size=size, times=times)
         talk.send(b"x")
 
     heard, watched = Heard(), watch(LyingNode({"look": look}, name="gpu1"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from detrain_nb.widgets.console_view import ConsoleView
+from ipywidgets import Widget
 
 from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
@@ -116,7 +117,7 @@ def test_edits_are_told_and_saved(page: Page) -> None:
     assert form["is_changed"] and not form["is_right"]
     assert [(each["id"], each["faults"]) for each in form["steps"]] == [("general", 0), ("nodes", 1), ("source", 1)]
     page.asks("close_form")
-    assert page.state()["list"]["entries"][0]["is_changed"], "a form with changes is kept"
+    assert page.open_page()["list"]["entries"][0]["is_changed"], "a form with changes is kept"
     page.asks("open_pipeline", id=page.names()["train"])
     assert page.wait_for_part("form", bool)["draft"]["env"] == "RANK=1"
     page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="p")
@@ -152,6 +153,11 @@ def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> Non
     assert saved is not None and saved.training.steps == 9
 
 
+def widget_ids() -> set[str]:
+    """Of those that are not closed."""
+    return {*Widget.get_manager_state()["state"]}
+
+
 def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("run", id=page.names()["train"])
@@ -162,9 +168,21 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     from detrain_nb.jobs import find_job
 
     job = find_job("train")
+    assert page.wait_for_part("started") == job.id
+    with pytest.raises(RuntimeError, match="no job 'other'"):
+        page.asks("show_job", id="other")
+    page.asks("show_job", id=job.id)
+    first = page.wait_for_part("job", lambda shown: shown)
+    assert first["command"] == "%job view train" and first["widget"] in widget_ids()
+    page.asks("show_job", id=job.id)
+    second = page.wait_for_part("job", lambda shown: shown["widget"] != first["widget"])
+    assert first["widget"] not in widget_ids(), "one is shown at a time"
+    assert page.open_page()["job"] == second
+    page.asks("hide_job")
+    assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
     job.wait(60).check()
     page.asks("refresh")
-    assert page.state()["list"]["entries"][0]["job"]["word"] == "succeeded"
+    assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
     job.remove()
 
 

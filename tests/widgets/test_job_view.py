@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ import pytest
 from detrain_nb.widgets import job as view_of
 from detrain_nb.widgets import job_picture as picture
 from detrain_nb.widgets.actions import Refused
+from detrain_nb.widgets.downloads import MOST_DOWNLOAD_BYTES, Download
 from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow
-from detrain_nb.widgets.job_model import MOST_DOWNLOAD_BYTES, Download, choose_model
+from detrain_nb.widgets.job_log_file import write_log
+from detrain_nb.widgets.job_model import choose_model, fetch_for_browser
 from detrain_nb.widgets.job_settled import settle_job
 from detrain_nb.widgets.job_view import JobView
 
@@ -65,9 +67,10 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_path: Path) -> None:
-    text = SCRIPT.replace("GO", str(tmp_path / "go"))
+    text, began_at = SCRIPT.replace("GO", str(tmp_path / "go")), time.time()
     job = submit(PipelineSpec.from_dict({"name": "train", "source": {"script_text": text}, "checkpoint": None}))
-    view = Collecting(job)
+    view, unseen = Collecting(job), JobView(job)
+    assert unseen.settled().text.startswith((f"▶ job {job.id}: running", f"▶ job {job.id}: preparing"))
     assert view.sent.empty() and not [each for each in threading.enumerate() if each.name == "detrain_nb watch"]
     view.hears("hello")
     seen = view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
@@ -81,6 +84,10 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert seen["curves"]["loss"]["points"][0] == [0, 1.0]
     lines = [text for item in seen["log"] for _, text in item["lines"] if item["source"] == "1"]
     assert lines == [f"step {step}" for step in range(40)]
+    times = [at for item in seen["log"] for at in item["times"] if item["source"] == "1"]
+    assert len(times) == 40 and times == sorted(times)
+    printed_at = time.mktime(time.strptime(times[0], "%Y-%m-%d %H:%M:%S"))
+    assert began_at - 1 <= printed_at <= time.time(), "when it was printed, not when it came"
 
     assert view.refusal("piece", id="x", offset=0) == "that download is over: begin it again"
     assert view.refusal("download", index=1) == "there is no such file: reload the page"
@@ -97,10 +104,14 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "save")
     assert (tmp_path / "models/model.safetensors").read_bytes() == bytes(range(256)) * 4000
 
+    check_the_whole_log(view, job, tmp_path)
+
     settled = view.settled()
     assert settled.text.startswith(f"✓ job {job.id}: succeeded, after ")
     assert "step 39 of 40, loss 0.025, model model.safetensors" in settled.text
     assert "<svg" in settled.html and "class=" not in settled.html
+    assert unseen.settled().text.startswith(f"✓ job {job.id}: succeeded, after "), "no page has shown it"
+    unseen.close()
 
     assert view.asks("restart") is None
     seen = view.wait_for(lambda it: it["head"]["id"] != job.id)
@@ -113,6 +124,25 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert view_of("train").state()["head"]["id"] == again["head"]["id"]
     with pytest.raises(JobError, match="no job 'other'"):
         view_of("other")
+
+
+def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
+    """Of all ranks in their order, and of one; on the disk, and for a browser as far as it fits."""
+    steps = [f"step {step}" for step in range(40)]
+    assert view.refusal("whole_log", node="", source="0; rm", folder=None) == "that is no log of the job"
+    assert view.asks("whole_log", node="", source="", folder=str(folder / "logs")) is None
+    doing = view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "log")["doing"]
+    saved = folder / "logs" / f"{job.id}.log"
+    assert doing["line"] == f"saved: {saved}"
+    assert saved.read_text().splitlines() == [f"[{rank}] {step}" for rank in (0, 1) for step in steps]
+    assert view.asks("whole_log", node="", source="1", folder=None) is None
+    file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
+    assert file["name"] == f"{job.id}-rank-1.log"
+    assert base64.b64decode(view.asks("piece", id=file["id"], offset=0)).decode().splitlines() == steps
+    view.asks("downloaded")
+    with pytest.raises(Refused, match="it is more than 100 B"):
+        write_log(job, folder / "logs", lambda done: None, most_bytes=100)
+    assert [*(folder / "logs").iterdir()] == [saved], "no part is left"
 
 
 def wait_for_no_watcher() -> None:
@@ -140,10 +170,8 @@ def test_watching_ends_with_the_last_page_and_a_stop_is_told(home: Path, tmp_pat
     assert view.refusal("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
     assert view.refusal("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
     view.asks("earlier", node="", source="0", begin=14)
-    assert [text for _, text in view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]["lines"]] == [
-        "step 0",
-        "step 1",
-    ]
+    item = view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]
+    assert [text for _, text in item["lines"]] == ["step 0", "step 1"] and all(item["times"])
     view.asks("earlier", node="elsewhere", source="0", begin=14)
     assert "has no node" in view.wait_for(lambda it: "error" in it["earlier"])["earlier"]["error"]
     view.close()
@@ -192,14 +220,6 @@ def test_progress_says_how_long_it_takes() -> None:
     assert unknown and (unknown["left"], unknown["total"]) == ("", None)
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(2.4341, "2.434"), (2.29e-4, "2.29e-04"), (223_456, "223 k"), (math.nan, "nan"), (-math.inf, "-inf"), (0, "0")],
-)
-def test_numbers(value: float, shown: str) -> None:
-    assert picture.number(value) == shown
-
-
 def test_hostile_curves_are_plain_json() -> None:
     curves = LiveCurves()
     for step in range(5000):
@@ -208,6 +228,22 @@ def test_hostile_curves_are_plain_json() -> None:
     shown = picture.curves_of(curves)
     assert len(json.dumps(shown, allow_nan=False)) < 20_000
     assert len(shown["loss"]["points"]) <= 400
+
+
+@pytest.mark.parametrize(
+    ("is_bad", "warning", "fact"),
+    [
+        (lambda step: False, "", {"title": "Loss", "value": "0.5"}),
+        (lambda step: step % 7 == 3, "nan or inf at 14 steps, first at step 3", {"title": "Loss", "value": "0.5"}),
+        (lambda step: step > 40, "nan since step 41", {"title": "Loss", "value": "nan since step 41", "sign": "warn"}),
+    ],
+)
+def test_loss_that_is_no_number_is_told(is_bad: Callable[[int], bool], warning: str, fact: dict[str, str]) -> None:
+    curves = LiveCurves()
+    for step in range(100):
+        curves.add({"step": step, "rank": 0, "loss": math.nan if is_bad(step) else 0.5})
+    assert picture.curves_of(curves)["loss"]["warning"] == warning
+    assert picture.facts_of(status("ended", exit_code=0), curves)[0] == fact
 
 
 @pytest.mark.parametrize("largest", [sys.float_info.max, -sys.float_info.max])
@@ -276,13 +312,14 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched_for_a_browser(hom
 
     Record().add("lies-1", name="lies", nodes="[]", spec="{}", state="ended")
     job = Job("lies-1", "lies", [LyingNode({"status": tell, "artifacts": offer, "read": send})], record=Record())
-    download, folders = Download(), set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*"))
+    download, folders = Download(), set(Path(tempfile.gettempdir()).glob("detrain_nb-download-*"))
     try:
         with pytest.raises(Refused, match="200 MB are more than the 50 MB that go through the notebook"):
-            download.prepare(job, MadeFile("", "model.bin", 10, 1.0), lambda done, total: None)
+            file = MadeFile("", "model.bin", 10, 1.0)
+            download.prepare(lambda to: fetch_for_browser(job, file, to, lambda done, total: None))
     finally:
         is_over.set()
-    assert set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*")) <= folders, "what has come is gone"
+    assert set(Path(tempfile.gettempdir()).glob("detrain_nb-download-*")) <= folders, "what has come is gone"
 
 
 def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:

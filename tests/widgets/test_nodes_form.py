@@ -363,6 +363,7 @@ def test_hosts_of_the_ssh_config_are_listed_and_taken_by_name(
         "Host gpu1\n  HostName gpu1.example.org\n  User alice\n"
         "Host gpu2\n  Port 2222\n  User bob\n  ProxyJump gate\n"
         "Host odd\n  ProxyCommand nc %h\nHost *.example.org <b>x</b>\n  User all\n"
+        f"Match exec 'touch {tmp_path}/was-run'\n  User of-command\n"
     )
     view.types(view.asks("add", kind="empty"), host="gpu1")
     listed = view.asks("list_hosts")
@@ -371,6 +372,7 @@ def test_hosts_of_the_ssh_config_are_listed_and_taken_by_name(
     assert hosts["gpu2"] == {"where": "bob@gpu2:2222", "jump": "gate", "fault": "", "is_there": False}
     assert "ProxyCommand" in hosts["odd"]["fault"]
     assert listed["more"] == 0 and view.state()["num_hosts"] == 3
+    assert not (tmp_path / "was-run").exists(), "to list hosts runs no command"
     [row] = view.asks("import_hosts", names=["gpu2"])
     assert view.rows[1]["id"] == row
     assert view.nodes[1] == Node(host="gpu2")
