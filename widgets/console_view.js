@@ -157,7 +157,7 @@ class ListPage {
     const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
       : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
     const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); asked_by?.focus?.(); };
-    const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }, "go"]], stop);
+    const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }]], stop);
     this.asked.replaceChildren(bar);
     input.focus();
   }

@@ -96,17 +96,6 @@ const findings_of = (test) => {
 };
 
 
-/** A row that asks for a path, in place. */
-const path_bar = (list, title, path, actions) => {
-  const { view } = list.editor, id = `${view.id}-path`, input = h("input", { id, class: "in mono", spellcheck: "false", value: path });
-  const error = h("div", { class: "err", role: "alert", hidden: true, id: `${id}e` });
-  const fail = (text) => { show_fault(error, text); input.setAttribute("aria-invalid", "true"); input.setAttribute("aria-describedby", error.id); };
-  const buttons = actions.map(([word, act], i) => view.button(word, () => act(input.value), { cls: i ? "" : "go", on_error: fail }));
-  const bar = h("div", { class: "tools", onkeydown: (event) => { if (event.key === "Escape") list.show_bar(null); } }, h("label", { for: id }, title), input, buttons, view.button("Cancel", () => list.show_bar(null)), error);
-  input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); buttons[0].click(); } });
-  return { bar, input };
-};
-
 /** The hosts of ~/.ssh/config, to choose among. */
 const import_panel = (list, { hosts, more }) => {
   const { view } = list.editor, chosen = new Set(), said = h("span", { class: "soft" });
@@ -163,7 +152,7 @@ class NodeList {
     const open = (is_added) => async (path) => { const count = await this.editor.view.call("open_nodes", { path, is_added }); this.show_bar(null); this.tell("ok", `${path}: ${count_of(count, "node")}`); };
     this.ask_path("Open nodes file", [["Open", open(false)], ["Add to the list", open(true)]]);
   }
-  ask_path(title, actions) { this.show_bar(path_bar(this, title, this.path || "nodes.toml", actions)); }
+  ask_path(title, actions) { this.show_bar(ask_bar(this.editor.view, title, actions, () => this.show_bar(null), { value: this.path || "nodes.toml" })); }
   clear() { this.message.replaceChildren(); }
   tell(state, text) {
     const { view } = this.editor;
