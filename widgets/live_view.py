@@ -23,6 +23,7 @@ from IPython.display import display, update_display
 from ..session.output.safe_output import one_line
 from ..text import html_text
 from .actions import Action, Refused, actions_of, describe_failure
+from .beside_cells import serve_beside_cells
 
 _TURN_S = 0.1  # at most so often is a page told something
 _PAGE_SILENT_S = 30.0  # three beats of a page
@@ -317,23 +318,10 @@ class LiveView(anywidget.AnyWidget):
             except UnicodeEncodeError:  # a page can say half a character, and no message can
                 self.send(json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")))
 
-    # ---- one place for ipykernel's sub-shells
-
     def open(self) -> None:
         super().open()
-        self._free_replies()
-
-    def _send(self, msg: Any, buffers: Any = None) -> None:
-        super()._send(msg, buffers)
-        self._free_replies()
-
-    def _free_replies(self) -> None:
-        """Let the sub-shell that JupyterLab starts hear the pages, beside a running cell.
-
-        ipykernel 7.4 gives a page's message to the thread that published last on its comm: the main one, which is busy.
-        """
         if self.comm is not None:
-            self.comm.__dict__.pop("_reply_subshell_id", None)
+            serve_beside_cells(self.comm.comm_id)
 
 
 def _read(path: Path) -> str:

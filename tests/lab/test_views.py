@@ -12,7 +12,12 @@ from .notebook import Notebook
 _FOLDER = str(Path(__file__).parent)
 _SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"
 _COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(5))"
-_WAIT = "view.pressed.clear(); print('pressed' if view.pressed.wait(20) else 'not pressed')"
+_WAIT = "view.pressed.clear(); was_pressed = view.pressed.wait(20); print('pressed' if was_pressed else 'not pressed')"
+
+# As in front ends that know no sub-shells: what a page says goes to the main one, where the cell runs.
+_WITHOUT_SUBSHELLS = """() => {
+  window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.commsOverSubshells = 'disabled';
+}"""
 
 
 def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Notebook]) -> None:
@@ -27,6 +32,20 @@ def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Note
     expect(view.get_by_label("Lines").get_by_role("listitem")).to_have_text(["hello"])
     nb.run(2)
     expect(view.get_by_label("Count")).to_have_text("999")
+
+
+def test_page_that_is_reloaded_while_a_cell_runs_has_its_view_at_once(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW, _WAIT, "print(was_pressed)")
+    nb.run(0)
+    nb.start(1)
+    nb.save()
+    nb.reload()
+    nb.js(_WITHOUT_SUBSHELLS)
+    view = nb.cell(0).locator(".dt")
+    view.get_by_role("button", name="Press").click()
+    expect(view.get_by_label("Said")).to_have_text("heard hello in False")
+    nb.run(2)
+    assert nb.text(2) == "True\n"
 
 
 def test_what_is_wrong_is_said_beside_it_and_nothing_is_called(notebook: Callable[..., Notebook]) -> None:
