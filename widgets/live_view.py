@@ -216,6 +216,7 @@ class LiveView(anywidget.AnyWidget):
                 self._welcome(page)
             case "beat" if page in self._pages:
                 self._pages[page] = time.monotonic()
+                self._tell({"tell": "beat", "page": page})
             case "beat":  # it was taken for gone, and has missed what came
                 self._tell({"tell": "again", "page": page})
             case "bye":

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from playwright.sync_api import expect
 
 from .notebook import Notebook
@@ -86,11 +90,25 @@ def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Cal
     expect(nb.cell(2).locator(".dt")).to_have_count(0)
 
 
-def test_page_whose_kernel_is_gone_says_so(notebook: Callable[..., Notebook]) -> None:
-    nb = notebook(_SHOW)
+@pytest.mark.slow
+def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW, "import os; os.getpid()")
     nb.run(0)
-    nb.restart()
-    gone = nb.cell(0).locator(".dt .note")
-    expect(gone).to_have_text("The kernel that showed this is gone: run the cell again", timeout=30_000)
+    nb.run(1)
+    kernel = int(nb.text(1))
+    view = nb.cell(0).locator(".dt")
+    press = view.get_by_role("button", name="Press")
+    silent, gone = view.get_by_text("The kernel does not answer"), view.get_by_text("that showed this is gone")
+    age = r"What you see is as of \d\d:\d\d:\d\d\.$"
+    expect(press).to_be_visible()
+    os.kill(kernel, signal.SIGSTOP)
+    expect(silent).to_have_text(re.compile(rf"^The kernel does not answer\. {age}"), timeout=40_000)
+    os.kill(kernel, signal.SIGCONT)
+    expect(silent).to_have_count(0)
+    os.kill(kernel, signal.SIGKILL)
+    expect(gone).to_have_text(re.compile(rf"gone: run the cell again\. {age}"))
+    expect(press).to_have_attribute("aria-disabled", "true")
+    nb.page.get_by_role("button", name="Ok").click()  # JupyterLab says that it restarts the kernel
     nb.run(0)
-    expect(nb.cell(0).locator(".dt").get_by_label("Count")).to_have_text("0")
+    press.click()
+    expect(view.get_by_label("Said")).to_have_text("heard hello in False")
