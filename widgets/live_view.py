@@ -34,6 +34,13 @@ _MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with a
 _LONGEST_ESCAPE = 6  # bytes of HTML for one of text
 _SHARED = Path(__file__).with_name("shared")
 _LIVE = "live view; run the cell again"
+_CHILD = ".jp-OutputArea-child"
+# Of two outputs in JupyterLab one is shown: the live view, or its plain form and not an error in place of a widget.
+_ONE_OF_BOTH = (
+    f"<style>{_CHILD}:not(:has(.dt)):has(+ {_CHILD} .dt-plain),"
+    f" {_CHILD}:has(.dt.live) + {_CHILD}:has(.dt-plain) {{ display: none; }}</style>"
+)
+_NOTHING = {"text/plain": ""}
 _PROGRAM_END = "\nexport default { render };\n"
 
 
@@ -90,6 +97,7 @@ class LiveView(anywidget.AnyWidget):
         self._appended: dict[str, list[Any]] = {}
         self._told: dict[str, str] = {}  # what each part was, as JSON, when pages were told last
         self._display_ids: list[str] = []
+        self._plain_ids: list[str] = []  # of the plain forms below them
         super().__init__()
         self.on_msg(self._hear)
 
@@ -163,6 +171,8 @@ class LiveView(anywidget.AnyWidget):
         self._tell_news()  # pages that keep the picture have the last one
         for display_id in self._display_ids:
             update_display(self.settled().bundle(), raw=True, display_id=display_id)
+        for display_id in self._plain_ids:
+            update_display(_NOTHING, raw=True, display_id=display_id)
         self.close()
 
     def close(self) -> None:
@@ -183,16 +193,20 @@ class LiveView(anywidget.AnyWidget):
     # ---- how it is displayed
 
     def _ipython_display_(self, **_: Any) -> None:
+        """Display it, and below it the plain form: JupyterLab shows no other form of a widget whose kernel has gone."""
         data, metadata = self.bundle()
         if self._is_settled:
             display(data, raw=True)
-        else:
-            display(data, metadata=metadata, raw=True, display_id=self.new_display())
+            return
+        page = f"<div class='dt-plain'>{data.pop('text/html')}</div>{_ONE_OF_BOTH}"
+        plain = {"text/plain": data.pop("text/plain"), "text/html": page}
+        display(data, metadata=metadata, raw=True, display_id=self.new_display())
+        self._plain_ids, plain_id = _one_more(self._plain_ids)
+        display(plain, raw=True, display_id=plain_id)
 
     def new_display(self) -> str:
         """The id of one more display of the view, which settles as the others do."""
-        display_id = uuid.uuid4().hex
-        self._display_ids = [*self._display_ids, display_id][-_MOST_DISPLAYS:]
+        self._display_ids, display_id = _one_more(self._display_ids)
         return display_id
 
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -323,6 +337,11 @@ class LiveView(anywidget.AnyWidget):
         super().open()
         if self.comm is not None:
             serve_beside_cells(self.comm.comm_id)
+
+
+def _one_more(display_ids: list[str]) -> tuple[list[str], str]:
+    display_id = uuid.uuid4().hex
+    return [*display_ids, display_id][-_MOST_DISPLAYS:], display_id
 
 
 def _read(path: Path) -> str:

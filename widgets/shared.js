@@ -189,7 +189,7 @@ class View {
     this.state = state;
     this.unmount?.(); this.parts.clear(); this.lists.clear();
     this.el.replaceChildren();
-    this.unmount = mount(this); this.has_mounted = true;
+    this.unmount = mount(this); this.has_mounted = true; this.el.classList.add("live");
   }
   /** Call `listener(value)` now, if the state has the part, and whenever the kernel publishes it. */
   on(part, listener) {

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import nbformat
 import pytest
 from playwright.sync_api import expect
 
@@ -22,6 +23,8 @@ _WAIT = "view.pressed.clear(); was_pressed = view.pressed.wait(20); print('press
 _WITHOUT_SUBSHELLS = """() => {
   window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.commsOverSubshells = 'disabled';
 }"""
+
+_HOSTILE = "<img src='x:' onerror='window.was_run = 1'><script>window.was_run = 2</script>"
 
 
 def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Notebook]) -> None:
@@ -77,9 +80,9 @@ def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Cal
     nb.run(1)
     assert nb.text(1) == "True\n"
     saved = nb.save()
-    bundle = saved.cells[0].outputs[0].data
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert bundle["text/html"] == "<b>count 0</b><p><em>live view; run the cell again</em></p>"
+    live, plain = (output.data for output in saved.cells[0].outputs)
+    assert list(live) == ["application/vnd.jupyter.widget-view+json"]
+    assert "<b>count 0</b><p><em>live view; run the cell again</em></p>" in plain["text/html"]
     assert not saved.metadata.get("widgets")
     nb.reload()
     view = nb.cell(0).locator(".dt")
@@ -112,3 +115,27 @@ def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Call
     nb.run(0)
     press.click()
     expect(view.get_by_label("Said")).to_have_text("heard hello in False")
+
+
+@pytest.mark.parametrize("is_trusted", [True, False], ids=["trusted", "untrusted"])
+def test_notebook_that_is_opened_without_its_kernel_shows_the_plain_form(
+    notebook: Callable[..., Notebook], is_trusted: bool
+) -> None:
+    nb = notebook(_SHOW, "view.settle(); view", _SHOW)
+    nb.run_all()
+    expect(nb.cell(2).locator(".dt").get_by_label("Count")).to_have_text("0")
+    expect(nb.cell(2).locator(".dt-plain")).to_be_hidden()
+    saved = nb.save()
+    nb.close()
+    if not is_trusted:  # who has changed it did not sign it
+        for cell in saved.cells:
+            cell.outputs[-1].data["text/html"] = f"{cell.outputs[-1].data.get('text/html', '')}{_HOSTILE}"
+        nbformat.write(saved, nb.path)
+    nb.reload()
+    for index, end in enumerate(["", "", "live view; run the cell again"]):
+        shown = nb.cell(index).locator(".jp-OutputArea-child >> visible=true").filter(has_text="count 0")
+        expect(shown).to_have_count(1)
+        expect(shown).to_contain_text(re.compile(rf"count 0\s*{end}"))
+    expect(nb.page.get_by_text("Error displaying widget >> visible=true")).to_have_count(0)
+    expect(nb.page.locator(".dt, .jp-OutputArea button")).to_have_count(0)
+    assert nb.js("() => window.was_run ?? null") is None
