@@ -139,7 +139,7 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     view.evaluate("view => { view.style.width = ''; }")
 
     saved = nb.save()
-    assert "gpt-pretrain" in saved.cells[2].outputs[0].data["text/html"]
+    assert "gpt-pretrain" in saved.cells[2].outputs[1].data["text/html"]
     nb.reload()
     expect(names(nb.cell(2).locator(".dt"))).to_have_count(9)
 
