@@ -341,11 +341,14 @@ def test_odd_files_are_listed_with_what_is_wrong_with_them(mine: MyPipelines) ->
     (mine.folder / "latin.toml").write_bytes(b'name = "\xe9"')
     (mine.folder / "deep.toml").write_text("a = " + "[" * 3000 + "]" * 3000)
     (mine.folder / "\x1b[31m\n.toml").write_text('name = "\\u001b[31mred"')
+    (mine.folder / "\x1b[2Jnameless.toml").write_text("")
+    (mine.folder / "\udcff.toml").write_text("")  # its name is no UTF-8
     found = mine.entries()
     faults = {each.name: each.fault for each in found}
+    assert {r"\x1b[2Jnameless", r"\udcff"} < faults.keys()
     assert "Is a directory" in faults["folder"] and "is no file" in faults["pipe"]
     assert "larger than 1 MB" in faults["large"] and "UTF-8" in faults["latin"] and "levels" in faults["deep"]
-    assert faults["here"] == "" and len(found) == 7
+    assert faults["here"] == "" and len(found) == 9
     assert str(found).replace("\n", "").isprintable()
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
