@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,6 +38,7 @@ from .typed import Typed
 __all__ = ["FieldConflict", "SpecForm"]
 
 _MOST_CHARS = 500_000  # of one text: a script
+_MOST_CHARS_IN_ALL = 4_000_000  # as JSON; a file has 1 MB at most, and all of it is read again at each edit
 _MOST_ROWS = 1_000  # of nodes that are added by hand
 _MOST_CONFLICTS = 200
 
@@ -179,6 +181,7 @@ class SpecForm:
         with self._lock:
             if len(self.rows) >= _MOST_ROWS:
                 raise SpecError(f"there are {len(self.rows)} nodes: more than {_MOST_ROWS} stand in a file")
+            self._require_room(typed or {})
             key = self._insert(dict(typed or {}), next(self._keys), len(self.rows) if at is None else at)
             self._changed.update({(key, name): (self.revision + 1, editor) for name in (typed or {})})
             self._count(())
@@ -198,6 +201,8 @@ class SpecForm:
         with self._lock:
             place = self._row(key)
             self._removed[key] = self._draft["nodes"].pop(place)
+            while _size_of(self._removed) > _MOST_CHARS_IN_ALL and len(self._removed) > 1:
+                self._removed.pop(next(iter(self._removed)))
             self.rows.pop(place)
             self._count(())
         self._tell()
@@ -259,11 +264,19 @@ class SpecForm:
         if revision is not None and at > revision and by != editor and there != typed:
             self._note_conflict(FieldConflict(format_path(keyed), there, typed, editor, at))
             return False
+        self._require_room(typed)
         self._conflicts.pop((format_path(keyed), editor), None)
         set_at(self._draft, place, typed)
         self._changed[keyed] = (self.revision + 1, editor)
         self._count(place)
         return True
+
+    def _require_room(self, typed: object) -> None:
+        """Raises: SpecError."""
+        if typed != "" and _size_of(self._draft) + _size_of(typed) > _MOST_CHARS_IN_ALL:
+            raise SpecError(
+                f"what is typed has more than {_MOST_CHARS_IN_ALL:,} characters in all: a file has 1 MB at most"
+            )
 
     def _note_conflict(self, conflict: FieldConflict) -> None:
         self._conflicts[conflict.path, conflict.editor] = conflict
@@ -343,6 +356,10 @@ class SpecForm:
     def _tell(self) -> None:
         for call in [*self._listeners]:
             call()
+
+
+def _size_of(typed: object) -> int:
+    return len(json.dumps(typed, ensure_ascii=False))
 
 
 def _check_typed(path: str, typed: object) -> None:

@@ -203,6 +203,22 @@ def test_nodes_are_added_copied_moved_and_brought_back() -> None:
             act()
 
 
+def test_form_takes_no_more_than_a_file_could_hold_several_times() -> None:
+    form = SpecForm()
+    long = "x" * 500_000
+    key = form.add_node({"setup": long})
+    for _ in range(20):
+        form.remove_node(form.copy_node(key))
+    assert len(json.dumps(form._removed)) < 4_000_000, "what was removed is kept as far as there is room"
+    form.edit("description", long)
+    with pytest.raises(SpecError, match="more than 4,000,000 characters in all"):
+        for _ in range(20):
+            form.copy_node(key)
+    with pytest.raises(SpecError, match="in all"):
+        form.edit("name", long)
+    assert form.edit("description", ""), "it can be made less"
+
+
 def test_edit_of_an_old_revision_is_kept_as_a_conflict() -> None:
     form = SpecForm({**RIGHT, "training": {"steps": 4}})
     seen = form.revision
