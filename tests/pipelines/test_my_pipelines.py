@@ -219,6 +219,16 @@ def test_trash_that_is_a_link_takes_nothing(mine: MyPipelines, tmp_path: Path) -
     assert names_of(mine) == ["train"]
 
 
+def test_trash_that_has_become_a_link_gives_nothing_back(mine: MyPipelines, tmp_path: Path) -> None:
+    mine.create({**DATA, "name": "here"})
+    deleted = mine.delete("here")
+    (mine.folder / ".trash").rename(tmp_path / "others")
+    (mine.folder / ".trash").symlink_to(tmp_path / "others")
+    with pytest.raises(SpecError, match="no folder, or a link"):
+        mine.restore(deleted)
+    assert (tmp_path / "others" / "here.toml").exists()
+
+
 def test_files_opened_elsewhere_are_listed_and_never_moved(mine: MyPipelines, tmp_path: Path) -> None:
     file = tmp_path / "shared.yaml"
     file.write_text("name: shared\nsource: {script_text: print(1)}\n")
