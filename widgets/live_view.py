@@ -177,6 +177,8 @@ class LiveView(anywidget.AnyWidget):
         if was_shown:
             self.on_pages(are_there=False)
         if is_again or not self._is_settled:  # a page that was reloaded does not know where to put the settled form
+            if self.layout is not None:
+                self.layout.close()  # a widget of its own, which the kernel and the saved notebook would keep
             super().close()
 
     # ---- how it is displayed

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from detrain_nb.widgets import LiveView, Refused, Settled, action, live_view
+from ipywidgets.widgets.widget import _instances
 from jupyter_client.session import Session
 
 LIMIT_S = 10.0
@@ -242,6 +243,15 @@ def test_only_actions_can_be_called(view: Any, name: object) -> None:
     told(view, 1)
     view.hears("call", call="1", action=name, arguments={})
     assert told(view, 1)[0]["error"] == "this view has no such action: reload the page"
+
+
+def test_closed_view_leaves_no_widget_behind(kind: type[Any]) -> None:
+    before = set(_instances)
+    view = kind()
+    assert len(set(_instances) - before) == 2, "the view and its layout"
+    view.close()
+    view.close()
+    assert set(_instances) == before
 
 
 def test_pages_are_bounded(view: Any) -> None:
