@@ -15,6 +15,7 @@ from ..session.output.safe_output import one_line
 from ..text import html_cells, html_table
 from .actions import Refused, action, flag, one_of, optional, text, whole
 from .console_form import describe_fields, describe_form
+from .console_job import ShownJob
 from .live_view import LiveView, Settled
 
 __all__ = ["ConsoleView"]
@@ -57,6 +58,8 @@ class ConsoleView(LiveView):
         self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
         self._open: Path | None = None
         self._conflict: Conflict | None = None  # of the file of the open form
+        self._started = ""  # the id of the job that was started last
+        self._shown_job = ShownJob(self._tell_all)
         super().__init__()
 
     @property
@@ -71,6 +74,8 @@ class ConsoleView(LiveView):
                 "undo": self._describe_undo(),
                 "form": self._describe_form(),
                 "work": None,
+                "started": self._started,
+                "job": self._shown_job.describe(),
                 "fields": describe_fields(),
                 "examples": [
                     {
@@ -91,6 +96,11 @@ class ConsoleView(LiveView):
         head = html_cells(("name", "file", "mesh", "nodes", "last job"), tag="th", style="text-align:left")
         title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
         return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
+
+    def close(self) -> None:
+        super().close()
+        if hasattr(self, "_shown_job"):  # ipywidgets closes one whose making has failed
+            self._shown_job.close()
 
     # ---- the list
 
@@ -236,11 +246,24 @@ class ConsoleView(LiveView):
             seen = self._forms[path].file
         self.work(f"starting {one_line(path.stem)}", lambda: self._run(path, as_read=seen))
 
+    # ---- a job
+
+    @action(id=text(most=200))
+    def show_job(self, id: str) -> None:
+        self._shown_job.show(self.pipelines.find_job(id))
+        self.publish("job", self._shown_job.describe())
+
+    @action()
+    def hide_job(self) -> None:
+        self._shown_job.close()
+        self.publish("job", None)
+
     # ---- how
 
     def _run(self, path: Path, *, as_read: SpecFile | None = None) -> None:
         try:
-            self.pipelines.run(path, as_read=as_read)
+            self._started = self.pipelines.run(path, as_read=as_read).id
+            self.publish("started", self._started)
         finally:
             self._tell_all()
 
@@ -328,7 +351,7 @@ class ConsoleView(LiveView):
             "job": job
             and {
                 "id": one_line(job.id),
-                "state": job.state,
+                "sign": job.sign,
                 "word": one_line(job.word),
                 "detail": one_line(job.detail),
                 "at": job.submitted_at,

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, expect
 
+from .console_steps import add_node, begin_pipeline, type_script
 from .notebook import Notebook
 from .pictures import take_picture
 from .window import set_theme
@@ -192,11 +193,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     nb.run(0)
     nb.run(1)
     view, keys = nb.cell(1).locator(".dt"), nb.page.keyboard
-    view.get_by_role("button", name="New").click()
-    keys.type("train")
-    keys.press("Enter")
-    expect(view.get_by_label("Name", exact=True)).to_be_focused()
-    expect(view.get_by_role("heading", name="train", exact=True)).to_be_visible()
+    begin_pipeline(view, "train")
     expect(view.locator("[aria-current=step]")).to_contain_text("General")
 
     pp, batch = view.get_by_label("pp", exact=True), view.get_by_label("Batch size")
@@ -211,11 +208,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(batch).not_to_have_attribute("aria-invalid", "true")
 
     view.get_by_role("button", name="Next: Nodes").click()
-    view.get_by_role("button", name="Add node").click()
-    expect(view.get_by_label("Host", exact=True)).to_be_focused()
-    keys.type("localhost")
-    view.get_by_label("Devices").fill("cpu")
-    view.get_by_label("Ranks").fill("2")
+    add_node(view, "localhost", ranks=2)
     take_pictures(nb, view, "nodes", tmp_path)
     view.get_by_role("button", name="Copy: localhost").click()
     expect(view.locator(".nodes > li")).to_have_count(2)
@@ -228,8 +221,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.locator(".nodes > li")).to_have_count(1)
 
     view.get_by_role("button", name="Next: Source").click()
-    view.get_by_role("radio", name="Text").check()
-    view.get_by_label("Script text").fill("print('it ran')")
+    type_script(view, "print('it ran')")
     take_pictures(nb, view, "source", tmp_path)
     expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
     expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()

@@ -238,6 +238,8 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
         ("torch.ones(7)", (1, 7), "", "first 6 of 7"),
         ("__import__('numpy').arange(6)", (1, 7), "", "all of 6"),
         ("__import__('numpy').frombuffer(b'read-only', dtype='u1')", (1, 7), "", "first 6 of 9"),
+        ("__import__('numpy').ones((4, 6, 3), dtype='u1')[..., ::-1]", (5, 4), "", "first 5 x 3 of 4 x 6 x 3"),
+        ("__import__('numpy').zeros(3, dtype='u1, f4')['f1']", (1, 4), "", "all of 3"),
         ("torch.nn.Sequential(torch.nn.Linear(2, 3))", (1, 3), "", "all 1 modules"),
         ("torch.eye(3).to_sparse()", (0, 0), "", "a tensor without numbers, or that is not dense, has no preview"),
         (
@@ -257,6 +259,13 @@ def test_preview_of(session: Session, code: str, rows: tuple[int, int], text: st
     assert (len(seen.rows), len(seen.columns) if seen.rows else 0) == rows
     assert (seen.text, seen.note) == (text, note)
     assert repr(seen).startswith("it on rank 0: ")
+
+
+def test_array_with_a_mask_is_not_compared(session: Session) -> None:
+    session.run_cell("import numpy; masked = numpy.ma.array([1, 2], mask=[rank, 1 - rank])")
+    row = session.variables("masked")["masked"]
+    assert (row.words, row.on[0].why) == ("not compared", "MaskedArray is a class of its own")
+    assert (session.preview("masked").rows, session.preview("masked").note[:16]) == ((), "what MaskedArray")
 
 
 def test_nothing_of_the_users_classes_is_run(session: Session) -> None:

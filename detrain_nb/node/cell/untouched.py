@@ -88,6 +88,13 @@ def as_tensor(value: object) -> torch.Tensor | None:
     return torch.Tensor.as_subclass(torch.Tensor.detach(value), torch.Tensor)  # type: ignore[arg-type]
 
 
+def as_array(value: object) -> Any:
+    """The numbers of an array of numpy as a plain one that shares its memory; None where a mask says which count."""
+    if not (array := loaded("numpy", "ndarray")) or array not in bases_of(type(value)):
+        return None
+    return None if loaded("numpy.ma", "MaskedArray") in bases_of(type(value)) else array.view(value, array)
+
+
 def is_dense(tensor: torch.Tensor) -> bool:
     """Its numbers lie in one storage, each as its dtype has it."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
