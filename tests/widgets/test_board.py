@@ -242,9 +242,9 @@ def test_durations_are_written_as_people_say_them(seconds: float | None, words: 
 # ---- two real ranks
 
 
-def test_orders_of_a_page_are_bounded_and_a_stop_still_goes(made: Callable[[Board], tuple[BoardView, Page]]) -> None:
+def test_orders_of_a_page_are_bounded_and_a_stop_still_goes(made: Callable[[Board], Page]) -> None:
     """Each set of ranks is an order of its own, and each order takes a thread."""
-    view, _ = made(made_board(2))
+    view = made(made_board(2))
     hold = threading.Event()
 
     def wait() -> str:
