@@ -1001,7 +1001,7 @@ def test_changed_key_file_is_read_anew(recorder: Recorder, home: Path) -> None:
     assert asked == [str(locked)]
 
 
-KEY_FILES = {
+KEY_FILES: dict[str, tuple[Any, str]] = {
     "missing": (None, "does not exist"),
     "a folder": ("", "cannot be read: Is a directory"),
     "empty": ("\n", "holds no key of ssh: name the file that ssh-keygen made"),

@@ -173,7 +173,7 @@ def children_of(module: object) -> list[tuple[str, object]]:
 
 
 def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object]]:
-    state = dict.get(_OPTIMIZER_VARIABLES.__get__(optimizer), "state")
+    state: Any = dict.get(_OPTIMIZER_VARIABLES.__get__(optimizer), "state")
     of_parameters = list(dict.values(state)) if is_of(state, dict) else []
     for number, of_parameter in enumerate(of_parameters[:_MOST_TENSORS]):
         for name, tensor in pairs(of_parameter):
