@@ -1013,7 +1013,7 @@ KEY_FILES: dict[str, tuple[Any, str]] = {
     ),
     "another form": ("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "ssh-keygen -p -f"),
     "PuTTY's": ("PuTTY-User-Key-File-3: ssh-ed25519\n", "puttygen"),
-    "a pipe": (os.mkfifo, "cannot be read: it is no file"),
+    "a pipe": (lambda path: os.mkfifo(path, 0o600), "cannot be read: it is no file"),
     "without an end": (lambda path: path.symlink_to("/dev/zero"), "cannot be read: it is no file"),
 }
 
