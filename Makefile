@@ -32,6 +32,9 @@ OLDEST := 3.11
 # Beside that of $(VENV): each has an environment of its own, .venv-3.12. Where it is not installed, it is named and left out.
 OTHER_PYTHONS := 3.12 3.13
 NODE_PYTHON := 3.10
+# An ipykernel with sub-shells, the oldest that pyproject.toml allows; and one without, for what views say there.
+OLD_KERNEL := 7.1.0
+KERNEL_WITHOUT_SUBSHELLS := 6.31.0
 # What differs between Pythons: frames, tracebacks, signals, pickles, and torch itself.
 SMOKE := tests/test_values.py tests/test_wire.py tests/test_launch.py tests/node tests/session/test_session.py \
   tests/session/test_failures.py tests/session/test_stop.py tests/session/test_death.py tests/magics/test_distributed.py \
@@ -50,7 +53,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help install venv quickstart lab data test test-slow test-thorough test-near test-all test-gpu test-pythons test-smoke test-node \
+.PHONY: help install venv quickstart lab data test test-slow test-thorough test-near test-all test-gpu test-pythons test-kernels test-smoke test-node \
   test-deps lint ruff mypy bench clean
 
 help: ## this list
@@ -105,6 +108,10 @@ test-pythons: test-deps ## the quickstart and a part of the tests on Python 3.12
 test-smoke: $(DONE)/test
 	exec $(PYTEST) 2 -m 'not slow and not thorough' $(SMOKE) $(PYTEST_ARGS)
 	$(VENV)/bin/pytest tests/notebooks -k 01_quickstart $(PYTEST_ARGS)
+
+test-kernels: $(DONE)/test test-deps ## live views in a browser, in kernels of an older ipykernel: 3 minutes
+	@$(call test_kernel,$(OLD_KERNEL),tests/lab/test_views.py)
+	@$(call test_kernel,$(KERNEL_WITHOUT_SUBSHELLS),tests/lab/test_old_kernel.py)
 
 # The notebook is the Python of $(VENV), one of its ranks is $(NODE) on another host.
 test-node: $(DONE)/test
@@ -190,6 +197,15 @@ $(DONE)/bench: $(DONE)/torch pyproject.toml
 define find_python
 for python in "$$(command -v python$(1))" "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$(1).*/bin/python$(1); do \
   "$$python" -c 'import sys; print(sys.executable)' 2>/dev/null && break; done
+endef
+
+# $(call test_kernel,VERSION,TESTS): run them with the kernels of this ipykernel, which has views and no torch beside it.
+define test_kernel
+python='$(abspath $(VENV)-ipykernel-$(1))/bin/python'; echo "ipykernel $(1): $$python"; \
+  $(VENV)/bin/python -m venv '$(VENV)-ipykernel-$(1)' \
+    && $$python -m pip install --quiet ipykernel==$(1) ipywidgets anywidget pydantic fsspec packaging pathspec pyyaml \
+    && $$python -m pip install --quiet --no-deps --editable . \
+    && $(VENV)/bin/pytest $(2) --kernel-python "$$python" $(PYTEST_ARGS)
 endef
 
 # $(call debian,PACKAGES,WITHOUT): install Debian packages where we may, else say what their absence means and go on.

@@ -109,6 +109,7 @@ def _is_there(sign: str) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--older-python", help="a Python that nodes may have and the notebook may not: make test-pythons")
+    parser.addoption("--kernel-python", help="the Python of the kernels of notebooks in a browser: make test-kernels")
 
 
 def pytest_configure() -> None:

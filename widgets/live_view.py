@@ -15,6 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
@@ -24,6 +25,7 @@ from IPython.display import display, update_display
 from ..session.output.safe_output import one_line
 from ..text import html_text
 from .actions import Action, Refused, actions_of, describe_failure
+from .beside_cells import serve_beside_cells
 
 _TURN_S = 0.1  # at most so often is a page told something
 _PAGE_SILENT_S = 30.0  # three beats of a page
@@ -34,6 +36,13 @@ _MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with a
 _LONGEST_ESCAPE = 6  # bytes of HTML for one of text
 _SHARED = Path(__file__).with_name("shared")
 _LIVE = "live view; run the cell again"
+_CHILD = ".jp-OutputArea-child"
+# Of two outputs in JupyterLab one is shown: the live view, or its plain form and not an error in place of a widget.
+_ONE_OF_BOTH = (
+    f"<style>{_CHILD}:not(:has(.dt)):has(+ {_CHILD} .dt-plain),"
+    f" {_CHILD}:has(.dt.live) + {_CHILD}:has(.dt-plain) {{ display: none; }}</style>"
+)
+_NOTHING = {"text/plain": ""}
 _PROGRAM_END = "\nexport default { render };\n"
 
 
@@ -91,6 +100,7 @@ class LiveView(anywidget.AnyWidget):
         self._appended: dict[str, list[Any]] = {}
         self._told: dict[str, str] = {}  # what each part was, as JSON, when pages were told last
         self._display_ids: list[str] = []
+        self._plain_ids: list[str] = []  # of the plain forms below them
         super().__init__()
         self.on_msg(self._hear)
         LiveView._all.add(self)
@@ -132,15 +142,17 @@ class LiveView(anywidget.AnyWidget):
                 self._start_pump()
         self._wake.set()
 
-    def work(self, what: str, do: Callable[[], None]) -> None:
+    def work(self, what: str, do: Callable[[], None], *, is_told: bool = True) -> None:
         """Do one thing that takes a while, in a thread of the view; the part ``work`` tells pages how it goes.
 
+        Where it is not to be told, ``do`` itself says all, and raises nothing.
         Raises: Refused while another one is under way.
         """
         with self._lock:
             if self._worker is not None and self._worker.is_alive():
                 raise Refused(f"{self._worker.name} is still under way")
-            self._worker = threading.Thread(target=self._work, args=(what, do), name=what, daemon=True)
+            run = partial(self._work, what, do) if is_told else do
+            self._worker = threading.Thread(target=run, name=what, daemon=True)
             self._worker.start()
 
     def _work(self, what: str, do: Callable[[], None]) -> None:
@@ -169,6 +181,8 @@ class LiveView(anywidget.AnyWidget):
     def _put_settled(self) -> None:
         for display_id in self._display_ids:
             update_display(self.settled().bundle(), raw=True, display_id=display_id)
+        for display_id in self._plain_ids:
+            update_display(_NOTHING, raw=True, display_id=display_id)
 
     @staticmethod
     def settle_all() -> None:
@@ -200,16 +214,20 @@ class LiveView(anywidget.AnyWidget):
     # ---- how it is displayed
 
     def _ipython_display_(self, **_: Any) -> None:
+        """Display it, and below it the plain form: JupyterLab shows no other form of a widget whose kernel has gone."""
         data, metadata = self.bundle()
         if self._is_settled:
             display(data, raw=True)
-        else:
-            display(data, metadata=metadata, raw=True, display_id=self.new_display())
+            return
+        page = f"<div class='dt-plain'>{data.pop('text/html')}</div>{_ONE_OF_BOTH}"
+        plain = {"text/plain": data.pop("text/plain"), "text/html": page}
+        display(data, metadata=metadata, raw=True, display_id=self.new_display())
+        self._plain_ids, plain_id = _one_more(self._plain_ids)
+        display(plain, raw=True, display_id=plain_id)
 
     def new_display(self) -> str:
         """The id of one more display of the view, which settles as the others do."""
-        display_id = uuid.uuid4().hex
-        self._display_ids = [*self._display_ids, display_id][-_MOST_DISPLAYS:]
+        self._display_ids, display_id = _one_more(self._display_ids)
         return display_id
 
     def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -244,6 +262,7 @@ class LiveView(anywidget.AnyWidget):
                 self._welcome(page)
             case "beat" if page in self._pages:
                 self._pages[page] = time.monotonic()
+                self._tell({"tell": "beat", "page": page})
             case "beat":  # it was taken for gone, and has missed what came
                 self._tell({"tell": "again", "page": page})
             case "bye":
@@ -346,23 +365,15 @@ class LiveView(anywidget.AnyWidget):
             except UnicodeEncodeError:  # a page can say half a character, and no message can
                 self.send(json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")))
 
-    # ---- one place for ipykernel's sub-shells
-
     def open(self) -> None:
         super().open()
-        self._free_replies()
-
-    def _send(self, msg: Any, buffers: Any = None) -> None:
-        super()._send(msg, buffers)
-        self._free_replies()
-
-    def _free_replies(self) -> None:
-        """Let the sub-shell that JupyterLab starts hear the pages, beside a running cell.
-
-        ipykernel 7.4 gives a page's message to the thread that published last on its comm: the main one, which is busy.
-        """
         if self.comm is not None:
-            self.comm.__dict__.pop("_reply_subshell_id", None)
+            serve_beside_cells(self.comm.comm_id)
+
+
+def _one_more(display_ids: list[str]) -> tuple[list[str], str]:
+    display_id = uuid.uuid4().hex
+    return [*display_ids, display_id][-_MOST_DISPLAYS:], display_id
 
 
 def _read(path: Path) -> str:

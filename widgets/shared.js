@@ -2,6 +2,8 @@
 // Text is put in as text, never as HTML. A view's own file defines `mount(view)`, which may return its clean-up.
 
 const BEAT_MS = 10000, SLOW_MS = 1000, QUIET_MS = 5000;
+const MOST_UNANSWERED = 1; // beats, before the page says that the kernel is silent
+const GONE = "the kernel is gone: run the cell again";
 let serial = 0;
 
 /** Make an element: `h("b", { class: "push", onclick: f, "aria-label": "x" }, "text", child, null)`. */
@@ -124,12 +126,12 @@ const command_box = (text, label = "Copy the command") => {
   return h("div", { class: "cmd" }, h("pre", { tabIndex: 0 }, text), button);
 };
 
-/** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`. Enter takes the first; Escape and Cancel call `close`. */
+/** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`; Enter takes the first, Escape and Cancel call `close`. */
 const ask_bar = (view, label, actions, close, { value = "", hint = null } = {}) => {
-  const id = `${view.id}-asked`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
+  const id = `${view.id}-asked${serial++}`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
   const input = h("input", { class: "in mono", id, value, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-error` });
   const fail = (text) => { error.hidden = false; error.replaceChildren(icon("warn"), h("span", {}, text)); input.setAttribute("aria-invalid", "true"); input.focus(); };
-  const buttons = actions.map(([word, act, cls = ""]) => view.button(word, () => act(input.value.trim()), { cls, on_error: fail }));
+  const buttons = actions.map(([word, act, cls], i) => view.button(word, () => act(input.value.trim()), { cls: cls ?? (i ? "" : "go"), on_error: fail }));
   const onkeydown = (event) => {
     if (event.key === "Escape") close(); else if (event.key === "Enter" && event.target === input) buttons[0].click(); else return;
     event.preventDefault(); event.stopPropagation();
@@ -151,18 +153,22 @@ class View {
     this.calls = new Map(); this.parts = new Map(); this.lists = new Map();
     this.state = null; this.is_late = false; this.said_at = 0; this.number = 0;
     this.unmount = null; this.has_mounted = false;
-    this.hear = this.hear.bind(this);
+    this.heard_at = Date.now(); this.unanswered = 0; this.is_gone = false;
+    this.fault = h("p", {}); this.alert = note("lost", this.fault);
+    this.hear = this.hear.bind(this); this.look = this.look.bind(this);
     model.on("msg:custom", this.hear);
+    model.on("comm_live_update", this.look); // the kernel was restarted
     this.send({ do: "hello" });
     // the first one waits for a running cell where no sub-shell was there yet to hear it
     this.greeting = setInterval(() => this.send({ do: "hello" }), SLOW_MS);
-    this.beat = setInterval(() => { if (!this.send({ do: "beat" })) this.lose_kernel(); }, BEAT_MS);
+    this.beat = setInterval(this.look, BEAT_MS);
     this.el.append(h("div", { class: "body soft" }, "Waiting for the kernel…"));
   }
   /** Returns whether there is a kernel to hear it. */
   send(message) { try { this.model.send({ ...message, page: this.page }); return true; } catch { return false; } }
   hear(message) {
     if (message.page !== undefined && message.page !== this.page) return;
+    this.heard_at = Date.now(); this.unanswered = 0; this.alert.remove();
     if (message.tell === "state") this.begin(message);
     if (message.tell === "again") this.begin_anew(); // it was not heard for long: the laptop slept
     if (message.tell === "news" && this.has_mounted) {
@@ -172,10 +178,26 @@ class View {
     if (message.tell === "answer") { const waiting = this.calls.get(message.call); this.calls.delete(message.call);
       if ("error" in message) waiting?.[1](new Error(message.error)); else waiting?.[0](message.value); }
   }
+  /** Is the kernel there, and does it answer? */
+  look() {
+    if (this.is_gone) return;
+    if (!this.send({ do: "beat" })) this.lose_kernel();
+    else if (this.has_mounted && !this.is_late && ++this.unanswered > MOST_UNANSWERED) this.warn("The kernel does not answer");
+  }
   /** The kernel has ended, or started anew: it knows nothing of this view. */
   lose_kernel() {
-    clearInterval(this.beat);
-    this.el.prepend(note("lost", h("p", {}, "The kernel that showed this is gone: run the cell again")));
+    clearInterval(this.beat); clearInterval(this.greeting);
+    this.is_gone = true; this.el.classList.add("gone");
+    for (const button of this.el.querySelectorAll("[data-asks]")) disable(button, GONE);
+    for (const [, fail] of this.calls.values()) fail(new Error(GONE));
+    this.calls.clear();
+    this.warn("The kernel that showed this is gone: run the cell again");
+  }
+  /** Say above the view why it may be wrong, and how old it is. */
+  warn(what) {
+    const as_of = new Date(this.heard_at).toLocaleTimeString([], { hour12: false });
+    set_text(this.fault, this.has_mounted ? `${what}. What you see is as of ${as_of}.` : `${what}.`);
+    if (!this.alert.isConnected) { this.el.prepend(this.alert); this.announce(this.fault.textContent); }
   }
   /** Ask for all of it, and show that in the place of what is here. */
   begin_anew() { this.has_mounted = false; this.send({ do: "hello" }); }
@@ -187,7 +209,7 @@ class View {
     this.state = state;
     this.unmount?.(); this.parts.clear(); this.lists.clear();
     this.el.replaceChildren();
-    this.unmount = mount(this); this.has_mounted = true;
+    this.unmount = mount(this); this.has_mounted = true; this.el.classList.add("live");
   }
   /** Call `listener(value)` now, if the state has the part, and whenever the kernel publishes it. */
   on(part, listener) {
@@ -199,7 +221,7 @@ class View {
   /** Ask the kernel; the promise has its answer, or fails with its one line. */
   call(action, args = {}) {
     const call = `${++this.number}`;
-    return new Promise((resolve, reject) => { this.calls.set(call, [resolve, reject]); if (!this.send({ do: "call", call, action, arguments: args })) reject(new Error("the kernel is gone: run the cell again")); });
+    return new Promise((resolve, reject) => { this.calls.set(call, [resolve, reject]); if (!this.send({ do: "call", call, action, arguments: args })) reject(new Error(GONE)); });
   }
   /** A button that calls `act` and shows that it waits; what fails is shown by `on_error(text)`, or announced. */
   button(content, act, { cls = "", label = null, on_error = null, title = null } = {}) {
@@ -211,7 +233,8 @@ class View {
       try { await act(); } catch (error) { (on_error ?? ((text) => this.announce(text)))(error.message); }
       clearTimeout(slow); waiting.hidden = true; delete button.dataset.busy;
     } }, content, waiting);
-    button.dataset.title = title ?? label ?? "";
+    button.dataset.title = title ?? label ?? ""; button.dataset.asks = "1";
+    if (this.is_gone) disable(button, GONE);
     return button;
   }
   /** Say it to screen readers; of many in 5 s, the last one. */
@@ -223,7 +246,7 @@ class View {
   end() {
     clearInterval(this.beat); clearInterval(this.greeting); clearTimeout(this.saying);
     this.unmount?.();
-    this.model.off("msg:custom", this.hear);
+    this.model.off("msg:custom", this.hear); this.model.off("comm_live_update", this.look);
     this.send({ do: "bye" });
   }
 }

@@ -49,10 +49,24 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
             _to_close.close()
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--kernel-python"):
+        items[:] = [item for item in items if "kernel_python" not in getattr(item, "fixturenames", ())]
+
+
+@pytest.fixture(scope="session")
+def kernel_python(request: pytest.FixtureRequest) -> str:
+    """The Python of the kernels: `make test-kernels` alone runs the tests that ask for it."""
+    return str(request.config.getoption("--kernel-python"))
+
+
 @pytest.fixture(scope="module")
-def lab(needs_debian: Callable[..., None], tmp_path_factory: pytest.TempPathFactory) -> Lab:
+def lab(
+    needs_debian: Callable[..., None], tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Lab:
     needs_debian("chromium")
-    return _shared("lab", lambda: running_lab(tmp_path_factory.mktemp("lab")))
+    python = request.config.getoption("--kernel-python")
+    return _shared("lab", lambda: running_lab(tmp_path_factory.mktemp("lab"), kernel_python=python))
 
 
 @pytest.fixture(scope="module")

@@ -56,11 +56,13 @@ class Lab:
 
 
 @contextlib.contextmanager
-def running_lab(base: Path) -> Iterator[Lab]:
-    """Run a server that keeps all it writes below ``base``, an empty folder."""
+def running_lab(base: Path, *, kernel_python: str | None = None) -> Iterator[Lab]:
+    """Run a server that keeps all it writes below ``base``, an empty folder; ``kernel_python`` runs its kernels."""
     root, settings = base / "root", base / "app-settings"
     for folder in (root, settings, base / "runtime"):
         folder.mkdir()
+    if kernel_python:
+        _write_kernel(base / "path" / "kernels" / "python3", kernel_python)
     (settings / "overrides.json").write_text(json.dumps(_SETTINGS), encoding="utf-8")
     token, mark = uuid.uuid4().hex, uuid.uuid4().hex
     options = [
@@ -96,6 +98,13 @@ def running_lab(base: Path) -> Iterator[Lab]:
         server.wait(_END_LIMIT_S)
 
 
+def _write_kernel(folder: Path, python: str) -> None:
+    argv = [python, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    spec = {"argv": argv, "display_name": "Python 3 (ipykernel)", "language": "python"}
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(spec), encoding="utf-8")
+
+
 def _environment(base: Path, mark: str) -> dict[str, str]:
     """This process's environment, with nothing of its user's Jupyter, of IPython or of other sessions."""
     foreign = ("JUPYTER", "JPY_", "IPYTHON", "DETRAIN_NB_")
@@ -103,6 +112,7 @@ def _environment(base: Path, mark: str) -> dict[str, str]:
         **{name: value for name, value in os.environ.items() if not name.startswith(foreign)},
         "JUPYTER_CONFIG_DIR": str(base / "config"),
         "JUPYTER_DATA_DIR": str(base / "data"),
+        "JUPYTER_PATH": str(base / "path"),
         "JUPYTER_RUNTIME_DIR": str(base / "runtime"),
         "JUPYTERLAB_SETTINGS_DIR": str(base / "user-settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(base / "workspaces"),

@@ -155,5 +155,5 @@ def _fits_a_narrow_page(nb: Notebook, view: Locator) -> None:
     expect(view.get_by_role("columnheader", name="Dtype")).to_be_hidden()
     too_wide = view.evaluate(_BEYOND_ITS_EDGE)
     assert too_wide == [], "nothing scrolls sideways"
-    saved = nb.save().cells[2].outputs[0].data
+    saved = nb.save().cells[2].outputs[1].data
     assert "= same on 3" in saved["text/plain"] and "<table>" in saved["text/html"]

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import nbformat
+import pytest
 from playwright.sync_api import expect
 
 from .notebook import Notebook
@@ -12,7 +17,14 @@ from .notebook import Notebook
 _FOLDER = str(Path(__file__).parent)
 _SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"
 _COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(5))"
-_WAIT = "view.pressed.clear(); print('pressed' if view.pressed.wait(20) else 'not pressed')"
+_WAIT = "view.pressed.clear(); was_pressed = view.pressed.wait(20); print('pressed' if was_pressed else 'not pressed')"
+
+# As in front ends that know no sub-shells: what a page says goes to the main one, where the cell runs.
+_WITHOUT_SUBSHELLS = """() => {
+  window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.commsOverSubshells = 'disabled';
+}"""
+
+_HOSTILE = "<img src='x:' onerror='window.was_run = 1'><script>window.was_run = 2</script>"
 
 
 def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Notebook]) -> None:
@@ -27,6 +39,20 @@ def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Note
     expect(view.get_by_label("Lines").get_by_role("listitem")).to_have_text(["hello"])
     nb.run(2)
     expect(view.get_by_label("Count")).to_have_text("999")
+
+
+def test_page_that_is_reloaded_while_a_cell_runs_has_its_view_at_once(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW, _WAIT, "print(was_pressed)")
+    nb.run(0)
+    nb.start(1)
+    nb.save()
+    nb.reload()
+    nb.js(_WITHOUT_SUBSHELLS)
+    view = nb.cell(0).locator(".dt")
+    view.get_by_role("button", name="Press").click()
+    expect(view.get_by_label("Said")).to_have_text("heard hello in False")
+    nb.run(2)
+    assert nb.text(2) == "True\n"
 
 
 def test_what_is_wrong_is_said_beside_it_and_nothing_is_called(notebook: Callable[..., Notebook]) -> None:
@@ -54,9 +80,9 @@ def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Cal
     nb.run(1)
     assert nb.text(1) == "True\n"
     saved = nb.save()
-    bundle = saved.cells[0].outputs[0].data
-    assert "application/vnd.jupyter.widget-view+json" in bundle
-    assert bundle["text/html"] == "<b>count 0</b><p><em>live view; run the cell again</em></p>"
+    live, plain = (output.data for output in saved.cells[0].outputs)
+    assert list(live) == ["application/vnd.jupyter.widget-view+json"]
+    assert "<b>count 0</b><p><em>live view; run the cell again</em></p>" in plain["text/html"]
     assert not saved.metadata.get("widgets")
     nb.reload()
     view = nb.cell(0).locator(".dt")
@@ -67,11 +93,49 @@ def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Cal
     expect(nb.cell(2).locator(".dt")).to_have_count(0)
 
 
-def test_page_whose_kernel_is_gone_says_so(notebook: Callable[..., Notebook]) -> None:
-    nb = notebook(_SHOW)
+@pytest.mark.slow
+def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Callable[..., Notebook]) -> None:
+    nb = notebook(_SHOW, "import os; os.getpid()")
     nb.run(0)
-    nb.restart()
-    gone = nb.cell(0).locator(".dt .note")
-    expect(gone).to_have_text("The kernel that showed this is gone: run the cell again", timeout=30_000)
+    nb.run(1)
+    kernel = int(nb.text(1))
+    view = nb.cell(0).locator(".dt")
+    press = view.get_by_role("button", name="Press")
+    silent, gone = view.get_by_text("The kernel does not answer"), view.get_by_text("that showed this is gone")
+    age = r"What you see is as of \d\d:\d\d:\d\d\.$"
+    expect(press).to_be_visible()
+    os.kill(kernel, signal.SIGSTOP)
+    expect(silent).to_have_text(re.compile(rf"^The kernel does not answer\. {age}"), timeout=40_000)
+    os.kill(kernel, signal.SIGCONT)
+    expect(silent).to_have_count(0)
+    os.kill(kernel, signal.SIGKILL)
+    expect(gone).to_have_text(re.compile(rf"gone: run the cell again\. {age}"))
+    expect(press).to_have_attribute("aria-disabled", "true")
+    nb.page.get_by_role("button", name="Ok").click()  # JupyterLab says that it restarts the kernel
     nb.run(0)
-    expect(nb.cell(0).locator(".dt").get_by_label("Count")).to_have_text("0")
+    press.click()
+    expect(view.get_by_label("Said")).to_have_text("heard hello in False")
+
+
+@pytest.mark.parametrize("is_trusted", [True, False], ids=["trusted", "untrusted"])
+def test_notebook_that_is_opened_without_its_kernel_shows_the_plain_form(
+    notebook: Callable[..., Notebook], is_trusted: bool
+) -> None:
+    nb = notebook(_SHOW, "view.settle(); view", _SHOW)
+    nb.run_all()
+    expect(nb.cell(2).locator(".dt").get_by_label("Count")).to_have_text("0")
+    expect(nb.cell(2).locator(".dt-plain")).to_be_hidden()
+    saved = nb.save()
+    nb.close()
+    if not is_trusted:  # who has changed it did not sign it
+        for cell in saved.cells:
+            cell.outputs[-1].data["text/html"] = f"{cell.outputs[-1].data.get('text/html', '')}{_HOSTILE}"
+        nbformat.write(saved, nb.path)
+    nb.reload()
+    for index, end in enumerate(["", "", "live view; run the cell again"]):
+        shown = nb.cell(index).locator(".jp-OutputArea-child >> visible=true").filter(has_text="count 0")
+        expect(shown).to_have_count(1)
+        expect(shown).to_contain_text(re.compile(rf"count 0\s*{end}"))
+    expect(nb.page.get_by_text("Error displaying widget >> visible=true")).to_have_count(0)
+    expect(nb.page.locator(".dt, .jp-OutputArea button")).to_have_count(0)
+    assert nb.js("() => window.was_run ?? null") is None

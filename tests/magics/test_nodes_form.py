@@ -44,5 +44,5 @@ def test_form_is_shown_with_the_nodes_of_a_file(start_kernel: Any, tmp_path: Any
     shown = kernel.run("%distributed nodes nodes.toml")
     [text] = shown.rich()
     assert text.startswith("Nodes: 1, nodes.toml\n") and "auto, 4 ranks" in text and "not tested" in text
-    assert "application/vnd.jupyter.widget-view+json" in shown.live[-1][1]["data"]
+    assert "application/vnd.jupyter.widget-view+json" in shown.live[-2][1]["data"]
     assert "none.toml" in kernel.run("%distributed nodes none.toml").error
