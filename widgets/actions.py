@@ -43,7 +43,8 @@ class Action:
         """
         if not isinstance(arguments, dict) or set(arguments) != set(self._checks):
             given = sorted(map(str, arguments)) if isinstance(arguments, dict) else arguments
-            raise Refused(f"{self.name} takes {', '.join(self._checks) or 'nothing'}, not {show(given)}")
+            shown = "what was given" if secret in self._checks.values() else show(given)
+            raise Refused(f"{self.name} takes {', '.join(self._checks) or 'nothing'}, not {shown}")
         values = {}
         for name, check in self._checks.items():
             try:

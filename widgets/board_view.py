@@ -27,6 +27,7 @@ _SPARK_POINTS, _SPARK_S = 60, 1.0  # of the rate of each rank
 _QUIET_S = 2.0  # a session that is idle for so long is not sampled any more
 _FIRST_LIMIT_S = 2.0
 _MOST_STOPS = 3  # under way at once: a stop that is pressed again does more
+_MOST_ORDERS = 16  # under way at once: each set of ranks has a restart and a replay of its own
 _CHOICE = text(most=1000)
 
 
@@ -230,6 +231,8 @@ class BoardView(LiveView):
             self._orders = [thread for thread in self._orders if thread.is_alive()]
             if sum(thread.name == what for thread in self._orders) >= most:
                 raise Refused(f"the {what} is still under way")
+            if len(self._orders) >= _MOST_ORDERS and what not in ("stop", "interrupt"):
+                raise Refused(f"{len(self._orders)} orders are still under way: wait for one")
             thread = threading.Thread(target=self._carry_out, args=(what, do), name=what, daemon=True)
             self._orders.append(thread)
             thread.start()

@@ -207,6 +207,8 @@ class LiveView(anywidget.AnyWidget):
         if was_shown:
             self.on_pages(are_there=False)
         if is_again or not self._is_settled:  # a page that was reloaded does not know where to put the settled form
+            if self.layout is not None:
+                self.layout.close()  # a widget of its own, which the kernel and the saved notebook would keep
             super().close()
 
     # ---- how it is displayed
@@ -240,6 +242,17 @@ class LiveView(anywidget.AnyWidget):
         return self.settled().text
 
     # ---- what pages say
+
+    def _handle_msg(self, message: dict[str, Any]) -> None:
+        """Hear what a page says, and nothing else that ipywidgets would do: it has no say in the view's program.
+
+        Its own `update` of a trait would go to all pages, and into the saved notebook.
+        """
+        data = message["content"].get("data")
+        if isinstance(data, dict) and data.get("method") == "custom":
+            self._handle_custom_msg(data.get("content"), message.get("buffers"))
+        elif isinstance(data, dict) and data.get("method") == "request_state":
+            self.send_state()
 
     def _hear(self, _widget: object, content: object, _buffers: object) -> None:
         if not isinstance(content, dict) or not _is_short(page := content.get("page")):

@@ -17,12 +17,13 @@ from ..text import printable, show
 from .draft import Path, field_of, format_path, get_at, make_document, make_draft, parse_path, set_at
 from .form_fields import FIELDS, NODE_FIELDS
 from .form_review import find_hidden
-from .typed import Typed
+from .typed import Typed, size_of
 
 __all__ = ["MOST_NODES", "DraftForm", "FieldConflict", "build_node", "label_of"]
 
 MOST_NODES = 256  # to which nodes are added in a form; a file may have more
 _MOST_CHARS = 500_000  # of one text: a script
+_MOST_CHARS_IN_ALL = 4_000_000  # as JSON; a file has 1 MB at most, and all of it is read again at each edit
 _MOST_CONFLICTS = 200
 _keys = (f"n{number}" for number in itertools.count(1))  # of nodes: each names one, in whatever form
 
@@ -170,6 +171,7 @@ class DraftForm:
                 raise SpecError(f"{show(name)} is no field of a node: {nearest(name, NODE_FIELDS)}")
         with self._lock:
             _check_room(len(self.rows) + 1)
+            _check_size(self._draft, typed)
             key = self._insert(dict(typed or {}), next(_keys), len(self.rows) if at is None else at)
             self._count()
         self._tell()
@@ -209,6 +211,8 @@ class DraftForm:
             self.rows.pop(place)
             row = self._draft["nodes"].pop(place)
             self._removed[key] = place, row
+            while len(self._removed) > 1 and size_of(self._removed) > _MOST_CHARS_IN_ALL:
+                self._removed.pop(next(iter(self._removed)))
             self._undo = _Undo(f"{label_of(row)} was removed.", lambda: self._bring_back(key), key)
             self._count()
         self._tell()
@@ -271,6 +275,7 @@ class DraftForm:
         if revision is not None and at > revision and by != editor and there != typed:
             self._note_conflict(FieldConflict(format_path(keyed), there, typed, editor, at))
             return False
+        _check_size(self._draft, typed)
         self._conflicts.pop((format_path(keyed), editor), None)
         set_at(self._draft, place, typed)
         self._changed[keyed] = (self.revision + 1, editor)
@@ -385,3 +390,9 @@ def _check_typed(path: str, typed: object) -> None:
         raise SpecError(f"{show(path)}: a text is typed, or true or false, not {show(typed)}")
     if isinstance(typed, str) and len(typed) > _MOST_CHARS:
         raise SpecError(f"{show(path)}: a text of {len(typed)} characters: give at most {_MOST_CHARS}")
+
+
+def _check_size(draft: object, typed: object) -> None:
+    """Raises: SpecError."""
+    if typed and size_of([draft, typed]) > _MOST_CHARS_IN_ALL:
+        raise SpecError(f"more than {_MOST_CHARS_IN_ALL:,} characters in all are typed: a file has 1 MB at most")

@@ -50,7 +50,7 @@ class SpecFile:
     def name(self) -> str:
         """The name that the spec has, else that of the file."""
         said = (self.data or {}).get("name")
-        return printable(said)[:80] if isinstance(said, str) and said else self.path.stem
+        return printable(said if isinstance(said, str) and said else self.path.stem)[:80]
 
     @property
     def is_formatted(self) -> bool:

@@ -47,6 +47,7 @@ class Trash:
         if deleted.place is None:
             return deleted.path
         with named_errors(deleted.name, "brought back", kind_of=lambda exc: SpecError):
+            self._made()  # it may have become a link since
             if not os.path.lexists(deleted.place):
                 raise SpecError(f"{deleted.name} cannot be brought back: it is not in {self._folder} any more")
             return _move_to_free(deleted.place, deleted.path.parent, deleted.path.stem)

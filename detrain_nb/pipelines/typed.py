@@ -10,7 +10,7 @@ from ..errors import SpecError
 from ..plan.fields import parse_text, read_json
 from .form_fields import FieldInfo
 
-__all__ = ["NOTHING", "Typed", "read_typed", "write_typed"]
+__all__ = ["NOTHING", "Typed", "read_typed", "size_of", "write_typed"]
 
 Typed = str | bool  # a box is ticked or not, all else is a text
 NOTHING = object()  # no value was given: the default holds
@@ -39,6 +39,11 @@ def write_typed(field: FieldInfo, value: object) -> Typed:
         return "[]"  # nothing would be the default
     text = _write(field, value)
     return text if text is not None and _is_read_back(field, text, value) else json.dumps(value, ensure_ascii=False)
+
+
+def size_of(typed: object) -> int:
+    """Count the characters of all that is typed, as JSON."""
+    return len(json.dumps(typed, ensure_ascii=False))
 
 
 def _read(field: FieldInfo, typed: str) -> Any:

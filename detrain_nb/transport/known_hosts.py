@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import HostKeyError, TransportError
-from ..guarded import can_others_write, describe
+from ..guarded import can_others_write, describe, open_file
 
 __all__ = ["KnownHosts", "fingerprint"]
 
@@ -114,12 +114,14 @@ class _Line:
 
 def _read_lines(path: Path) -> Iterator[_Line]:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             is_theirs = can_others_write(os.fstat(file.fileno()), file.fileno())
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return
     except OSError as exc:
+        if os.path.realpath(path) == os.devnull:
+            return
         raise TransportError(f"the known host keys in {path} cannot be read: {exc.strerror or exc}") from exc
     if is_theirs and path.parent == Path.home() / ".ssh":  # another one the user has named
         raise TransportError(

@@ -284,6 +284,16 @@ def test_lines_that_name_no_gpu_are_passed_over(
         assert watch.gpus.read() == [Gpu(7, "GPU-y", "A,B", 100, 5 << 20, 6 << 20)]
 
 
+@pytest.mark.timeout(60)
+def test_an_nvidia_smi_that_prints_without_an_end_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nexec yes '{LINES[0]}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    with contextlib.closing(Closable(GpuWatch())) as watch:
+        soon(lambda: watch.gpus.read() == [] and not psutil.Process().children())
+
+
 class Closable:
     """For contextlib.closing."""
 

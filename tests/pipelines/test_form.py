@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import DetrainError, SpecError
-from detrain_nb.pipelines import EXAMPLES, SpecForm, review_spec
+from detrain_nb.pipelines import EXAMPLES, SpecForm, draft_form, review_spec
 from detrain_nb.pipelines.form_fields import FIELDS, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
 from detrain_nb.spec import Node, PipelineSpec
 
@@ -207,6 +207,23 @@ def test_nodes_are_added_copied_moved_and_brought_back() -> None:
     ):
         with pytest.raises(SpecError):
             act()
+
+
+def test_form_takes_no_more_than_a_file_could_hold_several_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_form, "_MOST_CHARS_IN_ALL", 20_000)
+    form = SpecForm()
+    long = "x" * 2500
+    key = form.add_node({"setup": long})
+    for _ in range(20):
+        form.remove_node(form.copy_node(key))
+    assert len(json.dumps(form._removed)) < 20_000, "what was removed is kept as far as there is room"
+    form.edit("description", long)
+    with pytest.raises(SpecError, match="more than 20,000 characters in all are typed"):
+        for _ in range(20):
+            form.copy_node(key)
+    with pytest.raises(SpecError, match="in all"):
+        form.edit("name", long)
+    assert form.edit("description", ""), "it can be made less"
 
 
 def test_edit_of_an_old_revision_is_kept_as_a_conflict() -> None:

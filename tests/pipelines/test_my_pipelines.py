@@ -234,6 +234,16 @@ def test_trash_that_is_a_link_takes_nothing(mine: MyPipelines, tmp_path: Path) -
     assert names_of(mine) == ["train"]
 
 
+def test_trash_that_has_become_a_link_gives_nothing_back(mine: MyPipelines, tmp_path: Path) -> None:
+    mine.create({**DATA, "name": "here"})
+    deleted = mine.delete("here")
+    (mine.folder / ".trash").rename(tmp_path / "others")
+    (mine.folder / ".trash").symlink_to(tmp_path / "others")
+    with pytest.raises(SpecError, match="no folder, or a link"):
+        mine.restore(deleted)
+    assert (tmp_path / "others" / "here.toml").exists()
+
+
 def test_files_opened_elsewhere_are_listed_and_never_moved(mine: MyPipelines, tmp_path: Path) -> None:
     file = tmp_path / "shared.yaml"
     file.write_text("name: shared\nsource: {script_text: print(1)}\n")
@@ -360,11 +370,14 @@ def test_odd_files_are_listed_with_what_is_wrong_with_them(mine: MyPipelines) ->
     (mine.folder / "latin.toml").write_bytes(b'name = "\xe9"')
     (mine.folder / "deep.toml").write_text("a = " + "[" * 3000 + "]" * 3000)
     (mine.folder / "\x1b[31m\n.toml").write_text('name = "\\u001b[31mred"')
+    (mine.folder / "\x1b[2Jnameless.toml").write_text("")
+    (mine.folder / "\udcff.toml").write_text("")  # its name is no UTF-8
     found = mine.entries()
     faults = {each.name: each.fault for each in found}
+    assert {r"\x1b[2Jnameless", r"\udcff"} < faults.keys()
     assert "Is a directory" in faults["folder"] and "is no file" in faults["pipe"]
     assert "larger than 1 MB" in faults["large"] and "UTF-8" in faults["latin"] and "levels" in faults["deep"]
-    assert faults["here"] == "" and len(found) == 7
+    assert faults["here"] == "" and len(found) == 9
     assert str(found).replace("\n", "").isprintable()
     opened = len(os.listdir("/proc/self/fd"))
     for _ in range(20):

@@ -238,6 +238,16 @@ def test_nothing_is_written(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["known_hosts"]
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in a folder")
+def test_pipe_is_an_error_and_dev_null_is_empty(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TransportError, match="cannot be read: it is no file"):
+        KnownHosts.read([tmp_path / "pipe"])
+    (tmp_path / "known_hosts").symlink_to(os.devnull)
+    assert KnownHosts.read([tmp_path / "known_hosts"]).key_types("gpu1", 22) == ()
+
+
 def test_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(TransportError, match="cannot be read: Is a directory"):
         KnownHosts.read([tmp_path])

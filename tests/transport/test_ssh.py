@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import paramiko
@@ -1001,7 +1002,7 @@ def test_changed_key_file_is_read_anew(recorder: Recorder, home: Path) -> None:
     assert asked == [str(locked)]
 
 
-KEY_FILES = {
+KEY_FILES: dict[str, tuple[Any, str]] = {
     "missing": (None, "does not exist"),
     "a folder": ("", "cannot be read: Is a directory"),
     "empty": ("\n", "holds no key of ssh: name the file that ssh-keygen made"),
@@ -1012,7 +1013,7 @@ KEY_FILES = {
     ),
     "another form": ("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "ssh-keygen -p -f"),
     "PuTTY's": ("PuTTY-User-Key-File-3: ssh-ed25519\n", "puttygen"),
-    "a pipe": (os.mkfifo, "cannot be read: it is no file"),
+    "a pipe": (lambda path: os.mkfifo(path, 0o600), "cannot be read: it is no file"),
     "without an end": (lambda path: path.symlink_to("/dev/zero"), "cannot be read: it is no file"),
 }
 

@@ -13,6 +13,7 @@ from detrain_nb.widgets.actions import (
     list_of,
     one_of,
     optional,
+    secret,
     text,
     whole,
 )
@@ -53,6 +54,21 @@ def test_actions_are_those_of_the_class_and_of_its_bases() -> None:
 def test_wrong_arguments_are_refused(arguments: object, said: str) -> None:
     with pytest.raises(Refused, match=said):
         actions_of(Asked)["stop"].call(Asked(), arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments", ["hunter2", ["hunter2"], {"hunter2": 1}, {"number": "x", "passphrase": "hunter2"}]
+)
+def test_no_refusal_shows_a_secret_wherever_it_stands(arguments: object) -> None:
+    """An answer goes to all pages of a kernel."""
+
+    class Asking:
+        @action(number=whole(0, 3), passphrase=secret)
+        def answer(self, number: int, passphrase: str) -> None: ...
+
+    with pytest.raises(Refused) as refused:
+        actions_of(Asking)["answer"].call(Asking(), arguments)
+    assert "hunter2" not in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from html.parser import HTMLParser
 from typing import Any
 
 import pytest
+from detrain_nb.widgets import Refused
 from detrain_nb.widgets.board_history import CellHistory, format_time, settle
 from detrain_nb.widgets.board_rows import head_of, layout_of, notes_of, rank_row
 from detrain_nb.widgets.board_view import BoardView
@@ -239,6 +240,24 @@ def test_durations_are_written_as_people_say_them(seconds: float | None, words: 
 
 
 # ---- two real ranks
+
+
+def test_orders_of_a_page_are_bounded_and_a_stop_still_goes(made: Callable[[Board], Page]) -> None:
+    """Each set of ranks is an order of its own, and each order takes a thread."""
+    view = made(made_board(2))
+    hold = threading.Event()
+
+    def wait() -> str:
+        hold.wait(LIMIT_S)
+        return ""
+
+    try:
+        with pytest.raises(Refused, match="16 orders are still under way"):
+            for number in range(100):
+                view._order(f"restart of {number}", wait)
+        view._order("stop", wait)
+    finally:
+        hold.set()
 
 
 @pytest.fixture(scope="module")

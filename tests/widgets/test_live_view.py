@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from detrain_nb.widgets import Refused, Settled, action, live_view
+from ipywidgets.widgets.widget import _instances
 from jupyter_client.session import Session
 
 from .page import WithPage
@@ -173,6 +174,28 @@ def test_message_of_another_form_is_not_answered(view: Any, message: dict[str, o
     assert told(view, 1) == [{"tell": "answer", "page": "p", "call": "2", "value": 3}]
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"method": "update", "state": {"_esm": "evil"}, "buffer_paths": []},
+        {"method": "update", "state": {"_css": "evil", "_dom_classes": ["evil"]}},
+        {"method": "update", "state": 5},
+        {"method": ["custom"]},
+        {"method": "custom"},
+        "custom",
+        None,
+    ],
+)
+def test_page_rewrites_nothing_of_a_view(view: Any, data: object) -> None:
+    """What it set would be echoed to every other page, and saved with the notebook."""
+    view.hears("hello")
+    before = view.get_state()
+    view._handle_msg({"content": {"data": data}, "buffers": []})
+    view._handle_msg({"content": {"data": {"method": "custom", "content": {"do": "hello", "page": "q"}}}})
+    assert [each["page"] for each in told(view, 2)] == ["p", "q"]
+    assert view.get_state() == before
+
+
 def test_what_changes_while_a_page_gets_its_state_is_told_behind_it(kind: type[Any]) -> None:
     class Slow(kind):  # type: ignore[misc]
         def state(self) -> dict[str, Any]:
@@ -214,6 +237,15 @@ def test_only_actions_can_be_called(view: Any, name: object) -> None:
     told(view, 1)
     view.hears("call", call="1", action=name, arguments={})
     assert told(view, 1)[0]["error"] == "this view has no such action: reload the page"
+
+
+def test_closed_view_leaves_no_widget_behind(kind: type[Any]) -> None:
+    before = set(_instances)
+    view = kind()
+    assert len(set(_instances) - before) == 2, "the view and its layout"
+    view.close()
+    view.close()
+    assert set(_instances) == before
 
 
 def test_pages_are_bounded(view: Any) -> None:
