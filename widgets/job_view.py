@@ -107,7 +107,7 @@ class JobView(LiveView):
             self.append("log", items)
         for part in _PARTS:
             self.publish(part, self._parts[part])
-        if news.status.is_over and self._made is None and self._listing is None:
+        if news.status.is_over and news.status.reports and self._made is None and self._listing is None:
             self._listing = threading.Thread(target=self._list_made, args=(job, news), name="job model", daemon=True)
             self._listing.start()
 
