@@ -8,7 +8,7 @@ function row_menu(view, label, items) {
   const button = h("button", { type: "button", class: "b ic q", "aria-label": label, title: label, "aria-haspopup": "menu", "aria-expanded": "false" }, icon("more"));
   const anchor = h("span", { class: "anchor" }, button, menu);
   const close = (has_focus) => {
-    menu.hidden = true; button.setAttribute("aria-expanded", "false");
+    menu.hidden = true; view.el.style.paddingBottom = ""; button.setAttribute("aria-expanded", "false");
     if (has_focus) button.focus();
   };
   const open = () => {
@@ -17,6 +17,8 @@ function row_menu(view, label, items) {
     menu.classList.toggle("above", all.bottom - box.bottom < 140 && box.top - all.top > 140);
     menu.hidden = false; button.setAttribute("aria-expanded", "true");
     for (const item of menu.querySelectorAll("button")) item.tabIndex = -1;
+    const over = menu.getBoundingClientRect().bottom + 8 - all.bottom; // what is below the view would be cut off
+    if (over > 0) view.el.style.paddingBottom = `${over}px`;
     menu.querySelector("button").tabIndex = 0;
     menu.querySelector("button").focus();
   };
@@ -76,23 +78,19 @@ class Row {
     return [
       { text: "Duplicate", act: () => this.page.duplicate(entry), reason: entry.can_open ? null : entry.fault },
       { text: "Copy as Python", act: () => this.copy(), reason: entry.can_run ? null : entry.fault },
-      { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "it was never run" },
+      { text: count > 1 ? `Show last of ${count} jobs` : "Show job", act: () => this.show_job(), reason: count ? null : "it was never run" },
       null,
       { text: entry.is_beside ? "Delete" : "Take off the list", act: () => view.call("delete", { id: entry.id }) },
     ];
   }
   do_open() { return this.view.call("open_pipeline", { id: this.entry.id }); }
-  do_second() { if (this.is_running) this.show_job(); else return this.view.call("run", { id: this.entry.id }); }
+  do_second() { return this.is_running ? this.show_job() : this.view.call("run", { id: this.entry.id }); }
   async copy() {
     const code = await this.view.call("code", { id: this.entry.id });
     const is_copied = await copy_text(code);
     this.show([h("p", {}, is_copied ? "Copied: it builds the same pipeline, and submits it." : "It builds the same pipeline, and submits it:"), command_box(code, "Copy the code")]);
   }
-  show_job() {
-    const { job } = this.entry;
-    this.show([h("p", {}, job.count > 1 ? `${job.count} jobs; the last one is ${job.id}: ${job.word}, ${job.detail}.` : `One job, ${job.id}: ${job.word}, ${job.detail}.`),
-      command_box(`%job ${job.is_over ? "show" : "attach"} ${job.id}`)]);
-  }
+  show_job() { return this.page.job.show(this.entry); }
   /** Tell something below the row. */
   show(content) {
     const close = close_button(() => { this.below = null; this.page.draw(); this.open.focus(); });
@@ -103,8 +101,8 @@ class Row {
 }
 
 class ListPage {
-  constructor(view) {
-    this.view = view; this.rows = new Map(); this.order = []; this.sorted = "job";
+  constructor(view, job) {
+    this.view = view; this.job = job; this.rows = new Map(); this.order = []; this.sorted = "job";
     this.count = h("span", { class: "soft" });
     this.search = h("input", { class: "in", type: "search", "aria-label": "Search name, node, status", placeholder: "Search name, node, status", oninput: () => this.draw() });
     this.searching = h("span", { class: "search", style: "width:216px" }, icon("search"), this.search);
@@ -152,6 +150,10 @@ class ListPage {
       h("p", {}, "A pipeline is one file: mesh, nodes, source, training. Begin from an example; it is copied to ", h("span", { class: "mono" }, "pipelines/"), " and yours to change."),
       h("div", { class: "ex" }, tiles));
   }
+  examples_below() {
+    return h("div", { class: "row wrap", style: "flex-basis:100%" }, h("span", { class: "soft" }, "Or begin from an example:"), this.view.state.examples.map((each) =>
+      this.view.button(each.title, async () => { await this.view.call("create_example", { name: each.name }); this.stop_asking(); }, { title: each.description, on_error: this.view.complain })));
+  }
   /** The row that asks for the path of a file, or the name of a new pipeline. */
   ask(kind) {
     const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
@@ -163,7 +165,8 @@ class ListPage {
       said.hidden = false; said.replaceChildren(icon("warn"), text); input.setAttribute("aria-invalid", "true"); input.focus(); } });
     input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); go.click(); } });
     this.tools.replaceChildren(h("span", { class: "given" }, h("label", { for: input.id }, label), input, said), go,
-      h("button", { type: "button", class: "b q", onclick: () => this.stop_asking() }, "Cancel"));
+      h("button", { type: "button", class: "b q", onclick: () => this.stop_asking() }, "Cancel"),
+      ...(kind === "new" && this.list.entries.length ? [this.examples_below()] : []));
     this.tools.hidden = false;
     this.asked_by = document.activeElement;
     input.focus();
@@ -223,18 +226,49 @@ class ListPage {
   }
 }
 
+/** The job of a pipeline in the place of the list: a view of its own, below a line that leads back. */
+class JobPage {
+  constructor(view, on_change) {
+    this.view = view; this.on_change = on_change; this.child = null;
+    this.back = h("button", { type: "button", class: "b q", onclick: () => { this.end(); this.asked_by?.focus?.(); } }, icon("left"), "My Pipelines");
+    this.element = h("div", { class: "head", style: "border-bottom:0", hidden: true }, this.back);
+    this.place = h("div", { hidden: true });
+    view.el.after(this.place);
+  }
+  get is_open() { return !this.element.hidden; }
+  async show(entry) {
+    const id = await this.view.call("show_job", { id: entry.id }), manager = this.view.model.widget_manager;
+    this.end();
+    this.child = await manager.create_view(await manager.get_model(id));
+    this.asked_by = document.activeElement;
+    this.place.replaceChildren(this.child.el);
+    this.element.hidden = this.place.hidden = false;
+    this.on_change();
+    this.back.focus();
+  }
+  end() {
+    this.child?.remove(); this.child = null;
+    this.element.hidden = this.place.hidden = true;
+    this.on_change();
+  }
+}
+
 function mount(view) {
-  const list = new ListPage(view), form = new FormPage(view);
-  view.el.append(list.element, form.element);
+  const arrange = () => {
+    const has_form = Boolean(view.state.form) && !job.is_open;
+    list.element.hidden = has_form || job.is_open; form.element.hidden = !has_form;
+  };
+  const job = new JobPage(view, () => arrange()), list = new ListPage(view, job), form = new FormPage(view);
+  view.el.append(list.element, form.element, job.element);
   view.on("form", (value) => {
     const was_open = !form.element.hidden;
-    list.element.hidden = value !== null; form.element.hidden = value === null;
+    arrange();
     form.set_form(value);
-    if (value !== null && !was_open) form.focus_first();
+    if (value !== null && !was_open && !job.is_open) form.focus_first();
     if (value === null && was_open) list.search.focus();
   });
   view.on("list", (value) => list.set_list(value));
   view.on("undo", (value) => list.set_undo(value));
   view.on("work", (value) => { list.set_work(value); form.set_work(value); });
-  return () => form.end();
+  return () => { form.end(); job.end(); job.place.remove(); };
 }

@@ -15,6 +15,7 @@ from ..session.output.safe_output import one_line
 from ..text import html_cells, html_table
 from .actions import Refused, action, flag, one_of, optional, text, whole
 from .console_form import describe_fields, describe_form
+from .console_jobs import ConsoleJobs
 from .live_view import LiveView, Settled
 
 __all__ = ["ConsoleView"]
@@ -57,6 +58,7 @@ class ConsoleView(LiveView):
         self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
         self._open: Path | None = None
         self._conflict: Conflict | None = None  # of the file of the open form
+        self._jobs = ConsoleJobs(pipelines, self._tell_list)
         super().__init__()
 
     @property
@@ -92,11 +94,19 @@ class ConsoleView(LiveView):
         title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
         return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
 
+    def on_pages(self, *, are_there: bool) -> None:
+        self._jobs.follow(is_shown=are_there)
+
+    def close(self) -> None:
+        self._jobs.close()
+        super().close()
+
     # ---- the list
 
     @action()
     def refresh(self) -> None:
         self._tell_all()
+        self._jobs.ask_now()
 
     @action(id=_ID)
     def duplicate(self, id: str) -> dict[str, Any]:
@@ -133,6 +143,11 @@ class ConsoleView(LiveView):
     def run(self, id: str) -> None:
         path = self._path(id)
         self.work(f"starting {one_line(path.stem)}", lambda: self._run(path))
+
+    @action(id=_ID)
+    def show_job(self, id: str) -> str:
+        """Return the id of the view of its newest job, which the page shows in its own place."""
+        return str(self._jobs.view(self._path(id)).model_id)
 
     @action(id=_ID)
     def code(self, id: str) -> str:
@@ -243,6 +258,7 @@ class ConsoleView(LiveView):
             self.pipelines.run(path, as_read=as_read)
         finally:
             self._tell_all()
+            self._jobs.ask_now()
 
     def _save(self, form: SpecForm, opened: SpecFile, *, anyway: bool, name: str | None) -> SpecFile:
         content = form.spec if form.is_right and form.spec is not None else form.document
@@ -295,6 +311,11 @@ class ConsoleView(LiveView):
             parts = {"list": self._describe_list(), "undo": self._describe_undo(), "form": self._describe_form()}
         for part, value in parts.items():
             self.publish(part, value)
+
+    def _tell_list(self) -> None:
+        with self._guard:
+            found = self._describe_list()
+        self.publish("list", found)
 
     def _tell_form(self) -> None:
         with self._guard:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -10,7 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import Conflict, DetrainError, SpecError
+from ..errors import Conflict, DetrainError, JobError, SpecError
+from ..jobs.noting import ask_after
 from ..jobs.record import Record
 from ..spec import PipelineSpec
 from ..storage import named_errors
@@ -29,6 +31,8 @@ __all__ = ["MyPipelines"]
 
 _T = TypeVar("_T")
 _MOST_LISTED = 1_000  # files of the folder
+_MOST_ASKED = 100  # jobs at once: their states fit into a line of the talk
+_ASK_LIMIT_S = 15.0
 _READING_S = 5.0  # in which files are read for one list: those of a repository may be made to take their time
 _SCHEMA = "$schema"  # which an editor reads, and no spec has
 
@@ -37,7 +41,7 @@ class MyPipelines:
     """The pipelines in ``folder``, by default ``pipelines/`` where the notebook is, and those opened lately elsewhere.
 
     A pipeline is named by its file in the folder, with or without ``.toml``, or by a path. Nothing is made or written
-    before something is saved, and no node is asked of anything but to run one.
+    before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
     """
 
     def __init__(
@@ -155,6 +159,26 @@ class MyPipelines:
             raise SpecError(f"{printable(found.path.name)} cannot be run: {faults}")
         job: Job = submit(found.spec, record=self._record, **options)
         return job
+
+    def ask_after_jobs(self) -> bool:
+        """Ask how the listed jobs are that are not over, for 15 s in all; does one of them go on? Raises: SpecError."""
+        going = [each.job.id for each in self.entries() if each.job and not each.job.is_over]
+        if not going:
+            return False
+        with contextlib.suppress(DetrainError):  # the list says what is wrong with the record
+            ask_after(going[:_MOST_ASKED], self._record, limit_s=_ASK_LIMIT_S, ask_passphrase=None)
+        return any(each.job and not each.job.is_over for each in self.entries())
+
+    def last_job(self, pipeline: str | os.PathLike[str]) -> Job:
+        """Return the newest job of one. Raises: JobError where it was never run."""
+        from ..jobs import find_job
+
+        path = self.find(pipeline)
+        job = next((each.job for each in self.entries() if each.path == path), None)
+        if job is None:
+            raise JobError(f"{printable(path.name)} was never run")
+        found: Job = find_job(job.id, record=self._record)
+        return found
 
     def _write(self, path: Path, data: Mapping[str, Any], *, before: SpecFile | None, anyway: bool = False) -> SpecFile:
         if self._is_beside(path):

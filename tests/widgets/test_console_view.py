@@ -189,7 +189,7 @@ def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> Non
     assert saved is not None and saved.training.steps == 9
 
 
-def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
+def test_run_is_told_as_work_and_then_in_the_list_to_its_end(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.ask("run", id=page.names()["train"])
     done = page.wait_for("work", lambda work: work and work["is"] != "running")
@@ -198,10 +198,15 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     assert entry["job"]["word"] in ("running", "preparing", "succeeded")
     from detrain_nb.jobs import find_job
 
+    def is_over(found: Any) -> bool:
+        return bool(found["entries"][0]["job"]["word"] == "succeeded")
+
+    page.wait_for("list", is_over)  # nobody but the view has asked
     job = find_job("train")
-    job.wait(60).check()
-    page.ask("refresh")
-    assert page.state()["list"]["entries"][0]["job"]["word"] == "succeeded"
+    assert page.ask("show_job", id=page.names()["train"]) == page.ask("show_job", id=page.names()["train"])
+    page.pipelines.create({**DATA, "name": "never"})
+    with pytest.raises(ValueError, match="was never run"):
+        page.ask("show_job", id=page.names()["never"])
     job.remove()
 
 
