@@ -17,7 +17,7 @@ from detrain_nb.widgets.board_rows import head_of, layout_of, notes_of, rank_row
 from detrain_nb.widgets.board_view import BoardView
 
 from detrain_nb import Session, widgets
-from detrain_nb.errors import DetrainError, RankLost
+from detrain_nb.errors import DetrainError, RankLost, SessionError
 from detrain_nb.session.running.board import Board, BoardNote
 
 from .made_boards import MadeSession, board_with_a_hang, made_board, made_rank, with_ranks
@@ -325,6 +325,13 @@ def run_beside(session: Session, code: str) -> tuple[threading.Thread, list[Exce
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     return thread, raised
+
+
+def test_board_of_a_notebook_without_a_session_says_how_to_start_one() -> None:
+    with pytest.raises(SessionError, match="this notebook holds no session"):
+        widgets.board()
+    with pytest.raises(SessionError, match="this notebook holds no session"):
+        widgets.vars()
 
 
 def test_board_twice_is_two_views(session: Session) -> None:
