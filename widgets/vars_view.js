@@ -12,7 +12,7 @@ function mount(view) {
   const filters = make_filters(wanted, () => draw()), heads = make_heads(wanted, () => draw());
   const look = make_look(view, wanted, () => open(null)), lines = make_lines((name) => open(wanted.name === name ? null : name));
   const table = h("table", { class: "vars", "aria-label": "Variables" }, h("thead", {}, heads.row), lines.body);
-  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), running, facts, h("span", { class: "push row" }, refresh)), filters.bar, notes, h("div", { class: "rows" }, table), nothing);
+  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), running, facts, h("span", { class: "push row" }, refresh)), filters.bar, notes, h("div", { class: "vars-all" }, table), nothing);
 
   const open = (name) => {
     const before = wanted.name;
@@ -50,8 +50,8 @@ const kept_rows = (rows, { state, text }) => {
   return rows.filter((row) => (!state || row.state === state) && (row.name.toLowerCase().includes(part) || row.type.toLowerCase().includes(part)));
 };
 const sorted_rows = (rows, { by, is_down }) => {
-  const compare = by === "bytes" ? (a, b) => (a.bytes ?? -1) - (b.bytes ?? -1) : (a, b) => a[by].localeCompare(b[by], "en");
-  return rows.sort((a, b) => (is_down ? -1 : 1) * compare(a, b) || a.name.localeCompare(b.name, "en"));
+  const compare = by === "bytes" ? (a, b) => (a.bytes ?? -1) - (b.bytes ?? -1) : (a, b) => a[by].localeCompare(b[by], "en", { numeric: true });
+  return rows.sort((a, b) => (is_down ? -1 : 1) * compare(a, b) || a.name.localeCompare(b.name, "en", { numeric: true }));
 };
 
 /** A field for a part of a name or type, and a button for each state that there is. */
