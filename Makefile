@@ -138,6 +138,7 @@ mypy: $(DONE)/test
 bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	$(VENV)/bin/python benchmarks/session.py
 	$(VENV)/bin/python benchmarks/faults.py
+	@$(call debian,chromium,the figures of pages are left out)
 	$(VENV)/bin/python benchmarks/views.py
 	$(VENV)/bin/python benchmarks/parallel.py
 	@$(call debian,iproute2 openssh-server,the benchmark of hosts over SSH says what it lacks)

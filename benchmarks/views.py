@@ -1,13 +1,19 @@
-"""What live views cost: the agent, this process and the ranks, with a watch and without one, in turns.
+"""What live views cost, with a watch and without one, in turns; and how soon they answer and are drawn, and how large.
 
     python benchmarks/views.py [--quick] [--results FOLDER]
 
 Each block is one cell of a training loop that runs for some seconds, with `session.watch()` open or not; the order of
-the two changes from pair to pair. Processor time is the kernel's own count, in nanoseconds.
+the two changes from pair to pair. Processor time is the kernel's own count, in nanoseconds. Buttons and tiles are
+those of a real JupyterLab in Debian's Chromium (views_pages.py).
 """
 
 from __future__ import annotations
 
+import importlib.util
+import json
+import os
+import shutil
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,10 +21,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmark import Benchmark, run_benchmark
-from report import US, Goal, Measure, median, worst
+from report import US, Goal, Measure, median, p95, worst
 
-from detrain_nb import Session
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # tests are not installed
+
+from detrain_nb.widgets import LiveView
+from detrain_nb.widgets.board_view import BoardView
+
+from detrain_nb import Session, widgets
 from detrain_nb.agents import PID_NAME, runtime_folder
+from detrain_nb.jobs.record import Record
+from detrain_nb.pipelines import MyPipelines
+from detrain_nb.plan import Layer, PlanDescription, StageCost, StageCosts
+from detrain_nb.spec import Node
+from tests.widgets.made_boards import MadeSession, board_with_a_hang
 
 WITHOUT = "without a watch"
 _DEFINED = """
@@ -60,9 +76,14 @@ class Sizes:
     pairs: int = 10  # of blocks
     block_s: float = 10.0
     calls: int = 20_000
+    lines: int = 100_000
+    floods: int = 5
+    turns: int = 40  # of 64 tiles
+    pipelines: int = 100
+    lists: int = 20
 
 
-QUICK = Sizes(pairs=1, block_s=2.0, calls=500)
+QUICK = Sizes(pairs=1, block_s=2.0, calls=500, floods=1, turns=3, lists=1)
 
 
 def least(values: Sequence[float]) -> float:
@@ -91,6 +112,13 @@ def list_measures(sizes: Sizes) -> list[Measure]:
         Measure("steps_cpu", "  steps per s of a rank's processor time", "steps_per_cpu_s", median, per_cpu_s, "ratio"),
         Measure("boards", "  boards a second", "boards_per_s", median),
         Measure("note_step", "  log_metrics says its step, us more", "note_step_us", median),
+        Measure("button", f"a button during {sizes.lines:,} lines, ms", "button_ms", median, goal=Goal(300)),
+        Measure("button_p95", "  p95", "button_ms", p95),
+        Measure("tiles", "64 tiles, from told to painted, ms", "tiles_ms", median, goal=Goal(500)),
+        Measure("tiles_worst", "  worst", "tiles_ms", worst),
+        Measure("settled", "settled views, the largest, kB", "settled_kb", worst, goal=Goal(50)),
+        Measure("list", f"list of {sizes.pipelines} pipelines, ms", "list_ms", median, goal=Goal(200)),
+        Measure("list_first", "  read for the first time", "list_first_ms", median),
     ]
 
 
@@ -112,6 +140,51 @@ class ViewsBenchmark(Benchmark[Sizes]):
                 self._measure_pair(session, agent, begins_with_watch=pair % 2 == 0)
             for each in session.run_cell(f"count({self._sizes.calls})").values.values():
                 self.samples.add(US, "note_step_us", each)
+
+        self._begin("list")
+        self._measure_list()
+        self._begin("settled")
+        self._measure_settled()
+        self._begin("pages")
+        self._measure_pages()
+
+    def _measure_list(self) -> None:
+        """What the console's page gets: of files on a local disk, each of which has run."""
+        os.environ |= {"XDG_STATE_HOME": str(self._folder / "state"), "XDG_CACHE_HOME": str(self._folder / "cache")}
+        _make_pipelines(self._folder / "pipelines", self._sizes.pipelines)
+        for _ in range(self._sizes.lists):
+            view = widgets.console(self._folder / "pipelines")
+            for what in ("list_first_ms", "list_ms"):
+                began = time.perf_counter()
+                told = view.state()
+                self.samples.add(US, what, 1000 * (time.perf_counter() - began))
+            assert len(told["list"]["entries"]) == self._sizes.pipelines
+            view.close()
+
+    def _measure_settled(self) -> None:
+        """The largest of each kind, as bytes of JSON in the notebook's file."""
+        hosts = [Node(host=f"gpu{number}.example.org", user="alice") for number in range(128)]
+        views: list[LiveView] = [
+            BoardView(MadeSession(board_with_a_hang(count)))  # type: ignore[arg-type]
+            for count in (64, 1000)
+        ]
+        views += [widgets.nodes(hosts), widgets.plan(_many_stages()), widgets.console(self._folder / "pipelines")]
+        for view in views:
+            bundle = view.settled().bundle(end="live view; run the cell again")
+            self.samples.add(US, "settled_kb", len(json.dumps(bundle, ensure_ascii=False).encode()) / 1000)
+            view.close()
+
+    def _measure_pages(self) -> None:
+        missing = [name for name in ("playwright", "jupyterlab") if importlib.util.find_spec(name) is None]
+        if missing := missing + [name for name in ("chromium",) if shutil.which(name) is None]:
+            self.absent["JupyterLab"] = f"no {', '.join(missing)} here"
+            return
+        from views_pages import open_pages
+
+        sizes = self._sizes
+        with open_pages(self._folder / "lab") as pages:
+            self.samples.add(US, "button_ms", *pages.press_buttons(lines=sizes.lines, floods=sizes.floods))
+            self.samples.add(US, "tiles_ms", *pages.draw_tiles(turns=sizes.turns))
 
     def _measure_pair(self, session: Session, agent: int, *, begins_with_watch: bool) -> None:
         steps = {}
@@ -160,6 +233,21 @@ class ViewsBenchmark(Benchmark[Sizes]):
         seconds = after.clock_s - before.clock_s
         self.samples.add(who, f"agent_{what}", 100 * (after.agent_s - before.agent_s) / seconds)
         self.samples.add(who, f"kernel_{what}", 100 * (after.kernel_s - before.kernel_s) / seconds)
+
+
+def _make_pipelines(folder: Path, count: int) -> None:
+    mine, record = MyPipelines(folder), Record()
+    nodes = [{"host": f"gpu{number}", "ranks": 8} for number in (1, 2)]
+    for number in range(count):
+        spec = {"name": f"train-{number}", "source": {"script_text": "print(1)"}, "nodes": nodes}
+        mine.create({**spec, "parallelism": {"pp": 2, "tp": 2}, "training": {"steps": 5000}})
+        record.add(f"train-{number}-1", name=f"train-{number}", nodes="[]", spec="{}", state="ended")
+
+
+def _many_stages() -> PlanDescription:
+    layers = tuple(Layer(f"model.layers.{number}.block", 1e-3, 30e6, 10e6, 2e6) for number in range(256))
+    stages = tuple(StageCost(1, 1e-3, 40e6, f"gpu{number}") for number in range(256))
+    return PlanDescription("a large model", costs=StageCosts(layers, stages, 4, 1.5))
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 import struct
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 # How a folder is opened to go through it, or write to it: one that cannot be listed, too.
 SEARCH = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", os.O_RDONLY)
@@ -36,6 +38,26 @@ def can_others_write(state: os.stat_result, of: Path | int) -> bool:
     if state.st_mode & 0o002:
         return True
     return bool(state.st_mode & 0o020) and (not _is_own_group(state) or _names_writers(of))  # 0o020 is the list's mask
+
+
+def open_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> BinaryIO:
+    """Open a file to read; a pipe or a device, of which nobody knows when it ends, is none. Raises: OSError.
+
+    On Windows nobody looks.
+    """
+    if not hasattr(os, "O_NOFOLLOW"):
+        return open(path, "rb")
+    try:
+        opened = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if may_be_link else os.O_NOFOLLOW))
+    except OSError as exc:
+        raise OSError(exc.errno, "it is a link" if exc.errno == errno.ELOOP else os.strerror(exc.errno or 0)) from exc
+    kind = os.fstat(opened).st_mode
+    if stat.S_ISREG(kind):
+        return open(opened, "rb")
+    os.close(opened)  # open() would raise for a folder, and leave it open
+    if stat.S_ISDIR(kind):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    raise OSError(errno.EINVAL, "it is no file")
 
 
 def find_guest_parent(folder: Path) -> Path | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import errno
 import os
 import re
 import secrets
@@ -26,7 +25,7 @@ from fsspec.registry import known_implementations
 from fsspec.spec import AbstractFileSystem
 
 from .errors import DetrainError, SpecError
-from .guarded import SEARCH
+from .guarded import SEARCH, open_file
 from .text import printable
 
 __all__ = [
@@ -102,21 +101,9 @@ class Location:
         taken: where others can write, they may have put it there, to what only the user can read. On another file
         system nobody looks. Raises: what that raises.
         """
-        if not is_local(self.files) or not hasattr(os, "O_NOFOLLOW"):
+        if not is_local(self.files):
             return self._fresh().open(self.path, "rb")
-        try:
-            opened = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | (0 if may_be_link else os.O_NOFOLLOW))
-        except OSError as exc:
-            raise OSError(
-                exc.errno, "it is a link" if exc.errno == errno.ELOOP else os.strerror(exc.errno or 0)
-            ) from exc
-        kind = os.fstat(opened).st_mode
-        if stat.S_ISREG(kind):
-            return open(opened, "rb")
-        os.close(opened)  # open() would raise for a folder, and leave it open
-        if stat.S_ISDIR(kind):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        raise OSError(errno.EINVAL, "it is no file")
+        return open_file(self.path, may_be_link=may_be_link)
 
     def read(self, *, limit_bytes: int, may_be_link: bool = True) -> bytes:
         """Read the whole file; ``may_be_link``: see `open`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import math
 import re
 import time
 from collections import deque
@@ -26,6 +27,16 @@ def format_size(size_bytes: float, *, smallest: str = "") -> str:
     unit = next((unit for unit, size in reversed(_UNITS.items()) if size_bytes < 999.5 * size), "GB")
     number = size_bytes / _UNITS[unit]
     return f"{number:.3g} {unit}" if number < 999.5 else f"{number:,.0f} {unit}"
+
+
+def short_number(value: float) -> str:
+    """``2.434``, ``2.29e-04``, ``223 k``, ``nan``."""
+    size = abs(value)
+    for unit, scale, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
+        if least <= size < 1e15:
+            return f"{value / scale:.3g} {unit}"
+    is_plain = size == 0 or 1e-3 <= size < 1e4 or not math.isfinite(size)
+    return f"{value:.4g}" if is_plain else f"{value:.2e}"
 
 
 def describe_seconds(seconds: float) -> str:

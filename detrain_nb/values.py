@@ -361,6 +361,14 @@ def _tensor_bytes(tensor: torch.Tensor) -> bytes | memoryview:
     return memoryview(memory).cast("B")
 
 
+def has_data(tensor: torch.Tensor) -> bool:
+    """Say of a dense tensor whether all its numbers are in memory: a storage can be freed or shrunk under a tensor."""
+    if tensor.is_meta or not tensor.numel():
+        return not tensor.is_meta
+    last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
+    return (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+
+
 def _tensor_problem(tensor: torch.Tensor) -> tuple[str, str] | None:
     """What keeps a tensor from travelling, and what to do about it."""
     import torch
@@ -371,7 +379,7 @@ def _tensor_problem(tensor: torch.Tensor) -> tuple[str, str] | None:
         return f"tensor of layout {tensor.layout}", "use {}.to_dense() instead"
     elif tensor.is_quantized:
         return "quantized tensor", "use {}.dequantize() instead"
-    elif tensor.is_meta or (tensor.numel() and not tensor.untyped_storage().nbytes()):
+    elif not has_data(tensor):
         return "tensor without data", "it is on the meta device or its storage was freed; fill it first"
     elif str(tensor.dtype).removeprefix("torch.") not in _TENSOR_DTYPES:
         return f"tensor of dtype {tensor.dtype}", "use {}.view(torch.uint8) instead"

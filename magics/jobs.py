@@ -13,13 +13,14 @@ from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.display import display
 
 from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
+from ..jobs.job_status import describe_state
 from ..plan.names import MOST_NAME_CHARS
 from ..text import CopyProgress
 from .given_spec import read_spec, show_findings
 from .guard import PROG, guard
 from .holder import ask_passphrase
+from .job_cell import JobCell
 from .job_options import parse_job_line, parse_torchrun_line
-from .job_view import JobView
 from .notebook import RunCells, kernel_name, session_name
 from .options import HelpShown, Settings
 from .progress import redrawn_line
@@ -248,11 +249,11 @@ class JobMagics(Magics):
             if not status.is_over:
                 raise JobError(str(status))
             status.check()
-        print(f"job {job.id}: {status.state}" + ("" if status.exit_code is None else f", exit {status.exit_code}"))
+        print(f"job {job.id}: {describe_state(status.state, status.exit_code)}")
 
     def _lines_of(
         self, job: Job, max_lines: int | None, *, node: str | None, rank: int | None, is_live: bool = True
-    ) -> JobView:
+    ) -> JobCell:
         settings = self._settings()
         most = settings.max_lines if max_lines is None else max_lines
         options = RenderOptions(
@@ -261,7 +262,7 @@ class JobMagics(Magics):
             max_lines=most,
             max_chars=settings.max_chars if most else 0,
         )
-        return JobView(screen_for(self._ipython), job, options, node=node, rank=rank)
+        return JobCell(screen_for(self._ipython), job, options, node=node, rank=rank)
 
     # ---- what it has made, and what is left of it
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import unicodedata
 
@@ -17,6 +18,7 @@ from detrain_nb.text import (
     html_table,
     name_some,
     printable,
+    short_number,
     split_target,
     table_lines,
 )
@@ -36,6 +38,14 @@ def test_things_are_counted_in_words(number: int, noun: str, words: str) -> None
 )
 def test_seconds_in_words(seconds: float, words: str) -> None:
     assert describe_seconds(seconds) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(2.4341, "2.434"), (2.29e-4, "2.29e-04"), (223_456, "223 k"), (math.nan, "nan"), (-math.inf, "-inf"), (0, "0")],
+)
+def test_numbers_are_short(value: float, shown: str) -> None:
+    assert short_number(value) == shown
 
 
 def test_columns_are_as_wide_as_their_widest_cell_and_no_line_ends_in_blanks() -> None:

@@ -449,9 +449,9 @@ def make_ordered_circle() -> OrderedDict[str, Any]:
     return circle
 
 
-def make_freed() -> torch.Tensor:
+def make_freed(left_bytes: int = 0) -> torch.Tensor:
     tensor = torch.ones(9)
-    tensor.untyped_storage().resize_(0)
+    tensor.untyped_storage().resize_(left_bytes)
     return tensor
 
 
@@ -506,6 +506,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "meta": (lambda: torch.ones(2, device="meta"), "x is a tensor without data and cannot travel: it is on the meta"),
     "freed": (make_freed, "x is a tensor without data and cannot travel"),
+    "shrunk tensor": (lambda: make_freed(32), "x is a tensor without data and cannot travel"),
     "bits": (
         lambda: torch.ones(2, dtype=torch.uint8).view(torch.bits8),
         "dtype torch.bits8 and cannot travel: use x.vi",

@@ -273,17 +273,12 @@ const say = (b, state, text) => {
 const ASKED = { interrupt: ["Interrupt ranks", "Interrupt", "KeyboardInterrupt on these ranks; it frees nobody who waits for them."],
   restart: ["Restart ranks", "Restart", "Fresh processes: the variables of these ranks are lost, the others keep theirs."] };
 const ask_which = (b, what, ranks) => {
-  const [label, words, hint] = ASKED[what], error = h("div", { class: "err", role: "alert" }), id = `${b.view.id}-ranks`;
-  const field = h("input", { class: "in", id, value: ranks, "aria-describedby": `${id}-hint`, autocomplete: "off", spellcheck: "false" });
-  const close = () => { b.asked.replaceChildren(); b.asked.hidden = true; b[what].setAttribute("aria-expanded", "false"); b[what].focus(); };
-  const go = b.view.button(words, async () => { await b.view.call(what, { ranks: field.value }); close(); }, { cls: "danger", on_error: (text) => { error.replaceChildren(icon("warn"), text); field.setAttribute("aria-invalid", "true"); } });
-  b.asked.replaceChildren(h("label", { for: id }, label), field, go, h("button", { type: "button", class: "b q", onclick: close }, "Cancel"), h("span", { class: "hint", id: `${id}-hint` }, hint), error);
-  b.asked.hidden = false; b[what].setAttribute("aria-expanded", "true");
-  b.asked.onkeydown = (event) => {
-    if (event.key === "Escape") close(); else if (event.key === "Enter" && event.target === field) go.click(); else return;
-    event.preventDefault(); event.stopPropagation();
-  };
-  field.focus(); field.select();
+  const [label, words, hint] = ASKED[what];
+  const close = () => { b.asked.replaceChildren(); b[what].setAttribute("aria-expanded", "false"); b[what].focus(); };
+  const act = async (chosen) => { await b.view.call(what, { ranks: chosen }); close(); };
+  const { bar, input } = ask_bar(b.view, label, [[words, act, "danger"]], close, { value: ranks, hint });
+  b.asked.replaceChildren(bar); b[what].setAttribute("aria-expanded", "true");
+  input.focus(); input.select();
 };
 
 // ---- the pane
@@ -378,7 +373,7 @@ function mount(view) {
     shown: "all", density: null, selected: null, tab: "output", is_unfolded: false, head: null, tip: null, ...kept };
   view.el.classList.add("board"); view.el.setAttribute("aria-label", "Board");
   const head = make_head(b), tools = make_tools(b);
-  b.asked = h("div", { class: "board-ask", hidden: true }); b.alerts = h("div", { class: "board-notes" });
+  b.asked = h("div", {}); b.alerts = h("div", { class: "board-notes" });
   b.nobody = h("p", { class: "body soft", hidden: true }); b.said = h("div", { class: "foot board-said", hidden: true });
   b.grid = h("div", { class: "board-grid", role: "group", "aria-label": "Ranks", onkeydown: (event) => move_focus(b, event) });
   make_pane(b);

@@ -272,7 +272,7 @@ class FormPage {
     if (this.failure && !conflict) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
     if (this.work?.is === "running") made.push(note("run", h("p", { role: "status" }, `${this.work.what}…`)));
     if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));
-    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.close_button(() => { this.work = null; })]));
+    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.view.button("Show job", () => this.view.call("show_job", { id: this.view.state.started }), fail), this.close_button(() => { this.work = null; })]));
     if (this.removed) made.push(note("run", h("p", { role: "status" }, `${this.removed.title} was removed`), [this.view.button([icon("undo"), "Undo"], () => this.change("restore", this.removed.key), fail), this.close_button(() => { this.removed = null; })]));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
     this.notes.replaceChildren(...made); this.notes.hidden = !made.length;
@@ -290,7 +290,7 @@ class FormPage {
     const pick = (name) => { this.picked = name; text.textContent = shown[name]; for (const tab of tabs.children) tab.setAttribute("aria-selected", `${tab.textContent === name}`); };
     pick(this.picked in shown ? this.picked : "TOML");
     roving(tabs, { on_move: (tab) => tab.click() });
-    page.replaceChildren(section("Plan", plan.error ? null : `${count_of(plan.nodes.length, "node")}, ${count_of(plan.ranks, "rank")}, ${count_of(plan.stages, "stage")}`),
+    page.replaceChildren(section("Plan", plan.error ? null : `${count_of(plan.nodes.length, "node")}, ${count_of(plan.ranks, "rank")}, ${count_of(plan.stages, "stage")}${plan.bubble === null ? "" : `; ranks wait at least ${Math.round(100 * plan.bubble)} % of each step, as little as that where all stages take equally long`}`),
       plan.error ? h("p", { class: "soft" }, plan.error) : h("div", { class: "plan" }, plan.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), h("div", {}, ranks(node))])),
       section("Commands", "what runs on each node"), commands.error ? note("bad", h("p", {}, commands.error)) : h("div", { class: "cmds" }, commands.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), command_box(node.command)])),
       ...(commands.warnings ?? []).map((each) => note("warn", h("p", {}, each))), section("Spec"), tabs, text,

@@ -1,27 +1,24 @@
-"""The jobs of a list of pipelines: asked after while a page shows the list, and each of them as a view."""
+"""The jobs of the listed pipelines, asked after while a page shows the list."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 from ..errors import DetrainError
 from ..pipelines import MyPipelines
-from .job_view import JobView
 
-__all__ = ["ConsoleJobs"]
+__all__ = ["AskedJobs"]
 
 _SHORTEST_GAP_S, _LONGEST_GAP_S = 2.0, 30.0  # between two questions: longer while a job goes on
 
 
-class ConsoleJobs:
+class AskedJobs:
     """Asks how the listed jobs are, in a thread that is there while a page is; ``on_asked`` tells what is known."""
 
     def __init__(self, pipelines: MyPipelines, on_asked: Callable[[], None]) -> None:
         self._pipelines, self._on_asked = pipelines, on_asked
-        self._views: dict[str, JobView] = {}
         self._lock = threading.Lock()
         self._ask_now = threading.Event()
         self._is_shown = False
@@ -40,22 +37,6 @@ class ConsoleJobs:
         """Ask without waiting: a job was started, or somebody wants to know."""
         self._ask_now.set()
 
-    def view(self, pipeline: Path) -> JobView:
-        """Return the live view of the newest job of a pipeline. Raises: JobError where it was never run."""
-        job = self._pipelines.last_job(pipeline)
-        with self._lock:
-            if job.id not in self._views:
-                self._views[job.id] = JobView(job)
-            return self._views[job.id]
-
-    def close(self) -> None:
-        """End the views, and the questions."""
-        self.follow(is_shown=False)
-        with self._lock:
-            views, self._views = [*self._views.values()], {}
-        for view in views:
-            view.close()
-
     def _ask(self) -> None:
         gap_s = _SHORTEST_GAP_S
         while True:
@@ -67,7 +48,6 @@ class ConsoleJobs:
                     return
             with contextlib.suppress(DetrainError):  # of the folder: the list says it when it is asked for
                 goes_on = self._pipelines.ask_after_jobs()
-                gap_s = (
-                    min(_SHORTEST_GAP_S if is_wanted else 1.5 * gap_s, _LONGEST_GAP_S) if goes_on else _LONGEST_GAP_S
-                )
+                gap_s = _SHORTEST_GAP_S if is_wanted else min(1.5 * gap_s, _LONGEST_GAP_S)
+                gap_s = gap_s if goes_on else _LONGEST_GAP_S
                 self._on_asked()

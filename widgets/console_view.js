@@ -62,7 +62,7 @@ class Row {
     set_text(this.name, entry.name); set_text(this.file, entry.file); set_text(this.changed, entry.is_changed ? " · changes not saved" : "");
     this.mesh.replaceChildren(axis_chips(entry.axes)); set_text(this.where, entry.nodes);
     const job = entry.job;
-    this.state.replaceChildren(!entry.can_open ? state_word("bad", "cannot be read") : job ? state_word(job.state === "warn" ? "lost" : job.state, job.word) : state_word("idle", "never run"));
+    this.state.replaceChildren(!entry.can_open ? state_word("bad", "cannot be read") : job ? state_word(job.sign, job.word) : state_word("idle", "never run"));
     set_text(this.detail, entry.fault || (job ? job.detail : ""));
     this.open.setAttribute("aria-label", `Open ${entry.name}`);
     disable(this.open, entry.can_open ? null : entry.fault);
@@ -78,38 +78,42 @@ class Row {
     return [
       { text: "Duplicate", act: () => this.page.duplicate(entry), reason: entry.can_open ? null : entry.fault },
       { text: "Copy as Python", act: () => this.copy(), reason: entry.can_run ? null : entry.fault },
-      { text: count > 1 ? `Show last of ${count} jobs` : "Show job", act: () => this.show_job(), reason: count ? null : "it was never run" },
+      { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "it was never run" },
       null,
       { text: entry.is_beside ? "Delete" : "Take off the list", act: () => view.call("delete", { id: entry.id }) },
     ];
   }
   do_open() { return this.view.call("open_pipeline", { id: this.entry.id }); }
-  do_second() { return this.is_running ? this.show_job() : this.view.call("run", { id: this.entry.id }); }
+  do_second() { if (this.is_running) return this.show_view(); else return this.view.call("run", { id: this.entry.id }); }
   async copy() {
     const code = await this.view.call("code", { id: this.entry.id });
     const is_copied = await copy_text(code);
     this.show([h("p", {}, is_copied ? "Copied: it builds the same pipeline, and submits it." : "It builds the same pipeline, and submits it:"), command_box(code, "Copy the code")]);
   }
-  show_job() { return this.page.job.show(this.entry); }
+  show_view() { return this.view.call("show_job", { id: this.entry.job.id }); }
+  show_job() {
+    const { job } = this.entry;
+    this.show([h("p", {}, job.count > 1 ? `${job.count} jobs; the last one is ${job.id}: ${job.word}, ${job.detail}.` : `One job, ${job.id}: ${job.word}, ${job.detail}.`),
+      command_box(`%job ${job.is_over ? "show" : "attach"} ${job.id}`), this.view.button("Show job", () => this.show_view(), { on_error: this.view.complain })]);
+  }
   /** Tell something below the row. */
   show(content) {
     const close = close_button(() => { this.below = null; this.page.draw(); this.open.focus(); });
-    this.below = h("tr", { class: "more" }, h("td", { colspan: "4" }, h("div", { class: "row" }, h("div", { class: "given", style: "flex:1;min-width:0" }, content), close)));
+    this.below = h("tr", { class: "more" }, h("td", { colspan: "4" }, h("div", { class: "row" }, h("div", { style: "flex:1;min-width:0" }, content), close)));
     this.page.draw();
     this.view.announce(content[0].textContent);
   }
 }
 
 class ListPage {
-  constructor(view, job) {
-    this.view = view; this.job = job; this.rows = new Map(); this.order = []; this.sorted = "job";
+  constructor(view) {
+    this.view = view; this.rows = new Map(); this.order = []; this.sorted = "job";
     this.count = h("span", { class: "soft" });
     this.search = h("input", { class: "in", type: "search", "aria-label": "Search name, node, status", placeholder: "Search name, node, status", oninput: () => this.draw() });
     this.searching = h("span", { class: "search", style: "width:216px" }, icon("search"), this.search);
     this.renew = view.button(icon("new"), () => view.call("refresh"), { cls: "ic q", label: "Refresh", on_error: view.complain });
     this.add = h("button", { type: "button", class: "b go", onclick: () => this.ask("new") }, icon("plus"), "New");
-    this.tools = h("div", { class: "tools", hidden: true });
-    this.tools.addEventListener("keydown", (event) => { if (event.key === "Escape") { event.stopPropagation(); this.stop_asking(); } });
+    this.asked = h("div", {});
     this.notes = h("div", { class: "notes", hidden: true });
     this.heads = { name: this.head("Name", "name"), job: this.head("Last job", "job") };
     this.body = h("tbody");
@@ -120,7 +124,7 @@ class ListPage {
     this.element = h("div", {},
       h("div", { class: "head" }, h("h3", {}, "My Pipelines"), this.count, h("span", { class: "push row wrap" }, this.searching, this.renew,
         h("button", { type: "button", class: "b", onclick: () => this.ask("file") }, "Open file…"), this.add)),
-      this.tools, this.notes, this.table, this.nothing, this.first, this.undo);
+      this.asked, this.notes, this.table, this.nothing, this.first, this.undo);
     view.complain = (text) => { this.failure = text; this.draw_notes(); };
     this.make_examples();
   }
@@ -150,28 +154,20 @@ class ListPage {
       h("p", {}, "A pipeline is one file: mesh, nodes, source, training. Begin from an example; it is copied to ", h("span", { class: "mono" }, "pipelines/"), " and yours to change."),
       h("div", { class: "ex" }, tiles));
   }
-  examples_below() {
-    return h("div", { class: "row wrap", style: "flex-basis:100%" }, h("span", { class: "soft" }, "Or begin from an example:"), this.view.state.examples.map((each) =>
-      this.view.button(each.title, async () => { await this.view.call("create_example", { name: each.name }); this.stop_asking(); }, { title: each.description, on_error: this.view.complain })));
-  }
   /** The row that asks for the path of a file, or the name of a new pipeline. */
   ask(kind) {
     const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
       : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
-    const said = h("span", { class: "err", role: "alert", hidden: true });
-    const input = h("input", { class: "in mono", id: `${this.view.id}-given`, autocomplete: "off", spellcheck: "false", "aria-describedby": `${this.view.id}-said` });
-    said.id = `${this.view.id}-said`;
-    const go = this.view.button(word, async () => { await act(input.value.trim()); this.stop_asking(); }, { cls: "go", on_error: (text) => {
-      said.hidden = false; said.replaceChildren(icon("warn"), text); input.setAttribute("aria-invalid", "true"); input.focus(); } });
-    input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); go.click(); } });
-    this.tools.replaceChildren(h("span", { class: "given" }, h("label", { for: input.id }, label), input, said), go,
-      h("button", { type: "button", class: "b q", onclick: () => this.stop_asking() }, "Cancel"),
-      ...(kind === "new" && this.list.entries.length ? [this.examples_below()] : []));
-    this.tools.hidden = false;
-    this.asked_by = document.activeElement;
+    const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); asked_by?.focus?.(); };
+    const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }, "go"]], stop);
+    if (kind === "new" && this.list.entries.length) bar.append(this.other_ways(stop));
+    this.asked.replaceChildren(bar);
     input.focus();
   }
-  stop_asking() { if (this.tools.hidden) return; this.tools.hidden = true; this.tools.replaceChildren(); this.asked_by?.focus?.(); }
+  other_ways(stop) {
+    return h("div", { class: "row wrap", style: "flex-basis:100%" }, h("span", { class: "soft" }, "Or begin from an example:"), this.view.state.examples.map((each) =>
+      this.view.button(each.title, async () => { await this.view.call("create_example", { name: each.name }); stop(); }, { title: each.description, on_error: this.view.complain })));
+  }
   async duplicate(entry) {
     const made = await this.view.call("duplicate", { id: entry.id });
     this.view.announce(`${made.name} was made`);
@@ -226,49 +222,44 @@ class ListPage {
   }
 }
 
-/** The job of a pipeline in the place of the list: a view of its own, below a line that leads back. */
-class JobPage {
-  constructor(view, on_change) {
-    this.view = view; this.on_change = on_change; this.child = null;
-    this.back = h("button", { type: "button", class: "b q", onclick: () => { this.end(); this.asked_by?.focus?.(); } }, icon("left"), "My Pipelines");
-    this.element = h("div", { class: "head", style: "border-bottom:0", hidden: true }, this.back);
-    this.place = h("div", { hidden: true });
-    view.el.after(this.place);
+/** A job, live, beneath the console: a widget of its own, and the line that shows it elsewhere. */
+class JobPanel {
+  constructor(view) {
+    this.view = view; this.widget = null; this.shown = null;
+    this.line = h("section", { class: "dt" }); this.place = h("div");
+    this.element = h("div", { class: "dt-shown" }, this.line, this.place);
   }
-  get is_open() { return !this.element.hidden; }
-  async show(entry) {
-    const id = await this.view.call("show_job", { id: entry.id }), manager = this.view.model.widget_manager;
-    this.end();
-    this.child = await manager.create_view(await manager.get_model(id));
-    this.asked_by = document.activeElement;
-    this.place.replaceChildren(this.child.el);
-    this.element.hidden = this.place.hidden = false;
-    this.on_change();
-    this.back.focus();
+  async set_job(job) {
+    if ((job?.widget ?? null) === this.widget) return;
+    this.widget = job?.widget ?? null;
+    this.shown?.remove(); this.shown = null; this.place.replaceChildren();
+    if (!job) { this.element.remove(); return; }
+    this.view.el.after(this.element);
+    this.line.replaceChildren(h("div", { class: "head" }, h("span", { class: "cmdline" }, command_box(job.command)), h("span", { class: "push" }, close_button(() => this.view.call("hide_job")))));
+    try {
+      const manager = this.view.model.widget_manager, shown = await manager.create_view(await manager.get_model(job.widget));
+      if (this.widget !== job.widget) { shown.remove(); return; }
+      this.shown = shown; this.place.replaceChildren(shown.el);
+      this.element.scrollIntoView({ block: "nearest" });
+    } catch (error) { this.place.replaceChildren(h("div", { class: "dt" }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
   }
-  end() {
-    this.child?.remove(); this.child = null;
-    this.element.hidden = this.place.hidden = true;
-    this.on_change();
-  }
+  end() { this.shown?.remove(); this.element.remove(); }
 }
 
 function mount(view) {
-  const arrange = () => {
-    const has_form = Boolean(view.state.form) && !job.is_open;
-    list.element.hidden = has_form || job.is_open; form.element.hidden = !has_form;
-  };
-  const job = new JobPage(view, () => arrange()), list = new ListPage(view, job), form = new FormPage(view);
-  view.el.append(list.element, form.element, job.element);
+  const list = new ListPage(view), form = new FormPage(view);
+  const job = new JobPanel(view);
+  view.el.append(list.element, form.element);
   view.on("form", (value) => {
     const was_open = !form.element.hidden;
-    arrange();
+    list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
-    if (value !== null && !was_open && !job.is_open) form.focus_first();
+    if (value !== null && !was_open) form.focus_first();
     if (value === null && was_open) list.search.focus();
   });
   view.on("list", (value) => list.set_list(value));
   view.on("undo", (value) => list.set_undo(value));
   view.on("work", (value) => { list.set_work(value); form.set_work(value); });
-  return () => { form.end(); job.end(); job.place.remove(); };
+  view.on("job", (value) => job.set_job(value));
+  return () => { form.end(); job.end(); };
 }

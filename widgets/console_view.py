@@ -15,7 +15,8 @@ from ..session.output.safe_output import one_line
 from ..text import html_cells, html_table
 from .actions import Refused, action, flag, one_of, optional, text, whole
 from .console_form import describe_fields, describe_form
-from .console_jobs import ConsoleJobs
+from .console_job import ShownJob
+from .console_jobs import AskedJobs
 from .live_view import LiveView, Settled
 
 __all__ = ["ConsoleView"]
@@ -58,7 +59,9 @@ class ConsoleView(LiveView):
         self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
         self._open: Path | None = None
         self._conflict: Conflict | None = None  # of the file of the open form
-        self._jobs = ConsoleJobs(pipelines, self._tell_list)
+        self._started = ""  # the id of the job that was started last
+        self._shown_job = ShownJob(self._tell_all)
+        self._jobs = AskedJobs(pipelines, self._tell_all)
         super().__init__()
 
     @property
@@ -73,6 +76,8 @@ class ConsoleView(LiveView):
                 "undo": self._describe_undo(),
                 "form": self._describe_form(),
                 "work": None,
+                "started": self._started,
+                "job": self._shown_job.describe(),
                 "fields": describe_fields(),
                 "examples": [
                     {
@@ -98,8 +103,9 @@ class ConsoleView(LiveView):
         self._jobs.follow(is_shown=are_there)
 
     def close(self) -> None:
-        self._jobs.close()
         super().close()
+        if hasattr(self, "_shown_job"):  # ipywidgets closes one whose making has failed
+            self._shown_job.close()
 
     # ---- the list
 
@@ -143,11 +149,6 @@ class ConsoleView(LiveView):
     def run(self, id: str) -> None:
         path = self._path(id)
         self.work(f"starting {one_line(path.stem)}", lambda: self._run(path))
-
-    @action(id=_ID)
-    def show_job(self, id: str) -> str:
-        """Return the id of the view of its newest job, which the page shows in its own place."""
-        return str(self._jobs.view(self._path(id)).model_id)
 
     @action(id=_ID)
     def code(self, id: str) -> str:
@@ -251,11 +252,24 @@ class ConsoleView(LiveView):
             seen = self._forms[path].file
         self.work(f"starting {one_line(path.stem)}", lambda: self._run(path, as_read=seen))
 
+    # ---- a job
+
+    @action(id=text(most=200))
+    def show_job(self, id: str) -> None:
+        self._shown_job.show(self.pipelines.find_job(id))
+        self.publish("job", self._shown_job.describe())
+
+    @action()
+    def hide_job(self) -> None:
+        self._shown_job.close()
+        self.publish("job", None)
+
     # ---- how
 
     def _run(self, path: Path, *, as_read: SpecFile | None = None) -> None:
         try:
-            self.pipelines.run(path, as_read=as_read)
+            self._started = self.pipelines.run(path, as_read=as_read).id
+            self.publish("started", self._started)
         finally:
             self._tell_all()
             self._jobs.ask_now()
@@ -312,11 +326,6 @@ class ConsoleView(LiveView):
         for part, value in parts.items():
             self.publish(part, value)
 
-    def _tell_list(self) -> None:
-        with self._guard:
-            found = self._describe_list()
-        self.publish("list", found)
-
     def _tell_form(self) -> None:
         with self._guard:
             found = self._describe_form()
@@ -349,7 +358,7 @@ class ConsoleView(LiveView):
             "job": job
             and {
                 "id": one_line(job.id),
-                "state": job.state,
+                "sign": job.sign,
                 "word": one_line(job.word),
                 "detail": one_line(job.detail),
                 "at": job.submitted_at,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from typing import Any
@@ -16,7 +17,7 @@ _MOST_CHARS = 2000  # of a line that is shown
 _KEPT_CHARS, _LEAST_KEPT_CHARS = 2_000_000, 20_000  # of all logs; of each
 _NEWS_CHARS = 500_000  # of one message to the pages
 _TOLD_CHARS = 300  # of a line, in which its level is looked for
-_LINE_TAKES_CHARS = 30
+_LINE_TAKES_CHARS = 50
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _TRACEBACK = "Traceback (most recent call last)"
 _ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|^(?:\[rank\d+\]: ?)?[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
@@ -97,7 +98,7 @@ class LogWindow:
 
 
 def make_item(part: LogPart, levels: Levels, *, number: int = 0) -> Item:
-    """What a page gets of a part: its lines with their levels."""
+    """What a page gets of a part: its lines with their levels, and when they were printed, by the clock here."""
     lines = [clean_line(line) for line in part.lines]
     return {
         "number": number,
@@ -106,6 +107,7 @@ def make_item(part: LogPart, levels: Levels, *, number: int = 0) -> Item:
         "begin": part.begin,
         "skipped": part.skipped,
         "lines": [[levels.of(line), line] for line in lines],
+        "times": [at and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in part.times],
     }
 
 

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..jobs.advice import advise, describe_cause
-from ..jobs.job_status import JobStatus
+from ..jobs.job_status import JobStatus, sign_and_word
 from ..jobs.live_curves import Curve, LiveCurves
 from ..jobs.report_checks import NodeReport
 from ..jobs.watched_node import Checkpoint
 from ..jobs.watching import Unreached
-from ..node.job.terms import ENDED, STOPPED, STOPPING, UNKNOWN
+from ..node.job.terms import ENDED, STOPPED
 from ..session.output.safe_output import one_line
-from ..text import count_of, describe_seconds
+from ..text import count_of, describe_seconds, short_number
 from .job_log import Levels, clean_line
 
 _SHOWN_POINTS = 400  # of a curve: more than its picture has points
@@ -25,23 +25,8 @@ _LOSS = ("loss", "train_loss", "train/loss", "training_loss")
 _VALIDATION = re.compile(r"^(?:evaluation|eval|val|valid|validation|test)[_/ .-]?loss$")
 _LEARNING_RATE = ("lr", "learning_rate", "train/lr")
 _RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s", "steps_per_s": "steps/s"}
-_WORDS = {  # of a state, beside its sign
-    "submitting": ("new", "submitting"),
-    "preparing": ("new", "preparing"),
-    "running": ("run", "running"),
-    STOPPING: ("new", "stopping"),
-    STOPPED: ("stopped", "stopped"),
-    UNKNOWN: ("lost", "unknown"),
-}
 
 Json = dict[str, Any]
-
-
-def word_of(state: str, exit_code: int | None) -> tuple[str, str]:
-    """The sign and the word of a state."""
-    if state == ENDED:
-        return ("ok", "succeeded") if exit_code == 0 else ("bad", "failed")
-    return _WORDS.get(state, ("bad", state))
 
 
 def phase_of(status: JobStatus) -> str:
@@ -56,7 +41,7 @@ def phase_of(status: JobStatus) -> str:
 def head_of(status: JobStatus, unreached: Mapping[str, Unreached], nodes: Sequence[str]) -> Json:
     """Name, state, and since when: pages count the seconds on."""
     is_silent = bool(unreached) and len(unreached) == len(nodes) and not status.is_over
-    sign, word = ("lost", "unknown") if is_silent else word_of(status.state, status.exit_code)
+    sign, word = ("lost", "unknown") if is_silent else sign_and_word(status.state, status.exit_code)
     lasts = None if status.started_at is None else (status.ended_at or time.time()) - status.started_at
     facts = ""
     if status.is_over and lasts is not None and status.ended_at is not None:
@@ -90,7 +75,7 @@ def _silence(name: str, why: str, unreached: Mapping[str, Unreached]) -> str:
 
 
 def _node_of(name: str, report: NodeReport, status: JobStatus, gone: Unreached | None) -> Json:
-    sign, word = word_of(report.state, report.exit_code)
+    sign, word = sign_and_word(report.state, report.exit_code)
     is_cause = status.failed_node == name
     if sign == "bad" and not is_cause and status.failed_node and report.state == ENDED:
         sign, word = "stopped", "stopped"
@@ -168,7 +153,22 @@ def _curve(name: str, curve: Curve | None) -> Json | None:
     if curve is None or curve.last is None:
         return None
     points = [[step, _rounded(value)] for step, value in curve.points(_SHOWN_POINTS)]
-    return {"name": one_line(name), "points": points, "last": number(curve.last)}
+    return {
+        "name": one_line(name),
+        "points": points,
+        "last": short_number(curve.last),
+        "is_bad": curve.bad_since is not None,
+        "warning": _warning(curve),
+    }
+
+
+def _warning(curve: Curve) -> str:
+    """That, and where, what was logged is nan or inf."""
+    if curve.bad_since is not None:
+        return f"{short_number(curve.last or 0)} since step {curve.bad_since:,}"
+    if curve.first_bad is None:
+        return ""
+    return f"nan or inf at {count_of(curve.num_bad, 'step')}, first at step {curve.first_bad:,}"
 
 
 def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint]) -> Json | None:
@@ -197,9 +197,14 @@ def facts_of(status: JobStatus, curves: LiveCurves) -> list[Json]:
     found: list[Json] = []
     for title, what in (("Loss", "loss"), ("Validation", "validation")):
         if shown[what]:
-            found.append({"title": title, "value": shown[what]["last"]})
+            last, is_bad = shown[what]["last"], shown[what]["is_bad"]
+            found.append(
+                {"title": title, "value": shown[what]["warning"], "sign": "warn"}
+                if is_bad
+                else {"title": title, "value": last}
+            )
     if (mean := curves.mean_pace) is not None:
-        found.append({"title": "Steps/s, mean", "value": number(mean)})
+        found.append({"title": "Steps/s, mean", "value": short_number(mean)})
     memory = curves.get("memory_bytes")
     if memory is not None and memory.last is not None and math.isfinite(memory.last):
         found.append({"title": "Peak memory", "bytes": max(0, round(memory.last))})
@@ -215,19 +220,6 @@ def _rounded(value: float | None) -> float | None:
         return None
     short = float(f"{value:.5g}")
     return short if math.isfinite(short) else value  # the largest numbers would be rounded to what JSON has not
-
-
-def number(value: float) -> str:
-    """As a person reads it: ``2.434``, ``2.29e-04``, ``223 k``, ``nan``."""
-    if not math.isfinite(value):
-        return str(value)
-    size = abs(value)
-    for unit, scale, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
-        if least <= size < 1e15:
-            return f"{value / scale:.3g} {unit}"
-    if size == 0 or 1e-3 <= size < 1e4:
-        return f"{value:.4g}"
-    return f"{value:.2e}"
 
 
 def clock(at: float) -> str:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..jobs.job_status import JobStatus
-from ..text import html_text
-from .job_picture import Json, number, phase_of
+from ..text import html_text, short_number
+from .job_picture import Json, phase_of
 from .live_view import Settled
 
 _SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "running": "▶"}
@@ -35,7 +35,7 @@ def settle_job(
         facts.append(f"step {progress['step']:,}{total}")
     loss = curves.get("loss")
     if loss:
-        facts.append(f"{loss['name']} {loss['last']}")
+        facts.append(f"{loss['name']} {loss['warning'] if loss['is_bad'] else loss['last']}")
     facts += [f"model {file['node'] + ':' if file['node'] else ''}{file['name']}" for file in model[:3]]
     lines = [f"{title}, {', '.join(facts)}" if facts else title]
     parts = [f"<p><strong>{html.escape(lines[0])}</strong></p>"]
@@ -61,7 +61,7 @@ def _curve(loss: dict[str, Any]) -> str:
         return ""
     width = -(-len(points) // _MOST_NUMBERS)
     some = [*points[::width], *([points[-1]] if (len(points) - 1) % width else [])]
-    numbers = "".join(f"<td>{step:,}: {html.escape(number(value))}</td>" for step, value in some)
+    numbers = "".join(f"<td>{step:,}: {html.escape(short_number(value))}</td>" for step, value in some)
     low, high = min(value for _, value in points), max(value for _, value in points)
     first, last = points[0][0], points[-1][0]
     across, up = (_WIDTH - 8) / max(1, last - first), (_HEIGHT - 8) / ((high - low) or 1)

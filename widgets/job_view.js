@@ -17,30 +17,25 @@ const nice_range = (values) => {
   const size = 10 ** Math.floor(Math.log10(high - low)), unit = [0.1, 0.2, 0.25, 0.5, 1, 2, 5].map((each) => each * size).find((each) => (high - low) / each <= 8) ?? size;
   return [Math.floor(low / unit + 1e-9) * unit, Math.ceil(high / unit - 1e-9) * unit];
 };
-const axis_number = (value) => { const size = Math.abs(value);
-  if (size === 0) return "0";
-  if (size >= 1e4 && size < 1e15) for (const [unit, least] of [["G", 1e9], ["M", 1e6], ["k", 1e3]]) if (size >= least) return `${+(value / least).toPrecision(3)} ${unit}`;
-  return size >= 1e-2 && size < 1e4 ? `${+value.toPrecision(3)}` : value.toExponential(0); };
-const value_text = (value) => (value === null || value === undefined ? "no number" : Math.abs(value) >= 1e-3 && Math.abs(value) < 1e5 || value === 0 ? `${+value.toPrecision(4)}` : value.toExponential(2));
+const value_text = (value) => (typeof value === "number" ? short_number(value) : "no number");
 const nearest = (points, step) => {
   let low = 0, high = points.length - 1;
   while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
   return points.length === 0 ? null : Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
 };
-const runs_of = (points, place) => { // pieces between the gaps
-  const runs = [[]];
-  for (const point of points) if (point[1] === null) { if (runs.at(-1).length) runs.push([]); } else runs.at(-1).push(place(point));
-  return runs.filter((run) => run.length).map((run) => (run.length === 1 ? [run[0], run[0]] : run).map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" "));
+const line_through = (points, place) => { // what is no number is left out
+  const places = points.filter(([, value]) => value !== null).map(place);
+  return (places.length === 1 ? [places[0], places[0]] : places).map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" ");
 };
 
 /** Curves over one axis of steps. `lines()` gives [{word, points, kind}], `kind` being smooth, plain or dashed. */
 const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false) => {
-  const big = h("span", { class: "big" }), keys = h("span", { class: "row" }), ys = h("div", { class: "y", "aria-hidden": "true" }), xs = h("div", { class: "x", "aria-hidden": "true" });
+  const big = h("span", { class: "big" }), bad = h("span"), keys = h("span", { class: "row" }), ys = h("div", { class: "y", "aria-hidden": "true" }), xs = h("div", { class: "x", "aria-hidden": "true" });
   const svg = s("svg", { class: "plot", viewBox: "0 0 100 100", preserveAspectRatio: "none", style: `height:${height}px`, "aria-hidden": "true" });
   const words = h("span", {}), cross = h("div", { class: "cross", hidden: true }, words);
   const plot = h("div", { class: "p", role: "slider", tabIndex: 0, "aria-label": `${title} by step`, "aria-valuemin": 0 }, svg, cross);
   const unit_word = h("span", { class: "soft small" }, unit);
-  const el = h("div", { class: "ch" }, h("div", { class: "t" }, h("h4", {}, title), unit_word, keys, big), h("div", { class: "plotbox" }, ys, plot, xs));
+  const el = h("div", { class: "ch" }, h("div", { class: "t" }, h("h4", {}, title), unit_word, keys, bad, big), h("div", { class: "plotbox" }, ys, plot, xs));
   let lines = [], is_own = false;
   const show_cross = () => {
     const at = shared.step, found = at === null ? [] : lines.map((line) => [line.word, nearest(line.points, at)]).filter(([, point]) => point);
@@ -69,16 +64,17 @@ const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false
   });
   const draw = (wanted, last, unit_now) => {
     lines = wanted;
-    set_text(big, last ?? ""); set_text(unit_word, unit_now ?? unit);
+    const warnings = lines.filter((line) => line.warning).map((line) => (lines.length > 1 ? `${line.word}: ${line.warning}` : line.warning));
+    set_text(big, last ?? ""); replace_children(bad, warnings.length ? [state_word("warn", warnings.join("; "))] : []); set_text(unit_word, unit_now ?? unit);
     const drawn = lines.flatMap((line) => line.kind === "smooth" && line.points.length > KEPT_RAW ? [{ ...line, kind: "raw" }, { ...line, points: smooth(line.points), kind: "plain" }] : [{ ...line, kind: line.kind === "smooth" ? "plain" : line.kind }]);
     const values = drawn.flatMap((line) => line.points.map(([, value]) => value)).filter((value) => value !== null);
     if (is_from_zero) values.push(0);
     const [low, high] = nice_range(values), end = shared.end() || 1;
     const place = ([step, value]) => [(100 * step) / end, 100 - (100 * (value - low)) / (high - low)];
     svg.replaceChildren(s("path", { class: "g", d: "M0 0H100M0 50H100" }), s("path", { class: "a", d: "M0 100H100" }),
-      ...drawn.flatMap((line) => runs_of(line.points, place).map((points) => s("polyline", { class: { raw: "raw", plain: "c", dashed: "v" }[line.kind], points }))));
+      ...drawn.map((line) => s("polyline", { class: { raw: "raw", plain: "c", dashed: "v" }[line.kind], points: line_through(line.points, place) })));
     replace_children(keys, lines.length > 1 ? lines.map((line) => h("span", { class: line.kind === "dashed" ? "k d is-wait" : "k is-run" }, h("i"), line.word)) : []);
-    ys.replaceChildren(...(num_ticks > 3 ? [high, (high + low) / 2, low] : [high, low]).map((value) => h("span", {}, axis_number(value))));
+    ys.replaceChildren(...(num_ticks > 3 ? [high, (high + low) / 2, low] : [high, low]).map((value) => h("span", {}, short_number(value, 3))));
     xs.replaceChildren(...Array.from({ length: num_ticks }, (_, i) => h("span", {}, axis_step((end * i) / (num_ticks - 1)), i === num_ticks - 1 && num_ticks > 3 ? " steps" : null)));
     plot.setAttribute("aria-valuemax", Math.round(end));
     const first = lines[0]?.points.at(-1);
@@ -87,7 +83,7 @@ const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false
   };
   return { el, draw };
 };
-const axis_step = (step) => (step >= 1e6 ? axis_number(step) : grouped(step));
+const axis_step = (step) => (step >= 1e6 ? short_number(step) : grouped(step));
 
 const make_charts = (view) => {
   const shared = { step: null, listeners: [], end: () => Math.max(view.state.progress?.total ?? 0, view.state.progress?.step ?? 0), move(step) { if (step !== this.step || step === null) { this.step = step; for (const f of this.listeners) f(); } } };
@@ -97,10 +93,10 @@ const make_charts = (view) => {
   const el = h("div", { class: "charts" });
   const draw = () => {
     const { loss: train, validation, learning_rate, rate: pace } = view.state.curves ?? {};
-    const series = [train && { word: validation ? "train" : train.name, points: train.points, kind: "smooth" }, validation && { word: "validation", points: validation.points, kind: "dashed" }].filter(Boolean);
+    const series = [train && { word: validation ? "train" : train.name, points: train.points, kind: "smooth", warning: train.warning }, validation && { word: "validation", points: validation.points, kind: "dashed", warning: validation.warning }].filter(Boolean);
     replace_children(el, train || validation || learning_rate || pace ? [loss.el, side] : [empty]);
     loss.draw(series, (train ?? validation)?.last);
-    rate.el.hidden = !learning_rate; if (learning_rate) rate.draw([{ word: learning_rate.name, points: learning_rate.points, kind: "plain" }], learning_rate.last);
+    rate.el.hidden = !learning_rate; if (learning_rate) rate.draw([{ word: learning_rate.name, points: learning_rate.points, kind: "plain", warning: learning_rate.warning }], learning_rate.last);
     speed.el.hidden = !pace; if (pace) speed.draw([{ word: pace.name, points: pace.points, kind: "plain" }], pace.last, pace.name);
   };
   view.on("curves", draw); view.on("progress", draw);
@@ -147,9 +143,42 @@ const make_nodes = (view) => {
   return el;
 };
 
+// ---- files: to the browser, or into a folder of the server
+const save_blob = (blob, name) => { const url = URL.createObjectURL(blob), link = h("a", { href: url, download: name }); link.click(); setTimeout(() => URL.revokeObjectURL(url), 60000); };
+const pull_file = async (view, file) => { // its bytes, in pieces
+  const pieces = [];
+  for (let offset = 0; offset < file.size || offset === 0; offset += file.chunk) {
+    const text = atob(await view.call("piece", { id: file.id, offset })), bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    pieces.push(bytes);
+  }
+  return new Blob(pieces, { type: "application/octet-stream" });
+};
+/** What it returns is called by the page that asks: it alone gets the file once the kernel has it ready. */
+const pull_when_ready = (view, what, fail) => {
+  let has_asked = false;
+  view.on("doing", async (doing) => {
+    if (doing.what !== what || doing.is !== "ready" || !has_asked) return;
+    has_asked = false;
+    try { save_blob(await pull_file(view, doing.file), doing.file.name); await view.call("downloaded"); } catch (error) { fail(error.message); }
+  });
+  return () => { has_asked = true; };
+};
+/** A button, and the row in which it asks for a folder. */
+const make_saver = (view, word, what, act, fail) => {
+  const folder = h("input", { class: "in mono", value: ".", "aria-label": `Folder on this server for the ${what}`, onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); save.click(); } if (event.key === "Escape") toggle(false); } });
+  const toggle = (is_open) => { ask.hidden = !is_open; open.setAttribute("aria-expanded", is_open); if (is_open) folder.focus(); else open.focus(); };
+  const save = view.button("Save", async () => { await act(folder.value); toggle(false); }, { on_error: fail });
+  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(ask.hidden); } }, word);
+  const ask = h("div", { class: "ask row", hidden: true }, h("span", {}, "Folder on this server"), folder, save, h("button", { type: "button", class: "b q", onclick: () => toggle(false) }, "Cancel"));
+  return { open, ask };
+};
+const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };
+const busy_reason = (view) => { const { what, is } = view.state.doing; return is === "running" ? `${DOING[what] ?? what} is under way` : ""; };
+
 // ---- the logs: only rows in sight are drawn
-const make_log = (view) => {
-  let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false;
+const make_log = (view, fail) => {
+  let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false, has_times = false;
   const logs = new Map(); // a source -> its parts, in order
   const arrived = []; // all parts, as they came
   const key_of = (item) => `${item.node}\n${item.source}`;
@@ -166,8 +195,12 @@ const make_log = (view) => {
   const count = h("span"), error = h("span", { class: "err", hidden: true });
   const back = view.button([icon("up"), "Earlier lines"], () => ask_back(), { cls: "q", on_error: (text) => { error.hidden = false; set_text(error, text); } });
   const follow = h("button", { type: "button", class: "b", "aria-pressed": "true", onclick: () => { is_following = !is_following; to_end(); } }, icon("get"), "Following");
+  const whose_now = () => { const [node, source] = whose ? whose.split("\n") : ["", ""]; return { node, source }; };
+  const pull = pull_when_ready(view, "log", fail), get = view.button([icon("get"), "Download the whole log"], async () => { pull(); await view.call("whole_log", { ...whose_now(), folder: null }); }, { cls: "q", on_error: fail });
+  const saver = make_saver(view, "Save it on this server…", "log", (folder) => view.call("whole_log", { ...whose_now(), folder }), fail);
+  view.on("doing", () => { disable(get, busy_reason(view)); disable(saver.open, busy_reason(view)); });
   const el = h("div", { class: "log" }, h("div", { class: "bar2" }, h("h4", {}, "Logs"), tabs, many, h("span", { class: "row push" }, level, h("span", { class: "search" }, icon("search"), search), found, walkers)),
-    port, h("div", { class: "st2" }, count, h("span", { class: "soft" }, "all of it: ", h("code", {}, `%job logs ${view.state.head.id}`)), error, h("span", { class: "row push" }, back, follow)));
+    port, h("div", { class: "st2" }, count, h("span", { class: "row" }, get, saver.open), error, h("span", { class: "row push" }, back, follow)), saver.ask);
 
   const choose = (key) => { whose = key; is_following = true; for (const tab of tabs.children) tab.setAttribute("aria-selected", tab.dataset.key === key); many.value = key; draw_all(); };
   const draw_tabs = () => {
@@ -193,13 +226,13 @@ const make_log = (view) => {
   };
   const parts_now = () => (whose ? logs.get(whose) ?? [] : logs.size === 1 ? [...logs.values()][0] : arrived);
   const make_rows = () => {
-    rows = [];
+    rows = []; has_times = false;
     const seen = new Set();
     for (const part of parts_now()) {
       const key = key_of(part);
-      if ((part.skipped || part.is_cut) && (seen.has(key) || part.is_cut)) rows.push([key, 1, "… lines are not shown here: they are in the log", true]);
+      if ((part.skipped || part.is_cut) && (seen.has(key) || part.is_cut)) rows.push([key, 1, "… lines are not shown here: they are in the log", true, null]);
       seen.add(key);
-      for (const [grade, text] of part.lines) if (grade >= least) rows.push([key, grade, text, false]);
+      part.lines.forEach(([grade, text], i) => { if (grade >= least) { rows.push([key, grade, text, false, part.times[i]]); has_times ||= Boolean(part.times[i]); } });
     }
   };
   const draw_all = () => { if (is_planned) return; is_planned = true; requestAnimationFrame(() => { is_planned = false; make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; to_end(); draw_count(); }); };
@@ -218,9 +251,8 @@ const make_log = (view) => {
   const draw = () => {
     if (!port.clientHeight) return;
     const from = Math.max(0, Math.floor(port.scrollTop / ROW_PX) - 5), to = Math.min(rows.length, from + Math.ceil(port.clientHeight / ROW_PX) + 10), is_all = !whose && logs.size > 1;
-    space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
-      is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
-    space.classList.toggle("all", is_all);
+    space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours, time], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
+      has_times ? h("span", { class: "tm", title: time ? `printed ${time}` : "it is not known when it was printed" }, time?.slice(11) ?? "") : null, is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
   };
   const to_end = () => { follow.setAttribute("aria-pressed", is_following); if (is_following) port.scrollTop = port.scrollHeight; draw(); };
   const find = (keeps = false) => {
@@ -263,26 +295,10 @@ const make_log = (view) => {
 
 // ---- the model
 const download_reason = (view) => { const model = view.state.model; return model?.files.length ? "" : model?.why ?? ""; };
-const save_blob = (blob, name) => { const url = URL.createObjectURL(blob), link = h("a", { href: url, download: name }); link.click(); setTimeout(() => URL.revokeObjectURL(url), 60000); };
-const pull_file = async (view, file) => { // its bytes, in pieces
-  const pieces = [];
-  for (let offset = 0; offset < file.size || offset === 0; offset += file.chunk) {
-    const text = atob(await view.call("piece", { id: file.id, offset })), bytes = new Uint8Array(text.length);
-    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
-    pieces.push(bytes);
-  }
-  return new Blob(pieces, { type: "application/octet-stream" });
-};
-
 const make_model = (view, fail) => {
-  let has_asked = false;
   const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), why = h("span", { class: "why", id: `${view.id}-why` });
-  const folder = h("input", { class: "in mono", value: ".", "aria-label": "Folder on this server", onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); save.click(); } if (event.key === "Escape") toggle(false); } });
-  const toggle = (is_open) => { ask.hidden = !is_open; open.setAttribute("aria-expanded", is_open); if (is_open) folder.focus(); else open.focus(); };
-  const save = view.button("Save", async () => { await view.call("save", { folder: folder.value }); toggle(false); }, { on_error: fail });
-  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(ask.hidden); } }, "Save on this server…");
-  const ask = h("div", { class: "ask row", hidden: true }, h("span", {}, "Folder on this server"), folder, save, h("button", { type: "button", class: "b q", onclick: () => toggle(false) }, "Cancel"));
-  const get = view.button([icon("get"), "Download model"], async () => { has_asked = true; await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
+  const { open, ask } = make_saver(view, "Save on this server…", "model", (folder) => view.call("save", { folder }), fail), pull = pull_when_ready(view, "download", fail);
+  const get = view.button([icon("get"), "Download model"], async () => { pull(); await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
   get.setAttribute("aria-describedby", why.id);
   const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where), h("span", { class: "row" }, open), ask);
   const draw = () => {
@@ -298,21 +314,14 @@ const make_model = (view, fail) => {
     set_text(where, [file.node, model.count > 1 ? `and ${count_of(model.count - 1, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
   };
   view.on("model", draw); view.on("head", draw); view.on("doing", draw);
-  view.on("doing", async (doing) => {
-    if (doing.what !== "download" || doing.is !== "ready" || !has_asked) return;
-    has_asked = false;
-    try { save_blob(await pull_file(view, doing.file), doing.file.name); await view.call("downloaded"); } catch (error) { fail(error.message); }
-  });
   return { row, get, why };
 };
 
-const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model" };
-const busy_reason = (view) => { const { what, is } = view.state.doing; return is === "running" ? `${DOING[what] ?? what} is under way` : ""; };
 const doing_line = (view) => {
   const el = h("div", { class: "doing", role: "status" });
   const fail = (text) => { replace_children(el, [note("bad", h("p", {}, text))]); el.hidden = false; };
   view.on("doing", (doing) => {
-    const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : "";
+    const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : doing.done ? `, ${format_bytes(doing.done)}` : "";
     const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
     replace_children(el, [shown]); el.hidden = !shown;
   });
@@ -325,8 +334,9 @@ function mount(view) {
   const id = view.state.head.id;
   const word = h("span", { class: "row" }), facts = h("span", { class: "soft" }), ask = h("div", { class: "sure" }), fail = h("div", { class: "fail" }), numbers = h("div", { class: "facts" }), hints = h("span", { class: "soft" });
   const { el: doing, fail: say_fault } = doing_line(view);
-  const model = make_model(view, say_fault), log = make_log(view), charts = make_charts(view), progress = make_progress(view), nodes = make_nodes(view);
-  let received = 0, is_log_open = null, are_curves_open = null;
+  const model = make_model(view, say_fault), log = make_log(view, say_fault), charts = make_charts(view), progress = make_progress(view), nodes = make_nodes(view);
+  let received = 0, is_log_open = null, are_curves_open = null, had_curves = false;
+  const has_curves = () => Object.values(view.state.curves ?? {}).some(Boolean);
   const stop = view.button([icon("stop"), "Stop"], async () => { if (seconds() >= view.state.long_s) sure(true); else await view.call("stop"); }, { cls: "danger", on_error: say_fault });
   const again_word = h("span"), again = view.button([icon("new"), again_word], () => view.call("restart"), { on_error: say_fault });
   const sure = (is_asked) => {
@@ -345,8 +355,9 @@ function mount(view) {
     again.hidden = phase === "running"; stop.hidden = phase !== "running";
     model.why.hidden = phase !== "running" && !(view.state.model?.files.length); model.get.hidden = (phase === "failed" || phase === "stopped") && !(view.state.model?.files.length);
     const can_fold = phase !== "running";
-    replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
-    foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown; log.el.hidden = !log_shown;
+    had_curves = has_curves();
+    replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, had_curves && fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
+    foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown || (can_fold && !had_curves); log.el.hidden = !log_shown;
     replace_children(view.el, { running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]);
     if (log_shown) log.show();
   };
@@ -375,7 +386,7 @@ function mount(view) {
     requestAnimationFrame(() => { const last = fail.querySelector("pre"); if (last) last.scrollTop = last.scrollHeight; });
   });
   view.on("facts", (found) => { replace_children(numbers, (found ?? []).map((fact) => h("div", {}, h("span", {}, fact.title), fact.sign ? state_word(fact.sign, fact.value) : h("b", { class: "big" }, fact.bytes !== undefined ? format_bytes(fact.bytes) : fact.value)))); arrange(); });
-  view.on("model", arrange);
+  view.on("model", arrange); view.on("curves", () => { if (has_curves() !== had_curves) arrange(); });
   view.on("doing", () => { disable(again, busy_reason(view)); disable(stop, busy_reason(view)); });
   arrange();
   const clock = setInterval(tick, 1000);

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ..errors import DetrainError, JobError
@@ -13,9 +15,11 @@ from ..jobs.job_status import JobStatus
 from ..jobs.live_curves import LiveCurves
 from ..session.output.safe_output import one_line
 from . import job_picture as picture
-from .actions import Refused, action, describe_failure, text, whole
+from .actions import Refused, action, describe_failure, optional, text, whole
+from .downloads import MOST_DOWNLOAD_BYTES, Download
 from .job_log import Levels, LogWindow, make_item
-from .job_model import MOST_DOWNLOAD_BYTES, Download, choose_model, describe_model, fetch_model
+from .job_log_file import write_log
+from .job_model import choose_model, describe_model, fetch_for_browser, fetch_model
 from .job_settled import settle_job
 from .live_view import LiveView, Settled
 
@@ -30,19 +34,20 @@ class JobView(LiveView):
 
     name = "job_view"
 
-    def __init__(self, job: Job) -> None:
-        self._job = job
+    def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
+        """``on_state`` is called when the job, while it is watched, has come into another state."""
+        self._job, self._on_state = job, on_state
         self._changing = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
         self._reading: threading.Thread | None = None
         self._download = Download()
+        self._when_downloaded = ""
         self._doing: picture.Json = {"what": "", "is": ""}
         self._begin(job)
         super().__init__()
 
     def _begin(self, job: Job) -> None:
         self._job = job
-        self._status = job.last_known()
         self._log = LogWindow()
         self._made: list[MadeFile] | None = None
         self._listing: threading.Thread | None = None
@@ -52,7 +57,7 @@ class JobView(LiveView):
             spec = job.spec
         self._num_steps = spec.training.steps if spec else None
         self._saves_checkpoints = spec is not None and spec.checkpoint is not None
-        self._draw(JobNews(self._status, {}, LiveCurves(), (), ()))
+        self._draw(JobNews(job.last_known(), {}, LiveCurves(), (), ()))
 
     # ---- what a page sees
 
@@ -67,6 +72,8 @@ class JobView(LiveView):
         }
 
     def settled(self) -> Settled:
+        if self._stop_watching is None:
+            self._catch_up()
         parts = self._parts
         return settle_job(
             self._status,
@@ -90,6 +97,13 @@ class JobView(LiveView):
         super().close()
         self._download.clear()
 
+    def _catch_up(self) -> None:
+        """Nobody watches: take the end of the job, if somebody else has heard of it."""
+        with contextlib.suppress(DetrainError):  # it was removed
+            known = self._job.last_known()
+            if known.is_over and not self._status.is_over:
+                self._draw(replace(self._news, status=known, unreached={}))
+
     # ---- what its nodes say, in a thread of the job
 
     def _watch(self, job: Job) -> Callable[[], None]:
@@ -100,19 +114,21 @@ class JobView(LiveView):
     def _take(self, job: Job, news: JobNews) -> None:
         if job is not self._job:  # it was restarted meanwhile
             return
-        self._status = news.status
-        items = self._log.add(news.parts)
+        items, before = self._log.add(news.parts), self._status
         self._draw(news)
         if items:
             self.append("log", items)
         for part in _PARTS:
             self.publish(part, self._parts[part])
+        if (before.state, before.exit_code) != (news.status.state, news.status.exit_code):
+            self._on_state()
         if news.status.is_over and news.status.reports and self._made is None and self._listing is None:
             self._listing = threading.Thread(target=self._list_made, args=(job, news), name="job model", daemon=True)
             self._listing.start()
 
     def _draw(self, news: JobNews) -> None:
         status, curves, checkpoints = news.status, news.curves, news.checkpoints
+        self._news, self._status = news, status
         nodes = [*status.reports, *status.silent]
         self._parts = {
             "head": picture.head_of(status, news.unreached, nodes),
@@ -193,8 +209,9 @@ class JobView(LiveView):
 
         def prepare() -> None:
             tell = self._tell_bytes("download")
-            ready = self._download.prepare(self._job, files[index], tell, num_nodes=num_nodes)
-            self._say(what="download", state="ready", file=ready)
+            job, file = self._job, files[index]
+            ready = self._download.prepare(lambda to: fetch_for_browser(job, file, to, tell, num_nodes=num_nodes))
+            self._offer("download", ready, "the model is in the browser's downloads")
 
         self._do("download", prepare)
 
@@ -205,12 +222,39 @@ class JobView(LiveView):
     @action()
     def downloaded(self) -> None:
         self._download.clear()
-        self._say(what="download", state="done", line="the model is in the browser's downloads")
+        if self._doing["is"] == "ready":  # else something else is told
+            self._say(what=self._doing["what"], state="done", line=self._when_downloaded)
+
+    @action(node=text(most=300), source=text(most=10), folder=optional(text(most=1000)))
+    def whole_log(self, node: str, source: str, folder: str | None) -> None:
+        """Write all that the job has printed, or one log of it, into a folder of this machine, or for a browser."""
+        if source and not _is_log(source):
+            raise Refused("that is no log of the job")
+        tell, job, notes = self._tell_bytes("log"), self._job, list[str]()
+
+        def write(to: Path, most_bytes: int | None = None) -> Path:
+            path, missing = write_log(
+                job, to, lambda done: tell(done, 0), node=node, source=source, most_bytes=most_bytes
+            )
+            notes.extend(map(one_line, missing[:3]))
+            return path
+
+        def save() -> None:
+            if folder is None:
+                ready = self._download.prepare(lambda to: write(to, MOST_DOWNLOAD_BYTES))
+                self._offer("log", ready, "; ".join(["the log is in the browser's downloads", *notes]))
+                return
+            place = Path(folder.strip() or ".").expanduser()
+            place.mkdir(parents=True, exist_ok=True)
+            said = f"saved: {write(place)}"
+            self._say(what="log", state="done", line=one_line("; ".join([said, *notes]), most_chars=1000))
+
+        self._do("log", save)
 
     @action(node=text(most=300), source=text(most=10), begin=whole(1, 1 << 53))
     def earlier(self, node: str, source: str, begin: int) -> None:
         """Read the lines before those that stand at ``begin`` of a log; the part ``earlier`` brings them."""
-        if source != "setup" and not (source.isascii() and source.isdecimal()):
+        if not _is_log(source):
             raise Refused("that is no log of the job")
         if self._reading is not None and self._reading.is_alive():
             raise Refused("earlier lines are on their way")
@@ -226,6 +270,11 @@ class JobView(LiveView):
             self.publish("earlier", {**asked, "error": one_line(str(exc))})
         else:
             self.publish("earlier", {**asked, "item": item})
+
+    def _offer(self, what: str, file: picture.Json, line: str) -> None:
+        """A file is ready for the page that has asked for it; ``line`` is told once that has it."""
+        self._when_downloaded = line
+        self._say(what=what, state="ready", file=file)
 
     def _need_model(self) -> list[MadeFile]:
         """Raises: Refused."""
@@ -256,9 +305,13 @@ class JobView(LiveView):
 
     def _tell_bytes(self, what: str) -> Callable[[int, int], None]:
         def tell(done: int, total: int) -> None:
-            if done >= total or done - tell_at[0] >= _TELL_BYTES:
+            if done == total or done - tell_at[0] >= _TELL_BYTES:
                 tell_at[0] = done
                 self._say(what=what, state="running", done=done, total=total)
 
         tell_at = [0]
         return tell
+
+
+def _is_log(source: str) -> bool:
+    return source == "setup" or (source.isascii() and source.isdecimal())

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class LiveView(anywidget.AnyWidget):
     name: ClassVar[str] = ""
     more: ClassVar[tuple[str, ...]] = ()  # of a large one: further files beside it, which come before its own
     _actions: ClassVar[dict[str, Action]] = {}
+    _all: ClassVar[weakref.WeakSet[LiveView]] = weakref.WeakSet()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "name" in cls.__dict__:
@@ -91,6 +93,7 @@ class LiveView(anywidget.AnyWidget):
         self._display_ids: list[str] = []
         super().__init__()
         self.on_msg(self._hear)
+        LiveView._all.add(self)
 
     # ---- what a view gives
 
@@ -160,9 +163,22 @@ class LiveView(anywidget.AnyWidget):
                 return
             self._is_settled = True
         self._tell_news()  # pages that keep the picture have the last one
+        self._put_settled()
+        self.close()
+
+    def _put_settled(self) -> None:
         for display_id in self._display_ids:
             update_display(self.settled().bundle(), raw=True, display_id=display_id)
-        self.close()
+
+    @staticmethod
+    def settle_all() -> None:
+        """Settle every view of this process, for a notebook whose kernel ends.
+
+        One that has settled is put there once more: `detrain-nb run` hears of nothing that came between two cells.
+        """
+        with contextlib.ExitStack() as each_in_turn:  # whatever one of them raises
+            for view in list(LiveView._all):
+                each_in_turn.callback(view._put_settled if view._is_settled else view.settle)
 
     def close(self) -> None:
         """End its threads. Pages lose the view; those that do not show its settled form keep the last picture."""

@@ -6,7 +6,6 @@ const percent_of = (share) => `${+(100 * share).toFixed(3)}%`;
 const UNITS = { time: [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]], memory: [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]] };
 /** The size and the name of the unit in which the largest of these is read. */
 const unit_for = (kind, most) => UNITS[kind].find(([size]) => most >= 0.9995 * size) ?? UNITS[kind].at(-1);
-const short_number = (number) => (number === 0 ? "0" : number >= 99.95 ? grouped(number) : number >= 0.095 ? number.toFixed(1) : number.toPrecision(1));
 const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
 const clamp = (number, most) => Math.max(0, Math.min(most, number));
 
@@ -57,7 +56,7 @@ const group_layers = (layers, most) => {
 const tell_group = (group) => (group.length === 1
   ? `${group[0].name}, stage ${group[0].stage}: ${group[0].time}; ${group[0].memory}: ${group[0].parts}`
   : `${group[0].name} to ${group.at(-1).name}, ${group.length} layers of stage ${group[0].stage}: together ${time_of(group.reduce((sum, each) => sum + each.time_s, 0))}, ${format_bytes(group.reduce((sum, each) => sum + each.memory_bytes, 0))}`);
-const time_of = (seconds) => { const [size, unit] = unit_for("time", seconds); return `${+(seconds / size).toPrecision(3)} ${unit}`; };
+const time_of = (seconds) => { const [size, unit] = unit_for("time", seconds); return `${short_number(seconds / size, 3)} ${unit}`; };
 
 /** Narrow columns are whole pixels wide: gaps that are rounded would look like groups. */
 const columns_for = (count, width) => (width / count >= ROOMY_PX ? `repeat(${count}, minmax(0, 1fr))` : `repeat(${count}, ${Math.max(1, Math.floor(width / count))}px)`);
@@ -73,8 +72,8 @@ const draw_bars = (plot, layers, groups, width) => {
     const is_cut = i > 0 && has_room_for_cuts && group[0].stage !== groups[i - 1][0].stage;
     const name = is_roomy || (i % every === 0 && group[0].short.length <= 4) ? group[0].short : "";
     return h("div", { class: `col ${hue(group[0].stage)}${is_cut ? " first" : ""}` },
-      h("div", { class: "t" }, is_roomy ? short_number(time_s / time_unit) : null, h("i", { style: `height:${Math.max(1, (TIME_PX * time_s) / most_s)}px` })),
-      h("div", { class: "m" }, is_roomy ? short_number(all / memory_unit) : null,
+      h("div", { class: "t" }, is_roomy ? short_number(time_s / time_unit, 3) : null, h("i", { style: `height:${Math.max(1, (TIME_PX * time_s) / most_s)}px` })),
+      h("div", { class: "m" }, is_roomy ? short_number(all / memory_unit, 3) : null,
         h("i", { class: "act", style: `height:${(MEMORY_PX * (all - state)) / most_bytes}px` }), h("i", { class: "own", style: `height:${(MEMORY_PX * state) / most_bytes}px` })),
       h("div", { class: `n${is_roomy ? " cut" : ""}` }, name));
   }));

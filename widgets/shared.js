@@ -54,6 +54,11 @@ const state_word = (state, word) => h("span", { class: `st ${colour_of(state)}` 
 
 // ---- numbers, as people read them
 const grouped = (number) => Math.round(number).toLocaleString("en-US");
+const short_number = (value, digits = 4) => {
+  const size = Math.abs(value);
+  if (size < 1e15) for (const [unit, scale, least] of [["G", 1e9, 1e9], ["M", 1e6, 1e6], ["k", 1e3, 1e4]]) if (size >= least) return `${+(value / scale).toPrecision(3)} ${unit}`;
+  return size === 0 || (size >= 1e-3 && size < 1e4) ? `${+value.toPrecision(digits)}` : value.toExponential(digits - 2);
+};
 const format_bytes = (bytes) => {
   if (bytes === null || bytes === undefined) return "";
   for (const [unit, size] of [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3]]) if (bytes >= 0.9995 * size) return `${+(bytes / size).toPrecision(3)} ${unit}`;
@@ -117,6 +122,21 @@ const copy_text = async (text) => {
 const command_box = (text, label = "Copy the command") => {
   const button = h("button", { type: "button", class: "b q ic", "aria-label": label, title: label, onclick: async () => { replace_children(button, [icon((await copy_text(text)) ? "ok" : "warn")]); } }, icon("copy"));
   return h("div", { class: "cmd" }, h("pre", { tabIndex: 0 }, text), button);
+};
+
+/** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`. Enter takes the first; Escape and Cancel call `close`. */
+const ask_bar = (view, label, actions, close, { value = "", hint = null } = {}) => {
+  const id = `${view.id}-asked`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
+  const input = h("input", { class: "in mono", id, value, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-error` });
+  const fail = (text) => { error.hidden = false; error.replaceChildren(icon("warn"), h("span", {}, text)); input.setAttribute("aria-invalid", "true"); input.focus(); };
+  const buttons = actions.map(([word, act, cls = ""]) => view.button(word, () => act(input.value.trim()), { cls, on_error: fail }));
+  const onkeydown = (event) => {
+    if (event.key === "Escape") close(); else if (event.key === "Enter" && event.target === input) buttons[0].click(); else return;
+    event.preventDefault(); event.stopPropagation();
+  };
+  const bar = h("div", { class: "tools asked", onkeydown }, h("label", { for: id }, label), input, buttons,
+    h("button", { type: "button", class: "b q", onclick: close }, "Cancel"), h("span", { class: "hint", id: `${id}-hint` }, hint), error);
+  return { bar, input };
 };
 
 // ---- the connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -9,12 +10,13 @@ from ..errors import SpecError
 from ..session.output.safe_output import one_line
 from ..spec.node import Node
 from ..transport.ssh import resolve
-from ..transport.ssh_config import SshTarget, default_config, list_hosts, read_config
+from ..transport.ssh_config import SshTarget, default_config, list_hosts, read_config, without_questions
 
 __all__ = ["count_hosts", "describe_hosts", "nodes_of_hosts"]
 
 _MOST_HOSTS = 500
 _MOST_CHARS = 200
+_LOOKING_UP_S = 2.0
 
 
 def count_hosts() -> int:
@@ -26,14 +28,22 @@ def count_hosts() -> int:
 
 
 def describe_hosts(there: Collection[str]) -> dict[str, Any]:
-    """The first ones, as plain JSON: where each is, and whether it is ``there`` already. Raises: SpecError."""
+    """The first ones, as plain JSON: where each is, and whether it is ``there`` already. Raises: SpecError.
+
+    Of very many the last are told by name alone: the thread that pages are answered in looks them up.
+    """
     path = default_config()
-    names, config = list_hosts(path), read_config(path)
-    hosts = [{"name": name, "is_there": name in there, **_describe(name, config)} for name in names[:_MOST_HOSTS]]
+    until = time.monotonic() + _LOOKING_UP_S
+    names, config = list_hosts(path), without_questions(read_config(path))
+    hosts = [
+        {"name": name, "is_there": name in there, **_describe(name, config, until)} for name in names[:_MOST_HOSTS]
+    ]
     return {"hosts": hosts, "more": max(0, len(names) - _MOST_HOSTS)}
 
 
-def _describe(name: str, config: str) -> dict[str, str]:
+def _describe(name: str, config: str, until: float) -> dict[str, str]:
+    if time.monotonic() > until:
+        return {"where": "", "jump": "", "fault": ""}
     try:
         settings = resolve(SshTarget(name), config)
     except SpecError as exc:

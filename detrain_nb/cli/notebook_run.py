@@ -37,6 +37,10 @@ _KERNEL_ARGUMENTS = [*_KERNEL, "-f", "{connection_file}", "--log-level=ERROR"]
 _MOST_SOCKET_CHARS = 60  # of the folder for sockets, whose paths the system bounds at some 100
 _STOP_LIMIT_S = 10.0  # how long an interrupted cell may take to end; a session gives its ranks less
 _END_LIMIT_S = 10.0  # how long the kernel may take to end; after half of it it is told by SIGTERM (ipykernel can block)
+_WIDGET = "application/vnd.jupyter.widget-view+json"
+_SETTLE = (
+    "views = __import__('sys').modules.get('detrain_nb.widgets')\nif views is not None: views.LiveView.settle_all()"
+)
 _OUTPUT_LIMIT_S = 60  # how long what a cell has printed may be on its way when the cell has ended
 
 
@@ -82,6 +86,7 @@ class NotebookRun:
             try:
                 if await self._is_in_time(self._start_kernel()):
                     self.failure = await self._run_cells(manager)
+                    await self._settle_views()
             finally:
                 await self._end_kernel(manager)
         if self._stopped_by:
@@ -156,6 +161,25 @@ class NotebookRun:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
         return failure
+
+    async def _settle_views(self) -> None:
+        """Have live views leave plain HTML: who opens the stored notebook has no kernel that would draw them."""
+        from nbformat.v4 import new_code_cell
+
+        cells = self._notebook.cells
+        outputs = [output for cell in code_cells(self._notebook) for output in cell.outputs]
+        if not any(_WIDGET in output.get("data", {}) for output in outputs):
+            return
+        cells.append(new_code_cell(_SETTLE))  # nbclient runs only what is there; it is not stored
+        settling = asyncio.ensure_future(
+            self._client.async_execute_cell(cells[-1], len(cells) - 1, store_history=False)
+        )
+        try:
+            await _first(settling, self._is_hurried.wait(), limit_s=_STOP_LIMIT_S)
+        finally:
+            settling.cancel()
+            await asyncio.gather(settling, return_exceptions=True)  # the terminal shows what went wrong
+            del cells[-1]
 
     async def _end_kernel(self, manager: Any) -> None:
         """End the kernel, which ends its session; when the user is in a hurry, by a kill: its ranks then see it."""

@@ -35,6 +35,7 @@ ON_NODE = (
     "agents",
     "locks",
     "guarded",
+    "at_exit",
     "storage",
     "metrics",
     "copying",

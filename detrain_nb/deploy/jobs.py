@@ -10,9 +10,11 @@ from ..copying.json_lines import Talk
 from ..transport import Transport
 from .files import Patience, Stop, open_stream
 
-__all__ = ["ENDLESS", "PATIENCE", "open_job_talk"]
+__all__ = ["ENDLESS", "PATIENCE", "READING", "REMOVING", "open_job_talk"]
 
 PATIENCE = Patience(answer_s=7200.0)  # a repository may take half an hour to fetch, a job an hour to stop
+READING = Patience(answer_s=60.0)  # what a job has written so far
+REMOVING = Patience(answer_s=600.0)  # a folder of many files on a slow disk
 ENDLESS = Patience(answer_s=math.inf)  # a job may print nothing for days, while the service says that it is there
 
 

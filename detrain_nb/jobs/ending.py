@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..deploy.files import Patience, label
-from ..deploy.jobs import open_job_talk
+from ..deploy.jobs import REMOVING, open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..node.job.terms import UNKNOWN
 from ..transport import Transport
@@ -44,7 +44,7 @@ def remove_parts(nodes: Sequence[Transport], status: JobStatus, *, anyway: bool)
     there = [index for index, node in enumerate(nodes) if label(node) in status.reports]
 
     def remove(position: int) -> None:
-        with open_job_talk(nodes[there[position]]) as talk:
+        with open_job_talk(nodes[there[position]], patience=REMOVING) as talk:
             talk.say("remove", id=status.id, node_rank=there[position])
             talk.hear("removed")
 

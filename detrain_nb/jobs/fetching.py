@@ -20,7 +20,7 @@ from ..node.job.terms import ENDED, FILES_OF_A_LINE, UNKNOWN, fits
 from ..text import format_size, name_some, printable
 from ..transport import Transport
 from .asking import on_all, try_on_all
-from .job_status import JobStatus
+from .job_status import JobStatus, describe_state
 from .places import HerePlace, make_place
 from .report_checks import STATUS_BYTES, NodeFile, check_different, read_files, read_made, read_number
 
@@ -111,9 +111,8 @@ def require_success(status: JobStatus) -> None:
     """Raises: JobError where a job is not over, or did not succeed."""
     if status.state == ENDED and status.exit_code == 0:
         return
-    code = "" if status.exit_code is None else f" with {status.exit_code}"
     is_going = not status.is_over and status.state != UNKNOWN
-    how = f"is {status.state}" if is_going else f"did not succeed, it is {status.state}{code}"
+    how = f"is {status.state}" if is_going else f"did not succeed: {describe_state(status.state, status.exit_code)}"
     raise JobError(f"job {status.id} {how}", advice="{} fetches what there is", typed="--anyway")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..copying.json_lines import Refused, Talk, Untrue, as_size
 from ..deploy.files import Stop, label
-from ..deploy.jobs import ENDLESS, PATIENCE, open_job_talk
+from ..deploy.jobs import ENDLESS, READING, open_job_talk
 from ..errors import DetrainError, NodeLost, SpecError
 from ..metrics import read_metrics_line
 from ..transport import Transport
@@ -192,7 +192,7 @@ class Follower:
     # ---- in a thread for each node
 
     def _follow(self, index: int) -> None:
-        state, patience = self._states[index], PATIENCE if self._wanted.is_once else ENDLESS
+        state, patience = self._states[index], READING if self._wanted.is_once else ENDLESS
         heard_at, gap_s, has_told = time.monotonic(), self._retries.shortest_gap_s, False
         while not self._is_stopped.is_set():
             offsets, state.answered_at = {name: file.offset for name, file in state.files.items()}, None

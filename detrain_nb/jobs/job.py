@@ -25,7 +25,7 @@ from .execution import Executed, execute
 from .fetching import Fetched, MadeFile, fetch, list_made, require_success
 from .following import Follower, OnPiece, OnReports, Retries, Wanted
 from .job_report import SHOWN_STEPS, JobReport
-from .job_status import JobStatus, judge
+from .job_status import JobStatus, describe_state, judge
 from .log_lines import JobLog, Kept, LogLine, in_order
 from .noting import Noting, hear_reports, known_status, least_nodes, note_down
 from .record import Record
@@ -88,9 +88,8 @@ class Job(ShownAsText):
 
     def __str__(self) -> str:
         row = self._record.get(self.id)
-        code = "" if row.exit_code is None else f", exit {row.exit_code}"
         where = ", ".join(map(label, self._transports()))
-        return f"job {self.id}: {row.state}{code}, on {where}"
+        return f"job {self.id}: {describe_state(row.state, row.exit_code)}, on {where}"
 
     # ---- how it is
 

@@ -10,8 +10,8 @@ from typing import Any
 from ..errors import behind_ours, quoted, short_ranks
 from ..metrics import NO_VALUES
 from ..plan import Plan
-from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, show, table_lines
-from .job_status import JobStatus, has_failed
+from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, short_number, show, table_lines
+from .job_status import JobStatus, has_failed, sign_and_word
 from .report_checks import NodeReport
 
 __all__ = ["SHOWN_STEPS", "JobReport", "describe_metrics"]
@@ -75,8 +75,13 @@ def describe_metrics(values: Mapping[str, Any]) -> str:
 
     It stands among words of ours: what has more than one word is quoted.
     """
-    shown = [f"{_one_word(name)} {_one_word(_short(values[name]))}" for name in _names_in([values])]
+    shown = [f"{_one_word(name)} {_as_word(values[name])}" for name in _names_in([values])]
     return ", ".join([f"step {_short(values.get('step'))}", *shown])
+
+
+def _as_word(value: object) -> str:
+    text = _short(value)
+    return text if isinstance(value, float) else _one_word(text)  # 12.5 k is one word
 
 
 def _one_word(text: str) -> str:
@@ -86,7 +91,7 @@ def _one_word(text: str) -> str:
 def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
     cells = (
         node,
-        report.state,
+        sign_and_word(report.state, report.exit_code)[1],
         "" if report.exit_code is None else str(report.exit_code),
         short_ranks(report.ranks),
         str(report.restarts or ""),
@@ -111,4 +116,4 @@ def _names_in(lines: Sequence[Mapping[str, Any]]) -> list[str]:
 def _short(value: object) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else printable(str(value)[:_MOST_CHARS])
+    return short_number(value) if isinstance(value, float) else printable(str(value)[:_MOST_CHARS])

@@ -6,16 +6,38 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Literal
 
 from ..errors import DetrainError, JobFailed, behind_ours, quoted, short_ranks
 from ..node.job import terms
-from ..node.job.terms import ENDED, LOST, NOT_STARTED, RESTARTED, STOPPED, STOPPING, UNKNOWN, UNREADABLE
-from ..text import ShownAsText, describe_seconds
+from ..node.job.terms import (
+    ENDED,
+    LOST,
+    NOT_STARTED,
+    PREPARING,
+    RESTARTED,
+    RUNNING,
+    STOPPED,
+    STOPPING,
+    SUBMITTING,
+    UNKNOWN,
+    UNREADABLE,
+)
+from ..text import ShownAsText, describe_seconds, printable
 from .report_checks import NodeReport
 
-__all__ = ["OVER", "JobStatus", "describe_age", "has_failed", "judge"]
+__all__ = ["OVER", "JobStatus", "Sign", "describe_age", "describe_state", "has_failed", "judge", "sign_and_word"]
 
+Sign = Literal["new", "run", "ok", "bad", "stopped", "lost"]  # what a page draws beside the word
 OVER = (*terms.OVER, NOT_STARTED)
+_SIGNS: Mapping[str, Sign] = {
+    SUBMITTING: "new",
+    PREPARING: "new",
+    RUNNING: "run",
+    STOPPING: "new",
+    STOPPED: "stopped",
+    UNKNOWN: "lost",
+}
 _GONE = 1  # the exit status of a job that has left none
 
 
@@ -65,21 +87,20 @@ class JobStatus(ShownAsText):
         lines = [f"job {self.id}: {self._summary()}"]
         for node, report in self.reports.items():
             ranks = f", ranks {short_ranks(report.ranks)}" if len(report.ranks) > 1 else ""
-            code = "" if report.exit_code is None else f", exit {report.exit_code}"
+            state = describe_state(report.state, report.exit_code)
             restarts = f", {report.restarts} restart{'s' * (report.restarts > 1)}" if report.restarts else ""
             reason = f": {behind_ours(report.reason)}" if report.reason else ""
-            lines.append(f"  {node}: {report.state}{code}{ranks}{restarts}{reason}")
+            lines.append(f"  {node}: {state}{ranks}{restarts}{reason}")
         lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]
         if self.is_over and self.last_lines:
             lines += [f"{self.whose_lines}:", *map(quoted, self.last_lines)]
         return "\n".join(lines)
 
     def _summary(self) -> str:
-        code = "" if self.exit_code is None else f", exit {self.exit_code}"
         took = ""
         if self.started_at is not None and self.ended_at is not None:
             took = f" after {describe_seconds(self.ended_at - self.started_at)}"
-        return f"{self.state}{code}{took}"
+        return f"{describe_state(self.state, self.exit_code)}{took}"
 
     def _failure(self) -> str:
         rank = "" if self.failed_rank is None else f"rank {self.failed_rank} "
@@ -185,6 +206,19 @@ def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:
 def has_failed(state: str, exit_code: int | None) -> bool:
     """It is over, and neither succeeded nor was stopped by the user."""
     return state in OVER and state != STOPPED and exit_code != 0
+
+
+def sign_and_word(state: str, exit_code: int | None) -> tuple[Sign, str]:
+    """A state for people: its sign, and the word beside that."""
+    if state == ENDED:
+        return ("ok", "succeeded") if exit_code == 0 else ("bad", "failed")
+    return _SIGNS.get(state, "bad"), printable(state)[:40]
+
+
+def describe_state(state: str, exit_code: int | None) -> str:
+    """``succeeded``; ``failed, exit 3``; ``stopped``, whose code is that of the signal; ``lost``."""
+    _, word = sign_and_word(state, exit_code)
+    return f"{word}, exit {exit_code}" if exit_code and state != STOPPED else word
 
 
 def describe_age(at: float, *, now: float | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -13,31 +14,37 @@ from ..text import printable
 __all__ = ["MOST_POINTS", "Curve", "LiveCurves"]
 
 MOST_POINTS = 2000  # of a curve
-_MOST_CURVES = 64  # the first that are logged
-_MOST_NAME_CHARS = 80
+_MOST_CURVES = 64  # the first that are logged, and as many more of those that are looked at first
+_LOOKED_AT_FIRST = re.compile(r"loss|learning_rate|(?:^|/)lr$|_per_s$", re.IGNORECASE)
+_MOST_NAME_CHARS = 200
 _PACE_STEPS = 50  # over the last of them it is told how fast a job is
 _LEAST_PACE_S = 0.5  # of a point of its curve: what is logged at once says nothing of that
 
-Point = tuple[int, float | None]  # the step, and the mean there; None where one of its values was no finite number
+Point = tuple[int, float | None]  # the step, and the mean there; None where no value was a finite number
+_Kept = tuple[int, float | None, int]  # a point, and how many of its values were no finite numbers
 
 
 class Curve:
     """The values of one name: all of them, or means of equally many, so that ``MOST_POINTS`` are not exceeded.
 
     ``rank`` is whose they are. A step that comes again, after a restart, takes the place of all from there on.
+    ``first_bad`` is the first step whose value was no finite number; ``bad_since``: none has come from there on.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.last: float | None = None  # as it was logged; nan and inf, too
-        self._points: list[Point] = []
+        self.first_bad: int | None = None
+        self.bad_since: int | None = None
+        self._points: list[_Kept] = []
         self._stride = 1  # values of a point
-        self._open: list[Point] = []  # values of the next one
+        self._open: list[_Kept] = []  # values of the next one
 
     def add(self, step: int, value: float) -> None:
         self._take_back(step)
         self.last = value
-        self._open.append((step, value if math.isfinite(value) else None))
+        self._note(step, is_bad=not math.isfinite(value))
+        self._open.append((step, value, 0) if math.isfinite(value) else (step, None, 1))
         if len(self._open) < self._stride:
             return
         self._points.append(_mean(self._open))
@@ -52,16 +59,32 @@ class Curve:
         while not self._open and self._points and self._points[-1][0] >= step:
             self._points.pop()
 
+    def _note(self, step: int, *, is_bad: bool) -> None:
+        if self.first_bad is not None and self.first_bad >= step:
+            self.first_bad = None
+        if not is_bad or (self.bad_since is not None and self.bad_since >= step):
+            self.bad_since = None
+        if is_bad:
+            self.first_bad = step if self.first_bad is None else self.first_bad
+            self.bad_since = step if self.bad_since is None else self.bad_since
+
+    @property
+    def num_bad(self) -> int:
+        """How many values were no finite numbers."""
+        return sum(bad for _, _, bad in (*self._points, *self._open))
+
     def points(self, most: int = MOST_POINTS) -> list[Point]:
         """At most ``most`` of them, by step: means where there are more."""
         found = [*self._points, *([_mean(self._open)] if self._open else [])]
         width = -(-len(found) // most)
-        return found if width <= 1 else [_mean(found[at : at + width]) for at in range(0, len(found), width)]
+        kept = found if width <= 1 else [_mean(found[at : at + width]) for at in range(0, len(found), width)]
+        return [(step, value) for step, value, _ in kept]
 
 
-def _mean(points: list[Point]) -> Point:
-    values = [value for _, value in points if value is not None]
-    return points[-1][0], sum(values) / len(values) if len(values) == len(points) else None
+def _mean(points: list[_Kept]) -> _Kept:
+    """Of those that are finite."""
+    values = [value for _, value, _ in points if value is not None]
+    return points[-1][0], sum(values) / len(values) if values else None, sum(bad for _, _, bad in points)
 
 
 class LiveCurves:
@@ -92,7 +115,7 @@ class LiveCurves:
                 continue
             name = printable(name)[:_MOST_NAME_CHARS]
             curve = self._curves.get(name)
-            if curve is None and len(self._curves) >= _MOST_CURVES:
+            if curve is None and len(self._curves) >= _MOST_CURVES * (2 if _LOOKED_AT_FIRST.search(name) else 1):
                 continue
             if curve is None or rank < curve.rank:
                 curve = self._curves[name] = Curve(rank)

@@ -13,7 +13,7 @@ from ..errors import JobError
 from ..text import ShownAsText
 from .report_checks import clean_line
 
-__all__ = ["FollowedFile", "JobLog", "Kept", "LogLine", "in_order"]
+__all__ = ["FollowedFile", "JobLog", "Kept", "LogLine", "in_order", "place_of"]
 
 _MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
 _LINE_TAKES_BYTES = 200  # beside its texts
@@ -140,9 +140,10 @@ def _as_line(data: bytes) -> str:
 
 def in_order(lines: Iterable[LogLine]) -> tuple[LogLine, ...]:
     """By node: what setup printed, what torchrun said, then the ranks in their order."""
-    return tuple(sorted(lines, key=_place_of))
+    return tuple(sorted(lines, key=lambda line: place_of(line.node, line.source)))
 
 
-def _place_of(line: LogLine) -> tuple[str, int, int]:
-    is_rank = line.source.isdecimal()
-    return line.node, 2 if is_rank else 1 if line.source == "torchrun" else 0, int(line.source) if is_rank else 0
+def place_of(node: str, source: str) -> tuple[str, int, int]:
+    """Where a log stands among those of a job."""
+    is_rank = source.isdecimal()
+    return node, 2 if is_rank else 1 if source == "torchrun" else 0, int(source) if is_rank else 0

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..metrics import NO_VALUES
-from ..text import RED, describe_seconds, html_cells, html_table, printable, table_lines
-from .job_status import OVER, describe_age, has_failed
+from ..text import RED, describe_seconds, html_cells, html_table, printable, short_number, table_lines
+from .job_status import OVER, describe_age, has_failed, sign_and_word
 from .record import JobSummary
 
 __all__ = ["MOST_SHOWN", "JobList"]
@@ -74,7 +74,7 @@ def _cells(row: JobSummary, now: float) -> tuple[str, ...]:
     until = row.ended_at or (row.updated_at if is_over else now)
     cells = (
         row.id,
-        row.state,
+        sign_and_word(row.state, row.exit_code)[1],
         "" if row.exit_code is None else str(row.exit_code),
         "" if row.world_size is None else str(row.world_size),
         describe_age(row.submitted_at, now=now),
@@ -104,4 +104,4 @@ def _is_shown(name: str, value: Any) -> bool:
 
 
 def _short(value: float) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)[:20]
+    return short_number(value) if isinstance(value, float) else str(value)[:20]

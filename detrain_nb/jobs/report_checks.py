@@ -10,7 +10,7 @@ from typing import Any
 
 from ..copying.json_lines import Untrue, as_size, check_name, clean
 from ..node.job.git_source import MOST_POINTERS
-from ..node.job.terms import FILES_OF_A_LINE, LIVE, MOST_CHECKPOINTS, OUTPUT_NAME, OVER
+from ..node.job.terms import FILES_OF_A_LINE, LIVE, LOOK_TIMES, MOST_CHECKPOINTS, OUTPUT_NAME, OVER
 
 __all__ = [
     "STATUS_BYTES",
@@ -30,6 +30,7 @@ __all__ = [
     "read_port",
     "read_report",
     "read_reports",
+    "read_times",
 ]
 
 STATUS_BYTES = 1 << 22
@@ -156,10 +157,19 @@ def read_made(said: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 
 def read_checkpoints(said: object) -> list[tuple[int, float]]:
     """Steps, and when each was kept. Raises: Untrue."""
+    return _numbers_with_times(said, most=MOST_CHECKPOINTS)
+
+
+def read_times(said: object) -> list[tuple[int, float]]:
+    """Offsets in a log, and when what stands from there on was printed. Raises: Untrue."""
+    return _numbers_with_times(said, most=LOOK_TIMES)
+
+
+def _numbers_with_times(said: object, *, most: int) -> list[tuple[int, float]]:
     found: list[tuple[int, float]] = []
-    for entry in _list(said, most=MOST_CHECKPOINTS):
+    for entry in _list(said, most=most):
         if not isinstance(entry, list) or len(entry) != 2:
-            raise Untrue("a step and a time were expected")
+            raise Untrue("a number and a time were expected")
         found.append((read_number(entry[0]), _time(entry[1]) or 0.0))
     return found
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_right
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +14,15 @@ from ..copying.json_lines import Talk, Untrue, as_size
 from ..metrics import read_metrics_line
 from ..node.job.terms import LOOK_BACK_BYTES, LOOK_LOG_BYTES, LOOK_METRICS_BYTES, LOOK_METRICS_FILES
 from .log_lines import FollowedFile
-from .report_checks import STATUS_BYTES, NodeReport, check_log_name, find_part, read_checkpoints, read_reports
+from .report_checks import (
+    STATUS_BYTES,
+    NodeReport,
+    check_log_name,
+    find_part,
+    read_checkpoints,
+    read_reports,
+    read_times,
+)
 
 __all__ = ["Checkpoint", "LogPart", "WatchedNode", "hear_back"]
 
@@ -29,7 +39,8 @@ class LogPart:
     """Lines that stand behind one another in a log. ``begin``: its bytes before them, 0 for the very first line.
 
     ``source`` is a rank or "setup"; ``node`` is empty where the job has one node. ``skipped`` bytes before them were
-    not looked at: they are in the log.
+    not looked at: they are in the log. ``times``: when each line was printed, in seconds of the epoch by the node's
+    clock, None where that is not known.
     """
 
     node: str
@@ -37,6 +48,7 @@ class LogPart:
     begin: int
     lines: tuple[str, ...]
     skipped: int = 0
+    times: tuple[float | None, ...] = ()
 
 
 @dataclass
@@ -115,7 +127,7 @@ class WatchedNode:
             return False
         if is_metrics:
             return self._take_metrics(name, offset, data)
-        return self._take_log(name, offset, data)
+        return self._take_log(name, offset, data, read_times(said.get("times")))
 
     def _is_of_job(self, name: str) -> bool:
         """Setup, or a rank that the job has; of very many the first ones."""
@@ -134,7 +146,7 @@ class WatchedNode:
             self._new_metrics += [values for values in found if name == f"metrics/rank-{values['rank']}.jsonl"]
         return bool(found)
 
-    def _take_log(self, name: str, offset: int, data: bytes) -> bool:
+    def _take_log(self, name: str, offset: int, data: bytes, marks: Sequence[tuple[int, float]]) -> bool:
         log = self._logs.get(name)
         skipped = offset if log is None else offset - log.file.offset
         if log is None:
@@ -142,15 +154,15 @@ class WatchedNode:
         elif skipped > 0:  # what comes begins with a whole line
             log.file = FollowedFile(offset)
         begin = log.file.offset - len(log.file.rest)
+        new_from = max(offset, log.file.offset)
         lines = tuple(log.file.take(offset, data))
         if not lines:
             return False
-        self._keep(name, begin, lines, skipped=max(0, skipped))
+        times = _times_of(lines, data[new_from - offset :], new_from, marks)
+        self._keep(name, LogPart(self._name, _source_of(name), begin, lines, max(0, skipped), times))
         return True
 
-    def _keep(self, name: str, begin: int, lines: tuple[str, ...], *, skipped: int = 0) -> None:
-        source = name.removesuffix(".log").removeprefix("rank-")
-        part = LogPart(self._name, source, begin, lines, skipped)
+    def _keep(self, name: str, part: LogPart) -> None:
         with self._lock:
             self._logs[name].keep(part, max(_LEAST_KEPT_BYTES, _KEPT_BYTES // len(self._logs)))
             self._new_parts.append(part)
@@ -160,7 +172,7 @@ class WatchedNode:
         for name, log in self._logs.items():
             begin = log.file.offset - len(log.file.rest)
             if lines := tuple(log.file.end()):
-                self._keep(name, begin, lines)
+                self._keep(name, LogPart(self._name, _source_of(name), begin, lines))
         self.is_done = True
 
     # ---- for the thread that tells others; the lock is held
@@ -173,6 +185,21 @@ class WatchedNode:
     def kept_parts(self) -> list[LogPart]:
         """The last of each log."""
         return [part for log in self._logs.values() for part in log.parts]
+
+
+def _source_of(name: str) -> str:
+    return name.removesuffix(".log").removeprefix("rank-")
+
+
+def _times_of(
+    lines: Sequence[str], data: bytes, begin: int, marks: Sequence[tuple[int, float]]
+) -> tuple[float | None, ...]:
+    """When each of ``lines`` was printed, which end in ``data``; ``begin`` is where that stands in the log."""
+    offsets, times, end = [offset for offset, _ in marks], list[float | None](), -1
+    while (end := data.find(b"\n", end + 1)) >= 0:
+        place = bisect_right(offsets, begin + end)
+        times.append(marks[place - 1][1] if place else None)
+    return tuple([*times, *[None] * len(lines)][: len(lines)])
 
 
 def hear_back(talk: Talk, job: str, node_rank: int, before: LogPart) -> LogPart:
@@ -189,4 +216,5 @@ def hear_back(talk: Talk, job: str, node_rank: int, before: LogPart) -> LogPart:
         whole = 0  # all of it is one long line
     file = FollowedFile(at + whole)
     lines = (*file.take(at + whole, data[whole:]), *file.end())
-    return LogPart(before.node, before.source, at + whole, lines, before.begin - at - size)
+    times = _times_of(lines, data[whole:], at + whole, read_times(said.get("times")))
+    return LogPart(before.node, before.source, at + whole, lines, before.begin - at - size, times)

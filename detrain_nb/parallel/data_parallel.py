@@ -330,28 +330,45 @@ class _AsNoView(torch.autograd.Function):
         return gradient
 
 
-def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> Iterator[nn.Module]:
-    """The modules in a unit whose parameters are not of the dtype that most of it is: FSDP2 sends each by itself.
+def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules in a unit whose parameters are not of the dtype of what is around them: FSDP2 sends each by itself.
 
-    Raises: SpecError for a module with parameters of its own of several.
+    The inner ones first. Raises: SpecError for a module with parameters of its own of several.
     """
     others = {id(part) for other in units if other is not unit for part in other.modules()}
-    sizes: Counter[torch.dtype] = Counter()
-    for part in unit.modules():
-        if id(part) not in others:
-            for parameter in part.parameters(recurse=False):
-                sizes[parameter.dtype] += parameter.numel() if parameter.requires_grad and parameter.dim() else 0
-    if sum(size > 0 for size in sizes.values()) <= 1:
-        return
-    usual = sizes.most_common(1)[0][0]
-    for name, part in unit.named_modules():
-        own = {p.dtype for p in part.parameters(recurse=False) if p.requires_grad and p.dim() and p.numel()}
-        if id(part) in others or own <= {usual}:
-            continue
-        if len(own) > 1 or part is unit:
-            found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in own | {usual}))
+    inside = [(name, part, _sizes_by_dtype(part)) for name, part in unit.named_modules() if id(part) not in others]
+    if not (sizes := sum((own for _, _, own in inside), Counter[torch.dtype]())):
+        return []
+    around = {
+        "": max(inside[0][2] or sizes, key=sizes.__getitem__)
+    }  # the dtype of what is sent together, by its module
+    found = []
+    for name, part, own in inside:
+        sent_with = next(outer for outer in _outwards(name) if outer in around)
+        if len(own) > 1:
+            dtypes = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in own))
             raise SpecError(
-                f"{name or type(part).__name__} has parameters of several dtypes ({found}), which FSDP2 cannot send "
+                f"{name or type(part).__name__} has parameters of several dtypes ({dtypes}), which FSDP2 cannot send "
                 f"together: give them one dtype, or {_OTHERWISE}"
             )
-        yield part
+        if own and around[sent_with] not in own:
+            (around[name],) = own
+            found.append(part)
+    return found[::-1]
+
+
+def _sizes_by_dtype(part: nn.Module) -> Counter[torch.dtype]:
+    """How many numbers a module has in parameters of its own that FSDP2 sends."""
+    sizes: Counter[torch.dtype] = Counter()
+    for parameter in part.parameters(recurse=False):
+        if parameter.requires_grad and parameter.dim() and parameter.numel():
+            sizes[parameter.dtype] += parameter.numel()
+    return sizes
+
+
+def _outwards(name: str) -> Iterator[str]:
+    """The names of what a module is in, from itself to the whole."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""

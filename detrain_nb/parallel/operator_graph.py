@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,6 +83,7 @@ class Recorder(OperatorRecorder[Tensor]):
                 self._saved.add(storage_of(tensor))
         self._of_parameters = frozenset(self._saved)
         self.parameter_bytes = {name: self.size_bytes[number] for number, name in self.names.items()}
+        self.frozen = frozenset(name for number, name in self.names.items() if not self.kept[number].requires_grad)
 
     def on_new(self, tensor: Tensor) -> None:
         self._on_storage.setdefault(storage_of(tensor), []).append(len(self.looks))
@@ -229,8 +230,39 @@ _TELLING = frozenset((torch.Tag.data_dependent_output, torch.Tag.dynamic_output_
 
 def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> float:
     packet = func._overloadpacket
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch counts only those of GPUs
-        (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
-        return float(2 * batch * heads * queries * keys * (width + values))
-    count = flop_registry.get(packet)
-    return float(count(*args, **kwargs, out_val=result)) if count else 0.0
+    if func.namespace == "aten" and (own := _UNCOUNTED.get(packet.__name__)):
+        count = float(own(args, result))
+    else:
+        known = flop_registry.get(packet)
+        count = float(known(*args, **kwargs, out_val=result)) if known else 0.0
+    return count * (4 if count and any(leaf.is_complex() for leaf in tensors_of((result,))) else 1)
+
+
+def _of_attention(args: Sequence[Any], result: Any) -> int:
+    (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
+    return 2 * batch * heads * queries * keys * (width + values)
+
+
+def _of_weights(weights: Sequence[Tensor], rows: Tensor) -> int:
+    """Each row is multiplied by each of these matrices."""
+    return 2 * (rows.numel() // rows.shape[-1]) * sum(weight.numel() for weight in weights if weight.dim() > 1)
+
+
+def _of_groups(args: Sequence[Any], result: Any) -> int:
+    rows, weights, *_ = args
+    if rows.dim() == weights.dim() == 2:  # the groups are parts of what is summed over
+        return 2 * rows.numel() * int(weights.shape[-1])
+    return 2 * result.numel() * int(rows.shape[-1])
+
+
+# What torch does not count, by the name of the operator.
+_UNCOUNTED: dict[str, Callable[[Sequence[Any], Any], int]] = {
+    "_scaled_dot_product_flash_attention_for_cpu": _of_attention,  # torch counts only those of GPUs
+    "_grouped_mm": _of_groups,  # the experts of a mixture
+    "mkldnn_rnn_layer": lambda args, result: _of_weights(args[1:3], args[0]),
+    "_cudnn_rnn": lambda args, result: _of_weights(args[1], args[0]),
+    "_trilinear": lambda args, result: _of_weights(args[1:2], args[0]),
+    "mv": lambda args, result: 2 * args[0].numel(),
+    "addmv": lambda args, result: 2 * args[1].numel(),
+    "dot": lambda args, result: 2 * args[0].numel(),
+}

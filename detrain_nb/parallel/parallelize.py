@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..at_exit import wait_for_gloo_at_exit
 from ..errors import SpecError
 from ..plan import AXES
 from .arguments import require_mesh, require_model, require_names, require_whole
@@ -88,6 +89,7 @@ def parallelize(
     rank are taken.
     Raises: SpecError, on all ranks alike.
     """
+    wait_for_gloo_at_exit()
     require_model(model)
     require_not_laid_out(model)
     require_mesh(mesh)

@@ -35,6 +35,8 @@ def parse_path(text: str, rows: list[str]) -> Path:
     Raises: SpecError for a node that is not there.
     """
     if not (match := _PATH.fullmatch(text)):
+        if rows and text.startswith("nodes."):
+            raise SpecError(f"{show(text)} is no field: give that of a node as nodes[0].host")
         return tuple(text.split("."))
     key = match[1]
     place = rows.index(key) if key in rows else int(key) if key.isdigit() else len(rows)

@@ -8,30 +8,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import DetrainError, count_ranks
-from ..jobs.job_status import OVER, describe_age
+from ..jobs.job_status import OVER, Sign, describe_age, describe_state, sign_and_word
 from ..jobs.record import JobSummary
-from ..node.job.terms import ENDED, NOT_STARTED, STOPPED, STOPPING, SUBMITTING, UNKNOWN
 from ..plan import Plan
 from ..spec import Parallelism, PipelineSpec
 from ..text import ShownAsText, count_of, describe_seconds, name_some, printable, table_lines
 from .spec_file import SpecFile
 
-__all__ = ["Entries", "Entry", "LastJob", "State", "describe_job", "make_entry"]
+__all__ = ["Entries", "Entry", "LastJob", "describe_job", "make_entry"]
 
-State = Literal["run", "new", "ok", "bad", "warn", "idle"]
 _MOST_NODES = 2  # that are named one by one
 _MOST_METRICS_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
 class LastJob:
-    """The newest job of a pipeline as it was last known: no node was asked. ``word`` and ``detail`` are for people."""
+    """The newest job of a pipeline as it was last known: no node was asked. All but ``id`` and times are for people."""
 
     id: str
-    state: State
+    sign: Sign
     word: str
     detail: str
     submitted_at: float
@@ -135,7 +133,7 @@ def make_entry(found: SpecFile, *, file: str, is_beside: bool) -> Entry:
 def describe_job(job: JobSummary, *, count: int, spec: PipelineSpec | None, now: float | None = None) -> LastJob:
     """Say how a job was when it was last heard of."""
     now = time.time() if now is None else now
-    state, word = _judge(job)
+    sign, word = sign_and_word(job.state, job.exit_code)[0], describe_state(job.state, job.exit_code)
     is_over = job.state in OVER
     when = _describe_time(job.submitted_at, now=now)
     if is_over:
@@ -144,19 +142,8 @@ def describe_job(job: JobSummary, *, count: int, spec: PipelineSpec | None, now:
     else:
         detail = f"known {describe_age(job.updated_at, now=now)}"
         share = _share(job.metrics, spec)
-        word = f"{word} {share}" if share and state == "run" else word
-    return LastJob(job.id, state, word, detail, job.submitted_at, is_over, count)
-
-
-def _judge(job: JobSummary) -> tuple[State, str]:
-    state = printable(job.state)[:40]
-    if state == ENDED:
-        code = "" if job.exit_code is None else f", exit {job.exit_code}"
-        return ("ok", "succeeded") if job.exit_code == 0 else ("bad", f"failed{code}")
-    known: Mapping[str, State] = {STOPPED: "idle", UNKNOWN: "warn", SUBMITTING: "new", STOPPING: "warn"}
-    if state == NOT_STARTED or state in OVER:
-        return known.get(state, "bad"), state
-    return known.get(state, "run"), state
+        word = f"{word} {share}" if share and sign == "run" else word
+    return LastJob(job.id, sign, word, detail, job.submitted_at, is_over, count)
 
 
 def _share(metrics: str, spec: PipelineSpec | None) -> str:

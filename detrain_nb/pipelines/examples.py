@@ -27,32 +27,41 @@ def spirals(count: int) -> TensorDataset:
     return TensorDataset(points, kind)
 
 
-job = job_spec()
-axes, how = job.parallelism, job.training
-dist.init_process_group()
-training.set_seed(how.seed)
-layers = [nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)]
-model = par.parallelize(
-    nn.Sequential(*layers),
-    par.make_mesh(pp=axes.pp, dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, tp=axes.tp),
-    example_inputs=torch.zeros(job.batch.micro_size, 2),
-    loss=nn.functional.cross_entropy,
-    schedule=axes.schedule,
-    num_microbatches=axes.microbatches,
-)
-trainer = training.Trainer(
-    model,
-    train=DataLoader(spirals(512), job.batch.replica_size, shuffle=True),
-    steps=how.steps,
-    optimizer=how.optimizer,
-    optimizer_options={"lr": how.learning_rate},
-    seed=how.seed,
-    show_progress=False,
-)
-trainer.fit()
-training.export_safetensors("model.safetensors", model)
-print(f"trained {trainer.step} steps")
-dist.destroy_process_group()
+def make_model() -> nn.Sequential:
+    layers = [nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2)]
+    return nn.Sequential(*layers)
+
+
+def main() -> None:
+    job = job_spec()
+    axes, how = job.parallelism, job.training
+    dist.init_process_group()
+    training.set_seed(how.seed)
+    model = par.parallelize(
+        make_model(),
+        par.make_mesh(pp=axes.pp, dp_replicate=axes.dp_replicate, dp_shard=axes.dp_shard, tp=axes.tp),
+        example_inputs=torch.zeros(job.batch.micro_size, 2),
+        loss=nn.functional.cross_entropy,
+        schedule=axes.schedule,
+        num_microbatches=axes.microbatches,
+    )
+    trainer = training.Trainer(
+        model,
+        train=DataLoader(spirals(512), job.batch.replica_size, shuffle=True),
+        evaluate=DataLoader(spirals(512), job.batch.replica_size),
+        steps=how.steps,
+        optimizer=how.optimizer,
+        optimizer_options={"lr": how.learning_rate},
+        seed=how.seed,
+        show_progress=False,
+    )
+    print(f"trained {trainer.fit()}")
+    training.export_safetensors("model.safetensors", model)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
 """
 
 
@@ -75,7 +84,7 @@ def _make(name: str, title: str, description: str, needs: str, *, nodes: list[di
         "artifacts": ["model.safetensors"],
         "source": {"script_text": _SCRIPT},
         "parallelism": {**axes, **({"microbatches": 4} if "pp" in axes else {})},
-        "training": {"steps": 200, "batch_size": 64, "learning_rate": 0.005},
+        "training": {"steps": 200, "batch_size": 256, "learning_rate": 0.02},
         "nodes": nodes,
     }
     return Example(name, title, description, tuple(axes.items()), needs, data)

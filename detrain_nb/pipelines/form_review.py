@@ -10,8 +10,8 @@ from typing import Any
 from ..documents import format_document
 from ..errors import DetrainError
 from ..formats import EXPORTERS, export_spec
-from ..plan import Plan
-from ..spec import PipelineSpec
+from ..plan import Plan, StageLayout
+from ..spec import Parallelism, PipelineSpec
 from ..text import name_some, printable
 from .spec_file import leaves
 
@@ -27,7 +27,7 @@ def review_spec(spec: PipelineSpec) -> dict[str, Any]:
     No node is asked. What cannot be made says why in its place: ``error`` of the plan and of the commands.
     """
     return {
-        "plan": _told(lambda: _plan(spec.plan())),
+        "plan": _told(lambda: _plan(spec.plan(), spec.parallelism)),
         "commands": _told(lambda: _commands(spec)),
         "documents": {suffix: format_document(spec.to_dict(), f".{suffix}") for suffix in ("toml", "json", "yaml")},
         "exports": {name: _told(partial(_export, spec, name)) for name in EXPORTERS},
@@ -45,7 +45,7 @@ def _export(spec: PipelineSpec, to: str) -> dict[str, Any]:
     return {"text": export_spec(spec, to), "suffix": EXPORTERS[to].suffix, "about": EXPORTERS[to].about}
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def _plan(plan: Plan, parallelism: Parallelism) -> dict[str, Any]:
     rows = plan.rank_rows()[:_MOST_RANKS]
     nodes = []
     for number, node in enumerate(plan.nodes):
@@ -61,11 +61,21 @@ def _plan(plan: Plan) -> dict[str, Any]:
         "ranks": plan.world_size,
         "mesh": mesh,
         "stages": sum(map(len, plan.stages)) or 1,
+        "bubble": _bubble(plan, parallelism),
         "batch": {"size": batch.global_size, "replica": batch.replica_size, "micro": batch.micro_size}
         if batch
         else None,
         "nodes": nodes,
     }
+
+
+def _bubble(plan: Plan, parallelism: Parallelism) -> float | None:
+    """How much of a step ranks wait at least, as far as that is known without the model."""
+    count = plan.batch.microbatches if plan.batch else parallelism.microbatches
+    if count is None or len(plan.stages) < 2:
+        return None
+    layout = StageLayout(parallelism.schedule)
+    return layout.least_bubble(num_ranks=len(plan.stages), num_microbatches=count)
 
 
 def _commands(spec: PipelineSpec) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..errors import Conflict, DetrainError, JobError, SpecError
+from ..errors import Conflict, DetrainError, SpecError
 from ..jobs.noting import ask_after
 from ..jobs.record import Record
 from ..spec import PipelineSpec
@@ -56,6 +56,7 @@ class MyPipelines:
         self._record = record or Record()
         self._recent = recent or RecentFiles()
         self._trash = Trash(self.folder)
+        self._unsaid: list[str] = []  # what the next list has to say
         self._known: dict[Path, tuple[tuple[int, ...], SpecFile, Entry]] = {}  # what was read, by what the file was
 
     def entries(self, search: str = "") -> Entries:
@@ -65,21 +66,22 @@ class MyPipelines:
         Raises: SpecError where the folder cannot be read.
         """
         paths, more = self._paths()
-        notices: list[str] = []
+        notices, self._unsaid = self._unsaid, []
         others = _tried(self._recent.paths, notices) or []
         read_until = time.monotonic() + _READING_S
         found = {path: self._entry(path, read_until) for path in dict.fromkeys([*paths, *others])}
         self._known = {path: known for path, known in self._known.items() if path in found}
         entries = self._with_jobs(list(found.values()), notices)
         chosen = sorted((each for each in entries if each.matches(search)), key=lambda each: each.name.casefold())
-        return Entries(chosen, folder=_home_as_tilde(self.folder), more=more, notices=notices)
+        return Entries(chosen, folder=_home_as_tilde(self.folder), more=more, notices=[*dict.fromkeys(notices)])
 
     def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
         """Read one, and note down that it was opened. Raises: SpecError where its file cannot be read."""
         path = self.find(pipeline)
         found = read_spec_file(path)
         if not self._is_beside(path):
-            self._recent.add(path)
+            self._unsaid = []
+            _tried(lambda: self._recent.add(path), self._unsaid)
         return found
 
     def find(self, pipeline: str | os.PathLike[str]) -> Path:
@@ -169,16 +171,12 @@ class MyPipelines:
             ask_after(going[:_MOST_ASKED], self._record, limit_s=_ASK_LIMIT_S, ask_passphrase=None)
         return any(each.job and not each.job.is_over for each in self.entries())
 
-    def last_job(self, pipeline: str | os.PathLike[str]) -> Job:
-        """Return the newest job of one. Raises: JobError where it was never run."""
+    def find_job(self, wanted: str) -> Job:
+        """Return one of their jobs, as `detrain_nb.jobs.find_job` finds it. Raises: JobError."""
         from ..jobs import find_job
 
-        path = self.find(pipeline)
-        job = next((each.job for each in self.entries() if each.path == path), None)
-        if job is None:
-            raise JobError(f"{printable(path.name)} was never run")
-        found: Job = find_job(job.id, record=self._record)
-        return found
+        job: Job = find_job(wanted, record=self._record)
+        return job
 
     def _write(self, path: Path, data: Mapping[str, Any], *, before: SpecFile | None, anyway: bool = False) -> SpecFile:
         if self._is_beside(path):

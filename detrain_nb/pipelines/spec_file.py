@@ -101,7 +101,7 @@ def write_spec_file(path: Path, data: Mapping[str, Any], *, before: SpecFile | N
 def find_changes(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[FieldChange, ...]:
     """Return the fields in which two documents differ, by their paths; what may be a secret is not shown."""
     there, here = dict(leaves(theirs)), dict(leaves(mine))
-    paths = [path for path in {**there, **here} if there.get(path) != here.get(path)]
+    paths = [path for path in {**there, **here} if path and there.get(path) != here.get(path)]
     return tuple(
         FieldChange(
             printable("".join(path).removeprefix("."))[:120], _told(path, there.get(path)), _told(path, here.get(path))
@@ -132,9 +132,11 @@ def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | N
     found = read_spec_file(path)
     if before is not None and found.revision == before.revision:
         return
-    changes = find_changes(found.data or {}, data)
+    changes = () if found.data is None else find_changes(found.data, data)
     at = time.strftime("%H:%M:%S on %Y-%m-%d", time.localtime(found.changed_at))
     told = name_some([str(each) for each in changes], separator="; ") or "as a document it says the same"
+    if found.data is None:
+        told = f"it is no document by now: {found.errors[0]}"
     what = "is there already" if before is None else "was changed after it was read here"
     whose = f", by its owner {found.owner}" if found.owner else ""
     raise Conflict(

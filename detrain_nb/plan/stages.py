@@ -6,6 +6,7 @@ from ..errors import SpecError
 from .choices import SCHEDULES
 
 _ONE_STAGE = ("GPipe", "1F1B")
+_WHOLE_BACKWARD = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")  # none of its parts fills a gap
 _V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
 _NEED_AS_MANY_MICROBATCHES = ("1F1B", "DualPipeV")
 _IN_ROUNDS = ("Interleaved1F1B", "InterleavedZeroBubble")  # of as many microbatches each
@@ -55,6 +56,16 @@ class StageLayout:
     def accepts(self, count: int, *, num_ranks: int) -> bool:
         """Whether a batch may be cut into so many, of as many or fewer than are wanted."""
         return self.name not in _IN_ROUNDS or count % max(1, count // num_ranks) == 0
+
+    def least_bubble(self, *, num_ranks: int, num_microbatches: int) -> float | None:
+        """The share of a step in which ranks wait for each other where all stages take equally long: else it is more.
+
+        None for a schedule where that depends on the parts of a backward pass.
+        """
+        if self.name not in _WHOLE_BACKWARD:
+            return None
+        works = num_microbatches * self.num_stages(num_ranks) // num_ranks
+        return (num_ranks - 1) / (works + num_ranks - 1)
 
     def stages_of_rank(self, rank: int, *, num_ranks: int, num_stages: int) -> tuple[int, ...]:
         """Raises: SpecError where so many stages do not go onto so many ranks."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_map
 
+from ..at_exit import wait_for_gloo_at_exit
 from ..errors import DetrainError, NotFinite, SpecError
 from ..parallel import ParallelModel, WholeModel, clip_grad_norm, grad_norm
 from ..parallel.losses import Loss
@@ -123,6 +124,7 @@ class Trainer:
             raise SpecError("scheduler_options have steps, which are those of the Trainer: leave them out")
         require_places(checkpoint=checkpoint, metrics_folder=metrics_folder)
         require_resume(resume)
+        wait_for_gloo_at_exit()
         self.callbacks = tuple_of_callbacks(callbacks, Callback)
         is_unpacked_by_user = type(self).unpack is not Trainer.unpack
         require_loader("train", train, is_unpacked_by_user=is_unpacked_by_user)

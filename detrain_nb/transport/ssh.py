@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -188,7 +189,15 @@ def resolve(target: SshTarget, config_text: str) -> HostSettings:
     import paramiko
 
     try:
-        options: Mapping[str, Any] = paramiko.SSHConfig.from_text(config_text).lookup(target.name)
+        options: Mapping[str, Any] = _parse(config_text).lookup(target.name)
     except (paramiko.SSHException, KeyError, ValueError, ImportError) as exc:
         raise SpecError(f"the SSH configuration for {target.name} cannot be used: {clean(exc)}") from exc
     return HostSettings.decide(target, options)
+
+
+@lru_cache(maxsize=2)
+def _parse(config_text: str) -> paramiko.SSHConfig:
+    """It takes longer than to look up a host, and there are many to look up in one."""
+    import paramiko
+
+    return paramiko.SSHConfig.from_text(config_text)

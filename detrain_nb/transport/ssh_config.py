@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
-from ..guarded import can_others_write, describe
+from ..guarded import can_others_write, describe, open_file
 from ..text import split_target
 from .known_hosts import DEFAULT_PORT
 
-__all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config"]
+__all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config", "without_questions"]
 
 _NESTING_LIMIT = 16
+_MOST_BYTES, _LEAST_BYTES = 1 << 20, 1 << 9  # of all files; what each counts
 _NEEDS_SHLEX = re.compile(r"[\"'\\]|[^\S \t]")
 _LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*\S)\s*")
 _CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: those that paramiko decides
@@ -134,9 +135,10 @@ def read_config(path: Path | None = None) -> str:
 
     A Host or Match line inside an included file holds only where the block around the Include does. A Match by a
     criterion that cannot be decided here never holds. A missing file is empty.
-    Raises: SpecError when a file cannot be read, others can write it, or Includes are nested deeper than 16.
+    Raises: SpecError when a file cannot be read, others can write it, it has more than 1 MB with all that it includes,
+    or Includes are nested deeper than 16.
     """
-    return "\n".join(_expand(path or default_config(), within=_Block("Host *", ()), depth=0))
+    return "\n".join(_expand(path or default_config(), within=_Block("Host *", ()), depth=0, room=_Room()))
 
 
 def list_hosts(path: Path) -> tuple[str, ...]:
@@ -146,7 +148,7 @@ def list_hosts(path: Path) -> tuple[str, ...]:
     """
     found: dict[str, None] = {}
     for line in read_config(path).splitlines():
-        match = _LINE.fullmatch(line)
+        match = _LINE.fullmatch(line.strip())
         key = match[1].lower() if match else ""
         if match and key in {"host", "match"}:
             words = _split(path, key, match[2])
@@ -158,6 +160,22 @@ def list_hosts(path: Path) -> tuple[str, ...]:
     return tuple(found)
 
 
+def without_questions(config: str) -> str:
+    """What `read_config` has read, with no Match that asks a command, and no name that DNS is asked for.
+
+    Who only lists hosts has nothing run or asked for each of them.
+    """
+    return "\n".join(map(_without_question, config.splitlines()))
+
+
+def _without_question(line: str) -> str:
+    match = _LINE.fullmatch(line.strip())
+    key = match[1].lower() if match else ""
+    if match and key == "match" and "exec" in match[2].lower().replace("!", " ").split():
+        return _NEVER
+    return "" if key == "canonicalizehostname" else line
+
+
 @dataclass(frozen=True)
 class _Block:
     """The line a block begins with, and what it asks in the words of Match: None when that is never so."""
@@ -166,18 +184,34 @@ class _Block:
     criteria: tuple[str, ...] | None
 
 
-def _expand(path: Path, *, within: _Block, depth: int) -> Iterator[str]:
+@dataclass
+class _Room:
+    """The bytes that a configuration may still have: files that include others again and again have no end."""
+
+    left: int = _MOST_BYTES
+
+    def take(self, size: int, path: Path) -> None:
+        """Raises: SpecError."""
+        self.left -= size
+        if self.left < 0:
+            raise SpecError(f"{path}: with all that is included there is more than 1 MB of it: include less")
+
+
+def _expand(path: Path, *, within: _Block, depth: int, room: _Room) -> Iterator[str]:
     """Yield the lines of a file that is included ``within`` a block."""
     if depth > _NESTING_LIMIT:
         raise SpecError(f"{path}: Include is nested deeper than {_NESTING_LIMIT}: does a file include itself?")
     try:
-        with open(path, encoding="utf-8", errors="replace") as opened:
-            state, text = os.fstat(opened.fileno()), opened.read()
+        with open_file(path) as opened:
+            state, data = os.fstat(opened.fileno()), opened.read(room.left + 1)
             is_open_to_others = can_others_write(state, opened.fileno())
     except FileNotFoundError:
         return
     except OSError as exc:
+        if os.path.realpath(path) == os.devnull:
+            return
         raise SpecError(f"{path} cannot be read: {exc.strerror or exc}") from exc
+    room.take(max(len(data), _LEAST_BYTES), path)
     if is_open_to_others:
         file_itself = Path(os.path.realpath(path))
         raise SpecError(
@@ -185,12 +219,13 @@ def _expand(path: Path, *, within: _Block, depth: int) -> Iterator[str]:
             f"chmod go-w {shlex.quote(str(file_itself))}, and make it yours if it is another user's"
         )
     block = within
-    for line in text.splitlines():
-        match = _LINE.fullmatch(line)
+    for line in data.decode("utf-8", errors="replace").splitlines():
+        match = _LINE.fullmatch(line.strip())  # else it takes the square of its blanks
         key = match[1].lower() if match else ""
         if match and key == "include":
             for file in _find_included(path, _without_comment(match[2])):
-                yield from _expand(file, within=block, depth=depth + 1)
+                yield from _expand(file, within=block, depth=depth + 1, room=room)
+                room.take(len(block.line), path)
                 yield block.line
         elif match and key in {"host", "match"}:
             block = _read_block(path, key, _without_comment(match[2]), within=within)

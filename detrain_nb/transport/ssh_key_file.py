@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import TransportError
+from ..guarded import open_file
 
 __all__ = ["KeyFile"]
 
@@ -35,8 +36,7 @@ class KeyFile:
     def read(cls, path: Path) -> KeyFile:
         """Read what is not secret. Raises: TransportError when there is no such file, or it holds no key of ssh."""
         try:
-            state = path.stat()
-            data = path.read_bytes() if state.st_size <= _SIZE_LIMIT else b""
+            data, state = _read_file(path)
         except FileNotFoundError as exc:
             raise TransportError(f"the key file {path} does not exist") from exc
         except OSError as exc:
@@ -62,6 +62,13 @@ class KeyFile:
                 return cls(path, key_type, _read_public_beside(path), is_encrypted=is_encrypted)
         blob = _parse_public(first)
         return cls(path, _type_of(blob), blob, is_public=True)
+
+
+def _read_file(path: Path) -> tuple[bytes, os.stat_result]:
+    """What is in it, or nothing of what is larger than any key. Raises: OSError."""
+    with open_file(path) as file:
+        data, state = file.read(_SIZE_LIMIT + 1), os.fstat(file.fileno())
+    return data if len(data) <= _SIZE_LIMIT else b"", state
 
 
 def _parse_openssh(data: bytes) -> tuple[bytes, bytes]:
@@ -96,7 +103,7 @@ def _type_of(blob: bytes) -> str:
 
 def _read_public_beside(path: Path) -> bytes | None:
     try:
-        return _parse_public(path.with_name(f"{path.name}.pub").read_text(encoding="ascii", errors="replace"))
+        return _parse_public(_read_file(path.with_name(f"{path.name}.pub"))[0].decode("ascii", errors="replace"))
     except (OSError, ValueError, struct.error):
         return None
 

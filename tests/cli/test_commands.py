@@ -110,6 +110,18 @@ rank * 10
 """
 WHERE = "import os, sys\nprint(sys.prefix)\nprint(os.environ['DETRAIN_NB_NOTEBOOK'])\n%distributed list"
 PICTURE = 'from IPython.display import display\ndisplay({"image/png": "", "text/plain": "<a picture>"}, raw=True)'
+# Two views: one changes when it has been shown, and one has settled where no cell runs.
+VIEWS = """
+import threading
+from detrain_nb import widgets
+from detrain_nb.spec import Node
+first, second = widgets.nodes([Node(host="first")]), widgets.nodes([Node(host="second")])
+display(first, second)
+first.nodes = [Node(host="changed")]
+is_over = threading.Event()
+threading.Thread(target=lambda: (is_over.wait(30), second.settle())).start()
+"""
+SUMMARY = "is_over.set()\nprint('accuracy 0.9')\n6 * 7"
 
 
 @dataclass
@@ -129,7 +141,7 @@ class Story:
 @pytest.fixture(scope="module")
 def story(place: Place) -> Story:
     """Run it; the cell of the ranks ends only when what they printed before has been read here."""
-    path = place.write("%load_ext detrain_nb", RANKS.strip(), WHERE, PICTURE, summary="print('accuracy 0.9')\n6 * 7")
+    path = place.write("%load_ext detrain_nb", RANKS.strip(), WHERE, PICTURE, VIEWS.strip(), summary=SUMMARY)
     errors: list[str] = []
     with place.start("run", path) as process:
         assert process.stdout is not None and process.stderr is not None
@@ -250,8 +262,8 @@ def test_output_of_the_ranks_appears_while_the_cell_runs(story: Story) -> None:
 
 def test_every_code_cell_has_a_header_with_its_number_and_first_line(story: Story) -> None:
     headers = [line for line in story.out.splitlines() if line.startswith("===")]
-    assert headers[:2] == ["=== cell 1 of 5: %load_ext detrain_nb", "=== cell 2 of 5: %%distributed -n 2"]
-    assert len(headers) == 5
+    assert headers[:2] == ["=== cell 1 of 6: %load_ext detrain_nb", "=== cell 2 of 6: %%distributed -n 2"]
+    assert len(headers) == 6
 
 
 def test_canonical_form_is_stored_but_not_printed_again(story: Story) -> None:
@@ -280,6 +292,15 @@ def test_kernel_is_this_python_and_its_session_is_named_after_the_executed_noteb
 
 def test_picture_is_shown_as_its_text(story: Story) -> None:
     assert story.cell(4) == "<a picture>\n"
+
+
+def test_live_views_are_stored_as_plain_html_of_how_they_were_in_the_end(story: Story) -> None:
+    stored = story.stored.cells[4].outputs
+    assert [sorted(output.data) for output in stored] == [["text/html", "text/plain"]] * 2
+    for output, host in zip(stored, ("changed", "second")):
+        assert host in output.data["text/plain"] and host in output.data["text/html"]
+        assert "live view" not in output.data["text/html"]
+    assert len(story.stored.cells) == 6 and "widgets" not in story.stored.metadata
 
 
 def test_end_names_the_executed_notebook_and_repeats_the_summary(story: Story, place: Place) -> None:

@@ -243,7 +243,7 @@ def test_script_that_exits_3_ends_the_job_with_3_its_rank_and_its_last_lines(
     assert "node h1 failed: rank 1 exited with 3" in status.reports["h0"].reason
     with pytest.raises(JobFailed, match=r"rank 1 on h1"):
         status.check()
-    with pytest.raises(JobError, match="did not succeed, it is ended with 3"):
+    with pytest.raises(JobError, match="did not succeed: failed, exit 3"):
         job.fetch()
 
 

@@ -54,7 +54,7 @@ def test_clocks_that_are_days_apart_do_not_lengthen_a_job() -> None:
     right = report("ended", 0, started_at=now, ended_at=now + 14)
     behind = report("ended", 0, 1, started_at=now - day, ended_at=now - day + 13)
     for said in ((right, behind), (behind, right)):
-        assert str(status(*said)).startswith("job job: ended, exit 0 after 14 s\n")
+        assert str(status(*said)).startswith("job job: succeeded after 14 s\n")
     assert status(right, SILENT).ended_at is None
     assert status(report("running", started_at=now)).started_at == now
 

@@ -39,12 +39,17 @@ def test_steps_that_come_again_take_the_place_of_those_before() -> None:
     assert curve.points() == [(0, 1.0), (1, 9.0)]
 
 
-def test_what_is_no_finite_number_is_a_gap_and_the_last_value_says_it() -> None:
+def test_what_is_no_finite_number_is_counted_and_hides_no_other_value() -> None:
     curve = Curve(0)
-    for step, value in [(0, 1.0), (1, math.nan)]:
-        curve.add(step, value)
-    assert curve.points() == [(0, 1.0), (1, None)]
-    assert curve.last is not None and math.isnan(curve.last)
+    for step in range(7000):
+        curve.add(step, math.nan if step % 7 == 3 else 0.5)
+    assert {value for _, value in curve.points(400)} == {0.5}, "also where a point is a mean"
+    assert (curve.num_bad, curve.first_bad, curve.bad_since) == (1000, 3, None)
+    for step in range(10, 13):  # after a restart
+        curve.add(step, math.inf)
+    assert (curve.first_bad, curve.bad_since, curve.last) == (3, 10, math.inf)
+    curve.add(0, 1.0)
+    assert (curve.points(), curve.num_bad, curve.first_bad, curve.bad_since) == ([(0, 1.0)], 0, None, None)
 
 
 def test_curve_is_that_of_the_first_rank_that_logs_the_name() -> None:
@@ -60,12 +65,24 @@ def test_curve_is_that_of_the_first_rank_that_logs_the_name() -> None:
     assert curves.last_step == 1
 
 
+def test_what_is_looked_at_first_has_a_place_behind_many_names() -> None:
+    curves = LiveCurves()
+    norms = {f"grad_norm/{'encoder.' * 10}{number}": 1.0 for number in range(70)}
+    curves.add({"step": 0, "rank": 0, "time": 1.0, **norms, "loss": 2.0, "lr": 0.1, "tokens_per_s": 5.0})
+    curves.add({"step": 1, "rank": 0, "time": 2.0, "val/loss": 3.0})
+    assert {"loss", "lr", "tokens_per_s", "val/loss"} < {*curves.names}
+    assert len([*curves.names]) == 64 + 4, "names that are alike in the beginning are apart"
+
+
 def test_hostile_lines_take_little_memory() -> None:
     curves = LiveCurves()
     for number in range(1000):
         curves.add({"step": number, "rank": 0, "time": -1, f"n\x1b{number}" + "x" * 1000: 10**400, "total_steps": -3})
     assert len([*curves.names]) == 64
-    assert all(name.isprintable() and len(name) <= 80 for name in curves.names)
+    assert all(name.isprintable() and len(name) <= 200 for name in curves.names)
+    for number in range(1000):
+        curves.add({"step": number, "rank": 0, "time": -1, f"loss{number}": 1.0})
+    assert len([*curves.names]) == 128
     assert curves.num_steps is None and curves.pace is None
     curves.add({"step": 1, "rank": 0, "time": 5.0, "total_steps": 80})
     assert curves.num_steps == 80

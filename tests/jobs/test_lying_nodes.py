@@ -19,19 +19,22 @@ from typing import Any
 import pytest
 
 from detrain_nb.copying.json_lines import Talk
-from detrain_nb.deploy.files import Patience
-from detrain_nb.deploy.jobs import PATIENCE, open_job_talk
+from detrain_nb.deploy.files import Patience, label
+from detrain_nb.deploy.jobs import PATIENCE, READING, REMOVING, open_job_talk
 from detrain_nb.errors import DetrainError, JobError, NodeLost, SpecError, WireError
 from detrain_nb.jobs import submit
 from detrain_nb.jobs.asking import ask_facts, try_on_all
+from detrain_nb.jobs.ending import remove_parts
 from detrain_nb.jobs.execution import execute
 from detrain_nb.jobs.fetching import fetch
 from detrain_nb.jobs.following import Follower, Retries, Wanted
 from detrain_nb.jobs.job import Job
+from detrain_nb.jobs.job_status import JobStatus
 from detrain_nb.jobs.log_lines import Kept, LogLine
 from detrain_nb.jobs.node_checks import check_port
 from detrain_nb.jobs.noting import hear_reports
 from detrain_nb.jobs.record import Record
+from detrain_nb.jobs.report_checks import NodeReport
 from detrain_nb.spec import Node, PipelineSpec
 from detrain_nb.transport.local import LocalTransport
 
@@ -497,6 +500,26 @@ def test_node_that_is_always_still_at_it_is_not_waited_for() -> None:
     ):
         ask_facts(talk)
     assert math.isfinite(PATIENCE.answer_s), "as long as a node is waited for, but for what a job prints"
+
+
+@pytest.mark.timeout(60)
+def test_metrics_and_removal_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(talk: Talk, order: dict[str, Any]) -> None:
+        while True:
+            talk.send(b'{"type": "wait"}\n')
+            talk.flush()
+            time.sleep(0.01)
+
+    assert READING.answer_s < REMOVING.answer_s < PATIENCE.answer_s / 10
+    monkeypatch.setattr("detrain_nb.jobs.following.READING", Patience(answer_s=0.2))
+    monkeypatch.setattr("detrain_nb.jobs.ending.REMOVING", Patience(answer_s=0.2))
+    node = LyingNode({"follow": answer, "remove": answer})
+    wanted = Wanted(has_logs=False, has_metrics=True, is_once=True)
+    said = Follower([node], JOB, wanted=wanted, retries=Retries(lost_after_s=0)).run(30)
+    assert "takes too long" in str(said[0])
+    over = JobStatus(JOB, "a", "ended", 0, reports={label(node): NodeReport(JOB, 0, "ended")})
+    with pytest.raises(DetrainError, match="takes too long"):
+        remove_parts([node], over, anyway=False)
 
 
 @pytest.mark.timeout(30)

@@ -33,10 +33,10 @@ def test_table_has_the_last_known_state_and_its_age() -> None:
     )
     assert repr(shown).splitlines() == [
         "3 jobs, 1 not over, 1 failed",
-        "job    state    exit  ranks  submitted       took        last metrics                 known",
-        "run-c  running        4      1 min 40 s ago  1 min 30 s  step 120, loss 0.03123, n 3  20 s ago",
-        "run-b  ended    3     4      1 min 40 s ago  1 min",
-        "run-a  ended    0     4      1 min 40 s ago  1 min",
+        "job    state      exit  ranks  submitted       took        last metrics                 known",
+        "run-c  running          4      1 min 40 s ago  1 min 30 s  step 120, loss 0.03123, n 3  20 s ago",
+        "run-b  failed     3     4      1 min 40 s ago  1 min",
+        "run-a  succeeded  0     4      1 min 40 s ago  1 min",
     ]
     assert repr(JobList([])) == "no jobs were submitted from here"
 

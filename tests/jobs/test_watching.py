@@ -96,10 +96,18 @@ def submit_step_by_step(orders: Path, **fields: object) -> Job:
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_curves_grow_and_logs_follow_to_the_end(home: Path, tmp_path: Path) -> None:
+def test_curves_grow_and_logs_follow_to_the_end_beside_a_listener_that_fails(
+    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = submit_step_by_step(tmp_path, checkpoint={"url": "checkpoints"})
-    heard, late = Heard(), Heard()
+    heard, late, calls = Heard(), Heard(), list[JobNews]()
+
+    def fail(news: JobNews) -> None:
+        calls.append(news)
+        raise RuntimeError("of the listener")
+
     (tmp_path / "0").write_text("")
+    job.on_change(fail)
     stop = job.on_change(heard)
     heard.wait_for(lambda it: len(it.points) == 10 and len(it.lines) == 20)
     assert heard.news and not heard.news.checkpoints
@@ -116,6 +124,7 @@ def test_curves_grow_and_logs_follow_to_the_end(home: Path, tmp_path: Path) -> N
     for each in (heard, late):
         assert [line for source, line in each.lines if source == "1"] == [f"step {n} of rank 1" for n in range(30)]
     wait_until_no_thread_is_left()
+    assert len(calls) == 1 and "RuntimeError: of the listener" in capsys.readouterr().err
     stop(), stop_late()
     made = job.list_made()
     assert [(file.node, file.name, file.size_bytes) for file in made] == [("this-machine", "model.pt", 1000)]
@@ -164,30 +173,6 @@ def test_nothing_runs_when_nobody_listens(home: Path, tmp_path: Path) -> None:
         (tmp_path / "0").write_text("")
         third.wait_for(lambda it: len(it.points) == 10)
         assert len(first.points) == 0
-        stop()
-    finally:
-        job.stop(grace_s=1)
-    wait_until_no_thread_is_left()
-
-
-@pytest.mark.timeout(LIMIT_S)
-def test_listener_that_fails_hears_no_more_and_the_others_do(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    job, heard, calls = submit_step_by_step(tmp_path), Heard(), list[JobNews]()
-    try:
-
-        def fail(news: JobNews) -> None:
-            calls.append(news)
-            raise RuntimeError("of the listener")
-
-        job.on_change(fail)
-        stop = job.on_change(heard)
-        heard.wait_for(lambda it: it.states[-1:] == ["running"])
-        (tmp_path / "0").write_text("")
-        heard.wait_for(lambda it: len(it.points) == 10)
-        assert len(calls) == 1
-        assert "RuntimeError: of the listener" in capsys.readouterr().err
         stop()
     finally:
         job.stop(grace_s=1)
@@ -303,17 +288,19 @@ def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> Non
 
 @pytest.mark.timeout(LIMIT_S)
 @pytest.mark.parametrize(
-    ("name", "size", "why"),
+    ("name", "size", "times", "why"),
     [
-        ("rank-0.log", 1 << 20, "more than was asked for"),
-        ("../passwd", 10, "is no log of a job"),
-        ("metrics/rank-0.jsonl", 1 << 30, "more than was asked for"),
+        ("rank-0.log", 1 << 20, [], "more than was asked for"),
+        ("../passwd", 10, [], "is no log of a job"),
+        ("metrics/rank-0.jsonl", 1 << 30, [], "more than was asked for"),
+        ("rank-0.log", 1, [[0, 1.0]] * 257, "a list of at most 256 was expected"),
+        ("rank-0.log", 1, [[0, 1e300]], "is no time"),
     ],
 )
-def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, why: str) -> None:
+def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, times: list[object], why: str) -> None:
     def look(talk: Talk, order: dict[str, object]) -> None:
         talk.say("status", jobs=[])
-        talk.say("data", name=name, offset=0, size=size)
+        talk.say("data", name=name, offset=0, size=size, times=times)
         talk.send(b"x")
 
     heard, watched = Heard(), watch(LyingNode({"look": look}, name="gpu1"))

@@ -1,7 +1,8 @@
 """A real JupyterLab in Debian's Chromium, as a user has it.
 
 For all modules of this folder that a process runs one after the other, `lab` is one server and `window` one page with
-JupyterLab; `notebook("x = 1", "x + 1")` opens a new notebook with these cells in it. A test fails on an error in the
+JupyterLab; `notebook("x = 1", "x + 1")` opens a new notebook with these cells in it, and `same_notebook` puts them into
+one that the tests of a module share, with its kernel and its ranks. A test fails on an error in the
 page, and when a process outlives the kernel. `check_accessibility(locator)` asserts that nothing inside of an element
 keeps people out, and `set_theme(window, dark=True)` of window.py changes the colours.
 """
@@ -9,20 +10,18 @@ keeps people out, and `set_theme(window, dark=True)` of window.py changes the co
 from __future__ import annotations
 
 import contextlib
-import shutil
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager
 from typing import TypeVar, cast
 
 import pytest
-from playwright.sync_api import Browser, Locator, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, expect
 
 from .accessibility import AXE, require_accessible
 from .notebook import Notebook, write_notebook
+from .pictures import are_for_docs
 from .server import Lab, end, running_lab
-from .window import LOOK_LIMIT_S, Window
-
-_CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
+from .window import LOOK_LIMIT_S, Window, running_browser
 
 _Opened = TypeVar("_Opened")
 _opened: dict[str, object] = {}  # what the modules of this folder share, by its name
@@ -59,17 +58,7 @@ def lab(needs_debian: Callable[..., None], tmp_path_factory: pytest.TempPathFact
 @pytest.fixture(scope="module")
 def browser(needs_debian: Callable[..., None]) -> Browser:
     needs_debian("chromium")
-    return _shared("browser", _running_browser)
-
-
-@contextlib.contextmanager
-def _running_browser() -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_FLAGS)
-        try:
-            yield chromium
-        finally:
-            chromium.close()
+    return _shared("browser", running_browser)
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +71,28 @@ def sharp_window(lab: Lab, browser: Browser) -> Generator[Window]:
     """A narrow window without a sidebar, for pictures. Ask for it before `notebook`: it then closes after it."""
     window = Window(browser, lab, width=880, height=1000, sharpness=2)
     try:
-        window.command("application:toggle-left-area")
+        window.show_sidebar(is_shown=False)
         yield window
         assert window.errors == [], "errors in the page"
     finally:
         window.close()
+
+
+@pytest.fixture
+def narrow_window(window: Window, request: pytest.FixtureRequest) -> Generator[Window]:
+    """The same where pictures go into the docs; else the window of all modules, made narrow, which is there already."""
+    if are_for_docs():
+        yield request.getfixturevalue("sharp_window")
+        return
+    before = window.page.viewport_size
+    assert before
+    window.page.set_viewport_size({"width": 880, "height": 1000})
+    window.show_sidebar(is_shown=False)
+    try:
+        yield window
+    finally:
+        window.show_sidebar(is_shown=True)
+        window.page.set_viewport_size(before)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -134,6 +140,47 @@ def notebook(lab: Lab, window: Window, request: pytest.FixtureRequest) -> Genera
         finally:
             left = end(lab.processes() - before)
     assert left == [], "processes that outlive the notebook's kernel"
+
+
+@pytest.fixture(scope="module")
+def kept_notebooks(lab: Lab, window: Window) -> Generator[list[Notebook]]:
+    """The one of the module, where a test has opened it."""
+    before, kept = lab.processes(), list[Notebook]()
+    yield kept
+    for nb in kept:
+        nb.close()
+    assert end(lab.processes() - before) == [], "processes that outlive the notebook's kernel"
+
+
+@pytest.fixture
+def same_notebook(
+    lab: Lab, window: Window, kept_notebooks: list[Notebook], request: pytest.FixtureRequest
+) -> Generator[Callable[..., Notebook]]:
+    """Return a function as that of `notebook`, for tests that leave the kernel as they find it: they share one.
+
+    Its folder is empty, as a fresh one is. A test that fails has the next one begin with another kernel.
+    """
+    num_failed = request.session.testsfailed
+
+    def open_notebook(*sources: str) -> Notebook:
+        if kept_notebooks:
+            (nb,) = kept_notebooks
+            for file in nb.path.parent.iterdir():
+                if file.is_file() and file != nb.path:
+                    file.unlink()
+            nb.show_again(*sources)
+        else:
+            folder = lab.root / request.node.path.stem / f"{request.node.name}-kept"
+            folder.mkdir(parents=True)
+            write_notebook(folder / "notebook.ipynb", sources)
+            kept_notebooks.append(Notebook(window, folder / "notebook.ipynb", folder=lab.root))
+        return kept_notebooks[0]
+
+    yield open_notebook
+    if request.session.testsfailed > num_failed and kept_notebooks:
+        nb = kept_notebooks.pop()
+        nb.page.screenshot(path=nb.path.with_name("page.png"))
+        nb.close()
 
 
 @pytest.fixture

@@ -33,6 +33,12 @@ class Notebook:
         self.window.command("docmanager:open", path=self._in_lab, factory="Notebook")
         self._wait_for_kernel()
 
+    def show_again(self, *sources: str) -> None:
+        """Put these cells in the place of all others; the kernel goes on, and so does what runs on it."""
+        self._open()
+        self.js(_PUT_CELLS, [source.strip("\n") for source in sources])
+        expect(self._panel.locator(".jp-Notebook .jp-Cell")).to_have_count(len(sources))
+
     def close(self) -> None:
         """End the kernel, close the notebook without saving it."""
         self.js(
@@ -98,6 +104,11 @@ class Notebook:
         """``[ ]:``, ``[*]:`` while the cell runs or is queued, ``[3]:``."""
         return self.cell(index).locator(".jp-InputPrompt")
 
+    def expect_end(self, index: int, *, limit_s: float = LOOK_LIMIT_S) -> int:
+        """Wait until a cell has ended; return the number that it has."""
+        expect(self.prompt(index)).to_have_text(re.compile(r"^\[\d+\]:$"), timeout=limit_s * 1000)
+        return int(self.prompt(index).inner_text().strip("[]:"))
+
     def outputs(self, index: int) -> Locator:
         """What stands below a cell, one element per output."""
         return self.cell(index).locator(".jp-OutputArea-output")
@@ -139,6 +150,12 @@ _IS_KERNEL_IDLE = """path => {
   const panel = window.jupyterapp.shell.currentWidget, kernel = panel?.sessionContext?.session?.kernel;
   return panel?.context?.path === path && panel.sessionContext.isReady
     && kernel?.connectionStatus === 'connected' && kernel.status === 'idle';
+}"""
+
+_PUT_CELLS = """sources => {
+  const cells = sources.map(source => ({cell_type: 'code', source, metadata: {}, outputs: []}));
+  const model = window.jupyterapp.shell.currentWidget.content.model.sharedModel, before = model.cells.length;
+  model.transact(() => { model.insertCells(before, cells); model.deleteCellRange(0, before); });
 }"""
 
 

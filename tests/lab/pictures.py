@@ -8,16 +8,21 @@ from pathlib import Path
 from PIL import Image
 from playwright.sync_api import Locator
 
-__all__ = ["picture_path", "shrink", "take_picture"]
+__all__ = ["are_for_docs", "picture_path", "shrink", "take_picture"]
 
 _IN_DOCS = Path(__file__).resolve().parents[2] / "docs" / "pictures"
 _COLOURS = 256  # that a palette of PNG may have
 _ROUNDS = 3  # in which the palette is fitted to the picture
 
 
+def are_for_docs() -> bool:
+    """``DETRAIN_NB_PICTURES=1``: the pictures of this run go into the docs."""
+    return os.environ.get("DETRAIN_NB_PICTURES") == "1"
+
+
 def picture_path(name: str, folder: Path) -> Path:
-    """Where a picture goes: ``docs/pictures`` with ``DETRAIN_NB_PICTURES=1``, else ``folder``."""
-    to = _IN_DOCS if os.environ.get("DETRAIN_NB_PICTURES") == "1" else folder
+    """Where a picture goes: ``docs/pictures``, or ``folder`` where the docs keep theirs."""
+    to = _IN_DOCS if are_for_docs() else folder
     to.mkdir(parents=True, exist_ok=True)
     return to / f"{name}.png"
 
@@ -26,7 +31,8 @@ def take_picture(view: Locator, name: str, folder: Path, *, is_for_docs: bool = 
     """Write a picture of ``view``; one for the docs goes where `picture_path` says, any other into ``folder``."""
     path = picture_path(name, folder) if is_for_docs else folder / f"{name}.png"
     view.screenshot(path=path)
-    shrink(path)
+    if is_for_docs and are_for_docs():
+        shrink(path)  # takes a second or two
     return path
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, expect
 
+from .console_steps import add_node, begin_pipeline, type_script
 from .notebook import Notebook
 from .pictures import take_picture
 from .window import set_theme
@@ -50,10 +51,6 @@ make("sweep-lr", two[:1], {})
 Path("pipelines/broken.toml").write_text("name = [")
 """
 _SHOW = "%pipeline"
-_HERE = """
-script = "import time\\nprint('it runs', flush=True)\\nwhile True: time.sleep(1)"
-MyPipelines().create({"name": "here", "source": {"script_text": script}}); None
-"""
 
 
 def names(view: Locator) -> Locator:
@@ -122,8 +119,8 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     expect(row(view, "sweep-lr")).to_be_visible()
 
     view.get_by_role("button", name="More for bert-finetune").click()
-    view.get_by_role("menuitem", name="Copy as Python").click()
-    expect(view.locator("tr.more")).to_contain_text("name='bert-finetune'")
+    view.get_by_role("menuitem", name="Jobs of this pipeline (1)").click()
+    expect(view.locator("tr.more")).to_contain_text("%job show bert-finetune-1")
     view.locator("tr.more").get_by_role("button", name="Close").click()
     expect(view.locator("tr.more")).to_have_count(0)
     view.get_by_role("button", name="New").click()
@@ -181,10 +178,10 @@ def test_everybody_can_use_it(notebook: OpenNotebook, check_accessibility: Calla
 
 
 def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp_path: Path) -> None:
-    nb = notebook(_BEGIN, _SHOW, _HERE)
+    nb = notebook(_BEGIN, _SHOW, "MyPipelines().create({'name': 'here', 'source': {'script_text': 'print(1)'}}); None")
     nb.run(0)
     nb.run(1)
-    view, menu = nb.cell(1).locator(".dt").first, nb.cell(1).get_by_role("menu")
+    view, menu = nb.cell(1).locator(".dt"), nb.cell(1).get_by_role("menu")
     expect(view.get_by_text("No pipelines beside this notebook")).to_be_visible()
     take_pictures(nb, view, "empty", tmp_path)
     nb.run(2)
@@ -193,13 +190,7 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     expect(menu.get_by_role("menuitem", name="Delete")).to_be_in_viewport(ratio=1)  # of a short list, too
     nb.page.keyboard.press("Escape")
     view.get_by_role("button", name="Run: here").click()
-    view.get_by_role("button", name="Show job: here").click(timeout=60_000)
-    job = nb.cell(1).locator(".dt").last
-    expect(job.get_by_text("it runs").first).to_be_visible(timeout=60_000)
-    job.get_by_role("button", name="Stop", exact=True).click()
-    expect(job.get_by_text("stopped").first).to_be_visible(timeout=60_000)
-    view.get_by_role("button", name="My Pipelines").click()
-    expect(row(view, "here")).to_contain_text("stopped", timeout=60_000)
+    expect(row(view, "here")).to_contain_text("succeeded", timeout=60_000)  # nobody but the list asks
 
 
 @pytest.mark.slow
@@ -208,11 +199,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     nb.run(0)
     nb.run(1)
     view, keys = nb.cell(1).locator(".dt"), nb.page.keyboard
-    view.get_by_role("button", name="New").click()
-    keys.type("train")
-    keys.press("Enter")
-    expect(view.get_by_label("Name", exact=True)).to_be_focused()
-    expect(view.get_by_role("heading", name="train", exact=True)).to_be_visible()
+    begin_pipeline(view, "train")
     expect(view.locator("[aria-current=step]")).to_contain_text("General")
 
     pp, batch = view.get_by_label("pp", exact=True), view.get_by_label("Batch size")
@@ -227,11 +214,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(batch).not_to_have_attribute("aria-invalid", "true")
 
     view.get_by_role("button", name="Next: Nodes").click()
-    view.get_by_role("button", name="Add node").click()
-    expect(view.get_by_label("Host", exact=True)).to_be_focused()
-    keys.type("localhost")
-    view.get_by_label("Devices").fill("cpu")
-    view.get_by_label("Ranks").fill("2")
+    add_node(view, "localhost", ranks=2)
     take_pictures(nb, view, "nodes", tmp_path)
     view.get_by_role("button", name="Copy: localhost").click()
     expect(view.locator(".nodes > li")).to_have_count(2)
@@ -244,8 +227,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.locator(".nodes > li")).to_have_count(1)
 
     view.get_by_role("button", name="Next: Source").click()
-    view.get_by_role("radio", name="Text").check()
-    view.get_by_label("Script text").fill("print('it ran')")
+    type_script(view, "print('it ran')")
     take_pictures(nb, view, "source", tmp_path)
     expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
     expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()

@@ -22,9 +22,9 @@ _SHOW = "from IPython.display import HTML\nHTML('''{}''')"
 _BACKGROUND = "element => getComputedStyle(element).getPropertyValue('--jp-layout-color0').trim()"
 
 
-def show(notebook: OpenNotebook, html: str) -> Locator:
+def show(same_notebook: OpenNotebook, html: str) -> Locator:
     """Show it below a cell."""
-    nb = notebook(_SHOW.format(html))
+    nb = same_notebook(_SHOW.format(html))
     nb.run(0)
     return nb.outputs(0)
 
@@ -52,9 +52,9 @@ def test_errors_in_the_page_are_told_but_for_those_of_jupyterlab(window: Window)
 
 
 def test_part_that_is_accessible_in_both_themes_passes(
-    notebook: OpenNotebook, check_accessibility: CheckAccessibility, window: Window
+    same_notebook: OpenNotebook, check_accessibility: CheckAccessibility, window: Window
 ) -> None:
-    check_accessibility(show(notebook, "<button>Start</button><p>Two ranks <b>wait</b>.</p>"))
+    check_accessibility(show(same_notebook, "<button>Start</button><p>Two ranks <b>wait</b>.</p>"))
     expect(window.page.locator("body")).to_have_attribute("data-jp-theme-light", "true")
 
 
@@ -67,24 +67,24 @@ def test_part_that_is_accessible_in_both_themes_passes(
     ],
 )
 def test_fault_is_named_with_its_theme(
-    notebook: OpenNotebook, check_accessibility: CheckAccessibility, html: str, faults: list[str]
+    same_notebook: OpenNotebook, check_accessibility: CheckAccessibility, html: str, faults: list[str]
 ) -> None:
     with pytest.raises(AssertionError, match="not accessible:") as caught:
-        check_accessibility(show(notebook, html))
+        check_accessibility(show(same_notebook, html))
     lines = str(caught.value).splitlines()
     assert [line.partition(",")[0] for line in lines if line.startswith(("dark:", "light:"))] == faults
 
 
 def test_fault_beside_the_element_is_no_fault_of_it(
-    notebook: OpenNotebook, check_accessibility: CheckAccessibility
+    same_notebook: OpenNotebook, check_accessibility: CheckAccessibility
 ) -> None:
-    output = show(notebook, "<button></button><p>Two ranks wait.</p>")
+    output = show(same_notebook, "<button></button><p>Two ranks wait.</p>")
     check_accessibility(output.locator("p"))
 
 
 def test_element_without_anything_to_check_is_told(
-    notebook: OpenNotebook, check_accessibility: CheckAccessibility
+    same_notebook: OpenNotebook, check_accessibility: CheckAccessibility
 ) -> None:
-    output = show(notebook, '<p>words</p><div class="empty" style="height: 9px"></div>')
+    output = show(same_notebook, '<p>words</p><div class="empty" style="height: 9px"></div>')
     with pytest.raises(AssertionError, match="nothing to check"):
         check_accessibility(output.locator(".empty"))

@@ -193,7 +193,8 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     search.fill("")
     level = view.get_by_role("combobox", name="Least level")
     level.select_option("warnings and errors")
-    expect(lines.locator(".ln")).to_have_text(["rank 1warnWARNING: slow batch"])
+    expect(lines.locator(".ln")).to_have_text([re.compile(r"^\d\d:\d\d:\d\drank 1warnWARNING: slow batch$")])
+    expect(lines.locator(".tm")).to_have_attribute("title", re.compile(r"^printed \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$"))
     level.select_option("all levels")
     tabs = view.get_by_role("tablist", name="Whose lines")
     expect(tabs.get_by_role("tab")).to_have_text(["All", "0", "1"])
@@ -210,6 +211,12 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     lines.press("End")
     expect(follow).to_have_attribute("aria-pressed", "true")
     expect(view.get_by_role("button", name="Earlier lines")).to_have_attribute("aria-disabled", "true")
+    with nb.page.expect_download(timeout=LIMIT_MS) as waiting:  # of the rank that is chosen
+        view.get_by_role("button", name="Download the whole log").click()
+    expect(view.locator(".doing")).to_have_text("the log is in the browser's downloads")
+    assert waiting.value.suggested_filename.endswith("-rank-1.log")
+    text = waiting.value.path().read_text()
+    assert text.startswith("step 0 of rank 1\n") and "step 190 of rank 1\n" in text
     tabs.get_by_role("tab", name="All").click()
 
 
@@ -220,7 +227,7 @@ def check_the_model(nb: Notebook, view: Locator, folder: Path) -> None:
     assert waiting.value.suggested_filename == "model.pt"
     expect(view.locator(".doing")).to_have_text("the model is in the browser's downloads")
     view.get_by_role("button", name="Save on this server…").click()
-    place = view.get_by_role("textbox", name="Folder on this server")
+    place = view.get_by_role("textbox", name="Folder on this server for the model")
     expect(place).to_be_focused()
     place.fill(str(folder / "saved"))
     place.press("Enter")
@@ -283,7 +290,8 @@ def test_failed_job_leads_with_the_cause_and_shows_what_is_hostile_as_text(
     lines.press("Home")
     expect(lines).to_contain_text("line 0 ")
     view.get_by_role("button", name="Show curves").click()
-    expect(view.locator(".charts")).to_contain_text("nan")
+    expect(view.locator(".charts .st")).to_have_text("nan since step 21")
+    assert view.locator(".charts polyline").count() > 0, "what came before is drawn"
     expect(view.locator(".model")).to_contain_text(f"model{HOSTILE}.pt")
     check_accessibility(view)
     view.get_by_role("button", name="Hide curves").click()

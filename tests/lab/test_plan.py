@@ -169,21 +169,21 @@ def _check_timeline(view: Locator) -> None:
 
 @pytest.mark.slow
 def test_plans_are_legible_in_both_themes_with_a_hundred_layers_too(
-    sharp_window: Window, notebook: OpenNotebook, tmp_path: Path
+    narrow_window: Window, notebook: OpenNotebook, tmp_path: Path
 ) -> None:
     """Stages have their numbers, and nothing is wider than the view, or grows with the plan."""
-    sharp_window.page.set_viewport_size({"width": 880, "height": 1700})
+    narrow_window.page.set_viewport_size({"width": 880, "height": 1700})
     for name, plan in (("small", small()), ("large", large())):
-        _, view = show(notebook, plan, window=sharp_window)
+        _, view = show(notebook, plan, window=narrow_window)
         for dark in (True, False):
-            _look_at(sharp_window, view, f"plan-{name}-{'dark' if dark else 'light'}", tmp_path, dark=dark)
+            _look_at(narrow_window, view, f"plan-{name}-{'dark' if dark else 'light'}", tmp_path, dark=dark)
     expect(view.locator(".strip > div")).to_have_text([re.compile(rf"^{stage}$") for stage in range(12)])
     expect(view.locator(".lane svg")).to_have_count(6)
     last = view.get_by_role("slider", name=re.compile("^rank 5: "))
     assert re.match(r"rank 5: backward, for weights of microbatch \d+ through stage \d+, ", press(last, "End"))
     pairs = sum((stage["num_layers"] + 1) // 2 for stage in large()["costs"]["stages"])
     for width, count in ((880, 100), (540, pairs)):
-        sharp_window.page.set_viewport_size({"width": width, "height": 1000})
+        narrow_window.page.set_viewport_size({"width": width, "height": 1000})
         expect(view.locator(".col")).to_have_count(count)
         assert view.evaluate(TOO_WIDE) == []
         box = view.bounding_box()

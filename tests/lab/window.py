@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
-from playwright.sync_api import Browser, Error, expect
+from playwright.sync_api import Browser, Error, expect, sync_playwright
 
 from .server import Lab
 
 LOOK_LIMIT_S = 20.0  # how long the page may take to show what it should
 PAGE_LIMIT_S = 100.0
+_CHROMIUM_FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking"]
 # Errors that JupyterLab itself raises, with nothing but its own code on the stack.
 _OF_JUPYTERLAB = (
     # A kernel is restarted before it has answered whether it has sub-shells.
@@ -19,6 +23,17 @@ _OF_JUPYTERLAB = (
     "Failed to execute 'removeChild' on 'Node'",
 )
 _CODE_OF_JUPYTERLAB = re.compile(r"/static/lab/")
+
+
+@contextlib.contextmanager
+def running_browser() -> Iterator[Browser]:
+    """Run Debian's Chromium."""
+    with sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_FLAGS)
+        try:
+            yield chromium
+        finally:
+            chromium.close()
 
 
 class Window:
@@ -60,6 +75,9 @@ class Window:
         self.js(
             "async (name, args) => { await window.jupyterapp.commands.execute(name, args); }", name, dict(arguments)
         )
+
+    def show_sidebar(self, *, is_shown: bool) -> None:
+        self.js(f"() => window.jupyterapp.shell.{'expandLeft' if is_shown else 'collapseLeft'}()")
 
     def close(self) -> None:
         self.page.context.close()

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from detrain_nb.magics.job_cell import JobCell
 from detrain_nb.magics.job_options import job_parser, parse_job_line, parse_torchrun_line
-from detrain_nb.magics.job_view import JobView
 from detrain_nb.magics.jobs import JobMagics
 from detrain_nb.magics.notebook import RunCells
 from detrain_nb.magics.options import HelpShown
@@ -146,10 +146,10 @@ class _Shown(Screen):
         return "".join(item.text for item in self.items if isinstance(item, Text))
 
 
-def _view(*, num_ranks: int = 2, max_lines: int = 0) -> tuple[JobView, _Shown]:
+def _view(*, num_ranks: int = 2, max_lines: int = 0) -> tuple[JobCell, _Shown]:
     screen: Any = _Shown()
     job: Any = SimpleNamespace(id="demo-1", world_size=num_ranks)
-    return JobView(screen, job, RenderOptions(max_lines=max_lines, max_chars=0)), screen
+    return JobCell(screen, job, RenderOptions(max_lines=max_lines, max_chars=0)), screen
 
 
 _OVER = JobStatus("demo-1", "demo", "ended", exit_code=0)
@@ -331,14 +331,14 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
     assert any(re.match(r"job demo-\S+ running for \d+ s", text) for text in drawn), drawn
     assert _without_id(followed.text()) == (
         "[0] rank 0 ['a', 'b c'] epochs 4\n[1] rank 1 ['a', 'b c'] epochs 4\n[0-1] all say this\n"
-        "job demo-ID: ended, exit 0\n"
+        "job demo-ID: succeeded\n"
     )
     assert kernel.run("%job logs demo --rank 1").text().startswith("[1] rank 1")
     assert kernel.run("%job logs demo --tail 1").text() == "[0-1] all say this\n"
     tail = kernel.run("%job logs demo -f --tail 1 --rank 1").text()
-    assert _without_id(tail) == "[1] all say this\njob demo-ID: ended, exit 0\n"
+    assert _without_id(tail) == "[1] all say this\njob demo-ID: succeeded\n"
     shown = kernel.run("%job show demo")
-    assert "localhost: ended, exit 0, ranks 0-1" in shown.rich()[0]
+    assert "localhost: succeeded, ranks 0-1" in shown.rich()[0]
     assert shown.rich("text/html")[0].count("<table>") == 3, "nodes, plan, metrics"
     viewed = kernel.run("%job view demo")
     assert _without_id(viewed.rich()[0]).startswith("✓ job demo-ID: succeeded, after "), viewed.error
@@ -410,7 +410,7 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     assert _without_id(first.text()).startswith(
         "job fails-ID runs: %job stop fails-ID ends it, an interrupt of this cell does not\n[0] rank 0"
     )
-    failed = r"JobFailed: job \S+ ended, exit 3 after .* \(rank 1 on localhost\): rank 1 exited with 3"
+    failed = r"JobFailed: job \S+ failed, exit 3 after .* \(rank 1 on localhost\): rank 1 exited with 3"
     assert re.fullmatch(rf"{failed}\n  \| all say this", first.error), "what it printed stands above"
     of_whom_waits = kernel.run("from detrain_nb.jobs import find_job\nfind_job('fails').wait().check()").error
     assert "  | rank 1 ['fail'] epochs None\n  | all say this" in of_whom_waits, "who has seen nothing gets more lines"
@@ -464,7 +464,7 @@ def test_lines_of_hosts_begin_with_their_names(start_kernel: Any, testbed: Testb
     assert "[0-1] all say this\n" in followed.text()
     assert kernel.run("%job logs hosts --node h1").text().startswith("[h1:setup] set up\n[h1:1] rank 1 []")
     shown = kernel.run("%job show hosts").rich()[0]
-    assert "h0: ended, exit 0" in shown
-    assert "h1: ended, exit 0" in shown
+    assert "h0: succeeded" in shown
+    assert "h1: succeeded" in shown
     assert kernel.run("%job exec hosts -- echo there").text().count("] there") == 2
     assert kernel.run("%job rm hosts").status == "ok"

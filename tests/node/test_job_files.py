@@ -32,6 +32,7 @@ from detrain_nb.node.job.folders import (
 )
 from detrain_nb.node.job.following import follow
 from detrain_nb.node.job.log_file import BoundedLog, find_end, find_tail, last_lines, read_log
+from detrain_nb.node.job.log_times import LogTimes, read_times
 from detrain_nb.node.job.order import FORMAT, MOST_TEXT_BYTES, JobOrder, JobRefused, JobRendezvous
 from detrain_nb.node.job.scopes import outlives_logout
 from detrain_nb.node.job.status import Exit, Reserve, Status, is_live, read_status
@@ -232,6 +233,26 @@ def test_tail_of_a_long_log_is_looked_for_in_its_end_alone(tmp_path: Path) -> No
     assert find_tail(path, 100_000, most_bytes=45) == find_end(path) - 45
     (tmp_path / "rank-1.log").write_bytes(b"x" * 1000)
     assert find_tail(tmp_path / "rank-1.log", 1, most_bytes=100) == 900, "a line may have no end"
+
+
+def test_it_is_known_when_what_a_log_has_was_printed(tmp_path: Path) -> None:
+    log = tmp_path / "rank-0.log"
+    clock = iter([100.0, 100.5, 101.5, 90.0, 200.0, 300.0, 400.0])  # it is set back once
+    times = LogTimes(log, most=3, now=lambda: next(clock))
+    for size in (0, 5, 10, 20):
+        times.note(size)
+    assert read_times(log, 0, 100, most=10) == [(0, 100.0), (10, 101.5), (20, 90.0)]
+    assert read_times(log, 12, 20, most=10) == [(10, 101.5)]
+    assert read_times(log, 0, 100, most=1) == [(20, 90.0)]
+    for size in (30, 40, 50):
+        times.note(size)
+    assert read_times(log, 0, 100, most=10) == [(30, 200.0), (40, 300.0), (50, 400.0)], "the last ones are kept"
+    assert read_times(log, 0, 30, most=10) == []
+    with files_end_at(3 * 16 + 7):
+        LogTimes(log, now=lambda: 1.0).note(60)
+    assert read_times(log, 0, 100, most=10)[-1] == (50, 400.0), "half a mark is none"
+    assert log.with_name("rank-0.log.times").stat().st_size == 3 * 16
+    assert read_times(tmp_path / "rank-1.log", 0, 100, most=10) == []
 
 
 def test_full_disk_costs_output_which_is_said_when_there_is_room_again(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from detrain_nb.agents import JOBS_MODULE
 from detrain_nb.copying.json_lines import Failed, Talk
 from detrain_nb.errors import DetrainError
 from detrain_nb.guarded import RUN_MODULE
+from detrain_nb.launch import usable_cpus
 from detrain_nb.node.job.folders import machine_id
 from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
@@ -271,10 +272,22 @@ def test_job_is_stopped_in_its_setup_though_that_does_not_listen(jobs_folder: Pa
 def test_workdir_is_where_ranks_start_and_a_script_is_found_from_there(jobs_folder: Path, tmp_path: Path) -> None:
     """Without torchrun: the command line is what is looked at."""
     order = replace(make_order("0", workdir=str(tmp_path / "w")), argv=("train.py", "--x"))
-    argv, _ = torchrun_command(order, Path("/job"), {}, store=("127.0.0.1", 1), key="")
-    assert argv[-2:] == ["/job/source/train.py", "--x"]
-    env = first_environment(order, Path("/job"), {})
-    assert env["PYTHONPATH"].split(":")[-1] == "/job/source", "modules of the source, too"
+    argv, _ = torchrun_command(order, tmp_path, {}, store=("127.0.0.1", 1), key="")
+    assert argv[-2:] == [f"{tmp_path}/source/train.py", "--x"]
+    env = first_environment(order, tmp_path, {})
+    assert env["PYTHONPATH"].split(":")[-1] == f"{tmp_path}/source", "modules of the source, too"
+
+
+@pytest.mark.skipif(usable_cpus() < 2, reason="needs 2 processors")
+def test_ranks_on_the_cpu_share_its_processors(tmp_path: Path) -> None:
+    order = make_order("0")
+
+    def threads(order: JobOrder, **env: str) -> str:
+        return torchrun_command(order, tmp_path, env, store=("127.0.0.1", 1), key="")[1]["OMP_NUM_THREADS"]
+
+    assert threads(order) == str(usable_cpus() // len(order.ranks))
+    assert threads(order, OMP_NUM_THREADS="7") == "7", "the user's own"
+    assert threads(replace(order, device="cuda")) == "1"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root")

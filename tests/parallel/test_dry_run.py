@@ -187,6 +187,22 @@ def test_five_hundred_gpus_on_one_machine() -> None:
     assert "<pre " in found._repr_html_() and found.peak.total_bytes == max(row.total_bytes for row in found.rows)
 
 
+def test_parameters_beside_layers_of_another_dtype_are_sent_apart() -> None:
+    class Waves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.filter, self.inner = nn.Parameter(torch.ones(9, dtype=torch.complex64)), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.inner(torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=16))
+            return result
+
+    for model in (Waves(), nn.Sequential(nn.Linear(16, 16), Waves(), nn.Linear(16, 16))):
+        peak = dry_run(model, {"dp_shard": 2}, example_inputs=torch.zeros(4, 16)).peak
+        whole = sum(each.numel() * each.element_size() for each in model.parameters())
+        assert whole / 2 <= peak.parameter_bytes <= whole / 2 + 8, "of nine complex numbers a rank has five"
+
+
 def test_activations_and_frozen_parameters_count_as_they_are() -> None:
     model = GPT()
     kept = dry_run(model, {"dp_shard": 2}, example_inputs=TOKENS).peak

@@ -14,6 +14,7 @@ from detrain_nb.errors import SpecError
 from detrain_nb.parallel import SCHEDULES, StageNode, partition, profile
 from detrain_nb.parallel.pictures import draw_mesh, draw_partition, show_mesh
 from detrain_nb.parallel.stages.timeline import timeline
+from detrain_nb.plan import StageLayout
 
 from .models import GPT
 
@@ -21,10 +22,12 @@ from .models import GPT
 @pytest.mark.parametrize("ranks, count", [(2, 4), (4, 8), (4, 16)])
 def test_bubbles_are_those_of_the_papers(ranks: int, count: int) -> None:
     """(p - 1) / (m + p - 1) of GPipe and 1F1B; with v stages on a rank (p - 1) / (v m + p - 1)."""
-    for name in ("GPipe", "1F1B"):
-        assert timeline(name, ranks, count).bubble == pytest.approx((ranks - 1) / (count + ranks - 1))
+    for name, works in {"GPipe": count, "1F1B": count, "Interleaved1F1B": 2 * count, "LoopedBFS": 2 * count}.items():
+        known = pytest.approx((ranks - 1) / (works + ranks - 1))
+        assert timeline(name, ranks, count).bubble == known
+        assert StageLayout(name).least_bubble(num_ranks=ranks, num_microbatches=count) == known
+    assert StageLayout("ZBVZeroBubble").least_bubble(num_ranks=ranks, num_microbatches=count) is None
     interleaved = timeline("Interleaved1F1B", ranks, count).bubble
-    assert interleaved == pytest.approx((ranks - 1) / (2 * count + ranks - 1))
     assert timeline("ZBVZeroBubble", ranks, count).bubble < interleaved
 
 

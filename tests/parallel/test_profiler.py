@@ -65,6 +65,39 @@ def test_layers_one_after_another() -> None:
     assert [unit.saved_bytes for unit in found.units] == [4 * 3 * 8, 4 * 3 * 16, 0], "the input, and what ReLU gave"
 
 
+class GroupedRows(nn.Module):
+    """As mixtures of experts of transformers compute them: the rows of each expert one after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.grouped_mm(x, self.weight, offs=torch.tensor([2, 8], dtype=torch.int32))
+
+
+class MatrixByVector(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.mv(self.weight, x[0])
+
+
+@pytest.mark.parametrize(
+    "model, flops",
+    [
+        (nn.LSTM(8, 16, num_layers=2, bidirectional=True), 2 * 6 * 2 * 64 * (8 + 16 + 32 + 16)),
+        (nn.GRU(8, 16), 2 * 6 * 48 * (8 + 16)),
+        (GroupedRows(), 2 * 8 * 8 * 16),
+        (MatrixByVector(8, 8), 2 * 8 * 8),
+        (nn.Linear(8, 4, dtype=torch.complex64), 4 * 2 * 8 * 8 * 4),
+    ],
+    ids=["LSTM", "GRU", "experts", "matrix by vector", "complex"],
+)
+def test_products_that_torch_does_not_count(model: nn.Module, flops: int) -> None:
+    dtype = next(model.parameters()).dtype
+    inputs = torch.zeros(3, 2, 8) if isinstance(model, nn.RNNBase) else torch.zeros(8, 8, dtype=dtype)
+    assert sum(unit.flops for unit in profile(model, inputs).units) == flops
+
+
 def test_gpt_can_be_cut_at_each_block() -> None:
     found = profile(GPT(), TOKENS)
     assert found.cuts == ("h.0", "h.1", "h.2", "h.3", "ln_f", "head")
@@ -270,6 +303,19 @@ def test_no_backward_is_measured_where_none_is() -> None:
     assert backward_s[0] == 0 and backward_s[1] and backward_s[2]
     model.requires_grad_(False)
     assert [unit.backward_s for unit in profile(model, torch.ones(32, 64), measure=True).units] == [0, 0, 0]
+
+
+def test_what_is_frozen_costs_no_gradients_and_no_state() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
+    for number in (0, 2):
+        model[number].requires_grad_(False)
+    found = profile(model, torch.zeros(3, 8))
+    forward_s = found.times(is_training=False)
+    assert [step / once for step, once in zip(found.times(), forward_s)] == pytest.approx([1, 3, 2, 3])
+    halves = partition(found, 2)
+    assert [layer.state_bytes for layer in halves.layers] == [256, 4 * 256, 256, 4 * 256]
+    assert halves.memory_bytes == (5 * 256 + 2 * 96, 5 * 256 + 96), "with what the trained ones keep of microbatches"
+    assert partition(found, 2, is_training=False).memory_bytes == (512, 512)
 
 
 def test_checkpoints_are_measured_with_what_runs_again() -> None:

@@ -141,6 +141,9 @@ def test_spec_that_is_assigned_is_shown() -> None:
     stop = form.on_change(lambda: told.append(form.revision))
     form.spec = PipelineSpec.from_dict(WHOLE)
     assert form.typed("training.learning_rate") == "1e-05" and form.typed("nodes[1].devices") == "0, 1"
+    for path in ("nodes.1.devices", "nodes.x.devices"):
+        with pytest.raises(SpecError, match=r"is no field: give that of a node as nodes\[0\]\.host"):
+            form.edit(path, "0")
     stop()
     form.edit("name", "other")
     assert told == [2]
@@ -385,10 +388,14 @@ def test_review_says_what_each_node_would_run(home: Path) -> None:
         "places": {"pp": 1, "dp_replicate": 0, "dp_shard": 0, "tp": 0},
         "stages": [1],
     }
+    assert found["plan"]["bubble"] == 1 / (4 + 1), "two stages, four microbatches"
     assert [each["name"] for each in found["commands"]["nodes"]] == ["gpu1", "gpu2"]
     assert "--nnodes=2" in found["commands"]["nodes"][0]["command"]
     assert 'name = "train"' in found["documents"]["toml"]
     assert "--nnodes=2" in found["exports"]["torchrun"]["text"] and "#SBATCH" in found["exports"]["slurm"]["text"]
+    unsaid = PipelineSpec.from_dict({**RIGHT, "parallelism": {"pp": 2}, "nodes": nodes})
+    split_up = spec.with_overrides({"parallelism.schedule": "ZBVZeroBubble"})
+    assert [review_spec(each)["plan"]["bubble"] for each in (unsaid, split_up)] == [None, None], "nothing is guessed"
     unknown = review_spec(spec.with_overrides({"parallelism.pp": 3}))
     assert "mesh" in unknown["plan"]["error"] and "mesh" in unknown["commands"]["error"]
 

@@ -109,6 +109,16 @@ class Text(str):
 class Keys(dict):
     __repr__ = __len__ = __iter__ = items = keys = values = lambda self, *a: run("dict")
 
+class Named:
+    pass
+
+class Getting(dict):
+    get = __getitem__ = lambda self, *a: run("dict.get")
+
+Named.__name__ = Text("Named")
+plain, optimizer = torch.nn.Linear(3, 4), torch.optim.SGD([torch.ones(3)])
+plain.__dict__, optimizer.__dict__ = Getting(plain.__dict__), Getting(optimizer.__dict__)
+named = Named()
 evil, loud, dispatched, module = Evil(), torch.ones(3).as_subclass(Loud), Dispatched(), Net()
 text, keys, inside = Text("x"), Keys(a=1), {"a": [Evil(), Text("y")], "b": (Keys(),)}
 log.clear()
@@ -228,8 +238,16 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
         ("torch.ones(7)", (1, 7), "", "first 6 of 7"),
         ("__import__('numpy').arange(6)", (1, 7), "", "all of 6"),
         ("__import__('numpy').frombuffer(b'read-only', dtype='u1')", (1, 7), "", "first 6 of 9"),
+        ("__import__('numpy').ones((4, 6, 3), dtype='u1')[..., ::-1]", (5, 4), "", "first 5 x 3 of 4 x 6 x 3"),
+        ("__import__('numpy').zeros(3, dtype='u1, f4')['f1']", (1, 4), "", "all of 3"),
         ("torch.nn.Sequential(torch.nn.Linear(2, 3))", (1, 3), "", "all 1 modules"),
         ("torch.eye(3).to_sparse()", (0, 0), "", "a tensor without numbers, or that is not dense, has no preview"),
+        (
+            "(shrunk := torch.ones(1 << 22), shrunk.untyped_storage().resize_(16))[0]",
+            (0, 0),
+            "",
+            "a tensor without numbers, or that is not dense, has no preview",
+        ),
         ("3", (0, 0), "3", ""),
     ],
 )
@@ -243,9 +261,17 @@ def test_preview_of(session: Session, code: str, rows: tuple[int, int], text: st
     assert repr(seen).startswith("it on rank 0: ")
 
 
+def test_array_with_a_mask_is_not_compared(session: Session) -> None:
+    session.run_cell("import numpy; masked = numpy.ma.array([1, 2], mask=[rank, 1 - rank])")
+    row = session.variables("masked")["masked"]
+    assert (row.words, row.on[0].why) == ("not compared", "MaskedArray is a class of its own")
+    assert (session.preview("masked").rows, session.preview("masked").note[:16]) == ((), "what MaskedArray")
+
+
 def test_nothing_of_the_users_classes_is_run(session: Session) -> None:
     session.run_cell(HOSTILE)
     names = ["evil", "loud", "dispatched", "module", "text", "keys", "inside", "Evil", "Meta"]
+    names += ["named", "plain", "optimizer"]
     found = {row.name: row for row in session.variables(names).rows}
     assert sorted(found) == sorted(names)
     assert (found["loud"].type, found["loud"].value, found["loud"].words) == ("Loud", "[3]", "same on 2")

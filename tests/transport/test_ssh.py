@@ -33,6 +33,7 @@ from detrain_nb.spec.node import Node
 from detrain_nb.transport import ssh, ssh_identities, ssh_opening
 from detrain_nb.transport.known_hosts import fingerprint
 from detrain_nb.transport.ssh import SshConnection, SshTarget
+from detrain_nb.transport.ssh_key_file import KeyFile
 from detrain_nb.transport.ssh_stream import Stream
 
 LIMIT_S = 15.0
@@ -1011,6 +1012,8 @@ KEY_FILES = {
     ),
     "another form": ("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "ssh-keygen -p -f"),
     "PuTTY's": ("PuTTY-User-Key-File-3: ssh-ed25519\n", "puttygen"),
+    "a pipe": (os.mkfifo, "cannot be read: it is no file"),
+    "without an end": (lambda path: path.symlink_to("/dev/zero"), "cannot be read: it is no file"),
 }
 
 
@@ -1018,12 +1021,21 @@ KEY_FILES = {
 def test_key_file_that_cannot_be_used_is_said_before_anything_is_sent(case: str, tmp_path: Path) -> None:
     text, complaint = KEY_FILES[case]
     path = tmp_path / "bad key"
-    if text:
+    if callable(text):
+        text(path)
+    elif text:
         path.write_text(text)
     elif text == "":
         path.mkdir()
     with fails(match=f"the key file {path} .*{complaint}"):
         SshConnection.open(SshTarget("127.0.0.1", port=1, identity_file=str(path)))
+
+
+def test_public_half_that_has_no_end_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.write_text("-----BEGIN RSA PRIVATE KEY-----\nno\n")
+    os.mkfifo(tmp_path / "key.pub")
+    assert KeyFile.read(path).public_blob is None
 
 
 def test_key_that_is_broken_inside_is_said(recorder: Recorder, key: Path) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -85,6 +86,29 @@ def test_text_without_include_stays_as_it_is(home: Path) -> None:
     text = "Host a b\n  User x\n# Include no\nMatch host c\n\tPort=23"
     (home / "config").write_text(text)
     assert read_config(home / "config") == text
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.skipif(sys.platform == "win32", reason="no pipes in a folder")
+@pytest.mark.parametrize(
+    "config, complaint",
+    [
+        ("Include pipe\n", "cannot be read: it is no file"),
+        ("Include /dev/zero\n", "cannot be read: it is no file"),
+        ("Include again0\n", "with all that is included there is more than 1 MB"),
+        ("Host a\n  User" + " " * 200_000 + "\n", ""),
+    ],
+)
+def test_config_takes_neither_all_memory_nor_all_time(config: str, complaint: str, home: Path) -> None:
+    os.mkfifo(home / "pipe")
+    for number in range(15):
+        (home / f"again{number}").write_text(f"Include again{number + 1}\n" * 9)
+    (home / "config").write_text(config)
+    if complaint:
+        with pytest.raises(SpecError, match=complaint):
+            list_hosts(home / "config")
+    else:
+        assert list_hosts(home / "config") == ("a",)
 
 
 def test_include_before_any_host_is_for_all(home: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import queue
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -21,6 +19,7 @@ from detrain_nb.errors import DetrainError, RankLost, SessionError
 from detrain_nb.session.running.board import Board, BoardNote
 
 from .made_boards import MadeSession, board_with_a_hang, made_board, made_rank, with_ranks
+from .page import WithPage
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT_S = 30.0
@@ -34,91 +33,39 @@ def all_text(value: object) -> str:
     return value if isinstance(value, str) else ""
 
 
-class Page:
-    """A page of a view: what it would be told, and what it says."""
-
-    def __init__(self, view: BoardView) -> None:
-        self._view = view
-        self._sent: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.state: dict[str, Any] = {}
-        self.answer: dict[str, Any] = {}
-        self._calls = 0
-        view.send = lambda content, buffers=None: self._sent.put(content)  # type: ignore[method-assign]
-
-    def open(self) -> Page:
-        self.says(do="hello")
-        self.wait_for(lambda: "layout" in self.state)
-        return self
-
-    def says(self, **message: object) -> None:
-        self._view._handle_custom_msg({"page": "p", **message}, [])
-
-    def call(self, action: str, **arguments: object) -> str:
-        """The error that it was answered with, or nothing."""
-        self._calls += 1
-        self.says(do="call", call=f"{self._calls}", action=action, arguments=arguments)
-        self.wait_for(lambda: self.answer.get("call") == f"{self._calls}")
-        return str(self.answer.get("error", ""))
-
-    def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Take what comes until it is so."""
-        deadline = time.monotonic() + LIMIT_S
-        while not is_so():
-            try:
-                self._take(self._sent.get(timeout=max(0.0, deadline - time.monotonic())))
-            except queue.Empty:
-                raise AssertionError(
-                    f"not within {LIMIT_S:g} s; the page has {json.dumps(self.state)[:3000]}"
-                ) from None
-
-    def messages_within(self, seconds: float) -> list[dict[str, Any]]:
-        """All that comes in that time."""
-        found, deadline = [], time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                found.append(self._sent.get(timeout=left))
-            except queue.Empty:
-                break
-            self._take(found[-1])
-        return found
-
-    def _take(self, message: dict[str, Any]) -> None:
-        json.dumps(message, allow_nan=False)
-        if message["tell"] == "state":
-            self.state |= message["state"]
-        elif message["tell"] == "news":
-            self.state |= message["parts"]
-            self.state["rates"] = [*self.state["rates"], *message["added"].get("rates", [])]
-        else:
-            self.answer = message
+class Page(WithPage, BoardView):
+    def open_page(self) -> dict[str, Any]:
+        super().open_page()
+        return self.wait_for(lambda seen: "layout" in seen)
 
     @property
     def states(self) -> list[str]:
-        ranks = [rank for host in self.state["layout"] for rank in host["ranks"]]
-        return [self.state[f"rank{rank}"]["state"] for rank in sorted(ranks)]
+        ranks = [rank for host in self.seen["layout"] for rank in host["ranks"]]
+        return [self.seen[f"rank{rank}"]["state"] for rank in sorted(ranks)]
 
 
 @pytest.fixture
-def made() -> Iterator[Callable[[Board], tuple[BoardView, Page]]]:
+def made() -> Iterator[Callable[[Board], Page]]:
     """A view, and its page, of a session that has this board."""
-    views: list[BoardView] = []
+    pages: list[Page] = []
 
-    def make(board: Board) -> tuple[BoardView, Page]:
-        views.append(BoardView(MadeSession(board)))  # type: ignore[arg-type]
-        return views[-1], Page(views[-1]).open()
+    def make(board: Board) -> Page:
+        pages.append(Page(MadeSession(board)))
+        pages[-1].open_page()
+        return pages[-1]
 
     yield make
-    for view in views:
-        view.close()
+    for page in pages:
+        page.close()
 
 
 # ---- made boards
 
 
-def test_page_has_a_row_for_each_rank_by_host(made: Callable[[Board], tuple[BoardView, Page]]) -> None:
-    _, page = made(made_board(16))
-    assert page.state["layout"][1] == {"name": "gpu2", "where": "alice@gpu2.example.org", "ranks": [*range(8, 16)]}
-    assert page.state["rank3"] == {
+def test_page_has_a_row_for_each_rank_by_host(made: Callable[[Board], Page]) -> None:
+    page = made(made_board(16))
+    assert page.seen["layout"][1] == {"name": "gpu2", "where": "alice@gpu2.example.org", "ranks": [*range(8, 16)]}
+    assert page.seen["rank3"] == {
         "state": "running",
         "word": "running",
         "at": "line 9: loss.backward()",
@@ -135,9 +82,9 @@ def test_page_has_a_row_for_each_rank_by_host(made: Callable[[Board], tuple[Boar
         "runs": True,
         "fresh": "",
     }
-    head = page.state["head"]
+    head = page.seen["head"]
     assert (head["cell"], head["seconds"], head["rate"], head["ranks"], head["hosts"]) == (12, 42, 3.4, 16, 2)
-    assert page.state["hosts"][0] == {"cpu": 41, "used": 62_000_000_000, "total": 256_000_000_000, "fault": ""}
+    assert page.seen["hosts"][0] == {"cpu": 41, "used": 62_000_000_000, "total": 256_000_000_000, "fault": ""}
 
 
 def test_who_waits_for_whom_and_who_has_died_is_said_with_the_ranks_to_act_on() -> None:
@@ -187,48 +134,48 @@ def test_unknown_states_and_numbers_that_are_none_are_shown_as_unknown() -> None
     assert (row["state"], row["cpu"], row["gpu"], row["used"], row["total"], row["rate"]) == ("unknown", *[None] * 5)
 
 
-def test_many_ranks_are_told_in_bounded_messages(made: Callable[[Board], tuple[BoardView, Page]]) -> None:
+def test_many_ranks_are_told_in_bounded_messages(made: Callable[[Board], Page]) -> None:
     for count, most_bytes in ((64, 40_000), (1000, 600_000)):
         board = made_board(count)
-        view, page = made(board)
-        assert len(json.dumps(page.state)) < most_bytes
+        page = made(board)
+        assert len(json.dumps(page.seen)) < most_bytes
         page.messages_within(0.3)
-        view.show(replace(board, as_of=board.as_of + 1, clock_s=board.clock_s + 1))  # only the time has changed
-        page.wait_for(lambda page=page: page.state["head"]["seconds"] == 43)  # type: ignore[misc]
+        page.show(replace(board, as_of=board.as_of + 1, clock_s=board.clock_s + 1))  # only the time has changed
+        page.wait_for(lambda seen: seen["head"]["seconds"] == 43)
         news = page.messages_within(0.3)
         assert sum(len(json.dumps(message)) for message in news) < most_bytes / 20
 
 
-def test_of_many_ranks_only_those_that_changed_are_told(made: Callable[[Board], tuple[BoardView, Page]]) -> None:
+def test_of_many_ranks_only_those_that_changed_are_told(made: Callable[[Board], Page]) -> None:
     board = made_board(64)
-    view, page = made(board)
+    page = made(board)
     page.messages_within(0.3)
-    view.show(with_ranks(board, made_rank(7, node="gpu1", last_line="another")))
+    page.show(with_ranks(board, made_rank(7, node="gpu1", last_line="another")))
     (news,) = page.messages_within(0.5)
     assert [*news["parts"]] == ["rank7"]
 
 
 def test_rates_of_the_last_minute_are_kept_for_a_page_that_comes_later(
-    made: Callable[[Board], tuple[BoardView, Page]],
+    made: Callable[[Board], Page],
 ) -> None:
     board = made_board(2)
-    view, _ = made(board)
+    page = made(board)
     for second in range(1, 100):
-        view.show(replace(board, clock_s=board.clock_s + second))
-    assert len(view.state()["rates"]) == 60 and view.state()["rates"][-1] == [3.4, 3.4]
-    view.show(made_board(3))
-    assert view.state()["rates"] == [] or len(view.state()["rates"][-1]) == 3
+        page.show(replace(board, clock_s=board.clock_s + second))
+    assert len(page.state()["rates"]) == 60 and page.state()["rates"][-1] == [3.4, 3.4]
+    page.show(made_board(3))
+    assert page.state()["rates"] == [] or len(page.state()["rates"][-1]) == 3
 
 
 def test_view_that_nobody_looks_at_neither_listens_nor_samples(
-    made: Callable[[Board], tuple[BoardView, Page]],
+    made: Callable[[Board], Page],
 ) -> None:
-    view, page = made(made_board(2))
-    session: Any = view._session
+    page = made(made_board(2))
+    session: Any = page._session
     assert len(session.listeners) == 1 and [watch.is_open for watch in session.watches] == [True]
-    page.says(do="bye")
+    page.hears("bye")
     assert not session.listeners and not any(watch.is_open for watch in session.watches)
-    page.says(do="hello")
+    page.hears("hello")
     assert len(session.listeners) == 1 and session.watches[-1].is_open
 
 
@@ -307,9 +254,10 @@ def session() -> Iterator[Session]:
 
 @pytest.fixture
 def page(session: Session) -> Iterator[Page]:
-    view = widgets.board(session)
-    yield Page(view).open()
-    view.close()
+    page = Page(session)
+    page.open_page()
+    yield page
+    page.close()
 
 
 def run_beside(session: Session, code: str) -> tuple[threading.Thread, list[Exception]]:
@@ -345,14 +293,14 @@ def test_board_twice_is_two_views(session: Session) -> None:
 
 def test_nothing_is_sent_of_an_idle_session(session: Session, page: Page) -> None:
     thread, raised = run_beside(session, "time.sleep(0.5)")
-    page.wait_for(lambda: page.state["head"]["cell"] is not None)
-    page.wait_for(lambda: page.states == ["idle", "idle"])
-    page.wait_for(lambda: "] took " in page.state["head"]["last"])
+    page.wait_for(lambda seen: seen["head"]["cell"] is not None)
+    page.wait_for(lambda _: page.states == ["idle", "idle"])
+    page.wait_for(lambda seen: "] took " in seen["head"]["last"])
     thread.join(LIMIT_S)
     page.messages_within(3.5)  # what is measured in the first seconds after it
-    assert page.messages_within(5) == [] and not raised
+    assert page.messages_within(2.5) == [] and not raised  # it would be told once a second
     thread, _ = run_beside(session, "time.sleep(0.5)")
-    page.wait_for(lambda: page.state["head"]["cell"] is not None)
+    page.wait_for(lambda seen: seen["head"]["cell"] is not None)
     thread.join(LIMIT_S)
 
 
@@ -361,78 +309,78 @@ def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(ses
     thread, raised = run_beside(
         session, "if rank == 1:\n    while True: time.sleep(0.01)\ndist.all_reduce(torch.ones(2))"
     )
-    page.wait_for(lambda: page.states == ["waits", "awaited"] and bool(page.state["notes"]))
-    (note,) = page.state["notes"]
+    page.wait_for(lambda seen: page.states == ["waits", "awaited"] and bool(seen["notes"]))
+    (note,) = page.seen["notes"]
     assert note["whom"] == [1] and "rank 0 waits in all_reduce" in note["text"]
-    assert page.state["rank0"]["at"].endswith("for rank 1")
-    assert page.call("look", what="stack", rank=1) == ""
-    page.wait_for(lambda: "stack1" in page.state)
-    assert page.state["stack1"]["lines"][0].startswith("<cell ") and "lines" in page.state["stack1"]
-    assert page.call("interrupt", ranks="1") == ""
-    page.wait_for(lambda: not page.state["rank1"]["runs"] and page.state["notes"][0]["whom"] == [])
-    assert page.call("stop") == ""
+    assert page.seen["rank0"]["at"].endswith("for rank 1")
+    page.asks("look", what="stack", rank=1)
+    page.wait_for(lambda seen: "stack1" in seen)
+    assert page.seen["stack1"]["lines"][0].startswith("<cell ") and "lines" in page.seen["stack1"]
+    page.asks("interrupt", ranks="1")
+    page.wait_for(lambda seen: not seen["rank1"]["runs"] and seen["notes"][0]["whom"] == [])
+    page.asks("stop")
     thread.join(LIMIT_S)
     assert not thread.is_alive() and raised
-    page.wait_for(lambda: page.states == ["idle", "idle"])
+    page.wait_for(lambda _: page.states == ["idle", "idle"])
 
 
 def test_stop_from_the_board_frees_the_cell_while_the_ranks_print(session: Session, page: Page) -> None:
     thread, raised = run_beside(session, "i = 0\nwhile True: print('line', i, flush=True); i += 1")
-    page.wait_for(lambda: page.states == ["running", "running"])
-    assert page.call("look", what="output", rank=1) == ""
-    page.wait_for(lambda: len(page.state.get("output1", {}).get("lines", [])) == 200)
-    lines = page.state["output1"]["lines"]
+    page.wait_for(lambda _: page.states == ["running", "running"])
+    page.asks("look", what="output", rank=1)
+    page.wait_for(lambda seen: len(seen.get("output1", {}).get("lines", [])) == 200)
+    lines = page.seen["output1"]["lines"]
     numbers = [int(line.split()[1]) for line in lines]
-    assert numbers == [*range(numbers[0], numbers[0] + 200)] and page.state["output1"]["more"]
-    assert page.call("stop") == ""
+    assert numbers == [*range(numbers[0], numbers[0] + 200)] and page.seen["output1"]["more"]
+    page.asks("stop")
     thread.join(LIMIT_S)
     assert not thread.is_alive() and isinstance(raised[0], KeyboardInterrupt)
-    page.wait_for(lambda: "] failed or was stopped after " in page.state["head"]["last"])
-    page.wait_for(lambda: page.state["said"].get("is") == "done")
-    assert "stopped" in page.state["said"]["text"]
+    page.wait_for(lambda seen: "] failed or was stopped after " in seen["head"]["last"])
+    page.wait_for(lambda seen: seen["said"].get("is") == "done")
+    assert "stopped" in page.seen["said"]["text"]
 
 
 def test_what_was_printed_is_cleaned_in_the_pane(session: Session, page: Page) -> None:
     session.run_cell("print('\\x1b[31mred\\x1b[0m <b>\\u202e\\x07'); print('10%\\r20%\\r30%', end='')")
-    assert page.call("look", what="output", rank=0) == ""
-    page.wait_for(lambda: bool(page.state.get("output0", {}).get("lines")))
-    red, bar = page.state["output0"]["lines"]
+    page.asks("look", what="output", rank=0)
+    page.wait_for(lambda seen: bool(seen.get("output0", {}).get("lines")))
+    red, bar = page.seen["output0"]["lines"]
     assert red == "red <b>\\u202e" and bar == "30%"
 
 
 def test_what_cannot_be_done_is_told(session: Session, page: Page) -> None:
-    assert "no cell runs on rank 1" in page.call("interrupt", ranks="1")
-    assert "say which ranks" in page.call("restart", ranks="  ")
-    assert "rank 7" in page.call("restart", ranks="7") or "7" in page.call("restart", ranks="7")
-    assert "look: what has to be one of output, stack" in page.call("look", what="code", rank=0)
-    assert page.call("look", what="output", rank=5) != ""
-    assert "takes ranks" in page.call("interrupt", rank=1)
-    assert page.call("stop") == ""
-    page.wait_for(lambda: page.state["said"].get("text") == "no cell runs")
+    assert "no cell runs on rank 1" in page.refusal("interrupt", ranks="1")
+    assert "say which ranks" in page.refusal("restart", ranks="  ")
+    assert "rank 7" in page.refusal("restart", ranks="7") or "7" in page.refusal("restart", ranks="7")
+    assert "look: what has to be one of output, stack" in page.refusal("look", what="code", rank=0)
+    assert page.refusal("look", what="output", rank=5) != ""
+    assert "takes ranks" in page.refusal("interrupt", rank=1)
+    page.asks("stop")
+    page.wait_for(lambda seen: seen["said"].get("text") == "no cell runs")
 
 
 def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board() -> None:
     with Session.start(ranks=2, device="cpu") as own:
         own.run_cell("import os, signal\ndef f(): return 3")
-        view = widgets.board(own)
-        page = Page(view).open()
+        page = Page(own)
+        page.open_page()
         thread, raised = run_beside(own, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
-        page.wait_for(lambda: page.states[1] == "died" and bool(page.state["notes"]))
+        page.wait_for(lambda seen: page.states[1] == "died" and bool(seen["notes"]))
         thread.join(LIMIT_S)
         assert isinstance(raised[0], RankLost)
-        assert page.state["rank1"]["at"] == "ended with signal 9 (SIGKILL)"
-        page.wait_for(lambda: bool(page.state["notes"]) and page.state["notes"][0]["ready"])
-        assert page.state["rank1"]["fresh"] == "a fresh one is there, its variables are gone"
-        assert page.call("replay", ranks="1") == ""
-        page.wait_for(lambda: page.state["said"].get("is") == "done")
-        assert page.state["said"]["text"].startswith("cells run again on rank 1: 1")
+        assert page.seen["rank1"]["at"] == "ended with signal 9 (SIGKILL)"
+        page.wait_for(lambda seen: bool(seen["notes"]) and seen["notes"][0]["ready"])
+        assert page.seen["rank1"]["fresh"] == "a fresh one is there, its variables are gone"
+        page.asks("replay", ranks="1")
+        page.wait_for(lambda seen: seen["said"].get("is") == "done")
+        assert page.seen["said"]["text"].startswith("cells run again on rank 1: 1")
         assert own.run_cell("f()").values[1] == 3
-        page.wait_for(lambda: page.states == ["idle", "idle"])
-        assert page.call("restart", ranks="0") == ""
-        page.wait_for(lambda: "started anew" in page.state["said"].get("text", ""))
+        page.wait_for(lambda _: page.states == ["idle", "idle"])
+        page.asks("restart", ranks="0")
+        page.wait_for(lambda seen: "started anew" in seen["said"].get("text", ""))
         with pytest.raises(DetrainError, match="name 'f'"):
             own.run_cell("f()", ranks="0")
-    page.wait_for(lambda: bool(page.state["head"]["over"]))
-    assert view._is_settled and not [
+    page.wait_for(lambda seen: bool(seen["head"]["over"]))
+    assert page._is_settled and not [
         thread for thread in threading.enumerate() if thread.name.startswith("detrain_nb board")
     ]

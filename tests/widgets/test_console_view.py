@@ -2,62 +2,26 @@
 
 from __future__ import annotations
 
-import queue
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from detrain_nb.widgets.console_view import ConsoleView
+from ipywidgets import Widget
 
 from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
 
-LIMIT_S = 60.0
+from .page import WithPage
+
 DATA: dict[str, Any] = {
     "source": {"script_text": "print('ran')"},
     "nodes": [{"host": "localhost", "devices": "cpu", "ranks": 1}],
 }
 
 
-class Page(ConsoleView):
-    """A console whose messages to its page are collected."""
-
-    def __init__(self, pipelines: MyPipelines) -> None:
-        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.parts: dict[str, Any] = {}
-        super().__init__(pipelines)
-
-    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
-        self.sent.put(content)
-
-    def open_page(self) -> dict[str, Any]:
-        self._handle_custom_msg({"do": "hello", "page": "p"}, [])
-        while (said := self.sent.get(timeout=LIMIT_S))["tell"] != "state":
-            pass
-        self.parts = dict(said["state"])
-        return self.parts
-
-    def ask(self, action: str, **arguments: Any) -> Any:
-        """Call an action as a page does. Raises: ValueError with what it says."""
-        self._handle_custom_msg({"do": "call", "page": "p", "call": "1", "action": action, "arguments": arguments}, [])
-        while True:
-            said = self.sent.get(timeout=LIMIT_S)
-            self._note(said)
-            if said["tell"] == "answer":
-                if "error" in said:
-                    raise ValueError(said["error"])
-                return said["value"]
-
-    def wait_for(self, part: str, is_right: Any) -> Any:
-        while not is_right(self.parts.get(part)):
-            self._note(self.sent.get(timeout=LIMIT_S))
-        return self.parts[part]
-
-    def _note(self, said: dict[str, Any]) -> None:
-        if said["tell"] == "news":
-            self.parts |= said["parts"]
-
+class Page(WithPage, ConsoleView):
     def names(self) -> dict[str, str]:
         """The ids of the listed ones, by name, as they are told now."""
         return {each["name"]: each["id"] for each in self.state()["list"]["entries"]}
@@ -80,8 +44,8 @@ def test_page_without_pipelines_gets_examples_and_fields(page: Page) -> None:
     state = page.open_page()
     assert state["list"]["entries"] == [] and state["form"] is None and len(state["examples"]) == 3
     assert state["fields"]["fields"]["training.steps"]["kind"] == "number"
-    page.ask("create_example", name="two-copies")
-    form = page.wait_for("form", bool)
+    page.asks("create_example", name="two-copies")
+    form = page.wait_for_part("form", bool)
     assert form["file"] == "pipelines/two-copies.toml" and form["is_right"] and not form["is_changed"]
     assert form["mesh"]["ranks"] == 2 and [each["told"] for each in form["steps"]] == [
         "1 axis",
@@ -92,32 +56,32 @@ def test_page_without_pipelines_gets_examples_and_fields(page: Page) -> None:
 
 def test_pipeline_is_duplicated_deleted_and_brought_back(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
-    made = page.ask("duplicate", id=page.names()["train"])
+    made = page.asks("duplicate", id=page.names()["train"])
     assert made["name"] == "train-2" and page.names()["train-2"] == made["id"]
-    page.ask("delete", id=made["id"])
-    assert page.wait_for("undo", bool) == {"name": "train-2", "told": "train-2 was moved to pipelines/.trash"}
+    page.asks("delete", id=made["id"])
+    assert page.wait_for_part("undo", bool) == {"name": "train-2", "told": "train-2 was moved to pipelines/.trash"}
     assert [*page.names()] == ["train"]
     trash = page.pipelines.folder / ".trash"
     trash.rename(elsewhere := trash.with_name("elsewhere"))
-    with pytest.raises(ValueError, match="cannot be brought back"):
-        page.ask("undo")
+    with pytest.raises(RuntimeError, match="cannot be brought back"):
+        page.asks("undo")
     elsewhere.rename(trash)  # what could not be brought back is still offered
-    page.ask("undo")
-    assert page.wait_for("undo", lambda undo: undo is None) is None
+    page.asks("undo")
+    assert page.wait_for_part("undo", lambda undo: undo is None) is None
     assert [*page.names()] == ["train", "train-2"]
-    with pytest.raises(ValueError, match="nothing to bring back"):
-        page.ask("undo")
+    with pytest.raises(RuntimeError, match="nothing to bring back"):
+        page.asks("undo")
 
 
 def test_pipeline_that_another_tab_has_open_is_deleted_and_its_form_closed(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     key = page.names()["train"]
-    page.ask("open_pipeline", id=key)
-    page.ask("delete", id=key)
-    assert page.wait_for("undo", bool)["name"] == "train"
+    page.asks("open_pipeline", id=key)
+    page.asks("delete", id=key)
+    assert page.wait_for_part("undo", bool)["name"] == "train"
     assert page.form is None and page.state()["form"] is None
-    with pytest.raises(ValueError, match="no pipeline is open"):
-        page.ask("edit", path="name", typed="other", revision=0, editor="e")
+    with pytest.raises(RuntimeError, match="no pipeline is open"):
+        page.asks("edit", path="name", typed="other", revision=0, editor="e")
 
 
 @pytest.mark.parametrize(
@@ -134,31 +98,31 @@ def test_pipeline_that_another_tab_has_open_is_deleted_and_its_form_closed(page:
     ],
 )
 def test_what_a_page_may_not_ask_is_refused(page: Page, action: str, arguments: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        page.ask(action, **arguments)
+    with pytest.raises(RuntimeError, match=said):
+        page.asks(action, **arguments)
 
 
 def test_edits_are_told_and_saved(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
-    page.ask("open_pipeline", id=page.names()["train"])
-    form = page.wait_for("form", bool)
+    page.asks("open_pipeline", id=page.names()["train"])
+    form = page.wait_for_part("form", bool)
     edit = {"revision": form["revision"], "editor": "p"}
-    page.ask("edit", path="env", typed="RANK=1", **edit)
-    page.ask("edit", path=f"nodes[{form['rows'][0]}].ranks", typed="x", **edit)
-    form = page.wait_for("form", lambda form: len(form["errors"]) == 2)
+    page.asks("edit", path="env", typed="RANK=1", **edit)
+    page.asks("edit", path=f"nodes[{form['rows'][0]}].ranks", typed="x", **edit)
+    form = page.wait_for_part("form", lambda form: len(form["errors"]) == 2)
     assert [*form["errors"]] == [f"nodes[{form['rows'][0]}].ranks", "env"] or set(form["errors"]) == {
         f"nodes[{form['rows'][0]}].ranks",
         "env",
     }
     assert form["is_changed"] and not form["is_right"]
     assert [(each["id"], each["faults"]) for each in form["steps"]] == [("general", 0), ("nodes", 1), ("source", 1)]
-    page.ask("close_form")
-    assert page.state()["list"]["entries"][0]["is_changed"], "a form with changes is kept"
-    page.ask("open_pipeline", id=page.names()["train"])
-    assert page.wait_for("form", bool)["draft"]["env"] == "RANK=1"
-    page.ask("edit", path="env", typed="A=1", revision=1 << 40, editor="p")
-    page.ask("edit", path=f"nodes[{form['rows'][0]}].ranks", typed="2", revision=1 << 40, editor="p")
-    page.ask("save", anyway=False, name=None)
+    page.asks("close_form")
+    assert page.open_page()["list"]["entries"][0]["is_changed"], "a form with changes is kept"
+    page.asks("open_pipeline", id=page.names()["train"])
+    assert page.wait_for_part("form", bool)["draft"]["env"] == "RANK=1"
+    page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="p")
+    page.asks("edit", path=f"nodes[{form['rows'][0]}].ranks", typed="2", revision=1 << 40, editor="p")
+    page.asks("save", anyway=False, name=None)
     saved = page.pipelines.open("train").spec
     assert saved is not None and saved.env == {"A": "1"} and saved.nodes[0].ranks == 2
     assert not page.state()["form"]["is_changed"]
@@ -166,79 +130,91 @@ def test_edits_are_told_and_saved(page: Page) -> None:
 
 def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
-    page.ask("open_pipeline", id=page.names()["train"])
-    page.ask("edit", path="training.steps", typed="5", revision=1 << 40, editor="p")
+    page.asks("open_pipeline", id=page.names()["train"])
+    page.asks("edit", path="training.steps", typed="5", revision=1 << 40, editor="p")
     other = MyPipelines().open("train")
     MyPipelines().save(other, {**DATA, "name": "train", "training": {"steps": 7}})
-    with pytest.raises(ValueError, match="was changed after it was read here"):
-        page.ask("save", anyway=False, name=None)
-    form = page.wait_for("form", lambda form: form and form["conflict"])
+    with pytest.raises(RuntimeError, match="was changed after it was read here"):
+        page.asks("save", anyway=False, name=None)
+    form = page.wait_for_part("form", lambda form: form and form["conflict"])
     assert form["conflict"]["changes"] == [["training.steps", "7", "5"]] and form["draft"]["training"]["steps"] == "5"
-    page.ask("save", anyway=False, name="train-mine")
-    assert page.wait_for("form", lambda form: not form["conflict"])["file"] == "pipelines/train-mine.toml"
-    page.ask("open_pipeline", id=page.names()["train"])
-    page.ask("edit", path="training.steps", typed="9", revision=1 << 40, editor="p")
+    page.asks("save", anyway=False, name="train-mine")
+    assert page.wait_for_part("form", lambda form: not form["conflict"])["file"] == "pipelines/train-mine.toml"
+    page.asks("open_pipeline", id=page.names()["train"])
+    page.asks("edit", path="training.steps", typed="9", revision=1 << 40, editor="p")
     MyPipelines().save(MyPipelines().open("train"), {**DATA, "name": "train", "training": {"steps": 8}})
-    with pytest.raises(ValueError, match="was changed after"):
-        page.ask("save", anyway=False, name=None)
-    page.ask("load_theirs")
+    with pytest.raises(RuntimeError, match="was changed after"):
+        page.asks("save", anyway=False, name=None)
+    page.asks("load_theirs")
     assert page.state()["form"]["draft"]["training"]["steps"] == "8"
-    page.ask("edit", path="training.steps", typed="9", revision=1 << 40, editor="p")
-    page.ask("save", anyway=True, name=None)
+    page.asks("edit", path="training.steps", typed="9", revision=1 << 40, editor="p")
+    page.asks("save", anyway=True, name=None)
     saved = page.pipelines.open("train").spec
     assert saved is not None and saved.training.steps == 9
 
 
-def test_run_is_told_as_work_and_then_in_the_list_to_its_end(page: Page) -> None:
+def widget_ids() -> set[str]:
+    """Of those that are not closed."""
+    return {*Widget.get_manager_state()["state"]}
+
+
+def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
-    page.ask("run", id=page.names()["train"])
-    done = page.wait_for("work", lambda work: work and work["is"] != "running")
+    page.asks("run", id=page.names()["train"])
+    done = page.wait_for_part("work", lambda work: work and work["is"] != "running")
     assert done == {"what": "starting train", "is": "done"}
-    [entry] = page.wait_for("list", lambda found: found["entries"] and found["entries"][0]["job"])["entries"]
+    [entry] = page.wait_for_part("list", lambda found: found["entries"] and found["entries"][0]["job"])["entries"]
     assert entry["job"]["word"] in ("running", "preparing", "succeeded")
     from detrain_nb.jobs import find_job
 
-    def is_over(found: Any) -> bool:
-        return bool(found["entries"][0]["job"]["word"] == "succeeded")
-
-    page.wait_for("list", is_over)  # nobody but the view has asked
     job = find_job("train")
-    assert page.ask("show_job", id=page.names()["train"]) == page.ask("show_job", id=page.names()["train"])
-    page.pipelines.create({**DATA, "name": "never"})
-    with pytest.raises(ValueError, match="was never run"):
-        page.ask("show_job", id=page.names()["never"])
+    assert page.wait_for_part("started") == job.id
+    with pytest.raises(RuntimeError, match="no job 'other'"):
+        page.asks("show_job", id="other")
+    page.asks("show_job", id=job.id)
+    first = page.wait_for_part("job", lambda shown: shown)
+    assert first["command"] == "%job view train" and first["widget"] in widget_ids()
+    page.asks("show_job", id=job.id)
+    second = page.wait_for_part("job", lambda shown: shown["widget"] != first["widget"])
+    assert first["widget"] not in widget_ids(), "one is shown at a time"
+    assert page.open_page()["job"] == second
+    page.asks("hide_job")
+    assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
+    page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "succeeded")  # it asks by itself
+    page.asks("refresh")
+    assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
     job.remove()
 
 
 def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
-    page.ask("open_pipeline", id=page.names()["train"])
-    page.ask("review")
+    page.asks("open_pipeline", id=page.names()["train"])
+    page.asks("review")
     harm = {**DATA, "name": "train", "source": {"script_text": "print('harm')"}}
     MyPipelines().save(MyPipelines().open("train"), harm)
-    page.ask("start")
-    failed = page.wait_for("work", lambda work: work and work["is"] != "running")
+    page.asks("start")
+    failed = page.wait_for_part("work", lambda work: work and work["is"] != "running")
     assert failed["is"] == "failed" and "was changed after it was read here, and was not started" in failed["error"]
     assert Record().summaries(limit=10) == []
 
 
 def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.pipelines.create({"name": "draft"})
-    page.ask("run", id=page.names()["draft"])
-    failed = page.wait_for("work", lambda work: work and work["is"] == "failed")
+    page.asks("run", id=page.names()["draft"])
+    failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     assert "cannot be run: source" in failed["error"]
-    page.ask("open_pipeline", id=page.names()["draft"])
-    assert page.ask("review") == {"error": "correct what is marked first"}
-    with pytest.raises(ValueError, match="to correct first"):
-        page.ask("start")
+    page.asks("open_pipeline", id=page.names()["draft"])
+    assert page.asks("review") == {"error": "correct what is marked first"}
+    with pytest.raises(RuntimeError, match="to correct first"):
+        page.asks("start")
 
 
 def test_review_and_code_of_a_right_one(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
-    page.ask("open_pipeline", id=page.names()["train"])
-    found = page.ask("review")
+    page.asks("open_pipeline", id=page.names()["train"])
+    found = page.asks("review")
     assert found["commands"]["nodes"][0]["name"] == "localhost" and "submit(spec)" in found["code"]
-    assert page.ask("code", id=page.names()["train"]) == found["code"]
+    assert page.asks("code", id=page.names()["train"]) == found["code"]
 
 
 def test_settled_form_is_a_table_of_plain_html(page: Page) -> None:

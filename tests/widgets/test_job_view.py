@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import math
-import queue
 import sys
 import tempfile
 import threading
@@ -18,8 +17,10 @@ import pytest
 from detrain_nb.widgets import job as view_of
 from detrain_nb.widgets import job_picture as picture
 from detrain_nb.widgets.actions import Refused
+from detrain_nb.widgets.downloads import MOST_DOWNLOAD_BYTES, Download
 from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow
-from detrain_nb.widgets.job_model import MOST_DOWNLOAD_BYTES, Download, choose_model
+from detrain_nb.widgets.job_log_file import write_log
+from detrain_nb.widgets.job_model import choose_model, fetch_for_browser
 from detrain_nb.widgets.job_settled import settle_job
 from detrain_nb.widgets.job_view import JobView
 
@@ -34,6 +35,7 @@ from detrain_nb.jobs.watching import Unreached
 from detrain_nb.spec import PipelineSpec
 
 from ..jobs.lying_node import LyingNode
+from .page import WithPage
 
 LIMIT_S = 120.0
 SCRIPT = """
@@ -49,40 +51,8 @@ pathlib.Path("model.safetensors").write_bytes(bytes(range(256)) * 4000)
 """
 
 
-class Collecting(JobView):
-    def __init__(self, *args: Any) -> None:
-        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.seen: dict[str, Any] = {}
-        super().__init__(*args)
-
-    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
-        json.dumps(content, allow_nan=False)
-        self.sent.put(content)
-
-    def hears(self, do: str, **more: object) -> None:
-        self._handle_custom_msg({"do": do, "page": "p", **more}, [])
-
-    def asks(self, action: str, **arguments: object) -> Any:
-        """What the action answers; a refusal is its text."""
-        self.hears("call", call="c", action=action, arguments=arguments)
-        while (said := self._next())["tell"] != "answer":
-            pass
-        return said.get("error", said.get("value"))
-
-    def wait_for(self, is_so: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Wait until what a page knows is so; returns that."""
-        while not is_so(self.seen):
-            self._next()
-        return self.seen
-
-    def _next(self) -> dict[str, Any]:
-        said = self.sent.get(timeout=60)
-        if said["tell"] == "state":
-            self.seen = said["state"]
-        if said["tell"] == "news":
-            self.seen |= said["parts"]
-            self.seen["log"] = [*self.seen["log"], *said["added"].get("log", [])]
-        return said
+class Collecting(WithPage, JobView):
+    """A job's view and its page."""
 
 
 @pytest.fixture(scope="module")
@@ -97,15 +67,16 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_path: Path) -> None:
-    text = SCRIPT.replace("GO", str(tmp_path / "go"))
+    text, began_at = SCRIPT.replace("GO", str(tmp_path / "go")), time.time()
     job = submit(PipelineSpec.from_dict({"name": "train", "source": {"script_text": text}, "checkpoint": None}))
-    view = Collecting(job)
+    view, unseen = Collecting(job), JobView(job)
+    assert unseen.settled().text.startswith((f"▶ job {job.id}: running", f"▶ job {job.id}: preparing"))
     assert view.sent.empty() and not [each for each in threading.enumerate() if each.name == "detrain_nb watch"]
     view.hears("hello")
     seen = view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
     assert seen["head"]["phase"] == "running" and seen["progress"]["total"] == 40
-    assert view.asks("save", folder=str(tmp_path)) == "Model is written after the last step"
-    assert view.asks("download", index=0) == "Model is written after the last step"
+    assert view.refusal("save", folder=str(tmp_path)) == "Model is written after the last step"
+    assert view.refusal("download", index=0) == "Model is written after the last step"
     (tmp_path / "go").write_text("")
     seen = view.wait_for(lambda it: bool(it["model"]["files"]))
     assert seen["head"]["word"] == "succeeded"
@@ -113,14 +84,18 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert seen["curves"]["loss"]["points"][0] == [0, 1.0]
     lines = [text for item in seen["log"] for _, text in item["lines"] if item["source"] == "1"]
     assert lines == [f"step {step}" for step in range(40)]
+    times = [at for item in seen["log"] for at in item["times"] if item["source"] == "1"]
+    assert len(times) == 40 and times == sorted(times)
+    printed_at = time.mktime(time.strptime(times[0], "%Y-%m-%d %H:%M:%S"))
+    assert began_at - 1 <= printed_at <= time.time(), "when it was printed, not when it came"
 
-    assert view.asks("piece", id="x", offset=0) == "that download is over: begin it again"
-    assert view.asks("download", index=1) == "there is no such file: reload the page"
+    assert view.refusal("piece", id="x", offset=0) == "that download is over: begin it again"
+    assert view.refusal("download", index=1) == "there is no such file: reload the page"
     assert view.asks("download", index=0) is None
     file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
     pieces = [base64.b64decode(view.asks("piece", id=file["id"], offset=at)) for at in (0, file["chunk"])]
     assert b"".join(pieces) == bytes(range(256)) * 4000
-    assert view.asks("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
+    assert view.refusal("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
     folder = view._download._folder
     assert folder and Path(folder.name).exists()
     view.asks("downloaded")
@@ -129,10 +104,14 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "save")
     assert (tmp_path / "models/model.safetensors").read_bytes() == bytes(range(256)) * 4000
 
+    check_the_whole_log(view, job, tmp_path)
+
     settled = view.settled()
     assert settled.text.startswith(f"✓ job {job.id}: succeeded, after ")
     assert "step 39 of 40, loss 0.025, model model.safetensors" in settled.text
     assert "<svg" in settled.html and "class=" not in settled.html
+    assert unseen.settled().text.startswith(f"✓ job {job.id}: succeeded, after "), "no page has shown it"
+    unseen.close()
 
     assert view.asks("restart") is None
     seen = view.wait_for(lambda it: it["head"]["id"] != job.id)
@@ -145,6 +124,25 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert view_of("train").state()["head"]["id"] == again["head"]["id"]
     with pytest.raises(JobError, match="no job 'other'"):
         view_of("other")
+
+
+def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
+    """Of all ranks in their order, and of one; on the disk, and for a browser as far as it fits."""
+    steps = [f"step {step}" for step in range(40)]
+    assert view.refusal("whole_log", node="", source="0; rm", folder=None) == "that is no log of the job"
+    assert view.asks("whole_log", node="", source="", folder=str(folder / "logs")) is None
+    doing = view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "log")["doing"]
+    saved = folder / "logs" / f"{job.id}.log"
+    assert doing["line"] == f"saved: {saved}"
+    assert saved.read_text().splitlines() == [f"[{rank}] {step}" for rank in (0, 1) for step in steps]
+    assert view.asks("whole_log", node="", source="1", folder=None) is None
+    file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
+    assert file["name"] == f"{job.id}-rank-1.log"
+    assert base64.b64decode(view.asks("piece", id=file["id"], offset=0)).decode().splitlines() == steps
+    view.asks("downloaded")
+    with pytest.raises(Refused, match="it is more than 100 B"):
+        write_log(job, folder / "logs", lambda done: None, most_bytes=100)
+    assert [*(folder / "logs").iterdir()] == [saved], "no part is left"
 
 
 def wait_for_no_watcher() -> None:
@@ -169,13 +167,11 @@ def test_watching_ends_with_the_last_page_and_a_stop_is_told(home: Path, tmp_pat
     assert seen["model"]["why"] in ("Looking for the model", "No model was written")
     numbers = [item["number"] for item in seen["log"]]
     assert numbers == sorted(set(numbers)), "nothing is told twice"
-    assert view.asks("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
-    assert view.asks("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
+    assert view.refusal("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
+    assert view.refusal("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
     view.asks("earlier", node="", source="0", begin=14)
-    assert [text for _, text in view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]["lines"]] == [
-        "step 0",
-        "step 1",
-    ]
+    item = view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]
+    assert [text for _, text in item["lines"]] == ["step 0", "step 1"] and all(item["times"])
     view.asks("earlier", node="elsewhere", source="0", begin=14)
     assert "has no node" in view.wait_for(lambda it: "error" in it["earlier"])["earlier"]["error"]
     view.close()
@@ -224,14 +220,6 @@ def test_progress_says_how_long_it_takes() -> None:
     assert unknown and (unknown["left"], unknown["total"]) == ("", None)
 
 
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(2.4341, "2.434"), (2.29e-4, "2.29e-04"), (223_456, "223 k"), (math.nan, "nan"), (-math.inf, "-inf"), (0, "0")],
-)
-def test_numbers(value: float, shown: str) -> None:
-    assert picture.number(value) == shown
-
-
 def test_hostile_curves_are_plain_json() -> None:
     curves = LiveCurves()
     for step in range(5000):
@@ -240,6 +228,22 @@ def test_hostile_curves_are_plain_json() -> None:
     shown = picture.curves_of(curves)
     assert len(json.dumps(shown, allow_nan=False)) < 20_000
     assert len(shown["loss"]["points"]) <= 400
+
+
+@pytest.mark.parametrize(
+    ("is_bad", "warning", "fact"),
+    [
+        (lambda step: False, "", {"title": "Loss", "value": "0.5"}),
+        (lambda step: step % 7 == 3, "nan or inf at 14 steps, first at step 3", {"title": "Loss", "value": "0.5"}),
+        (lambda step: step > 40, "nan since step 41", {"title": "Loss", "value": "nan since step 41", "sign": "warn"}),
+    ],
+)
+def test_loss_that_is_no_number_is_told(is_bad: Callable[[int], bool], warning: str, fact: dict[str, str]) -> None:
+    curves = LiveCurves()
+    for step in range(100):
+        curves.add({"step": step, "rank": 0, "loss": math.nan if is_bad(step) else 0.5})
+    assert picture.curves_of(curves)["loss"]["warning"] == warning
+    assert picture.facts_of(status("ended", exit_code=0), curves)[0] == fact
 
 
 @pytest.mark.parametrize("largest", [sys.float_info.max, -sys.float_info.max])
@@ -269,7 +273,7 @@ def test_levels_of_lines() -> None:
 
 def test_log_is_a_window_of_bounded_size() -> None:
     window = LogWindow()
-    for number in range(300):
+    for number in range(12):  # 10 MB, of which less than half is kept
         told = window.add([LogPart("", str(rank), number, ("x" * 5000,) * 20) for rank in range(20)])
         assert sum(len(text) for item in told for _, text in item["lines"]) <= 600_000
         assert told[0].get("is_cut") is True
@@ -308,13 +312,14 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched_for_a_browser(hom
 
     Record().add("lies-1", name="lies", nodes="[]", spec="{}", state="ended")
     job = Job("lies-1", "lies", [LyingNode({"status": tell, "artifacts": offer, "read": send})], record=Record())
-    download, folders = Download(), set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*"))
+    download, folders = Download(), set(Path(tempfile.gettempdir()).glob("detrain_nb-download-*"))
     try:
         with pytest.raises(Refused, match="200 MB are more than the 50 MB that go through the notebook"):
-            download.prepare(job, MadeFile("", "model.bin", 10, 1.0), lambda done, total: None)
+            file = MadeFile("", "model.bin", 10, 1.0)
+            download.prepare(lambda to: fetch_for_browser(job, file, to, lambda done, total: None))
     finally:
         is_over.set()
-    assert set(Path(tempfile.gettempdir()).glob("detrain_nb-model-*")) <= folders, "what has come is gone"
+    assert set(Path(tempfile.gettempdir()).glob("detrain_nb-download-*")) <= folders, "what has come is gone"
 
 
 def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:

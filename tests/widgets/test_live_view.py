@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import queue
 import re
 import sys
 import threading
@@ -14,8 +13,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from detrain_nb.widgets import LiveView, Refused, Settled, action, live_view
+from detrain_nb.widgets import Refused, Settled, action, live_view
 from jupyter_client.session import Session
+
+from .page import WithPage
 
 LIMIT_S = 10.0
 
@@ -29,17 +30,13 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> type[Any]:
     module = ModuleType("small_views")
     module.__file__ = str(folder / "small_views.py")
     sys.modules["small_views"] = module
-    return type("SmallView", (_Collecting,), {"name": "small", "__module__": "small_views"})
+    return type("SmallView", (_Small,), {"name": "small", "__module__": "small_views"})
 
 
-class _Collecting(LiveView):
+class _Small(WithPage):
     def __init__(self) -> None:
-        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
         self.there: list[bool] = []
         super().__init__()
-
-    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
-        self.sent.put(content)
 
     def state(self) -> dict[str, Any]:
         return {"a": 1}
@@ -54,9 +51,6 @@ class _Collecting(LiveView):
     def go(self) -> int:
         return 3
 
-    def hears(self, do: str, page: object = "p", **more: object) -> None:
-        self._handle_custom_msg({"do": do, "page": page, **more}, [])
-
 
 @pytest.fixture
 def view(kind: type[Any]) -> Iterator[Any]:
@@ -67,7 +61,7 @@ def view(kind: type[Any]) -> Iterator[Any]:
 
 def told(view: Any, count: int) -> list[dict[str, Any]]:
     """The next messages to pages."""
-    return [view.sent.get(timeout=LIMIT_S) for _ in range(count)]
+    return [view.take() for _ in range(count)]
 
 
 def test_page_that_says_hello_gets_the_state_and_nothing_is_sent_without_one(view: Any) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
 import shutil
 import socket
 import subprocess
@@ -26,8 +24,8 @@ from detrain_nb.spec import Node
 from detrain_nb.spec.nodes_file import read_nodes, write_nodes
 
 from ..testbed.testbed import Testbed
+from .page import LIMIT_S, WithPage
 
-LIMIT_S = 60.0
 RIGHT = {
     "name": "left",
     "host": "gpu1.example.org",
@@ -68,35 +66,12 @@ WRONG = {
 }
 
 
-class _Collecting(nodes_view.NodesView):
-    """What it would send to pages is collected; page "p" is open."""
+class _Collecting(WithPage, nodes_view.NodesView):
+    """Its page is open."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()
-        self.all_sent: list[dict[str, Any]] = []
         super().__init__(*args, **kwargs)
-        self._handle_custom_msg({"do": "hello", "page": "p"}, [])
-        assert "state" in self.sent.get(timeout=LIMIT_S)
-
-    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
-        json.dumps(content).encode("utf-8")  # what cannot be sent fails here
-        self.all_sent.append(content)
-        self.sent.put(content)
-
-    def asks(self, action: str, page: str = "p", **arguments: Any) -> Any:
-        """What the page gets. Raises: RuntimeError with the line that it is shown."""
-        self._handle_custom_msg({"do": "call", "page": page, "call": "c", "action": action, "arguments": arguments}, [])
-        answer = self.hears(lambda message: message.get("tell") == "answer")
-        if "error" in answer:
-            raise RuntimeError(answer["error"])
-        return answer["value"]
-
-    def hears(self, wanted: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            message = self.sent.get(timeout=max(0.01, deadline - time.monotonic()))
-            if wanted(message):
-                return message
+        self.open_page()
 
     def waits_for(self, part: str, holds: Callable[[Any], Any]) -> Any:
         """The part of the state, when it is so."""
@@ -286,7 +261,7 @@ def test_rows_are_added_copied_moved_removed_and_brought_back(view: _Collecting)
 
 def test_what_two_pages_type_into_a_field_is_shown_and_nothing_is_lost(view: _Collecting) -> None:
     row = view.asks("add", kind="empty")
-    view._handle_custom_msg({"do": "hello", "page": "q"}, [])
+    view.hears("hello", "q")
     seen = view.rows[0]["changed"].get("host", 0)
     assert view.asks("edit", row=row, field="host", text="mine", seen=seen)["seen"] > seen
     late = view.asks("edit", page="q", row=row, field="host", text="yours", seen=seen)["seen"]
@@ -388,6 +363,7 @@ def test_hosts_of_the_ssh_config_are_listed_and_taken_by_name(
         "Host gpu1\n  HostName gpu1.example.org\n  User alice\n"
         "Host gpu2\n  Port 2222\n  User bob\n  ProxyJump gate\n"
         "Host odd\n  ProxyCommand nc %h\nHost *.example.org <b>x</b>\n  User all\n"
+        f"Match exec 'touch {tmp_path}/was-run'\n  User of-command\n"
     )
     view.types(view.asks("add", kind="empty"), host="gpu1")
     listed = view.asks("list_hosts")
@@ -396,6 +372,7 @@ def test_hosts_of_the_ssh_config_are_listed_and_taken_by_name(
     assert hosts["gpu2"] == {"where": "bob@gpu2:2222", "jump": "gate", "fault": "", "is_there": False}
     assert "ProxyCommand" in hosts["odd"]["fault"]
     assert listed["more"] == 0 and view.state()["num_hosts"] == 3
+    assert not (tmp_path / "was-run").exists(), "to list hosts runs no command"
     [row] = view.asks("import_hosts", names=["gpu2"])
     assert view.rows[1]["id"] == row
     assert view.nodes[1] == Node(host="gpu2")

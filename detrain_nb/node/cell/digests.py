@@ -23,7 +23,17 @@ from typing import Any
 import torch
 
 from ... import values
-from .untouched import as_tensor, bases_of, is_dtensor, is_of, module_of, name_of, plain_torch, tensors_of
+from .untouched import (
+    as_array,
+    as_tensor,
+    is_dense,
+    is_dtensor,
+    is_of,
+    module_of,
+    name_of,
+    plain_torch,
+    tensors_of,
+)
 
 WHOLE_BYTES = 8 << 20  # of a tensor or a text; of a larger one a sample
 SAMPLE = 1 << 16  # numbers
@@ -182,10 +192,10 @@ class _Hashing:
         tensor = as_tensor(value)
         if tensor is None:
             raise NotCompared(f"{name_of(type(value))} is a class of its own")
-        if tensor.is_meta:
-            raise NotCompared("it has no numbers (device meta)")
-        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        if not is_dense(tensor):
             raise NotCompared("it is no dense tensor")
+        if not values.has_data(tensor):
+            raise NotCompared("it has no numbers: it is on the meta device, or its memory was freed")
         kind = "DTensor" if is_dtensor(value) else "Tensor"
         self._write(f"{kind} {tensor.dtype}", struct.pack(f"<{tensor.ndim}q", *tensor.shape))
         is_whole = tensor.numel() * tensor.element_size() <= whole_bytes
@@ -198,9 +208,7 @@ class _Hashing:
 
     def _add_numpy(self, value: Any) -> None:
         numpy: Any = sys.modules.get("numpy")
-        bases = bases_of(type(value))
-        if numpy and numpy.ndarray in bases:
-            array = numpy.ndarray.view(value, numpy.ndarray)
+        if (array := as_array(value)) is not None:
             if array.dtype.hasobject:
                 raise NotCompared("it is an array of Python objects")
             self._write(f"array {array.dtype.str}", struct.pack(f"<{array.ndim}q", *array.shape))
@@ -208,7 +216,7 @@ class _Hashing:
                 self.is_sample = True
                 array = array[numpy.unravel_index(numpy.array(_positions(array.size, SAMPLE)), array.shape)]
             self._hash.update(numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8).data)
-        elif numpy and numpy.generic in bases and module_of(type(value)) == "numpy":
+        elif numpy and is_of(value, numpy.generic) and module_of(type(value)) == "numpy":
             self._add_numpy(numpy.asarray(value))
         else:
             raise NotCompared(f"{name_of(type(value))} is a class of its own")
@@ -245,7 +253,7 @@ def require_done(tensor: torch.Tensor, *, by: float) -> None:
         event = torch.cuda.Event()
         event.record()
         until = min(by, time.monotonic() + _DEVICE_WAIT_S)
-        while not event.query():
+        while not event.query():  # its own wait has no limit, and could not be ended where the GPU never comes to it
             if time.monotonic() > until:
                 raise NotCompared("its GPU is busy")
             time.sleep(_LOOK_S)

@@ -7,16 +7,26 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 import warnings
 from collections import OrderedDict, defaultdict, deque
 from typing import Any
 
 import torch
 
+from ...values import has_data
 from .described import Row, short_text
 from .digests import SAMPLE, NotCompared, require_done, sample_of
-from .untouched import as_tensor, bases_of, children_of, is_dtensor, is_of, name_of, plain_torch, tensors_of
+from .untouched import (
+    as_array,
+    as_tensor,
+    children_of,
+    is_dense,
+    is_dtensor,
+    is_of,
+    name_of,
+    plain_torch,
+    tensors_of,
+)
 
 _ROWS, _COLUMNS = 5, 6  # of a corner
 _ITEMS = 10  # of a list, a dict, a module
@@ -39,16 +49,17 @@ def preview(value: object, *, deadline: float) -> Row:
 
 def _preview(value: Any, deadline: float) -> Row:
     kind = type(value)
-    numpy: Any = sys.modules.get("numpy")
     if is_of(value, torch.Tensor):
         return _of_tensor(value, deadline)
-    if numpy and numpy.ndarray in bases_of(kind):
-        array = numpy.ndarray.view(value, numpy.ndarray)
+    if (array := as_array(value)) is not None:
         if array.dtype.kind not in "biufc":
             return {"note": f"an array of {array.dtype.name} has no preview"}
+        array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        if any(stride < 0 or stride % array.itemsize for stride in array.strides):  # which torch has not
+            array = array.copy()
         with warnings.catch_warnings():  # that an array is read-only, which nobody writes into here
             warnings.simplefilter("ignore")
-            return _of_numbers(torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False)))
+            return _of_numbers(torch.from_numpy(array))
     if kind in (list, tuple, deque, set, frozenset, torch.Size):
         rows = [[str(n), _item(item)] for n, item in enumerate(itertools.islice(value, _ITEMS))]
         return {"columns": ["", "value"], "rows": rows, "note": _first_of(len(rows), len(value), "items")}
@@ -99,7 +110,7 @@ def _of_tensor(value: object, deadline: float) -> Row:
     tensor = as_tensor(value)
     if tensor is None:
         return {"note": f"what {name_of(type(value))} holds is not looked at: its class decides that"}
-    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+    if not is_dense(tensor) or not has_data(tensor):
         return {"note": "a tensor without numbers, or that is not dense, has no preview"}
     require_done(tensor, by=deadline)
     return _of_numbers(tensor, whose="the part of this rank" if is_dtensor(value) else "")

@@ -35,7 +35,12 @@ def is_of(value: object, kind: type) -> bool:
 
 def name_of(kind: type) -> str:
     """The name of a class, without its module."""
-    return str(_TYPE["__name__"].__get__(kind))[:_MOST_NAME_CHARS]
+    return _plain_text(_TYPE["__name__"].__get__(kind))[:_MOST_NAME_CHARS]
+
+
+def _plain_text(text: str) -> str:
+    """The same characters as a plain str: a class can be called by the user's kind of str."""
+    return text if type(text) is str else "".join(str.__iter__(text))
 
 
 def module_of(kind: type) -> str:
@@ -81,6 +86,18 @@ def as_tensor(value: object) -> torch.Tensor | None:
     if any("__torch_dispatch__" in _TYPE["__dict__"].__get__(base) for base in own):
         return None
     return torch.Tensor.as_subclass(torch.Tensor.detach(value), torch.Tensor)  # type: ignore[arg-type]
+
+
+def as_array(value: object) -> Any:
+    """The numbers of an array of numpy as a plain one that shares its memory; None where a mask says which count."""
+    if not (array := loaded("numpy", "ndarray")) or array not in bases_of(type(value)):
+        return None
+    return None if loaded("numpy.ma", "MaskedArray") in bases_of(type(value)) else array.view(value, array)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Its numbers lie in one storage, each as its dtype has it."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def layout_of(value: object) -> dict[str, Any] | None:
@@ -141,7 +158,7 @@ def _of_module(module: object, path: str = "", seen: set[int] | None = None) -> 
     seen = {id(module)} if seen is None else seen
     own = _MODULE_VARIABLES.__get__(module)
     for kind in ("_parameters", "_buffers"):
-        for name, tensor in pairs(own.get(kind)):
+        for name, tensor in pairs(dict.get(own, kind)):
             yield f"{path}{name}", tensor
     for name, child in children_of(module):
         if id(child) not in seen and path.count(".") < _MOST_DEPTH:
@@ -152,11 +169,11 @@ def _of_module(module: object, path: str = "", seen: set[int] | None = None) -> 
 def children_of(module: object) -> list[tuple[str, object]]:
     """The modules directly inside a module, with their names."""
     own = _MODULE_VARIABLES.__get__(module)
-    return [(name, child) for name, child in pairs(own.get("_modules")) if is_of(child, torch.nn.Module)]
+    return [(name, child) for name, child in pairs(dict.get(own, "_modules")) if is_of(child, torch.nn.Module)]
 
 
 def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object]]:
-    state = _OPTIMIZER_VARIABLES.__get__(optimizer).get("state")
+    state = dict.get(_OPTIMIZER_VARIABLES.__get__(optimizer), "state")
     of_parameters = list(dict.values(state)) if is_of(state, dict) else []
     for number, of_parameter in enumerate(of_parameters[:_MOST_TENSORS]):
         for name, tensor in pairs(of_parameter):
@@ -165,7 +182,7 @@ def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object]]:
 
 def learning_rates(optimizer: object) -> list[float]:
     """One for each group of an optimizer's parameters, where it is a number."""
-    groups = _OPTIMIZER_VARIABLES.__get__(optimizer).get("param_groups")
+    groups = dict.get(_OPTIMIZER_VARIABLES.__get__(optimizer), "param_groups")
     rates: list[Any] = (
         [group.get("lr") for group in groups[:100] if type(group) is dict] if type(groups) is list else []
     )

@@ -10,8 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ... import at_exit
 from ...guarded import RUN_MODULE
-from ...launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
+from ...launch import (
+    ELASTIC_BACKEND,
+    JOB_BACKEND,
+    Program,
+    Rendezvous,
+    launch_job,
+    threads_per_rank,
+    usable_cpus,
+)
 from ...metrics import FOLDER_VARIABLE
 from ...plan.job import ARTIFACTS_VARIABLE, JOB_SPEC_VARIABLE, JOB_VARIABLE
 from ..system.gpus import list_gpus, name_gpus
@@ -23,7 +32,7 @@ from .order import JobOrder, JobRefused
 RANK_MODULE = "detrain_nb.node.job.rank"
 _LAST_WORD_MODULE = "detrain_nb.node.job.last_word"
 
-_SETUP_NAME, _TORCHRUN_FOLDER = "setup.sh", "torchelastic"
+_SETUP_NAME, _TORCHRUN_FOLDER, _SITE_FOLDER = "setup.sh", "torchelastic", "site"
 _OUR_VARIABLES = "DETRAIN_NB_"
 _OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD")
 _OF_A_KERNEL = {"MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME"}  # a rank draws into files
@@ -72,9 +81,10 @@ def torchrun_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line of this node, whose ranks tell the runner what they print, and its environment.
 
-    What ``env`` has comes before what torch would be told by default. Raises: JobRefused.
+    What ``env`` has comes before what torch would be told by default. Raises: JobRefused, OSError.
     """
     python, is_elastic = order.python or sys.executable, order.rendezvous.kind == "elastic"
+    threads = threads_per_rank(len(order.ranks), cpus=usable_cpus()) if order.device == "cpu" else 1
     first, *arguments = order.argv
     if not first.startswith("-") and order.workdir:  # a script is where the source is, wherever the ranks start
         first = str(folder / SOURCE_NAME / first)
@@ -92,11 +102,21 @@ def torchrun_command(
             key=key,
             end_file=str(folder / END_NAME),
             options=(f"--log-dir={folder / _TORCHRUN_FOLDER}",),
+            extra_env={"OMP_NUM_THREADS": str(threads)},
         )
     except ValueError as exc:
         raise JobRefused(str(exc)) from exc
     ours = {name: value for name, value in launch.env.items() if name.startswith(_OUR_VARIABLES)}
-    return launch.argv, {**launch.env, **env, **ours}
+    path = os.pathsep.join(filter(None, [_make_site(folder), env.get("PYTHONPATH", "")]))
+    return launch.argv, {**launch.env, **env, **ours, "PYTHONPATH": path}
+
+
+def _make_site(folder: Path) -> str:
+    """A folder of what Python runs before the user's program, in its process. Raises: OSError."""
+    site = folder / _SITE_FOLDER
+    site.mkdir(exist_ok=True)
+    shutil.copyfile(at_exit.__file__, site / f"{at_exit.SITE_MODULE}.py")
+    return str(site)
 
 
 def _rendezvous_at(store: tuple[str, int], order: JobOrder) -> Rendezvous:

@@ -11,6 +11,8 @@ import os
 import re
 from pathlib import Path
 
+from .log_times import LogTimes
+
 FIRST_BYTES = 10_000_000
 LAST_BYTES = 1_000_000_000
 _PARTS = 16  # of what is kept of the end
@@ -33,8 +35,10 @@ class BoundedLog:
         self._parts: list[tuple[Path, int]] = []  # behind the first file, each with where it begins
         self._file = -1
         self._num_lost, self._why_lost = 0, ""
+        self._times = LogTimes(path)
 
     def write(self, data: bytes) -> None:
+        self._times.note(self._size)
         if self._says_losses():
             self._write(data)
         else:

@@ -14,6 +14,7 @@ from .folders import METRICS_NAME, TORCHRUN_LOG, find_job_folder, read_order, wo
 from .following import check_offsets, list_streams
 from .last_metrics import last_metrics
 from .log_file import find_end, find_tail, read_log, read_up_to
+from .log_times import read_times
 from .order import JobRefused, check_id, check_number
 from .status import read_status
 from .terms import (
@@ -21,6 +22,7 @@ from .terms import (
     LOOK_LOG_BYTES,
     LOOK_METRICS_BYTES,
     LOOK_METRICS_FILES,
+    LOOK_TIMES,
     MOST_CHECKPOINTS,
     OUTPUT_NAME,
 )
@@ -30,7 +32,7 @@ _MOST_LOGS = 64  # that are looked at: of the first ranks
 
 
 def look(talk: Talk, said: dict[str, Any]) -> None:
-    """Say how the job is, its checkpoints, and what its files have behind the ``offsets``; at last, whether ``more``.
+    """Say how the job is, its checkpoints, what its files have behind the ``offsets``; at last, whether ``more``.
 
     Of a log at most the last lines come: one that has grown by more is sent from where these begin.
     """
@@ -60,8 +62,7 @@ def look_back(talk: Talk, said: dict[str, Any]) -> None:
         raise JobRefused("the name of a log was expected")
     end = min(end, find_end(folder / name))
     at, data = read_up_to(folder / name, max(0, end - LOOK_BACK_BYTES), end)
-    talk.say("data", name=name, offset=at, size=len(data))
-    talk.send(data)
+    _say_data(talk, folder, name, at, data)
 
 
 def _begin_of(log: Path, offset: int | None) -> int:
@@ -75,9 +76,14 @@ def _send(talk: Talk, folder: Path, name: str, offset: int, most: int) -> bool:
     """Returns whether there is probably more."""
     at, data = read_log(folder / name, offset, most)
     if data:
-        talk.say("data", name=name, offset=at, size=len(data))
-        talk.send(data)
+        _say_data(talk, folder, name, at, data)
     return len(data) == most
+
+
+def _say_data(talk: Talk, folder: Path, name: str, at: int, data: bytes) -> None:
+    times = read_times(folder / name, at, at + len(data), most=LOOK_TIMES)
+    talk.say("data", name=name, offset=at, size=len(data), times=times)
+    talk.send(data)
 
 
 def _list_checkpoints(folder: Path) -> list[tuple[int, float]]:

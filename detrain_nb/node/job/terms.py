@@ -14,6 +14,7 @@ SUBMITTING, NOT_STARTED, UNKNOWN = "submitting", "not started", "unknown"  # of 
 OUTPUT_NAME = re.compile(r"rank-[0-9]{1,6}\.log|setup\.log|torchrun\.log|metrics/rank-[0-9]{1,6}\.jsonl")
 LOOK_LOG_BYTES = 1 << 16  # of a log, in one answer to who looks every second
 LOOK_BACK_BYTES = 1 << 16  # of what stands before that, asked for
+LOOK_TIMES = 256  # of a piece of a log: when what of it was printed
 LOOK_METRICS_BYTES, LOOK_METRICS_FILES = 1 << 22, 8  # of what a rank has logged, in one answer; of so many ranks
 MOST_CHECKPOINTS = 50
 FILES_OF_A_LINE = 500  # of artifacts, in one message

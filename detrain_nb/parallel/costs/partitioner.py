@@ -144,8 +144,9 @@ def partition(
     may be taken. ``times_s``: seconds of each unit for one microbatch, by default ``profile.times()``. A stage computes
     while its tensors travel, and takes as long as the longer of the two. ``num_microbatches``: of one step, by default
     two for each stage. Memory is for 1F1B: stage ``i`` of ``k`` keeps at most ``k - i`` microbatches;
-    ``state_factor`` times the parameters' bytes is what they need with gradients and optimizer state. A stage without
-    parameters, which an optimizer of them refuses, is made only where there is no other split.
+    ``state_factor`` times the bytes of parameters is what they need with gradients and optimizer state, which frozen
+    ones have not. A stage without parameters, which an optimizer of them refuses, is made only where there is no other
+    split.
 
     Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError where the model has too few
     cuts, or no split fits into memory.
@@ -212,10 +213,13 @@ class _Costs:
         self.num_microbatches = num_microbatches
         self._times = times
         self._is_training = is_training
-        self._state_factor = state_factor if is_training else 1.0
+        factors = (1.0, state_factor if is_training else 1.0)
+        self._state_bytes = {
+            name: factors[name not in profile.frozen] * size for name, size in profile.parameter_bytes.items()
+        }
         self._time_s = _spans(times)
         self._saved_bytes = _spans([unit.saved_bytes for unit in profile.units])
-        self._parameter_bytes = self._sum_parameters()
+        self._state_of_spans = self._sum_state()
         self.has_no_parameters = _spans([len(unit.parameters) for unit in profile.units]) == 0
         crossing = torch.tensor([0.0, *(unit.input_bytes for unit in profile.units[1:]), 0.0], dtype=torch.float64)
         self._link_bytes = (crossing[:, None] + crossing[None, :]) * (2 if is_training else 1)  # and the gradient back
@@ -223,9 +227,9 @@ class _Costs:
         is_crossed[0] = is_crossed[-1] = 0
         self._messages = (is_crossed[:, None] + is_crossed[None, :]) * (2 if is_training else 1)
 
-    def _sum_parameters(self) -> Tensor:
-        """Bytes of the parameters of each span; one that several of its units use is there once."""
-        sizes = self.profile.parameter_bytes
+    def _sum_state(self) -> Tensor:
+        """Bytes of the parameters of each span with their state; one that several of its units use is there once."""
+        sizes = self._state_bytes
         sums = _spans([sum(sizes[name] for name in unit.parameters) for unit in self.profile.units])
         last_use: dict[str, int] = {}
         for index, unit in enumerate(self.profile.units):
@@ -243,7 +247,7 @@ class _Costs:
         return torch.maximum(time_s, travel_s)
 
     def memory_bytes(self, stage: int, span: Any = ...) -> Tensor:
-        return self._parameter_bytes[span] * self._state_factor + self._saved_bytes[span] * self._num_kept(stage)
+        return self._state_of_spans[span] + self._saved_bytes[span] * self._num_kept(stage)
 
     def _num_kept(self, stage: int) -> int:
         """Of how many microbatches a stage keeps activations at once."""
@@ -253,12 +257,12 @@ class _Costs:
         """What each unit of a stage adds to its time and to its memory."""
         there: set[str] = set()
         for unit, time_s in zip(self.profile.units[slice(*span)], self._times[slice(*span)]):
-            size_bytes = sum(self.profile.parameter_bytes[name] for name in set(unit.parameters) - there)
+            state_bytes = sum(self._state_bytes[name] for name in set(unit.parameters) - there)
             there.update(unit.parameters)
             yield Layer(
                 (unit.cut or "the start")[-_MOST_NAME:],
                 time_s / node.speed,
-                size_bytes * self._state_factor,
+                state_bytes,
                 float(unit.saved_bytes * self._num_kept(stage)),
                 float(unit.input_bytes),
             )

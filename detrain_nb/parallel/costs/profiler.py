@@ -86,6 +86,7 @@ def _sum(seconds: float | None, others: float | None) -> float | None:
 @dataclass(frozen=True)
 class ModelProfile(ShownAsText):
     """The units of a model, in the order in which they run; ``parameter_bytes`` by first name, tied ones once.
+    ``frozen`` are those that are not trained.
 
     ``num_rows`` is the first dimension of the first example input that has one, ``shared_inputs`` are those that have
     another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
@@ -101,6 +102,7 @@ class ModelProfile(ShownAsText):
     units: tuple[Unit, ...]
     parameter_bytes: Mapping[str, int] = field(repr=False)
     num_rows: int = 0
+    frozen: frozenset[str] = field(default=frozenset(), repr=False)
     shared_inputs: frozenset[str] = frozenset()
     computing: frozenset[str] = field(default=frozenset(), repr=False)
     outputs: Mapping[str, ModuleOutput] = field(default_factory=dict, repr=False)
@@ -142,8 +144,9 @@ class ModelProfile(ShownAsText):
     ) -> list[float]:
         """Seconds for every unit: as measured; else, or for the speeds that are given, an estimate.
 
-        Estimated is computing or moving, whichever takes longer, and a backward pass takes twice that. The default
-        speeds give times that are right relative to each other at best.
+        Estimated is computing or moving, whichever takes longer, and a backward pass takes twice that: once for what
+        came in, and once for parameters, as far as they are trained. Before the first that is trained there is none.
+        The default speeds give times that are right relative to each other at best.
         """
         if flops_per_s is None and bytes_per_s is None:
             measured = [
@@ -154,8 +157,17 @@ class ModelProfile(ShownAsText):
             if len(measured) == len(self.units):
                 return measured
         flops_per_s, bytes_per_s = flops_per_s or FLOPS_PER_S, bytes_per_s or BYTES_PER_S
-        passes = 3.0 if is_training else 1.0
-        return [passes * max(unit.flops / flops_per_s, unit.moved_bytes / bytes_per_s) for unit in self.units]
+        forward_s = [max(unit.flops / flops_per_s, unit.moved_bytes / bytes_per_s) for unit in self.units]
+        return [passes * each for passes, each in zip(self._passes(), forward_s)] if is_training else forward_s
+
+    def _passes(self) -> Iterator[float]:
+        """What a step costs in each unit, by what a forward pass costs there."""
+        is_reached = False  # by a gradient
+        for unit in self.units:
+            sizes = {name: self.parameter_bytes[name] for name in unit.parameters}
+            trained, whole = sum(size for name, size in sizes.items() if name not in self.frozen), sum(sizes.values())
+            is_reached |= trained > 0
+            yield 2.0 + (trained / whole if whole else 1.0) if is_reached else 1.0
 
     def __str__(self) -> str:
         is_measured = all(unit.forward_s is not None for unit in self.units)
@@ -356,6 +368,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
         tuple(_make_units(recording, found.cuts, block_use.idle)),
         recording.recorder.parameter_bytes,
         num_rows,
+        recording.recorder.frozen,
         computing=find_replaceable(recording),
         hindrances=found.hindrances,
         why_no_more=found.why_no_more,

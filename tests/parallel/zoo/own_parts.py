@@ -145,15 +145,16 @@ class MixedDtypes(Stack):
 
 
 class MixedInside(Stack):
-    """Blocks of bfloat16 that have norms of float32, and a norm of float64 behind them."""
+    """Blocks of bfloat16 that have norms of float32 and a factor of float64, and a norm of float64 behind them."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.norm, self.layers = nn.LayerNorm(16), mlp().bfloat16()
+            self.factor = nn.Parameter(torch.ones(16, dtype=torch.float64))
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = x + self.layers(self.norm(x).bfloat16()).float()
+            result: Tensor = x + (self.factor * self.layers(self.norm(x).bfloat16())).float()
             return result
 
     def __init__(self) -> None:

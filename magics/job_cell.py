@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from ..jobs import Job, JobStatus, LogLine
     from ..jobs.report_checks import NodeReport
 
-__all__ = ["JobView"]
+__all__ = ["JobCell"]
 
 _REDRAW_S = 0.5
 _MOST_ASIDE, _MOST_ASIDE_CHARS = 1000, 1 << 20  # lines of all that is no rank
 
 
-class JobView:
+class JobCell:
     """Takes what ``Job.attach`` and ``Job.logs`` give. Ranks are shown as those of a cell are, bounds and all.
 
     In the last form what is no rank's stands first, that of ``setup`` before that of torchrun, by node; what was said

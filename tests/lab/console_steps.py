@@ -1,0 +1,31 @@
+"""What a user does in the console of pipelines to make one: typed and clicked, in the words of the page."""
+
+from __future__ import annotations
+
+from playwright.sync_api import Locator, expect
+
+
+def begin_pipeline(view: Locator, name: str) -> None:
+    """Make a new one, which opens its form."""
+    view.get_by_role("button", name="New").click()
+    view.page.keyboard.type(name)
+    view.page.keyboard.press("Enter")
+    expect(view.get_by_role("heading", name=name, exact=True)).to_be_visible()
+    expect(view.get_by_label("Name", exact=True)).to_be_focused()
+
+
+def add_node(view: Locator, host: str, *, ranks: int) -> None:
+    """Add one without GPUs, on the page of the nodes; its form is open, and that of no other one."""
+    for opened in view.locator(".toggle[aria-expanded=true]").all():
+        opened.click()
+    view.get_by_role("button", name="Add node").click()
+    expect(view.get_by_label("Host", exact=True).locator("visible=true")).to_be_focused()
+    view.page.keyboard.type(host)
+    view.get_by_label("Devices").locator("visible=true").fill("cpu")
+    view.get_by_label("Ranks").locator("visible=true").fill(f"{ranks}")
+
+
+def type_script(view: Locator, text: str) -> None:
+    """Choose a typed script, on the page of the source."""
+    view.get_by_role("radio", name="Text").check()
+    view.get_by_label("Script text").fill(text)

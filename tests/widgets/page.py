@@ -1,0 +1,90 @@
+"""The page of a view, without a browser: what it says, what it is told, and so what it knows."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Callable
+from typing import Any
+
+from detrain_nb.widgets import LiveView
+
+LIMIT_S = 60.0
+
+
+class WithPage(LiveView):
+    """A view and its page "p": a test mixes it in before the class of the view."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.sent: queue.Queue[dict[str, Any]] = queue.Queue()  # and not taken yet
+        self.all_sent: list[dict[str, Any]] = []
+        self.seen: dict[str, Any] = {}  # what the page knows
+        super().__init__(*args, **kwargs)
+
+    def send(self, content: dict[str, Any], buffers: Any = None) -> None:
+        json.dumps(content, allow_nan=False, ensure_ascii=False).encode()  # what cannot be sent fails here
+        self.all_sent.append(content)
+        self.sent.put(content)
+
+    def hears(self, do: str, page: object = "p", **more: object) -> None:
+        """Take what a page says."""
+        self._handle_custom_msg({"do": do, "page": page, **more}, [])
+
+    def open_page(self) -> dict[str, Any]:
+        """What a page knows that opens now."""
+        self.seen = {}
+        self.hears("hello")
+        return self.wait_for(bool)
+
+    def asks(self, action: str, page: str = "p", **arguments: object) -> Any:
+        """What the page gets for an action. Raises: RuntimeError with the line that it is shown."""
+        self.hears("call", page, call="c", action=action, arguments=arguments)
+        while (said := self.take())["tell"] != "answer":
+            pass
+        if "error" in said:
+            raise RuntimeError(said["error"])
+        return said["value"]
+
+    def refusal(self, action: str, **arguments: object) -> str:
+        """The line that the page is shown instead of an answer."""
+        try:
+            answer = self.asks(action, **arguments)
+        except RuntimeError as exc:
+            return str(exc)
+        raise AssertionError(f"{action} was answered: {answer!r}")
+
+    def take(self, limit_s: float = LIMIT_S) -> dict[str, Any]:
+        """The next message to pages, which this one then knows. Raises: queue.Empty when none comes in time."""
+        said = self.sent.get(timeout=max(0.0, limit_s))
+        if said["tell"] == "state":
+            self.seen = dict(said.get("state", {}))
+        elif said["tell"] == "news":
+            self.seen |= said["parts"]
+            for name, items in said["added"].items():
+                self.seen[name] = [*self.seen.get(name, []), *items]
+        return said
+
+    def wait_for(self, holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """What the page knows, when it is so."""
+        deadline = time.monotonic() + LIMIT_S
+        while not holds(self.seen):
+            try:
+                self.take(deadline - time.monotonic())
+            except queue.Empty:
+                raise AssertionError(f"not within {LIMIT_S:g} s: {json.dumps(self.seen)[:3000]}") from None
+        return self.seen
+
+    def wait_for_part(self, part: str, holds: Callable[[Any], object] = lambda value: True) -> Any:
+        """One part of it, when it is so."""
+        return self.wait_for(lambda seen: part in seen and holds(seen[part]))[part]
+
+    def messages_within(self, seconds: float) -> list[dict[str, Any]]:
+        """All that comes in that time."""
+        found, deadline = [], time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                found.append(self.take(left))
+            except queue.Empty:
+                break
+        return found

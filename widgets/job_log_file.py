@@ -1,0 +1,84 @@
+"""All that a job has printed, as one file: by node and rank, in the order of each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from ..jobs import Job, LogLine
+from ..jobs.log_lines import place_of
+from ..text import format_size
+from .actions import Refused
+
+_WAITING_BYTES = 1 << 18  # of a log, in memory
+_SHARE = 0.9  # of what is free on a disk
+OnBytes = Callable[[int], object]
+
+
+def write_log(
+    job: Job, folder: Path, on_bytes: OnBytes, *, node: str = "", source: str = "", most_bytes: int | None = None
+) -> tuple[Path, list[str]]:
+    """Write it to a file in ``folder``, in the place of an earlier one: all of it, or that of ``source`` alone.
+
+    Returns the file, and why something is missing. Raises: Refused where it is more than ``most_bytes``, or than the
+    disk has; DetrainError.
+    """
+    most = int(_SHARE * shutil.disk_usage(folder).free) if most_bytes is None else most_bytes
+    of_node = node if source == "setup" else ""
+    named = "-".join(filter(None, (job.id, of_node, _word_for(source))))
+    path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', named)}.log"
+    with tempfile.TemporaryDirectory(prefix=".detrain_nb-log-", dir=folder) as parts:
+        written = _Parts(Path(parts), source, most, on_bytes)
+        job.logs(node=node or None, rank=int(source) if source.isdecimal() else None, on_line=written.add)
+        written.join().replace(path)
+    return path, written.notes
+
+
+def _word_for(source: str) -> str:
+    return f"rank-{source}" if source.isdecimal() else source
+
+
+class _Parts:
+    """Each log in a file of its own: nodes send them mixed."""
+
+    def __init__(self, folder: Path, source: str, most_bytes: int, on_bytes: OnBytes) -> None:
+        self.notes: list[str] = []
+        self._folder, self._source, self._most_bytes, self._on_bytes = folder, source, most_bytes, on_bytes
+        self._waiting: dict[tuple[str, str], bytearray] = {}
+        self._files: dict[tuple[str, str], Path] = {}
+        self._num_bytes = 0
+
+    def add(self, line: LogLine) -> None:
+        """Raises: Refused where it is too much."""
+        if not line.source:
+            self.notes.append(str(line))
+        elif self._source in ("", line.source):
+            data = f"{line.text if self._source else line}\n".encode()
+            whose = line.node, line.source
+            self._files.setdefault(whose, self._folder / f"{len(self._files)}")
+            waiting = self._waiting.setdefault(whose, bytearray())
+            waiting += data
+            self._num_bytes += len(data)
+            if len(waiting) >= _WAITING_BYTES:
+                self._flush(whose)
+                self._on_bytes(self._num_bytes)
+            if self._num_bytes > self._most_bytes:
+                raise Refused(f"it is more than {format_size(self._most_bytes)}, which is all that there is room for")
+
+    def join(self) -> Path:
+        whole = self._folder / "whole"
+        with whole.open("wb") as file:
+            for whose in sorted(self._waiting, key=lambda each: place_of(*each)):
+                self._flush(whose)
+                with self._files[whose].open("rb") as part:
+                    shutil.copyfileobj(part, file)
+                self._files[whose].unlink()
+        return whole
+
+    def _flush(self, whose: tuple[str, str]) -> None:
+        with self._files[whose].open("ab") as part:
+            part.write(self._waiting[whose])
+        self._waiting[whose].clear()
