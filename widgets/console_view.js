@@ -226,7 +226,7 @@ class ListPage {
 class JobPanel {
   constructor(view) {
     this.view = view; this.widget = null; this.shown = null;
-    this.line = h("section", { class: "dt" }); this.place = h("div");
+    this.line = h("section", { class: `dt ${VIEW}` }); this.place = h("div");
     this.element = h("div", { class: "dt-shown" }, this.line, this.place);
   }
   async set_job(job) {
@@ -241,7 +241,7 @@ class JobPanel {
       if (this.widget !== job.widget) { shown.remove(); return; }
       this.shown = shown; this.place.replaceChildren(shown.el);
       this.element.scrollIntoView({ block: "nearest" });
-    } catch (error) { this.place.replaceChildren(h("div", { class: "dt" }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
+    } catch (error) { this.place.replaceChildren(h("div", { class: `dt ${VIEW}` }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
   }
   end() { this.shown?.remove(); this.element.remove(); }
 }
