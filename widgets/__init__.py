@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 __all__ = ["LiveView", "Refused", "Settled", "action", "board", "console", "job", "nodes", "plan", "vars"]
 
 
-def board(session: Session) -> BoardView:
-    """Show the ranks of a session live: what each does and uses, who waits for whom; and stop, interrupt, restart."""
+def board(session: Session | None = None) -> BoardView:
+    """Show the ranks of a session live: what each does and uses, who waits for whom; and stop, interrupt, restart.
+
+    None: the session of this notebook. Raises: SessionError where there is none.
+    """
     from .board_view import BoardView
 
-    return BoardView(session)
+    return BoardView(session or _session_here())
 
 
 def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
@@ -57,13 +60,14 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
     return NodesView(nodes, start=start or start_session)
 
 
-def vars(session: Session, names: str | Iterable[str] = (), *, ranks: Any = None) -> LiveView:
+def vars(session: Session | None = None, names: str | Iterable[str] = (), *, ranks: Any = None) -> LiveView:
     """Show the variables of a session's ranks, whether the ranks agree, and a look into each; see Session.variables.
 
-    Raises: SpecError, or what ended the session.
+    None: the session of this notebook. Raises: SpecError, or what ended the session; SessionError where there is none.
     """
     from .vars_view import VarsView
 
+    session = session or _session_here()
     wanted = [names] if isinstance(names, str) else list(names)
     return VarsView(session, wanted, ranks, first=session.variables(wanted, ranks=ranks))
 
@@ -77,3 +81,9 @@ def plan(*parts: object) -> PlanView:
     from .plan_view import PlanView, read_plan
 
     return PlanView(read_plan(*parts))
+
+
+def _session_here() -> Session:
+    from .. import current_session
+
+    return current_session()

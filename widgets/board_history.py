@@ -84,7 +84,7 @@ def _summary(board: Board, seen: CellHistory, is_well: bool) -> str:
     took = f" ended after {format_time(seen.took_s)}" if seen.took_s is not None else " runs"
     died = f"✕ {format_ranks(seen.deaths)} died" if seen.deaths else ""
     left = len(board.ranks) - len(seen.deaths.keys() & {view.rank for view in board.ranks})
-    others = f"✓ {count_ranks(left)} done" if is_well else "not on all ranks well" if seen.ended_at else ""
+    others = f"✓ {count_ranks(left)} done" if is_well else "failed or stopped on a rank" if seen.ended_at else ""
     story = ", ".join(filter(None, [others, died]))
     return f"Cell [{seen.number}]{took}{f': {story}' if story else ''}."
 

@@ -62,7 +62,7 @@ class BoardView(LiveView):
         if self._board is None:
             self._take_one()
         number = self._seen.number
-        is_well = bool(number and self._seen.ended_at) and self._session.log.has_ended_well(number)
+        is_well = bool(number and self._seen.ended_at) and not self._session.log.has_failed(number)
         return settle(self._board, self._seen, self._session.name, is_well=is_well)
 
     def _take_one(self) -> None:
@@ -95,8 +95,9 @@ class BoardView(LiveView):
         """Of a session that is idle: the cell that ran last, and when that ended."""
         if board.cell or not self._seen.number:
             return {"last": "", "ended": None}
-        took = f"cell [{self._seen.number}] took {format_time(self._seen.took_s)}"
-        return {"last": took, "ended": self._seen.ended_at}
+        number, after = self._seen.number, format_time(self._seen.took_s)
+        how = "failed or was stopped after" if self._session.log.has_failed(number) else "took"
+        return {"last": f"cell [{number}] {how} {after}", "ended": self._seen.ended_at}
 
     # ---- what it is told
 

@@ -8,7 +8,7 @@ function row_menu(view, label, items) {
   const button = h("button", { type: "button", class: "b ic q", "aria-label": label, title: label, "aria-haspopup": "menu", "aria-expanded": "false" }, icon("more"));
   const anchor = h("span", { class: "anchor" }, button, menu);
   const close = (has_focus) => {
-    menu.hidden = true; button.setAttribute("aria-expanded", "false");
+    menu.hidden = true; view.el.style.paddingBottom = ""; button.setAttribute("aria-expanded", "false");
     if (has_focus) button.focus();
   };
   const open = () => {
@@ -17,6 +17,8 @@ function row_menu(view, label, items) {
     menu.classList.toggle("above", all.bottom - box.bottom < 140 && box.top - all.top > 140);
     menu.hidden = false; button.setAttribute("aria-expanded", "true");
     for (const item of menu.querySelectorAll("button")) item.tabIndex = -1;
+    const over = menu.getBoundingClientRect().bottom + 8 - all.bottom; // what is below the view would be cut off
+    if (over > 0) view.el.style.paddingBottom = `${over}px`;
     menu.querySelector("button").tabIndex = 0;
     menu.querySelector("button").focus();
   };
@@ -158,8 +160,13 @@ class ListPage {
       : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
     const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); asked_by?.focus?.(); };
     const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }]], stop);
+    if (kind === "new" && this.list.entries.length) bar.append(this.other_ways(stop));
     this.asked.replaceChildren(bar);
     input.focus();
+  }
+  other_ways(stop) {
+    return h("div", { class: "row wrap", style: "flex-basis:100%" }, h("span", { class: "soft" }, "Or begin from an example:"), this.view.state.examples.map((each) =>
+      this.view.button(each.title, async () => { await this.view.call("create_example", { name: each.name }); stop(); }, { title: each.description, on_error: this.view.complain })));
   }
   async duplicate(entry) {
     const made = await this.view.call("duplicate", { id: entry.id });
@@ -219,7 +226,7 @@ class ListPage {
 class JobPanel {
   constructor(view) {
     this.view = view; this.widget = null; this.shown = null;
-    this.line = h("section", { class: "dt" }); this.place = h("div");
+    this.line = h("section", { class: `dt ${VIEW}` }); this.place = h("div");
     this.element = h("div", { class: "dt-shown" }, this.line, this.place);
   }
   async set_job(job) {
@@ -234,7 +241,7 @@ class JobPanel {
       if (this.widget !== job.widget) { shown.remove(); return; }
       this.shown = shown; this.place.replaceChildren(shown.el);
       this.element.scrollIntoView({ block: "nearest" });
-    } catch (error) { this.place.replaceChildren(h("div", { class: "dt" }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
+    } catch (error) { this.place.replaceChildren(h("div", { class: `dt ${VIEW}` }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
   }
   end() { this.shown?.remove(); this.element.remove(); }
 }

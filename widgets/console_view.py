@@ -16,6 +16,7 @@ from ..text import html_cells, html_table
 from .actions import Refused, action, flag, one_of, optional, text
 from .console_form import describe_form
 from .console_job import ShownJob
+from .console_jobs import AskedJobs
 from .draft_facts import describe_fields
 from .live_view import Settled
 from .nodes_editor import NodesEditor
@@ -53,6 +54,7 @@ class ConsoleView(NodesEditor):
         self._conflict: Conflict | None = None  # of the file of the open form
         self._started = ""  # the id of the job that was started last
         self._shown_job = ShownJob(self._tell_all)
+        self._jobs = AskedJobs(pipelines, self._tell_all)
         super().__init__()
 
     @property
@@ -91,6 +93,9 @@ class ConsoleView(NodesEditor):
         title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
         return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
 
+    def on_pages(self, *, are_there: bool) -> None:
+        self._jobs.follow(is_shown=are_there)
+
     def close(self) -> None:
         super().close()
         if hasattr(self, "_shown_job"):  # ipywidgets closes one whose making has failed
@@ -101,6 +106,7 @@ class ConsoleView(NodesEditor):
     @action()
     def refresh(self) -> None:
         self._tell_all()
+        self._jobs.ask_now()
 
     @action(id=_ID)
     def duplicate(self, id: str) -> dict[str, Any]:
@@ -238,6 +244,7 @@ class ConsoleView(NodesEditor):
             self.publish("started", self._started)
         finally:
             self._tell_all()
+            self._jobs.ask_now()
 
     def _save(self, form: SpecForm, opened: SpecFile, *, anyway: bool, name: str | None) -> SpecFile:
         content = form.spec if form.is_right and form.spec is not None else form.document

@@ -122,7 +122,7 @@ class JobView(LiveView):
             self.publish(part, self._parts[part])
         if (before.state, before.exit_code) != (news.status.state, news.status.exit_code):
             self._on_state()
-        if news.status.is_over and self._made is None and self._listing is None:
+        if news.status.is_over and news.status.reports and self._made is None and self._listing is None:
             self._listing = threading.Thread(target=self._list_made, args=(job, news), name="job model", daemon=True)
             self._listing.start()
 

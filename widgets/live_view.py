@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 import threading
 import time
@@ -43,6 +44,7 @@ _ONE_OF_BOTH = (
     f" {_CHILD}:has(.dt.live) + {_CHILD}:has(.dt-plain) {{ display: none; }}</style>"
 )
 _NOTHING = {"text/plain": ""}
+_ROOT = re.compile(r"\.dt(?![\w-])")  # a style sheet is one of the whole page: a view's own reaches no other view
 _PROGRAM_END = "\nexport default { render };\n"
 
 
@@ -81,9 +83,11 @@ class LiveView(anywidget.AnyWidget):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         if "name" in cls.__dict__:
             here = Path(str(sys.modules[cls.__module__].__file__))
-            files = (_SHARED, *map(here.with_name, (*cls.more, cls.name)))
-            cls._esm = "".join(_read(file.with_suffix(".js")) for file in files) + _PROGRAM_END
-            cls._css = "".join(_read(file.with_suffix(".css")) for file in files)
+            own = [here.with_name(name) for name in (*cls.more, cls.name)]
+            scripts = [_read(file.with_suffix(".js")) for file in (_SHARED, *own)]
+            cls._esm = "".join([f"const VIEW = {json.dumps(cls.name)};\n", *scripts, _PROGRAM_END])
+            styles = "".join(_read(file.with_suffix(".css")) for file in own)
+            cls._css = _read(_SHARED.with_suffix(".css")) + _ROOT.sub(f".dt:where(.{cls.name})", styles)
         cls._actions = actions_of(cls)
         super().__init_subclass__(**kwargs)
 

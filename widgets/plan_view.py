@@ -119,7 +119,7 @@ class PlanView(LiveView):
             return []
         keys = ("ranks", "stages", "total", "parts", "phase")
         rows = [tuple(row[key] for key in keys) for row in rank_rows(self.plan.memory)]
-        return _cut([("ranks", "stages", "most", "of these", "in the"), *rows])
+        return _cut([("ranks", "stages", "peak", "made up of", "peak in"), *rows])
 
 
 def _line(number: Mapping[str, str]) -> str:

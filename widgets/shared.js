@@ -146,7 +146,7 @@ class View {
   constructor(model, el) {
     this.model = model;
     this.page = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
-    this.el = h("section", { class: "dt" });
+    this.el = h("section", { class: `dt ${VIEW}` });
     this.status = h("div", { class: "sr", role: "status" });
     this.id = `dt${serial++}`;
     el.append(this.el, this.status);

@@ -12,7 +12,7 @@ function mount(view) {
   const filters = make_filters(wanted, () => draw()), heads = make_heads(wanted, () => draw());
   const look = make_look(view, wanted, () => open(null)), lines = make_lines((name) => open(wanted.name === name ? null : name));
   const table = h("table", { class: "vars", "aria-label": "Variables" }, h("thead", {}, heads.row), lines.body);
-  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), running, facts, h("span", { class: "push row" }, refresh)), filters.bar, notes, table, nothing);
+  view.el.append(h("div", { class: "head" }, h("h3", {}, "Variables"), running, facts, h("span", { class: "push row" }, refresh)), filters.bar, notes, h("div", { class: "vars-all" }, table), nothing);
 
   const open = (name) => {
     const before = wanted.name;
@@ -28,7 +28,7 @@ function mount(view) {
     if (!kept.some((row) => row.name === wanted.name)) wanted.name = null;
     lines.draw(kept, all, wanted.name, look.line);
     heads.draw();
-    filters.draw(view.state.table);
+    filters.draw(view.state.table, kept.length);
     table.hidden = !all.length;
     nothing.hidden = kept.length > 0;
     set_text(nothing, all.length ? "No variable fits the filter." : "No variables yet. What a %%distributed cell defines on the ranks stands here.");
@@ -50,14 +50,14 @@ const kept_rows = (rows, { state, text }) => {
   return rows.filter((row) => (!state || row.state === state) && (row.name.toLowerCase().includes(part) || row.type.toLowerCase().includes(part)));
 };
 const sorted_rows = (rows, { by, is_down }) => {
-  const compare = by === "bytes" ? (a, b) => (a.bytes ?? -1) - (b.bytes ?? -1) : (a, b) => a[by].localeCompare(b[by], "en");
-  return rows.sort((a, b) => (is_down ? -1 : 1) * compare(a, b) || a.name.localeCompare(b.name, "en"));
+  const compare = by === "bytes" ? (a, b) => (a.bytes ?? -1) - (b.bytes ?? -1) : (a, b) => a[by].localeCompare(b[by], "en", { numeric: true });
+  return rows.sort((a, b) => (is_down ? -1 : 1) * compare(a, b) || a.name.localeCompare(b.name, "en", { numeric: true }));
 };
 
 /** A field for a part of a name or type, and a button for each state that there is. */
 function make_filters(wanted, draw_all) {
   const search = h("input", { class: "in", "aria-label": "Filter names and types", placeholder: "Filter names, types", oninput: () => { wanted.text = search.value; draw_all(); } });
-  const choices = h("span", { class: "row wrap", role: "group", "aria-label": "Only" }), refresh = roving(choices), buttons = new Map();
+  const choices = h("span", { class: "row wrap", role: "group", "aria-label": "Only" }), shown = h("span", { class: "soft" }), refresh = roving(choices), buttons = new Map();
   const button = (state, content) => {
     const made = buttons.get(state) ?? h("button", { type: "button", class: "b q", onclick: () => { wanted.state = state; draw_all(); } });
     buttons.set(state, made);
@@ -65,12 +65,13 @@ function make_filters(wanted, draw_all) {
     made.setAttribute("aria-pressed", String(wanted.state === state));
     return made;
   };
-  const draw = ({ rows, counts }) => {
+  const draw = ({ rows, counts }, num_kept) => {
+    set_text(shown, num_kept < rows.length ? `${grouped(num_kept)} of ${grouped(rows.length)} shown` : "");
     const found = Object.entries(counts).map(([state, count]) => button(state, agreement(state, `${grouped(count)} ${AGREEMENTS[state][2]}`)));
     replace_children(choices, [button("", `All ${grouped(rows.length)}`), ...found]);
     refresh();
   };
-  const bar = h("div", { class: "tools", role: "toolbar", "aria-label": "Filters" }, h("span", { class: "search" }, icon("search"), search), choices);
+  const bar = h("div", { class: "tools", role: "toolbar", "aria-label": "Filters" }, h("span", { class: "search" }, icon("search"), search), choices, shown);
   return { bar, draw };
 }
 

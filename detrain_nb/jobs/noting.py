@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,11 +66,21 @@ class Noting:
 
     def __call__(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
         status = judge(self._job, self._name, dict(zip(self._nodes, said)), least_nodes=self._least_nodes)
-        if status.state != UNKNOWN and (status.state, status.exit_code) != self._noted:
+        if status.state == UNKNOWN:
+            return self._recall(status)
+        if (status.state, status.exit_code) != self._noted:
             with contextlib.suppress(JobError):  # another process has held the record: it is noted the next time
                 note_down(status, self._record)
                 self._noted = status.state, status.exit_code
         return status
+
+    def _recall(self, unknown: JobStatus) -> JobStatus:
+        """A job that was over stays over while its nodes say nothing."""
+        with contextlib.suppress(JobError):
+            known = known_status(self._record.get(self._job))
+            if known.state in OVER:
+                return dataclasses.replace(known, reports=unknown.reports, silent=unknown.silent)
+        return unknown
 
 
 def running_job(name: str, *, record: Record, ask_passphrase: AskPassphrase | None = None) -> str | None:

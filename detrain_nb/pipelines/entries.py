@@ -193,7 +193,7 @@ def _nodes(spec: PipelineSpec | None, data: Mapping[str, Any], plan: Plan | None
     """``gpu1, gpu2 · 8 ranks``; of more nodes how many."""
     if spec is None:
         given = data.get("nodes")
-        return count_of(len(given), "node") if isinstance(given, list) and given else "no nodes yet"
+        return count_of(len(given), "node") if isinstance(given, list) and given else "this machine"
     names = ["this machine" if node.is_this_machine else node.name for node in spec.nodes] or ["this machine"]
     told = name_some(names) if len(names) <= _MOST_NODES else f"{len(names)} nodes"
     return told if plan is None else f"{told} · {count_ranks(plan.world_size)}"

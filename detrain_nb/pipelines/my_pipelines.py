@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import Conflict, DetrainError, SpecError
+from ..jobs.noting import ask_after
 from ..jobs.record import Record
 from ..spec import PipelineSpec
 from ..storage import named_errors
@@ -30,6 +32,8 @@ __all__ = ["MyPipelines"]
 
 _T = TypeVar("_T")
 _MOST_LISTED = 1_000  # files of the folder
+_MOST_ASKED = 100  # jobs at once: their states fit into a line of the talk
+_ASK_LIMIT_S = 15.0
 _READING_S = 5.0  # in which files are read for one list: those of a repository may be made to take their time
 _SCHEMA = "$schema"  # which an editor reads, and no spec has
 
@@ -38,7 +42,7 @@ class MyPipelines:
     """The pipelines in ``folder``, by default ``pipelines/`` where the notebook is, and those opened lately elsewhere.
 
     A pipeline is named by its file in the folder, with or without ``.toml``, or by a path. Nothing is made or written
-    before something is saved, and no node is asked of anything but to run one.
+    before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
     """
 
     def __init__(
@@ -158,6 +162,15 @@ class MyPipelines:
             raise SpecError(f"{printable(found.path.name)} cannot be run: {faults}")
         job: Job = submit(found.spec, record=self._record, **options)
         return job
+
+    def ask_after_jobs(self) -> bool:
+        """Ask how the listed jobs are that are not over, for 15 s in all; does one of them go on? Raises: SpecError."""
+        going = [each.job.id for each in self.entries() if each.job and not each.job.is_over]
+        if not going:
+            return False
+        with contextlib.suppress(DetrainError):  # the list says what is wrong with the record
+            ask_after(going[:_MOST_ASKED], self._record, limit_s=_ASK_LIMIT_S, ask_passphrase=None)
+        return any(each.job and not each.job.is_over for each in self.entries())
 
     def find_job(self, wanted: str) -> Job:
         """Return one of their jobs, as `detrain_nb.jobs.find_job` finds it. Raises: JobError."""

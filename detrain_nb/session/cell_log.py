@@ -55,6 +55,10 @@ class SessionLog(SlotsOnly):
         self._require_known(cell)
         return self._state.history.has_ended_well(cell)
 
+    def has_failed(self, cell: int) -> bool:
+        """It has failed, or was stopped, on a rank, or a rank was lost in it; False for one that is not known."""
+        return self._state.history.has_failed(cell)
+
     @property
     def running_cells(self) -> dict[int, tuple[int, ...]]:
         """The cells that still run, and the ranks that run them."""

@@ -11,9 +11,11 @@ import pytest
 
 from detrain_nb.copying.json_lines import Talk
 from detrain_nb.deploy.jobs import open_job_talk
-from detrain_nb.errors import DetrainError, WireError
+from detrain_nb.errors import DetrainError, TransportError, WireError
 from detrain_nb.jobs import Job, JobNews, LogPart, submit
 from detrain_nb.jobs.job_status import judge
+from detrain_nb.jobs.noting import Noting
+from detrain_nb.jobs.record import Record
 from detrain_nb.jobs.watched_node import WatchedNode
 from detrain_nb.jobs.watching import Watch
 from detrain_nb.node.job.terms import LOOK_LOG_BYTES
@@ -130,6 +132,8 @@ def test_curves_grow_and_logs_follow_to_the_end_beside_a_listener_that_fails(
     job.on_change(again)
     news = again.wait_for(lambda it: len(it.points) == 30 and len(it.lines) == 60)
     assert (news.status.state, news.status.exit_code) == ("ended", 0)
+    unheard = Noting(job.id, job.name, ["this-machine"], Record())([TransportError("it has not answered yet")])
+    assert (unheard.state, unheard.exit_code) == ("ended", 0)  # a slow node does not make it unknown
 
 
 @pytest.mark.timeout(LIMIT_S)

@@ -34,6 +34,8 @@ while not os.path.exists("go"):
     time.sleep(0.01)
 late = 1
 """
+MANY = "%%distributed\nfor number in range(500): globals()[f'name_{number:03}'] = number"
+NODES = "from detrain_nb import spec, widgets\nwidgets.nodes([spec.Node(host='localhost')])"
 NAMES = ["batch_size", "epoch", "logits", "losses", "model", "sampler", "tokenizer", "Tokenizer", "vocabulary"]
 pytestmark = pytest.mark.timeout(180)
 
@@ -56,7 +58,7 @@ def test_variables_are_filtered_sorted_and_looked_into(
     check_accessibility: Callable[[Locator], None],
     tmp_path: Path,
 ) -> None:
-    nb = notebook("%load_ext detrain_nb\n%distributed start -n 3", DEFINE, "%distributed vars", RUN)
+    nb = notebook("%load_ext detrain_nb\n%distributed start -n 3", DEFINE, "%distributed vars", RUN, MANY, NODES)
     for index in range(3):
         nb.run(index)
     view = nb.cell(2).locator(".dt")
@@ -70,6 +72,14 @@ def test_variables_are_filtered_sorted_and_looked_into(
         assert take_picture(view, f"vars-open-{name}", tmp_path).stat().st_size > 5000
     _is_honest_while_a_rank_is_busy(nb, view, tmp_path, window, check_accessibility)
     _fits_a_narrow_page(nb, view)
+    nb.run(4)  # the notebook goes on not far below hundreds of names
+    expect(view.locator(".name")).to_have_count(len(NAMES) + 502)
+    assert view.evaluate("view => view.clientHeight") < 800
+    view.get_by_label("Filter names and types").fill("name_49")
+    expect(view.get_by_text("10 of 511 shown")).to_be_visible()
+    nb.run(5)  # the style of one view does not reach another
+    name = nb.cell(5).locator(".node .twist").get_by_text("localhost")
+    assert name.evaluate("name => name.clientWidth") > 30
 
 
 def _filter_and_sort(view: Locator) -> None:

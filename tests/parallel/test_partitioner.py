@@ -208,6 +208,11 @@ def test_what_cannot_be_is_told(arguments: dict[str, object], message: str) -> N
         partition(plain(3), **arguments)  # type: ignore[arg-type]
 
 
+def test_of_many_cuts_some_are_named() -> None:
+    with pytest.raises(SpecError, match=r"m9, m10 and 29 more\): use fewer stages"):
+        partition(plain(40), 41)
+
+
 @pytest.mark.parametrize("field, value", [("speed", 0), ("memory_bytes", -1), ("bytes_per_s", 0), ("latency_s", -1)])
 def test_node_that_cannot_be_is_told(field: str, value: float) -> None:
     with pytest.raises(SpecError, match=rf"node 'gpu1': {field} {value} is not"):

@@ -36,7 +36,7 @@ def test_entry_says_mesh_nodes_and_what_is_wrong(mine: MyPipelines) -> None:
     broken, draft, gpt, here = mine.entries()
     assert (gpt.mesh, gpt.nodes, gpt.fault) == ("pp 2, dp_shard 2, tp 2", "gpu1, gpu2 · 8 ranks", "")
     assert here.nodes == "this machine · 2 ranks"
-    assert (draft.mesh, draft.nodes, draft.fault) == ("pp 4", "no nodes yet", "2 fields to correct")
+    assert (draft.mesh, draft.nodes, draft.fault) == ("pp 4", "this machine", "2 fields to correct")
     assert not draft.is_spec and draft.is_document
     assert not broken.is_document and "at its end" in broken.fault
     assert "broken.toml" in str(mine.entries()), "listed with its error, not hidden"

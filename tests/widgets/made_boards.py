@@ -113,8 +113,8 @@ class MadeLog:
     running_cells: ClassVar[dict[int, tuple[int, ...]]] = {}
     cells: ClassVar[list[Any]] = []
 
-    def has_ended_well(self, cell: int) -> bool:
-        return True
+    def has_failed(self, cell: int) -> bool:
+        return False
 
 
 class MadeRanks:

@@ -16,7 +16,7 @@ from detrain_nb.widgets.board_rows import head_of, layout_of, notes_of, rank_row
 from detrain_nb.widgets.board_view import BoardView
 
 from detrain_nb import Session, widgets
-from detrain_nb.errors import DetrainError, RankLost
+from detrain_nb.errors import DetrainError, RankLost, SessionError
 from detrain_nb.session.running.board import Board, BoardNote
 
 from .made_boards import MadeSession, board_with_a_hang, made_board, made_rank, with_ranks
@@ -214,7 +214,9 @@ def test_settled_form_has_a_summary_and_a_row_for_each_rank() -> None:
     )
     assert head.split() == ["Rank", "Host", "Device", "State", "Steps/s", "Peak", "Last", "line"]
     failed = settled_after(board, dead, ended, is_well=False).text
-    assert "Cell [12] ended after 1 min 24 s: not on all ranks well, ✕ rank 6 died." in failed and "✓" not in failed
+    assert (
+        "Cell [12] ended after 1 min 24 s: failed or stopped on a rank, ✕ rank 6 died." in failed and "✓" not in failed
+    )
     assert len(rows) == 8 and "✓ done" in rows[0] and "3.4" in rows[0] and "60 GB" in rows[0]
     assert "✕ died at 34 s, replaced" in rows[6]
     tags = Tags(settled.html)
@@ -292,10 +294,18 @@ def run_beside(session: Session, code: str) -> tuple[threading.Thread, list[Exce
     return thread, raised
 
 
+def test_board_of_a_notebook_without_a_session_says_how_to_start_one() -> None:
+    with pytest.raises(SessionError, match="this notebook holds no session"):
+        widgets.board()
+    with pytest.raises(SessionError, match="this notebook holds no session"):
+        widgets.vars()
+
+
 def test_board_twice_is_two_views(session: Session) -> None:
     first, second = widgets.board(session), widgets.board(session)
     assert first is not second and isinstance(second, BoardView)
     assert "2 ranks" in first.settled().text
+    assert not session.log.has_failed(1000)  # as one that was run again, which is in no record
     first.close()
     second.close()
 
@@ -304,6 +314,7 @@ def test_nothing_is_sent_of_an_idle_session(session: Session, page: Page) -> Non
     thread, raised = run_beside(session, "time.sleep(0.5)")
     page.wait_for(lambda seen: seen["head"]["cell"] is not None)
     page.wait_for(lambda _: page.states == ["idle", "idle"])
+    page.wait_for(lambda seen: "] took " in seen["head"]["last"])
     thread.join(LIMIT_S)
     page.messages_within(3.5)  # what is measured in the first seconds after it
     assert page.messages_within(2.5) == [] and not raised  # it would be told once a second
@@ -343,6 +354,7 @@ def test_stop_from_the_board_frees_the_cell_while_the_ranks_print(session: Sessi
     page.asks("stop")
     thread.join(LIMIT_S)
     assert not thread.is_alive() and isinstance(raised[0], KeyboardInterrupt)
+    page.wait_for(lambda seen: "] failed or was stopped after " in seen["head"]["last"])
     page.wait_for(lambda seen: seen["said"].get("is") == "done")
     assert "stopped" in page.seen["said"]["text"]
 

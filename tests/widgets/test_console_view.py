@@ -184,7 +184,7 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     assert page.open_page()["job"] == second
     page.asks("hide_job")
     assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
-    job.wait(60).check()
+    page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "succeeded")  # it asks by itself
     page.asks("refresh")
     assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
     job.remove()

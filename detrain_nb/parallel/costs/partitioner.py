@@ -14,13 +14,14 @@ from torch import Tensor
 
 from ...errors import SpecError
 from ...plan import Layer, PlanDescription, StageCost, StageCosts, bubble_of, imbalance_of, step_of
-from ...text import table_lines
+from ...text import name_some, table_lines
 from ..arguments import require_whole
 from .profiler import ModelProfile
 
 # Parameter, gradient, and the two moments of Adam, all of one dtype.
 STATE_FACTOR = 4.0
 _MOST_NAME = 200  # characters of a module's
+_MOST_CUTS = 10  # that an error names
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ def partition(
         raise SpecError(f"nodes={nodes!r}: give a StageNode for each stage, or how many stages there are")
     if len(given) > len(profile.units):
         count = len(profile.units)
-        cuts = ", ".join(profile.cuts) or "none"
+        cuts = name_some(profile.cuts, most=_MOST_CUTS) or "none"
         why = f"; {profile.why_no_more}" if profile.why_no_more else ""
         otherwise = (
             "use fewer stages" if count > 1 else "keep it whole (tp, dp_shard or dp_replicate in the place of pp)"

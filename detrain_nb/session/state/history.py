@@ -76,6 +76,10 @@ class History:
         """It failed on no rank, was not stopped, and does not run."""
         return number not in self._failed | self._not_ended_well
 
+    def has_failed(self, number: int) -> bool:
+        """It has failed, or was stopped, on a rank; or a rank was lost in it."""
+        return number in self._failed
+
     def end_well(self, number: int) -> None:
         self._not_ended_well.discard(number)
 
