@@ -250,6 +250,7 @@ function mount(view) {
   const list = new ListPage(view), form = new FormPage(view);
   const job = new JobPanel(view);
   view.el.append(list.element, form.element);
+  view.on("tests", (tests) => form.list.show_tests(tests));
   view.on("form", (value) => {
     const was_open = !form.element.hidden;
     list.element.hidden = value !== null; form.element.hidden = value === null;

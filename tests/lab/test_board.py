@@ -166,7 +166,7 @@ def check_hang(nb: Notebook, board: Locator, folder: Path) -> None:
     expect(nb.prompt(4)).to_have_text("[5]:")
     nb.save()
     nb.reload()
-    expect(board.get_by_text(re.compile(r"idle since .* cell \[5\] took"))).to_be_visible()
+    expect(board.get_by_text(re.compile(r"idle since .* cell \[5\] failed or was stopped after"))).to_be_visible()
 
 
 def check_death(board: Locator) -> None:

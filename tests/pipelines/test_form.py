@@ -235,7 +235,7 @@ def test_edit_of_a_node_that_another_editor_removed_brings_it_back() -> None:
     [conflict] = form.conflicts
     assert conflict.theirs is None
     form.resolve(conflict.path, keep="mine", editor="two")
-    assert form.spec is not None and [(each.host, each.ranks) for each in form.spec.nodes] == [("gpu2", 3), ("gpu1", 2)]
+    assert form.spec is not None and [(each.host, each.ranks) for each in form.spec.nodes] == [("gpu1", 2), ("gpu2", 3)]
 
 
 def test_load_is_a_change_of_every_field() -> None:
