@@ -1,4 +1,4 @@
-"""The form of a pipeline as plain JSON for a page: what is typed, and each fault beside the field that it is about."""
+"""The form of a pipeline as plain JSON for a page: what any form shows, its steps and its mesh."""
 
 from __future__ import annotations
 
@@ -7,66 +7,22 @@ from typing import Any
 
 from ..pipelines import SpecForm
 from ..pipelines.draft import find_kind
-from ..pipelines.form_fields import FIELDS, NODE_FIELDS, STEPS, FieldInfo
+from ..pipelines.form_fields import FIELDS, STEPS, FieldInfo
 from ..session.output.safe_output import one_line
 from ..spec import Parallelism, PipelineSpec
 from ..text import count_of
+from .draft_facts import describe_draft
 
-__all__ = ["describe_fields", "describe_form"]
+__all__ = ["describe_form"]
 
-_NODE = re.compile(r"nodes\[(\d+)\]\.?(.*)", re.DOTALL)
 _TITLES = {"general": "General", "nodes": "Nodes", "source": "Source"}
-
-
-def describe_fields() -> dict[str, Any]:
-    """Return what a page has to know of every field; it does not change."""
-    return {
-        "fields": {path: each.to_json() for path, each in FIELDS.items()},
-        "node": {path: each.to_json() for path, each in NODE_FIELDS.items()},
-    }
 
 
 def describe_form(form: SpecForm) -> dict[str, Any]:
     """Return what a page shows of a form as it is now."""
-    errors, warnings = _beside_fields(form, form.errors), _beside_fields(form, form.warnings)
-    return {
-        "draft": form.draft,
-        "rows": [*form.rows],
-        "errors": errors,
-        "warnings": warnings,
-        "revision": form.revision,
-        "is_right": form.is_right,
-        "steps": [_describe_step(form, step, errors) for step in STEPS],
-        "mesh": _mesh(form),
-        "conflicts": [
-            {"path": one_line(each.path), "theirs": each.theirs, "mine": each.mine, "editor": each.editor}
-            for each in form.conflicts
-        ],
-    }
-
-
-def _beside_fields(form: SpecForm, found: dict[str, str]) -> dict[str, str]:
-    """By the path that a page has of a field: with the key of a node, and without what is inside of the field."""
-    told: dict[str, list[str]] = {}
-    for path, said in found.items():
-        if match := _NODE.fullmatch(path):
-            place = int(match[1])
-            key = form.rows[place] if place < len(form.rows) else match[1]
-            inner = _nearest_field(match[2], NODE_FIELDS)
-            at = f"nodes[{key}].{inner}" if inner else f"nodes[{key}]"
-        else:
-            at = _nearest_field(path, FIELDS) or path
-        told.setdefault(at, []).append(one_line(said))
-    return {at: "; ".join(texts) for at, texts in told.items()}
-
-
-def _nearest_field(path: str, fields: Any) -> str:
-    """``env`` of ``env.RANK``, ``artifacts`` of ``artifacts[0]``; empty where there is none."""
-    while path:
-        if path in fields:
-            return path
-        path = path[: max(path.rfind("."), path.rfind("["), 0)]
-    return ""
+    told = describe_draft(form)
+    steps = [_describe_step(form, step, told["errors"]) for step in STEPS]
+    return {**told, "is_right": form.is_right, "steps": steps, "mesh": _mesh(form)}
 
 
 def _describe_step(form: SpecForm, step: str, errors: dict[str, str]) -> dict[str, Any]:

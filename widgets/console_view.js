@@ -157,7 +157,7 @@ class ListPage {
     const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
       : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
     const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); asked_by?.focus?.(); };
-    const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }, "go"]], stop);
+    const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }]], stop);
     this.asked.replaceChildren(bar);
     input.focus();
   }
@@ -243,6 +243,7 @@ function mount(view) {
   const list = new ListPage(view), form = new FormPage(view);
   const job = new JobPanel(view);
   view.el.append(list.element, form.element);
+  view.on("tests", (tests) => form.list.show_tests(tests));
   view.on("form", (value) => {
     const was_open = !form.element.hidden;
     list.element.hidden = value !== null; form.element.hidden = value === null;

@@ -4,32 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ..errors import Conflict
 from ..pipelines import EXAMPLES, Deleted, Entry, MyPipelines, SpecFile, SpecForm, review_spec
 from ..pipelines.draft import make_document, make_draft
+from ..pipelines.form_fields import FIELDS
 from ..session.output.safe_output import one_line
 from ..text import html_cells, html_table
-from .actions import Refused, action, flag, one_of, optional, text, whole
-from .console_form import describe_fields, describe_form
+from .actions import Refused, action, flag, one_of, optional, text
+from .console_form import describe_form
 from .console_job import ShownJob
-from .live_view import LiveView, Settled
+from .draft_facts import describe_fields
+from .live_view import Settled
+from .nodes_editor import NodesEditor
 
 __all__ = ["ConsoleView"]
 
 _ID = text(most=20)
-_FIELD, _EDITOR = text(most=300), text(most=64)
-_MOST_TYPED = 200_000
-_LAST_REVISION = 1 << 53
-
-
-def _typed(value: object) -> str | bool:
-    if not isinstance(value, str | bool) or (isinstance(value, str) and len(value) > _MOST_TYPED):
-        raise ValueError(f"a text of at most {_MOST_TYPED:,} characters, or true or false")
-    return value
 
 
 class _Opened:
@@ -44,11 +37,11 @@ class _Opened:
         return self.form.document != self._before
 
 
-class ConsoleView(LiveView):
+class ConsoleView(NodesEditor):
     """The list, and the form of one pipeline at a time. A form with changes is kept when another one is opened."""
 
     name = "console_view"
-    more = ("console_form",)
+    more = ("fields", "node_list", "console_form")
 
     def __init__(self, pipelines: MyPipelines) -> None:
         self.pipelines = pipelines
@@ -72,11 +65,12 @@ class ConsoleView(LiveView):
             return {
                 "list": self._describe_list(),
                 "undo": self._describe_undo(),
-                "form": self._describe_form(),
+                "form": self.describe_form(),
+                **self.describe_tests(),
                 "work": None,
                 "started": self._started,
                 "job": self._shown_job.describe(),
-                "fields": describe_fields(),
+                "fields": describe_fields(FIELDS.values()),
                 "examples": [
                     {
                         "name": each.name,
@@ -177,30 +171,6 @@ class ConsoleView(LiveView):
             self._open, self._conflict = None, None
         self._tell_all()
 
-    @action(path=_FIELD, typed=_typed, revision=whole(0, _LAST_REVISION), editor=_EDITOR)
-    def edit(self, path: str, typed: str | bool, revision: int, editor: str) -> int | None:
-        """Return the revision that has it: what is told of an older one is not what is typed. None: a conflict."""
-        form = self._the_form()
-        return form.revision if form.edit(path, typed, revision=revision, editor=editor) else None
-
-    @action(path=_FIELD, keep=one_of("mine", "theirs"), editor=_EDITOR)
-    def resolve(self, path: str, keep: str, editor: str) -> None:
-        self._the_form().resolve(path, keep=keep, editor=editor)
-
-    @action(do=one_of("add", "copy", "remove", "restore", "up", "down"), key=_ID)
-    def change_nodes(self, do: str, key: str) -> str:
-        """Return the key of the node that is to have the focus."""
-        form = self._the_form()
-        acts: Mapping[str, Callable[[], Any]] = {
-            "add": form.add_node,
-            "copy": lambda: form.copy_node(key),
-            "remove": lambda: form.remove_node(key),
-            "restore": lambda: form.restore_node(key),
-            "up": lambda: form.move_node(key, -1),
-            "down": lambda: form.move_node(key, 1),
-        }
-        return str(acts[do]() or key)
-
     @action(anyway=flag, name=optional(text(most=100)))
     def save(self, anyway: bool, name: str | None) -> None:
         with self._guard:
@@ -208,6 +178,8 @@ class ConsoleView(LiveView):
             try:
                 made = self._save(form, opened, anyway=anyway, name=name)
             except Conflict as exc:
+                if name is not None:
+                    raise Refused(f"a pipeline {one_line(name)} is there already: give another name") from exc
                 self._conflict = exc
                 self._tell_form()
                 raise
@@ -293,10 +265,7 @@ class ConsoleView(LiveView):
         return path in self._forms and self._forms[path].is_changed
 
     def _the_form(self) -> SpecForm:
-        form = self.form
-        if form is None:
-            raise Refused("no pipeline is open: it was closed in another tab")
-        return form
+        return self._forms[self._open_path()].form
 
     def _open_path(self) -> Path:
         if self._open is None:
@@ -315,14 +284,10 @@ class ConsoleView(LiveView):
 
     def _tell_all(self) -> None:
         with self._guard:
-            parts = {"list": self._describe_list(), "undo": self._describe_undo(), "form": self._describe_form()}
+            parts = {"list": self._describe_list(), "undo": self._describe_undo(), "form": self.describe_form()}
+            parts["tests"] = self._told_tests()
         for part, value in parts.items():
             self.publish(part, value)
-
-    def _tell_form(self) -> None:
-        with self._guard:
-            found = self._describe_form()
-        self.publish("form", found)
 
     def _describe_list(self) -> dict[str, Any]:
         found = self.pipelines.entries()
@@ -364,22 +329,23 @@ class ConsoleView(LiveView):
         deleted = self._deleted
         return None if deleted is None else {"name": one_line(deleted.name), "told": one_line(str(deleted))}
 
-    def _describe_form(self) -> dict[str, Any] | None:
-        if self._open is None:
-            return None
-        form, opened = self._forms[self._open].form, self._forms[self._open].file
-        is_beside = opened.path.parent == self.pipelines.folder
-        return {
-            **describe_form(form),
-            "file": one_line(f"{opened.path.parent.name}/{opened.path.name}" if is_beside else str(opened.path)),
-            "is_changed": self._is_changed(opened.path),
-            "saved": time.strftime("%H:%M", time.localtime(opened.changed_at)),
-            "conflict": self._conflict
-            and {
-                "text": one_line(self._conflict.fault),
-                "changes": [[one_line(each.path), each.theirs, each.mine] for each in self._conflict.changes],
-            },
-        }
+    def describe_form(self) -> dict[str, Any] | None:
+        with self._guard:
+            if self._open is None:
+                return None
+            form, opened = self._forms[self._open].form, self._forms[self._open].file
+            is_beside = opened.path.parent == self.pipelines.folder
+            return {
+                **describe_form(form),
+                "file": one_line(f"{opened.path.parent.name}/{opened.path.name}" if is_beside else str(opened.path)),
+                "is_changed": self._is_changed(opened.path),
+                "saved": time.strftime("%H:%M", time.localtime(opened.changed_at)),
+                "conflict": self._conflict
+                and {
+                    "text": one_line(self._conflict.fault),
+                    "changes": [[one_line(each.path), each.theirs, each.mine] for each in self._conflict.changes],
+                },
+            }
 
 
 def _status(entry: Entry) -> str:

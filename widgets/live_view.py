@@ -15,6 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
@@ -141,15 +142,17 @@ class LiveView(anywidget.AnyWidget):
                 self._start_pump()
         self._wake.set()
 
-    def work(self, what: str, do: Callable[[], None]) -> None:
+    def work(self, what: str, do: Callable[[], None], *, is_told: bool = True) -> None:
         """Do one thing that takes a while, in a thread of the view; the part ``work`` tells pages how it goes.
 
+        Where it is not to be told, ``do`` itself says all, and raises nothing.
         Raises: Refused while another one is under way.
         """
         with self._lock:
             if self._worker is not None and self._worker.is_alive():
                 raise Refused(f"{self._worker.name} is still under way")
-            self._worker = threading.Thread(target=self._work, args=(what, do), name=what, daemon=True)
+            run = partial(self._work, what, do) if is_told else do
+            self._worker = threading.Thread(target=run, name=what, daemon=True)
             self._worker.start()
 
     def _work(self, what: str, do: Callable[[], None]) -> None:

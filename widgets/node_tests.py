@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..doctor.report import Report
+from ..pipelines.draft_form import MOST_NODES
 from ..session.output.safe_output import one_line, show_hidden
 from ..spec.node import Node
 from ..text import count_of
@@ -15,6 +16,7 @@ from ..text import count_of
 __all__ = ["NodeTests"]
 
 _MOST_CHARS = 2000
+_MOST_RESULTS = 4 * MOST_NODES  # of nodes that are there, or were
 
 
 @dataclass(frozen=True)
@@ -26,16 +28,16 @@ class Result:
 
 
 class NodeTests:
-    """The last test of each node, by the number of its row."""
+    """The last test of each node, by its key."""
 
     def __init__(self) -> None:
-        self._results: dict[int, Result] = {}
+        self._results: dict[str, Result] = {}
         self._changing = threading.Lock()
 
-    def begin(self, rows: Iterable[int]) -> None:
+    def begin(self, rows: Iterable[str]) -> None:
         self._take({row: Result(None, {"is": "running"}) for row in rows})
 
-    def end(self, rows: Mapping[int, Node], report: Report) -> None:
+    def end(self, rows: Mapping[str, Node], report: Report) -> None:
         """Take what the report says; its nodes are those of ``rows``, in their order."""
         found = {}
         for number, (row, node) in enumerate(rows.items()):
@@ -56,25 +58,20 @@ class NodeTests:
             found[row] = Result(node, {"is": "done", **told})
         self._take(found)
 
-    def fail(self, rows: Iterable[int], why: str, *, cancelled: bool = False) -> None:
+    def fail(self, rows: Iterable[str], why: str, *, cancelled: bool = False) -> None:
         told = {"is": "cancelled" if cancelled else "failed", "error": one_line(why, most_chars=_MOST_CHARS)}
         self._take({row: Result(None, told) for row in rows})
 
-    def forget(self, kept: Sequence[int]) -> None:
-        """Forget those of other rows."""
-        with self._changing:
-            self._results = {row: result for row, result in self._results.items() if row in kept}
-
-    def told(self, nodes: Mapping[int, Node | None]) -> dict[str, Any]:
+    def told(self, nodes: Mapping[str, Node | None]) -> dict[str, Any]:
         """For pages, by row; ``is_old``: the node is another one now than it was when it was tested."""
         results = dict(self._results)
         return {
-            str(row): {**result.told, "is_old": result.node is not None and result.node != nodes[row]}
+            row: {**result.told, "is_old": result.node is not None and result.node != nodes[row]}
             for row, result in results.items()
             if row in nodes
         }
 
-    def words(self, row: int) -> str:
+    def words(self, row: str) -> str:
         """The result of a row, in a few words."""
         told = self._results[row].told if row in self._results else {"is": "none"}
         if told["is"] != "done":
@@ -86,6 +83,7 @@ class NodeTests:
             return ", ".join(parts)
         return f"{good} checks passed"
 
-    def _take(self, results: Mapping[int, Result]) -> None:
+    def _take(self, results: Mapping[str, Result]) -> None:
         with self._changing:
-            self._results = {**self._results, **results}
+            kept = {**self._results, **results}
+            self._results = dict([*kept.items()][-_MOST_RESULTS:])

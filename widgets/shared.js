@@ -126,12 +126,12 @@ const command_box = (text, label = "Copy the command") => {
   return h("div", { class: "cmd" }, h("pre", { tabIndex: 0 }, text), button);
 };
 
-/** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`. Enter takes the first; Escape and Cancel call `close`. */
+/** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`; Enter takes the first, Escape and Cancel call `close`. */
 const ask_bar = (view, label, actions, close, { value = "", hint = null } = {}) => {
-  const id = `${view.id}-asked`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
+  const id = `${view.id}-asked${serial++}`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
   const input = h("input", { class: "in mono", id, value, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-error` });
   const fail = (text) => { error.hidden = false; error.replaceChildren(icon("warn"), h("span", {}, text)); input.setAttribute("aria-invalid", "true"); input.focus(); };
-  const buttons = actions.map(([word, act, cls = ""]) => view.button(word, () => act(input.value.trim()), { cls, on_error: fail }));
+  const buttons = actions.map(([word, act, cls], i) => view.button(word, () => act(input.value.trim()), { cls: cls ?? (i ? "" : "go"), on_error: fail }));
   const onkeydown = (event) => {
     if (event.key === "Escape") close(); else if (event.key === "Enter" && event.target === input) buttons[0].click(); else return;
     event.preventDefault(); event.stopPropagation();

@@ -170,7 +170,8 @@ class NotebookRun:
         outputs = [output for cell in code_cells(self._notebook) for output in cell.outputs]
         if not any(_WIDGET in output.get("data", {}) for output in outputs):
             return
-        cells.append(new_code_cell(_SETTLE))  # nbclient runs only what is there; it is not stored
+        # nbclient runs only what is there; it is not stored
+        cells.append(new_code_cell(_SETTLE))  # type: ignore[no-untyped-call]
         settling = asyncio.ensure_future(
             self._client.async_execute_cell(cells[-1], len(cells) - 1, store_history=False)
         )

@@ -84,7 +84,11 @@ class Curve:
 def _mean(points: list[_Kept]) -> _Kept:
     """Of those that are finite."""
     values = [value for _, value, _ in points if value is not None]
-    return points[-1][0], sum(values) / len(values) if values else None, sum(bad for _, _, bad in points)
+    return (
+        points[-1][0],
+        sum(value / len(values) for value in values) if values else None,
+        sum(bad for _, _, bad in points),
+    )
 
 
 class LiveCurves:

@@ -240,7 +240,7 @@ def _count_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], resu
 
 def _of_attention(args: Sequence[Any], result: Any) -> int:
     (batch, heads, queries, width), keys, values = args[0].shape, args[1].shape[2], args[2].shape[3]
-    return 2 * batch * heads * queries * keys * (width + values)
+    return int(2 * batch * heads * queries * keys * (width + values))
 
 
 def _of_weights(weights: Sequence[Tensor], rows: Tensor) -> int:
@@ -251,8 +251,8 @@ def _of_weights(weights: Sequence[Tensor], rows: Tensor) -> int:
 def _of_groups(args: Sequence[Any], result: Any) -> int:
     rows, weights, *_ = args
     if rows.dim() == weights.dim() == 2:  # the groups are parts of what is summed over
-        return 2 * rows.numel() * int(weights.shape[-1])
-    return 2 * result.numel() * int(rows.shape[-1])
+        return int(2 * rows.numel() * weights.shape[-1])
+    return int(2 * result.numel() * rows.shape[-1])
 
 
 # What torch does not count, by the name of the operator.

@@ -9,9 +9,10 @@ mine.run("train")
 
 from __future__ import annotations
 
+from .draft_form import FieldConflict
 from .entries import Entries, Entry, LastJob
 from .examples import EXAMPLES, Example
-from .form import FieldConflict, SpecForm
+from .form import SpecForm
 from .form_review import review_spec
 from .my_pipelines import MyPipelines
 from .recent import RecentFiles

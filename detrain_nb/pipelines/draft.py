@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SpecError
+from ..spec import PipelineSpec
 from ..spec.source import FOLDER_KINDS
 from ..text import show
 from .form_fields import FIELDS, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, FieldInfo
@@ -15,6 +16,7 @@ from .typed import NOTHING, read_typed, write_typed
 
 __all__ = [
     "Path",
+    "document_of",
     "field_of",
     "find_kind",
     "format_path",
@@ -74,6 +76,15 @@ def set_at(draft: dict[str, Any], path: Path, typed: object) -> None:
         table.pop(path[-1], None)
     else:
         table[path[-1]] = typed
+
+
+def document_of(content: PipelineSpec | Mapping[str, Any]) -> dict[str, Any]:
+    """What a file of it holds. Raises: SpecError for what is neither a spec nor a document."""
+    if isinstance(content, PipelineSpec):
+        return content.to_dict()
+    if not isinstance(content, Mapping):
+        raise SpecError(f"{show(content)} is no pipeline: give a PipelineSpec, or fields with names, as in a file")
+    return dict(content)
 
 
 def make_draft(data: Mapping[str, Any]) -> dict[str, Any]:

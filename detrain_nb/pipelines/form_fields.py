@@ -48,8 +48,9 @@ _SECTIONS = {"data": "Data", "model": "Model", "checkpoint": "Checkpoint"}  # wh
 class FieldInfo:
     """One field: its ``path``, as ``training.epochs``, and what a page shows of it.
 
-    ``choices`` of a kind other than choice are proposals. ``low`` and ``high`` are bounds that may be given, ``above``
-    one that may not. ``default`` is the text of what holds where nothing is typed; empty where that is nothing.
+    ``choices`` of a kind other than choice are proposals. ``is_whole``: a number without a fraction. ``low`` and
+    ``high`` are bounds that may be given, ``above`` one that may not. ``default`` is the text of what holds where
+    nothing is typed; empty where that is nothing.
     """
 
     path: str
@@ -58,6 +59,7 @@ class FieldInfo:
     kind: Kind
     step: Step
     is_required: bool
+    is_whole: bool
     choices: tuple[str, ...]
     low: float | None
     high: float | None
@@ -73,6 +75,7 @@ class FieldInfo:
             **{name: getattr(self, name) for name in names},
             "how": _HOW.get(self.kind, ""),
             "required": self.is_required,
+            "whole": self.is_whole,
             "choices": [*self.choices],
         }
 
@@ -114,6 +117,7 @@ def _describe(path: str, field: Any, schema: Mapping[str, Any], step: Step, *, i
         kind=_kind(path, parts, is_closed=all("enum" in part or "const" in part for part in parts)),
         step=step,
         is_required=is_required,
+        is_whole=_is_whole(parts),
         choices=tuple(dict.fromkeys(choices)),
         low=_bound(parts, "minimum"),
         high=_highest(parts),
@@ -145,10 +149,13 @@ def _bound(parts: list[Mapping[str, Any]], name: str) -> float | None:
     return next((part[name] for part in parts if name in part), None)
 
 
+def _is_whole(parts: list[Mapping[str, Any]]) -> bool:
+    return all(part.get("type") == "integer" for part in parts)
+
+
 def _highest(parts: list[Mapping[str, Any]]) -> float | None:
     above = _bound(parts, "exclusiveMaximum")
-    is_whole = all(part.get("type") == "integer" for part in parts)
-    return above - 1 if above is not None and is_whole else _bound(parts, "maximum")
+    return above - 1 if above is not None and _is_whole(parts) else _bound(parts, "maximum")
 
 
 def _title(path: str) -> str:
@@ -183,7 +190,9 @@ def _show_default(value: Any) -> str:
 
 def _kind_of_source() -> FieldInfo:
     hint = "what the ranks run: a script, cells of a notebook, a repository, a folder or a module"
-    return FieldInfo(KIND_PATH, "Source", hint, "choice", "source", True, SOURCE_KINDS, None, None, None, "", None, str)
+    return FieldInfo(
+        KIND_PATH, "Source", hint, "choice", "source", True, False, SOURCE_KINDS, None, None, None, "", None, str
+    )
 
 
 FIELDS: Mapping[str, FieldInfo] = {each.path: each for each in (*_walk(PipelineSpec, "", None), _kind_of_source())}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from ..spec import Parallelism, PipelineSpec
 from ..text import name_some, printable
 from .spec_file import leaves
 
-__all__ = ["review_spec"]
+__all__ = ["find_hidden", "review_spec"]
 
 _MOST_RANKS = 256  # that are told one by one
 _MOST_FILES, _MOST_HIDDEN = 20, 20
@@ -89,18 +89,18 @@ def _commands(spec: PipelineSpec) -> dict[str, Any]:
         "more_files": len(made.files) - len(files),
         "bytes": made.size_bytes,
         "setup": [printable(line) for line in made.setup],
-        "warnings": [*map(printable, made.warnings), *_hidden(spec)],
+        "warnings": [*map(printable, made.warnings), *map(" ".join, find_hidden(spec.to_dict()))],
         "repository": [printable(line) for line in made.repository],
     }
 
 
-def _hidden(spec: PipelineSpec) -> list[str]:
+def find_hidden(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Which fields have characters by which they look like something else: what is looked at is what is started."""
     told = []
-    for path, value in leaves(spec.to_dict()):
+    for path, value in leaves(document):
         text = "".join(map(str, value)) if isinstance(value, list) else str(value)
         hidden = sorted({f"U+{ord(char):04X}" for char in text if not char.isprintable() and char not in "\t\r\n"})
         if hidden:
             where = printable("".join(path).removeprefix("."))[:120]
-            told.append(f"{where} has characters that are not seen, or turn the writing: {name_some(hidden)}")
+            told.append((where, f"has characters that are not seen, or turn the writing: {name_some(hidden)}"))
     return told[:_MOST_HIDDEN]

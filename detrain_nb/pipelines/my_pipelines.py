@@ -15,6 +15,7 @@ from ..jobs.record import Record
 from ..spec import PipelineSpec
 from ..storage import named_errors
 from ..text import name_some, printable, show
+from .draft import document_of
 from .entries import Entries, Entry, describe_job, make_entry
 from .examples import Example
 from .names import SUFFIX, check_name, free_name
@@ -91,7 +92,7 @@ class MyPipelines:
 
     def create(self, content: PipelineSpec | Mapping[str, Any], *, name: str | None = None) -> SpecFile:
         """Write a new one, under ``name`` or its own; what is no spec yet is a draft. Raises: Conflict, SpecError."""
-        data = _document(content)
+        data = document_of(content)
         stem = check_name(str(data.get("name", "")) if name is None else name)
         return self._write(self.folder / f"{stem}{SUFFIX}", {**data, "name": stem}, before=None)
 
@@ -104,7 +105,7 @@ class MyPipelines:
 
         Raises: Conflict where the file has changed since, unless ``anyway``; SpecError.
         """
-        data = _document(content)
+        data = document_of(content)
         schema = {_SCHEMA: opened.data[_SCHEMA]} if opened.data and _SCHEMA in opened.data else {}
         saved = self._write(opened.path, {**schema, **data}, before=opened, anyway=anyway)
         if opened.text and not opened.is_formatted and self._is_beside(opened.path):
@@ -222,10 +223,6 @@ class MyPipelines:
 
     def _is_beside(self, path: Path) -> bool:
         return path.parent == self.folder
-
-
-def _document(content: PipelineSpec | Mapping[str, Any]) -> dict[str, Any]:
-    return content.to_dict() if isinstance(content, PipelineSpec) else dict(content)
 
 
 def _is_name(text: str) -> bool:

@@ -30,7 +30,9 @@ _CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: t
 _NEVER = "Host !*"
 _TO_THE_END = {"proxycommand", "localcommand", "remotecommand", "knownhostscommand"}  # what follows is for a shell
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_HOST_NAME = re.compile(r"[A-Za-z0-9._:-]+")
+_HOST_NAME = re.compile(
+    r"[A-Za-z0-9._:-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*%[A-Za-z0-9._-]+"
+)  # an address, and its interface
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _USER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
 
@@ -105,7 +107,7 @@ class HostSettings:
         """
         named = [target.identity_file] if target.identity_file else options.get("identityfile", [])
         return cls(
-            hostname=target.host or options.get("hostname", target.name),
+            hostname=target.host or options.get("hostname", target.name).replace("%%", "%"),
             port=target.port or _read_port(target.name, options.get("port", "")),
             user=target.user or options.get("user") or _local_user(target.name),
             identity_files=tuple(str(_in_home(file)) for file in named if file.lower() != "none"),

@@ -50,6 +50,9 @@ def test_what_is_no_finite_number_is_counted_and_hides_no_other_value() -> None:
     assert (curve.first_bad, curve.bad_since, curve.last) == (3, 10, math.inf)
     curve.add(0, 1.0)
     assert (curve.points(), curve.num_bad, curve.first_bad, curve.bad_since) == ([(0, 1.0)], 0, None, None)
+    for step in range(2):
+        curve.add(step, 1.5e308)
+    assert curve.points(1) == [(1, 1.5e308)], "their sum is infinite, and their mean is not"
 
 
 def test_curve_is_that_of_the_first_rank_that_logs_the_name() -> None:

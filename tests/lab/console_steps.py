@@ -16,12 +16,12 @@ def begin_pipeline(view: Locator, name: str) -> None:
 
 def add_node(view: Locator, host: str, *, ranks: int) -> None:
     """Add one without GPUs, on the page of the nodes; its form is open, and that of no other one."""
-    for opened in view.locator(".toggle[aria-expanded=true]").all():
+    for opened in view.locator(".twist[aria-expanded=true]").all():
         opened.click()
     view.get_by_role("button", name="Add node").click()
     expect(view.get_by_label("Host", exact=True).locator("visible=true")).to_be_focused()
     view.page.keyboard.type(host)
-    view.get_by_label("Devices").locator("visible=true").fill("cpu")
+    view.get_by_role("radio", name="cpu").locator("visible=true").check()
     view.get_by_label("Ranks").locator("visible=true").fill(f"{ranks}")
 
 

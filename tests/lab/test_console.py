@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -143,9 +144,21 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     expect(names(nb.cell(2).locator(".dt"))).to_have_count(9)
 
 
+@pytest.fixture
+def closed_port() -> Iterator[int]:
+    """A port of the loopback at which nobody listens, as long as a test runs."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
+
+
 @pytest.mark.slow
-def test_everybody_can_use_it(notebook: OpenNotebook, check_accessibility: Callable[[Locator], None]) -> None:
-    nb = notebook(_BEGIN, _SHOW, _MAKE)
+def test_everybody_can_use_it(
+    notebook: OpenNotebook, check_accessibility: Callable[[Locator], None], closed_port: int, tmp_path: Path
+) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "config").write_text(f"Host away\n  HostName 127.0.0.1\n  Port {closed_port}\n")
+    nb = notebook(f"{_BEGIN}\nos.environ['HOME'] = {str(tmp_path)!r}", _SHOW, _MAKE)
     nb.run(0)
     nb.run(1)
     view = nb.cell(1).locator(".dt")
@@ -167,11 +180,30 @@ def test_everybody_can_use_it(notebook: OpenNotebook, check_accessibility: Calla
     view.get_by_role("button", name="Next: Nodes").click()
     view.get_by_role("button", name="gpu1").first.click()
     check_accessibility(view)
+    _import_and_test_a_host(view)
+    take_pictures(nb, view, "tested", tmp_path)
+    check_accessibility(view)
+    view.get_by_role("button", name="Remove away").click()
     view.get_by_role("button", name="Next: Source").click()
     check_accessibility(view)
     view.get_by_role("button", name="Next: Review").click()
     expect(view.locator(".plan")).to_contain_text("rank 7")
     check_accessibility(view)
+
+
+def _import_and_test_a_host(view: Locator) -> None:
+    """On the page of nodes: a host of ~/.ssh/config, at which nobody listens."""
+    view.get_by_role("button", name="Import from ~/.ssh/config").click()
+    view.get_by_role("checkbox", name="away").check()
+    view.get_by_role("button", name="Add 1 node").click()
+    view.get_by_role("button", name="Test away").click()
+    away = view.get_by_role("listitem").filter(has=view.page.get_by_role("button", name="away: open"))
+    expect(away.get_by_text("1 failed")).to_be_visible(timeout=60_000)
+    expect(away.get_by_text("connection refused: nothing listens on port")).to_be_visible()
+    view.get_by_role("button", name="Remove away").click()
+    expect(away).to_have_count(0)
+    view.get_by_role("button", name="Undo").click()
+    expect(away.get_by_text("1 failed")).to_be_visible()
 
 
 def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp_path: Path) -> None:
@@ -201,8 +233,9 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(pp).to_have_value("2")
     batch.fill("3o")
     expect(batch).to_have_attribute("aria-invalid", "true")
-    expect(view.get_by_text("'3o': give a whole number, 1 or more")).to_be_visible()
+    expect(view.get_by_text("'3o': give a whole number, 1 or more").first).to_be_visible()
     expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
+    expect(view.locator(".foot >> visible=true")).to_contain_text("Batch size: '3o': give a whole number")
     take_pictures(nb, view, "general", tmp_path)
     batch.fill("32")
     expect(batch).not_to_have_attribute("aria-invalid", "true")
@@ -210,15 +243,16 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     view.get_by_role("button", name="Next: Nodes").click()
     add_node(view, "localhost", ranks=2)
     take_pictures(nb, view, "nodes", tmp_path)
-    view.get_by_role("button", name="Copy: localhost").click()
-    expect(view.locator(".nodes > li")).to_have_count(2)
-    expect(view.get_by_text("localhost and localhost are both this machine")).to_be_visible()
-    view.get_by_role("button", name="Remove: localhost").last.click()
-    expect(view.locator(".nodes > li")).to_have_count(1)
+    nodes = view.get_by_role("list", name="Nodes").get_by_role("listitem")
+    view.get_by_role("button", name="Duplicate localhost").click()
+    expect(nodes).to_have_count(2)
+    expect(view.get_by_text("localhost and localhost are both this machine").first).to_be_visible()
+    view.get_by_role("button", name="Remove localhost").last.click()
+    expect(nodes).to_have_count(1)
     view.get_by_role("button", name="Undo").click()
-    expect(view.locator(".nodes > li")).to_have_count(2)
-    view.get_by_role("button", name="Remove: localhost").last.click()
-    expect(view.locator(".nodes > li")).to_have_count(1)
+    expect(nodes).to_have_count(2)
+    view.get_by_role("button", name="Remove localhost").last.click()
+    expect(nodes).to_have_count(1)
 
     view.get_by_role("button", name="Next: Source").click()
     type_script(view, "print('it ran')")
@@ -252,7 +286,10 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
 def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     notebook: OpenNotebook, tmp_path: Path
 ) -> None:
-    make = "mine = MyPipelines(); mine.create({'name': 'train', 'source': {'script_text': 'print(1)'}}); None"
+    make = (
+        "mine = MyPipelines(); mine.create({}, name='taken')\n"
+        "mine.create({'name': 'train', 'source': {'script_text': 'print(1)'}}); None"
+    )
     theirs = "mine.save(mine.open('train'), {**mine.open('train').data, 'training': {'steps': 7}}); None"
     again = "mine.save(mine.open('train'), {**mine.open('train').data, 'description': 'theirs'}); None"
     elsewhere = "view.form.edit('training.steps', '1', revision=1, editor='tab')"
@@ -270,6 +307,10 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     expect(one.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("5")
     take_pictures(nb, one, "conflict", tmp_path)
+    one.get_by_label("Name of the other pipeline").fill("taken")
+    one.get_by_role("button", name="Save as another").click()
+    expect(one.get_by_text("a pipeline taken is there already: give another name")).to_be_visible()
+    expect(one.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
     one.get_by_role("button", name="Load theirs").click()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("7")
     one.get_by_label("Steps optional", exact=True).fill("9")

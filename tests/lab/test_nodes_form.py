@@ -105,7 +105,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     view.get_by_role("button", name="h0: close").click()
 
     view.get_by_role("button", name="Add node").click()
-    expect(view.get_by_role("status").get_by_text("new node, Host: give a host name")).to_be_visible()
+    expect(view.get_by_role("status").get_by_text("new node, Host: is missing: give a host name")).to_be_visible()
     window.page.keyboard.type("h1")  # the host of a new node has the focus
     _fill(view, "h1", Python=sys.executable)
     _form(view, "h1").get_by_role("radio", name="cpu").click()
@@ -272,14 +272,15 @@ def _type_in_two_pages(nb: Notebook, view: Locator) -> None:
     nb.js(
         "() => { const inputs = [...document.querySelectorAll('.dt .node .form input')].filter(e =>"
         " e.labels[0]?.textContent.startsWith('User') && e.value === 'alice');"
-        " inputs.forEach((e, i) => { e.value = ['anna', 'bert'][i]; e.dispatchEvent(new Event('blur')); }); }"
+        " inputs.forEach((e, i) => { e.value = ['anna', 'bert'][i];"
+        " e.dispatchEvent(new Event('input')); e.dispatchEvent(new Event('blur')); }); }"
     )
-    note = other.get_by_text("Two pages have typed here.")
+    note = other.get_by_text("Another tab changed this form.")
     expect(note).to_be_visible()
     expect(mine).to_have_value("anna")
     expect(theirs).to_have_value("bert")
-    other.get_by_role("button", name="Take the later").click()
+    other.get_by_role("button", name="Apply mine").click()
     expect(mine).to_have_value("bert")
-    expect(note).to_be_hidden()
+    expect(note).to_have_count(0)
     nb.run(2)
     assert "user='bert'" in nb.text(2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,9 +31,11 @@ _CODE_OF_JUPYTERLAB = re.compile(r"/static/(lab|notebook)/")
 
 @contextlib.contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Run Debian's Chromium."""
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=_CHROMIUM_FLAGS)
+    """Run Debian's Chromium; its sockets lie in a folder with a short path, as systems want it."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder, sync_playwright() as playwright:
+        chromium = playwright.chromium.launch(
+            executable_path=shutil.which("chromium"), args=_CHROMIUM_FLAGS, env={**os.environ, "TMPDIR": folder}
+        )
         try:
             yield chromium
         finally:

@@ -302,6 +302,7 @@ def test_folder_of_a_repository_is_laid_out_alone(host: GitHost, work: Path, cac
     "fields, said",
     [
         ({"ref": "no-such"}, "there is no branch, tag or commit 'no-such'"),
+        ({"ref": "origin/main"}, "'origin/main': leave out origin/, and see whether it was pushed"),
         ({"ref": "0" * 40}, "there is no branch, tag or commit"),
         ({"ref": "abcdef0"}, "there is no branch, tag or commit 'abcdef0'"),
         ({"token": ""}, "is private, or is not there: name the environment variable"),

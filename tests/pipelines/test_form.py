@@ -144,6 +144,9 @@ def test_spec_that_is_assigned_is_shown() -> None:
     for path in ("nodes.1.devices", "nodes.x.devices"):
         with pytest.raises(SpecError, match=r"is no field: give that of a node as nodes\[0\]\.host"):
             form.edit(path, "0")
+    for other in (None, 5, "train.toml"):
+        with pytest.raises(SpecError, match=r"is no pipeline: give a PipelineSpec, or fields with names"):
+            form.spec = other  # type: ignore[assignment]
     stop()
     form.edit("name", "other")
     assert told == [2]
@@ -235,7 +238,7 @@ def test_edit_of_a_node_that_another_editor_removed_brings_it_back() -> None:
     [conflict] = form.conflicts
     assert conflict.theirs is None
     form.resolve(conflict.path, keep="mine", editor="two")
-    assert form.spec is not None and [(each.host, each.ranks) for each in form.spec.nodes] == [("gpu2", 3), ("gpu1", 2)]
+    assert form.spec is not None and [(each.host, each.ranks) for each in form.spec.nodes] == [("gpu1", 2), ("gpu2", 3)]
 
 
 def test_load_is_a_change_of_every_field() -> None:

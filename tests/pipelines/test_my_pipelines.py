@@ -12,7 +12,7 @@ import pytest
 
 from detrain_nb.errors import Conflict, JobError, SpecError
 from detrain_nb.jobs.record import Record
-from detrain_nb.pipelines import EXAMPLES, MyPipelines, RecentFiles, my_pipelines, spec_file
+from detrain_nb.pipelines import EXAMPLES, MyPipelines, RecentFiles, SpecForm, my_pipelines, spec_file
 from detrain_nb.spec import PipelineSpec
 
 DATA: dict[str, Any] = {"source": {"script_text": "print('ran')"}, "training": {"steps": 4}}
@@ -141,6 +141,9 @@ def test_file_that_others_have_made_no_document_is_a_conflict(mine: MyPipelines)
         with pytest.raises(Conflict) as caught:
             mine.save(opened, {**DATA, "name": "train"})
         assert told in str(caught.value) and all(each.path for each in caught.value.changes)
+    with pytest.raises(SpecError, match="None is no pipeline"):
+        mine.save(mine.open("train"), SpecForm(mine.open("train").spec).spec)  # type: ignore[arg-type]
+    assert opened.path.read_text() == "["
 
 
 def test_file_removed_by_others_is_a_conflict(mine: MyPipelines) -> None:

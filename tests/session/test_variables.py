@@ -52,7 +52,7 @@ split = distribute_tensor(torch.arange(8.).reshape(4, 2), mesh, [Shard(0)])
 twice = distribute_tensor(torch.arange(8.).reshape(4, 2), mesh, [Replicate()])
 broken = distribute_tensor(torch.arange(8.).reshape(4, 2), mesh, [Replicate()])
 broken.to_local()[0, 0] = 10 * rank
-net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4, affine=False))
 _hidden = 1
 
 def step(x, y=2):
@@ -170,7 +170,8 @@ def test_table_says_what_each_is_and_whether_ranks_agree(defined: Session) -> No
     assert told["losses"][-1] == "each its own"
     assert told["odd"] == ("Tensor", "[2, 2] … [2, 3]", "float32", 24, "each its own")
     assert told["lonely"][-1] == "only on 1"
-    assert told["net"][:3] == ("Sequential", "16 parameters", "float32")
+    assert told["net"][:3] == ("Sequential", "16 parameters", "float32, int64"), "what a norm counts is none"
+    assert [row[1:] for row in defined.preview("net").rows] == [("Linear", "16"), ("BatchNorm1d", "0")]
     assert told["net"][-1] == "each its own", "each rank has seeds of its own"
     assert told["step"] == ("function", "(x, y)", "", None, "same on 2")
     assert (told["Model"][0], told["Model"][-1]) == ("class", "not compared")

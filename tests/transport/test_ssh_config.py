@@ -39,6 +39,8 @@ Host a b # two
   HostName "ten.example" #x
   IdentityFile ${HOME}/k#1
   UserKnownHostsFile ${HOME}/kh
+Host cable
+  HostName fe80::1%%eth0
 Match host=c
   User "of-c"
 Match originalhost=f
@@ -49,7 +51,7 @@ Host *
 
 
 @pytest.mark.needs_debian("openssh-server")
-@pytest.mark.parametrize("host", ["a", "b", "c", "f", "in"])
+@pytest.mark.parametrize("host", ["a", "b", "c", "cable", "f", "in"])
 def test_what_people_write_is_read_as_ssh_reads_it(host: str, home: Path) -> None:
     (home / "conf.d" / "sub").mkdir(parents=True)
     (home / "conf.d" / "one").write_text("Host in\n  Port 47\n")
@@ -320,6 +322,7 @@ def test_first_of_proxyjump_and_proxycommand_holds() -> None:
         ("fe80::1", SshTarget("fe80::1")),
         ("me@fe80::1", SshTarget("fe80::1", user="me")),
         ("me@[fe80::1]:23", SshTarget("fe80::1", user="me", port=23)),
+        ("me@[fe80::1%eth0]:23", SshTarget("fe80::1%eth0", user="me", port=23)),
     ],
 )
 def test_host_is_read_as_ssh_writes_it(text: str, target: SshTarget) -> None:

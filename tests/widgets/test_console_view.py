@@ -138,6 +138,10 @@ def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> Non
         page.asks("save", anyway=False, name=None)
     form = page.wait_for_part("form", lambda form: form and form["conflict"])
     assert form["conflict"]["changes"] == [["training.steps", "7", "5"]] and form["draft"]["training"]["steps"] == "5"
+    page.pipelines.create({**DATA, "name": "taken"})
+    with pytest.raises(RuntimeError, match="a pipeline taken is there already: give another name"):
+        page.asks("save", anyway=False, name="taken")
+    assert page.state()["form"]["conflict"] == form["conflict"], "it is still about the open file"
     page.asks("save", anyway=False, name="train-mine")
     assert page.wait_for_part("form", lambda form: not form["conflict"])["file"] == "pipelines/train-mine.toml"
     page.asks("open_pipeline", id=page.names()["train"])

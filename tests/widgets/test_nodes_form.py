@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from detrain_nb.widgets import nodes_view
-from detrain_nb.widgets.node_drafts import FIELDS, Draft, check
-from detrain_nb.widgets.node_form import MOST_NODES
 from detrain_nb.widgets.node_start import StartTable
 
 from detrain_nb.deploy.start_steps import StartStep
 from detrain_nb.errors import SpecError
+from detrain_nb.pipelines.draft_form import MOST_NODES
+from detrain_nb.pipelines.form_fields import NODE_FIELDS
 from detrain_nb.spec import Node
 from detrain_nb.spec.nodes_file import read_nodes, write_nodes
 
@@ -54,7 +54,7 @@ WRONG = {
     "proxy_jump": "gate:0",
     "address": "0.0.0.0",
     "devices": "0, 0",
-    "ranks": "none",
+    "ranks": "two",
     "python": "-c",
     "workdir": "relative",
     "setup": "echo \x1b[2J",
@@ -83,12 +83,35 @@ class _Collecting(WithPage, nodes_view.NodesView):
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        rows: list[dict[str, Any]] = self.state()["form"]["rows"]
-        return rows
+        """What is told of each node: its key, its words, and what is typed and wrong, by field."""
+        told = self.state()["form"]
+        return [
+            {
+                **told["nodes"][key],
+                "key": key,
+                "typed": typed,
+                **{name: _of_node(told[name], key) for name in ("errors", "warnings")},
+            }
+            for key, typed in zip(told["rows"], told["draft"].get("nodes", []))
+        ]
 
-    def types(self, row: int, **texts: str) -> None:
-        for field, text in texts.items():
-            self.asks("edit", row=row, field=field, text=text, seen=self._form.revision)
+    def adds(self, **typed: str) -> str:
+        key: str = self.asks("change_nodes", do="add", key="")
+        self.types(key, **typed)
+        return key
+
+    def types(self, key: str, *, page: str = "p", revision: int | None = None, **typed: str) -> list[int | None]:
+        """What the page gets for each field: the revision that has it, or None for a conflict."""
+        seen = self._form.revision if revision is None else revision
+        paths = {f"nodes[{key}].{field}": text for field, text in typed.items()}
+        return [
+            self.asks("edit", page, path=path, typed=text, revision=seen, editor=page) for path, text in paths.items()
+        ]
+
+
+def _of_node(found: dict[str, str], key: str) -> dict[str, str]:
+    at = f"nodes[{key}]"
+    return {path.removeprefix(at).removeprefix("."): said for path, said in found.items() if path.startswith(at)}
 
 
 @pytest.fixture
@@ -115,9 +138,8 @@ def view(make_view: Callable[..., _Collecting]) -> _Collecting:
 
 
 def test_right_values_in_every_field_are_the_node_that_a_file_keeps(view: _Collecting, tmp_path: Path) -> None:
-    assert RIGHT.keys() == WRONG.keys() == FIELDS.keys() == Node.model_fields.keys()
-    row = view.asks("add", kind="empty")
-    view.types(row, **RIGHT)
+    assert RIGHT.keys() == WRONG.keys() == NODE_FIELDS.keys() == Node.model_fields.keys()
+    view.adds(**RIGHT)
     [node] = view.nodes
     assert node == Node(
         name="left",
@@ -138,7 +160,8 @@ def test_right_values_in_every_field_are_the_node_that_a_file_keeps(view: _Colle
         memory_gb=80.0,
         relative_speed=1.0,
     )
-    assert Draft.of(node).build() == node
+    view.nodes = [node]
+    assert view.nodes == [node]
     assert "nodes.toml has 1 node" in view.asks("save", path=str(tmp_path / "nodes.toml"), over="")["said"]
     assert read_nodes(tmp_path / "nodes.toml") == (node,)
     shown = view.rows[0]
@@ -151,40 +174,38 @@ def test_right_values_in_every_field_are_the_node_that_a_file_keeps(view: _Colle
 
 @pytest.mark.parametrize("field", WRONG)
 def test_wrong_value_is_told_at_its_field_and_stays_as_it_was_typed(view: _Collecting, field: str) -> None:
-    row = view.asks("add", kind="empty")
-    view.types(row, host="gpu1")
+    row = view.adds(host="gpu1")
     view.types(row, **{field: WRONG[field]})
     [shown] = view.rows
-    assert shown["texts"][field] == WRONG[field]
+    assert shown["typed"][field] == WRONG[field]
     assert list(shown["errors"]) == [field]
     assert "give" in shown["errors"][field] or ":" in shown["errors"][field]
-    with pytest.raises(SpecError, match=FIELDS[field].title):
+    with pytest.raises(SpecError, match=NODE_FIELDS[field].title):
         view.nodes  # noqa: B018
-    with pytest.raises(RuntimeError, match=FIELDS[field].title):
+    with pytest.raises(RuntimeError, match=NODE_FIELDS[field].title):
         view.asks("start")
     with pytest.raises(RuntimeError, match="correct the fields"):
-        view.asks("test", rows=[row])
+        view.asks("test", keys=[row])
     view.types(row, **{field: RIGHT[field]})
     assert view.rows[0]["errors"] == {}
 
 
 def test_what_several_fields_have_to_do_with_each_other_is_told_of_the_node(view: _Collecting) -> None:
-    row = view.asks("add", kind="empty")
-    view.types(row, host="gpu1", devices="0", ranks="2")
+    view.adds(host="gpu1", devices="0", ranks="2")
     assert view.rows[0]["errors"] == {"": "ranks 2 but devices has 1 GPU, one for each rank: leave out ranks"}
 
 
 def test_twins_are_told_with_what_to_do(view: _Collecting) -> None:
     for _ in range(2):
-        view.types(view.asks("add", kind="empty"), host="gpu1")
-    [twins] = view.state()["form"]["twins"]
-    assert twins.startswith("nodes 1 and 2 have the same name 'gpu1': give each a name of its own")
+        view.adds(host="gpu1")
+    [[where, twins]] = view.state()["form"]["faults"]
+    assert where == "nodes" and twins.startswith("nodes 1 and 2 have the same name 'gpu1': give each a name of its own")
     with pytest.raises(SpecError, match="same name"):
         view.nodes  # noqa: B018
-    view.asks("remove", row=view.rows[1]["id"])
-    view.asks("add", kind="here")
-    view.asks("add", kind="here")
-    assert "both this machine" in view.state()["form"]["twins"][0]
+    view.asks("change_nodes", do="remove", key=view.rows[1]["key"])
+    view.asks("change_nodes", do="add_here", key="")
+    view.asks("change_nodes", do="add_here", key="")
+    assert "both this machine" in view.state()["form"]["faults"][0][1]
 
 
 @pytest.mark.parametrize(
@@ -192,10 +213,9 @@ def test_twins_are_told_with_what_to_do(view: _Collecting) -> None:
     ["<img src=x onerror=alert(1)>", "a\x1b]0;owned\x07b", "\u202egnp.exe", "x\r\ny", "\x00", "\ud800", "'\"`$(id)"],
 )
 def test_hostile_text_stays_text(view: _Collecting, text: str) -> None:
-    row = view.asks("add", kind="empty")
-    view.types(row, host=text, name=text)
+    view.adds(host=text, name=text)
     [shown] = view.rows
-    assert shown["texts"]["host"] == text.replace("\ud800", "\ufffd\ufffd\ufffd")
+    assert shown["typed"]["host"] == text.replace("\ud800", "\ufffd\ufffd\ufffd")
     told = [shown["label"], shown["where"], *shown["errors"].values(), repr(view), *view.settled().bundle().values()]
     for line in told:
         assert not any(char in line for char in "\x1b\x07\x00\r\u202e")
@@ -203,78 +223,83 @@ def test_hostile_text_stays_text(view: _Collecting, text: str) -> None:
     assert set(shown["errors"]) == {"host", "name"}
 
 
-def test_what_a_page_may_send_is_bounded(view: _Collecting, monkeypatch: pytest.MonkeyPatch) -> None:
-    row = view.asks("add", kind="empty")
+def test_line_with_hidden_characters_is_named_and_still_a_node(view: _Collecting) -> None:
+    row = view.adds(host="gpu1", setup="pip install\u200b torch")
+    said = "has characters that are not seen, or turn the writing: U+200B"
+    assert view.rows[0]["warnings"] == {"setup": said} and len(view.nodes) == 1
+    view.types(row, setup="pip install torch")
+    assert view.rows[0]["warnings"] == {}
+
+
+def test_what_a_page_may_send_is_bounded(view: _Collecting) -> None:
+    row = view.adds()
+    right = {"path": f"nodes[{row}].host", "typed": "x", "revision": 0, "editor": "p"}
     for wrong in (
-        {"row": row, "field": "host", "text": "x" * 20_001, "seen": 0},
-        {"row": row, "field": "model_config", "text": "x", "seen": 0},
-        {"row": True, "field": "host", "text": "x", "seen": 0},
-        {"row": row, "field": "host", "text": ["x"], "seen": 0},
-        {"row": row, "field": "host", "text": "x", "seen": -1},
-        {"row": row, "field": "host", "text": "x"},
+        {**right, "typed": "x" * 200_001},
+        {**right, "typed": ["x"]},
+        {**right, "revision": -1},
+        {**right, "revision": True},
+        {name: right[name] for name in ("path", "typed", "revision")},
     ):
         with pytest.raises(RuntimeError, match="edit"):
             view.asks("edit", **wrong)
-    assert view.rows[0]["texts"]["host"] == ""
-    with pytest.raises(RuntimeError, match="test: rows"):
-        view.asks("test", rows=[row] * (MOST_NODES + 1))
-    for _ in range(MOST_NODES - 1):
-        view._form.add()
-    for action, arguments in [("add", {"kind": "empty"}), ("duplicate", {"row": row})]:
+    for path in (f"nodes[{row}].model_config", f"nodes[{row}]", "nodes", "nodes[n0].host"):
+        with pytest.raises(RuntimeError, match=r"is no field|no such node"):
+            view.asks("edit", **{**right, "path": path})
+    assert view.rows[0]["typed"] == {}
+    with pytest.raises(RuntimeError, match="test: keys"):
+        view.asks("test", keys=[row] * (MOST_NODES + 1))
+    view._form.add_nodes(Node(host=f"n{number}") for number in range(MOST_NODES - 1))
+    for do in ("add", "copy"):
         with pytest.raises(RuntimeError, match=f"at most {MOST_NODES} nodes"):
-            view.asks(action, **arguments)
-    view.asks("remove", row=row)
-    with pytest.raises(ValueError, match="at most"):
-        view._form.append([Node(host="x"), Node(host="y")])
-    assert len(view.rows) == MOST_NODES - 1  # all, or none
+            view.asks("change_nodes", do=do, key=row)
+    view.asks("change_nodes", do="remove", key=row)
+    with pytest.raises(SpecError, match="at most"):
+        view._form.add_nodes([Node(host="x"), Node(host="y")])
+    assert len(view.nodes) == MOST_NODES - 1  # all, or none
     with pytest.raises(SpecError, match="give the path of a nodes file"):
         view.nodes = [3]
-    with pytest.raises(ValueError, match=f"at most {MOST_NODES}"):
+    with pytest.raises(SpecError, match=f"at most {MOST_NODES}"):
         view.nodes = [Node(host=f"n{number}") for number in range(MOST_NODES + 1)]
 
 
 def test_rows_are_added_copied_moved_removed_and_brought_back(view: _Collecting) -> None:
-    first, second = (view.asks("add", kind="empty") for _ in range(2))
-    view.types(first, host="gpu1", user="alice", name="one")
-    view.types(second, host="gpu2")
-    copy = view.asks("duplicate", row=first)
-    assert [row["id"] for row in view.rows] == [first, copy, second]
-    assert view.rows[1]["texts"]["user"] == "alice" and view.rows[1]["texts"]["name"] == ""
-    view.asks("move", row=second, by=-1)
-    assert [row["id"] for row in view.rows] == [first, second, copy]
-    with pytest.raises(RuntimeError, match="one is first already"):
-        view.asks("move", row=first, by=-1)
-    with pytest.raises(RuntimeError, match="is last already"):
-        view.asks("move", row=copy, by=1)
-    view.asks("remove", row=second)
+    first = view.adds(host="gpu1", user="alice", name="one")
+    second = view.adds(host="gpu2")
+    copy = view.asks("change_nodes", do="copy", key=first)
+    assert [row["key"] for row in view.rows] == [first, copy, second]
+    assert view.rows[1]["typed"] == {"host": "gpu1", "user": "alice"}
+    for key, do in [(second, "up"), (first, "up"), (copy, "down")]:  # the first and the last one stay
+        view.asks("change_nodes", do=do, key=key)
+    assert [row["key"] for row in view.rows] == [first, second, copy]
+    view.asks("change_nodes", do="remove", key=second)
     assert view.state()["form"]["undo"] == "gpu2 was removed."
-    with pytest.raises(RuntimeError, match="removed meanwhile"):
-        view.asks("remove", row=second)
-    with pytest.raises(RuntimeError, match="gpu2 was removed meanwhile: Undo brings it back"):
-        view.asks("edit", row=second, field="host", text="gpu22", seen=0)
-    assert view.asks("undo") == second
-    assert [row["id"] for row in view.rows] == [first, second, copy]
-    assert view.rows[1]["texts"]["host"] == "gpu22"
+    with pytest.raises(RuntimeError, match="was removed"):
+        view.asks("change_nodes", do="remove", key=second)
+    assert view.types(second, host="gpu22", revision=0) == [None], "typed in a page that has not heard of it"
+    assert view.asks("change_nodes", do="undo", key="") == second
+    assert [row["key"] for row in view.rows] == [first, second, copy]
+    view.asks("resolve", path=f"nodes[{second}].host", keep="mine", editor="p")
+    assert view.rows[1]["typed"]["host"] == "gpu22"
     with pytest.raises(RuntimeError, match="nothing to undo"):
-        view.asks("undo")
+        view.asks("change_nodes", do="undo", key="")
 
 
 def test_what_two_pages_type_into_a_field_is_shown_and_nothing_is_lost(view: _Collecting) -> None:
-    row = view.asks("add", kind="empty")
+    row = view.adds()
     view.hears("hello", "q")
-    seen = view.rows[0]["changed"].get("host", 0)
-    assert view.asks("edit", row=row, field="host", text="mine", seen=seen)["seen"] > seen
-    late = view.asks("edit", page="q", row=row, field="host", text="yours", seen=seen)["seen"]
-    assert late == seen  # it has not seen the other, and says so again
-    assert view.asks("edit", page="q", row=row, field="host", text="yours2", seen=late)["seen"] == seen
-    [shown] = view.rows
-    assert (shown["texts"]["host"], shown["other"]) == ("mine", {"host": "yours2"})
-    view.asks("edit", page="q", row=row, field="user", text="bob", seen=0)  # another field is no conflict
-    assert view.rows[0]["texts"]["user"] == "bob"
-    chosen = view.asks("choose", row=row, field="host", takes_other=True)
-    assert (view.rows[0]["texts"]["host"], view.rows[0]["other"]) == ("yours2", {})
-    assert view.asks("edit", row=row, field="host", text="ours", seen=chosen)["seen"] > chosen
-    assert view.rows[0]["texts"]["host"] == "ours"
+    seen = view._form.revision
+    assert view.types(row, host="mine", revision=seen) == [seen + 1]
+    for late in ("yours", "yours2"):  # it has not seen the other, and says so again
+        assert view.types(row, page="q", revision=seen, host=late) == [None]
+    [conflict] = view.state()["form"]["conflicts"]
+    assert conflict == {"path": f"nodes[{row}].host", "theirs": "mine", "mine": "yours2", "editor": "q"}
+    assert view.rows[0]["typed"] == {"host": "mine"}
+    assert view.types(row, page="q", revision=seen, user="bob") != [None], "another field is no conflict"
+    view.asks("resolve", path=conflict["path"], keep="mine", editor="q")
+    assert view.rows[0]["typed"] == {"host": "yours2", "user": "bob"} and not view.state()["form"]["conflicts"]
+    view.types(row, host="ours")
+    assert view.rows[0]["typed"]["host"] == "ours"
 
 
 def test_nodes_are_set_from_a_cell_and_that_can_be_undone(
@@ -284,7 +309,7 @@ def test_nodes_are_set_from_a_cell_and_that_can_be_undone(
     assert view.nodes == [Node(host="gpu1")]
     view.nodes = [Node(host="gpu2"), Node(host="gpu3")]
     assert [node.host for node in view.nodes] == ["gpu2", "gpu3"]
-    view.asks("undo")
+    view.asks("change_nodes", do="undo", key="")
     assert view.nodes == [Node(host="gpu1")]
     write_nodes(tmp_path / "nodes.yaml", [Node(host="gpu4", setup=["a", "b"])])
     view.nodes = tmp_path / "nodes.yaml"
@@ -295,14 +320,14 @@ def test_nodes_are_set_from_a_cell_and_that_can_be_undone(
 def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting, tmp_path: Path) -> None:
     path = str(tmp_path / "nodes.toml")
     write_nodes(path, [Node(host="gpu1", user="alice"), Node(host="gpu2")])
-    view.types(view.asks("add", kind="empty"), host="mine")
-    assert view.asks("open_file", path=path, is_added=True) == 2
+    view.adds(host="mine")
+    assert view.asks("open_nodes", path=path, is_added=True) == 2
     assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
-    assert view.asks("open_file", path=path, is_added=False) == 2
+    assert view.asks("open_nodes", path=path, is_added=False) == 2
     assert [node.host for node in view.nodes] == ["gpu1", "gpu2"]
     assert "gave way to those of" in view.state()["form"]["undo"]
     assert not view.state()["form"]["is_changed"]
-    view.types(view.rows[0]["id"], user="bob")
+    view.types(view.rows[0]["key"], user="bob")
     assert view.state()["form"]["is_changed"]
     (tmp_path / "broken.toml").write_text("[[nodes]]\nport = 1\n")
     for wrong, said in {
@@ -312,17 +337,17 @@ def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting
         " ": "name a file",
     }.items():
         with pytest.raises(RuntimeError, match=said):
-            view.asks("open_file", path=wrong, is_added=False)
-    assert [row["texts"]["host"] for row in view.rows] == ["gpu1", "gpu2"]
-    view.asks("undo")
+            view.asks("open_nodes", path=wrong, is_added=False)
+    assert [row["typed"]["host"] for row in view.rows] == ["gpu1", "gpu2"]
+    view.asks("change_nodes", do="undo", key="")
     assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
 
 
 def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, tmp_path: Path) -> None:
     path, other = tmp_path / "nodes.toml", tmp_path / "notes.toml"
-    view.types(view.asks("add", kind="empty"), host="gpu1")
+    view.adds(host="gpu1")
     view.asks("save", path=str(path), over="")
-    view.types(view.rows[0]["id"], user="alice")
+    view.types(view.rows[0]["key"], user="alice")
     assert "said" in view.asks("save", path=str(path), over="")  # it is as we have left it
     path.write_text("# theirs\n" + path.read_text())
     asked = view.asks("save", path=str(path), over="")
@@ -334,6 +359,11 @@ def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, t
     assert said.endswith("nodes.toml.before")
     assert "theirs again" in Path(f"{path}.before").read_text()
     assert read_nodes(path) == (Node(host="gpu1", user="alice"),)
+    path.write_text("# theirs, the third\n" + path.read_text())
+    third = view.asks("save", path=str(path), over="")
+    assert view.asks("save", path=str(path), over=third["over"])["said"].endswith("nodes.toml.before2")
+    assert "theirs again" in Path(f"{path}.before").read_text(), "what was kept first is there as well"
+    assert "the third" in Path(f"{path}.before2").read_text()
     other.write_text("title = 'no nodes'\n")
     asked = view.asks("save", path=str(other), over="")
     assert "is there already" in asked["ask"] and "no nodes" in other.read_text()
@@ -342,10 +372,10 @@ def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, t
 
 
 def test_what_is_wrong_is_not_saved(view: _Collecting, tmp_path: Path) -> None:
-    view.types(view.asks("add", kind="empty"), host="gpu1", port="x")
-    with pytest.raises(RuntimeError, match="gpu1, Port: give a number"):
+    view.adds(host="gpu1", port="x")
+    with pytest.raises(RuntimeError, match="gpu1, Port: 'x': give a number"):
         view.asks("save", path=str(tmp_path / "nodes.toml"), over="")
-    view.types(view.rows[0]["id"], port="")
+    view.types(view.rows[0]["key"], port="")
     with pytest.raises(RuntimeError, match="ends in none of"):
         view.asks("save", path=str(tmp_path / "nodes.txt"), over="")
     with pytest.raises(RuntimeError):
@@ -365,7 +395,7 @@ def test_hosts_of_the_ssh_config_are_listed_and_taken_by_name(
         "Host odd\n  ProxyCommand nc %h\nHost *.example.org <b>x</b>\n  User all\n"
         f"Match exec 'touch {tmp_path}/was-run'\n  User of-command\n"
     )
-    view.types(view.asks("add", kind="empty"), host="gpu1")
+    view.adds(host="gpu1")
     listed = view.asks("list_hosts")
     hosts = {host.pop("name"): host for host in listed["hosts"]}
     assert hosts["gpu1"] == {"where": "alice@gpu1.example.org", "jump": "", "fault": "", "is_there": True}
@@ -374,7 +404,7 @@ def test_hosts_of_the_ssh_config_are_listed_and_taken_by_name(
     assert listed["more"] == 0 and view.state()["num_hosts"] == 3
     assert not (tmp_path / "was-run").exists(), "to list hosts runs no command"
     [row] = view.asks("import_hosts", names=["gpu2"])
-    assert view.rows[1]["id"] == row
+    assert view.rows[1]["key"] == row
     assert view.nodes[1] == Node(host="gpu2")
     with pytest.raises(RuntimeError, match="is no host of"):
         view.asks("import_hosts", names=["gpu9"])
@@ -387,7 +417,7 @@ def test_start_that_fails_is_told_at_its_node_and_nothing_is_left(view: _Collect
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         port = closed.getsockname()[1]
-        row = view.asks("add", kind="empty")
+        row = view.adds()
         view.types(row, host="127.0.0.1", port=str(port), name="away", python=sys.executable)
         view.asks("start")
         start = view.waits_for("start", lambda start: start["is"] not in ("none", "running"))
@@ -421,10 +451,10 @@ def test_table_of_a_start_says_who_waits_for_whom_and_what_has_stopped() -> None
 def test_session_is_started_told_phase_by_phase_and_settles_to_a_line(view: _Collecting) -> None:
     with pytest.raises(RuntimeError, match="add a node first"):
         view.asks("start")
-    view.asks("add", kind="here")
+    view.asks("change_nodes", do="add_here", key="")
     view.asks("start")
     with pytest.raises(RuntimeError, match="the start is still under way"):
-        view.asks("test", rows=[view.rows[0]["id"]])
+        view.asks("test", keys=[view.rows[0]["key"]])
     start = view.waits_for("start", lambda start: start["is"] not in ("none", "running"))
     assert start["is"] == "done", start
     assert view.session is not None
@@ -439,7 +469,7 @@ def test_session_is_started_told_phase_by_phase_and_settles_to_a_line(view: _Col
 
 @pytest.mark.slow
 def test_start_is_cancelled_while_ranks_come_up(view: _Collecting) -> None:
-    view.asks("add", kind="here")
+    view.asks("change_nodes", do="add_here", key="")
     view.asks("start")
     view.waits_for("start", lambda start: start["is"] == "running")
     view.asks("cancel")
@@ -467,7 +497,7 @@ def test_passphrase_goes_to_the_key_and_nowhere_else(
     monkeypatch.delenv("SSH_AUTH_SOCK", raising=False)
     caplog.set_level(0)
     view = make_view([Node(host="h0", identity_file=str(key), python=sys.executable, devices="cpu")])
-    row = view.rows[0]["id"]
+    row = view.rows[0]["key"]
 
     def question() -> Any:
         return view.waits_for("question", lambda asked: asked)
@@ -476,7 +506,7 @@ def test_passphrase_goes_to_the_key_and_nowhere_else(
         view._worker.join(LIMIT_S)
         return view.waits_for("tests", lambda tests: tests[str(row)]["is"] != "running")[str(row)]
 
-    view.asks("test", rows=[row])
+    view.asks("test", keys=[row])
     assert question()["key"] == str(key)
     with pytest.raises(RuntimeError, match="nobody waits") as told:
         view.asks("answer", number=question()["number"] + 1, passphrase=secret)
@@ -487,13 +517,13 @@ def test_passphrase_goes_to_the_key_and_nowhere_else(
     assert result()["is"] == "cancelled"
     assert view.state()["question"] is None
 
-    view.asks("test", rows=[row])
+    view.asks("test", keys=[row])
     view.asks("answer", number=question()["number"], passphrase="")
     failed = result()["bad"][0]
     assert failed["check"] == "ssh" and "needs a passphrase" in failed["text"]
     assert "1 failed" in view.settled().text
 
-    view.asks("test", rows=[row])
+    view.asks("test", keys=[row])
     view.asks("answer", number=question()["number"], passphrase=secret)
     test = result()
     assert test["is"] == "done" and test["bad"] == [], test
@@ -506,9 +536,3 @@ def test_passphrase_goes_to_the_key_and_nowhere_else(
     out, err = capfd.readouterr()
     assert secret not in f"{everything}{caplog.text}{out}{err}"
     assert os.environ.get("SSH_AUTH_SOCK") is None
-
-
-def test_as_many_drafts_as_a_form_takes_are_judged() -> None:
-    drafts = [Draft({"host": f"gpu{number}", "port": "22", "devices": "0,1"}) for number in range(MOST_NODES)]
-    checked = check(drafts)
-    assert None not in checked.nodes and not checked.twins

@@ -5,6 +5,7 @@ It is plain JSON, bounded, and made without running anything of the value's clas
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -22,6 +23,7 @@ from .untouched import (
     learning_rates,
     module_of,
     name_of,
+    parameters_of,
     plain_torch,
     tensors_of,
     whole_shape,
@@ -94,19 +96,19 @@ def _of_tensor(value: Any) -> Row:
 
 def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
     """A module or an optimizer: how much it has on this rank, where, and how its tensors lie."""
-    size, elements, devices, dtypes, layouts = 0, 0, [], [], []
+    size, devices, dtypes, layouts = 0, [], [], []
     for _, part in inside:
         if (tensor := as_tensor(part)) is not None:
             size += tensor.numel() * tensor.element_size()
-            elements += _count(whole_shape(part)) if is_dtensor(part) else tensor.numel()
             devices.append(str(tensor.device))
             dtypes.append(str(tensor.dtype).removeprefix("torch."))
             layouts.append(layout_of(part))
     is_optimizer = is_of(value, torch.optim.Optimizer)
-    words = f"{elements:,} parameters"
     if is_optimizer:
         rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(learning_rates(value)))
         words = f"lr {rates}, {len(inside):,} states"
+    else:
+        words = f"{sum(_count(part) for _, part in parameters_of(value)):,} parameters"
     return {
         "value": _cut(words),
         "dtype": "" if is_optimizer else _all(dtypes),
@@ -116,11 +118,12 @@ def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
     }
 
 
-def _count(shape: list[int]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
+def _count(part: object) -> int:
+    """How many numbers a tensor has, on all ranks together."""
+    if is_dtensor(part):
+        return math.prod(whole_shape(part))
+    tensor = as_tensor(part)
+    return 0 if tensor is None else tensor.numel()
 
 
 def _all(words: list[str]) -> str:

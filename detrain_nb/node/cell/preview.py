@@ -24,6 +24,7 @@ from .untouched import (
     is_dtensor,
     is_of,
     name_of,
+    parameters_of,
     plain_torch,
     tensors_of,
 )
@@ -93,7 +94,7 @@ def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
     rows = []
     children = children_of(value) if is_of(value, torch.nn.Module) else []
     for name, child in children[:_ITEMS]:
-        tensors = [as_tensor(part) for _, part in tensors_of(child) or []]
+        tensors = [as_tensor(part) for _, part in parameters_of(child)]
         numbers = sum(tensor.numel() for tensor in tensors if tensor is not None)
         rows.append([name[:_ITEM_CHARS], name_of(type(child)), f"{numbers:,}"])
     if rows:

@@ -7,7 +7,7 @@ not.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -17,6 +17,7 @@ _TYPE: Any = type.__dict__
 _MODULE_VARIABLES: Any = torch.nn.Module.__dict__["__dict__"]
 _OPTIMIZER_VARIABLES: Any = torch.optim.Optimizer.__dict__["__dict__"]
 _DICTS: tuple[Any, ...] = (dict, type(torch.nn.Module()._parameters))
+_KINDS = ("_parameters", "_buffers")  # of the tensors of a module
 _MOST_TENSORS = 20_000  # of a module
 _MOST_NAME_CHARS = 200
 _MOST_DEPTH = 50  # of modules in modules
@@ -132,13 +133,14 @@ def _slot(value: object, name: str) -> Any:
     return type(value).__dict__[name].__get__(value)
 
 
-def tensors_of(value: object) -> list[tuple[str, object]] | None:
+def tensors_of(value: object, *, kinds: Sequence[str] = _KINDS) -> list[tuple[str, object]] | None:
     """The parameters and buffers of a module, or the state of an optimizer, each once and with its path.
 
-    None where it is neither. Of very many the first ones. They are what lies in the object, not what it says of itself.
+    ``kinds``: of a module only these. None where it is neither. Of very many the first ones. They are what lies in the
+    object, not what it says of itself.
     """
     if is_of(value, torch.nn.Module):
-        found = _of_module(value)
+        found = _of_module(value, kinds)
     elif is_of(value, torch.optim.Optimizer):
         found = _of_optimizer(value)
     else:
@@ -154,22 +156,29 @@ def tensors_of(value: object) -> list[tuple[str, object]] | None:
     return kept
 
 
-def _of_module(module: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, object]]:
+def _of_module(
+    module: object, kinds: Sequence[str], path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, object]]:
     seen = {id(module)} if seen is None else seen
     own = _MODULE_VARIABLES.__get__(module)
-    for kind in ("_parameters", "_buffers"):
+    for kind in kinds:
         for name, tensor in pairs(dict.get(own, kind)):
             yield f"{path}{name}", tensor
     for name, child in children_of(module):
         if id(child) not in seen and path.count(".") < _MOST_DEPTH:
             seen.add(id(child))
-            yield from _of_module(child, f"{path}{name}.", seen)
+            yield from _of_module(child, kinds, f"{path}{name}.", seen)
 
 
 def children_of(module: object) -> list[tuple[str, object]]:
     """The modules directly inside a module, with their names."""
     own = _MODULE_VARIABLES.__get__(module)
     return [(name, child) for name, child in pairs(dict.get(own, "_modules")) if is_of(child, torch.nn.Module)]
+
+
+def parameters_of(module: object) -> list[tuple[str, object]]:
+    """The parameters of a module, without its buffers; as `tensors_of` has them."""
+    return tensors_of(module, kinds=_KINDS[:1]) or []
 
 
 def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object]]:

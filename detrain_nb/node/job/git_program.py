@@ -276,8 +276,9 @@ def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> File
     if exc.is_unknown_ref and not ref:
         return FilesError(f"{where}: names no branch that has a commit: push one, or name another as ref")
     if exc.is_unknown_ref:
+        todo = "leave out origin/" if ref.startswith("origin/") else "look at its name"
         return FilesError(
-            f"{where}: there is no branch, tag or commit {clean(ref)!r}: look at its name, and whether it was pushed"
+            f"{where}: there is no branch, tag or commit {clean(ref)!r}: {todo}, and see whether it was pushed"
         )
     if match := _NOT_REACHED.search(exc.said):
         return GitUnreached(f"{where} cannot be reached: {_last_line(exc.said, match[0])}")

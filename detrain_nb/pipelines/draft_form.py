@@ -1,0 +1,387 @@
+"""A form without a page: what is typed, by whom, what two editors have typed at once, and what can be brought back."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError
+from ..plan.fields import nearest
+from ..spec import Finding, Node
+from ..spec.findings import findings_of
+from ..text import printable, show
+from .draft import Path, field_of, format_path, get_at, make_document, make_draft, parse_path, set_at
+from .form_fields import FIELDS, NODE_FIELDS
+from .form_review import find_hidden
+from .typed import Typed
+
+__all__ = ["MOST_NODES", "DraftForm", "FieldConflict", "build_node", "label_of"]
+
+MOST_NODES = 256  # to which nodes are added in a form; a file may have more
+_MOST_CHARS = 500_000  # of one text: a script
+_MOST_CONFLICTS = 200
+_keys = (f"n{number}" for number in itertools.count(1))  # of nodes: each names one, in whatever form
+
+
+@dataclass(frozen=True)
+class FieldConflict:
+    """A field was changed elsewhere before an edit of it came, which was not applied: ``mine`` is that edit.
+
+    ``theirs`` is what stands there; None where the node of the field was removed. ``editor`` is who made the edit.
+    """
+
+    path: str
+    theirs: Typed | None
+    mine: Typed
+    editor: str
+    revision: int
+
+
+@dataclass(frozen=True)
+class _Undo:
+    """What was taken away last, in ``words``; ``bring_back`` returns the key of a node that it brings."""
+
+    words: str
+    bring_back: Callable[[], str]
+    key: str = ""  # of the node that was removed
+
+
+class DraftForm:
+    """A draft that is edited field by field; nothing that is typed is lost. A subclass says what is wrong with it.
+
+    Paths are those of the errors of a spec: ``training.steps``, ``nodes[0].host``. A node has a key besides, which
+    stays when others are moved: ``nodes[n3].host``; ``rows`` has them in order. Several threads may use it.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._lock = threading.RLock()
+        self._listeners: list[Callable[[], object]] = []
+        self._changed: dict[tuple[str | int, ...], tuple[int, str]] = {}  # by the path with a key: when, and by whom
+        self._removed: dict[str, tuple[int, Any]] = {}  # rows and where they were, by key
+        self._conflicts: dict[tuple[str, str], FieldConflict] = {}
+        self._undo: _Undo | None = None
+        self._origin: Any = None  # where all nodes are from; it comes back with them
+        self.revision = 0
+        self.rows: list[str] = []
+        self._load(content, "")
+
+    def _judge(self, *, is_read: bool) -> Iterable[Finding]:
+        """What is wrong with the document, and what may be; ``is_read``: all that is typed could be read."""
+        raise NotImplementedError
+
+    # ---- what it says
+
+    @property
+    def draft(self) -> dict[str, Any]:
+        """A copy of all that is typed."""
+        with self._lock:
+            return copy.deepcopy(self._draft)
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """What a file of it holds, right or wrong."""
+        with self._lock:
+            return copy.deepcopy(self._document)
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """What is wrong, and what may be, each with the path of its field."""
+        return self._findings
+
+    @property
+    def errors(self) -> dict[str, str]:
+        """What is wrong by the path of a field; empty where it is about the whole."""
+        return self._by_path("error")
+
+    @property
+    def warnings(self) -> dict[str, str]:
+        """What may be wrong, by path."""
+        return self._by_path("warning")
+
+    @property
+    def conflicts(self) -> tuple[FieldConflict, ...]:
+        return tuple(self._conflicts.values())
+
+    @property
+    def undo_words(self) -> str:
+        """What `undo` would bring back; empty where that is nothing."""
+        return self._undo.words if self._undo else ""
+
+    def nodes_by_key(self) -> dict[str, Node | None]:
+        """The node of each row, None where it cannot be one."""
+        with self._lock:
+            return {key: build_node(row)[0] for key, row in zip(self.rows, self._document.get("nodes", ()))}
+
+    def typed(self, path: str) -> Any:
+        """What is typed into a field; an empty text where nothing is. Raises: SpecError for no field."""
+        with self._lock:
+            return copy.deepcopy(get_at(self._draft, self._place(path)))
+
+    def key_path(self, path: str) -> str:
+        """The same path with the key of a node in place of its number, for who keeps it. Raises: SpecError."""
+        with self._lock:
+            return format_path(self._keyed(self._place(path)))
+
+    def on_change(self, call: Callable[[], object]) -> Callable[[], None]:
+        """Have ``call`` called after each change, by whom ever; returns what ends that."""
+        self._listeners.append(call)
+        return lambda: self._listeners.remove(call) if call in self._listeners else None
+
+    # ---- what is typed
+
+    def edit(self, path: str, typed: Typed, *, revision: int | None = None, editor: str = "") -> bool:
+        """Put what was typed into a field; an empty text is nothing, and `True` a box that is ticked.
+
+        ``revision`` is the one of the form that the ``editor``, a page for one, had seen. Where another editor has
+        changed that very field since, nothing is done but noted as one of `conflicts`. Returns whether it was done.
+        Raises: SpecError for a path that is no field, or a text that is too long.
+        """
+        _check_typed(path, typed)
+        with self._lock:
+            done = self._edit(path, typed, revision, editor)
+        self._tell()
+        return done
+
+    def resolve(self, path: str, *, keep: str, editor: str = "") -> None:
+        """End the conflict of a field: ``keep`` "mine" does the edit now, "theirs" drops it. Raises: SpecError."""
+        with self._lock:
+            conflict = self._conflicts.pop((path, editor), None)
+            if conflict is None:
+                raise SpecError(f"{show(path)} has no conflict: it was resolved, or there was none")
+            if keep == "mine":
+                for key in [key for key in self._removed if path.startswith(f"nodes[{key}]")]:
+                    self._bring_back(key)
+                self._edit(path, conflict.mine, None, editor)
+            else:
+                self._count()
+        self._tell()
+
+    # ---- nodes
+
+    def add_node(self, typed: Mapping[str, Typed] | None = None, *, at: int | None = None) -> str:
+        """Add a node, at the end if ``at`` does not say where; returns its key. Raises: SpecError."""
+        for name, each in (typed or {}).items():
+            _check_typed(name, each)
+            if name not in NODE_FIELDS:
+                raise SpecError(f"{show(name)} is no field of a node: {nearest(name, NODE_FIELDS)}")
+        with self._lock:
+            _check_room(len(self.rows) + 1)
+            key = self._insert(dict(typed or {}), next(_keys), len(self.rows) if at is None else at)
+            self._count()
+        self._tell()
+        return key
+
+    def add_nodes(self, nodes: Iterable[Node]) -> list[str]:
+        """Add all of them, or none, at the end; returns their keys. Raises: SpecError."""
+        with self._lock:
+            typed = _type_nodes(nodes, before=len(self.rows))
+            keys = [self._insert(row, next(_keys), len(self.rows)) for row in typed]
+            self._count()
+        self._tell()
+        return keys
+
+    def replace_nodes(self, nodes: Iterable[Node], *, words: str = "", origin: Any = None) -> None:
+        """Have other nodes; ``words`` let it be undone. Raises: SpecError."""
+        with self._lock:
+            typed = _type_nodes(nodes)
+            before = self.rows, self._draft.get("nodes", []), self._origin
+            self._undo = _Undo(words, lambda: self._put_nodes(*before)) if words and self.rows else None
+            self._put_nodes([next(_keys) for _ in typed], typed, origin)
+            self._count()
+        self._tell()
+
+    def copy_node(self, key: str) -> str:
+        """Add a node like that one below it, without its name; returns the key of the new one. Raises: SpecError."""
+        with self._lock:
+            place = self._row(key)
+            row = self._draft["nodes"][place]
+            typed = {name: each for name, each in row.items() if name in NODE_FIELDS and name != "name"}
+        return self.add_node(typed, at=place + 1)
+
+    def remove_node(self, key: str) -> None:
+        """Take a node away; a later edit of it is a conflict, which can bring it back. Raises: SpecError."""
+        with self._lock:
+            place = self._row(key)
+            self.rows.pop(place)
+            row = self._draft["nodes"].pop(place)
+            self._removed[key] = place, row
+            self._undo = _Undo(f"{label_of(row)} was removed.", lambda: self._bring_back(key), key)
+            self._count()
+        self._tell()
+
+    def restore_node(self, key: str) -> None:
+        """Bring back a node that was removed, where it was. Raises: SpecError where none was."""
+        with self._lock:
+            if key not in self._removed:
+                raise SpecError(f"{show(key)} is no node that was removed")
+            self._bring_back(key)
+            self._count()
+        self._tell()
+
+    def undo(self) -> str:
+        """Bring back what was removed or replaced last; returns the key of a node that was. Raises: SpecError."""
+        with self._lock:
+            undo, self._undo = self._undo, None
+            if undo is None:
+                raise SpecError("there is nothing to undo")
+            key = undo.bring_back()
+            self._count()
+        self._tell()
+        return key
+
+    def move_node(self, key: str, by: int) -> None:
+        """Move a node down, or up where ``by`` is below 0; it stays among the others. Raises: SpecError."""
+        with self._lock:
+            place = self._row(key)
+            to = min(max(0, place + by), len(self.rows) - 1)
+            for items in (self.rows, self._draft["nodes"]):
+                items.insert(to, items.pop(place))
+            self._count()
+        self._tell()
+
+    # ---- how
+
+    def _load(self, data: Mapping[str, Any], editor: str) -> None:
+        self._draft = make_draft(data)
+        nodes = self._draft.get("nodes")
+        self.rows = [next(_keys) for _ in nodes] if isinstance(nodes, list) else []
+        self._removed.clear()
+        self._conflicts.clear()
+        self._undo = None
+        self._changed.clear()
+        self._loaded = self.revision + 1, editor
+        self._count()
+
+    def _edit(self, path: str, typed: Typed, revision: int | None, editor: str) -> bool:
+        try:
+            place = self._place(path)
+        except SpecError:
+            if not self._is_removed(path) or revision is None:
+                raise
+            self._note_conflict(FieldConflict(path, None, typed, editor, self.revision))
+            return False
+        if field_of(place) is None and typed != "":
+            raise SpecError(f"{show(path)} is no field: it can only be taken away, by an empty text")
+        keyed, there = self._keyed(place), get_at(self._draft, place)
+        at, by = self._changed.get(keyed, self._loaded)
+        if revision is not None and at > revision and by != editor and there != typed:
+            self._note_conflict(FieldConflict(format_path(keyed), there, typed, editor, at))
+            return False
+        self._conflicts.pop((format_path(keyed), editor), None)
+        set_at(self._draft, place, typed)
+        self._changed[keyed] = (self.revision + 1, editor)
+        self._count()
+        return True
+
+    def _note_conflict(self, conflict: FieldConflict) -> None:
+        self._conflicts[conflict.path, conflict.editor] = conflict
+        while len(self._conflicts) > _MOST_CONFLICTS:
+            self._conflicts.pop(next(iter(self._conflicts)))
+
+    def _count(self) -> None:
+        """Something has changed: look at all of it again."""
+        self.revision += 1
+        self._document, unread = make_document(self._draft)
+        judged = [each for each in self._judge(is_read=not unread) if each.field not in unread]
+        hidden = find_hidden({"nodes": self._document.get("nodes", [])})
+        self._findings = (
+            *(Finding(path, said) for path, said in unread.items()),
+            *judged,
+            *(Finding(path, said, "warning") for path, said in hidden),
+        )
+
+    def _by_path(self, severity: str) -> dict[str, str]:
+        found: dict[str, list[str]] = {}
+        for each in self._findings:
+            if each.severity == severity:
+                found.setdefault(each.field, []).append(each.text)
+        return {path: "; ".join(texts) for path, texts in found.items()}
+
+    def _place(self, path: str) -> Path:
+        """Raises: SpecError for what is no field, and has nothing typed in it."""
+        place = parse_path(path, self.rows)
+        there = get_at(self._draft, place)
+        if field_of(place) is None and (there == "" or isinstance(there, dict) or self._is_of_rows(place)):
+            names = NODE_FIELDS if place[:1] == ("nodes",) else FIELDS
+            raise SpecError(f"{show(path)} is no field: {nearest(str(place[-1]), names)}")
+        return place
+
+    def _is_of_rows(self, place: Path) -> bool:
+        return place[0] == "nodes" and len(place) < 3 and bool(self.rows)
+
+    def _keyed(self, place: Path) -> tuple[str | int, ...]:
+        """The same with the key of the node, which stays when others are moved."""
+        if len(place) > 1 and place[0] == "nodes" and isinstance(place[1], int) and place[1] < len(self.rows):
+            return (f"nodes[{self.rows[place[1]]}]", *place[2:])
+        return place
+
+    def _row(self, key: str) -> int:
+        if key not in self.rows:
+            raise SpecError(f"{show(key)} is no node of the form: it was removed, or all were replaced")
+        return self.rows.index(key)
+
+    def _is_removed(self, path: str) -> bool:
+        return any(path.startswith(f"nodes[{key}].") for key in self._removed)
+
+    def _bring_back(self, key: str) -> str:
+        if self._undo and self._undo.key == key:
+            self._undo = None
+        place, row = self._removed.pop(key)
+        return self._insert(row, key, min(place, len(self.rows)))
+
+    def _put_nodes(self, rows: list[str], typed: list[Any], origin: Any) -> str:
+        self.rows, self._draft["nodes"], self._origin = rows, typed, origin
+        return ""
+
+    def _insert(self, row: Any, key: str, place: int) -> str:
+        if not isinstance(self._draft.get("nodes"), list):
+            self._draft["nodes"] = []
+        self._draft["nodes"].insert(place, row)
+        self.rows.insert(place, key)
+        return key
+
+    def _tell(self) -> None:
+        for call in [*self._listeners]:
+            call()
+
+
+def label_of(row: object) -> str:
+    """What a node is called by what is typed for it, however wrong that is."""
+    typed = row if isinstance(row, dict) else {}
+    texts = (str(typed.get(name, "")).strip() for name in ("name", "host"))
+    return printable(next(filter(None, texts), "new node")[:80])
+
+
+def build_node(row: Any) -> tuple[Node | None, list[Finding]]:
+    """The node of a row of a document, or what is wrong with it, by field."""
+    try:
+        return Node(**row), []
+    except SpecError as exc:
+        return None, findings_of(exc)
+    except TypeError:  # no table
+        return None, [Finding("", "give a table of fields")]
+
+
+def _type_nodes(nodes: Iterable[Node], *, before: int = 0) -> list[Any]:
+    """What is typed for them; there are so many ``before``. Raises: SpecError."""
+    fields = [node.to_fields() for node in nodes]
+    _check_room(before + len(fields))
+    typed: list[Any] = make_draft({"nodes": fields})["nodes"]
+    return typed
+
+
+def _check_room(number: int) -> None:
+    if number > MOST_NODES:
+        raise SpecError(f"a form has at most {MOST_NODES} nodes: write a file")
+
+
+def _check_typed(path: str, typed: object) -> None:
+    """Raises: SpecError."""
+    if not isinstance(typed, str | bool):
+        raise SpecError(f"{show(path)}: a text is typed, or true or false, not {show(typed)}")
+    if isinstance(typed, str) and len(typed) > _MOST_CHARS:
+        raise SpecError(f"{show(path)}: a text of {len(typed)} characters: give at most {_MOST_CHARS}")
