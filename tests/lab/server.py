@@ -73,6 +73,7 @@ def running_lab(base: Path, *, kernel_python: str | None = None) -> Iterator[Lab
         f"--ServerApp.root_dir={root}",
         f"--IdentityProvider.token={token}",
         "--LabApp.expose_app_in_browser=True",
+        "--JupyterNotebookApp.expose_app_in_browser=True",
         "--LabApp.extension_manager=readonly",
         f"--LabApp.app_settings_dir={settings}",
     ]

@@ -23,8 +23,10 @@ _OF_JUPYTERLAB = (
     "Canceled future for create_subshell_request message before replies were done",
     # The veil over a page whose theme changes is taken away twice: a second change began while it faded.
     "Failed to execute 'removeChild' on 'Node'",
+    # Notebook 7 has not all settings of JupyterLab.
+    "Cannot read properties of undefined (reading 'schema')",
 )
-_CODE_OF_JUPYTERLAB = re.compile(r"/static/lab/")
+_CODE_OF_JUPYTERLAB = re.compile(r"/static/(lab|notebook)/")
 
 
 @contextlib.contextmanager
@@ -43,19 +45,28 @@ def running_browser() -> Iterator[Browser]:
 class Window:
     """JupyterLab, open in a page."""
 
-    def __init__(self, browser: Browser, lab: Lab, *, width: int = 1280, height: int = 900, sharpness: int = 1) -> None:
-        """``sharpness``: how many points of a picture a point of the page is, along a side."""
+    def __init__(
+        self,
+        browser: Browser,
+        lab: Lab,
+        *,
+        place: str = "lab",
+        width: int = 1280,
+        height: int = 900,
+        sharpness: int = 1,
+    ) -> None:
+        """``place``: a page of the server. ``sharpness``: how many points of a picture a point is, along a side."""
         context = browser.new_context(viewport={"width": width, "height": height}, device_scale_factor=sharpness)
         self.page = context.new_page()
         self.page.set_default_timeout(LOOK_LIMIT_S * 1000)
         self.errors: list[str] = []
         self.page.on("pageerror", self._note)
         self.page.on("crash", lambda _: self.errors.append("the page has crashed"))
-        self._url = f"{lab.url}lab?token={lab.token}&reset"
+        self._url = f"{lab.url}{place}?token={lab.token}&reset"
         self.load()
 
     def _note(self, error: Error) -> None:
-        frames = [line for line in (error.stack or "").splitlines() if line.lstrip().startswith("at ")]
+        frames = [line for line in (error.stack or "").splitlines() if re.match(r" *at (?!async Promise)", line)]
         is_known = any(words in error.message for words in _OF_JUPYTERLAB)
         if not (is_known and all(_CODE_OF_JUPYTERLAB.search(frame) for frame in frames)):
             self.errors.append(f"{error.message}\n{error.stack}")
