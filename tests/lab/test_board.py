@@ -92,7 +92,7 @@ def test_board_follows_two_ranks_that_run_wait_die_and_are_stopped(
     nb.run(5)
     check_death(board)
     check_end(nb)
-    take_pictures(narrow_window, nb.outputs(6), "settled", tmp_path)
+    take_pictures(narrow_window, nb.outputs(6).first, "settled", tmp_path)
 
 
 def check_idle(board: Locator) -> None:
