@@ -69,7 +69,8 @@ def test_page_that_says_hello_gets_the_state_and_nothing_is_sent_without_one(vie
     view.publish("a", 2)
     view.append("lines", ["x"])
     view.hears("hello")
-    assert told(view, 1) == [{"tell": "state", "page": "p", "late": True, "state": {"a": 1}}]
+    state = {"tell": "state", "page": "p", "view": view.model_id, "late": True, "state": {"a": 1}}
+    assert told(view, 1) == [state]
     assert view.there == [True] and view.sent.empty()
 
 
@@ -86,12 +87,13 @@ def test_page_that_was_taken_for_gone_is_asked_to_say_hello_again(view: Any) -> 
 def test_latest_value_wins_and_an_equal_one_is_not_sent_again(view: Any) -> None:
     view.hears("hello")
     told(view, 1)
+    began_at = time.monotonic()
     for number in range(1000):
         view.publish("a", number)
     found = [told(view, 1)[0]]
     while found[-1]["parts"] != {"a": 999}:
         found += told(view, 1)
-    assert len(found) <= 5
+    assert len(found) <= 2 + (time.monotonic() - began_at) / live_view._TURN_S, "one a turn at most"
     view.publish("a", 999)
     view.publish("b", 1)
     assert told(view, 1)[0]["parts"] == {"b": 1}
