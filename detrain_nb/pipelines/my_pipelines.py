@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -57,6 +58,7 @@ class MyPipelines:
         self._record = record or Record()
         self._recent = recent or RecentFiles()
         self._trash = Trash(self.folder)
+        self._reading = threading.Lock()  # a view lists them, and asks after their jobs, in threads of its own
         self._unsaid: list[str] = []  # what the next list has to say
         self._known: dict[Path, tuple[tuple[int, ...], SpecFile, Entry]] = {}  # what was read, by what the file was
 
@@ -66,15 +68,20 @@ class MyPipelines:
         What takes too long is read for the next list. How their last jobs are is what was last heard of them.
         Raises: SpecError where the folder cannot be read.
         """
+        with self._reading:
+            notices, self._unsaid = self._unsaid, []
+            entries, more = self._read_all(notices)
+        chosen = sorted((each for each in entries if each.matches(search)), key=lambda each: each.name.casefold())
+        return Entries(chosen, folder=_home_as_tilde(self.folder), more=more, notices=[*dict.fromkeys(notices)])
+
+    def _read_all(self, notices: list[str]) -> tuple[list[Entry], int]:
+        """All entries, and how many more files there are. `_reading` is held. Raises: SpecError."""
         paths, more = self._paths()
-        notices, self._unsaid = self._unsaid, []
         others = _tried(self._recent.paths, notices) or []
         read_until = time.monotonic() + _READING_S
         found = {path: self._entry(path, read_until) for path in dict.fromkeys([*paths, *others])}
         self._known = {path: known for path, known in self._known.items() if path in found}
-        entries = self._with_jobs(list(found.values()), notices)
-        chosen = sorted((each for each in entries if each.matches(search)), key=lambda each: each.name.casefold())
-        return Entries(chosen, folder=_home_as_tilde(self.folder), more=more, notices=[*dict.fromkeys(notices)])
+        return self._with_jobs(list(found.values()), notices), more
 
     def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
         """Read one, and note down that it was opened. Raises: SpecError where its file cannot be read."""
@@ -165,12 +172,18 @@ class MyPipelines:
 
     def ask_after_jobs(self) -> bool:
         """Ask how the listed jobs are that are not over, for 15 s in all; does one of them go on? Raises: SpecError."""
-        going = [each.job.id for each in self.entries() if each.job and not each.job.is_over]
+        going = self._going()
         if not going:
             return False
         with contextlib.suppress(DetrainError):  # the list says what is wrong with the record
             ask_after(going[:_MOST_ASKED], self._record, limit_s=_ASK_LIMIT_S, ask_passphrase=None)
-        return any(each.job and not each.job.is_over for each in self.entries())
+        return bool(self._going())
+
+    def _going(self) -> list[str]:
+        """The ids of listed jobs that are not over. What a list has to say is left to the next one."""
+        with self._reading:
+            entries, _ = self._read_all([])
+        return [each.job.id for each in entries if each.job and not each.job.is_over]
 
     def find_job(self, wanted: str) -> Job:
         """Return one of their jobs, as `detrain_nb.jobs.find_job` finds it. Raises: JobError."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -273,6 +274,41 @@ def test_list_of_recent_files_that_others_can_write_is_not_believed(mine: MyPipe
     for damaged in ("{", '{"recent": 5}', '{"recent": [1, "relative", "/a\\u0000b", "/\\ud800"]}', "[" * 100_000):
         recent.write_text(damaged)
         assert RecentFiles().paths() == []
+
+
+def test_pipelines_are_listed_while_others_list_them(mine: MyPipelines) -> None:
+    """As a view does, which asks after their jobs beside its pages."""
+    mine.folder.mkdir()
+    for number in range(400):
+        (mine.folder / f"old{number}.toml").write_text("name = 'n'")
+    is_over, raised = threading.Event(), list[Exception]()
+
+    def ask() -> None:
+        try:
+            while not is_over.is_set():
+                mine.ask_after_jobs()
+        except Exception as exc:
+            raised.append(exc)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    asking = [threading.Thread(target=ask) for _ in range(2)]
+    try:
+        for thread in asking:
+            thread.start()
+        for _ in range(20):
+            new = [mine.folder / f"new{number}.toml" for number in range(20)]
+            for file in new:
+                file.write_text("name = 'n'")
+            assert len(mine.entries()) == 420
+            for file in new:
+                file.unlink()
+    finally:
+        sys.setswitchinterval(before)
+        is_over.set()
+        for thread in asking:
+            thread.join(30)
+    assert not any(thread.is_alive() for thread in asking) and not raised
 
 
 def test_entries_are_read_again_only_after_a_change(mine: MyPipelines) -> None:
