@@ -20,9 +20,10 @@ _TITLES = {"general": "General", "nodes": "Nodes", "source": "Source"}
 
 def describe_form(form: SpecForm) -> dict[str, Any]:
     """Return what a page shows of a form as it is now."""
-    told = describe_draft(form)
-    steps = [_describe_step(form, step, told["errors"]) for step in STEPS]
-    return {**told, "is_right": form.is_right, "steps": steps, "mesh": _mesh(form)}
+    with form.lock:
+        told = describe_draft(form)
+        steps = [_describe_step(form, step, told["errors"]) for step in STEPS]
+        return {**told, "is_right": form.is_right, "steps": steps, "mesh": _mesh(form)}
 
 
 def _describe_step(form: SpecForm, step: str, errors: dict[str, str]) -> dict[str, Any]:

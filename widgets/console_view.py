@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ class ConsoleView(NodesEditor):
 
     def __init__(self, pipelines: MyPipelines) -> None:
         self.pipelines = pipelines
-        self._guard = threading.RLock()
         self._ids: dict[Path, str] = {}  # pages name files by these alone
         self._deleted: Deleted | None = None
         self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
@@ -60,7 +58,8 @@ class ConsoleView(NodesEditor):
     @property
     def form(self) -> SpecForm | None:
         """The form that is open."""
-        return self._forms[self._open].form if self._open else None
+        with self._guard:
+            return self._forms[self._open].form if self._open else None
 
     def state(self) -> dict[str, Any]:
         with self._guard:
@@ -293,8 +292,8 @@ class ConsoleView(NodesEditor):
         with self._guard:
             parts = {"list": self._describe_list(), "undo": self._describe_undo(), "form": self.describe_form()}
             parts["tests"] = self._told_tests()
-        for part, value in parts.items():
-            self.publish(part, value)
+            for part, value in parts.items():
+                self.publish(part, value)
 
     def _describe_list(self) -> dict[str, Any]:
         found = self.pipelines.entries()

@@ -47,7 +47,7 @@ class NodeForm(DraftForm):
 
     def nodes(self) -> list[Node]:
         """Raises: SpecError with a line for each fault."""
-        with self._lock:
+        with self.lock:
             faults = [line for _, line in self.faults()]
             nodes = self.nodes_by_key().values()
         if faults:
@@ -66,7 +66,7 @@ class NodeForm(DraftForm):
 
     def told(self) -> dict[str, Any]:
         """All of it, as plain JSON."""
-        with self._lock:
+        with self.lock:
             nodes = [*self.nodes_by_key().values()]
             counts = [num_ranks(node) if node else None for node in nodes]
             return {
@@ -116,7 +116,7 @@ class NodeForm(DraftForm):
             return {"ask": f"{one_line(path)} {why}.", "over": there}
         before = _free_name(f"{full}.before")
         is_kept = write_nodes(full, nodes, before=before if there and _is_nodes_file(full) else None)
-        with self._lock:
+        with self.lock:
             self._origin = _File(path, _digest(_text_of(full) or ""), tuple(nodes))
         self._tell()
         shown = one_line(path)

@@ -47,6 +47,7 @@ class NodesEditor(LiveView):
     """A subclass has `form`, says in `describe_form` what pages show of it, and puts `describe_tests` in its state."""
 
     def __init__(self) -> None:
+        self._guard = threading.RLock()  # of what is told of the form, too: no older state comes behind a newer one
         self._tests = NodeTests()
         self._testing = ""
         self._cancel = threading.Event()
@@ -82,11 +83,13 @@ class NodesEditor(LiveView):
         return form
 
     def _tell_form(self) -> None:
-        self.publish("form", self.describe_form())
-        self._tell_tests()
+        with self._guard:
+            self.publish("form", self.describe_form())
+            self._tell_tests()
 
     def _tell_tests(self) -> None:
-        self.publish("tests", self._told_tests())
+        with self._guard:
+            self.publish("tests", self._told_tests())
 
     # ---- what is typed
 

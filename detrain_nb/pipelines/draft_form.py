@@ -25,7 +25,7 @@ MOST_NODES = 256  # to which nodes are added in a form; a file may have more
 _MOST_CHARS = 500_000  # of one text: a script
 _MOST_CHARS_IN_ALL = 4_000_000  # as JSON; a file has 1 MB at most, and all of it is read again at each edit
 _MOST_CONFLICTS = 200
-_keys = (f"n{number}" for number in itertools.count(1))  # of nodes: each names one, in whatever form
+_keys = map("n{}".format, itertools.count(1))  # of nodes: each names one, in whatever form and thread
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class DraftForm:
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # who reads several things of it holds it
         self._listeners: list[Callable[[], object]] = []
         self._changed: dict[tuple[str | int, ...], tuple[int, str]] = {}  # by the path with a key: when, and by whom
         self._removed: dict[str, tuple[int, Any]] = {}  # rows and where they were, by key
@@ -79,13 +79,13 @@ class DraftForm:
     @property
     def draft(self) -> dict[str, Any]:
         """A copy of all that is typed."""
-        with self._lock:
+        with self.lock:
             return copy.deepcopy(self._draft)
 
     @property
     def document(self) -> dict[str, Any]:
         """What a file of it holds, right or wrong."""
-        with self._lock:
+        with self.lock:
             return copy.deepcopy(self._document)
 
     @property
@@ -114,17 +114,17 @@ class DraftForm:
 
     def nodes_by_key(self) -> dict[str, Node | None]:
         """The node of each row, None where it cannot be one."""
-        with self._lock:
+        with self.lock:
             return {key: build_node(row)[0] for key, row in zip(self.rows, self._document.get("nodes", ()))}
 
     def typed(self, path: str) -> Any:
         """What is typed into a field; an empty text where nothing is. Raises: SpecError for no field."""
-        with self._lock:
+        with self.lock:
             return copy.deepcopy(get_at(self._draft, self._place(path)))
 
     def key_path(self, path: str) -> str:
         """The same path with the key of a node in place of its number, for who keeps it. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             return format_path(self._keyed(self._place(path)))
 
     def on_change(self, call: Callable[[], object]) -> Callable[[], None]:
@@ -142,23 +142,24 @@ class DraftForm:
         Raises: SpecError for a path that is no field, or a text that is too long.
         """
         _check_typed(path, typed)
-        with self._lock:
+        with self.lock:
             done = self._edit(path, typed, revision, editor)
         self._tell()
         return done
 
     def resolve(self, path: str, *, keep: str, editor: str = "") -> None:
         """End the conflict of a field: ``keep`` "mine" does the edit now, "theirs" drops it. Raises: SpecError."""
-        with self._lock:
-            conflict = self._conflicts.pop((path, editor), None)
+        with self.lock:
+            conflict = self._conflicts.get((path, editor))
             if conflict is None:
                 raise SpecError(f"{show(path)} has no conflict: it was resolved, or there was none")
             if keep == "mine":
                 for key in [key for key in self._removed if path.startswith(f"nodes[{key}]")]:
                     self._bring_back(key)
-                self._edit(path, conflict.mine, None, editor)
+                self._edit(path, conflict.mine, None, editor)  # what it raises leaves the conflict
             else:
                 self._count()
+            self._conflicts.pop((path, editor), None)
         self._tell()
 
     # ---- nodes
@@ -169,7 +170,7 @@ class DraftForm:
             _check_typed(name, each)
             if name not in NODE_FIELDS:
                 raise SpecError(f"{show(name)} is no field of a node: {nearest(name, NODE_FIELDS)}")
-        with self._lock:
+        with self.lock:
             _check_room(len(self.rows) + 1)
             _check_size(self._draft, typed)
             key = self._insert(dict(typed or {}), next(_keys), len(self.rows) if at is None else at)
@@ -179,7 +180,7 @@ class DraftForm:
 
     def add_nodes(self, nodes: Iterable[Node]) -> list[str]:
         """Add all of them, or none, at the end; returns their keys. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             typed = _type_nodes(nodes, before=len(self.rows))
             keys = [self._insert(row, next(_keys), len(self.rows)) for row in typed]
             self._count()
@@ -188,7 +189,7 @@ class DraftForm:
 
     def replace_nodes(self, nodes: Iterable[Node], *, words: str = "", origin: Any = None) -> None:
         """Have other nodes; ``words`` let it be undone. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             typed = _type_nodes(nodes)
             before = self.rows, self._draft.get("nodes", []), self._origin
             self._undo = _Undo(words, lambda: self._put_nodes(*before)) if words and self.rows else None
@@ -198,7 +199,7 @@ class DraftForm:
 
     def copy_node(self, key: str) -> str:
         """Add a node like that one below it, without its name; returns the key of the new one. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             place = self._row(key)
             row = self._draft["nodes"][place]
             typed = {name: each for name, each in row.items() if name in NODE_FIELDS and name != "name"}
@@ -206,7 +207,7 @@ class DraftForm:
 
     def remove_node(self, key: str) -> None:
         """Take a node away; a later edit of it is a conflict, which can bring it back. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             place = self._row(key)
             self.rows.pop(place)
             row = self._draft["nodes"].pop(place)
@@ -219,7 +220,7 @@ class DraftForm:
 
     def restore_node(self, key: str) -> None:
         """Bring back a node that was removed, where it was. Raises: SpecError where none was."""
-        with self._lock:
+        with self.lock:
             if key not in self._removed:
                 raise SpecError(f"{show(key)} is no node that was removed")
             self._bring_back(key)
@@ -228,7 +229,7 @@ class DraftForm:
 
     def undo(self) -> str:
         """Bring back what was removed or replaced last; returns the key of a node that was. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             undo, self._undo = self._undo, None
             if undo is None:
                 raise SpecError("there is nothing to undo")
@@ -239,7 +240,7 @@ class DraftForm:
 
     def move_node(self, key: str, by: int) -> None:
         """Move a node down, or up where ``by`` is below 0; it stays among the others. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             place = self._row(key)
             to = min(max(0, place + by), len(self.rows) - 1)
             for items in (self.rows, self._draft["nodes"]):

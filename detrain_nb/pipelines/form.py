@@ -44,7 +44,7 @@ class SpecForm(DraftForm):
 
     def load(self, content: PipelineSpec | Mapping[str, Any], *, editor: str = "") -> None:
         """Have the form show a spec, or a document; all that was typed is replaced. Raises: SpecError."""
-        with self._lock:
+        with self.lock:
             self._load(document_of(content), editor)
         self._tell()
 
@@ -52,7 +52,7 @@ class SpecForm(DraftForm):
         """Python that builds and submits the spec. Raises: SpecError where what is typed is none."""
         from .form_code import write_code
 
-        with self._lock:
+        with self.lock:
             if not self._is_spec or self._spec is None:
                 faults = "; ".join(f"{path}: {said}" if path else said for path, said in self.errors.items())
                 raise SpecError(f"this is no pipeline yet: {faults}")

@@ -226,7 +226,7 @@ def test_form_takes_no_more_than_a_file_could_hold_several_times(monkeypatch: py
     assert form.edit("description", ""), "it can be made less"
 
 
-def test_edit_of_an_old_revision_is_kept_as_a_conflict() -> None:
+def test_edit_of_an_old_revision_is_kept_as_a_conflict(monkeypatch: pytest.MonkeyPatch) -> None:
     form = SpecForm({**RIGHT, "training": {"steps": 4}})
     seen = form.revision
     assert form.edit("training.steps", "5000", revision=seen, editor="one")
@@ -239,6 +239,10 @@ def test_edit_of_an_old_revision_is_kept_as_a_conflict() -> None:
     form.resolve("training.steps", keep="mine", editor="two")
     assert form.typed("training.steps") == "4000" and form.conflicts == ()
     form.edit("training.steps", "1", revision=seen, editor="one")
+    with monkeypatch.context() as patch, pytest.raises(SpecError, match="in all"):
+        patch.setattr(draft_form, "_MOST_CHARS_IN_ALL", 10)
+        form.resolve("training.steps", keep="mine", editor="one")
+    assert [each.mine for each in form.conflicts] == ["1"], "what could not be applied is kept"
     form.resolve("training.steps", keep="theirs", editor="one")
     assert form.typed("training.steps") == "4000" and form.conflicts == ()
     assert form.edit("training.steps", "2", revision=form.revision, editor="one")

@@ -287,7 +287,7 @@ def test_pipelines_are_listed_while_others_list_them(mine: MyPipelines) -> None:
         try:
             while not is_over.is_set():
                 mine.ask_after_jobs()
-        except Exception as exc:
+        except Exception as exc:  # noqa: BLE001  looked at below
             raised.append(exc)
 
     before = sys.getswitchinterval()

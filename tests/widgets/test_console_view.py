@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,29 @@ def test_edits_are_told_and_saved(page: Page) -> None:
     saved = page.pipelines.open("train").spec
     assert saved is not None and saved.env == {"A": "1"} and saved.nodes[0].ranks == 2
     assert not page.state()["form"]["is_changed"]
+
+
+def test_no_older_form_is_told_behind_a_newer_one(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the jobs are asked after while somebody types."""
+    page.pipelines.create({**DATA, "name": "train"})
+    page.asks("open_pipeline", id=page.names()["train"])
+    form, publish = page.form, page.publish
+    assert form is not None
+    telling = threading.Thread(target=page._tell_all)
+    editing = threading.Thread(target=form.edit, args=("env", "A=1"))
+
+    def publish_slowly(part: str, value: Any) -> None:
+        if part == "list" and threading.current_thread() is telling:
+            editing.start()
+            editing.join(0.3)  # it has time to come between
+        publish(part, value)
+
+    monkeypatch.setattr(page, "publish", publish_slowly)
+    telling.start()
+    for thread in (telling, editing):
+        thread.join(30)
+    page.messages_within(0.5)
+    assert page.wait_for_part("form")["draft"]["env"] == "A=1"
 
 
 def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> None:
