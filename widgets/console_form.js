@@ -87,7 +87,10 @@ class FormPage extends DraftEditor {
 
   // ---- what is shown
   set_form(form) {
-    if (this.form?.file !== form?.file) { this.failure = this.said = null; this.list.clear(); this.another.value = ""; }
+    if (this.form?.file !== form?.file) {
+      this.failure = this.said = null; this.list.clear(); this.another.value = "";
+      for (const field of this.fields.values()) field.revision = field.seen = 0; // each form counts its own
+    }
     this.form = form;
     if (form === null) return;
     this.update_fields(form); this.list.update();

@@ -223,6 +223,11 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     nb.page.keyboard.press("Escape")
     view.get_by_role("button", name="Run: here").click()
     expect(row(view, "here")).to_contain_text("succeeded", timeout=60_000)  # nobody but the list asks
+    view.get_by_role("button", name="Open here").click()
+    view.get_by_label("Batch size").fill("32")
+    view.get_by_role("button", name="My Pipelines").click()
+    begin_pipeline(view, "other")
+    expect(view.get_by_label("Batch size")).to_have_value("")  # what was typed into another form is not shown in it
 
 
 @pytest.mark.slow
