@@ -113,6 +113,8 @@ class Watch:
             if listener in self._listeners:
                 self._listeners.remove(listener)
             is_last = not self._listeners
+            if is_last:
+                self._is_over.set()  # who comes from now on is told so, and begins another watch
         if is_last:
             self._end()
 

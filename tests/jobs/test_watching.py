@@ -249,6 +249,17 @@ def test_node_out_of_reach_is_told_with_its_time_and_the_others_go_on() -> None:
     wait_until_no_thread_is_left()
 
 
+def test_who_comes_while_the_last_one_goes_is_told_that_the_watch_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would hear nothing: the threads end."""
+    watched = watch(LyingNode(answers("running"), name="gpu1"))
+    stop, end, late = watched.add(Heard()), watched._end, list[object]()
+    monkeypatch.setattr(watched, "_end", lambda: (late.append(watched.add(Heard())), end()))
+    assert stop
+    stop()
+    assert late == [None]
+    wait_until_no_thread_is_left()
+
+
 @pytest.mark.timeout(LIMIT_S)
 def test_node_is_asked_once_a_second_and_less_where_nothing_changes() -> None:
     node = LyingNode(answers("running"), name="gpu1")
