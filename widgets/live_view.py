@@ -305,6 +305,10 @@ class LiveView(anywidget.AnyWidget):
             is_last = was_there and not self._pages
         if is_last:
             self.on_pages(are_there=False)
+            with self._lock:
+                is_back = bool(self._pages)
+            if is_back:  # a page has opened meanwhile, and what it began may have been ended
+                self.on_pages(are_there=True)
 
     def _answer(self, page: str, call: str, content: Mapping[str, Any]) -> None:
         name = content.get("action")

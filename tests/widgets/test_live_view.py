@@ -156,6 +156,20 @@ def test_bye_of_the_last_page_ends_it_and_the_next_hello_begins_anew(view: Any) 
     assert view.there == [True, False, True]
 
 
+def test_page_that_opens_while_the_last_one_is_taken_for_gone_is_told_of_what_changes(kind: type[Any]) -> None:
+    class Late(kind):  # type: ignore[misc]
+        def on_pages(self, *, are_there: bool) -> None:
+            if not are_there and len(self.there) == 1:
+                self.hears("hello", "q")
+            super().on_pages(are_there=are_there)
+
+    view = Late()
+    view.hears("hello")
+    view.hears("bye")
+    assert view.there == [True, True, False, True]
+    view.close()
+
+
 @pytest.mark.parametrize(
     "message",
     [
