@@ -253,7 +253,12 @@ def test_who_comes_while_the_last_one_goes_is_told_that_the_watch_is_over(monkey
     """It would hear nothing: the threads end."""
     watched = watch(LyingNode(answers("running"), name="gpu1"))
     stop, end, late = watched.add(Heard()), watched._end, list[object]()
-    monkeypatch.setattr(watched, "_end", lambda: (late.append(watched.add(Heard())), end()))
+
+    def come_and_end() -> None:
+        late.append(watched.add(Heard()))
+        end()
+
+    monkeypatch.setattr(watched, "_end", come_and_end)
     assert stop
     stop()
     assert late == [None]
