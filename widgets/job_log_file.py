@@ -14,7 +14,7 @@ from ..text import format_size
 from .actions import Refused
 
 _WAITING_BYTES = 1 << 18  # of a log, in memory
-_SHARE = 0.9  # of what is free on a disk
+_SHARE = 0.45  # of what is free on a disk: a log is there twice while it is joined to the others
 OnBytes = Callable[[int], object]
 
 

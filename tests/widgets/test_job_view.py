@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import shutil
 import sys
 import tempfile
 import threading
@@ -143,6 +144,11 @@ def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
     view.asks("downloaded")
     with pytest.raises(Refused, match="it is more than 100 B"):
         write_log(job, folder / "logs", lambda done: None, most_bytes=100)
+    size = sum(len(f"{step}\n") for step in steps)
+    usage = shutil.disk_usage(folder)._replace(free=2 * size)  # too little: it is there twice for a while
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused, match="all that there is room for"):
+        patch.setattr(shutil, "disk_usage", lambda folder: usage)
+        write_log(job, folder / "logs", lambda done: None, source="1")
     assert [*(folder / "logs").iterdir()] == [saved], "no part is left"
 
 
