@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
 import torch
-from playwright.sync_api import Locator, expect
+from playwright.sync_api import Dialog, Locator, expect
 
 from .notebook import Notebook
 from .pictures import take_picture
@@ -257,13 +257,29 @@ raise OSError(28, "No space left on device", "{hostile}")
 """
 
 
+@pytest.fixture
+def alerts(window: Window) -> Generator[list[str]]:
+    """What alerts say, as long as a test runs: who listens would keep other tests from leaving the page."""
+    found: list[str] = []
+
+    def note(dialog: Dialog) -> None:
+        found.append(dialog.message)
+        dialog.dismiss()
+
+    window.page.on("dialog", note)
+    yield found
+    window.page.remove_listener("dialog", note)
+
+
 @pytest.mark.timeout(200)
 def test_failed_job_leads_with_the_cause_and_shows_what_is_hostile_as_text(
-    notebook: OpenNotebook, window: Window, tmp_path: Path, check_accessibility: Callable[[Locator], None]
+    notebook: OpenNotebook,
+    window: Window,
+    alerts: list[str],
+    tmp_path: Path,
+    check_accessibility: Callable[[Locator], None],
 ) -> None:
     nb = notebook(LOAD.format(home=tmp_path / "state"), FAILING.format(hostile=HOSTILE))
-    alerts: list[str] = []
-    nb.page.on("dialog", lambda dialog: (alerts.append(dialog.message), dialog.dismiss()))
     nb.run(0)
     nb.run(1)
     view = view_of(nb, 1)
