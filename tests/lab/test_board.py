@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     OpenNotebook = Callable[..., Notebook]
 
+pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+
 TESTS = Path(__file__).resolve().parents[2]
 START = "%load_ext detrain_nb\n%distributed start -n 2"
 SETUP = """%%distributed

@@ -12,6 +12,8 @@ from .notebook import Notebook, write_notebook
 from .server import Lab, end
 from .window import Window
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
 # What is kept of the user's jobs lies beside the notebook.
 _BEGIN = """
 import os, pathlib
@@ -36,7 +38,6 @@ class _Notebook7(Notebook):
         self._wait_for_kernel()
 
 
-@pytest.mark.slow
 def test_board_stops_a_cell_and_the_console_starts_a_job(lab: Lab, browser: Browser) -> None:
     before = lab.processes()
     path = lab.root / Path(__file__).stem / "notebook.ipynb"

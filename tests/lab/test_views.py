@@ -15,6 +15,8 @@ from playwright.sync_api import expect
 
 from .notebook import Notebook
 
+pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+
 _FOLDER = str(Path(__file__).parent)
 _SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"
 _COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(60))"
