@@ -207,11 +207,10 @@ def check_end(nb: Notebook) -> None:
 @pytest.mark.slow
 def test_first_long_cell_of_a_session_shows_a_board_above_its_output(notebook: OpenNotebook) -> None:
     long = "%%distributed\nfor i in range(40):\n    print('line', i)\nwait_for('{}')"
-    cells = [SETUP, long.format("first"), long.format("second"), "%distributed stop"]
-    nb = notebook(START, "%distributed config board=auto", *cells)
+    cells = [long.format("first"), long.format("second"), "%distributed stop"]
+    nb = notebook(START, SETUP, "%distributed config board=auto", *cells)  # also a cell of SETUP may last
     for index in range(3):
         nb.run(index)
-    expect(nb.cell(2).locator(".dt")).to_have_count(0)
     nb.start(3)
     board = nb.cell(3).locator(".dt")
     expect(board.get_by_text("cell [4]")).to_be_visible()
