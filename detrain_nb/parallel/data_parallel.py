@@ -339,9 +339,8 @@ def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> list[
     inside = [(name, part, _sizes_by_dtype(part)) for name, part in unit.named_modules() if id(part) not in others]
     if not (sizes := sum((own for _, _, own in inside), Counter[torch.dtype]())):
         return []
-    around = {
-        "": max(inside[0][2] or sizes, key=sizes.__getitem__)
-    }  # the dtype of what is sent together, by its module
+    # the dtype of what is sent together, by its module
+    around = {"": max(inside[0][2] or sizes, key=sizes.__getitem__)}
     found = []
     for name, part, own in inside:
         sent_with = next(outer for outer in _outwards(name) if outer in around)

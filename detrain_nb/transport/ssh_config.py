@@ -30,9 +30,8 @@ _CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: t
 _NEVER = "Host !*"
 _TO_THE_END = {"proxycommand", "localcommand", "remotecommand", "knownhostscommand"}  # what follows is for a shell
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
-_HOST_NAME = re.compile(
-    r"[A-Za-z0-9._:-]+|[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*%[A-Za-z0-9._-]+"
-)  # an address, and its interface
+_ADDRESS_AT = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*%[A-Za-z0-9._-]+"  # an address, and its interface
+_HOST_NAME = re.compile(rf"[A-Za-z0-9._:-]+|{_ADDRESS_AT}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _USER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
 

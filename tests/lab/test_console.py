@@ -291,6 +291,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
     view.get_by_role("button", name="My Pipelines").click()
     expect(names(view)).to_have_text(["train"])
+    expect(row(view, "train")).to_contain_text("succeeded", timeout=60_000)  # nothing of it outlives the kernel
 
 
 @pytest.mark.slow
@@ -325,6 +326,7 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     one.get_by_role("button", name="Load theirs").click()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("7")
     one.get_by_label("Steps optional", exact=True).fill("9")
+    expect(two.get_by_label("Steps optional", exact=True)).to_have_value("9")
     nb.run(5)
     two.get_by_role("button", name="Save").click()
     two.get_by_role("button", name="Save mine over it").click()

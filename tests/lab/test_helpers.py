@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,12 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.slow
 
 _SHOW = "from IPython.display import HTML\nHTML('''{}''')"
+# The veils of changed themes fade until they are told to end.
+_HOLD_FADES = """() => {
+  const later = window.setTimeout, held = [];
+  window.setTimeout = (call, ms, ...more) => ms === 200 ? held.push(call) : later(call, ms, ...more);
+  window.end_fades = () => { window.setTimeout = later; held.forEach(call => later(call)); };
+}"""
 _BACKGROUND = "element => getComputedStyle(element).getPropertyValue('--jp-layout-color0').trim()"
 
 
@@ -39,9 +46,13 @@ def test_theme_is_on_and_nothing_veils_the_page(window: Window) -> None:
 
 
 def test_errors_in_the_page_are_told_but_for_those_of_jupyterlab(window: Window) -> None:
+    window.js(_HOLD_FADES)
+    for name in ("JupyterLab Dark", "JupyterLab Light"):
+        window.command("apputils:change-theme", theme=name)
+        expect(window.page.locator("body")).to_have_attribute("data-jp-theme-name", name)
+        expect(window.page.locator("#jupyterlab-splash")).to_have_class(re.compile("splash-fade"))
     with window.page.expect_event("pageerror"):
-        for name in ("JupyterLab Dark", "JupyterLab Light") * 2:
-            window.command("apputils:change-theme", theme=name)
+        window.js("() => window.end_fades()")
     set_theme(window, dark=False)
     assert window.errors == [], "JupyterLab takes the veil of the first change away a second time"
     with window.page.expect_event("pageerror"):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Locator, Page, expect
+from playwright.sync_api import Locator, Page, WebSocket, expect
 
 from detrain_nb.spec.nodes_file import read_nodes
 
@@ -94,8 +94,13 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     tmp_path: Path,
 ) -> None:
     frames: list[str] = []
-    window.page.on("websocket", lambda socket: socket.on("framereceived", lambda frame: frames.append(str(frame))))
+
+    def listen(socket: WebSocket) -> None:
+        socket.on("framereceived", lambda frame: frames.append(str(frame)))
+
+    window.page.on("websocket", listen)
     nb = notebook(_home_of(testbed, tmp_path / "home"), "%distributed nodes", "%%distributed\nprint(rank, world_size)")
+    window.page.remove_listener("websocket", listen)  # its kernel is connected
     nb.run(0)
     nb.run(1)
     view = nb.cell(1).locator(".dt")

@@ -62,7 +62,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     nb.run_all()
     console = nb.cell(1).locator(".dt").first
     begin_pipeline(console, "two")
-    console.get_by_label("Steps optional", exact=True).fill("5000")
+    console.get_by_label("Steps optional", exact=True).fill("20000")  # more than there is time for: it is stopped
     console.get_by_role("button", name="Next: Nodes").click()
     for host in ("gpu1", "gpu2"):
         add_node(console, host, ranks=1)
@@ -93,7 +93,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     expect(view.locator(".id")).not_to_have_text(before, timeout=LIMIT_MS)
     expect(view.locator(".head .st")).to_have_text("succeeded", timeout=LIMIT_MS)
     console.get_by_role("button", name="My Pipelines").click()
-    expect(console.locator("tbody tr")).to_contain_text("succeeded")  # the list tells it by itself
+    expect(console.locator("tbody tr")).to_contain_text("succeeded", timeout=LIMIT_MS)  # the list tells it by itself
     with nb.page.expect_download(timeout=LIMIT_MS) as waiting:
         view.get_by_role("button", name="Download model").click()
     waiting.value.save_as(tmp_path / "model.pt")
@@ -111,7 +111,7 @@ def check_what_grows(view: Locator) -> None:
     for rank in (0, 1):
         view.get_by_role("tab", name=f"gpu{rank + 1} rank {rank}").click()
         expect(lines.locator(".ln").last).to_contain_text(re.compile(rf"step \d+ of rank {rank}$"))
-        last = lines.locator(".ln").last.inner_text()
+        last = lines.locator(".ln").last.text_content() or ""
         expect(lines.locator(".ln").last).not_to_have_text(last)
         expect(lines).not_to_contain_text(f"of rank {1 - rank}")
     expect(slider).not_to_have_attribute("aria-valuenow", last_step)

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 
 import nbformat
@@ -14,10 +15,12 @@ from playwright.sync_api import expect
 
 from .notebook import Notebook
 
+pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+
 _FOLDER = str(Path(__file__).parent)
 _SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"
-_COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(5))"
-_WAIT = "view.pressed.clear(); was_pressed = view.pressed.wait(20); print('pressed' if was_pressed else 'not pressed')"
+_COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(60))"
+_WAIT = "view.pressed.clear(); was_pressed = view.pressed.wait(60); print('pressed' if was_pressed else 'not pressed')"
 
 # As in front ends that know no sub-shells: what a page says goes to the main one, where the cell runs.
 _WITHOUT_SUBSHELLS = """() => {
@@ -44,14 +47,14 @@ def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Note
 def test_plain_form_is_hidden_in_any_front_end_while_the_view_is_live(notebook: Callable[..., Notebook]) -> None:
     nb = notebook(_SHOW, _SHOW)
     nb.run_all()
-    expect(nb.cell(1).locator(".dt").get_by_label("Count")).to_have_text("0")
+    for index in (0, 1):
+        expect(nb.cell(index).locator(".dt").get_by_label("Count")).to_have_text("0")
     one, other = (cell.outputs[1].data["text/html"] for cell in nb.save().cells)
     view = nb.cell(0).locator(".dt").evaluate("view => view.outerHTML")
-    page = nb.page.context.new_page()
-    page.set_content(f"<main>{view}</main><main id='one'>{one}</main><main id='other'>{other}</main>")
-    expect(page.locator("#one b")).to_be_hidden()
-    expect(page.locator("#other b")).to_be_visible()
-    page.close()
+    with closing(nb.page.context.new_page()) as page:
+        page.set_content(f"<main>{view}</main><main id='one'>{one}</main><main id='other'>{other}</main>")
+        expect(page.locator("#one b")).to_be_hidden()
+        expect(page.locator("#other b")).to_be_visible()
 
 
 def test_page_that_is_reloaded_while_a_cell_runs_has_its_view_at_once(notebook: Callable[..., Notebook]) -> None:
@@ -122,7 +125,7 @@ def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Call
     os.kill(kernel, signal.SIGCONT)
     expect(silent).to_have_count(0)
     os.kill(kernel, signal.SIGKILL)
-    expect(gone).to_have_text(re.compile(rf"gone: run the cell again\. {age}"))
+    expect(gone).to_have_text(re.compile(rf"gone: run the cell again\. {age}"), timeout=40_000)
     expect(press).to_have_attribute("aria-disabled", "true")
     nb.page.get_by_role("button", name="Ok").click()  # JupyterLab says that it restarts the kernel
     nb.run(0)

@@ -81,19 +81,32 @@ def test_description_of_a_value_may_be_long(session: Session) -> None:
 
 
 @pytest.mark.slow
-def test_place_of_a_rank_is_told_where_names_are_long(session: Session) -> None:
-    code = """
-import threading, time
-def f(n): f(n - 1) if n else time.sleep(3)
-long = "\\N{GRINNING FACE}" * 500
+def test_place_of_a_rank_is_told_where_names_are_long(session: Session, tmp_path: Path) -> None:
+    inside, done = tmp_path / "inside", tmp_path / "done"
+    code = f"""
+import pathlib, time
+inside, done = pathlib.Path({str(inside)!r}), pathlib.Path({str(done)!r})
+def f(n):
+    if n:
+        return f(n - 1)
+    inside.touch()
+    while not done.exists():
+        time.sleep(0.01)
+long = "\\N{{GRINNING FACE}}" * 500
 f.__code__ = f.__code__.replace(co_filename=long, co_name=long)
 f(150)
 """
     runs = threading.Thread(target=session.run_cell, args=(code,))
     runs.start()
-    time.sleep(1)
-    said = str(session.ranks.where())
-    runs.join(30)
+    try:
+        deadline = time.monotonic() + 30
+        while not inside.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        said = str(session.ranks.where())
+    finally:
+        done.touch()
+        runs.join(30)
     assert "\N{GRINNING FACE}" in said
 
 

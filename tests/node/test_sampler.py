@@ -144,12 +144,11 @@ def test_agent_says_that_it_measures_beside_what_it_was_told() -> None:
 def test_processor_time_and_memory_of_ranks_are_measured(busy: int) -> None:
     with agent_running() as agent:
         notebook = watched(agent, up(2, busy), up(3, os.getppid()))
-        notebook.send(Measure(0.3, 5.0))
+        notebook.send(Measure(0.3, 60.0))
         first = measured(notebook)
         assert first.ranks == [2, 3] and first.cpu_percent == [-1, -1]  # of no time yet
-        said = measured(notebook, lambda each: each.cpu_percent[0] > 0)
+        said = measured(notebook, lambda each: each.cpu_percent[0] > 0 and each.rss_bytes[0] > 50 << 20)
         assert said.cpu_percent[0] < 130
-        assert said.rss_bytes[0] > 50 << 20
         assert said.gpus == [-1, -1] and said.gpu_names == [] and said.steps_per_s == [-1, -1] == said.cells
         assert 0 < said.node_cpu_percent <= 100
         assert 0 < said.memory_used_bytes < said.memory_total_bytes
@@ -219,7 +218,7 @@ def test_gpus_of_ranks_are_named_and_their_nvidia_smi_ends_with_the_order(tmp_pa
     with agent_running(PATH=write_smi(tmp_path, LINES)) as agent:
         ranks = up(4, os.getpid(), device="cuda:0", local_rank=0), up(5, os.getpid(), device="cuda:1", local_rank=1)
         notebook = watched(agent, *ranks, env={"CUDA_VISIBLE_DEVICES": "1,GPU-aaaa1111"})
-        notebook.send(Measure(0.1, 2.0))
+        notebook.send(Measure(0.1, 60.0))
         said = measured(notebook, lambda each: each.gpu_names)
         assert said.gpus == [1, 0]
         assert said.gpu_percent == [37, -1]
@@ -228,6 +227,7 @@ def test_gpus_of_ranks_are_named_and_their_nvidia_smi_ends_with_the_order(tmp_pa
         [pid] = smi_pids(tmp_path)
         options = (tmp_path / f"started-{pid}").read_text()
         assert options.startswith("--query-gpu=index,uuid,name,") and options.endswith("-l 1")
+        notebook.send(Measure(0.1, 0.2))
         soon(lambda: is_gone(pid))
         assert agent.process.poll() is None
 
@@ -253,7 +253,7 @@ def test_the_nvidia_smi_ends_with_its_agent_or_notebook(tmp_path: Path, how: str
             notebook.sock.close()
         else:
             notebook.send(EndSession())
-        soon(lambda: is_gone(pid), limit_s=5)
+        soon(lambda: is_gone(pid))
 
 
 def test_an_nvidia_smi_that_ends_again_and_again_is_left_alone(tmp_path: Path) -> None:
@@ -290,8 +290,9 @@ def test_an_nvidia_smi_that_prints_without_an_end_holds_nobody(tmp_path: Path, m
     program.write_text(f"#!/bin/sh\nexec yes '{LINES[0]}'\n")
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    before = {*psutil.Process().children()}
     with contextlib.closing(Closable(GpuWatch())) as watch:
-        soon(lambda: watch.gpus.read() == [] and not psutil.Process().children())
+        soon(lambda: watch.gpus.read() == [] and before.issuperset(psutil.Process().children()))
 
 
 class Closable:
