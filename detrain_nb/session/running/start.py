@@ -196,6 +196,7 @@ def launch(
             counted.tell(ready)
             say(f"making the process group: {len(ready)} of {core.state.world_size} ranks")
 
+        tell(())
         core.process_groups.make(tell=tell)
         counted.tell(core.state.ranks)
 
@@ -219,7 +220,10 @@ class _Counted:
 
 def _wait_until_all_up(core: Core, request: Request, say: Say, counted: _Counted) -> None:
     """Raises: CellTimeout, or why a rank cannot come."""
-    num_up, deadline, limit_s, all_ranks = -1, math.inf, core.link.limits.start_s, core.state.world_size
+    num_up, limit_s, all_ranks = 0, core.link.limits.start_s, core.state.world_size
+    deadline = time.monotonic() + limit_s
+    counted.tell(())
+    say(f"importing torch: 0 of {all_ranks} ranks are up")
     while not request.wait_quietly(_TELL_GAP_S) and not request.has_failed:
         if len(request.answers) > num_up:
             num_up, deadline = len(request.answers), time.monotonic() + limit_s
