@@ -28,7 +28,7 @@ class AskedJobs:
         """Begin to ask, or end it."""
         with self._lock:
             self._is_shown = is_shown
-            if is_shown and self._thread is None:
+            if is_shown and (self._thread is None or not self._thread.is_alive()):
                 self._thread = threading.Thread(target=self._ask, name="detrain_nb pipelines", daemon=True)
                 self._thread.start()
         self._ask_now.set()
