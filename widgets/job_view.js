@@ -273,12 +273,12 @@ const make_log = (view, fail) => {
     parts.unshift(said.item); first.skipped = 0; is_following = false;
     make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; port.scrollTop = top + port.scrollHeight - height; follow.setAttribute("aria-pressed", false); draw(); draw_count();
   });
-  let last_height = 0;
+  let by_hand_until = 0; // a pointer that is down may hold the scroll bar for long
+  for (const [kind, ms] of [["wheel", 1000], ["touchmove", 1000], ["keydown", 1000], ["pointerdown", 10_000]]) port.addEventListener(kind, () => { by_hand_until = performance.now() + ms; }, { passive: true });
   port.addEventListener("scroll", () => {
     if (!port.clientHeight) return; // it is hidden, as while the theme changes
-    const is_at_end = port.scrollTop + port.clientHeight >= port.scrollHeight - ROW_PX, is_resized = port.clientHeight !== last_height;
-    last_height = port.clientHeight;
-    if (!is_at_end && is_following && is_resized) { to_end(); return; } // the page has changed, nobody has scrolled
+    const is_at_end = port.scrollTop + port.clientHeight >= port.scrollHeight - ROW_PX;
+    if (!is_at_end && is_following && performance.now() > by_hand_until) { to_end(); return; } // the page has changed, nobody has scrolled
     if (is_at_end !== is_following) { is_following = is_at_end; follow.setAttribute("aria-pressed", is_following); }
     draw();
   });
@@ -287,7 +287,7 @@ const make_log = (view, fail) => {
     if (to === undefined) return;
     event.preventDefault(); event.stopPropagation(); port.scrollTop = to;
   });
-  const seen = new ResizeObserver(() => { last_height = port.clientHeight; to_end(); });
+  const seen = new ResizeObserver(to_end);
   seen.observe(port);
   draw_tabs(); add(view.state.log); view.on_added("log", add);
   return { el, show: () => { is_following = true; to_end(); }, end: () => seen.disconnect(), choose_source: (source) => { const key = [...logs.keys()].find((each) => each.split("\n")[1] === `${source}`); if (key) choose(key); } };

@@ -21,7 +21,7 @@ def add_node(view: Locator, host: str, *, ranks: int) -> None:
     view.get_by_role("button", name="Add node").click()
     expect(view.get_by_label("Host", exact=True).locator("visible=true")).to_be_focused()
     view.page.keyboard.type(host)
-    view.get_by_role("radio", name="cpu").locator("visible=true").check()
+    view.get_by_role("radio", name="cpu").locator("visible=true").click()
     view.get_by_label("Ranks").locator("visible=true").fill(f"{ranks}")
 
 

@@ -127,7 +127,7 @@ def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Call
     os.kill(kernel, signal.SIGKILL)
     expect(gone).to_have_text(re.compile(rf"gone: run the cell again\. {age}"), timeout=40_000)
     expect(press).to_have_attribute("aria-disabled", "true")
-    nb.page.get_by_role("button", name="Ok").click()  # JupyterLab says that it restarts the kernel
+    nb.page.get_by_role("button", name="Ok", exact=True).click()  # JupyterLab says that it restarts the kernel
     nb.run(0)
     press.click()
     expect(view.get_by_label("Said")).to_have_text("heard hello in False")
