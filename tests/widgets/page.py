@@ -19,7 +19,7 @@ class WithPage(LiveView):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.sent: queue.Queue[dict[str, Any]] = queue.Queue()  # and not taken yet
         self.all_sent: list[dict[str, Any]] = []
-        self.seen: dict[str, Any] = {}  # what the page knows
+        self.seen: dict[str, Any] = {}  # what the page knows; nothing until it has the whole state
         super().__init__(*args, **kwargs)
 
     def send(self, content: dict[str, Any], buffers: Any = None) -> None:
@@ -59,7 +59,7 @@ class WithPage(LiveView):
         said = self.sent.get(timeout=max(0.0, limit_s))
         if said["tell"] == "state":
             self.seen = dict(said.get("state", {}))
-        elif said["tell"] == "news":
+        elif said["tell"] == "news" and self.seen:  # as a real page: those before the state are in it
             self.seen |= said["parts"]
             for name, items in said["added"].items():
                 self.seen[name] = [*self.seen.get(name, []), *items]
