@@ -38,11 +38,10 @@ _LONGEST_ESCAPE = 6  # bytes of HTML for one of text
 _SHARED = Path(__file__).with_name("shared")
 _LIVE = "live view; run the cell again"
 _CHILD = ".jp-OutputArea-child"
-# Of two outputs one is shown: the live view, or its plain form, and in JupyterLab not an error in place of a widget.
+# Of two outputs in JupyterLab one is shown: the live view, or its plain form and not an error in place of a widget.
 _ONE_OF_BOTH = (
     f"<style>{_CHILD}:not(:has(.dt)):has(+ {_CHILD} .dt-plain),"
-    f" {_CHILD}:has(.dt.live) + {_CHILD}:has(.dt-plain),"
-    " body:has(.dt.live[data-view='VIEW']) .dt-plain[data-view='VIEW'] { display: none; }</style>"
+    f" {_CHILD}:has(.dt.live) + {_CHILD}:has(.dt-plain) {{ display: none; }}</style>"
 )
 _NOTHING = {"text/plain": ""}
 _ROOT = re.compile(r"\.dt(?![\w-])")  # a style sheet is one of the whole page: a view's own reaches no other view
@@ -224,8 +223,7 @@ class LiveView(anywidget.AnyWidget):
         if self._is_settled:
             display(data, raw=True)
             return
-        style = _ONE_OF_BOTH.replace("VIEW", self.model_id)
-        page = f"<div class='dt-plain' data-view='{self.model_id}'>{data.pop('text/html')}</div>{style}"
+        page = f"<div class='dt-plain'>{data.pop('text/html')}</div>{_ONE_OF_BOTH}"
         plain = {"text/plain": data.pop("text/plain"), "text/html": page}
         display(data, metadata=metadata, raw=True, display_id=self.new_display())
         self._plain_ids, plain_id = _one_more(self._plain_ids)
@@ -289,7 +287,7 @@ class LiveView(anywidget.AnyWidget):
                 self._has_page.set()
                 self._told.clear()
                 self._start_pump()
-        said: dict[str, Any] = {"tell": "state", "page": page, "view": self.model_id, "late": self._is_late}
+        said: dict[str, Any] = {"tell": "state", "page": page, "late": self._is_late}
         with self._sending:
             try:
                 if is_first:

@@ -201,7 +201,7 @@ class View {
   }
   /** Ask for all of it, and show that in the place of what is here. */
   begin_anew() { this.has_mounted = false; this.send({ do: "hello" }); }
-  begin({ state, view, late, error }) {
+  begin({ state, late, error }) {
     clearInterval(this.greeting);
     if (this.has_mounted) return; // the answer to an earlier hello
     this.is_late = late;
@@ -209,8 +209,7 @@ class View {
     this.state = state;
     this.unmount?.(); this.parts.clear(); this.lists.clear();
     this.el.replaceChildren();
-    this.unmount = mount(this); this.has_mounted = true;
-    this.el.classList.add("live"); this.el.dataset.view = view; // its plain form is hidden now
+    this.unmount = mount(this); this.has_mounted = true; this.el.classList.add("live");
   }
   /** Call `listener(value)` now, if the state has the part, and whenever the kernel publishes it. */
   on(part, listener) {

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import nbformat
@@ -42,19 +41,6 @@ def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Note
     expect(view.get_by_label("Lines").get_by_role("listitem")).to_have_text(["hello"])
     nb.run(2)
     expect(view.get_by_label("Count")).to_have_text("999")
-
-
-def test_plain_form_is_hidden_in_any_front_end_while_the_view_is_live(notebook: Callable[..., Notebook]) -> None:
-    nb = notebook(_SHOW, _SHOW)
-    nb.run_all()
-    for index in (0, 1):
-        expect(nb.cell(index).locator(".dt").get_by_label("Count")).to_have_text("0")
-    one, other = (cell.outputs[1].data["text/html"] for cell in nb.save().cells)
-    view = nb.cell(0).locator(".dt").evaluate("view => view.outerHTML")
-    with closing(nb.page.context.new_page()) as page:
-        page.set_content(f"<main>{view}</main><main id='one'>{one}</main><main id='other'>{other}</main>")
-        expect(page.locator("#one b")).to_be_hidden()
-        expect(page.locator("#other b")).to_be_visible()
 
 
 def test_page_that_is_reloaded_while_a_cell_runs_has_its_view_at_once(notebook: Callable[..., Notebook]) -> None:

@@ -162,12 +162,13 @@ def test_notebook_that_left_comes_back_and_is_shown_what_it_missed(nodes: Nodes)
     running = threading.Thread(target=_run_until_left, args=(session,))
     running.start()
     deadline = time.monotonic() + _LIMIT_S
-    while not (cells := list(session.log.running_cells)):
-        assert time.monotonic() < deadline
+    while not (cells := list(session.log.running_cells)) or not session.log.text(cells[0], 0):
+        assert time.monotonic() < deadline  # until it prints: one that was not sent yet would not run
         time.sleep(0.01)
     session.detach()
     running.join(_LIMIT_S)
     seen = {rank: session.log.text(cells[0], rank) for rank in (0, 1)}
+    time.sleep(1.0)  # six lines, which nobody is shown; what comes behind an attach is not missed
     again = nodes.attach()
     while again.log.running_cells:
         assert time.monotonic() < deadline

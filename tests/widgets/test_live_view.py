@@ -69,7 +69,7 @@ def test_page_that_says_hello_gets_the_state_and_nothing_is_sent_without_one(vie
     view.publish("a", 2)
     view.append("lines", ["x"])
     view.hears("hello")
-    state = {"tell": "state", "page": "p", "view": view.model_id, "late": True, "state": {"a": 1}}
+    state = {"tell": "state", "page": "p", "late": True, "state": {"a": 1}}
     assert told(view, 1) == [state]
     assert view.there == [True] and view.sent.empty()
 
