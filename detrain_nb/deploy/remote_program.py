@@ -6,6 +6,7 @@ shell's.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -32,6 +33,7 @@ _LINE_BYTES = 1 << 20
 _MOST_VALUES = 1 << 14  # of a line
 _ANSWER_LIMIT_S = 60.0  # setup lines and a slow disk included
 _UPLOAD_LIMIT_S = 600.0
+_LAST_WORDS_LIMIT_S = 1.0
 _EXIT_LIMIT_S = 2.0
 _SETUP_FAILED = 93
 _WORDS_CHARS = 400  # of a last line: it may be our own program
@@ -159,9 +161,21 @@ class RemoteProgram:
             raise self._why_ended()
         return data
 
+    def _read_last_words(self) -> None:
+        """What it had said when nobody could write to it any more."""
+        deadline = time.monotonic() + _LAST_WORDS_LIMIT_S
+        with contextlib.suppress(OSError):
+            while len(self._arrived) <= _PROLOGUE_BYTES and (left_s := deadline - time.monotonic()) > 0:
+                self._sock.settimeout(left_s)
+                if not (data := self._sock.recv(1 << 16)):
+                    break
+                self._arrived += data
+
     def _why_ended(self) -> DetrainError:
         """The shell, or Python, ended before it said what was expected."""
         status = self._stream.exit_status(limit_s=_EXIT_LIMIT_S)
+        if self._prologue is None:
+            self._read_last_words()
         said = self._stream.stderr_tail() + (self._prologue or self._arrived.decode(errors="replace"))
         words = [line for line in said.splitlines() if line.strip()]
         fatal = [line for line in words if line.startswith("Fatal Python error")]  # more lines come after it
