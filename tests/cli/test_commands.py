@@ -280,7 +280,8 @@ def test_canonical_form_is_stored_but_not_printed_again(story: Story) -> None:
 
 
 def test_stderr_of_the_ranks_goes_to_stderr_once(story: Story) -> None:
-    assert sorted(story.err.splitlines()) == ["[0] a complaint", "[1] a complaint"]
+    # Equal lines that arrive together are shown as one.
+    assert sorted(story.err.splitlines()) in (["[0-1] a complaint"], ["[0] a complaint", "[1] a complaint"])
 
 
 def test_kernel_is_this_python_and_its_session_is_named_after_the_executed_notebook(story: Story, place: Place) -> None:
