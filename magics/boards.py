@@ -86,7 +86,7 @@ class _PutAbove:
         view = self._make()
         view.settled()  # has it take a first board, here and not where the screen waits for it
         if not self._has_ended.is_set():
-            self._live.set_head(view.bundle, view.new_display())
+            self._live.set_head(view.new_display())
             self._view = view
 
     def end(self) -> None:

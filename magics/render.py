@@ -115,11 +115,11 @@ class LiveCell:
         with self._lock:
             return self._can_clear
 
-    def set_head(self, head: Head, display_id: str) -> None:
+    def set_head(self, head: Head) -> None:
         """Show it above all that ranks say, from now on."""
         with self._lock:
             if self._can_clear:
-                self._screen.set_head(head, display_id)
+                self._screen.set_head(head)
                 self._invalidate()
 
     def admit(self, rank: int) -> None:

@@ -39,7 +39,7 @@ _DRAW_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 600.0  # hundreds of megabytes at a server's rate
 _CLEAR: tuple[str, dict[str, Any]] = ("clear_output", {"wait": True})  # when the next output comes
 _STORED = ("stream", "display_data")
-Head = Callable[[], tuple[dict[str, Any], dict[str, Any]]]
+Head = Callable[[], list[dict[str, Any]]]  # the contents of display messages, each with an id
 _RESENT_CHARS = 250_000
 _SERVER_BYTES_PER_S = 700_000  # a Jupyter server drops stream output above 1 MB/s
 _BATCH_CHARS = 1 << 20
@@ -69,8 +69,8 @@ class Screen(ABC):
     def invalidate(self, show_anew: Callable[[], None]) -> None:  # noqa: B027
         """What stands there is out of date: call ``show_anew`` before anything else is sent, in the screen's thread."""
 
-    def set_head(self, head: Head, display_id: str) -> None:  # noqa: B027
-        """``head`` gives what stands above all else from when all is shown anew next: data and metadata."""
+    def set_head(self, head: Head) -> None:  # noqa: B027
+        """``head`` gives what stands above all else from when all is shown anew next."""
 
     def replace(self, items: list[Item]) -> None:  # noqa: B027
         """Show ``items`` instead of all that was shown."""
@@ -112,7 +112,7 @@ class KernelScreen(Screen):
         self._outdated: tuple[int, Callable[[], None]] | None = None  # its count, and what shows the cell anew
         self._anew_from = 0.0  # when it may be shown anew next
         self._head: Head | None = None
-        self._head_id = ""
+        self._head_ids: set[str] = set()
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
@@ -158,18 +158,17 @@ class KernelScreen(Screen):
             self._outdated = (self._given, show_anew)
         self._start()
 
-    def set_head(self, head: Head, display_id: str) -> None:
+    def set_head(self, head: Head) -> None:
         with self._changed:
-            self._head, self._head_id = head, display_id
+            self._head = head
 
     def _heads(self) -> list[tuple[str, dict[str, Any]]]:
-        if self._head is None:
-            return []
-        data, metadata = self._head()
-        return [("display_data", {"data": data, "metadata": metadata, "transient": {"display_id": self._head_id}})]
+        heads = [] if self._head is None else self._head()
+        self._head_ids.update(content["transient"]["display_id"] for content in heads)
+        return [("display_data", content) for content in heads]
 
     def _is_head(self, content: dict[str, Any]) -> bool:
-        return bool(self._head_id) and content.get("transient", {}).get("display_id") == self._head_id
+        return content.get("transient", {}).get("display_id") in self._head_ids
 
     def replace(self, items: list[Item]) -> None:
         chars = sum(len(item.text) if isinstance(item, Text) else item.num_chars for item in items)

@@ -218,29 +218,25 @@ class LiveView(anywidget.AnyWidget):
     # ---- how it is displayed
 
     def _ipython_display_(self, **_: Any) -> None:
-        """Display it, and below it the plain form: JupyterLab shows no other form of a widget whose kernel has gone."""
-        data, metadata = self.bundle()
-        if self._is_settled:
-            display(data, raw=True)
-            return
-        page = f"<div class='dt-plain'>{data.pop('text/html')}</div>{_ONE_OF_BOTH}"
-        plain = {"text/plain": data.pop("text/plain"), "text/html": page}
-        display(data, metadata=metadata, raw=True, display_id=self.new_display())
-        self._plain_ids, plain_id = _one_more(self._plain_ids)
-        display(plain, raw=True, display_id=plain_id)
+        for shown in self.new_display()():
+            display(shown["data"], metadata=shown["metadata"], raw=True, **shown["transient"])
 
-    def new_display(self) -> str:
-        """The id of one more display of the view, which settles as the others do."""
+    def new_display(self) -> Callable[[], list[dict[str, Any]]]:
+        """Make one more display of the view, which settles as the others do; it gives the contents of its messages."""
         self._display_ids, display_id = _one_more(self._display_ids)
-        return display_id
+        self._plain_ids, plain_id = _one_more(self._plain_ids)
+        return partial(self._outputs, display_id, plain_id)
 
-    def bundle(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The MIME bundle of a display now, and its metadata: the view with its plain form, or that alone."""
+    def _outputs(self, display_id: str, plain_id: str) -> list[dict[str, Any]]:
+        """The view, and below it the plain form: JupyterLab shows no other form of a widget whose kernel has gone."""
         if self._is_settled:
-            return {**self.settled().bundle()}, {}
+            return [_output(self.settled().bundle(), display_id)]
         widget = super()._repr_mimebundle_()
         data, metadata = widget if isinstance(widget, tuple) else (widget or {}, {})
-        return {**data, **self.settled().bundle(end=_LIVE)}, metadata
+        plain = self.settled().bundle(end=_LIVE)
+        plain["text/html"] = f"<div class='dt-plain'>{plain['text/html']}</div>{_ONE_OF_BOTH}"
+        own = {mime: value for mime, value in data.items() if mime not in plain}
+        return [_output(own, display_id, metadata), _output(plain, plain_id)]
 
     def __repr__(self) -> str:
         return self.settled().text
@@ -382,6 +378,11 @@ class LiveView(anywidget.AnyWidget):
 def _one_more(display_ids: list[str]) -> tuple[list[str], str]:
     display_id = uuid.uuid4().hex
     return [*display_ids, display_id][-_MOST_DISPLAYS:], display_id
+
+
+def _output(data: Mapping[str, Any], display_id: str, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The content of a display message."""
+    return {"data": {**data}, "metadata": {**(metadata or {})}, "transient": {"display_id": display_id}}
 
 
 def _read(path: Path) -> str:

@@ -34,13 +34,15 @@ def test_long_cell_shows_one_board_above_its_output_and_a_stop_settles_it(own: A
     assert own.run("%distributed config board=auto").status == "ok"
     assert own.run("%%distributed\nprint('short')").shown == [("stdout", "[0-1] short\n")]
     outcome = own.run(ENDLESS, interrupt_when=VIEW)
-    (first, board), (second, text), *_ = outcome.shown
-    assert (first, second) == ("rich", "stdout") and text.startswith("[0-1] long\n")
-    assert VIEW in board and "live view; run the cell again" in board["text/plain"]
+    (_, board), (_, plain), (stream, text), *_ = outcome.shown
+    assert stream == "stdout" and text.startswith("[0-1] long\n")
+    assert VIEW in board and "live view; run the cell again" in plain["text/plain"] and "<table" in plain["text/html"]
     (display_id,) = displayed_views(outcome)
     again = own.run(ENDLESS.replace("%%distributed", "%%distributed --timeout 4"))
     assert again.status == "error" and not displayed_views(again)
-    settled = settled_by(own.run("%distributed stop"))[display_id]
+    stopped = settled_by(own.run("%distributed stop"))
+    settled = stopped.pop(display_id)
+    assert [*stopped.values()] == [{"text/plain": ""}], "the plain form is gone that stood below it"
     assert sorted(settled) == ["text/html", "text/plain"] and "<table" in settled["text/html"]
 
 
