@@ -58,10 +58,10 @@ class CellHistory:
                 self.rates[view.rank] = view.steps_per_s
 
 
-def settle(board: Board | None, seen: CellHistory, name: str, *, is_well: bool) -> Settled:
+def settle(board: Board | None, seen: CellHistory, name: str, *, is_well: bool, failure: str = "") -> Settled:
     """A summary, and a row for each rank; of more than 64, only of those that were not well.
 
-    ``is_well``: the cell that ran last failed nowhere.
+    ``is_well``: the cell that ran last failed nowhere. ``failure``: why the last order of a page failed.
     """
     if board is None:
         return Settled(f"Session {one_line(name)}: no rank was asked yet")
@@ -69,10 +69,11 @@ def settle(board: Board | None, seen: CellHistory, name: str, *, is_well: bool) 
     dead = dead_ranks(board)
     host_of = {rank: node.name or node.host for node in board.nodes for rank in node.ranks}
     rows = [_row(view, host_of.get(view.rank, ""), dead, seen, is_well) for view in board.ranks]
-    rest = ""
+    rest = failure
     if len(rows) > _MOST_ROWS:
         kept = [row for row in rows if row[3][:1] not in _ARE_WELL][:_MOST_ROWS]
-        rest = f"{count_ranks(len(rows) - len(kept))} of {len(rows)} not listed"
+        left = f"{count_ranks(len(rows) - len(kept))} of {len(rows)} not listed"
+        rest = f"{left}; {failure}" if failure else left
         rows = kept
     text = "\n".join(filter(None, [f"{summary} {where}", *(table_lines([_COLUMNS, *rows]) if rows else []), rest]))
     return Settled(text, _page(summary, where, rows, rest))

@@ -63,7 +63,8 @@ class BoardView(LiveView):
             self._take_one()
         number = self._seen.number
         is_well = bool(number and self._seen.ended_at) and not self._session.log.has_failed(number)
-        return settle(self._board, self._seen, self._session.name, is_well=is_well)
+        failure = self._said["text"] if self._said.get("is") == "failed" else ""
+        return settle(self._board, self._seen, self._session.name, is_well=is_well, failure=failure)
 
     def _take_one(self) -> None:
         """Have a first board, for who shows no live view."""
@@ -207,7 +208,9 @@ class BoardView(LiveView):
             replayed = self._session.log.replay(chosen)
             failed = [cell for cell, error in replayed.items() if error is not None]
             words = f"cells run again on {format_ranks(chosen)}: {short_ranks(replayed) or 'none'}"
-            return f"{words}; failed: {short_ranks(failed)}" if failed else words
+            if failed:
+                raise DetrainError(f"{words}; failed: {short_ranks(failed)}")
+            return words
 
         self._order(f"replay on {format_ranks(chosen)}", run_again)
 

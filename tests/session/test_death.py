@@ -499,6 +499,7 @@ def test_replay_runs_earlier_cells_on_the_fresh_rank_alone() -> None:
         assert list(replayed) == [1, 2, 4, 5, 6], "not the one with a collective alone, nor the one that failed"
         assert [cell for cell, error in replayed.items() if error] == [4], "it needs what a cell makes that is left out"
         assert "NameError" in str(replayed[4])
+        assert [number for number in range(8, 13) if session.log.has_failed(number)] == [10], "as it was run again"
         assert session.log.collective_cells == {3, 6, 7}
         assert session.run_cell("runs, g(), round(h())").values == {0: (1, 40, 6), 1: (1, 41, 6)}
         assert session.log.replay(1, cells=[1]) == {1: None}

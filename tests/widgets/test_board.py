@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -313,7 +314,7 @@ def test_board_twice_is_two_views(session: Session) -> None:
     first, second = widgets.board(session), widgets.board(session)
     assert first is not second and isinstance(second, BoardView)
     assert "2 ranks" in first.settled().text
-    assert not session.log.has_failed(1000)  # as one that was run again, which is in no record
+    assert not session.log.has_failed(1000)  # as nobody has run it
     first.close()
     second.close()
 
@@ -388,9 +389,11 @@ def test_what_cannot_be_done_is_told(session: Session, page: Page) -> None:
     page.wait_for(lambda seen: seen["said"].get("text") == "no cell runs")
 
 
-def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board() -> None:
+def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Path) -> None:
     with Session.start(ranks=2, device="cpu") as own:
         own.run_cell("import os, signal\ndef f(): return 3")
+        own.run_cell(f"own = f'{tmp_path}/{{rank}}'\nwhile os.path.exists(own + '/wait'): pass\nos.mkdir(own)")
+        (tmp_path / "1" / "wait").touch()
         page = Page(own)
         page.open_page()
         thread, raised = run_beside(own, "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ndist.barrier()")
@@ -401,8 +404,12 @@ def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board() -> None:
         page.wait_for(lambda seen: bool(seen["notes"]) and seen["notes"][0]["ready"])
         assert page.seen["rank1"]["fresh"] == "a fresh one is there, its variables are gone"
         page.asks("replay", ranks="1")
-        page.wait_for(lambda seen: seen["said"].get("is") == "done")
-        assert page.seen["said"]["text"].startswith("cells run again on rank 1: 1")
+        page.wait_for(lambda seen: seen["head"]["cell"] == 5)
+        (tmp_path / "1" / "wait").unlink()
+        page.wait_for(lambda seen: seen["said"].get("is") == "failed" and "failed or" in seen["head"]["last"])
+        assert page.seen["said"]["text"] == "cells run again on rank 1: 1-2; failed: 2"
+        settled = page.settled().text
+        assert "Cell [5] ended" in settled and settled.endswith("failed: 2") and "✓" not in settled
         assert own.run_cell("f()").values[1] == 3
         page.wait_for(lambda _: page.states == ["idle", "idle"])
         page.asks("restart", ranks="0")

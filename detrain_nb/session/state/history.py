@@ -63,13 +63,13 @@ class History:
         """A cell is about to be sent. One that is run again is there already."""
         self._last_cell = message.cell
         self._known.add(message.cell)
+        self._not_ended_well.add(message.cell)
         if not message.is_replay:
             number, code, first_line = message.cell, message.code, message.first_line
             self._ran[number] = {(code, first_line): RanCell(message.ranks, number, code, first_line, False, [], False)}
-            self._not_ended_well.add(number)
 
     def fail(self, number: int) -> None:
-        """A rank was lost in it."""
+        """It has failed on a rank, or one was lost in it."""
         self._failed.add(number)
 
     def has_ended_well(self, number: int) -> bool:

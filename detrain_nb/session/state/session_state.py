@@ -559,6 +559,8 @@ class SessionState:
             self._give(cell, message, bundle)
 
     def _give(self, cell: Cell, message: Logged | RankEnded, bundle: Bundle | None = None) -> None:
+        if isinstance(message, CellFailed) and message.rank in cell.running:
+            self.history.fail(cell.number)  # also one that is run again, of which there is no record
         cell.take(message, bundle)
         if cell.is_done:
             for on_end in self._on_end.pop(cell.number, []):
