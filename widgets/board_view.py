@@ -154,8 +154,9 @@ class BoardView(LiveView):
         rates = rates_of(board.ranks)
         if board.cell and board.clock_s - self._rated_at >= 0.9 * _SPARK_S and any(rate is not None for rate in rates):
             self._rated_at = board.clock_s
-            self._rates.append(rates)
-            self.append("rates", [rates])
+            with self._sending:  # a page that opens meanwhile has the point in its state, or is told of it
+                self._rates.append(rates)
+                self.append("rates", [rates])
 
     def _is_quiet(self, board: Board) -> bool:
         now = time.monotonic()

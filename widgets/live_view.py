@@ -288,6 +288,7 @@ class LiveView(anywidget.AnyWidget):
             try:
                 if is_first:
                     self.on_pages(are_there=True)
+                self._send_pending()  # else what was appended would come behind a state that has it already
                 said["state"] = self.state()
             except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
                 said["error"] = one_line(describe_failure(exc))

@@ -177,6 +177,23 @@ def test_rates_of_the_last_minute_are_kept_for_a_page_that_comes_later(
     assert page.state()["rates"] == [] or len(page.state()["rates"][-1]) == 3
 
 
+def test_page_that_opens_beside_another_has_each_point_of_the_rates_once(made: Callable[[Board], Page]) -> None:
+    board = made_board(2)
+    page = made(board)
+    page.wait_for_first_board()
+    for turn in range(1, 6):
+        point = 3.4 + turn
+        ranks = [replace(rank, steps_per_s=point) for rank in board.ranks]
+        page.show(replace(with_ranks(board, *ranks), clock_s=board.clock_s + turn))
+        page.hears("hello", f"q{turn}")
+        page.publish("last", turn)
+        page.wait_for_part("last", lambda last, turn=turn: last == turn)
+        opened = next(at for at, said in enumerate(page.all_sent) if said.get("page") == f"q{turn}")
+        told = [each for said in page.all_sent[opened:] for each in said.get("added", {}).get("rates", [])]
+        assert page.all_sent[opened]["state"]["rates"][-1] == [point, point]
+        assert [point, point] not in told
+
+
 def test_view_that_nobody_looks_at_neither_listens_nor_samples(
     made: Callable[[Board], Page],
 ) -> None:
