@@ -73,14 +73,15 @@ def start(
     record: Record,
     ask_passphrase: AskPassphrase | None = None,
     before: str = "",
+    file: bytes | None = b"",
 ) -> Started:
     """Start a job of a spec that was read with `read_spec`, on its nodes or on ``nodes``, with its source.
 
-    ``before``: the id of the job that is restarted, whose checkpoints are taken over. Raises: as `submit`. Nothing runs
-    then.
+    ``before``: the id of the job that is restarted, whose checkpoints are taken over. ``file`` is noted in the record.
+    Raises: as `submit`. Nothing runs then.
     """
     storage = _full_url(storage)
-    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before).run()
+    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before, file).run()
 
 
 def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -145,6 +146,7 @@ class _Starting:
     ask_passphrase: AskPassphrase | None
     on_progress: Say | None
     before: str
+    file: bytes | None
     _may_run: bool = False  # on some of its nodes
     _notices: list[str] = field(default_factory=list)
 
@@ -165,6 +167,7 @@ class _Starting:
             spec=json.dumps(self.spec.to_dict()),
             state=SUBMITTING,
             storage="" if has_password(storage) else storage,
+            file=self.file,
         )
         try:
             for notice in (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports)):

@@ -324,6 +324,7 @@ def _without_id(text: str) -> str:
 def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path: Path) -> None:
     begun = kernel.run(f"%%torchrun -n 2 --name demo --training.epochs 4 --out job -- a 'b c'\n{_SCRIPT}")
     assert begun.status == "ok", begun.error
+    assert kernel.run("from detrain_nb.jobs.record import Record; Record().get('demo').file").rich() == ["b''"]
     assert _without_id(begun.text()) == "job demo-ID runs: %job logs -f demo-ID follows it\n"
     assert [kind for kind, _ in begun.shown] == ["stdout"], "nothing is left of what was drawn meanwhile"
     followed = kernel.run("%job attach demo")
@@ -359,6 +360,8 @@ def test_large_folder_shows_how_far_it_is(kernel: Any, tmp_path: Path) -> None:
     (tmp_path / "large.json").write_text(json.dumps({"name": "large", "source": source}))
     begun = kernel.run(f"%job submit {tmp_path}/large.json")
     assert begun.status == "ok", begun.error
+    file = kernel.run("from detrain_nb.jobs.record import Record; Record().get('large').file")
+    assert file.rich() == [repr(os.fsencode(tmp_path / "large.json"))]
     drawn = [content["data"].get("text/plain", "") for kind, content in begun.live if "display" in kind]
     assert any(re.match(r"send \[#*\.*\] +\d+ %, [\d.]+ [kM]?B of 15 MB", text) for text in drawn), drawn
     assert [kind for kind, _ in begun.shown if kind == "stdout"] == ["stdout"]

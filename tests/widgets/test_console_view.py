@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,9 +247,9 @@ def test_review_and_code_of_a_right_one(page: Page) -> None:
 
 
 def test_settled_form_is_a_table_of_plain_html(page: Page) -> None:
-    page.pipelines.create({**DATA, "name": "train", "description": "<b>bold</b>"})
+    file = os.fsencode(page.pipelines.create({**DATA, "name": "train", "description": "<b>bold</b>"}).path)
     (page.pipelines.folder / "<i>odd.toml").write_text("name = 1\x07")
-    Record().add("train-1", name="train", nodes="[]", spec="{}", state="running")
+    Record().add("train-1", name="train", nodes="[]", spec="{}", state="running", file=file)
     settled = page.settled()
     assert "train" in settled.text and "running" in settled.text and "<i>" not in settled.html
     assert settled.html.count("<tr>") == 3 and "\x07" not in settled.text + settled.html
