@@ -170,7 +170,7 @@ def test_ranks_that_swamp_a_machine_are_refused_and_those_that_crowd_it_noted(ho
     facts = NodeResources(gpus=0, cpus=1, memory_bytes=10**9, free_bytes=0, torch="2.9.1")
     (note,) = find_crowds(nine.plan(), [LocalTransport()], [facts])
     assert note.startswith(
-        "9 ranks on this-machine, which has 1 processor and 1.0 GB of free memory: they take about 2"
+        "9 ranks on this machine, which has 1 processor and 1.0 GB of free memory: they take about 2"
     )
     assert not list(find_crowds(nine.plan(), [LocalTransport()], [replace(facts, cpus=3, memory_bytes=0)]))
 

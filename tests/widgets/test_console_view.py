@@ -264,7 +264,7 @@ def test_review_and_code_of_a_right_one(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("open_pipeline", id=page.names()["train"])
     found = page.asks("review")
-    assert found["commands"]["nodes"][0]["name"] == "localhost" and "submit(spec)" in found["code"]
+    assert found["commands"]["nodes"][0]["name"] == "this machine" and "submit(spec)" in found["code"]
     assert page.asks("code", id=page.names()["train"]) == found["code"]
 
 
