@@ -239,9 +239,10 @@ def _make_pipelines(folder: Path, count: int) -> None:
     mine, record = MyPipelines(folder), Record()
     nodes = [{"host": f"gpu{number}", "ranks": 8} for number in (1, 2)]
     for number in range(count):
-        spec = {"name": f"train-{number}", "source": {"script_text": "print(1)"}, "nodes": nodes}
-        mine.create({**spec, "parallelism": {"pp": 2, "tp": 2}, "training": {"steps": 5000}})
-        record.add(f"train-{number}-1", name=f"train-{number}", nodes="[]", spec="{}", state="ended")
+        name = f"train-{number}"
+        spec = {"name": name, "source": {"script_text": "print(1)"}, "nodes": nodes}
+        made = mine.create({**spec, "parallelism": {"pp": 2, "tp": 2}, "training": {"steps": 5000}})
+        record.add(f"{name}-1", name=name, nodes="[]", spec="{}", state="ended", file=os.fsencode(made.path))
 
 
 def _many_stages() -> PlanDescription:

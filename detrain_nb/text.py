@@ -80,6 +80,11 @@ def name_some(names: Sequence[str], *, most: int = 3, separator: str = ", ") -> 
     return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
+def told_node(name: str) -> str:
+    """Return the name of a node for people: ``this machine`` where it has none, or is ``localhost``."""
+    return "this machine" if name in ("", "localhost") else name
+
+
 def split_target(text: str) -> tuple[str | None, str, str | None, bool]:
     """Take ``[user@]host[:port]`` apart; the last says whether brackets stood around the host. Nothing is checked."""
     if match := _TARGET.fullmatch(text):

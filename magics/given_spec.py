@@ -10,7 +10,7 @@ from ..errors import SpecError
 if TYPE_CHECKING:
     from ..spec import Finding, PipelineSpec
 
-__all__ = ["SPEC", "read_spec", "show_findings"]
+__all__ = ["SPEC", "file_of", "read_spec", "show_findings"]
 
 SPEC = "a .json, .toml or .yaml file, its URL, or a variable; or a script, .py"
 
@@ -27,6 +27,11 @@ def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineS
         raise SpecError(f"the variable {where} is of type {type(named).__name__}, not PipelineSpec")
     spec = named or PipelineSpec.load(where)
     return spec.with_overrides(PipelineSpec.parse_overrides(fields))
+
+
+def file_of(where: str) -> str | None:
+    """Its path or URL; None for what `read_spec` takes from a variable: no file of a spec is without a suffix."""
+    return None if where.isidentifier() else where
 
 
 def show_findings(findings: Sequence[Finding], where: str) -> None:

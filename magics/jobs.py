@@ -16,7 +16,7 @@ from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
 from ..jobs.job_status import describe_state
 from ..plan.names import MOST_NAME_CHARS
 from ..text import CopyProgress
-from .given_spec import read_spec, show_findings
+from .given_spec import file_of, read_spec, show_findings
 from .guard import PROG, guard
 from .holder import ask_passphrase
 from .job_cell import JobCell
@@ -104,7 +104,7 @@ class JobMagics(Magics):
         if args.dry_run:
             display(submit(spec, dry_run=True, notices=self._notices(spec)))
             return None
-        return self._submit_spec("%job submit", spec, args)
+        return self._submit_spec("%job submit", spec, args, file=file_of(args.spec))
 
     def _torchrun(self, line: str, code: str) -> Job | None:
         args = parse_torchrun_line(line)
@@ -125,13 +125,14 @@ class JobMagics(Magics):
             spec = spec.with_ranks(args.count)
         return self._submit_spec("%%torchrun", spec, args)
 
-    def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any) -> Job | None:
+    def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any, *, file: str | None = None) -> Job | None:
         """The job, where it is not followed: a cell that has shown its end shows no more."""
         from ..jobs import submit
 
         with told_when_interrupted(prog, "%job list says whether it runs"), self._line() as say:
             job = submit(
                 spec,
+                file=file,
                 storage=args.storage,
                 on_progress=say,
                 ask_passphrase=ask_passphrase,

@@ -10,7 +10,7 @@ from ..pipelines.draft import find_kind
 from ..pipelines.form_fields import FIELDS, STEPS, FieldInfo
 from ..session.output.safe_output import one_line
 from ..spec import Parallelism, PipelineSpec
-from ..text import count_of
+from ..text import count_of, told_node
 from .draft_facts import describe_draft
 
 __all__ = ["describe_form"]
@@ -68,4 +68,4 @@ def _mesh(form: SpecForm) -> dict[str, Any] | None:
     except ValueError as exc:
         return {"error": one_line(str(exc))}
     axes = [[name, size] for name, size in plan.mesh.axes.items()] if plan.mesh else []
-    return {"ranks": plan.world_size, "axes": axes, "nodes": [node.name or "this machine" for node in plan.nodes][:100]}
+    return {"ranks": plan.world_size, "axes": axes, "nodes": [told_node(node.name) for node in plan.nodes[:100]]}

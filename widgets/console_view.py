@@ -214,12 +214,12 @@ class ConsoleView(NodesEditor):
     @action()
     def start(self) -> None:
         """Save it, and submit it as it is shown: not what others have made of its file since."""
-        form, path = self._the_form(), self._open_path()
-        if not form.is_right:
-            raise Refused(f"{len(form.errors)} to correct first")
-        if self._is_changed(path):
-            self.save(anyway=False, name=None)
-        with self._guard:
+        with self._guard:  # no other tab closes it meanwhile
+            form, path = self._the_form(), self._open_path()
+            if not form.is_right:
+                raise Refused(f"{len(form.errors)} to correct first")
+            if self._is_changed(path):
+                self.save(anyway=False, name=None)
             seen = self._forms[path].file
         self.work(f"starting {one_line(path.stem)}", lambda: self._run(path, as_read=seen))
 
@@ -271,7 +271,8 @@ class ConsoleView(NodesEditor):
         return path in self._forms and self._forms[path].is_changed
 
     def _the_form(self) -> SpecForm:
-        return self._forms[self._open_path()].form
+        with self._guard:
+            return self._forms[self._open_path()].form
 
     def _open_path(self) -> Path:
         if self._open is None:

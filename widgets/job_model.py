@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import JobError
 from ..jobs import Fetched, Job, MadeFile
 from ..plan.names import CHECKPOINT_FOLDER
+from ..text import told_node
 from .actions import Refused
 from .downloads import MOST_DOWNLOAD_BYTES, require_small
 
@@ -65,6 +66,6 @@ def fetch_for_browser(job: Job, file: MadeFile, folder: Path, on_bytes: OnBytes,
 def describe_model(files: Sequence[MadeFile], *, has_many_nodes: bool) -> list[dict[str, Any]]:
     """The first of them as pages get them; their names are those of files, which `check_name` has let in."""
     return [
-        {"node": file.node if has_many_nodes else "", "name": file.name, "size": file.size_bytes}
+        {"node": told_node(file.node) if has_many_nodes else "", "name": file.name, "size": file.size_bytes}
         for file in files[:_MOST_SHOWN]
     ]

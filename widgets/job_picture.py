@@ -16,7 +16,7 @@ from ..jobs.watched_node import Checkpoint
 from ..jobs.watching import Unreached
 from ..node.job.terms import ENDED, STOPPED
 from ..session.output.safe_output import one_line
-from ..text import count_of, describe_seconds, short_number
+from ..text import count_of, describe_seconds, short_number, told_node
 from .job_log import Levels, clean_line
 
 _SHOWN_POINTS = 400  # of a curve: more than its picture has points
@@ -63,7 +63,13 @@ def nodes_of(status: JobStatus, unreached: Mapping[str, Unreached]) -> list[Json
     """A node each, with its ranks."""
     found = [_node_of(name, report, status, unreached.get(name)) for name, report in status.reports.items()]
     silent = [
-        {"name": one_line(name), "sign": "lost", "word": "unknown", "ranks": [], "more": _silence(name, why, unreached)}
+        {
+            "name": one_line(told_node(name)),
+            "sign": "lost",
+            "word": "unknown",
+            "ranks": [],
+            "more": _silence(name, why, unreached),
+        }
         for name, why in status.silent.items()
     ]
     return [*found, *silent]
@@ -90,7 +96,7 @@ def _node_of(name: str, report: NodeReport, status: JobStatus, gone: Unreached |
     ranks = [[rank, _rank_sign(rank, report, sign)] for rank in report.ranks[:_MOST_RANKS]]
     hidden = len(report.ranks) - len(ranks)
     return {
-        "name": one_line(name),
+        "name": one_line(told_node(name)),
         "sign": sign,
         "word": word,
         "ranks": ranks,

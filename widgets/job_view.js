@@ -164,13 +164,14 @@ const pull_when_ready = (view, what, fail) => {
   });
   return () => { has_asked = true; };
 };
-/** A button, and the row in which it asks for a folder. */
-const make_saver = (view, word, what, act, fail) => {
-  const folder = h("input", { class: "in mono", value: ".", "aria-label": `Folder on this server for the ${what}`, onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); save.click(); } if (event.key === "Escape") toggle(false); } });
-  const toggle = (is_open) => { ask.hidden = !is_open; open.setAttribute("aria-expanded", is_open); if (is_open) folder.focus(); else open.focus(); };
-  const save = view.button("Save", async () => { await act(folder.value); toggle(false); }, { on_error: fail });
-  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(ask.hidden); } }, word);
-  const ask = h("div", { class: "ask row", hidden: true }, h("span", {}, "Folder on this server"), folder, save, h("button", { type: "button", class: "b q", onclick: () => toggle(false) }, "Cancel"));
+/** A button, and the place in which it asks for a folder. */
+const make_saver = (view, word, what, act) => {
+  const ask = h("div", { class: "asks" });
+  const toggle = (is_open) => {
+    const asked = is_open && ask_bar(view, `Folder on this server for the ${what}`, [["Save", async (folder) => { await act(folder); toggle(false); }]], () => toggle(false), { value: "." });
+    replace_children(ask, [asked && asked.bar]); open.setAttribute("aria-expanded", is_open); (asked ? asked.input : open).focus();
+  };
+  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(!ask.firstChild); } }, word);
   return { open, ask };
 };
 const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };
@@ -182,7 +183,7 @@ const make_log = (view, fail) => {
   const logs = new Map(); // a source -> its parts, in order
   const arrived = []; // all parts, as they came
   const key_of = (item) => `${item.node}\n${item.source}`;
-  const name_of = (key) => { const [node, source] = key.split("\n"); const rank = source === "setup" ? "setup" : `rank ${source}`; return node ? `${node} ${rank}` : rank; };
+  const name_of = (key) => { const [node, source] = key.split("\n"); const rank = source === "setup" ? "setup" : `rank ${source}`; return node ? `${node === "localhost" ? "this machine" : node} ${rank}` : rank; };
   const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Whose lines" }), refresh_tabs = roving(tabs);
   const select_of = (label, options, on_change) => h("select", { class: "in", "aria-label": label, onchange: (event) => on_change(event.target.value) }, options.map(([value, word]) => h("option", { value }, word)));
   const many = select_of("Whose lines", [], (key) => choose(key));
@@ -197,7 +198,7 @@ const make_log = (view, fail) => {
   const follow = h("button", { type: "button", class: "b", "aria-pressed": "true", onclick: () => { is_following = !is_following; to_end(); } }, icon("get"), "Following");
   const whose_now = () => { const [node, source] = whose ? whose.split("\n") : ["", ""]; return { node, source }; };
   const pull = pull_when_ready(view, "log", fail), get = view.button([icon("get"), "Download the whole log"], async () => { pull(); await view.call("whole_log", { ...whose_now(), folder: null }); }, { cls: "q", on_error: fail });
-  const saver = make_saver(view, "Save it on this server…", "log", (folder) => view.call("whole_log", { ...whose_now(), folder }), fail);
+  const saver = make_saver(view, "Save it on this server…", "log", (folder) => view.call("whole_log", { ...whose_now(), folder }));
   view.on("doing", () => { disable(get, busy_reason(view)); disable(saver.open, busy_reason(view)); });
   const el = h("div", { class: "log" }, h("div", { class: "bar2" }, h("h4", {}, "Logs"), tabs, many, h("span", { class: "row push" }, level, h("span", { class: "search" }, icon("search"), search), found, walkers)),
     port, h("div", { class: "st2" }, count, h("span", { class: "row" }, get, saver.open), error, h("span", { class: "row push" }, back, follow)), saver.ask);
@@ -297,7 +298,7 @@ const make_log = (view, fail) => {
 const download_reason = (view) => { const model = view.state.model; return model?.files.length ? "" : model?.why ?? ""; };
 const make_model = (view, fail) => {
   const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), why = h("span", { class: "why", id: `${view.id}-why` });
-  const { open, ask } = make_saver(view, "Save on this server…", "model", (folder) => view.call("save", { folder }), fail), pull = pull_when_ready(view, "download", fail);
+  const { open, ask } = make_saver(view, "Save on this server…", "model", (folder) => view.call("save", { folder })), pull = pull_when_ready(view, "download", fail);
   const get = view.button([icon("get"), "Download model"], async () => { pull(); await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
   get.setAttribute("aria-describedby", why.id);
   const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where), h("span", { class: "row" }, open), ask);

@@ -270,7 +270,10 @@ class LiveView(anywidget.AnyWidget):
                 self._tell({"tell": "again", "page": page})
             case "bye":
                 self._forget(page)
-            case "call" if (page in self._pages or self._is_settled) and _is_short(call := content.get("call")):
+            case "call" if _is_short(call := content.get("call")):
+                if page not in self._pages and not self._is_settled:  # it was taken for gone: what it asks is done
+                    self._tell({"tell": "again", "page": page})
+                    self._welcome(page)
                 self._answer(page, call, content)
 
     def _welcome(self, page: str) -> None:
@@ -317,6 +320,8 @@ class LiveView(anywidget.AnyWidget):
         try:
             if self._is_settled:
                 raise Refused("this view has ended: run its cell again")
+            if page not in self._pages:
+                raise Refused(f"{_MOST_PAGES} other pages show this view: close some, and reload this one")
             wanted = self._actions.get(name) if isinstance(name, str) else None
             if wanted is None:
                 raise Refused("this view has no such action: reload the page")

@@ -13,6 +13,7 @@ from ..documents import read_text
 from ..errors import SpecError
 from ..pipelines.draft_form import DraftForm, build_node
 from ..pipelines.form_fields import NODE_FIELDS
+from ..pipelines.names import free_name
 from ..session.output.safe_output import one_line
 from ..spec import Finding
 from ..spec.node import Node
@@ -114,24 +115,18 @@ class NodeForm(DraftForm):
         if there and over != there and not (is_same_file and there == origin.digest):
             why = f"has changed since it was read{_NOT_KEPT}" if is_same_file else "is there already"
             return {"ask": f"{one_line(path)} {why}.", "over": there}
-        before = _free_name(f"{full}.before")
-        is_kept = write_nodes(full, nodes, before=before if there and _is_nodes_file(full) else None)
+        file = Path(full)
+        before = free_name(f"{file.name}.before", lambda name: os.path.lexists(file.with_name(name)))
+        is_kept = write_nodes(full, nodes, before=file.with_name(before) if there and _is_nodes_file(full) else None)
         with self.lock:
             self._origin = _File(path, _digest(_text_of(full) or ""), tuple(nodes))
         self._tell()
-        shown = one_line(path)
-        kept = f"; as it was it is {shown}{before.removeprefix(full)}" if is_kept else ""
-        return {"said": f"{shown} has {count_of(len(nodes), 'node')}{kept}"}
+        kept = f"; as it was it is {one_line(os.path.join(os.path.dirname(path), before))}" if is_kept else ""
+        return {"said": f"{one_line(path)} has {count_of(len(nodes), 'node')}{kept}"}
 
 
 def full_path(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
-
-
-def _free_name(path: str) -> str:
-    """``path``, or with the next number: what was kept before stays."""
-    numbered = (f"{path}{number or ''}" for number in (0, *range(2, 1_000)))
-    return next((each for each in numbered if not os.path.lexists(each)), path)
 
 
 def _text_of(path: str) -> str | None:

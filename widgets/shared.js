@@ -152,10 +152,12 @@ class View {
     el.append(this.el, this.status);
     this.calls = new Map(); this.parts = new Map(); this.lists = new Map();
     this.state = null; this.is_late = false; this.said_at = 0; this.number = 0;
-    this.unmount = null; this.has_mounted = false;
+    this.unmount = null; this.has_mounted = false; this.num_mounts = 0;
     this.heard_at = Date.now(); this.unanswered = 0; this.is_gone = false;
     this.fault = h("p", {}); this.alert = note("lost", this.fault);
     this.hear = this.hear.bind(this); this.look = this.look.bind(this);
+    this.wake = () => { if (!document.hidden) this.send({ do: "beat" }); }; // a browser lets the timers of hidden pages sleep
+    document.addEventListener("visibilitychange", this.wake);
     model.on("msg:custom", this.hear);
     model.on("comm_live_update", this.look); // the kernel was restarted
     this.greet();
@@ -213,7 +215,7 @@ class View {
     this.state = state;
     this.unmount?.(); this.parts.clear(); this.lists.clear();
     this.el.replaceChildren();
-    this.unmount = mount(this); this.has_mounted = true; this.el.classList.add("live");
+    this.unmount = mount(this); this.has_mounted = true; this.num_mounts++; this.el.classList.add("live");
   }
   /** Call `listener(value)` now, if the state has the part, and whenever the kernel publishes it. */
   on(part, listener) {
@@ -233,13 +235,19 @@ class View {
     const button = h("button", { type: "button", class: `b ${cls}`, "aria-label": label, title: title ?? label, onclick: async () => {
       if (button.getAttribute("aria-disabled") === "true" || button.dataset.busy) return;
       button.dataset.busy = "1";
+      const before = this.num_mounts;
       const slow = setTimeout(() => { waiting.hidden = false; waiting.textContent = this.is_late ? "works when the cell ends; use the stop button" : "waits for the kernel"; }, SLOW_MS);
-      try { await act(); } catch (error) { (on_error ?? ((text) => this.announce(text)))(error.message); }
+      try { await act(); } catch (error) { if (this.num_mounts !== before) this.tell_above(error.message); else (on_error ?? ((text) => this.announce(text)))(error.message); }
       clearTimeout(slow); waiting.hidden = true; delete button.dataset.busy;
     } }, content, waiting);
     button.dataset.title = title ?? label ?? ""; button.dataset.asks = "1";
     if (this.is_gone) disable(button, GONE);
     return button;
+  }
+  /** Say it above the view, where what asked for it is not shown any more. */
+  tell_above(text) {
+    const told = note("bad", h("p", { role: "alert" }, text), [close_button(() => told.remove())]);
+    this.el.prepend(told);
   }
   /** Say it to screen readers; of many in 5 s, the last one. */
   announce(text) {
@@ -251,6 +259,7 @@ class View {
     clearInterval(this.beat); clearInterval(this.greeting); clearTimeout(this.saying);
     this.unmount?.();
     this.model.off("msg:custom", this.hear); this.model.off("comm_live_update", this.look);
+    document.removeEventListener("visibilitychange", this.wake);
     this.send({ do: "bye" });
   }
 }

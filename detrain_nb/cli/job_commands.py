@@ -121,7 +121,7 @@ def _submit_job(args: argparse.Namespace) -> Job:
 
     spec = read_spec(args)
     with _told_when_interrupted(_IS_IT_THERE), _progress() as say:
-        job = submit(spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
+        job = submit(spec, file=args.spec, storage=args.storage, on_progress=say, ask_passphrase=_ask_passphrase)
     _say_begun(job)
     return job
 

@@ -148,7 +148,7 @@ def get(
     """
     wanted, folder = _as_list(paths), _check_path(os.fspath(folder) or ".")
     names = [posixpath.basename(posixpath.normpath(path)) for path in wanted]
-    names = [label(node) if name in ("", ".", "..", "~") else name for name in names]
+    names = [node.name or "this-machine" if name in ("", ".", "..", "~") else name for name in names]
     _check_different(names, wanted)
     progress = Progress(_stoppable(on_progress, stop))
     with open_talk(node, stop=stop, patience=patience) as talk:
@@ -221,7 +221,7 @@ def _add_up(states: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
 
 
 def label(node: Transport) -> str:
-    return node.name or "this-machine"
+    return node.name or "this machine"
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 
 from ..node.job.terms import LOST, RESTARTED, STOPPED, UNREADABLE
+from ..text import told_node
 from .job_status import JobStatus
 
 __all__ = ["advise", "describe_cause"]
@@ -80,7 +81,8 @@ def advise(status: JobStatus) -> str:
 def describe_cause(status: JobStatus) -> str:
     """``rank 3 on gpu1 ended with exit code 3``."""
     rank = "" if status.failed_rank is None else f"rank {status.failed_rank}"
-    where = f" on {status.failed_node}" if status.failed_node and len(status.reports) + len(status.silent) > 1 else ""
+    has_several = len(status.reports) + len(status.silent) > 1
+    where = f" on {told_node(status.failed_node)}" if status.failed_node and has_several else ""
     code = status.exit_code
     if code is None:
         return f"the job is {status.state}{where}"

@@ -10,7 +10,18 @@ from typing import Any
 from ..errors import behind_ours, quoted, short_ranks
 from ..metrics import NO_VALUES
 from ..plan import Plan
-from ..text import RED, ShownAsText, html_cells, html_table, html_text, printable, short_number, show, table_lines
+from ..text import (
+    RED,
+    ShownAsText,
+    html_cells,
+    html_table,
+    html_text,
+    printable,
+    short_number,
+    show,
+    table_lines,
+    told_node,
+)
 from .job_status import JobStatus, has_failed, sign_and_word
 from .report_checks import NodeReport
 
@@ -47,7 +58,9 @@ class JobReport(ShownAsText):
             (_node_cells(node, self._with_ranks(each)), has_failed(each.state, each.exit_code))
             for node, each in status.reports.items()
         ]
-        rows += [((node, "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()]
+        rows += [
+            ((told_node(node), "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()
+        ]
         body = "".join(f"<tr>{html_cells(cells, style=_FAILED if is_red else _LEFT)}</tr>" for cells, is_red in rows)
         head = html_cells(_NODE_COLUMNS, tag="th", style=_LEFT)
         parts = [html_table(head, body, caption=[str(status).partition("\n")[0]])]
@@ -90,7 +103,7 @@ def _one_word(text: str) -> str:
 
 def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
     cells = (
-        node,
+        told_node(node),
         sign_and_word(report.state, report.exit_code)[1],
         "" if report.exit_code is None else str(report.exit_code),
         short_ranks(report.ranks),

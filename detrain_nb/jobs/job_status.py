@@ -23,7 +23,7 @@ from ..node.job.terms import (
     UNKNOWN,
     UNREADABLE,
 )
-from ..text import ShownAsText, describe_seconds, printable
+from ..text import ShownAsText, describe_seconds, printable, told_node
 from .report_checks import NodeReport
 
 __all__ = ["OVER", "JobStatus", "Sign", "describe_age", "describe_state", "has_failed", "judge", "sign_and_word"]
@@ -90,8 +90,8 @@ class JobStatus(ShownAsText):
             state = describe_state(report.state, report.exit_code)
             restarts = f", {report.restarts} restart{'s' * (report.restarts > 1)}" if report.restarts else ""
             reason = f": {behind_ours(report.reason)}" if report.reason else ""
-            lines.append(f"  {node}: {state}{ranks}{restarts}{reason}")
-        lines += [f"  {node}: no answer: {why}" for node, why in self.silent.items()]
+            lines.append(f"  {told_node(node)}: {state}{ranks}{restarts}{reason}")
+        lines += [f"  {told_node(node)}: no answer: {why}" for node, why in self.silent.items()]
         if self.is_over and self.last_lines:
             lines += [f"{self.whose_lines}:", *map(quoted, self.last_lines)]
         return "\n".join(lines)
@@ -104,9 +104,9 @@ class JobStatus(ShownAsText):
 
     def _failure(self) -> str:
         rank = "" if self.failed_rank is None else f"rank {self.failed_rank} "
-        where = f" ({rank}on {self.failed_node})" if self.failed_node else ""
+        where = f" ({rank}on {told_node(self.failed_node)})" if self.failed_node else ""
         why = f": {behind_ours(self.reason)}" if self.reason else ""
-        gone = [f"{node}: {each}" for node, each in self.silent.items()]
+        gone = [f"{told_node(node)}: {each}" for node, each in self.silent.items()]
         return "\n".join([f"job {self.id} {self._summary()}{where}{why}", *gone, *map(quoted, self.last_lines)])
 
 

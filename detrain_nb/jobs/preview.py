@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..guarded import RUN_MODULE
 from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ..plan import Plan
-from ..text import ShownAsText, format_size, html_text, printable, show
+from ..text import ShownAsText, format_size, html_text, printable, show, told_node
 from .source import describe_token
 
 if TYPE_CHECKING:
@@ -58,10 +58,13 @@ class Submission(ShownAsText):
         return list(map(printable, self._lines()))
 
     def _lines(self) -> list[str]:
-        lines = [f"{node}: {shlex.join(argv)}" for node, argv in self.commands.items()]
+        lines = [f"{told_node(node)}: {shlex.join(argv)}" for node, argv in self.commands.items()]
         lines += [f"variable of setup and ranks: {name}={show(value, most=200)}" for name, value in self.env.items()]
         lines += [f"setup on every node: {line}" for line in self.setup]
-        lines += [f"{node} gets from the environment here: {', '.join(had)}" for node, had in self.from_here.items()]
+        lines += [
+            f"{told_node(node)} gets from the environment here: {', '.join(had)}"
+            for node, had in self.from_here.items()
+        ]
         if self.secrets:
             lines.append(f"secrets from the environment here: {', '.join(self.secrets)}")
         if self.repository:
@@ -127,4 +130,4 @@ def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator
             node_rank=node_rank,
             python=python,
         ).argv
-        yield node.name or "this-machine", [python, "-m", *argv[3:]] if argv[1:3] == ["-c", RUN_MODULE] else argv
+        yield node.name or "this machine", [python, "-m", *argv[3:]] if argv[1:3] == ["-c", RUN_MODULE] else argv

@@ -48,11 +48,12 @@ FORMATS: tuple[Sequence[str], ...] = (
         "CREATE TABLE fetched (id TEXT, path BLOB, sha256 TEXT NOT NULL, PRIMARY KEY (id, path))",
         "ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT ''",
     ),
+    ("ALTER TABLE jobs ADD COLUMN file BLOB",),  # NULL: an earlier release has noted none
 )
 _SUMMARY = (
     "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
 )
-_DETAILS = "nodes, storage, source, spec"
+_DETAILS = "nodes, storage, source, spec, file"
 _NEWEST = "ORDER BY submitted_at DESC, jobs.id DESC LIMIT"
 
 
@@ -90,12 +91,17 @@ class JobSummary:
 
 @dataclass(frozen=True)
 class JobRow(JobSummary):
-    """All that is kept of a job; ``nodes`` and ``spec`` are the JSON that was given, ``storage`` a URL or empty."""
+    """All that is kept of a job; ``nodes`` and ``spec`` are the JSON that was given, ``storage`` a URL or empty.
+
+    ``file``: the full path of the file that the spec is in, as `os.fsencode` gives it; empty where there is none, None
+    where an earlier release has submitted it.
+    """
 
     nodes: str
     storage: str
     source: str
     spec: str
+    file: bytes | None
 
 
 class Record:
@@ -109,17 +115,20 @@ class Record:
         self._file = file
         self._busy_limit_s = busy_limit_s
 
-    def add(self, id: str, *, name: str, nodes: str, spec: str, state: str, storage: str = "") -> None:
-        """Note down a job that is being submitted now. Raises: JobError for an id that is there."""
+    def add(
+        self, id: str, *, name: str, nodes: str, spec: str, state: str, storage: str = "", file: bytes | None = b""
+    ) -> None:
+        """Note down a job that is being submitted now, as `JobRow` has it. Raises: JobError for an id that is there."""
         digest, now = hashlib.sha256(spec.encode()).hexdigest(), time.time()
         with self._changing() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (id,)).fetchone():
                 raise JobError(f"job {id} is there already: give another id")
             db.execute("INSERT OR IGNORE INTO specs VALUES (?, ?)", (digest, spec))
             db.execute(
-                "INSERT INTO jobs (id, name, state, submitted_at, updated_at, release, spec_digest, nodes, storage) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (id, name, state, now, now, __version__, digest, nodes, storage),
+                "INSERT INTO jobs "
+                "(id, name, state, submitted_at, updated_at, release, spec_digest, nodes, storage, file) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (id, name, state, now, now, __version__, digest, nodes, storage, file),
             )
 
     def update(self, id: str, **changes: Unpack[Changes]) -> None:
@@ -170,20 +179,20 @@ class Record:
         with self._reading() as db:
             return [JobSummary(*row) for row in db.execute(f"SELECT {_SUMMARY} FROM jobs {where} {_NEWEST} ?", values)]
 
-    def newest_of(self, names: Sequence[str]) -> dict[str, tuple[JobSummary, int]]:
-        """Return the newest job of each of these names, and how many there are; a name without one is left out.
+    def newest_of(self, names: Sequence[str]) -> dict[tuple[str, bytes | None], tuple[JobSummary, int]]:
+        """Return the newest job of each of these names and each ``file`` (see `JobRow`), and how many these have.
 
         As in `get`, a submission that failed stands behind all that were started.
         """
-        found: dict[str, tuple[JobSummary, int]] = {}
+        found: dict[tuple[str, bytes | None], tuple[JobSummary, int]] = {}
         order = f"MAX(submitted_at - (state = '{NOT_STARTED}') * 1e12)"  # the other columns are those of that row
-        columns = f"SELECT {_SUMMARY}, COUNT(*), {order} FROM jobs WHERE name IN"
+        columns = f"SELECT {_SUMMARY}, file, COUNT(*), {order} FROM jobs WHERE name IN"
         with self._reading() as db:
             for begin in range(0, len(names), _MOST_NAMES):
                 some = names[begin : begin + _MOST_NAMES]
                 places = ", ".join("?" * len(some))
-                for *row, count, _ in db.execute(f"{columns} ({places}) GROUP BY name", some):
-                    found[row[1]] = (JobSummary(*row), count)
+                for *row, file, count, _ in db.execute(f"{columns} ({places}) GROUP BY name, file", some):
+                    found[row[1], file] = (JobSummary(*row), count)
         return found
 
     def remove(self, id: str) -> None:

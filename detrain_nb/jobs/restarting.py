@@ -38,16 +38,18 @@ def start_again(
     gather_secrets(spec, given)  # before anything is stopped
     source = fetch_bundle(plan_source(spec), given)
     stop()
+    row = record.get(before)
     if spec.checkpoint is not None:
         spec = spec.with_overrides({"checkpoint.resume": True})
     return start(
         read_spec(spec, name, nodes),
         source,
-        storage=storage or record.get(before).storage or None,
+        storage=storage or row.storage or None,
         secrets=given,
         on_progress=on_progress,
         nodes=nodes,
         record=record,
         ask_passphrase=ask_passphrase,
         before=before,
+        file=row.file,
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..copying.json_lines import FilesError, Talk
+from ..copying.json_lines import FilesError, Refused, Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import OnProgress, label
 from ..deploy.jobs import open_job_talk
@@ -28,9 +28,9 @@ from ..text import CopyProgress
 from ..transport import Transport
 from .asking import ask_facts, on_all, open_job_talks, send_to_all, try_on_all
 from .crowds import find_crowds
-from .noting import running_job
+from .noting import hear_reports, running_job
 from .record import Record
-from .report_checks import NodeResources, read_pointers, read_port
+from .report_checks import NodeResources, find_part, read_pointers, read_port
 from .shipping import ship
 from .source import ShippedSource, fetch_here, tell_pointers
 from .submitting import submitting
@@ -73,14 +73,15 @@ def start(
     record: Record,
     ask_passphrase: AskPassphrase | None = None,
     before: str = "",
+    file: bytes | None = b"",
 ) -> Started:
     """Start a job of a spec that was read with `read_spec`, on its nodes or on ``nodes``, with its source.
 
-    ``before``: the id of the job that is restarted, whose checkpoints are taken over. Raises: as `submit`. Nothing runs
-    then.
+    ``before``: the id of the job that is restarted, whose checkpoints are taken over. ``file`` is noted in the record.
+    Raises: as `submit`. Nothing runs then.
     """
     storage = _full_url(storage)
-    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before).run()
+    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before, file).run()
 
 
 def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -145,6 +146,7 @@ class _Starting:
     ask_passphrase: AskPassphrase | None
     on_progress: Say | None
     before: str
+    file: bytes | None
     _may_run: bool = False  # on some of its nodes
     _notices: list[str] = field(default_factory=list)
 
@@ -165,6 +167,7 @@ class _Starting:
             spec=json.dumps(self.spec.to_dict()),
             state=SUBMITTING,
             storage="" if has_password(storage) else storage,
+            file=self.file,
         )
         try:
             for notice in (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports)):
@@ -180,17 +183,14 @@ class _Starting:
                 orders = self._orders(job, plan)
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
-            if self._may_run:
-                self._undo(job)
-            is_interrupted = isinstance(exc, KeyboardInterrupt) and not self._may_run
             with contextlib.suppress(DetrainError):
-                if is_interrupted:  # nobody has to be told of it later
+                if not self._may_run or self._undo(job):  # who submits it is told, and nobody later
                     self.record.remove(job)
                 else:
                     self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
             for transport in self._transports:
                 transport.leave()
-            if is_interrupted:
+            if isinstance(exc, KeyboardInterrupt) and not self._may_run:
                 raise KeyboardInterrupt("nothing was started") from None
             if isinstance(exc, FilesError):  # of a talk, outside of what names its node
                 raise DetrainError(str(exc)) from exc
@@ -337,21 +337,24 @@ class _Starting:
         self._may_run = True
         on_all(self._transports, launch)
 
-    def _undo(self, job: str) -> None:
+    def _undo(self, job: str) -> bool:
         """Stop it where it was launched, by talks of their own: an interrupt has shut those of the launch.
 
-        A node that has not launched it has removed it, and says so. One that does not answer ends it when its ranks
-        have waited for the others in vain.
+        Is nothing of it left? A node that does not answer ends it when its ranks have waited for the others in vain.
         """
 
         def stop(index: int) -> None:
             with open_job_talk(self._transports[index]) as talk:
-                talk.say("stop", id=job, node_rank=index, grace_s=_LAUNCH_GRACE_S)
-                talk.hear("stopped")
-                talk.say("remove", id=job, node_rank=index)
-                talk.hear("removed")
+                try:
+                    talk.say("stop", id=job, node_rank=index, grace_s=_LAUNCH_GRACE_S)
+                    talk.hear("stopped")
+                    talk.say("remove", id=job, node_rank=index)
+                    talk.hear("removed")
+                except Refused:  # a node that has not launched it has removed it
+                    if find_part(hear_reports(talk, [job]), job, index):
+                        raise
 
-        try_on_all(self._transports, stop, limit_s=_UNDO_LIMIT_S)
+        return try_on_all(self._transports, stop, limit_s=_UNDO_LIMIT_S) == [None] * len(self._transports)
 
     def _note(self, text: str) -> None:
         self._notices.append(text)

@@ -24,6 +24,7 @@ __all__ = ["submit"]
 def submit(
     spec: PipelineSpec | str | os.PathLike[str],
     *,
+    file: str | os.PathLike[str] | None = None,
     name: str | None = None,
     dry_run: Literal[False] = False,
     storage: str | None = None,
@@ -40,6 +41,7 @@ def submit(
 def submit(
     spec: PipelineSpec | str | os.PathLike[str],
     *,
+    file: str | os.PathLike[str] | None = None,
     name: str | None = None,
     dry_run: Literal[True],
     storage: str | None = None,
@@ -55,6 +57,7 @@ def submit(
 def submit(
     spec: PipelineSpec | str | os.PathLike[str],
     *,
+    file: str | os.PathLike[str] | None = None,
     name: str | None = None,
     dry_run: bool = False,
     storage: str | None = None,
@@ -67,7 +70,8 @@ def submit(
 ) -> Job | Submission:
     """Start a job on all nodes of ``spec``, or on ``nodes``, as ``"gpu1,gpu2"``; it goes on when this process ends.
 
-    ``spec`` may be the URL of one. ``dry_run`` only says what would run where, and which files would travel; no node
+    ``spec`` may be the path of one, or its URL. ``file``: which one a spec that is given as such was read from; My
+    Pipelines shows the job there. ``dry_run`` only says what would run where, and which files would travel; no node
     and no git host is asked. ``storage``: a location, as ``s3://bucket/folder``, by which the source travels.
     ``secrets`` are by default those of this process' environment that the spec names. What the user should
     know and does not keep it from starting is in the job's ``notices``, behind those that are given.
@@ -75,6 +79,7 @@ def submit(
     that failed. Nothing runs then.
     """
     chosen = None if nodes is None else read_given(nodes)
+    given = spec if file is None else file
     spec = read_spec(spec, name, chosen)
     gather_secrets(spec, secrets)  # before anything is read, and for a dry run, too
     source = plan_source(spec)
@@ -93,6 +98,7 @@ def submit(
         nodes=chosen,
         record=record,
         ask_passphrase=ask_passphrase,
+        file=_full_path(given),
     )
     return Job(
         started.id,
@@ -102,3 +108,10 @@ def submit(
         ask_passphrase=ask_passphrase,
         notices=started.notices,
     )
+
+
+def _full_path(file: object) -> bytes:
+    """As the record has it; empty for a spec or a URL, which are no file here."""
+    if not isinstance(file, (str, os.PathLike)) or "://" in (path := os.fsdecode(file)):
+        return b""
+    return os.fsencode(os.path.realpath(os.path.expanduser(path)))

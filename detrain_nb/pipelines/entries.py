@@ -34,7 +34,7 @@ class LastJob:
     detail: str
     submitted_at: float
     is_over: bool
-    count: int  # of the jobs of that name
+    count: int  # of the jobs of its name and file
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from ..errors import DetrainError
 from ..formats import EXPORTERS, export_spec
 from ..plan import Plan, StageLayout
 from ..spec import Parallelism, PipelineSpec
-from ..text import name_some, printable
+from ..text import name_some, printable, told_node
 from .spec_file import leaves
 
 __all__ = ["find_hidden", "review_spec"]
@@ -54,7 +54,7 @@ def _plan(plan: Plan, parallelism: Parallelism) -> dict[str, Any]:
             for row in rows
             if row.node_rank == number
         ]
-        nodes.append({"name": node.name or "this machine", "ranks": ranks, "more": len(node.ranks) - len(ranks)})
+        nodes.append({"name": told_node(node.name), "ranks": ranks, "more": len(node.ranks) - len(ranks)})
     mesh = dict(plan.mesh.axes) if plan.mesh else {}
     batch = plan.batch
     return {
@@ -84,7 +84,9 @@ def _commands(spec: PipelineSpec) -> dict[str, Any]:
     made = submit(spec, dry_run=True)
     files = [{"name": printable(name), "bytes": size} for name, size in made.files[:_MOST_FILES]]
     return {
-        "nodes": [{"name": name, "command": printable(shlex.join(argv))} for name, argv in made.commands.items()],
+        "nodes": [
+            {"name": told_node(name), "command": printable(shlex.join(argv))} for name, argv in made.commands.items()
+        ],
         "files": files,
         "more_files": len(made.files) - len(files),
         "bytes": made.size_bytes,

@@ -167,7 +167,7 @@ class MyPipelines:
         if found.spec is None:
             faults = name_some(found.errors, separator="; ")
             raise SpecError(f"{printable(found.path.name)} cannot be run: {faults}")
-        job: Job = submit(found.spec, record=self._record, **options)
+        job: Job = submit(found.spec, file=found.path, record=self._record, **options)
         return job
 
     def ask_after_jobs(self) -> bool:
@@ -224,10 +224,16 @@ class MyPipelines:
         newest = _tried(lambda: self._record.newest_of(names), notices) or {}
         told = []
         for entry in entries:
-            job, count = newest.get(entry.name, (None, 0))
             known = self._known.get(entry.path)
+            found = newest.get((entry.name, os.fsencode(entry.path)))
+            if found is None and known and (older := newest.get((entry.name, None))):
+                # an earlier release has noted no file: the job is of this one if that has not changed since
+                found = older if known[0][-1] <= older[0].submitted_at * 1e9 else None
+            if found is None:
+                told.append(entry)
+                continue
             spec = known[1].spec if known else None
-            told.append(replace(entry, job=describe_job(job, count=count, spec=spec)) if job else entry)
+            told.append(replace(entry, job=describe_job(found[0], count=found[1], spec=spec)))
         return told
 
     def _paths(self) -> tuple[list[Path], int]:

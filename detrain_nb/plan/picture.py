@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ..text import html_cells, html_table, printable, table_lines
+from ..text import html_cells, html_table, printable, table_lines, told_node
 
 T = TypeVar("T")
 
@@ -46,7 +46,9 @@ def draw_text(rows: Sequence[RankRow], *, axes: Sequence[str], caption: Sequence
     table = [["rank", *axes, *["stages"] * has_stages, "device", "node"]]
     for row in (*first, *last):
         places = [str(row.coordinates[axis]) for axis in axes]
-        table.append([str(row.rank), *places, *[_listed(row.stages)] * has_stages, row.device, printable(row.node)])
+        table.append(
+            [str(row.rank), *places, *[_listed(row.stages)] * has_stages, row.device, printable(told_node(row.node))]
+        )
     lines = table_lines(table, num_right=1 + len(axes))
     if cut:
         lines.insert(1 + len(first), f"... {cut} more ranks")
@@ -85,7 +87,7 @@ class _Paint:
 
 def _draw_node(ranks: Sequence[RankRow], paint: _Paint) -> str:
     first, cut, last = _ends(ranks, _MOST_CELLS)
-    heading = [printable(ranks[0].node) or "this machine", ranks[0].device.partition(":")[0]]
+    heading = [printable(told_node(ranks[0].node)), ranks[0].device.partition(":")[0]]
     more = html_cells([f"... {cut} more ..."]) if cut else ""
     cells = [*(_draw_rank(row, paint) for row in first), more, *(_draw_rank(row, paint) for row in last)]
     return f"<tr>{html_cells(heading, tag='th', style=_LEFT)}{''.join(cells)}</tr>"

@@ -16,6 +16,7 @@ import pytest
 
 from detrain_nb.cli.commands import main
 from detrain_nb.cli.job_commands import split_command
+from detrain_nb.jobs.record import Record
 
 LIMIT_S = 120.0
 SCRIPT = """
@@ -49,6 +50,7 @@ def test_spec_is_run_and_its_exit_status_returned(
     out, err = capfd.readouterr()
     assert "detrain-nb: note: image: some/image:1: no job starts a container yet" in err
     assert sorted(out.splitlines()) == ["[0] rank 0 epochs 7", "[1] rank 1 epochs 7"]
+    assert Record().get("from-the-shell").file == os.fsencode(spec)
     assert main(["jobs", "list"]) == 0
     assert "from-the-shell" in capfd.readouterr().out
     assert main(["jobs", "logs", "from-the-shell", "--rank", "1"]) == 0
@@ -158,7 +160,7 @@ def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixtur
     assert main(["jobs", "submit", str(spec), "--follow", "--source.arguments=3", "--name", "fails"]) == 3
     out, err = capfd.readouterr()
     assert err.splitlines()[-3:] == [
-        "  this-machine: failed, exit 3, ranks 0-1: rank 0 exited with 3",
+        "  this machine: failed, exit 3, ranks 0-1: rank 0 exited with 3",
         "the last line of rank 0:",
         "  | rank 0 epochs 1",
     ]

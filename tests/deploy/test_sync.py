@@ -895,8 +895,8 @@ def test_session_of_this_machine_has_its_folder_already(here: Path) -> None:
     write(here, mymodule_py="value = 1")
     with Session.start(ranks=1, device="cpu", init=False) as session:
         assert session.run_cell("import mymodule; mymodule.value").values == {0: 1}
-        assert session.files.put("mymodule.py")["this-machine"].files == 0
-        assert session.files.put("mymodule.py", "copies")["this-machine"].files == 1
+        assert session.files.put("mymodule.py")["this machine"].files == 0
+        assert session.files.put("mymodule.py", "copies")["this machine"].files == 1
         assert (here / "copies" / "mymodule.py").exists()
         assert session.files.check_data("copies").is_same
         session.files.get("copies/mymodule.py", here / "back")

@@ -48,7 +48,7 @@ def test_port_that_is_taken_is_said(home: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         (fault,) = faults(rendezvous={"port": port})
-    assert fault.startswith(f"rendezvous.port: this-machine cannot listen on 127.0.0.1 port {port}: ")
+    assert fault.startswith(f"rendezvous.port: this machine cannot listen on 127.0.0.1 port {port}: ")
     assert "in use" in fault
 
 
@@ -84,7 +84,7 @@ def test_library_that_a_node_lacks_is_said(home: Path) -> None:
         {"name": "checked", "source": {"script_text": "1"}, "checkpoint": {"url": "oci://bucket/runs"}}
     )
     said = [str(each) for each in check_nodes(spec, storage="oci://bucket/sources")]
-    missing = "this-machine lacks ocifs, which opens such a URL: install it there"
+    missing = "this machine lacks ocifs, which opens such a URL: install it there"
     assert f"warning: checkpoint.url: {missing}" in said
     assert f"storage: {missing}" in said
 
@@ -101,13 +101,13 @@ def test_repository_is_fetched_as_the_job_would(home: Path, tmp_path: Path) -> N
         url = host.publish(tmp_path / "work", "x.git")
         assert check(url=url) == []
         (fault,) = check(url=url, ref="gone")
-        assert fault.startswith(f"source.git: this-machine: git {url}: there is no branch, tag or commit 'gone'")
+        assert fault.startswith(f"source.git: this machine: git {url}: there is no branch, tag or commit 'gone'")
     warning, fault = check(url=url)
-    assert warning.startswith(f"warning: source.git: this-machine: git {url} cannot be reached: ")
+    assert warning.startswith(f"warning: source.git: this machine: git {url} cannot be reached: ")
     assert warning.endswith(": it is fetched where you submit, and sent")
     assert fault.startswith(f"source.git: this machine: git {url} cannot be reached: ")
     (fault,) = check(url=url, how="clone")
-    assert fault.startswith(f"source.git: this-machine: git {url} cannot be reached: ")
+    assert fault.startswith(f"source.git: this machine: git {url} cannot be reached: ")
 
 
 def test_python_of_this_machine_that_lacks_torch_is_told_once(home: Path, tmp_path: Path) -> None:

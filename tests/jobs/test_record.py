@@ -196,7 +196,7 @@ def test_list_of_ten_thousand_reads_no_spec_and_no_more_than_it_shows(file: Path
         db.execute(
             "WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 9999) "
             "INSERT INTO jobs SELECT 'run-' || i, name, 'ended', 0, submitted_at + i, 1.0, 2.0, 4, '', 3.0, release, "
-            "spec_digest, nodes, storage, source FROM jobs, n WHERE id = 'first'"
+            "spec_digest, nodes, storage, source, file FROM jobs, n WHERE id = 'first'"
         )
         plan = db.execute(
             "EXPLAIN QUERY PLAN SELECT id FROM jobs ORDER BY submitted_at DESC, id DESC LIMIT 200"
@@ -216,7 +216,7 @@ def test_record_of_a_newer_release_is_refused_and_left_alone(file: Path, record:
         db.execute("PRAGMA user_version = 7")
     before = file.read_bytes()
     for use in (record.summaries, lambda: record.get("a"), lambda: record.remove("a"), lambda: add(record, "b")):
-        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 3: update"):
+        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 4: update"):
             use()
     assert file.read_bytes() == before
 
@@ -239,7 +239,7 @@ def test_record_of_an_older_release_gets_what_it_lacks_and_all_or_nothing(tmp_pa
         assert db.execute("PRAGMA user_version").fetchone() == (3,)
 
 
-def test_jobs_of_an_older_release_keep_all_and_have_no_storage(file: Path, record: Record) -> None:
+def test_jobs_of_an_older_release_keep_all_and_have_no_storage_and_no_known_file(file: Path, record: Record) -> None:
     file.parent.mkdir(mode=0o700)
     with closing(sqlite3.connect(file, isolation_level=None)) as db:
         bring_up_to_date(db, file, FORMATS[:1])
@@ -249,8 +249,9 @@ def test_jobs_of_an_older_release_keep_all_and_have_no_storage(file: Path, recor
             "VALUES ('old-1', 'old', 'ended', 1, 2, '0', 'digest', '[]')"
         )
     assert (record.get("old").id, record.get("old").storage, record.get("old").source) == ("old-1", "", "")
+    assert record.get("old").file is None
     record.add("new-1", name="new", nodes="[]", spec="{}", state="submitting", storage="s3://bucket/folder")
-    assert record.get("new").storage == "s3://bucket/folder"
+    assert (record.get("new").storage, record.get("new").file) == ("s3://bucket/folder", b"")
 
 
 def test_damaged_record_is_told(file: Path, record: Record) -> None:
@@ -339,15 +340,17 @@ def test_record_is_where_the_state_of_programs_is(tmp_path: Path, monkeypatch: p
     assert (tmp_path / ".local/state/detrain_nb/jobs.sqlite").exists()
 
 
-def test_newest_of_names_are_those_that_started(record: Record) -> None:
-    for id, name in (("a-1", "a"), ("a-2", "a"), ("b-1", "b")):
-        add(record, id, name=name)
-    for id, name in (("a-3", "a"), ("c-1", "c")):
-        add(record, id, name=name)
-        record.update(id, state="not started")
+def test_newest_of_names_are_those_that_started_by_their_files(record: Record) -> None:
+    failed = "not started"
+    for id, state in (("a-1", "ended"), ("a-2", "ended"), ("b-1", "ended"), ("a-3", failed), ("c-1", failed)):
+        record.add(id, name=id[0], nodes="[]", spec="{}", state=state, file=b"/here")
+    record.add("a-4", name="a", nodes="[]", spec="{}", state="ended", file=b"/there/\xff")
+    record.add("a-5", name="a", nodes="[]", spec="{}", state="ended")
     found = record.newest_of(["a", "b", "c", "d", *(f"e{number}" for number in range(1500))])
-    assert {name: (job.id, count) for name, (job, count) in found.items()} == {
-        "a": ("a-2", 3),
-        "b": ("b-1", 1),
-        "c": ("c-1", 1),
+    assert {of: (job.id, count) for of, (job, count) in found.items()} == {
+        ("a", b"/here"): ("a-2", 3),
+        ("b", b"/here"): ("b-1", 1),
+        ("c", b"/here"): ("c-1", 1),
+        ("a", b"/there/\xff"): ("a-4", 1),
+        ("a", b""): ("a-5", 1),
     }

@@ -127,12 +127,12 @@ def test_curves_grow_and_logs_follow_to_the_end_beside_a_listener_that_fails(
     assert len(calls) == 1 and "RuntimeError: of the listener" in capsys.readouterr().err
     stop(), stop_late()
     made = job.list_made()
-    assert [(file.node, file.name, file.size_bytes) for file in made] == [("this-machine", "model.pt", 1000)]
+    assert [(file.node, file.name, file.size_bytes) for file in made] == [("this machine", "model.pt", 1000)]
     again = Heard()
     job.on_change(again)
     news = again.wait_for(lambda it: len(it.points) == 30 and len(it.lines) == 60)
     assert (news.status.state, news.status.exit_code) == ("ended", 0)
-    unheard = Noting(job.id, job.name, ["this-machine"], Record())([TransportError("it has not answered yet")])
+    unheard = Noting(job.id, job.name, ["this machine"], Record())([TransportError("it has not answered yet")])
     assert (unheard.state, unheard.exit_code) == ("ended", 0)  # a slow node does not make it unknown
 
 

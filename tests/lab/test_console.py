@@ -37,9 +37,11 @@ mine, record = MyPipelines(), Record()
 script = {"script_text": "print('ran')"}
 def make(name, nodes, mesh, state="", code=None, metrics="", source=script, steps=5000):
     nodes = [{"host": node, "ranks": count} for node, count in nodes]
-    mine.create({"name": name, "source": source, "parallelism": mesh, "nodes": nodes, "training": {"steps": steps}})
+    spec = {"name": name, "source": source, "parallelism": mesh, "nodes": nodes, "training": {"steps": steps}}
+    made = mine.create(spec)
     if state:
-        record.add(f"{name}-1", name=name, nodes='[{"host": "gpu1"}]', spec="{}", state=state)  # nobody answers there
+        nobody, file = '[{"host": "gpu1"}]', os.fsencode(made.path)  # answers there
+        record.add(f"{name}-1", name=name, nodes=nobody, spec="{}", state=state, file=file)
         record.update(f"{name}-1", exit_code=code, metrics=metrics, started_at=1.0, ended_at=59.0)
 two = [("gpu1", 4), ("gpu2", 4)]
 make("llama-long", [(f"gpu{number}", 8) for number in range(8)], {"pp": 4, "tp": 2}, "unknown")

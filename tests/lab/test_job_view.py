@@ -108,7 +108,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(curve).to_have_attribute("points", re.compile(f"^.{{{length + 1},}}$"))
     expect(view.locator(".pgr .sub")).to_contain_text("checkpoint 100")
     expect(view.locator(".track .ck")).to_have_count(1)
-    expect(view.get_by_role("list", name="Ranks of localhost").get_by_role("listitem")).to_have_text(["0", "1"])
+    expect(view.get_by_role("list", name="Ranks of this machine").get_by_role("listitem")).to_have_text(["0", "1"])
     check_the_curves(view)
     check_the_logs(nb, view)
     take_pictures(window, view, "running", tmp_path)
@@ -289,9 +289,9 @@ def test_failed_job_leads_with_the_cause_and_shows_what_is_hostile_as_text(
     expect(note).to_contain_text("To do: Free disk space there, then run it again.")
     expect(view.locator(".fail pre")).to_contain_text(f"OSError: [Errno 28] No space left on device: '{HOSTILE}'")
     expect(view.locator(".charts")).to_be_hidden()
-    expect(view.get_by_role("list", name="Ranks of localhost").get_by_role("listitem").nth(1)).to_have_accessible_name(
-        "rank 1: failed"
-    )
+    expect(
+        view.get_by_role("list", name="Ranks of this machine").get_by_role("listitem").nth(1)
+    ).to_have_accessible_name("rank 1: failed")
     view.get_by_role("button", name="Whole log").click()
     lines = view.get_by_role("group", name="Lines of the log")
     expect(lines).to_be_focused()

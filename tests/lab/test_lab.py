@@ -215,7 +215,7 @@ if batch == 3:
     )
     nb.run_all()
     shown = nb.wait_for_text(1, "ValueError: batch 3 has no labels")
-    assert re.search(r"rank 1 on \S+", shown)
+    assert "rank 1 on this machine" in shown
     number = nb.expect_end(1)
     assert f"cell {number}, line 4" in shown, "as the prompt and JupyterLab count"
     assert 'raise ValueError(f"batch {batch} has no labels")' in shown

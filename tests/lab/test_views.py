@@ -58,7 +58,7 @@ def test_page_that_is_reloaded_while_a_cell_runs_has_its_view_at_once(notebook: 
 
 
 def test_what_is_wrong_is_said_beside_it_and_nothing_is_called(notebook: Callable[..., Notebook]) -> None:
-    nb = notebook(_SHOW, "view.heard")
+    nb = notebook(_SHOW, "view.heard", "[view._forget(page) for page in [*view._pages]]; None")
     nb.run(0)
     view = nb.cell(0).locator(".dt")
     for button, said in {
@@ -74,6 +74,12 @@ def test_what_is_wrong_is_said_beside_it_and_nothing_is_called(notebook: Callabl
     expect(view.get_by_label("Count")).to_have_text("100")
     nb.run(1)
     assert nb.text(1) == "[]\n"
+    nb.run(2)  # as where the page was silent for long
+    view.get_by_role("button", name="Refused").click()
+    expect(view.get_by_role("alert")).to_have_text("3 is not 0: give 0")
+    nb.run(2)
+    view.get_by_role("button", name="Press").click()
+    expect(view.get_by_label("Lines").get_by_role("listitem")).to_have_text(["hello"])
 
 
 def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Callable[..., Notebook]) -> None:

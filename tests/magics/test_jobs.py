@@ -324,6 +324,7 @@ def _without_id(text: str) -> str:
 def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path: Path) -> None:
     begun = kernel.run(f"%%torchrun -n 2 --name demo --training.epochs 4 --out job -- a 'b c'\n{_SCRIPT}")
     assert begun.status == "ok", begun.error
+    assert kernel.run("from detrain_nb.jobs.record import Record; Record().get('demo').file").rich() == ["b''"]
     assert _without_id(begun.text()) == "job demo-ID runs: %job logs -f demo-ID follows it\n"
     assert [kind for kind, _ in begun.shown] == ["stdout"], "nothing is left of what was drawn meanwhile"
     followed = kernel.run("%job attach demo")
@@ -338,7 +339,7 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
     tail = kernel.run("%job logs demo -f --tail 1 --rank 1").text()
     assert _without_id(tail) == "[1] all say this\njob demo-ID: succeeded\n"
     shown = kernel.run("%job show demo")
-    assert "localhost: succeeded, ranks 0-1" in shown.rich()[0]
+    assert "this machine: succeeded, ranks 0-1" in shown.rich()[0]
     assert shown.rich("text/html")[0].count("<table>") == 3, "nodes, plan, metrics"
     viewed = kernel.run("%job view demo")
     assert _without_id(viewed.rich()[0]).startswith("✓ job demo-ID: succeeded, after "), viewed.error
@@ -359,6 +360,8 @@ def test_large_folder_shows_how_far_it_is(kernel: Any, tmp_path: Path) -> None:
     (tmp_path / "large.json").write_text(json.dumps({"name": "large", "source": source}))
     begun = kernel.run(f"%job submit {tmp_path}/large.json")
     assert begun.status == "ok", begun.error
+    file = kernel.run("from detrain_nb.jobs.record import Record; Record().get('large').file")
+    assert file.rich() == [repr(os.fsencode(tmp_path / "large.json"))]
     drawn = [content["data"].get("text/plain", "") for kind, content in begun.live if "display" in kind]
     assert any(re.match(r"send \[#*\.*\] +\d+ %, [\d.]+ [kM]?B of 15 MB", text) for text in drawn), drawn
     assert [kind for kind, _ in begun.shown if kind == "stdout"] == ["stdout"]
@@ -410,7 +413,7 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     assert _without_id(first.text()).startswith(
         "job fails-ID runs: %job stop fails-ID ends it, an interrupt of this cell does not\n[0] rank 0"
     )
-    failed = r"JobFailed: job \S+ failed, exit 3 after .* \(rank 1 on localhost\): rank 1 exited with 3"
+    failed = r"JobFailed: job \S+ failed, exit 3 after .* \(rank 1 on this machine\): rank 1 exited with 3"
     assert re.fullmatch(rf"{failed}\n  \| all say this", first.error), "what it printed stands above"
     of_whom_waits = kernel.run("from detrain_nb.jobs import find_job\nfind_job('fails').wait().check()").error
     assert "  | rank 1 ['fail'] epochs None\n  | all say this" in of_whom_waits, "who has seen nothing gets more lines"

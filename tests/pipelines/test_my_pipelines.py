@@ -56,16 +56,21 @@ def test_search_is_in_name_nodes_mesh_and_status(mine: MyPipelines, search: str,
 
 def test_last_job_is_told_from_the_record(mine: MyPipelines) -> None:
     record = Record()
+
+    def add(name: str, number: int, state: str) -> None:
+        file = os.fsencode(mine.find(name))
+        record.add(f"{name}-{number}", name=name, nodes="[]", spec="{}", state=state, file=file)
+
     for name in ("well", "ill", "runs", "silent", "begun"):
         mine.create({**DATA, "name": name})
-        record.add(f"{name}-1", name=name, nodes="[]", spec="{}", state="ended")
+        add(name, 1, "ended")
         record.update(f"{name}-1", exit_code=0, started_at=100.0, ended_at=158.0)
-    record.add("ill-2", name="ill", nodes="[]", spec="{}", state="ended")
+    add("ill", 2, "ended")
     record.update("ill-2", exit_code=3)
-    record.add("runs-2", name="runs", nodes="[]", spec="{}", state="running")
+    add("runs", 2, "running")
     record.update("runs-2", metrics='{"step": 3, "loss": 0.5}')
-    record.add("silent-2", name="silent", nodes="[]", spec="{}", state="unknown")
-    record.add("begun-2", name="begun", nodes="[]", spec="{}", state="not started")
+    add("silent", 2, "unknown")
+    add("begun", 2, "not started")
     told = {each.name: each.job for each in mine.entries()}
     assert {name: (job.sign, job.word, job.count) for name, job in told.items() if job} == {
         "well": ("ok", "succeeded", 1),
@@ -76,6 +81,30 @@ def test_last_job_is_told_from_the_record(mine: MyPipelines) -> None:
     }
     assert told["well"] is not None and told["well"].detail.endswith("in 58 s")
     assert names_of(mine, "failed") == ["ill"]
+
+
+def test_job_is_of_the_file_that_it_was_submitted_from(mine: MyPipelines, home: Path) -> None:
+    """Not of one of its name in another folder. An earlier release has noted no file."""
+    (home / "another").mkdir()
+    other = MyPipelines(home / "another/pipelines")
+    for each in (mine, other):
+        each.create({**DATA, "name": "train"})
+    record = Record()
+    record.add("train-1", name="train", nodes="[]", spec="{}", state="ended", file=None)
+    assert [job_of(each, "train") for each in (mine, other)] == ["train-1"] * 2, "it may be of both"
+    fresh = other.create({**DATA, "name": "train-2"})
+    record.add("train-2-1", name="train-2", nodes="[]", spec="{}", state="ended", file=None)
+    while fresh.path.stat().st_ctime <= record.get("train-2").submitted_at:  # files have a clock of their own
+        os.utime(fresh.path)
+    assert job_of(other, "train-2") is None
+    record.add("train-3", name="train", nodes="[]", spec="{}", state="ended", file=os.fsencode(mine.find("train")))
+    record.add("train-4", name="train", nodes="[]", spec="{}", state="ended")  # of a spec that is in no file
+    assert [job_of(each, "train") for each in (mine, other)] == ["train-3", "train-1"]
+
+
+def job_of(mine: MyPipelines, name: str) -> str | None:
+    [job] = [each.job for each in mine.entries() if each.name == name]
+    return job and job.id
 
 
 def test_record_that_cannot_be_used_leaves_the_list(mine: MyPipelines) -> None:
@@ -349,10 +378,13 @@ def test_pipeline_runs_again_with_the_same_spec(mine: MyPipelines) -> None:
     job = mine.run("train")
     job.wait(60).check()
     assert "ran" in [each.text for each in job.logs().lines]
+    MyPipelines("another").create({**DATA, "name": "train", "nodes": here})
+    assert job_of(MyPipelines("another"), "train") is None
     [entry] = mine.entries()
     assert entry.job is not None and (entry.job.word, entry.job.count) == ("succeeded", 1)
-    again = mine.run("train", name="train-again")
+    again = job.restart()
     again.wait(60).check()
+    assert job_of(mine, "train") == again.id
     for each in (job, again):
         each.remove()
     mine.create({"name": "draft"})

@@ -23,7 +23,12 @@ def test_plan_as_text_has_a_line_for_each_rank() -> None:
 
 def test_plan_of_one_machine_without_a_mesh() -> None:
     plan = plan_one_node(ranks=2, device="cpu", backend=None, gpus=0)
-    assert str(plan).splitlines() == ["2 ranks, cpu, gloo", "rank  device  node", "   0  cpu", "   1  cpu"]
+    assert str(plan).splitlines() == [
+        "2 ranks, cpu, gloo",
+        "rank  device  node",
+        "   0  cpu     this machine",
+        "   1  cpu     this machine",
+    ]
     assert "this machine" in plan._repr_html_()
 
 

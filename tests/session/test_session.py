@@ -527,6 +527,7 @@ def test_ranks_of_this_machine_are_chosen_by_its_name_as_errors_have_it(session:
     with pytest.raises(RankError) as caught:
         session.run_cell("1 / 0")
     host = caught.value.errors[1].host
+    assert host == "this machine" == session.status().ranks[0].host
     assert f"ranks 0-1 on {host} " in "\n".join(caught.value._render_traceback_())
     assert session.ranks.choose(host) == session.ranks.choose(host, plan=session.ranks.plan_of(1)) == (0, 1)
     with pytest.raises(SpecError, match=f"'elsewhere' is no choice of ranks: .* or all, or a host: {host}$"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -226,6 +227,28 @@ def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
     assert Record().summaries(limit=10) == []
 
 
+def test_form_that_another_tab_closes_meanwhile_is_started_as_it_was(
+    page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page.pipelines.create({**DATA, "name": "train", "secrets": ["NOT_SET_ANYWHERE"]})  # it starts no job
+    page.asks("open_pipeline", id=page.names()["train"])
+    starting, is_changed = threading.current_thread(), page._is_changed
+    closing = threading.Thread(target=page.close_form)
+
+    def close_first(path: Path) -> bool:
+        if threading.current_thread() is starting and closing.ident is None:
+            closing.start()
+            closing.join(0.3)  # it has time to come between
+        return is_changed(path)
+
+    monkeypatch.setattr(page, "_is_changed", close_first)
+    page.asks("start")
+    failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
+    assert "NOT_SET_ANYWHERE: not set here" in failed["error"]
+    closing.join(30)
+    assert page.refusal("start") == "no pipeline is open: it was closed in another tab"
+
+
 def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.pipelines.create({"name": "draft"})
     page.asks("run", id=page.names()["draft"])
@@ -241,14 +264,14 @@ def test_review_and_code_of_a_right_one(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("open_pipeline", id=page.names()["train"])
     found = page.asks("review")
-    assert found["commands"]["nodes"][0]["name"] == "localhost" and "submit(spec)" in found["code"]
+    assert found["commands"]["nodes"][0]["name"] == "this machine" and "submit(spec)" in found["code"]
     assert page.asks("code", id=page.names()["train"]) == found["code"]
 
 
 def test_settled_form_is_a_table_of_plain_html(page: Page) -> None:
-    page.pipelines.create({**DATA, "name": "train", "description": "<b>bold</b>"})
+    file = os.fsencode(page.pipelines.create({**DATA, "name": "train", "description": "<b>bold</b>"}).path)
     (page.pipelines.folder / "<i>odd.toml").write_text("name = 1\x07")
-    Record().add("train-1", name="train", nodes="[]", spec="{}", state="running")
+    Record().add("train-1", name="train", nodes="[]", spec="{}", state="running", file=file)
     settled = page.settled()
     assert "train" in settled.text and "running" in settled.text and "<i>" not in settled.html
     assert settled.html.count("<tr>") == 3 and "\x07" not in settled.text + settled.html

@@ -74,7 +74,7 @@ def test_page_that_says_hello_gets_the_state_and_nothing_is_sent_without_one(vie
     assert view.there == [True] and view.sent.empty()
 
 
-def test_page_that_was_taken_for_gone_is_asked_to_say_hello_again(view: Any) -> None:
+def test_page_that_was_taken_for_gone_is_asked_to_say_hello_again_and_what_it_asks_is_done(view: Any) -> None:
     view.hears("hello")
     told(view, 1)
     view.hears("beat")
@@ -82,6 +82,11 @@ def test_page_that_was_taken_for_gone_is_asked_to_say_hello_again(view: Any) -> 
     view.hears("beat")
     assert told(view, 2) == [{"tell": "beat", "page": "p"}, {"tell": "again", "page": "p"}]
     assert view.there == [True, False]
+    view.hears("call", call="1", action="go", arguments={})
+    again, state, answer = told(view, 3)
+    assert (again["tell"], state["tell"]) == ("again", "state"), "before it says hello, as it is to miss nothing"
+    assert answer == {"tell": "answer", "page": "p", "call": "1", "value": 3}, "what was pressed is done"
+    assert view.there == [True, False, True]
 
 
 def test_latest_value_wins_and_an_equal_one_is_not_sent_again(view: Any) -> None:
@@ -173,7 +178,6 @@ def test_page_that_opens_while_the_last_one_is_taken_for_gone_is_told_of_what_ch
 @pytest.mark.parametrize(
     "message",
     [
-        {"do": "call", "page": "unknown", "call": "1", "action": "go", "arguments": {}},
         {"do": "call", "page": "p", "call": 1, "action": "go", "arguments": {}},
         {"do": "call", "page": "p", "call": "1" * 65, "action": "go", "arguments": {}},
         {"do": "hello", "page": "p" * 65},
@@ -268,6 +272,8 @@ def test_pages_are_bounded(view: Any) -> None:
     for number in range(100):
         view.hears("hello", f"p{number}")
     assert len(told(view, 20)) == 20 and view.sent.empty()
+    with pytest.raises(RuntimeError, match="20 other pages show this view: close some"):
+        view.asks("go", "p99")
 
 
 def test_page_that_says_hello_without_end_is_told_the_state_a_few_times_a_second(kind: type[Any]) -> None:

@@ -361,9 +361,9 @@ def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, t
     assert read_nodes(path) == (Node(host="gpu1", user="alice"),)
     path.write_text("# theirs, the third\n" + path.read_text())
     third = view.asks("save", path=str(path), over="")
-    assert view.asks("save", path=str(path), over=third["over"])["said"].endswith("nodes.toml.before2")
+    assert view.asks("save", path=str(path), over=third["over"])["said"].endswith("nodes.toml.before-2")
     assert "theirs again" in Path(f"{path}.before").read_text(), "what was kept first is there as well"
-    assert "the third" in Path(f"{path}.before2").read_text()
+    assert "the third" in Path(f"{path}.before-2").read_text()
     other.write_text("title = 'no nodes'\n")
     asked = view.asks("save", path=str(other), over="")
     assert "is there already" in asked["ask"] and "no nodes" in other.read_text()

@@ -54,9 +54,9 @@ class RankView:
 class NodeView:
     """One node: ``name`` and ``where`` (how it is reached) as the user wrote them, empty for this machine.
 
-    ``host`` is what the ranks there call it, or else ``name``. ``fault`` says why it cannot be reached now; it is empty
-    while there is a connection. ``cpu_percent`` is of all processors together, 100 at most. ``is_sampled``: its agent
-    has measured something in the last seconds; one of an earlier release does not.
+    ``host`` is what errors call it: ``name``, or else ``this machine``. ``fault`` says why it cannot be reached now; it
+    is empty while there is a connection. ``cpu_percent`` is of all processors together, 100 at most. ``is_sampled``:
+    its agent has measured something in the last seconds; one of an earlier release does not.
     """
 
     name: str
