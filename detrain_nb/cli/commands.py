@@ -50,6 +50,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"detrain-nb: {exc}", file=sys.stderr)
         return _WRONG_USE if isinstance(exc, SpecError) else FAILED
     except KeyboardInterrupt:  # before there was a kernel, or after
+        if argv is None:  # the process ends: a second one would show where that was
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         return 128 + signal.SIGINT
     return status
 

@@ -273,12 +273,17 @@ def test_interrupt_leaves_the_job_and_says_how_to_go_on(
     endless = "--source.script_text=import time\nwhile True: print('tick', flush=True); time.sleep(0.1)"
     assert main(["jobs", "submit", str(spec), endless, "--name", "endless"]) == 0
     command = [sys.executable, "-m", "detrain_nb", "jobs", "attach", "endless"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert following.stdout and following.stderr
-        assert "tick" in following.stdout.readline()
-        for _ in range(num_interrupts):
-            following.send_signal(signal.SIGINT)
-        err = following.stderr.read()
+    try:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+            assert following.stdout and following.stderr
+            assert "tick" in following.stdout.readline()
+            for _ in range(num_interrupts):
+                following.send_signal(signal.SIGINT)
+            err = following.stderr.read()
+        capfd.readouterr()
+    finally:
+        stopped = main(["jobs", "stop", "endless", "--grace", "0"])
+    assert stopped == 0 and ": stopped" in capfd.readouterr().out, "it went on"
     assert following.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in err
     if num_interrupts == 1:
@@ -287,9 +292,6 @@ def test_interrupt_leaves_the_job_and_says_how_to_go_on(
             r"detrain-nb jobs stop \1 ends it\n",
             err,
         )
-    capfd.readouterr()
-    assert main(["jobs", "stop", "endless", "--grace", "0"]) == 0
-    assert ": stopped" in capfd.readouterr().out, "it went on"
 
 
 def test_fields_and_command_are_told_apart() -> None:

@@ -15,13 +15,13 @@ from contextlib import AbstractContextManager
 from typing import TypeVar, cast
 
 import pytest
-from playwright.sync_api import Browser, Locator, expect
+from playwright.sync_api import Browser, Error, Locator, expect
 
 from .accessibility import AXE, require_accessible
 from .notebook import Notebook, write_notebook
 from .pictures import are_for_docs
 from .server import Lab, end, running_lab
-from .window import LOOK_LIMIT_S, Window, running_browser
+from .window import LOOK_LIMIT_S, Window, running_browser, set_theme
 
 _Opened = TypeVar("_Opened")
 _opened: dict[str, object] = {}  # what the modules of this folder share, by its name
@@ -118,11 +118,20 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None]:
 
 
 @pytest.fixture(autouse=True)
-def no_error_in_the_page() -> Generator[None]:
-    """Behind all else of a test: closing what it opened raised no error in the page of all modules."""
+def no_error_in_the_page(request: pytest.FixtureRequest) -> Generator[None]:
+    """Behind all else of a test: closing what it opened raised no error in the page of all modules.
+
+    A test that fails has the page loaded anew: what it has left open there would fail others.
+    """
     expect.set_options(timeout=LOOK_LIMIT_S * 1000)
+    num_failed = request.session.testsfailed
     yield
-    _require_no_errors()
+    try:
+        if request.session.testsfailed > num_failed and isinstance(window := _opened.get("window"), Window):
+            window.load()
+            set_theme(window, dark=False)
+    finally:
+        _require_no_errors()
 
 
 def _require_no_errors() -> None:
@@ -149,11 +158,17 @@ def notebook(lab: Lab, window: Window, request: pytest.FixtureRequest) -> Genera
     finally:
         try:
             for nb in opened:
-                nb.page.screenshot(path=nb.path.with_name("page.png"))  # for who wonders why a test failed
+                _take_picture(nb)
                 nb.close()
         finally:
             left = end(lab.processes() - before)
     assert left == [], "processes that outlive the notebook's kernel"
+
+
+def _take_picture(nb: Notebook) -> None:
+    """For who wonders why a test failed."""
+    with contextlib.suppress(Error):
+        nb.page.screenshot(path=nb.path.with_name("page.png"))
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +208,7 @@ def same_notebook(
     yield open_notebook
     if request.session.testsfailed > num_failed and kept_notebooks:
         nb = kept_notebooks.pop()
-        nb.page.screenshot(path=nb.path.with_name("page.png"))
+        _take_picture(nb)
         nb.close()
 
 

@@ -40,11 +40,13 @@ class Notebook:
         expect(self._panel.locator(".jp-Notebook .jp-Cell")).to_have_count(len(sources))
 
     def close(self) -> None:
-        """End the kernel, close the notebook without saving it."""
-        self.js(
-            "async () => { const panel = window.jupyterapp.shell.currentWidget;"
-            " await panel.sessionContext.shutdown(); panel.dispose(); }"
-        )
+        """End the kernel, close the notebook without saving it, where the page still has it."""
+        is_closed = False
+        try:
+            is_closed = self.js(_CLOSE, self._in_lab)
+        finally:
+            if not is_closed:
+                self.window.lab.end_kernel(self._in_lab)
 
     def _wait_for_kernel(self) -> None:
         self.page.wait_for_function(_IS_KERNEL_IDLE, arg=self._in_lab, timeout=PAGE_LIMIT_S * 1000)
@@ -150,6 +152,13 @@ _IS_KERNEL_IDLE = """path => {
   const panel = window.jupyterapp.shell.currentWidget, kernel = panel?.sessionContext?.session?.kernel;
   return panel?.context?.path === path && panel.sessionContext.isReady
     && kernel?.connectionStatus === 'connected' && kernel.status === 'idle';
+}"""
+
+_CLOSE = """async path => {
+  const panel = [...window.jupyterapp.shell.widgets('main')].find(each => each.context?.path === path);
+  await panel?.sessionContext.shutdown();
+  panel?.dispose();
+  return Boolean(panel);
 }"""
 
 _PUT_CELLS = """sources => {

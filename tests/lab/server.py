@@ -54,6 +54,18 @@ class Lab:
         """The server and everything that was started by it, by its kernels or by their sessions."""
         return _marked_processes(self.mark)
 
+    def end_kernel(self, path: str) -> None:
+        """End the kernel of a notebook that no page shows any more: one that is killed is started anew."""
+        for session in json.loads(self._ask("GET", "api/sessions")):
+            if session["path"] == path:
+                self._ask("DELETE", f"api/sessions/{session['id']}")
+
+    def _ask(self, method: str, place: str) -> bytes:
+        request = urllib.request.Request(f"{self.url}{place}?token={self.token}", method=method)
+        with urllib.request.urlopen(request, timeout=_SERVER_LIMIT_S) as answer:
+            said: bytes = answer.read()
+        return said
+
 
 @contextlib.contextmanager
 def running_lab(base: Path, *, kernel_python: str | None = None) -> Iterator[Lab]:

@@ -84,7 +84,8 @@ def test_board_follows_two_ranks_that_run_wait_die_and_are_stopped(
     nb.run(2)
     nb.start(3)
     check_running(nb, board)
-    expect(tile(board, 0)).to_contain_text(re.compile(r"step ([5-9]\d{4}|\d{6,}) of rank 0"))  # 100,000 lines of both
+    many = re.compile(r"step ([5-9]\d{4}|\d{6,}) of rank 0")  # 100,000 lines of both
+    expect(tile(board, 0)).to_contain_text(many, timeout=60_000)
     nb.save()
     board.get_by_role("button", name="Stop cell").click()
     expect(nb.prompt(3)).to_have_text("[4]:")

@@ -70,10 +70,12 @@ def take_pictures(nb: Notebook, view: Locator, name: str, folder: Path) -> None:
     before = nb.page.viewport_size
     assert before
     nb.page.set_viewport_size({**before, "height": 1600})  # all of it is in sight
-    for theme in ("dark", "light"):
-        set_theme(nb.window, dark=theme == "dark")
-        take_picture(view, f"console-{name}-{theme}", folder, is_for_docs=name in _IN_DOCS)
-    nb.page.set_viewport_size(before)
+    try:
+        for theme in ("dark", "light"):
+            set_theme(nb.window, dark=theme == "dark")
+            take_picture(view, f"console-{name}-{theme}", folder, is_for_docs=name in _IN_DOCS)
+    finally:
+        nb.page.set_viewport_size(before)
 
 
 def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNotebook, tmp_path: Path) -> None:

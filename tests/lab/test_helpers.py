@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     OpenNotebook = Callable[..., Notebook]
     CheckAccessibility = Callable[[Locator], None]
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
 _SHOW = "from IPython.display import HTML\nHTML('''{}''')"
 # Raise an error with words that JupyterLab is known to raise, in a script of this address.

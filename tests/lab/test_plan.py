@@ -22,6 +22,8 @@ from .notebook import Notebook
 from .pictures import take_picture
 from .window import Window, set_theme
 
+pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+
 OpenNotebook = Callable[..., Notebook]
 
 SHOW = "import sys; sys.modules['torch'] = None\nfrom detrain_nb import widgets\nview = widgets.plan('plan.json'); view"

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
 _FOLDER = str(Path(__file__).parent)
 _SHOW = f"import sys; sys.path.insert(0, {_FOLDER!r}); from probe_view import ProbeView; view = ProbeView(); view"
 _COUNT = "view.count_to(7); view.press('again'); print(view.are_pages_there.wait(60))"
-_WAIT = "view.pressed.clear(); was_pressed = view.pressed.wait(60); print('pressed' if was_pressed else 'not pressed')"
+_WAIT = "print('waits'); was_pressed = view.pressed.wait(60); print('pressed' if was_pressed else 'not pressed')"
 
 # As in front ends that know no sub-shells: what a page says goes to the main one, where the cell runs.
 _WITHOUT_SUBSHELLS = """() => {
@@ -35,6 +35,7 @@ def test_view_is_told_and_answers_while_a_cell_runs(notebook: Callable[..., Note
     view = nb.cell(0).locator(".dt")
     expect(view.get_by_label("Count")).to_have_text("0")
     nb.start(1)
+    nb.wait_for_text(1, "^waits$")
     view.get_by_role("button", name="Press").click()
     nb.wait_for_text(1, "^pressed$")
     expect(view.get_by_label("Said")).to_have_text("heard hello in False")
@@ -47,6 +48,7 @@ def test_page_that_is_reloaded_while_a_cell_runs_has_its_view_at_once(notebook: 
     nb = notebook(_SHOW, _WAIT, "print(was_pressed)")
     nb.run(0)
     nb.start(1)
+    nb.wait_for_text(1, "^waits$")
     nb.save()
     nb.reload()
     nb.js(_WITHOUT_SUBSHELLS)

@@ -56,6 +56,7 @@ class Window:
         sharpness: int = 1,
     ) -> None:
         """``place``: a page of the server. ``sharpness``: how many points of a picture a point is, along a side."""
+        self.lab = lab
         context = browser.new_context(viewport={"width": width, "height": height}, device_scale_factor=sharpness)
         self.page = context.new_page()
         self.page.set_default_timeout(LOOK_LIMIT_S * 1000)

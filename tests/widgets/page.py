@@ -10,7 +10,7 @@ from typing import Any
 
 from detrain_nb.widgets import LiveView
 
-LIMIT_S = 60.0
+LIMIT_S = 100.0
 
 
 class WithPage(LiveView):

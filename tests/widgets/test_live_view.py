@@ -17,9 +17,7 @@ from detrain_nb.widgets import Refused, Settled, action, live_view
 from ipywidgets.widgets.widget import _instances
 from jupyter_client.session import Session
 
-from .page import WithPage
-
-LIMIT_S = 10.0
+from .page import LIMIT_S, WithPage
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +138,7 @@ def test_half_a_character_does_not_end_what_pages_are_told(view: Any, monkeypatc
 
 
 def test_page_that_falls_silent_is_gone_and_threads_end(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live_view, "_PAGE_SILENT_S", 0.2)
+    monkeypatch.setattr(live_view, "_PAGE_SILENT_S", 0.5)
     monkeypatch.setattr(live_view, "_LOOK_S", 0.05)
     asking = threading.Thread(target=view.hears, args=("hello",))  # as in a sub-shell: not the main thread
     asking.start()
