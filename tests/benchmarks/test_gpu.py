@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from .quick import processes_with
+from .quick import check_nothing_is_left
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 
@@ -29,8 +29,7 @@ def run_checks(tmp_path: Path, *options: str, limit_s: float) -> tuple[int, str,
     )
     (path,) = results.iterdir()
     assert path.name.startswith("gpu-"), ended.stderr
-    assert not list(scratch.iterdir()), "the run left files behind"
-    assert not processes_with(scratch), "the run left processes behind"
+    check_nothing_is_left(scratch)
     report: dict[str, Any] = json.loads(path.read_text())
     assert all(check["name"] in ended.stdout and check["outcome"] in ended.stdout for check in report["checks"])
     return ended.returncode, ended.stdout, report

@@ -64,7 +64,7 @@ class FolderNode:
                 yield ours
             finally:
                 ours.close()
-                program.wait(10)
+                program.wait(60)
 
     def reconnect(self) -> None:
         self.contact = object()
@@ -446,7 +446,7 @@ def test_node_waits_for_another_that_writes_to_the_same_folder(
         bringing.start()
         bringing.join(1.0)
         assert bringing.is_alive() and packed == []
-    bringing.join(10)
+    bringing.join(60)
     assert second.files() == {"a.py": "a = 1"}
 
 
@@ -771,7 +771,7 @@ def test_node_that_does_not_come_to_an_end_is_gone_on_without(root: Path, node: 
     write(root, a_py=os.urandom(500_000).hex())
     ways = ["waits", "waits after all has come", "says a line without end", "says nothing", "takes nothing"]
     sloths = [Sloth(tmp_path, way) for way in ways]
-    keeper = FolderSync(root, patience=Patience(silence_s=1.0, bring_s=1.0))
+    keeper = FolderSync(root, patience=Patience(silence_s=2.5, bring_s=2.5))
     keeper.bring([*sloths, node])
     assert list(node.files()) == ["a.py"]
     assert set(keeper.notices) == {

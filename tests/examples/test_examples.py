@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
+
+from ..testbed.machine import free_ports
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = ["--epochs=1", "--batch_size=40", "--lr=0.001", "--model_name=m", "--samples=1200", "--report=1"]
@@ -37,12 +38,6 @@ def torchrun(folder: Path, script: str, processes: int, *options: str) -> tuple[
     return process.returncode, out, err
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
-
-
 def run_line(line: str, folder: str, tmp_path: Path) -> tuple[str, Path]:
     """What a user types in the example's own folder, here a copy, so that what is found there is of this run."""
     shutil.copytree(EXAMPLES, tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__", "*.safetensors"))
@@ -51,7 +46,7 @@ def run_line(line: str, folder: str, tmp_path: Path) -> tuple[str, Path]:
     argv = shlex.split(line)
     argv[0] = str(shutil.which(argv[0], path=path))
     # torchrun's default port is one for all of this machine: others may be testing too.
-    with start(own, argv, PATH=path, PET_MASTER_PORT=str(free_port())) as process:
+    with start(own, argv, PATH=path, PET_MASTER_PORT=str(free_ports(1)[0])) as process:
         out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
     return out, own
@@ -138,7 +133,7 @@ def test_line_of_the_readme_runs_in_its_folder(folder: str, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.needs_debian("dataset-fashion-mnist")
 def test_detrains_line_for_tensors_runs_in_its_folder(tmp_path: Path) -> None:
-    line = TENSOR.format(host=f"localhost:{free_port()}")
+    line = TENSOR.format(host=f"localhost:{free_ports(1)[0]}")
     out, own = run_line(f"{line} --samples=600", "tp/nn", tmp_path)
     check_saved("tp/nn/main.py", own / "ppl_04.safetensors", out, samples=600)
 
@@ -146,7 +141,7 @@ def test_detrains_line_for_tensors_runs_in_its_folder(tmp_path: Path) -> None:
 @pytest.mark.thorough
 @pytest.mark.needs_debian("dataset-fashion-mnist")
 def test_log_is_shown_when_torchrun_leaves_it_alone(tmp_path: Path) -> None:
-    line = TENSOR.format(host=f"localhost:{free_port()}").replace(" main.py", " -- main.py")
+    line = TENSOR.format(host=f"localhost:{free_ports(1)[0]}").replace(" main.py", " -- main.py")
     out, _ = run_line(f"{line} --log=6 --samples=600", "tp/nn", tmp_path)
     assert re.findall(r"^step +(\d+) of 48: loss", out, re.MULTILINE) == ["1", "7", "13", "19", "25", "31", "37", "43"]
 
@@ -155,7 +150,7 @@ def test_log_is_shown_when_torchrun_leaves_it_alone(tmp_path: Path) -> None:
 @pytest.mark.needs_debian("dataset-fashion-mnist")
 def test_three_machines_each_start_one_process(tmp_path: Path) -> None:
     """DeTrain's own command: ``--nnodes=3 --node_rank=k``. The master is on the first, and has the file."""
-    port = free_port()
+    port = free_ports(1)[0]
     nodes = []
     for rank in range(3):
         folder = tmp_path / f"machine{rank}"

@@ -7,7 +7,6 @@ import getpass
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..conftest import FOR_ADMINISTRATORS
+from ..testbed.machine import free_ports
 
 PATH = f"{os.environ['PATH']}:{FOR_ADMINISTRATORS}"
 NODES = ("n0", "n1")
@@ -62,19 +62,8 @@ class SlurmCluster:
         return "".join(path.read_text() for path in self.folder.glob(f"*-{job}.out"))
 
 
-def _free_ports(count: int) -> list[int]:
-    """Slurm's programs take none that is bound: these were free a moment ago, below those that the system gives out."""
-    found: list[int] = []
-    while len(found) < count:
-        port = 10000 + secrets.randbelow(20000)
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("127.0.0.1", port))
-            found.append(port)
-    return found
-
-
 def _configuration(folder: Path) -> str:
-    controller, *ports = _free_ports(1 + len(NODES))
+    controller, *ports = free_ports(1 + len(NODES))
     user = getpass.getuser()
     lines = {
         "ClusterName": "tests",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from detrain_nb.errors import SpecError
 from detrain_nb.formats import torchrun
 from detrain_nb.spec import PipelineSpec
 
+from ..testbed.machine import free_ports
 from .on_nodes import run_on_node, write_recorder
 
 SCRIPT = """
@@ -28,13 +28,6 @@ sys.exit(os.environ["WORD"] == "fail")
 
 def _spec(*nodes: dict[str, Any], **fields: Any) -> PipelineSpec:
     return PipelineSpec.from_dict({"name": "train", "source": {"script_text": SCRIPT}, "nodes": nodes, **fields})
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def _run_on_both(spec: PipelineSpec, folder: Path) -> list[str]:
@@ -59,7 +52,7 @@ def test_two_nodes_run_the_ranks(tmp_path: Path) -> None:
     spec = _spec(
         {"host": "first", "address": "127.0.0.1", "python": sys.executable},
         {"host": "second", "python": sys.executable},
-        rendezvous={"port": _free_port()},
+        rendezvous={"port": free_ports(1)[0]},
         env={"WORD": "it's\n$HOME"},
         source={"script_text": SCRIPT, "arguments": ["a b", "$x ${local_rank}", "`id`\n", ""]},
     )
@@ -87,7 +80,7 @@ def test_ranks_that_begin_anew_meet_in_a_store_of_their_own(tmp_path: Path) -> N
     spec = _spec(
         {"host": "first", "address": "127.0.0.1", "python": sys.executable},
         {"host": "second", "python": sys.executable},
-        rendezvous={"port": _free_port(), "max_restarts": 2},
+        rendezvous={"port": free_ports(1)[0], "max_restarts": 2},
         source={"script_text": ONCE},
         env={"MARK": str(tmp_path / "mark")},
     )

@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture(scope="module")  # what it sets is not for tests of other rooms, which may run next
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Where the jobs of these tests are, and what is known of them."""
+    """Where the jobs of these tests are, and what is known of them; a node has time to start Python to answer."""
     base = tmp_path_factory.mktemp("jobs")
     with pytest.MonkeyPatch.context() as patch:
         for name, folder in (
@@ -20,4 +20,5 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         ):
             (base / folder).mkdir(mode=0o700)
             patch.setenv(name, str(base / folder))
+        patch.setattr("detrain_nb.jobs.noting.ASK_LIMIT_S", 30.0)
         yield base

@@ -14,6 +14,7 @@ from detrain_nb.jobs import LogLine, submit
 from detrain_nb.jobs.record import Record
 from detrain_nb.spec import PipelineSpec
 
+from ..testbed.machine import wait_until
 from ..transport.pipe_transport import PipeTransport
 
 LIMIT_S = 120.0
@@ -41,7 +42,13 @@ def nodes(home: Path) -> Iterator[list[PipeTransport]]:
         for node in made:
             node.leave()
         for folder in folders:
-            shutil.rmtree(folder)
+            wait_until(lambda: is_removed(folder), f"the end of what writes to {folder}")  # noqa: B023
+
+
+def is_removed(folder: Path) -> bool:
+    """What ends there may still make and remove files."""
+    shutil.rmtree(folder, ignore_errors=True)
+    return not folder.exists()
 
 
 def spec_of(script: str, name: str) -> PipelineSpec:

@@ -300,7 +300,7 @@ submit(PipelineSpec.from_dict({{"name": "killed-{moment}", "source": {{"script_t
     assert ended.returncode == -signal.SIGKILL, ended
     with pytest.raises(DetrainError, match=r"hung up|broke"):  # not that one of its name is at it
         submit(spec_of("pass", name=f"killed-{moment}"), nodes=[LyingNode({})])
-    row = [row for row in jobs().rows if row.name == f"killed-{moment}"][-1]
+    row = [row for row in jobs(limit_s=30).rows if row.name == f"killed-{moment}"][-1]
     _wait_until(lambda: not list((home / "state/detrain_nb/jobs").glob(f"killed-{moment}-*/*")))
     assert row.state in ("not started", "preparing", "lost")
     _wait_until(lambda: find_job(row.id).status().state == "not started")
@@ -390,7 +390,7 @@ def test_storage_is_kept_unless_it_has_a_password(home: Path) -> None:
         assert seen[-1] == kept
 
 
-def _wait_until(is_so: object, limit_s: float = 20.0) -> None:
+def _wait_until(is_so: object, limit_s: float = 60.0) -> None:
     deadline = time.monotonic() + limit_s
     while not is_so():  # type: ignore[operator]
         assert time.monotonic() < deadline

@@ -326,9 +326,9 @@ def test_disk_that_is_too_small_is_said_before_anything_comes(tmp_path: Path) ->
     assert [order["type"] for order in node.heard] == ["artifacts"]
 
 
-def follow(node: LyingNode) -> tuple[list[str], object]:
+def follow(node: LyingNode, *, lost_after_s: float = 30.0) -> tuple[list[str], object]:
     lines: list[LogLine] = []
-    waits = Retries(lost_after_s=0.3, shortest_gap_s=0.01, longest_gap_s=0.05)
+    waits = Retries(lost_after_s=lost_after_s, shortest_gap_s=0.01, longest_gap_s=0.05)
     said = Follower([node], JOB, wanted=Wanted(), on_line=lines.append, retries=waits).run(60)
     return [line.text for line in lines], said[0]
 
@@ -381,7 +381,7 @@ def test_tail_is_that_of_the_first_link(tmp_path: Path) -> None:
 
 def test_node_that_hangs_up_without_end_is_lost() -> None:
     node = LyingNode({})
-    lines, outcome = follow(node)
+    lines, outcome = follow(node, lost_after_s=1.0)
     assert isinstance(outcome, NodeLost)
     assert len(node.heard) > 1
     assert "the link broke" in lines[0]
@@ -422,7 +422,7 @@ def test_link_of_a_quiet_job_that_breaks_after_hours_is_made_again() -> None:
             raise EOFError
         talk.say("end")
 
-    lines, outcome = follow(LyingNode({"follow": answer}))
+    lines, outcome = follow(LyingNode({"follow": answer}), lost_after_s=0.3)
     assert getattr(outcome, "exit_code", None) == 0, outcome
     assert lines[-1] == "it answers again"
 

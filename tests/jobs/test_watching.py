@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +12,8 @@ import pytest
 from detrain_nb.copying.json_lines import Talk
 from detrain_nb.deploy.jobs import open_job_talk
 from detrain_nb.errors import DetrainError, TransportError, WireError
-from detrain_nb.jobs import Job, JobNews, LogPart, submit
-from detrain_nb.jobs.job_status import judge
+from detrain_nb.jobs import Job, JobNews, LogPart, find_job, submit
+from detrain_nb.jobs.job_status import OVER, judge
 from detrain_nb.jobs.noting import Noting
 from detrain_nb.jobs.record import Record
 from detrain_nb.jobs.watched_node import WatchedNode
@@ -48,6 +48,13 @@ for number in range(1000):
 """
 
 
+def give(orders: Path, number: int, order: str = "") -> None:
+    """Have the ranks do the next ten steps; they look all the time, and see no order half-written."""
+    draft = orders / "draft"
+    draft.write_text(order)
+    draft.rename(orders / str(number))
+
+
 class Heard:
     """All news of a job, as a listener of it hears them."""
 
@@ -80,8 +87,27 @@ class Heard:
             return self.news
 
 
+_left: set[threading.Thread] = set()  # of tests before that failed
+
+
 def watchers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "detrain_nb watch"]
+    running = [thread for thread in threading.enumerate() if thread.name == "detrain_nb watch"]
+    return [thread for thread in running if thread not in _left]
+
+
+@pytest.fixture(autouse=True)
+def others_threads() -> None:
+    """Those of a test that failed are not looked for in the next one."""
+    _left.update(watchers())
+
+
+@pytest.fixture
+def steps(home: Path) -> Iterator[None]:
+    """Jobs that go step by step are over after the test: those of the next one have their name."""
+    yield
+    for row in Record().summaries(name="steps"):
+        if row.state not in OVER:
+            find_job(row.id).stop(grace_s=1)
 
 
 def wait_until_no_thread_is_left(limit_s: float = 20.0) -> None:
@@ -97,7 +123,7 @@ def submit_step_by_step(orders: Path, **fields: object) -> Job:
 
 @pytest.mark.timeout(LIMIT_S)
 def test_curves_grow_and_logs_follow_to_the_end_beside_a_listener_that_fails(
-    home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    steps: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = submit_step_by_step(tmp_path, checkpoint={"url": "checkpoints"})
     heard, late, calls = Heard(), Heard(), list[JobNews]()
@@ -106,19 +132,19 @@ def test_curves_grow_and_logs_follow_to_the_end_beside_a_listener_that_fails(
         calls.append(news)
         raise RuntimeError("of the listener")
 
-    (tmp_path / "0").write_text("")
+    give(tmp_path, 0)
     job.on_change(fail)
     stop = job.on_change(heard)
     heard.wait_for(lambda it: len(it.points) == 10 and len(it.lines) == 20)
     assert heard.news and not heard.news.checkpoints
-    (tmp_path / "1").write_text("checkpoint")
+    give(tmp_path, 1, "checkpoint")
     news = heard.wait_for(lambda it: len(it.points) == 20 and len(it.lines) == 40 and bool(it.news.checkpoints))
     assert [step for step, _ in news.checkpoints] == [10]
     assert (news.status.state, news.curves.num_steps, news.curves.last_step) == ("running", 40, 19)
     assert job.list_made("model.pt") == []
     stop_late = job.on_change(late)
     late.wait_for(lambda it: len(it.points) == 20 and len(it.lines) == 40)
-    (tmp_path / "2").write_text("end")
+    give(tmp_path, 2, "end")
     heard.wait_for(lambda it: it.states[-1] == "ended" and len(it.lines) == 60)
     late.wait_for(lambda it: it.states[-1] == "ended" and len(it.lines) == 60)
     for each in (heard, late):
@@ -137,16 +163,16 @@ def test_curves_grow_and_logs_follow_to_the_end_beside_a_listener_that_fails(
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_failure_and_a_stop_are_told_at_once(home: Path, tmp_path: Path) -> None:
+def test_failure_and_a_stop_are_told_at_once(steps: None, tmp_path: Path) -> None:
     job = submit_step_by_step(tmp_path)
     heard = Heard()
     job.on_change(heard)
-    (tmp_path / "0").write_text("fail")
+    give(tmp_path, 0, "fail")
     news = heard.wait_for(lambda it: it.states[-1] == "ended")
     assert (news.status.failed_rank, news.status.exit_code) == (1, 1)
     assert "out of luck" in news.status.last_lines[-1]
     heard = Heard()
-    (tmp_path / "0").write_text("")
+    give(tmp_path, 0)
     again = job.restart()
     again.on_change(heard)
     heard.wait_for(lambda it: it.states[-1] == "running" and len(it.points) == 10)
@@ -156,26 +182,23 @@ def test_failure_and_a_stop_are_told_at_once(home: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_nothing_runs_when_nobody_listens(home: Path, tmp_path: Path) -> None:
+def test_nothing_runs_when_nobody_listens(steps: None, tmp_path: Path) -> None:
     job = submit_step_by_step(tmp_path)
-    try:
-        first, second = Heard(), Heard()
-        stop_first, stop_second = job.on_change(first), job.on_change(second)
-        first.wait_for(lambda it: it.states[-1:] == ["running"])
-        stop_first()
-        stop_first()
-        assert watchers()
-        second.wait_for(lambda it: bool(it.states))
-        stop_second()
-        wait_until_no_thread_is_left()
-        third = Heard()
-        stop = job.on_change(third)
-        (tmp_path / "0").write_text("")
-        third.wait_for(lambda it: len(it.points) == 10)
-        assert len(first.points) == 0
-        stop()
-    finally:
-        job.stop(grace_s=1)
+    first, second = Heard(), Heard()
+    stop_first, stop_second = job.on_change(first), job.on_change(second)
+    first.wait_for(lambda it: it.states[-1:] == ["running"])
+    stop_first()
+    stop_first()
+    assert watchers()
+    second.wait_for(lambda it: bool(it.states))
+    stop_second()
+    wait_until_no_thread_is_left()
+    third = Heard()
+    stop = job.on_change(third)
+    give(tmp_path, 0)
+    third.wait_for(lambda it: len(it.points) == 10)
+    assert len(first.points) == 0
+    stop()
     wait_until_no_thread_is_left()
 
 
@@ -269,9 +292,9 @@ def test_who_comes_while_the_last_one_goes_is_told_that_the_watch_is_over(monkey
 def test_node_is_asked_once_a_second_and_less_where_nothing_changes() -> None:
     node = LyingNode(answers("running"), name="gpu1")
     watched = watch(node)
+    begun = time.monotonic()
     stop = watched.add(Heard())
     assert stop
-    begun = time.monotonic()
     while len(node.heard) < 4:
         assert time.monotonic() - begun < 30
         time.sleep(0.05)

@@ -168,7 +168,7 @@ def env(tmp_path: Path) -> Iterator[dict[str, str]]:
     env |= {"DETRAIN_NB_RUNTIME_DIR": str(runtime), "DETRAIN_NB_OUTPUT": "final", "CUDA_VISIBLE_DEVICES": ""}
     env |= {"DETRAIN_NB_LINGER": "2", "XDG_STATE_HOME": str(tmp_path / "state")}
     yield env
-    _, alive = psutil.wait_procs(_processes_with("DETRAIN_NB_RUNTIME_DIR", str(runtime)), timeout=30)
+    _, alive = psutil.wait_procs(_processes_with("DETRAIN_NB_RUNTIME_DIR", str(runtime)), timeout=60)
     assert not alive, alive
 
 

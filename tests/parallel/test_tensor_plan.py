@@ -979,6 +979,27 @@ def test_block_that_takes_the_time_is_cut(is_training: bool) -> None:
     assert len(tp_plan(block, draw(4, 8)).pairs) == 1
 
 
+_passes = [0]
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_block_whose_times_are_equal_by_chance_is_cut(begin: int) -> None:
+    """Each is that of the pass before or that of the next one."""
+
+    class Timed(nn.Sequential):
+        took_s = 0.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            _passes[0] += 1
+            self.took_s = float(_passes[0] // 2)
+            result: Tensor = super().forward(x)
+            return result
+
+    _passes[0] = begin
+    block = made(Timed(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))).eval()
+    assert len(tp_plan(block, draw(4, 8)).pairs) == 1
+
+
 def test_block_that_reads_what_it_has_written_in_each_pass_is_cut() -> None:
     model = made(nn.Sequential(Noting("given"), Noting("given")))
     assert len(tp_plan(model, draw(4, 8)).pairs) == 2 and all(part.mean == 0 for part in model)

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import re
+import secrets
 import shutil
 import signal
 import socket
@@ -78,7 +79,7 @@ def start(command: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = 30.0) -> None:
     """Wait for an event; raises TestbedError when it does not come in time."""
     deadline = time.monotonic() + limit_s
     while not condition():
@@ -111,6 +112,17 @@ def choose_network(taken: set[str]) -> int:
         if not {f"198.18.{number}.1", f"127.{number}.0.1"} & taken:
             return number
     raise TestbedError("248 testbeds are up: take some down")
+
+
+def free_ports(count: int) -> list[int]:
+    """For programs that take none that is bound: these were free a moment ago, and the system gives them to nobody."""
+    found: list[int] = []
+    while len(found) < count:
+        port = 10000 + secrets.randbelow(20000)  # it gives those from 32768 on
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            found.append(port)
+    return found
 
 
 def plug_in(device: str, *, bridge: str) -> None:

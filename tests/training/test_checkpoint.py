@@ -1506,6 +1506,7 @@ def test_save_in_the_background_has_what_was_there_when_it_was_called(tmp_path: 
         assert training.load(str(tmp_path), back).step == step
         assert all(bool((value == step).all()) for value in back.state_dict().values()), step
         model.seen.resize_(2 + step)
+    gc.collect()  # what other tests have left
     kept = len(_copies())
     del model, value
     gc.collect()

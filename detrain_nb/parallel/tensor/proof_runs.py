@@ -99,7 +99,7 @@ class Run:
     def compare_times(self, other: Run) -> None:
         """Leave out numbers that are others in ``other``, a run of the same module."""
         numbers = {name: each for name in self.written if isinstance(each := self.kept[name], float)}
-        self.other_each_time = {name for name, each in numbers.items() if other.kept.get(name) != each}
+        self.other_each_time |= {name for name, each in numbers.items() if other.kept.get(name) != each}
 
     def compare(self, plan: TensorPlan, rank: int) -> str | None:
         """What is not as in the whole module."""
