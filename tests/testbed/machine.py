@@ -78,7 +78,7 @@ def start(command: Sequence[str], *, log: Path) -> subprocess.Popen[bytes]:
         )
 
 
-def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], what: str, *, limit_s: float = 30.0) -> None:
     """Wait for an event; raises TestbedError when it does not come in time."""
     deadline = time.monotonic() + limit_s
     while not condition():
