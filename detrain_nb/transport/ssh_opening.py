@@ -32,6 +32,7 @@ _KEY_EXCHANGE_BYTES = 35_000  # RFC 4253: what every implementation takes; a key
 _EXTENSIONS = 7
 _LEAST_EXTENSION_BYTES = 8  # the lengths of its name and its value
 _JOIN_LIMIT_S = 2.0
+_LEAST_TRY_S = 0.5  # in less it may not be seen that the other side hangs up
 _BANNER_ERROR = "Error reading SSH protocol banner"
 _METHOD = re.compile(r"[a-z0-9@.-]{1,64}")
 _MOST_METHODS = 8
@@ -105,7 +106,7 @@ class Opening:
             except _HungUp as exc:
                 self._drop(transport)
                 pause_s = min(2.0, 0.1 * 2**tries) * random.uniform(0.5, 1.5)
-                if time.monotonic() + pause_s >= deadline:
+                if time.monotonic() + pause_s + _LEAST_TRY_S >= deadline:
                     raise TransportError(
                         f"{settings.where}: hangs up at once ({tries} tries): its sshd takes no more connections "
                         f"(MaxStartups), or what listens on port {settings.port} is not SSH"

@@ -26,7 +26,7 @@ class Agent:
 
     def connect(self) -> Peer:
         sock = self.sockets.enter_context(socket.socket(socket.AF_UNIX))
-        sock.settimeout(20)
+        sock.settimeout(40)
         sock.connect(str(self.folder / "agent.sock"))
         return Peer(sock)
 

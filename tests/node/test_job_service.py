@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from detrain_nb.node.job.launching import first_environment, torchrun_command
 from detrain_nb.node.job.order import JobOrder, JobRendezvous
 from detrain_nb.node.job.preparing import RUNNER_MODULE
 
+from ..session.soon import assert_soon
 from .jobs_here import Followed, launch, make_order, own_folders, prepare, status_of, talk_here
 
 _SECRET = "a-secret-of-the-test"
@@ -44,6 +46,9 @@ os.makedirs("out"); open(f"out/model-{rank}.pt", "wb").write(b"weights of " + ra
 open(os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"made-{rank}"), "w").write("x" * 100)
 os.symlink("/etc/passwd", f"link-{rank}.pt")
 if rank == "1":
+    until = time.monotonic() + 60
+    while not os.path.islink("link-0.pt") and time.monotonic() < until:
+        time.sleep(0.01)  # rank 0 is ended with us: it has made all by then
     sys.exit(3)
 time.sleep(100)
 """.replace('os.makedirs("out")', 'os.makedirs("out", exist_ok=True)')
@@ -147,11 +152,10 @@ def test_command_runs_where_the_ranks_did(failed: Ran) -> None:
 
 def test_command_that_takes_too_long_is_ended_with_what_it_started(jobs_folder: Path) -> None:
     with talk_here() as talk:
-        talk.say("exec", command="sleep 1000 & echo $!; sleep 1000", timeout_s=0.5)
+        talk.say("exec", command="sleep 1000 & echo $!; sleep 1000", timeout_s=1.5)
         pid = int(b"".join(talk.read(talk.hear("output")["size"])))
         assert talk.hear("exit") == {"type": "exit", "status": 124, "timed_out": True}
-        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
-        assert not psutil.pid_exists(pid)
+        assert_soon(lambda: not psutil.pid_exists(pid))
 
 
 def test_command_ends_with_a_service_that_is_killed(jobs_folder: Path) -> None:
@@ -177,7 +181,11 @@ for number in range(10_000):
 
 
 def _alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+    found = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):  # it may end between two looks
+            found += [pid] if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE else []
+    return found
 
 
 def _parents_of(pids: list[int]) -> set[int]:
@@ -235,8 +243,8 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         os.kill(followed.job["pid"], signal.SIGKILL)
         lost = Followed(order).begin(talk).to_end(talk).job
         assert lost["state"] == "lost" and "its runner is gone" in lost["reason"]
-        psutil.wait_procs([psutil.Process(rank["pid"])] if psutil.pid_exists(rank["pid"]) else [], timeout=10)
-        assert _alive([rank["pid"], child]) == [child], "ranks end with the runner; what has left them does not"
+        assert_soon(lambda: not _alive([rank["pid"]]))
+        assert _alive([child]) == [child], "ranks end with the runner; what has left them does not"
         talk.say("stop", id=order.id, grace_s=5)
         assert talk.hear("stopped")["was"] == "lost"
         assert _alive([child]) == []

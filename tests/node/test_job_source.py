@@ -27,6 +27,7 @@ from detrain_nb.node.job.git_program import GitLimits
 from detrain_nb.node.job.service import serve
 from detrain_nb.node.job.sources import lay_out
 
+from ..session.soon import assert_soon
 from .git_host import GitHost, commit, git, git_host
 from .source_talk import Sender, source_talk
 
@@ -236,6 +237,9 @@ def test_commit_comes_with_a_token_that_stands_nowhere(host: GitHost, work: Path
     seen: list[str] = []
     is_done = threading.Event()
 
+    def is_fetch_seen() -> bool:
+        return any("fetch" in line and url in line for line in list(seen))
+
     def watch() -> None:
         """Everything that any process has in its command line meanwhile."""
         while not is_done.is_set():
@@ -247,6 +251,7 @@ def test_commit_comes_with_a_token_that_stands_nowhere(host: GitHost, work: Path
 
     watcher = threading.Thread(target=watch)
     watcher.start()
+    host.before_asked["/one.git/info/refs"] = lambda: assert_soon(is_fetch_seen)
     try:
         with source_talk(cache) as talk:
             said = ask_git(talk, url, token=TOKEN)
@@ -254,7 +259,7 @@ def test_commit_comes_with_a_token_that_stands_nowhere(host: GitHost, work: Path
         is_done.set()
         watcher.join()
     assert said["commit"] == git("rev-parse", "HEAD", at=work)
-    assert any("fetch" in line and url in line for line in seen) and not any(TOKEN in line for line in seen)
+    assert is_fetch_seen() and not any(TOKEN in line for line in seen)
     lay_out(said["source"], tmp_path / "source", cache=cache)
     assert (tmp_path / "source/train.py").read_text() == "print(2)\n" and os.access(
         tmp_path / "source/train.py", os.X_OK
@@ -703,5 +708,4 @@ def test_host_that_never_answers_is_not_waited_for(cache: Path) -> None:
         limits = GitLimits(fetch_s=1.0)
         with source_talk(cache, limits=limits) as talk, pytest.raises(Failed, match="did not end within 1 s"):
             ask_git(talk, url)
-    left = subprocess.run(["pgrep", "-f", url], capture_output=True, text=True).stdout
-    assert not left, left
+    assert_soon(lambda: not subprocess.run(["pgrep", "-f", url], capture_output=True).stdout)

@@ -11,6 +11,8 @@ import pytest
 from detrain_nb import Session
 from detrain_nb.errors import DetrainError
 
+from ..session.soon import assert_soon
+
 _LOOKS = 400
 # C calls Python all the time, as hooks and dispatch modes are called.
 _CALLED_FROM_C = """
@@ -52,6 +54,7 @@ def test_rank_that_c_code_calls_is_asked_hundreds_of_times_and_lives(session: Se
     end = tmp_path / "end"
     thread, raised = begin(session, _CALLED_FROM_C.format(end=str(end)))
     try:
+        assert_soon(lambda: session.status().ranks[0].line in (3, 4))
         seen = [session.status().ranks[0].line for _ in range(_LOOKS)]
     finally:
         end.touch()
@@ -62,6 +65,7 @@ def test_rank_that_c_code_calls_is_asked_hundreds_of_times_and_lives(session: Se
 
 def test_rank_whose_c_code_holds_the_gil_says_its_line(session: Session) -> None:
     thread, _ = begin(session, _HOLDS_THE_GIL)
+    assert_soon(lambda: session.status().ranks[0].line == 5)
     lines = [session.status().ranks[0].line for _ in range(8)]
     session.stop_cells()
     thread.join(60)

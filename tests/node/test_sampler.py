@@ -148,7 +148,7 @@ def test_processor_time_and_memory_of_ranks_are_measured(busy: int) -> None:
         first = measured(notebook)
         assert first.ranks == [2, 3] and first.cpu_percent == [-1, -1]  # of no time yet
         said = measured(notebook, lambda each: each.cpu_percent[0] > 0 and each.rss_bytes[0] > 50 << 20)
-        assert said.cpu_percent[0] < 130
+        assert said.cpu_percent[0] < 190
         assert said.gpus == [-1, -1] and said.gpu_names == [] and said.steps_per_s == [-1, -1] == said.cells
         assert 0 < said.node_cpu_percent <= 100
         assert 0 < said.memory_used_bytes < said.memory_total_bytes
@@ -170,7 +170,7 @@ def test_nothing_is_measured_without_an_order_nor_after_it() -> None:
     with agent_running() as agent:
         notebook = watched(agent, up(0, os.getpid()))
         assert not said_until_answered(notebook)
-        notebook.send(Measure(0.1, 0.7))
+        notebook.send(Measure(0.1, 0.4))
         assert 1 <= len(said_for(notebook, 1.2)) <= 9
         assert not said_until_answered(notebook)
 

@@ -114,7 +114,7 @@ class FakeNode:
         with contextlib.suppress(OSError):
             self._sock.sendall(data)
 
-    def wait_until_hung_up_on(self, limit_s: float = 5.0) -> bool:
+    def wait_until_hung_up_on(self, limit_s: float = 20.0) -> bool:
         """The notebook has closed the connection."""
         return self._ended.wait(limit_s)
 

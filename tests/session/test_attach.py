@@ -28,6 +28,7 @@ from detrain_nb.session.session import end_session
 from detrain_nb.session.state.cell_observer import CellObserver
 
 from .inside import link_of
+from .soon import each_below
 
 _LIMIT_S = 60.0
 _SERVE = """
@@ -325,12 +326,17 @@ def test_death_before_a_cell_that_runs_is_not_taken_for_its_end(other: OtherProc
 
 @pytest.mark.slow
 def test_end_of_the_launcher_while_nobody_was_there_is_told_after_what_was_missed(
-    other: OtherProcess, name: str, processes: Callable[[], set[psutil.Process]], tmp_path: Path
+    other: OtherProcess,
+    name: str,
+    processes: Callable[[], set[psutil.Process]],
+    runtime_folder: Path,
+    tmp_path: Path,
 ) -> None:
     other.run(_start(name, init=False))
     code = f"import time\nprint('missed', flush=True)\nopen('{tmp_path}/' + str(rank), 'w')\ntime.sleep(600)"
     other.start(f"s.run_cell({code!r})")
     _wait_for(tmp_path / "0")
+    _eventually(lambda: any(b"missed" in path.read_bytes() for path in (runtime_folder / name).glob("spool.*")))
     other.kill()
     agent = next(p for p in processes() if "detrain_nb.node.agent.agent" in p.cmdline())
     agent.children()[0].kill()
@@ -390,10 +396,11 @@ for i in range(20_000, 20_100): print(i)
 
 
 @pytest.mark.slow
-def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess, name: str) -> None:
+def test_what_nobody_confirmed_is_shown_again_between_marks(other: OtherProcess, name: str, tmp_path: Path) -> None:
     other.run(_start(name, ranks=1, init=False))
-    other.start("s.run_cell('import time\\nprint(1)\\nprint(2)\\ntime.sleep(600)')")
-    time.sleep(1)
+    code = f"import time\nprint(1)\nprint(2)\nopen('{tmp_path}/0', 'w')\ntime.sleep(600)"
+    other.start(f"s.run_cell({code!r})")
+    _wait_for(tmp_path / "0")
     other.kill()
     first = Session.attach(name)
     _eventually(lambda: first.log.text(1, 0) == "1\n2\n")
@@ -423,6 +430,7 @@ def test_line_that_was_cut_where_it_was_acknowledged_comes_whole(
 import os, sys, time
 sys.stdout.write("one\\né"); sys.stdout.flush()
 os.write(2, "ü".encode()[:1])
+open("{tmp_path}/begun", "w")
 while not os.path.exists("{tmp_path}/go"): time.sleep(.01)
 os.write(2, "ü".encode()[1:] + b"!\\n")
 print("nd\\nthree")
@@ -433,7 +441,8 @@ print("nd\\nthree")
         "    def waiting(self, text): pass\n    def shown_so_far(self): return lambda: True"
     )
     other.start(f"s.run_cell({code!r}, observer=Shows())")
-    time.sleep(2)  # several looks at what was shown
+    _wait_for(tmp_path / "begun")
+    time.sleep(1.5)  # several looks at what was shown
     other.kill()
     (tmp_path / "go").touch()
     with Session.attach(name) as session:
@@ -446,12 +455,18 @@ print("nd\\nthree")
 
 
 @pytest.mark.slow
-def test_value_and_error_that_came_meanwhile_are_there(other: OtherProcess, name: str) -> None:
+def test_value_and_error_that_came_meanwhile_are_there(other: OtherProcess, name: str, tmp_path: Path) -> None:
     other.run(_start(name, init=False))
-    other.start("s.run_cell('import time; time.sleep(1); 1 / (rank - 1)\\n[rank]')")
-    time.sleep(0.5)
+    code = (
+        f"import os, time\nopen('{tmp_path}/' + str(rank), 'w')\n"
+        f"while not os.path.exists('{tmp_path}/go'): time.sleep(.01)\n1 / (rank - 1)\n[rank]"
+    )
+    other.start(f"s.run_cell({code!r})")
+    _wait_for(tmp_path / "0")
+    _wait_for(tmp_path / "1")
     other.kill()
-    time.sleep(1.5)
+    (tmp_path / "go").touch()
+    time.sleep(1)  # time enough for them to come meanwhile; who comes before is told as well
     with Session.attach(name) as session:
         run = session.log.follow(1, Observer())
         assert run.wait(_LIMIT_S) or run.is_cut_off
@@ -539,7 +554,8 @@ open("{tmp_path}/done", "w")
     (tmp_path / "go").touch()
     folder = Path(os.environ["DETRAIN_NB_RUNTIME_DIR"]) / name
     _wait_for(tmp_path / "done")
-    assert sum(path.stat().st_size for path in folder.glob("spool.*")) < limit_bytes + (9 << 20)
+    sizes = each_below(folder, lambda path: path.stat().st_size if path.name.startswith("spool.") else 0)
+    assert sum(sizes) < limit_bytes + (9 << 20)
     with Session.attach(name) as session:
         observer = Observer()
         run = session.log.follow(1, observer)

@@ -113,8 +113,10 @@ wait_for("end")
 
     watcher = Watcher(act)
     hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)
-    assert [*filter(is_report, watcher.reports)] == [words]
-    assert watcher.reports[-1] == ""
+    reports = [*filter(is_report, watcher.reports)]
+    assert words in reports and watcher.reports[-1] == ""
+    waits = words.partition(";")[0]
+    assert all(report.startswith(waits) for report in reports), reports  # one that is held up may be told otherwise
 
 
 HANGS = {
@@ -525,11 +527,11 @@ dist.init_process_group()
 if rank == 0: dist.all_reduce(torch.ones(2))
 else: load_earlier()
 """
-    watcher = Watcher(is_report)
+    words = with_hosts("rank 0 waits in all_reduce #N (line 4); rank 1 is in load_earlier (line 5)", hanging)
+    watcher = Watcher(lambda text: text == words)  # a rank that is held up may be told otherwise
     with pytest.raises(CellInterrupted):
         hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)
-    words = "rank 0 waits in all_reduce #N (line 4); rank 1 is in load_earlier (line 5)"
-    assert [*filter(is_report, watcher.reports)] == [with_hosts(words, hanging)]
+    assert watcher.is_pressed and not any("not the same" in text or "different" in text for text in watcher.reports)
 
 
 def test_recorder_gives_what_was_enqueued_since(hanging: Session) -> None:

@@ -491,7 +491,6 @@ def test_what_a_node_says_by_the_million_is_not_all_kept(pair: Pair) -> None:
 
 
 def test_values_reach_other_nodes_when_one_takes_none(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pair.session.settings.limits, "room_s", 0.5)
     is_over = threading.Event()
     taken = 0
 
@@ -504,8 +503,10 @@ def test_values_reach_other_nodes_when_one_takes_none(pair: Pair, monkeypatch: p
     pair.good.answers[Push], pair.good.answers[Piece] = lambda message: [], take
     pair.bad.answers[Push] = lambda message: [Notice("late")] if is_over.wait(50) else []
     value = np.zeros(40 << 20, np.uint8)
-    with pytest.raises(CellTimeout, match="push of x: bad took nothing for"):
-        pair.session.push({"x": value}, ranks=1)
+    with monkeypatch.context() as patched:
+        patched.setattr(pair.session.settings.limits, "room_s", 0.5)
+        with pytest.raises(CellTimeout, match="push of x: bad took nothing for"):
+            pair.session.push({"x": value}, ranks=1)
     pair.session.push({"x": value}, ranks=0)
     is_over.set()
 
@@ -797,9 +798,9 @@ def test_node_that_is_lost_just_before_it_is_asked_is_not_waited_for(
 
 def test_node_that_hangs_up_or_says_nothing_when_it_is_attached_to_counts_as_absent() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
-    for act, why in ((bad.leave, "is gone"), (lambda: None, "did not answer within 0.2 s")):
+    for act, why in ((bad.leave, "is gone"), (lambda: None, "did not answer within 1 s")):
         bad.answers[Attach] = lambda _, act=act: act() or []
-        with _attached(good, bad, limits=Limits(attach_s=0.2)) as session:
+        with _attached(good, bad, limits=Limits(attach_s=1.0)) as session:
             _assert_absent(session, why)
 
 
@@ -866,7 +867,7 @@ def test_nodes_that_send_what_was_missed_in_twentieths_have_one_deadline() -> No
     for node in (good, bad, third):
         node.answers[Attach] = lambda _, node=node: answer(node)
     began = time.monotonic()
-    with _attached(good, bad, third, limits=Limits(catch_up_s=1.0, catch_up_all_s=2.0)) as session:
+    with _attached(good, bad, third, limits=Limits(catch_up_s=1.5, catch_up_all_s=2.0)) as session:
         assert time.monotonic() - began < 4
         lost = state_of(session).lost_nodes
         assert lost == {
@@ -914,7 +915,7 @@ def test_ranks_of_other_nodes_do_without_a_group_that_one_node_does_not_make(sai
     bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
     asked: list[Message] = []
     bad.answers[NewGeneration] = lambda message: asked.append(message) or said
-    with _attached(good, bad, limits=Limits(group_s=0.3)) as session:
+    with _attached(good, bad, limits=Limits(group_s=1.0)) as session:
         session.run_cell("1")
         with pytest.raises((LaunchError, CellTimeout), match=r"rank 1 (could|did) not make the process group"):
             session.run_cell("1")
@@ -932,7 +933,7 @@ def test_node_whose_ranks_are_fresh_again_and_again_holds_the_others_up_a_few_ti
     bad.answers[RunCell] = lambda message: [CellDone(1, message.cell, 0.1, False, False, b"")]
     asked: list[Message] = []
     bad.answers[NewGeneration] = lambda message: asked.append(message) or []
-    with _attached(good, bad, limits=Limits(group_s=0.2)) as session:
+    with _attached(good, bad, limits=Limits(group_s=0.5)) as session:
         session.run_cell("1")
         for incarnation in range(2, 9):
             bad.say(RankUp(1, incarnation, 0, 2, 1, "bad", "cpu", "2"))
@@ -984,12 +985,12 @@ def test_node_that_takes_no_new_numbers_is_lost_alone(how: str) -> None:
         node.answers[Attach] = lambda _, node=node, up=up: [up, node.attached]
     nodes[0].answers[Renumber] = lambda message: [RequestDone(0, message.request)]
     nodes[1].answers[Renumber] = _renumbered_wrongly(how, nodes[1])
-    with _attached(*nodes, limits=Limits(idle_s=0.3)) as session:
+    with _attached(*nodes, limits=Limits(idle_s=1.0)) as session:
         nodes[2].leave()
         assert_soon(lambda: 2 in state_of(session).lost)
         assert session.ranks.shrink() == {0: 0, 1: 1}
         if how in ("says nothing", "refuses"):
-            _assert_absent(session, "its ranks did not take their new numbers within 0.3 s")
+            _assert_absent(session, "its ranks did not take their new numbers within 1 s")
         assert session.is_alive and session.run_cell("1", ranks=0).ranks == (0,)
 
 
@@ -1113,12 +1114,11 @@ def test_notices_of_a_node_leave_room_for_those_of_others(pair: Pair) -> None:
         yield CellDone(0, message.cell, 0.1, True, False, b"", ["rank"])
 
     pair.good.answers[RunCell] = run
-    eyes = Eyes()
-    threading.Thread(target=lambda: assert_soon(lambda: len(eyes.texts) > 199) or cell.set()).start()
+    eyes, last = Eyes(), "bad: it says more: that is left out until the next cell"
+    threading.Thread(target=lambda: assert_soon(lambda: last in eyes.texts) or cell.set()).start()
     pair.session.run_cell("1", ranks=0, observer=eyes)
     cell.set()
-    last = [text for text in eyes.texts if "bad" in text][-1]
-    assert last == "bad: it says more: that is left out until the next cell"
+    assert [text for text in eyes.texts if "bad" in text][-1] == last
     assert len(eyes.texts) < 300
     assert any("has overwritten rank on rank 0" in text for text in eyes.texts)
 

@@ -411,15 +411,16 @@ def test_rank_whose_worker_does_not_read_prints_all_the_same(session: Session) -
     stopped = f"""
 import os, signal, sys, threading, time
 worker = os.getppid()
-freed = threading.Timer(3, os.kill, (worker, signal.SIGCONT))
+freed = threading.Timer(30, os.kill, (worker, signal.SIGCONT))
 freed.start()
 began = time.monotonic()
 os.kill(worker, signal.SIGSTOP)
 {turns}
 took_s = time.monotonic() - began
-freed.join()
+freed.cancel()
+os.kill(worker, signal.SIGCONT)
 took_s"""
-    assert session.run_cell(stopped, ranks=0).values[0] < 2.5
+    assert session.run_cell(stopped, ranks=0).values[0] < 20
     order = _Order()
     session.run_cell(turns, ranks=0, observer=order)
     assert order.said == "o\ne\n" * 100
@@ -583,17 +584,17 @@ def test_value_that_a_later_cell_of_another_thread_took_the_place_of_is_its_text
 def test_cell_waits_as_long_for_each_that_is_in_its_way(
     session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session.settings.limits, "idle_s", 2.0)
+    monkeypatch.setattr(session.settings.limits, "idle_s", 4.0)
     holders = [_in_thread(session, _gated(tmp_path / "0"), ranks=0)]
     assert_soon(lambda: set(state_of(session).busy) == {0})
     began, seen = time.monotonic(), _Waiting()
     last = _in_thread(session, "'last'", observer=seen)
     assert seen.waits.wait(10)
-    assert_soon(lambda: time.monotonic() > began + 1.2)
+    assert_soon(lambda: time.monotonic() > began + 2.2)
     holders.append(_in_thread(session, _gated(tmp_path / "1"), ranks=1))
     assert_soon(lambda: set(state_of(session).busy) == {0, 1})
     (tmp_path / "0").touch()
-    assert_soon(lambda: time.monotonic() > began + 2.4)
+    assert_soon(lambda: time.monotonic() > began + 4.4)
     (tmp_path / "1").touch()
     assert last().values == {0: "last", 1: "last"}
     for holder in holders:

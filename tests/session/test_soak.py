@@ -27,7 +27,7 @@ from detrain_nb.session.session import end_session
 
 from ..node.cgroups import can_make_cgroups
 from .soak_life import Killed, Task, keeper_of
-from .soon import assert_soon
+from .soon import assert_soon, each_below
 
 _OTHER_COUNT = os.environ.get("SOAK_FAULTS")
 _WARM_UP = 40  # faults, after which nothing may grow any more
@@ -162,7 +162,7 @@ class _Soak:
         roles |= {f"interpreter {rank}": process for rank, process in interpreters.items()}
         found: dict[str, float] = {
             "processes of the session": len([p for p in self._processes() if p.pid != kernel]),
-            "spool_bytes": sum(path.lstat().st_size for path in (self._runtime_folder / self.name).iterdir()),
+            "spool_bytes": sum(each_below(self._runtime_folder / self.name, lambda path: path.lstat().st_size)),
             "logs of the notebook": len(list(self._runtime_folder.glob(".log-*"))),
         }
         for role, process in roles.items():

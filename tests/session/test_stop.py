@@ -13,6 +13,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -499,8 +500,11 @@ def test_cell_that_waits_for_a_stopped_one_says_so_at_once_and_a_stop_counts_on(
 
 
 @pytest.mark.here_only
-def test_stop_while_a_cell_waits_for_one_that_nobody_has_stopped_leaves_that_alone(equipped: Session) -> None:
-    code = "print('begun')\ntime.sleep(1.5)\nis_done = True"
+def test_stop_while_a_cell_waits_for_one_that_nobody_has_stopped_leaves_that_alone(
+    equipped: Session, tmp_path: Path
+) -> None:
+    go = tmp_path / "go"
+    code = f"print('begun')\nwhile not os.path.exists({str(go)!r}): time.sleep(0.01)\nis_done = True"
     begun = threading.Event()
 
     class Begun(CellObserver):
@@ -510,10 +514,13 @@ def test_stop_while_a_cell_waits_for_one_that_nobody_has_stopped_leaves_that_alo
     watcher = _StillThere()
     beside = threading.Thread(target=lambda: equipped.run_cell(code, ranks=1, observer=Begun()))
     beside.start()
-    assert begun.wait(20)
-    with pytest.raises(CellInterrupted, match=r"^the cell was not run; rank 1 \(line 2\) still in cell"):
-        equipped.run_cell("never = True", observer=watcher)
-    beside.join()
+    try:
+        assert begun.wait(20)
+        with pytest.raises(CellInterrupted, match=r"^the cell was not run; rank 1 \(line 2\) still in cell"):
+            equipped.run_cell("never = True", observer=watcher)
+    finally:
+        go.touch()
+        beside.join()
     assert "%distributed interrupt stops that" in watcher.said
     assert equipped.pull("is_done", ranks=1) == {1: True}
 

@@ -102,10 +102,10 @@ def test_a_change_is_told_soon_and_nothing_is_told_of_an_idle_session(session: S
     stop = session.on_change(told)
     session.run_cell("x = 1")
     assert_soon(lambda: bool(told.at))
-    wait(1.0)  # its end may be told in another call than its beginning
+    wait(1.0)  # its end on each rank may be told in another call than its beginning
     count = len(told.at)
     wait(1.5)
-    assert len(told.at) == count <= 2
+    assert len(told.at) == count <= 3
     stop()
     assert_soon(lambda: not views_threads())
 
@@ -302,7 +302,7 @@ def test_a_rank_that_is_left_down_is_dead(own: Session) -> None:
     for _ in range(3):
         with pytest.raises(DetrainError):
             own.run_cell("import os\nif rank == 1: os._exit(3)\nimport time; time.sleep(30)")
-        assert_soon(lambda: 1 not in state_of(own).lost or bool(state_of(own).lost[1].down))
+        assert_soon(lambda: (gone := state_of(own).lost.get(1)) is None or bool(gone.down))
     board = board_where(own, lambda board: board.ranks[1].state == "died")
     assert "left down" in board.ranks[1].detail and "exit code 3" in board.ranks[1].exit
     assert [(note.kind, note.ranks) for note in board.notes] == [("died", (1,))]
@@ -533,12 +533,12 @@ def test_a_board_goes_on_beside_output_without_a_pause(
             thread.start()
             assert_soon(lambda: page.chars > 2 << 20)  # all that can stand in the way does
             count = len(came.at)
-            assert_soon(lambda: len(came.at) >= count + 5)
+            assert_soon(lambda: len(came.at) >= count + 5, limit_s=40)
             assert all(rank.cpu_percent is not None and rank.rss_bytes for rank in boards[-1].ranks)
             assert_soon(lambda: [rank.line for rank in boards[-1].ranks] == [3, 3], limit_s=40)
             assert thread.is_alive() and not page.goes_on.is_set()
     finally:
         go.touch()
         page.goes_on.set()
-    thread.join(60)
+        thread.join(60)
     assert not thread.is_alive()

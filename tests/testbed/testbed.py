@@ -48,7 +48,7 @@ __all__ = ["Host", "Inventory", "Link", "Testbed", "TestbedError", "parse_link",
 _HOSTPROC = Path(__file__).resolve().with_name("hostproc.py")
 _NOWHERE = "02:00:00:00:00:00"  # nobody's hardware address: frames to it vanish without any error
 _COMMAND_LIMIT_S = 60.0
-_END_LIMIT_S = 10.0
+_END_LIMIT_S = 30.0
 
 
 def unavailable(mode: Mode = "netns", *, has_link: bool = False) -> str | None:

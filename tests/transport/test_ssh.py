@@ -388,7 +388,7 @@ def threads_of_streams() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("detrain_nb ssh")]
 
 
-def wait_until(holds: Callable[[], bool], limit_s: float = 5) -> None:
+def wait_until(holds: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
     deadline = time.monotonic() + limit_s
     while not holds():
         assert time.monotonic() < deadline, "it did not come about"
@@ -1180,6 +1180,16 @@ def test_listener_that_hangs_up_is_tried_again_until_the_limit(said: bytes, list
     assert len(connections) > 2
 
 
+def test_listener_that_hangs_up_is_not_tried_again_when_there_is_no_time_to_see_that(
+    listen: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was said to speak no SSH, within 0 s."""
+    monkeypatch.setattr(ssh_opening.random, "uniform", lambda *_: 1.0)  # of the pauses, which double: 0.2 s at first
+    port = listen(lambda _: threading.Event().wait(0.2))
+    with fails(match="hangs up at once"):
+        SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"), limit_s=2.15)
+
+
 @pytest.mark.parametrize(
     "said",
     [b"SSH-1.5-\x1b[2J\x9b\r\n", b"SSH-2.0-\x1b[2J\r\n" + b"\xff" * 100, b"\x1b[2J\n" * 200],
@@ -1363,10 +1373,9 @@ def test_configuration_that_cannot_be_is_said(home: Path) -> None:
 def test_stop_while_connecting_leaves_nothing(listen: Callable[..., int]) -> None:
     port = listen(wait_for_close)
     timer = threading.Timer(0.5, signal.pthread_kill, [threading.get_ident(), signal.SIGINT])
-    timer.start()
     with leaves_nothing(), pytest.raises(KeyboardInterrupt):
+        timer.start()  # not before: a stop that comes earlier would end all tests
         SshConnection.open(SshTarget("127.0.0.1", port=port, user="me"))
-    timer.join()
 
 
 def test_stop_while_asking_for_a_passphrase_leaves_nothing(recorder: Recorder, home: Path) -> None:
