@@ -6,7 +6,7 @@ import re
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..jobs.watched_node import LogPart
@@ -109,6 +109,12 @@ def make_item(part: LogPart, levels: Levels, *, number: int = 0) -> Item:
         "lines": [[levels.of(line), line] for line in lines],
         "times": [at and time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at)) for at in part.times],
     }
+
+
+def make_begun(begun: Mapping[tuple[str, str], str]) -> list[Item]:
+    """What a page gets of the lines that have not ended."""
+    lines = {whose: clean_line(line) for whose, line in begun.items()}
+    return [{"node": node, "source": source, "lines": [[INFO, line]]} for (node, source), line in lines.items() if line]
 
 
 def clean_line(line: str) -> str:

@@ -179,7 +179,7 @@ const busy_reason = (view) => { const { what, is } = view.state.doing; return is
 
 // ---- the logs: only rows in sight are drawn
 const make_log = (view, fail) => {
-  let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false, has_times = false;
+  let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false, has_times = false, num_begun = 0;
   const logs = new Map(); // a source -> its parts, in order
   const arrived = []; // all parts, as they came
   const key_of = (item) => `${item.node}\n${item.source}`;
@@ -235,10 +235,13 @@ const make_log = (view, fail) => {
       seen.add(key);
       part.lines.forEach(([grade, text], i) => { if (grade >= least) { rows.push([key, grade, text, false, part.times[i]]); has_times ||= Boolean(part.times[i]); } });
     }
+    const begun = (view.state.begun ?? []).filter((item) => (!whose || whose === key_of(item)) && item.lines[0][0] >= least);
+    rows.push(...begun.map((item) => [key_of(item), ...item.lines[0], false, null])); num_begun = begun.length;
   };
+  const take_begun = () => { for (const item of view.state.begun ?? []) if (!logs.has(key_of(item))) { logs.set(key_of(item), []); draw_tabs(); } draw_all(); };
   const draw_all = () => { if (is_planned) return; is_planned = true; requestAnimationFrame(() => { is_planned = false; make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; to_end(); draw_count(); }); };
   const draw_count = () => {
-    const parts = parts_now(), first = parts[0], number = parts.reduce((sum, part) => sum + part.lines.length, 0);
+    const parts = parts_now(), first = parts[0], number = parts.reduce((sum, part) => sum + part.lines.length, num_begun);
     set_text(count, rows.length === number || !number ? count_of(number, "line") + (first?.begin > 0 ? ", earlier ones are in the log" : "") : `${grouped(rows.length)} of ${count_of(number, "line")}`);
     const is_one = Boolean(whose) || logs.size === 1;
     disable(back, !is_one ? "Choose a rank: its earlier lines can be read" : first?.begin > 0 ? "" : "This is the beginning of the log");
@@ -290,7 +293,7 @@ const make_log = (view, fail) => {
   });
   const seen = new ResizeObserver(to_end);
   seen.observe(port);
-  draw_tabs(); add(view.state.log); view.on_added("log", add);
+  draw_tabs(); add(view.state.log); view.on_added("log", add); view.on("begun", take_begun);
   return { el, show: () => { is_following = true; to_end(); }, end: () => seen.disconnect(), choose_source: (source) => { const key = [...logs.keys()].find((each) => each.split("\n")[1] === `${source}`); if (key) choose(key); } };
 };
 

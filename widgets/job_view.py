@@ -17,7 +17,7 @@ from ..session.output.safe_output import one_line
 from . import job_picture as picture
 from .actions import Refused, action, describe_failure, optional, text, whole
 from .downloads import MOST_DOWNLOAD_BYTES, Download
-from .job_log import Levels, LogWindow, make_item
+from .job_log import Levels, LogWindow, make_begun, make_item
 from .job_log_file import write_log
 from .job_model import choose_model, describe_model, fetch_for_browser, fetch_model
 from .job_settled import settle_job
@@ -26,7 +26,7 @@ from .live_view import LiveView, Settled
 _LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
 _TELL_BYTES = 1 << 20  # of a copy, between two words about it
 
-_PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model")
+_PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model", "begun")
 
 
 class JobView(LiveView):
@@ -138,6 +138,7 @@ class JobView(LiveView):
             "failure": picture.failure_of(status, curves, checkpoints),
             "facts": picture.facts_of(status, curves),
             "model": self._model_of(status, [step for step, _ in checkpoints]),
+            "begun": make_begun(news.begun),
         }
 
     def _model_of(self, status: JobStatus, checkpoints: list[int]) -> picture.Json:

@@ -120,6 +120,10 @@ class FollowedFile:
         parts = itertools.pairwise([0, *(end for end in ends if end >= 0), len(data)])
         return _TAKE_BACK.join(data[begin:end] for begin, end in parts)
 
+    def begun(self) -> str:
+        """The line that has not ended, as what is drawn last on it, of a bar say."""
+        return _as_line(bytes(self.rest[max(0, self.rest.rfind(b"\r", 0, -1)) :]))
+
     def end(self) -> list[str]:
         """What is left when no more comes."""
         rest, self.rest = bytes(self.rest), bytearray()

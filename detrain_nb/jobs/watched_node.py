@@ -95,6 +95,7 @@ class WatchedNode:
         self._lock = lock
         self._logs: dict[str, _Log] = {}
         self._metrics: dict[str, FollowedFile] = {}
+        self._begun: dict[str, str] = {}
         self._new_parts: list[LogPart] = []
         self._new_metrics: list[dict[str, Any]] = []
 
@@ -156,11 +157,12 @@ class WatchedNode:
         begin = log.file.offset - len(log.file.rest)
         new_from = max(offset, log.file.offset)
         lines = tuple(log.file.take(offset, data))
-        if not lines:
-            return False
-        times = _times_of(lines, data[new_from - offset :], new_from, marks)
-        self._keep(name, LogPart(self._name, _source_of(name), begin, lines, max(0, skipped), times))
-        return True
+        with self._lock:
+            self._begun[_source_of(name)] = log.file.begun()
+        if lines:
+            times = _times_of(lines, data[new_from - offset :], new_from, marks)
+            self._keep(name, LogPart(self._name, _source_of(name), begin, lines, max(0, skipped), times))
+        return bool(data)
 
     def _keep(self, name: str, part: LogPart) -> None:
         with self._lock:
@@ -173,6 +175,8 @@ class WatchedNode:
             begin = log.file.offset - len(log.file.rest)
             if lines := tuple(log.file.end()):
                 self._keep(name, LogPart(self._name, _source_of(name), begin, lines))
+        with self._lock:
+            self._begun.clear()
         self.is_done = True
 
     # ---- for the thread that tells others; the lock is held
@@ -181,6 +185,10 @@ class WatchedNode:
         found = self._new_parts, self._new_metrics
         self._new_parts, self._new_metrics = [], []
         return found
+
+    def begun_lines(self) -> dict[tuple[str, str], str]:
+        """By node and source: the line of each log that has not ended."""
+        return {(self._name, source): line for source, line in self._begun.items() if line}
 
     def kept_parts(self) -> list[LogPart]:
         """The last of each log."""

@@ -10,7 +10,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..copying.json_lines import Refused, Talk
@@ -49,7 +49,8 @@ class JobNews:
     """A job as it is now. ``parts``: what has come of its logs since the last news; in the first ones the last of each.
 
     ``curves`` are all of what was logged, and grow while the job runs: read them in the call that gives them.
-    ``unreached`` nodes are in ``status`` as they were when they answered last.
+    ``unreached`` nodes are in ``status`` as they were when they answered last. ``begun`` has by node and source the
+    line of a log that has not ended, as a bar that moves.
     """
 
     status: JobStatus
@@ -57,6 +58,7 @@ class JobNews:
     curves: LiveCurves
     checkpoints: Sequence[Checkpoint]
     parts: Sequence[LogPart]
+    begun: Mapping[tuple[str, str], str] = field(default_factory=dict)
 
 
 OnNews = Callable[[JobNews], object]
@@ -197,6 +199,7 @@ class Watch:
                 new += parts
                 metrics += lines
             status_of = [self._said_by(each) for each in self._watched]
+            begun = {whose: line for each in self._watched for whose, line in each.begun_lines().items()}
             checkpoints = {step: at for each in self._watched for step, at in each.checkpoints}
             unreached = {
                 label(node): Unreached(each.heard_at or self._began_at, each.why_silent)
@@ -209,7 +212,7 @@ class Watch:
         for listener in listeners:
             parts = new if listener.has_heard else kept
             listener.has_heard = True
-            news = JobNews(status, unreached, self._curves, sorted(checkpoints.items()), parts)
+            news = JobNews(status, unreached, self._curves, sorted(checkpoints.items()), parts, begun)
             try:
                 listener.on_news(news)
             except Exception:  # noqa: BLE001  a fault of one listener is none of the others

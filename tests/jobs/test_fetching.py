@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
 from detrain_nb.jobs.fetching import Fetched, choose_places
 from detrain_nb.jobs.report_checks import NodeFile
+from detrain_nb.node.job.terms import fits
 
 ONE, OTHER = "1" * 64, "2" * 64
 
@@ -55,3 +62,12 @@ def test_node_that_is_silent_keeps_its_name() -> None:
 def test_what_stays_on_the_nodes_is_told() -> None:
     fetched = Fetched("here", ("a.pt",), 5, num_left_out=2)
     assert str(fetched) == "1 file, 5 B: a.pt in here; left out were 2 that are links or no files, or have odd names"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoint_of_torch_comes_whole_and_nothing_else_that_is_hidden(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(1)}, checkpoint_id=tmp_path / "artifacts" / "dcp", no_dist=True)
+    made = [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file()]
+    assert len(made) > 1
+    assert [name for name in made if not fits(name, "artifacts/")] == []
+    assert not any(fits(name, "artifacts/") for name in ("artifacts/.metadata/x", "artifacts/.metadata.sh"))

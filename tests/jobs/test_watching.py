@@ -399,6 +399,29 @@ def test_node_of_a_job_with_any_number_of_ranks_sends_no_logs_without_end() -> N
     assert {part.source for part in watched.kept_parts()} == {str(rank) for rank in range(256)}
 
 
+def test_line_that_has_not_ended_is_told_as_it_is_drawn_last() -> None:
+    pieces = [b"begin\n 1%|#", b" \r 2%|##", b" 3%|###\r", b"\n"]
+    offset = 0
+
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        nonlocal offset
+        talk.say("status", jobs=[])
+        data = pieces.pop(0)
+        talk.say("data", name="rank-0.log", offset=offset, size=len(data))
+        talk.send(data)
+        offset += len(data)
+        talk.say("end", more=False)
+
+    node, watched = LyingNode({"look": look}), WatchedNode("lies", 0, name="", num_ranks=1, lock=threading.Lock())
+    told = []
+    with open_job_talk(node) as talk:
+        while pieces:
+            has_news, _ = watched.look(talk)
+            told.append((has_news, *watched.begun_lines().items()))
+    whose = ("", "0")
+    assert told == [(True, (whose, " 1%|#")), (True, (whose, " 2%|##")), (True, (whose, " 2%|## 3%|###")), (True,)]
+
+
 def test_lines_of_ranks_that_the_job_has_not_are_not_taken() -> None:
     def look(talk: Talk, order: dict[str, object]) -> None:
         job = {"id": order["id"], "node_rank": 0, "state": "ended", "exit_code": 0}

@@ -19,7 +19,7 @@ from detrain_nb.widgets import job as view_of
 from detrain_nb.widgets import job_picture as picture
 from detrain_nb.widgets.actions import Refused
 from detrain_nb.widgets.downloads import MOST_DOWNLOAD_BYTES, Download
-from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow
+from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow, make_begun
 from detrain_nb.widgets.job_log_file import write_log
 from detrain_nb.widgets.job_model import choose_model, fetch_for_browser
 from detrain_nb.widgets.job_settled import settle_job
@@ -287,6 +287,11 @@ def test_levels_of_lines() -> None:
     levels = Levels()
     assert [levels.of(line) for line in lines] == [INFO, WARNING, WARNING, ERROR, ERROR, ERROR, INFO]
     assert Levels().of("x" * 400 + " ERROR") == INFO, "a line is not searched to its end"
+
+
+def test_line_that_has_not_ended_is_clean() -> None:
+    begun = make_begun({("", "0"): " 3%|\x1b[31m#\n<b>", ("gpu2", "1"): ""})
+    assert begun == [{"node": "", "source": "0", "lines": [[INFO, " 3%|# <b>"]]}]
 
 
 def test_log_is_a_window_of_bounded_size() -> None:
