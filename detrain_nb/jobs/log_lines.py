@@ -17,8 +17,9 @@ __all__ = ["FollowedFile", "JobLog", "Kept", "LogLine", "in_order", "place_of"]
 
 _MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
 _LINE_TAKES_BYTES = 200  # beside its texts
-# The end of a bar of tqdm, as [00:02<00:04, 9.94it/s], with what a print has written behind it on its line.
-_BAR = re.compile(rb"\[[0-9:]{4,12}(?:<[^]\r\n,]{1,20})?, ([^]\r\n]{1,300})\]{1,3} *(?=[^\r\n\x1b ])")
+# The end of a bar of tqdm, as [00:02<00:04, 9.94it/s], with what a print has written behind it on its line. It takes
+# nothing back that it has matched: no other thread has its turn meanwhile, and a node sends megabytes of almost bars.
+_BAR = re.compile(rb"\[[0-9:]{4,12}(?:<[^]\r\n,]{1,20})?, ([^]\r\n]{1,300}+)\]{1,3} {0,300}+(?=[^\r\n\x1b ])")
 _MOST_DRAWN_BYTES = 1000
 _TAKE_BACK = b"\r\x1b[K"
 
