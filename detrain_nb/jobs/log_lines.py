@@ -87,7 +87,11 @@ class FollowedFile:
 
     def take(self, offset: int, data: bytes) -> list[str]:
         """The lines that ``data``, which stands at ``offset``, completes."""
-        *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
+        return self.to_lines(self.take_piece(offset, data))
+
+    def to_lines(self, piece: bytes) -> list[str]:
+        """The lines that a piece of `take_piece` completes."""
+        *whole, rest = (bytes(self.rest) + piece).split(b"\n")
         if len(rest) > _MOST_LINE_BYTES:  # of a bar only what is drawn last stands there
             rest = rest[max(0, rest.rfind(b"\r", 0, -1)) :]
         while len(rest) > _MOST_LINE_BYTES:
