@@ -168,7 +168,8 @@ class JobView(LiveView):
 
     @action()
     def stop(self) -> None:
-        self._do("stop", self._job.stop)
+        """Also while something else is under way: a node that sends a model for hours keeps no other node running."""
+        self._do("stop", self._job.stop, is_beside=True)
 
     @action()
     def restart(self) -> None:
@@ -282,9 +283,9 @@ class JobView(LiveView):
             raise Refused(self._parts["model"]["why"] or "there is no model")
         return self._made
 
-    # ---- one thing at a time that takes a while
+    # ---- one thing at a time that takes a while, and a stop
 
-    def _do(self, what: str, act: Callable[[], object]) -> None:
+    def _do(self, what: str, act: Callable[[], object], *, is_beside: bool = False) -> None:
         def run() -> None:
             self._say(what=what, state="running")
             try:
@@ -294,10 +295,10 @@ class JobView(LiveView):
                     exc.prog = "%job"
                 self._say(what=what, state="failed", error=one_line(describe_failure(exc), most_chars=1000))
                 return
-            if self._doing["is"] == "running":
+            if (self._doing["what"], self._doing["is"]) == (what, "running"):
                 self._say(what=what, state="done")
 
-        self.work(what, run)
+        self.work(what, run, is_beside=is_beside)
 
     def _say(self, *, what: str, state: str, **more: Any) -> None:
         self._doing = {"what": what, "is": state, **more}

@@ -332,6 +332,39 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched_for_a_browser(
     assert list(tmp_path.iterdir()) == [], "what has come is gone"
 
 
+@pytest.mark.timeout(60)
+def test_stop_waits_for_no_node_that_sends_a_log_for_ever(home: Path, tmp_path: Path) -> None:
+    is_stopped = threading.Event()
+
+    def tell(talk: Talk, order: dict[str, Any]) -> None:
+        state = {"state": "stopped", "exit_code": 143} if is_stopped.is_set() else {"state": "running"}
+        talk.say("status", jobs=[{"id": "lies-2", "node_rank": 0, **state}])
+
+    def look(talk: Talk, order: dict[str, Any]) -> None:
+        tell(talk, order)
+        talk.say("end", more=False)
+
+    def drip(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("data", name="rank-0.log", offset=0, size=1000)
+        talk.flush()
+        assert is_stopped.wait(40)
+
+    def stop(talk: Talk, order: dict[str, Any]) -> None:
+        is_stopped.set()
+        talk.say("stopped")
+
+    Record().add("lies-2", name="lies", nodes="[]", spec="{}", state="running")
+    node = LyingNode({"status": tell, "look": look, "follow": drip, "stop": stop})
+    view = Collecting(Job("lies-2", "lies", [node], record=Record()))
+    view.open_page()
+    view.asks("whole_log", node="", source="", folder=str(tmp_path))
+    view.wait_for_part("doing", lambda it: it["what"] == "log")
+    assert view.refusal("save", folder=str(tmp_path)) and view.refusal("restart") == "log is still under way"
+    view.asks("stop")
+    view.wait_for(lambda it: it["head"]["word"] == "stopped")
+    view.close()
+
+
 def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:
     curves = LiveCurves()
     for step in range(3000):
