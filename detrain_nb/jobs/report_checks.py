@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ _MOST_METRICS = 32
 _MOST_WORD_CHARS = 80
 _MOST_FILES = 100_000
 _MOST_CHARS = 4096
+_MOST_TIME = 32_503_680_000.0  # the year 3000, after which Windows has no date
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TERMINAL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # what moves or colours
 
@@ -261,6 +261,6 @@ def _text(said: object, *, most: int = _MOST_CHARS) -> str:
 def _time(said: object) -> float | None:
     if said is None:
         return None
-    if isinstance(said, bool) or not isinstance(said, (int, float)) or not math.isfinite(said) or not 0 <= said < 1e11:
+    if isinstance(said, bool) or not isinstance(said, (int, float)) or not 0 <= said < _MOST_TIME:
         raise Untrue(f"{clean(said)[:40]!r} is no time")
     return float(said)

@@ -312,6 +312,7 @@ def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> Non
         ("metrics/rank-0.jsonl", 1 << 30, [], "more than was asked for"),
         ("rank-0.log", 1, [[0, 1.0]] * 257, "a list of at most 256 was expected"),
         ("rank-0.log", 1, [[0, 1e300]], "is no time"),
+        ("rank-0.log", 1, [[0, 4e10]], "is no time"),
     ],
 )
 def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, times: list[object], why: str) -> None:
