@@ -191,10 +191,10 @@ class JobView(LiveView):
     def save(self, folder: str) -> None:
         """Copy the model to a folder of this machine."""
         files = self._need_model()
-        place = folder.strip() or "."
+        place, num_nodes = folder.strip() or ".", len(self._status.reports)
 
         def save() -> None:
-            fetched = fetch_model(self._job, files, place, self._tell_bytes("save"))
+            fetched = fetch_model(self._job, files, place, self._tell_bytes("save"), num_nodes=num_nodes)
             self._say(what="save", state="done", line=one_line(f"saved: {fetched}", most_chars=1000))
 
         self._do("save", save)
