@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import stat
 import struct
@@ -53,11 +54,18 @@ def open_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> Bina
         raise OSError(exc.errno, "it is a link" if exc.errno == errno.ELOOP else os.strerror(exc.errno or 0)) from exc
     kind = os.fstat(opened).st_mode
     if stat.S_ISREG(kind):
-        return open(opened, "rb")
+        return _WhatIsThere(io.FileIO(opened))
     os.close(opened)  # open() would raise for a folder, and leave it open
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     raise OSError(errno.EINVAL, "it is no file")
+
+
+class _WhatIsThere(io.BufferedReader):
+    """Some files, as those of /proc, never end: what is there now is read, and nothing is waited for."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(size) or b""
 
 
 def find_guest_parent(folder: Path) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import JobError
 from ..jobs import Fetched, Job, MadeFile
 from ..plan.names import CHECKPOINT_FOLDER
-from ..text import told_node
+from ..text import format_size, told_node
 from .actions import Refused
 from .downloads import MOST_DOWNLOAD_BYTES, require_small
 
@@ -35,8 +35,23 @@ def _is_in_checkpoint(name: str) -> bool:
     return any(CHECKPOINT_FOLDER.fullmatch(part) for part in name.split("/")[:-1])
 
 
-def fetch_model(job: Job, files: Sequence[MadeFile], folder: str, on_bytes: OnBytes) -> Fetched:
-    """Copy them into ``folder`` of this machine, each whole by its SHA-256. Raises: DetrainError."""
+def fetch_model(job: Job, files: Sequence[MadeFile], folder: str, on_bytes: OnBytes, *, num_nodes: int = 1) -> Fetched:
+    """Copy them, of as many nodes as may have one of their names, into ``folder``, each whole by its SHA-256.
+
+    Raises: DetrainError, Refused where nodes say that they are larger than they have said before.
+    """
+    told = sum(file.size_bytes for file in files)
+
+    def note(done: int, total: int) -> None:
+        if total > told * num_nodes:
+            raise Refused(f"it has grown from {format_size(told)} to {format_size(total)}: show the job again")
+        on_bytes(done, total)
+
+    return _fetch(job, files, folder, note)
+
+
+def _fetch(job: Job, files: Sequence[MadeFile], folder: str, on_bytes: OnBytes) -> Fetched:
+    """What ``on_bytes`` raises ends it, before much has come."""
     names = [glob.escape(name) for name in dict.fromkeys(file.name for file in files)]
     try:
         return job.fetch(names, folder, anyway=True, on_progress=lambda _, done, total: on_bytes(done, total))
@@ -53,10 +68,10 @@ def fetch_for_browser(job: Job, file: MadeFile, folder: Path, on_bytes: OnBytes,
     require_small(file.size_bytes)
 
     def note(done: int, total: int) -> None:
-        require_small(total, MOST_DOWNLOAD_BYTES * num_nodes)  # what it raises ends the fetch
+        require_small(total, MOST_DOWNLOAD_BYTES * num_nodes)
         on_bytes(done, total)
 
-    fetched = fetch_model(job, [file], str(folder), note)
+    fetched = _fetch(job, [file], str(folder), note)
     found = next((name for name in (f"{file.node}/{file.name}", file.name) if name in fetched.files), None)
     if found is None:
         raise Refused(f"{file.name} is not there any more")

@@ -391,7 +391,7 @@ function mount(view) {
   });
   view.on("facts", (found) => { replace_children(numbers, (found ?? []).map((fact) => h("div", {}, h("span", {}, fact.title), fact.sign ? state_word(fact.sign, fact.value) : h("b", { class: "big" }, fact.bytes !== undefined ? format_bytes(fact.bytes) : fact.value)))); arrange(); });
   view.on("model", arrange); view.on("curves", () => { if (has_curves() !== had_curves) arrange(); });
-  view.on("doing", () => { disable(again, busy_reason(view)); disable(stop, busy_reason(view)); });
+  view.on("doing", () => { disable(again, busy_reason(view)); disable(stop, view.state.doing.what === "stop" ? busy_reason(view) : ""); });
   arrange();
   const clock = setInterval(tick, 1000);
   return () => { clearInterval(clock); log.end(); };

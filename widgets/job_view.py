@@ -169,7 +169,8 @@ class JobView(LiveView):
 
     @action()
     def stop(self) -> None:
-        self._do("stop", self._job.stop)
+        """Also while something else is under way: a node that sends a model for hours keeps no other node running."""
+        self._do("stop", self._job.stop, is_beside=True)
 
     @action()
     def restart(self) -> None:
@@ -191,10 +192,10 @@ class JobView(LiveView):
     def save(self, folder: str) -> None:
         """Copy the model to a folder of this machine."""
         files = self._need_model()
-        place = folder.strip() or "."
+        place, num_nodes = folder.strip() or ".", len(self._status.reports)
 
         def save() -> None:
-            fetched = fetch_model(self._job, files, place, self._tell_bytes("save"))
+            fetched = fetch_model(self._job, files, place, self._tell_bytes("save"), num_nodes=num_nodes)
             self._say(what="save", state="done", line=one_line(f"saved: {fetched}", most_chars=1000))
 
         self._do("save", save)
@@ -283,9 +284,9 @@ class JobView(LiveView):
             raise Refused(self._parts["model"]["why"] or "there is no model")
         return self._made
 
-    # ---- one thing at a time that takes a while
+    # ---- one thing at a time that takes a while, and a stop
 
-    def _do(self, what: str, act: Callable[[], object]) -> None:
+    def _do(self, what: str, act: Callable[[], object], *, is_beside: bool = False) -> None:
         def run() -> None:
             self._say(what=what, state="running")
             try:
@@ -295,10 +296,10 @@ class JobView(LiveView):
                     exc.prog = "%job"
                 self._say(what=what, state="failed", error=one_line(describe_failure(exc), most_chars=1000))
                 return
-            if self._doing["is"] == "running":
+            if (self._doing["what"], self._doing["is"]) == (what, "running"):
                 self._say(what=what, state="done")
 
-        self.work(what, run)
+        self.work(what, run, is_beside=is_beside)
 
     def _say(self, *, what: str, state: str, **more: Any) -> None:
         self._doing = {"what": what, "is": state, **more}

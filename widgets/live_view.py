@@ -98,7 +98,7 @@ class LiveView(anywidget.AnyWidget):
         self._sending = threading.RLock()  # what is told of a change comes behind the state that a page begins with
         self._wake, self._closing, self._has_page = threading.Event(), threading.Event(), threading.Event()
         self._pump: threading.Thread | None = None
-        self._worker: threading.Thread | None = None
+        self._workers: dict[bool, threading.Thread] = {}  # by whether they are beside others
         self._is_settled = False
         self._pages: dict[str, float] = {}  # when each was heard last
         self._greeted: deque[float] = deque(maxlen=_MOST_PAGES)  # when states were told
@@ -149,18 +149,20 @@ class LiveView(anywidget.AnyWidget):
                 self._start_pump()
         self._wake.set()
 
-    def work(self, what: str, do: Callable[[], None], *, is_told: bool = True) -> None:
+    def work(self, what: str, do: Callable[[], None], *, is_told: bool = True, is_beside: bool = False) -> None:
         """Do one thing that takes a while, in a thread of the view; the part ``work`` tells pages how it goes.
 
-        Where it is not to be told, ``do`` itself says all, and raises nothing.
+        Where it is not to be told, ``do`` itself says all, and raises nothing. What ``is_beside`` others waits for none
+        of them.
         Raises: Refused while another one is under way.
         """
         with self._lock:
-            if self._worker is not None and self._worker.is_alive():
-                raise Refused(f"{self._worker.name} is still under way")
+            before = self._workers.get(is_beside)
+            if before is not None and before.is_alive():
+                raise Refused(f"{before.name} is still under way")
             run = partial(self._work, what, do) if is_told else do
-            self._worker = threading.Thread(target=run, name=what, daemon=True)
-            self._worker.start()
+            self._workers[is_beside] = threading.Thread(target=run, name=what, daemon=True)
+            self._workers[is_beside].start()
 
     def _work(self, what: str, do: Callable[[], None]) -> None:
         self.publish("work", {"what": what, "is": "running"})

@@ -22,7 +22,7 @@ from ..transport import Transport
 from .asking import on_all, try_on_all
 from .job_status import JobStatus, describe_state
 from .places import HerePlace, make_place
-from .report_checks import STATUS_BYTES, NodeFile, check_different, read_files, read_made, read_number
+from .report_checks import STATUS_BYTES, NodeFile, add_different, read_files, read_made, read_number
 
 __all__ = ["Fetched", "MadeFile", "Place", "choose_places", "fetch", "list_made", "require_success"]
 
@@ -188,7 +188,7 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
     """Its files, and how many it leaves out."""
     with open_job_talk(node) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
-        files: list[NodeFile] = []
+        files: dict[str, NodeFile] = {}
         folders: set[str] = set()
         num_chars, has_more = 0, True
         while has_more:
@@ -197,16 +197,17 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
             if has_more and len(more) < FILES_OF_A_LINE:
                 raise Untrue(f"{len(more)} files came at once, and it says that there are more")
             for file in more:
-                folders |= _folders_of(file.name)
+                if file.name.rpartition("/")[0] not in folders:  # else those above it are known as well
+                    folders |= _folders_of(file.name)
                 num_chars += len(file.name)
                 if len(folders) > _MOST_FOLDERS or num_chars > _MOST_NAME_CHARS:
                     most = f"{_MOST_FOLDERS:,} folders, or {_MOST_NAME_CHARS:,} characters of names"
                     raise FilesError(f"the files are in more than {most}: ask for fewer by a pattern")
-            files = check_different([*files, *more])
-    unasked = next((file.name for file in files if not any(fits(file.name, each) for each in patterns)), None)
+            add_different(files, more)
+    unasked = next((name for name in files if not any(fits(name, each) for each in patterns)), None)
     if unasked is not None:
         raise DetrainError(f"{label(node)}: it offers {printable(unasked)}, which was not asked for")
-    return files, read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
+    return [*files.values()], read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
 
 
 def list_made(nodes: Sequence[Transport], job: str, patterns: Sequence[str]) -> list[MadeFile]:

@@ -17,8 +17,9 @@ __all__ = ["FollowedFile", "JobLog", "Kept", "LogLine", "in_order", "place_of"]
 
 _MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
 _LINE_TAKES_BYTES = 200  # beside its texts
-# The end of a bar of tqdm, as [00:02<00:04, 9.94it/s], with what a print has written behind it on its line.
-_BAR = re.compile(rb"\[[0-9:]{4,12}(?:<[^]\r\n,]{1,20})?, ([^]\r\n]{1,300})\]{1,3} *(?=[^\r\n\x1b ])")
+# The end of a bar of tqdm, as [00:02<00:04, 9.94it/s], with what a print has written behind it on its line. It takes
+# nothing back that it has matched: no other thread has its turn meanwhile, and a node sends megabytes of almost bars.
+_BAR = re.compile(rb"\[[0-9:]{4,12}(?:<[^]\r\n,]{1,20})?, ([^]\r\n]{1,300}+)\]{1,3} {0,300}+(?=[^\r\n\x1b ])")
 _MOST_DRAWN_BYTES = 1000
 _TAKE_BACK = b"\r\x1b[K"
 
@@ -86,7 +87,11 @@ class FollowedFile:
 
     def take(self, offset: int, data: bytes) -> list[str]:
         """The lines that ``data``, which stands at ``offset``, completes."""
-        *whole, rest = (bytes(self.rest) + self.take_piece(offset, data)).split(b"\n")
+        return self.to_lines(self.take_piece(offset, data))
+
+    def to_lines(self, piece: bytes) -> list[str]:
+        """The lines that a piece of `take_piece` completes."""
+        *whole, rest = (bytes(self.rest) + piece).split(b"\n")
         if len(rest) > _MOST_LINE_BYTES:  # of a bar only what is drawn last stands there
             rest = rest[max(0, rest.rfind(b"\r", 0, -1)) :]
         while len(rest) > _MOST_LINE_BYTES:

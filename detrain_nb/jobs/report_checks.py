@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ __all__ = [
     "NodeFile",
     "NodeReport",
     "NodeResources",
-    "check_different",
+    "add_different",
     "check_log_name",
     "clean_line",
     "find_part",
@@ -43,6 +42,7 @@ _MOST_METRICS = 32
 _MOST_WORD_CHARS = 80
 _MOST_FILES = 100_000
 _MOST_CHARS = 4096
+_MOST_TIME = 32_503_680_000.0  # the year 3000, after which Windows has no date
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TERMINAL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # what moves or colours
 
@@ -142,7 +142,8 @@ def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
             raise Untrue(f"{clean(digest)[:80]!r} is no SHA-256")
         files.append(NodeFile(check_name(name), as_size(size), digest))
-    return check_different(files)
+    add_different({}, files)
+    return files
 
 
 def read_made(said: Mapping[str, Any]) -> list[tuple[str, int, float]]:
@@ -174,13 +175,17 @@ def _numbers_with_times(said: object, *, most: int) -> list[tuple[int, float]]:
     return found
 
 
-def check_different(files: list[NodeFile]) -> list[NodeFile]:
-    """All files that a node has told so far. Raises: Untrue where they are too many, or two have one name."""
-    if len(files) > _MOST_FILES:
+def add_different(files: dict[str, NodeFile], more: Sequence[NodeFile]) -> None:
+    """Add ``more`` to all files that a node has told so far, by name.
+
+    Raises: Untrue where they are too many, or two have one name.
+    """
+    number = len(files) + len(more)
+    if number > _MOST_FILES:
         raise Untrue(f"more than {_MOST_FILES:,} files came: ask for fewer by a pattern")
-    if len({file.name for file in files}) < len(files):
+    files.update((file.name, file) for file in more)
+    if len(files) < number:
         raise Untrue("a name stands twice among the files")
-    return files
 
 
 def read_facts(said: Mapping[str, Any]) -> NodeResources:
@@ -261,6 +266,6 @@ def _text(said: object, *, most: int = _MOST_CHARS) -> str:
 def _time(said: object) -> float | None:
     if said is None:
         return None
-    if isinstance(said, bool) or not isinstance(said, (int, float)) or not math.isfinite(said) or not 0 <= said < 1e11:
+    if isinstance(said, bool) or not isinstance(said, (int, float)) or not 0 <= said < _MOST_TIME:
         raise Untrue(f"{clean(said)[:40]!r} is no time")
     return float(said)

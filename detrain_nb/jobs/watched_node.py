@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,13 +24,15 @@ from .report_checks import (
     read_times,
 )
 
-__all__ = ["Checkpoint", "LogPart", "WatchedNode", "hear_back"]
+__all__ = ["Checkpoint", "LogPart", "WatchedNode", "hear_back", "read_metrics"]
 
 _KEPT_BYTES = 1 << 24  # of all logs of a node
 _LEAST_KEPT_BYTES = 1 << 15  # of each
 _MOST_FILES = 80  # in one answer, each once: what was logged takes many times its bytes in memory
 _MOST_LOGS = 256  # in all: a node sends those of its first ranks
+_MOST_LINES = 2000  # of a log, in one answer: empty ones take a hundred times their bytes in memory
 
+MetricsPiece = tuple[str, FollowedFile, bytes]  # what stands behind what was read of a file before
 Checkpoint = tuple[int, float]  # its step, and when it was whole: seconds of the epoch, by the node's clock
 
 
@@ -97,7 +99,7 @@ class WatchedNode:
         self._metrics: dict[str, FollowedFile] = {}
         self._begun: dict[str, str] = {}
         self._new_parts: list[LogPart] = []
-        self._new_metrics: list[dict[str, Any]] = []
+        self._new_metrics: list[MetricsPiece] = []
 
     def look(self, talk: Talk) -> tuple[bool, bool]:
         """Ask for what is new. Returns whether anything was, and whether there is more. Raises: FilesError."""
@@ -141,13 +143,16 @@ class WatchedNode:
         )
 
     def _take_metrics(self, name: str, offset: int, data: bytes) -> bool:
+        """As it came: what was logged in megabytes takes many times as much in memory, and is read line by line."""
         file = self._metrics.setdefault(name, FollowedFile())
-        found = [values for line in file.take(offset, data) if (values := read_metrics_line(line))]
-        with self._lock:
-            self._new_metrics += [values for values in found if name == f"metrics/rank-{values['rank']}.jsonl"]
-        return bool(found)
+        if piece := file.take_piece(offset, data):
+            with self._lock:
+                self._new_metrics.append((name, file, piece))
+        return bool(piece)
 
     def _take_log(self, name: str, offset: int, data: bytes, marks: Sequence[tuple[int, float]]) -> bool:
+        begin = _begin_of_last_lines(data)
+        offset, data = offset + begin, data[begin:]
         log = self._logs.get(name)
         skipped = offset if log is None else offset - log.file.offset
         if log is None:
@@ -181,7 +186,12 @@ class WatchedNode:
 
     # ---- for the thread that tells others; the lock is held
 
-    def take_new(self) -> tuple[list[LogPart], list[dict[str, Any]]]:
+    @property
+    def is_ahead(self) -> bool:
+        """What it has said last was not taken yet."""
+        return bool(self._new_parts or self._new_metrics)
+
+    def take_new(self) -> tuple[list[LogPart], list[MetricsPiece]]:
         found = self._new_parts, self._new_metrics
         self._new_parts, self._new_metrics = [], []
         return found
@@ -193,6 +203,24 @@ class WatchedNode:
     def kept_parts(self) -> list[LogPart]:
         """The last of each log."""
         return [part for log in self._logs.values() for part in log.parts]
+
+
+def read_metrics(pieces: Iterable[MetricsPiece]) -> Iterator[dict[str, Any]]:
+    """What was logged, line by line."""
+    for name, file, piece in pieces:
+        for line in file.to_lines(piece):
+            values = read_metrics_line(line)
+            if values and name == f"metrics/rank-{values['rank']}.jsonl":
+                yield values
+
+
+def _begin_of_last_lines(data: bytes) -> int:
+    at = len(data)
+    for _ in range(_MOST_LINES + 1):
+        at = data.rfind(b"\n", 0, at)
+        if at < 0:
+            return 0
+    return at + 1
 
 
 def _source_of(name: str) -> str:

@@ -11,7 +11,6 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..copying.json_lines import Refused, Talk
 from ..deploy.files import Patience, Stop, label
@@ -21,7 +20,7 @@ from ..transport import Transport
 from .job_status import JobStatus
 from .live_curves import LiveCurves
 from .report_checks import NodeReport
-from .watched_node import Checkpoint, LogPart, WatchedNode
+from .watched_node import Checkpoint, LogPart, MetricsPiece, WatchedNode, read_metrics
 
 __all__ = ["JobNews", "OnNews", "Unreached", "Watch"]
 
@@ -164,6 +163,8 @@ class Watch:
                 self._has_news.set()
             gap_s = _SHORTEST_GAP_S if has_news or has_more else min(1.5 * gap_s, _LONGEST_GAP_S)
             self._wait(index, gap_s)
+            while watched.is_ahead and not self._is_over.is_set():  # who listens is slow: it would wait in memory
+                self._wait(index, _TELL_GAP_S)
 
     def _wait(self, index: int, limit_s: float) -> None:
         self._look_now[index].wait(limit_s)
@@ -193,7 +194,7 @@ class Watch:
         with self._lock:
             listeners = [*self._listeners]
             kept = [part for each in self._watched for part in each.kept_parts()]
-            new, metrics = [], list[dict[str, Any]]()
+            new, metrics = list[LogPart](), list[MetricsPiece]()
             for each in self._watched:
                 parts, lines = each.take_new()
                 new += parts
@@ -206,7 +207,7 @@ class Watch:
                 for node, each in zip(self._nodes, self._watched)
                 if each.why_silent
             }
-        for line in metrics:
+        for line in read_metrics(metrics):
             self._curves.add(line)
         status = self._judge(status_of)
         for listener in listeners:

@@ -65,13 +65,19 @@ class SpecForm(DraftForm):
             if not is_read:
                 return []
             self._spec, self._is_spec = spec, True
-            return [Finding(self._number(each.field), each.text, each.severity) for each in spec.check()]
+            return number_nodes(spec.check(), [node.name for node in spec.nodes])
         except DetrainError as exc:
             return findings_of(exc) if isinstance(exc, ValueError) else [Finding("", str(exc))]
 
-    def _number(self, field: str) -> str:
-        """A check names a node by its name: ``nodes.gpu1.ranks`` is ``nodes[0].ranks``."""
-        for place, node in enumerate(self._spec.nodes if self._spec else ()):
-            if field.startswith(f"nodes.{node.name}."):
-                return f"nodes[{place}].{field.removeprefix(f'nodes.{node.name}.')}"
-        return field
+
+def number_nodes(findings: Iterable[Finding], names: Iterable[str]) -> list[Finding]:
+    """A check names a node by its name: ``nodes.gpu1.ranks`` is ``nodes[0].ranks``. There may be thousands of both."""
+    places, numbered = {name: place for place, name in enumerate(names)}, list[Finding]()
+    for each in findings:
+        name, field = each.field.removeprefix("nodes."), each.field
+        while name and name not in places:
+            name = name.rpartition(".")[0]
+        if name and field.startswith(f"nodes.{name}."):
+            field = f"nodes[{places[name]}].{field.removeprefix(f'nodes.{name}.')}"
+        numbered.append(Finding(field, each.text, each.severity))
+    return numbered

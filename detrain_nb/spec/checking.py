@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ..errors import SpecError
+from ..guarded import open_file
 from ..plan.choices import SCHEDULES
 from ..plan.git_urls import parse_git_url
 from ..text import name_some
@@ -211,7 +212,7 @@ def _read(path: Path) -> str:
     if path.exists() and not path.is_file():  # a pipe would keep us waiting
         raise SpecError(f"{path}: is no file")
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         raise SpecError(f"{path}: no such file, looked for in {path.absolute().parent}") from None

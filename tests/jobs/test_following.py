@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -63,6 +64,14 @@ def test_bar_that_is_drawn_for_hours_is_one_line() -> None:
         at += len(frame)
     assert len(file.rest) < 1 << 17
     assert file.take(at, b"\n") == ["4999/5000 [00:00<?, ?it/s]"]
+
+
+@pytest.mark.timeout(30)
+def test_what_is_almost_a_bar_holds_up_nobody() -> None:
+    """No other thread has its turn while it is looked for: it took a second of each of these pieces."""
+    data, file = b"\r" + b"[0000, " * 40 + b"x]" + b" " * (1 << 22) + b"\n", FollowedFile()
+    for number in range(50):
+        assert file.take_piece(number * len(data), data) == data
 
 
 def test_very_long_line_comes_in_parts() -> None:

@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from detrain_nb.copying.json_lines import Untrue
 from detrain_nb.jobs.report_checks import (
+    NodeFile,
+    add_different,
     check_log_name,
     clean_line,
     read_facts,
@@ -83,6 +85,19 @@ def test_size_and_digest_of_an_artifact_are_checked(entry: object) -> None:
 def test_same_artifact_twice_is_refused() -> None:
     with pytest.raises(Untrue, match="twice"):
         read_files({"files": [["a", 1, "0" * 64], ["a", 2, "1" * 64]]})
+
+
+@pytest.mark.timeout(30)
+def test_list_of_artifacts_takes_time_by_its_length() -> None:
+    """However many pieces it comes in."""
+    files: dict[str, NodeFile] = {}
+    for number in range(100_000):
+        add_different(files, [NodeFile(f"{number}.pt", 0, "0" * 64)])
+    with pytest.raises(Untrue, match="more than 100,000 files"):
+        add_different(files, [NodeFile("more.pt", 0, "0" * 64)])
+    del files["0.pt"]
+    with pytest.raises(Untrue, match="twice"):
+        add_different(files, [NodeFile("1.pt", 0, "0" * 64)])
 
 
 @pytest.mark.parametrize("name", ["rank-0.log", "setup.log", "torchrun.log", "metrics/rank-12.jsonl"])

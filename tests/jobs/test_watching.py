@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,13 +13,13 @@ import pytest
 from detrain_nb.copying.json_lines import Talk
 from detrain_nb.deploy.jobs import open_job_talk
 from detrain_nb.errors import DetrainError, TransportError, WireError
-from detrain_nb.jobs import Job, JobNews, LogPart, find_job, submit
+from detrain_nb.jobs import Job, JobNews, LogPart, find_job, submit, watching
 from detrain_nb.jobs.job_status import OVER, judge
 from detrain_nb.jobs.noting import Noting
 from detrain_nb.jobs.record import Record
-from detrain_nb.jobs.watched_node import WatchedNode
+from detrain_nb.jobs.watched_node import WatchedNode, read_metrics
 from detrain_nb.jobs.watching import Watch
-from detrain_nb.node.job.terms import LOOK_LOG_BYTES
+from detrain_nb.node.job.terms import LOOK_LOG_BYTES, LOOK_METRICS_BYTES
 from detrain_nb.spec import PipelineSpec
 from detrain_nb.transport.local import LocalTransport
 
@@ -334,6 +335,7 @@ def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> Non
         ("metrics/rank-0.jsonl", 1 << 30, [], "more than was asked for"),
         ("rank-0.log", 1, [[0, 1.0]] * 257, "a list of at most 256 was expected"),
         ("rank-0.log", 1, [[0, 1e300]], "is no time"),
+        ("rank-0.log", 1, [[0, 4e10]], "is no time"),
     ],
 )
 def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, times: list[object], why: str) -> None:
@@ -420,6 +422,58 @@ def test_line_that_has_not_ended_is_told_as_it_is_drawn_last() -> None:
             told.append((has_news, *watched.begun_lines().items()))
     whose = ("", "0")
     assert told == [(True, (whose, " 1%|#")), (True, (whose, " 2%|##")), (True, (whose, " 2%|## 3%|###")), (True,)]
+
+
+def test_of_many_short_lines_the_last_come_and_of_what_is_logged_the_bytes() -> None:
+    """Both take a hundred times as much in memory as they had on the way."""
+    line = b'{"step":1,"rank":0}\n'
+    number = LOOK_METRICS_BYTES // len(line)
+
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        talk.say("status", jobs=[])
+        for name, data in (("metrics/rank-0.jsonl", line * number), ("rank-0.log", b"\n" * LOOK_LOG_BYTES)):
+            talk.say("data", name=name, offset=0, size=len(data))
+            talk.send(data)
+        talk.say("end", more=False)
+
+    watched = WatchedNode("lies", 0, name="", num_ranks=1, lock=threading.Lock())
+    with open_job_talk(LyingNode({"look": look})) as talk:
+        tracemalloc.start()
+        watched.look(talk)
+        _, most_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert most_bytes < 6 * LOOK_METRICS_BYTES
+    [part], pieces = watched.take_new()
+    assert len(part.lines) == 2000 and part.begin == part.skipped == LOOK_LOG_BYTES - 2000
+    assert sum(1 for _ in read_metrics(pieces)) == number
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_node_is_not_asked_again_before_those_who_listen_have_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it said would wait in memory, more and more of it."""
+    monkeypatch.setattr(watching, "_SHORTEST_GAP_S", 0.01)
+    is_asked_much, early, num_looks = threading.Event(), list[bool](), 0
+
+    def look(talk: Talk, order: dict[str, object]) -> None:
+        nonlocal num_looks
+        talk.say("status", jobs=[{"id": "lies", "node_rank": 0, "state": "running"}])
+        talk.say("data", name="rank-0.log", offset=2 * num_looks, size=2)
+        talk.send(b"a\n")
+        talk.say("end", more=True)
+        num_looks += 1
+        if num_looks >= 20:
+            is_asked_much.set()
+
+    def listen(news: JobNews) -> None:
+        if not early:
+            early.append(is_asked_much.wait(2.0))
+
+    watched = watch(LyingNode({"look": look}, name="gpu1"))
+    stop = watched.add(listen)
+    assert stop and is_asked_much.wait(60), "it is asked again once they have"
+    assert early == [False]
+    stop()
+    wait_until_no_thread_is_left()
 
 
 def test_lines_of_ranks_that_the_job_has_not_are_not_taken() -> None:

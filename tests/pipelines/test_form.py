@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.pipelines import EXAMPLES, SpecForm, draft_form, review_spec
+from detrain_nb.pipelines.form import number_nodes
 from detrain_nb.pipelines.form_fields import FIELDS, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
-from detrain_nb.spec import Node, PipelineSpec
+from detrain_nb.spec import Finding, Node, PipelineSpec
 
 RIGHT: dict[str, Any] = {"name": "train", "source": {"script_text": "print('ran')"}}
 WHOLE: dict[str, Any] = {
@@ -120,6 +121,18 @@ def test_warning_of_a_check_names_the_node_by_its_place() -> None:
     form = SpecForm({**RIGHT, "nodes": nodes})
     form.edit("nodes[0].relative_speed", "0.2")
     assert [*form.warnings] == ["nodes[0].relative_speed"] and form.is_right
+
+
+@pytest.mark.timeout(30)
+def test_what_is_found_of_thousands_of_nodes_has_their_places() -> None:
+    """A file of a repository may have them; looking for each among all took minutes, at each edit."""
+    names = ["gpu.1", "gpu", *(f"h{number}" for number in range(20_000))]
+    fields = [*(f"nodes.{name}.ranks" for name in reversed(names)), "nodes.gpu.env.HOME", "nodes.x.ranks", "training"]
+    found = number_nodes([Finding(field, "") for field in fields], names)
+    assert [each.field for each in found[-5:]] == [
+        *("nodes[1].ranks", "nodes[0].ranks", "nodes[1].env.HOME", "nodes.x.ranks", "training")
+    ]
+    assert found[0].field == "nodes[20001].ranks"
 
 
 def test_text_of_one_kind_of_source_waits_while_another_is_chosen() -> None:

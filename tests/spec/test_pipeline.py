@@ -14,7 +14,7 @@ from jsonschema import Draft202012Validator
 
 from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import FieldError, SpecError
-from detrain_nb.spec import Node, PipelineSpec, Source, Training, worst
+from detrain_nb.spec import Node, PipelineSpec, Source, Training, read_nodes, worst
 from detrain_nb.spec.schema import FILE, make_schema
 
 
@@ -335,6 +335,22 @@ def test_what_is_wrong_with_a_source_is_found_without_a_node(
     (finding,) = _spec(source=source).check()
     assert str(finding).startswith(field) and text in str(finding)
     assert worst([finding]) == "error"
+
+
+@pytest.mark.timeout(20)
+def test_script_that_is_a_link_to_a_file_without_an_end_holds_up_no_form(tmp_path: Path) -> None:
+    endless = Path("/proc/kmsg")  # a repository can have a link to it
+    try:
+        endless.open("rb").close()
+    except OSError:
+        pytest.skip("only who may read the log of the kernel has such a file")
+    (tmp_path / "train.py").symlink_to(endless)
+    (tmp_path / "nodes.toml").symlink_to(endless)
+    spec = PipelineSpec.from_dict({"name": "x", "source": {"script": str(tmp_path / "train.py")}})
+    assert {each.field for each in spec.check()} <= {"source.script", "source"}
+    for _ in range(2):  # the first may find words of the kernel, the second nothing
+        with pytest.raises(SpecError, match="nodes"):
+            read_nodes(tmp_path / "nodes.toml")
 
 
 def test_warnings_do_not_stop_a_job() -> None:

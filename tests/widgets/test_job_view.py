@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import math
 import shutil
@@ -21,7 +22,7 @@ from detrain_nb.widgets.actions import Refused
 from detrain_nb.widgets.downloads import MOST_DOWNLOAD_BYTES, Download
 from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow, make_begun
 from detrain_nb.widgets.job_log_file import write_log
-from detrain_nb.widgets.job_model import choose_model, fetch_for_browser
+from detrain_nb.widgets.job_model import choose_model, fetch_for_browser, fetch_model
 from detrain_nb.widgets.job_settled import settle_job
 from detrain_nb.widgets.job_view import JobView
 
@@ -316,8 +317,16 @@ def test_model_is_the_likeliest_file_and_no_checkpoint() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_file_that_is_larger_than_its_node_said_is_not_fetched_for_a_browser(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("fetch", "why"),
+    [
+        (fetch_for_browser, "200 MB are more than the 50 MB that go through the notebook"),
+        (lambda job, file, to, tell: fetch_model(job, [file], str(to), tell), "it has grown from 10 B to 200 MB"),
+    ],
+    ids=["for a browser", "to this machine"],
+)
+def test_file_that_is_larger_than_its_node_said_is_not_fetched(
+    fetch: Callable[..., Any], why: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A node may say 10 bytes, and then send until the disk of this machine is full."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # others fetch, too
@@ -336,16 +345,50 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched_for_a_browser(
     def tell(talk: Talk, order: dict[str, Any]) -> None:
         talk.say("status", jobs=[{"id": "lies-1", "node_rank": 0, "state": "ended", "exit_code": 0}])
 
-    Record().add("lies-1", name="lies", nodes="[]", spec="{}", state="ended")
+    with contextlib.suppress(JobError):  # the other way has added it
+        Record().add("lies-1", name="lies", nodes="[]", spec="{}", state="ended")
     job = Job("lies-1", "lies", [LyingNode({"status": tell, "artifacts": offer, "read": send})], record=Record())
     download = Download()
     try:
-        with pytest.raises(Refused, match="200 MB are more than the 50 MB that go through the notebook"):
+        with pytest.raises(Refused, match=why):
             file = MadeFile("", "model.bin", 10, 1.0)
-            download.prepare(lambda to: fetch_for_browser(job, file, to, lambda done, total: None))
+            download.prepare(lambda to: fetch(job, file, to, lambda done, total: None))
     finally:
         is_over.set()
     assert list(tmp_path.iterdir()) == [], "what has come is gone"
+
+
+@pytest.mark.timeout(60)
+def test_stop_waits_for_no_node_that_sends_a_log_for_ever(home: Path, tmp_path: Path) -> None:
+    is_stopped = threading.Event()
+
+    def tell(talk: Talk, order: dict[str, Any]) -> None:
+        state = {"state": "stopped", "exit_code": 143} if is_stopped.is_set() else {"state": "running"}
+        talk.say("status", jobs=[{"id": "lies-2", "node_rank": 0, **state}])
+
+    def look(talk: Talk, order: dict[str, Any]) -> None:
+        tell(talk, order)
+        talk.say("end", more=False)
+
+    def drip(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("data", name="rank-0.log", offset=0, size=1000)
+        talk.flush()
+        assert is_stopped.wait(40)
+
+    def stop(talk: Talk, order: dict[str, Any]) -> None:
+        is_stopped.set()
+        talk.say("stopped")
+
+    Record().add("lies-2", name="lies", nodes="[]", spec="{}", state="running")
+    node = LyingNode({"status": tell, "look": look, "follow": drip, "stop": stop})
+    view = Collecting(Job("lies-2", "lies", [node], record=Record()))
+    view.open_page()
+    view.asks("whole_log", node="", source="", folder=str(tmp_path))
+    view.wait_for_part("doing", lambda it: it["what"] == "log")
+    assert view.refusal("save", folder=str(tmp_path)) and view.refusal("restart") == "log is still under way"
+    view.asks("stop")
+    view.wait_for(lambda it: it["head"]["word"] == "stopped")
+    view.close()
 
 
 def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:
