@@ -140,7 +140,7 @@ class WatchedNode:
         )
 
     def _take_metrics(self, name: str, offset: int, data: bytes) -> bool:
-        file = self._metrics.setdefault(name, FollowedFile())
+        file = self._metrics.setdefault(name, FollowedFile.of(name))
         found = [values for line in file.take(offset, data) if (values := read_metrics_line(line))]
         with self._lock:
             self._new_metrics += [values for values in found if name == f"metrics/rank-{values['rank']}.jsonl"]
