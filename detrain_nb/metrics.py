@@ -15,14 +15,14 @@ from typing import Any
 
 from .errors import SpecError
 
-__all__ = ["FOLDER_VARIABLE", "NO_VALUES", "log_metrics", "read_metrics", "read_metrics_line"]
+__all__ = ["FOLDER_VARIABLE", "MOST_LINE_BYTES", "NO_VALUES", "log_metrics", "read_metrics", "read_metrics_line"]
 
 FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
 STEPS_VARIABLE = "DETRAIN_NB_STEPS"  # where the ranks of a node say which step they have reached
 STEP_RECORD = struct.Struct("<QQqQ")  # process, its calls, the last step, when: a place for each rank of the node
 _USUAL_FOLDER = "metrics"
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-_MOST_LINE_BYTES = 1 << 20
+MOST_LINE_BYTES = 1 << 18  # a longer one is passed over
 _MOST_VALUES = 1000  # of one line
 _OWN_NAMES = {"step", "time", "rank"}
 NO_VALUES = _OWN_NAMES | {"run", "total_steps"}  # what of a line says where a value belongs
@@ -35,8 +35,8 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     ``folder`` is by default what ``DETRAIN_NB_METRICS`` names, else ``metrics`` where the rank runs. A tensor of one
     element counts as its number; ``total_steps`` says once how many steps there will be. A line is written at once and
     as a whole: who reads meanwhile sees no half of it.
-    Raises: SpecError for what is no number, or no file; OSError, also where the file is a link: in a folder of a group
-    others could have put it there.
+    Raises: SpecError for what is no number, for too long texts, or no file; OSError, also where the file is a link: in
+    a folder of a group others could have put it there.
     """
     given = {**(values or {}), **more}
     if taken := _OWN_NAMES & given.keys():
@@ -46,6 +46,9 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     rank = int(os.environ.get("RANK", "0"))
     line: dict[str, Any] = {"step": _whole(step), "time": round(time.time(), 3), "rank": rank}
     line |= {name: _plain(name, value) for name, value in given.items()}
+    written = json.dumps(line).encode() + b"\n"
+    if len(written) >= MOST_LINE_BYTES:
+        raise SpecError(f"step {line['step']} has {len(written):,} bytes: a line has {MOST_LINE_BYTES:,} at most")
     file = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER) / f"rank-{rank}.jsonl"
     try:
         descriptor = os.open(file, _APPEND, 0o666)
@@ -57,7 +60,7 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
             raise SpecError(f"{file} is no file: remove it, or log to another folder")
         size = os.fstat(descriptor).st_size
         is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # as a full disk leaves it
-        os.write(descriptor, b"\n" * is_torn + json.dumps(line).encode() + b"\n")
+        os.write(descriptor, b"\n" * is_torn + written)
     finally:
         os.close(descriptor)
     note_step(line["step"])
@@ -99,9 +102,9 @@ def _texts_of(file: Path) -> Iterator[str]:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             return
         is_begin = True
-        while text := opened.readline(_MOST_LINE_BYTES):
+        while text := opened.readline(MOST_LINE_BYTES):
             is_end = text.endswith(b"\n")
-            if is_begin and (is_end or len(text) < _MOST_LINE_BYTES):
+            if is_begin and (is_end or len(text) < MOST_LINE_BYTES):
                 yield text.decode("utf-8", errors="replace")
             is_begin = is_end
 

@@ -260,7 +260,7 @@ class Follower:
             if name not in state.files and len(state.files) >= _MOST_FILES:
                 raise Untrue(f"more than {_MOST_FILES:,} files came")
             is_begun = self._wanted.tail is not None and not size  # it says from where on it sends the file
-            file = state.files.setdefault(name, FollowedFile(offset if is_begun else 0))
+            file = state.files.setdefault(name, FollowedFile.of(name, offset if is_begun else 0))
             in_pieces = self._on_piece is not None and name.startswith("rank-")
             lines = file.take_piece(offset, data) if in_pieces else file.take(offset, data)
             if self._wanted.wants(name):

@@ -69,6 +69,11 @@ class Curve:
             self.bad_since = step if self.bad_since is None else self.bad_since
 
     @property
+    def last_step(self) -> int | None:
+        kept = self._open or self._points
+        return kept[-1][0] if kept else None
+
+    @property
     def num_bad(self) -> int:
         """How many values were no finite numbers."""
         return sum(bad for _, _, bad in (*self._points, *self._open))
@@ -111,13 +116,16 @@ class LiveCurves:
         total = line.get("total_steps")
         if type(total) is int and 0 < total < 1 << 53:
             self.num_steps = total
-        if self._lead is None or rank <= self._lead:
-            self._lead, self.last_step = rank, step
-        self._note_pace(step, rank, line.get("time"))
-        for name, value in line.items():
-            if name in NO_VALUES or isinstance(value, bool) or not isinstance(value, (int, float)):
-                continue
-            name = printable(name)[:_MOST_NAME_CHARS]
+        numbers = {
+            printable(name)[:_MOST_NAME_CHARS]: value
+            for name, value in line.items()
+            if name not in NO_VALUES and isinstance(value, (int, float)) and not isinstance(value, bool)
+        }
+        if not self._counts_otherwise(step, rank, numbers):
+            if self._lead is None or rank <= self._lead:
+                self._lead, self.last_step = rank, step
+            self._note_pace(step, rank, line.get("time"))
+        for name, value in numbers.items():
             curve = self._curves.get(name)
             if curve is None and len(self._curves) >= _MOST_CURVES * (2 if _LOOKED_AT_FIRST.search(name) else 1):
                 continue
@@ -125,6 +133,13 @@ class LiveCurves:
                 curve = self._curves[name] = Curve(rank)
             if rank == curve.rank:
                 curve.add(step, _as_float(value))
+
+    def _counts_otherwise(self, step: int, rank: int, names: Iterable[str]) -> bool:
+        """The step is an earlier one, and new to all that is logged there: an epoch, say. A restart repeats steps."""
+        if rank != self._lead or self.last_step is None or step >= self.last_step:
+            return False
+        lasts = [curve.last_step for name in names if (curve := self._curves.get(name))]
+        return all(last is None or last < step for last in lasts)
 
     def _note_pace(self, step: int, rank: int, at: object) -> None:
         if isinstance(at, bool) or not isinstance(at, (int, float)) or not 0 < at < 1e11:

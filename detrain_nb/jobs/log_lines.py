@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import JobError
+from ..metrics import MOST_LINE_BYTES
 from ..text import ShownAsText
 from .report_checks import clean_line
 
@@ -82,8 +83,14 @@ class FollowedFile:
 
     offset: int = 0
     rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
+    most_line_bytes: int = _MOST_LINE_BYTES
     _is_in_line: bool = False
     _drawn: bytes = b""  # what was drawn on it last
+
+    @classmethod
+    def of(cls, name: str, offset: int = 0) -> FollowedFile:
+        """One of a job: what was logged is of no use in parts."""
+        return cls(offset, most_line_bytes=MOST_LINE_BYTES if name.startswith("metrics/") else _MOST_LINE_BYTES)
 
     def take(self, offset: int, data: bytes) -> list[str]:
         """The lines that ``data``, which stands at ``offset``, completes."""
@@ -92,11 +99,11 @@ class FollowedFile:
     def to_lines(self, piece: bytes) -> list[str]:
         """The lines that a piece of `take_piece` completes."""
         *whole, rest = (bytes(self.rest) + piece).split(b"\n")
-        if len(rest) > _MOST_LINE_BYTES:  # of a bar only what is drawn last stands there
+        if len(rest) > self.most_line_bytes:  # of a bar only what is drawn last stands there
             rest = rest[max(0, rest.rfind(b"\r", 0, -1)) :]
-        while len(rest) > _MOST_LINE_BYTES:
-            whole.append(rest[:_MOST_LINE_BYTES])
-            rest = rest[_MOST_LINE_BYTES:]
+        while len(rest) > self.most_line_bytes:
+            whole.append(rest[: self.most_line_bytes])
+            rest = rest[self.most_line_bytes :]
         self.rest = bytearray(rest)
         return [_as_line(line) for line in whole]
 

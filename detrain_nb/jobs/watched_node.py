@@ -144,7 +144,7 @@ class WatchedNode:
 
     def _take_metrics(self, name: str, offset: int, data: bytes) -> bool:
         """As it came: what was logged in megabytes takes many times as much in memory, and is read line by line."""
-        file = self._metrics.setdefault(name, FollowedFile())
+        file = self._metrics.setdefault(name, FollowedFile.of(name))
         if piece := file.take_piece(offset, data):
             with self._lock:
                 self._new_metrics.append((name, file, piece))

@@ -8,7 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from .operators import OperatorMode
+from .operators import OperatorMode, run_operator
 
 Met = TypeVar("Met")
 
@@ -41,7 +41,7 @@ class OperatorRecorder(OperatorMode, Generic[Met]):
         """It has just got its number, which is the last."""
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        result = func(*args, **kwargs)
+        result = run_operator(func, args, kwargs)
         self.note(func, args, kwargs, result)
         return result
 

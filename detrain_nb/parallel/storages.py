@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 
-from .operators import OperatorMode, tensors_of
+from .operators import OperatorMode, run_operator, tensors_of
 from .sameness import dense_parts
 
 KINDS = ("weights", "gradients", "activations", "working")
@@ -107,7 +107,7 @@ class Storages(OperatorMode):
                 return 1  # a schedule asks whether all stages know their shapes
         if self._keeps_sent and func is torch.ops.c10d.send.default:
             self._sent.append(args[0])
-        result = func(*args, **kwargs)
+        result = run_operator(func, args, kwargs)
         if not self._are_fake and func is torch.ops.c10d.recv_.default and len(self._phases) == 1:
             for tensor in args[0]:
                 tensor.fill_(1)  # the same question, and no memory that nobody wrote

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from ..documents import SUFFIXES
 from ..errors import Conflict, DetrainError, SpecError
 from ..jobs.noting import ask_after
 from ..jobs.record import Record
@@ -42,8 +43,8 @@ _SCHEMA = "$schema"  # which an editor reads, and no spec has
 class MyPipelines:
     """The pipelines in ``folder``, by default ``pipelines/`` where the notebook is, and those opened lately elsewhere.
 
-    A pipeline is named by its file in the folder, with or without ``.toml``, or by a path. Nothing is made or written
-    before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
+    A pipeline is named by its file in the folder without the suffix (``.toml`` may stand there), or by a path. Nothing
+    is made or written before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
     """
 
     def __init__(
@@ -99,13 +100,13 @@ class MyPipelines:
             raise SpecError(f"{show(text)} is no pipeline: give the name of one, or a path")
         if "/" in text or os.sep in text or not _is_name(text):
             return Path(os.path.realpath(os.path.expanduser(text)))
-        return self.folder / f"{check_name(text)}{SUFFIX}"
+        return self._place(check_name(text))
 
     def create(self, content: PipelineSpec | Mapping[str, Any], *, name: str | None = None) -> SpecFile:
         """Write a new one, under ``name`` or its own; what is no spec yet is a draft. Raises: Conflict, SpecError."""
         data = document_of(content)
         stem = check_name(str(data.get("name", "")) if name is None else name)
-        return self._write(self.folder / f"{stem}{SUFFIX}", {**data, "name": stem}, before=None)
+        return self._write(self._place(stem), {**data, "name": stem}, before=None)
 
     def create_example(self, example: Example) -> SpecFile:
         """Write an example, under its name or the next that is free. Raises: SpecError."""
@@ -242,7 +243,7 @@ class MyPipelines:
             return [], 0
         self._require_own_folder()
         with named_errors(printable(str(self.folder)), "listed", kind_of=lambda exc: SpecError):
-            names = sorted(name for name in os.listdir(self.folder) if name.endswith(SUFFIX) and name[:1] != ".")
+            names = sorted(filter(_is_listed, os.listdir(self.folder)))
         return [self.folder / name for name in names[:_MOST_LISTED]], max(0, len(names) - _MOST_LISTED)
 
     def _require_own_folder(self) -> None:
@@ -251,10 +252,20 @@ class MyPipelines:
             raise SpecError(f"{printable(str(self.folder))} is no folder, or a link: name the folder that it leads to")
 
     def _free_name(self, wanted: str) -> str:
-        return free_name(wanted, lambda name: os.path.lexists(self.folder / f"{name}{SUFFIX}"))
+        return free_name(wanted, lambda name: os.path.lexists(self._place(name)))
+
+    def _place(self, stem: str) -> Path:
+        """The file of a name in the folder: of several that of TOML, as a new one is."""
+        places = [self.folder / f"{stem}{suffix}" for suffix in (SUFFIX, *SUFFIXES)]
+        return next((place for place in places if os.path.lexists(place)), places[0])
 
     def _is_beside(self, path: Path) -> bool:
         return path.parent == self.folder
+
+
+def _is_listed(name: str) -> bool:
+    """What of the folder may be a pipeline; a schema, which an editor reads, is none."""
+    return name.endswith(SUFFIXES) and not name.startswith(".") and not name.endswith(".schema.json")
 
 
 def _is_name(text: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from .batch import Batch, split_batch
 from .choices import SCHEDULES
-from .costs import Layer, StageCost, StageCosts, bubble_of, imbalance_of, step_of
+from .costs import Layer, StageCost, StageCosts, bubble_of, imbalance_of, join_layers, step_of
 from .description import PlanDescription
 from .memory import MeshMemory, RankBytes
 from .mesh import AXES, DATA_AXES, Mesh, resolve_axes
@@ -16,13 +16,14 @@ from .passes import PASSES, StepTimeline, Work
 from .picture import RankRow
 from .pipeline import plan_pipeline
 from .ranks import parse_ranks, split_names
-from .soundness import MOST_PASSES
+from .soundness import MOST_LAYERS, MOST_PASSES
 from .stages import StageLayout
 
 __all__ = [
     "AXES",
     "DATA_AXES",
     "DEVICES",
+    "MOST_LAYERS",
     "MOST_PASSES",
     "MOST_RANKS",
     "PASSES",
@@ -44,6 +45,7 @@ __all__ = [
     "Work",
     "bubble_of",
     "imbalance_of",
+    "join_layers",
     "parse_ranks",
     "plan_nodes",
     "plan_one_node",

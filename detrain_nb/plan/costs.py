@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _HALVINGS = 30  # of the range in which a time lies
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What runs from one place at which a model can be cut to the next.
+    """What runs from one place at which a model can be cut to the next; of very many a few together.
 
     ``time_s``: seconds for one microbatch, forward and backward, on the node of its stage. ``state_bytes``: parameters
     with their gradients and the optimizer's state; a tied one counts once in a stage, at its first layer there.
@@ -82,6 +84,27 @@ class StageCosts:
     @property
     def bubble(self) -> float:
         return bubble_of(self.stage_s, self.num_microbatches)
+
+
+def join_layers(layers: Sequence[Layer], bounds: Sequence[int], *, most: int) -> list[list[Layer]]:
+    """Return the layers of each stage; where there are more than ``most`` in all, neighbours count as one."""
+    size = math.ceil(len(layers) / (most - len(bounds))) if len(layers) > most else 1
+    return [
+        [_join(layers[at : min(at + size, end)]) for at in range(begin, end, size)]
+        for begin, end in itertools.pairwise(bounds)
+    ]
+
+
+def _join(layers: Sequence[Layer]) -> Layer:
+    if len(layers) == 1:
+        return layers[0]
+    return replace(
+        layers[0],
+        name=f"{layers[0].name} and {len(layers) - 1} more",
+        time_s=math.fsum(layer.time_s for layer in layers),
+        state_bytes=math.fsum(layer.state_bytes for layer in layers),
+        activation_bytes=math.fsum(layer.activation_bytes for layer in layers),
+    )
 
 
 def imbalance_of(stage_s: Sequence[float]) -> float:

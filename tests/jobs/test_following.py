@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from detrain_nb.errors import SpecError
 from detrain_nb.jobs.following import Wanted
 from detrain_nb.jobs.log_lines import FollowedFile, LogLine
+from detrain_nb.metrics import log_metrics, read_metrics_line
 
 LINES = st.lists(st.text(st.characters(codec="ascii", exclude_categories=["Cc"]), max_size=30), max_size=20)
 
@@ -79,6 +83,19 @@ def test_very_long_line_comes_in_parts() -> None:
     shown = file.take(0, b"x" * 1_000_000)
     assert "".join([*shown, *file.end()]) == "x" * 1_000_000
     assert max(map(len, shown)) <= 1 << 16
+
+
+def test_lines_of_many_metrics_come_whole_and_one_that_nobody_would_read_is_refused(tmp_path: Path) -> None:
+    for step in range(3):
+        log_metrics(step, {f"grad_norm/{number:0100d}": 0.25 for number in range(999)}, folder=str(tmp_path))
+    with pytest.raises(SpecError, match=r"step 3 has 300,0[0-9]{2} bytes: a line has 262,144 at most"):
+        log_metrics(3, loss=0.5, note="x" * 300_000, folder=str(tmp_path))
+    data, lines = (tmp_path / "rank-0.jsonl").read_bytes(), list[str]()
+    file = FollowedFile.of("metrics/rank-0.jsonl")
+    for at in range(0, len(data), 100_000):
+        lines += file.take(at, data[at : at + 100_000])
+    found = [values for line in lines if (values := read_metrics_line(line))]
+    assert [(values["step"], len(values)) for values in found] == [(step, 999 + 3) for step in range(3)]
 
 
 def test_where_a_line_is_from() -> None:

@@ -68,6 +68,23 @@ def test_curve_is_that_of_the_first_rank_that_logs_the_name() -> None:
     assert curves.last_step == 1
 
 
+def test_what_is_logged_by_epochs_leaves_progress_and_pace_alone() -> None:
+    curves, seconds = LiveCurves(), 0.0
+    for epoch in range(3):
+        for number in range(100):
+            seconds += 0.1
+            curves.add({"step": 100 * epoch + number, "rank": 0, "time": 1e9 + seconds, "loss": 1.0})
+        curves.add({"step": epoch, "rank": 0, "time": 1e9 + seconds, "val_loss": 1.0, "total_steps": 300})
+    assert (curves.last_step, curves.num_steps) == (299, 300)
+    assert curves.pace is not None and math.isclose(curves.pace, 10, rel_tol=1e-3)
+    assert curves.mean_pace is not None and math.isclose(curves.mean_pace, 10, rel_tol=1e-3)
+    assert all(rate is not None and math.isclose(rate, 10, rel_tol=1e-3) for _, rate in curves.steps_per_s.points())
+    found = curves.get("val_loss")
+    assert found is not None and [step for step, _ in found.points()] == [0, 1, 2]
+    curves.add({"step": 200, "rank": 0, "time": 1e9 + seconds + 60, "loss": 1.0})
+    assert curves.last_step == 200, "after a restart from a checkpoint"
+
+
 def test_what_is_looked_at_first_has_a_place_behind_many_names() -> None:
     curves = LiveCurves()
     norms = {f"grad_norm/{'encoder.' * 10}{number}": 1.0 for number in range(70)}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from detrain_nb.errors import SpecError
 from detrain_nb.parallel import ModelProfile, Partition, StageNode, Unit, partition, profile
+from detrain_nb.plan import PlanDescription
 
 from .models import GPT
 
@@ -206,6 +207,17 @@ def test_gpt_with_a_large_head_is_cut_as_well_as_can_be(stages: int) -> None:
 def test_what_cannot_be_is_told(arguments: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         partition(plain(3), **arguments)  # type: ignore[arg-type]
+
+
+def test_plan_of_very_many_units_has_neighbours_together() -> None:
+    found = partition(plain(2500), 3, times_s=[float(1 + index % 7) for index in range(2500)])
+    costs = found.costs()
+    assert 500 < len(costs.layers) <= 1000 and costs.layers[0].name == "the start and 2 more"
+    for stage, (begin, end) in enumerate(itertools.pairwise(costs.bounds)):
+        of_stage = costs.layers[begin:end]
+        assert sum(layer.time_s for layer in of_stage) == found.stage_s[stage] == costs.stage_s[stage]
+        assert sum(layer.memory_bytes for layer in of_stage) == found.memory_bytes[stage]
+    assert PlanDescription.from_dict(found.to_dict()).costs == costs
 
 
 def test_of_many_cuts_some_are_named() -> None:

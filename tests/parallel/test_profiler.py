@@ -115,6 +115,13 @@ def test_what_autograd_keeps_is_what_it_really_keeps(model: nn.Module, inputs: T
     assert sum(unit.saved_bytes for unit in found.units) == measure_saved_bytes(model, inputs)
 
 
+def test_what_an_lstm_keeps_is_counted() -> None:
+    model, inputs = nn.LSTM(48, 64, num_layers=2), torch.zeros(32, 8, 48)
+    found, measured = profile(model, inputs), measure_saved_bytes(model, inputs)
+    assert sum(unit.saved_bytes for unit in found.units) == pytest.approx(measured, rel=0.05)
+    assert measured > 10 * (2 * 32 * 8 * 64 * 4), "many times its output"
+
+
 def test_no_cut_in_the_middle_of_a_checkpoint() -> None:
     assert profile(Checkpointed(), torch.zeros(2, 8)).cuts == ("blocks.0", "blocks.1", "blocks.2")
 

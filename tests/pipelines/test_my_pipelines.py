@@ -43,6 +43,22 @@ def test_entry_says_mesh_nodes_and_what_is_wrong(mine: MyPipelines) -> None:
     assert "broken.toml" in str(mine.entries()), "listed with its error, not hidden"
 
 
+def test_files_in_other_formats_are_listed_opened_and_not_doubled(mine: MyPipelines) -> None:
+    mine.folder.mkdir()
+    (mine.folder / "yours.yaml").write_text("name: yours\nsource: {script_text: print(1)}\n")
+    (mine.folder / "theirs.json").write_text('{"name": "theirs", "source": {"script_text": "1"}}')
+    (mine.folder / "pipeline.schema.json").write_text("{}")
+    assert names_of(mine) == ["theirs", "yours"]
+    opened = mine.open("yours")
+    assert opened.path.name == "yours.yaml" and opened.spec is not None
+    with pytest.raises(Conflict, match=r"yours\.yaml is there already"):
+        mine.create({**DATA, "name": "yours"})
+    assert mine.duplicate("yours").path.name == "yours-2.toml"
+    deleted = mine.delete("theirs")
+    assert names_of(mine) == ["yours", "yours-2"]
+    assert mine.restore(deleted).name == "theirs.json"
+
+
 @pytest.mark.parametrize(
     ("search", "found"),
     [("gpu2", ["gpt"]), ("PP 2", ["gpt"]), ("never", ["gpt", "here"]), ("machine here", ["here"]), ("gpu9", [])],

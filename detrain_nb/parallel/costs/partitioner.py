@@ -13,7 +13,17 @@ import torch
 from torch import Tensor
 
 from ...errors import SpecError
-from ...plan import Layer, PlanDescription, StageCost, StageCosts, bubble_of, imbalance_of, step_of
+from ...plan import (
+    MOST_LAYERS,
+    Layer,
+    PlanDescription,
+    StageCost,
+    StageCosts,
+    bubble_of,
+    imbalance_of,
+    join_layers,
+    step_of,
+)
 from ...text import name_some, table_lines
 from ..arguments import require_whole
 from .profiler import ModelProfile
@@ -93,9 +103,10 @@ class Partition:
 
     def costs(self) -> StageCosts:
         """Return its numbers alone, which need no torch."""
+        layers = join_layers(self.layers, self.bounds, most=MOST_LAYERS)
         stages = tuple(
             StageCost(
-                self.bounds[stage + 1] - self.bounds[stage],
+                len(layers[stage]),
                 self.stage_s[stage],
                 self.memory_bytes[stage],
                 node.name,
@@ -103,7 +114,8 @@ class Partition:
             )
             for stage, node in enumerate(self.nodes)
         )
-        return StageCosts(self.layers, stages, self.num_microbatches, self.even.imbalance if self.even else None)
+        even = self.even.imbalance if self.even else None
+        return StageCosts(tuple(itertools.chain(*layers)), stages, self.num_microbatches, even)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain JSON, for ``widgets.plan``: it can be pulled, or written into a file."""
