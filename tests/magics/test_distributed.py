@@ -276,7 +276,7 @@ def test_status_is_a_table(kernel: Any) -> None:
     outcome = kernel.run("%distributed status")
     [table], [text] = outcome.rich("text/html"), outcome.rich()
     assert table.count("<tr>") == 3
-    assert re.search(r"0 +\S+ +\d+ +cpu +idle +\d+ MB +\d\.\d{3} s", text)
+    assert re.search(r"0 +this machine +\d+ +cpu +idle +\d+ MB +\d\.\d{3} s", text)
 
 
 def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
