@@ -78,6 +78,7 @@ class Row {
     return [
       { text: "Duplicate", act: () => this.page.duplicate(entry), reason: entry.can_open ? null : entry.fault },
       { text: "Copy as Python", act: () => this.copy(), reason: entry.can_run ? null : entry.fault },
+      { text: "Show job", act: () => this.show_view(), reason: count ? null : "it was never run" },
       { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "it was never run" },
       null,
       { text: entry.is_beside ? "Delete" : "Take off the list", act: () => view.call("delete", { id: entry.id }) },
@@ -255,7 +256,7 @@ function mount(view) {
     const was_open = !form.element.hidden;
     list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
-    if (value !== null && !was_open) form.focus_first();
+    if (value !== null && !was_open) form.begin();
     if (value === null && was_open) list.search.focus();
   });
   view.on("list", (value) => list.set_list(value));
