@@ -183,7 +183,14 @@ class FormPage extends DraftEditor {
     if (!this.form) return;
     this.draw_steps();
     if (step === "review") this.draw_review();
-    if (has_focus && step !== "review") this.focus_first();
+    if (!has_focus) return;
+    if (step === "review") this.tabs.at(-1).button.focus(); else this.focus_first();
+    this.element.firstChild.scrollIntoView({ block: "nearest" }); // the page before it may have been longer
+  }
+  /** Show a form that was opened from its first page; what was started from another one is in the list. */
+  begin() {
+    if (this.work?.is !== "running") this.work = null;
+    this.show("general"); this.draw_notes();
   }
   focus_first() { [...this.pages[this.step].querySelectorAll("input, textarea, button")].find((each) => each.offsetParent)?.focus(); }
   go(by) { this.show(this.tabs[this.tabs.findIndex((tab) => tab.id === this.step) + by].id); }

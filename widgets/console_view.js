@@ -78,6 +78,7 @@ class Row {
     return [
       { text: "Duplicate", act: () => this.page.duplicate(entry), reason: entry.can_open ? null : entry.fault },
       { text: "Copy as Python", act: () => this.copy(), reason: entry.can_run ? null : entry.fault },
+      { text: "Show job", act: () => this.show_view(), reason: count ? null : "it was never run" },
       { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "it was never run" },
       null,
       { text: entry.is_beside ? "Delete" : "Take off the list", act: () => view.call("delete", { id: entry.id }) },
@@ -262,7 +263,7 @@ function mount(view) {
     const was_open = !form.element.hidden;
     list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
-    if (value !== null && !was_open && view.has_mounted) form.focus_first(); // a page that is loaded again stays where it is
+    if (value !== null && !was_open && view.has_mounted) form.begin(); // a page that is loaded again stays where it is
     if (value === null && was_open) list.search.focus();
   });
   view.on("list", (value) => list.set_list(value));

@@ -78,6 +78,12 @@ def fetch_for_browser(job: Job, file: MadeFile, folder: Path, on_bytes: OnBytes,
     return folder / found
 
 
+def tell_others(count: int, job: str) -> str:
+    """Of artifacts that are no model, as a checkpoint that torch has cut into files; nothing where there are none."""
+    files = "1 other file" if count == 1 else f"{count:,} other files"
+    return f"; {files}: %job fetch {job} brings what it made" if count else ""
+
+
 def describe_model(files: Sequence[MadeFile], *, has_many_nodes: bool) -> list[dict[str, Any]]:
     """The first of them as pages get them; their names are those of files, which `check_name` has let in."""
     return [

@@ -357,7 +357,7 @@ function mount(view) {
   const arrange = () => {
     const { phase } = view.state.head, curves_shown = are_curves_open ?? phase !== "failed", log_shown = is_log_open ?? (phase === "running" || phase === "stopped");
     again.hidden = phase === "running"; stop.hidden = phase !== "running";
-    model.why.hidden = phase !== "running" && !(view.state.model?.files.length); model.get.hidden = (phase === "failed" || phase === "stopped") && !(view.state.model?.files.length);
+    model.why.hidden = !["running", "succeeded"].includes(phase) && !(view.state.model?.files.length); model.get.hidden = (phase === "failed" || phase === "stopped") && !(view.state.model?.files.length);
     const can_fold = phase !== "running";
     had_curves = has_curves();
     replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, had_curves && fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);

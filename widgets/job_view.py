@@ -19,7 +19,7 @@ from .actions import Refused, action, describe_failure, optional, text, whole
 from .downloads import MOST_DOWNLOAD_BYTES, Download
 from .job_log import Levels, LogWindow, make_begun, make_item
 from .job_log_file import write_log
-from .job_model import choose_model, describe_model, fetch_for_browser, fetch_model
+from .job_model import choose_model, describe_model, fetch_for_browser, fetch_model, tell_others
 from .job_settled import settle_job
 from .live_view import LiveView, Settled
 
@@ -50,6 +50,7 @@ class JobView(LiveView):
         self._job = job
         self._log = LogWindow()
         self._made: list[MadeFile] | None = None
+        self._num_others = 0  # artifacts that are no model: checkpoints, say
         self._listing: threading.Thread | None = None
         self._parts: picture.Json = dict.fromkeys(_PARTS)
         spec = None
@@ -152,16 +153,18 @@ class JobView(LiveView):
             why = f"Model is written after the last step{there}"
         else:
             why = "Looking for the model" if self._made is None else f"No model was written{there}"
+            why += tell_others(self._num_others, self._job.id)
         return {"files": [], "count": 0, "size": 0, "why": why}
 
     def _list_made(self, job: Job, news: JobNews) -> None:
         try:
-            made = choose_model(job.list_made())
+            found = job.list_made()
+            made = choose_model(found)
         except DetrainError as exc:
-            made = []
+            made, found = [], []
             self._say(what="list", state="failed", error=one_line(str(exc)))
         if job is self._job:
-            self._made = made
+            self._made, self._num_others = made, len(found) - len(made)
             self._draw(news)
             self.publish("model", self._parts["model"])
 

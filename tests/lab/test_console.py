@@ -125,6 +125,7 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     expect(row(view, "sweep-lr")).to_be_visible()
 
     view.get_by_role("button", name="More for bert-finetune").click()
+    expect(view.get_by_role("menuitem", name="Show job")).to_be_enabled()
     view.get_by_role("menuitem", name="Jobs of this pipeline (1)").click()
     expect(view.locator("tr.more")).to_contain_text("%job show bert-finetune-1")
     view.locator("tr.more").get_by_role("button", name="Close").click()
@@ -277,6 +278,8 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()
     view.get_by_role("button", name="Next: Review").click()
     expect(view.locator(".plan")).to_contain_text("rank 1")
+    expect(view.get_by_role("heading", name="train", exact=True)).to_be_in_viewport()  # the page before is longer
+    expect(view.get_by_role("button", name="Review & start")).to_be_focused()
     expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
     view.get_by_role("tab", name="TOML").focus()
     keys.press("ArrowRight")
@@ -302,6 +305,8 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     view.get_by_role("button", name="My Pipelines").click()
     expect(names(view)).to_have_text(["train"])
     expect(row(view, "train")).to_contain_text("succeeded", timeout=60_000)  # nothing of it outlives the kernel
+    begin_pipeline(view, "other")
+    expect(view.get_by_text("starting train: it runs")).to_have_count(0)
 
 
 @pytest.mark.slow

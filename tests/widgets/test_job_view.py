@@ -317,6 +317,24 @@ def test_model_is_the_likeliest_file_and_no_checkpoint() -> None:
 
 
 @pytest.mark.timeout(60)
+def test_job_without_a_model_tells_what_else_it_has_made(home: Path) -> None:
+    def tell(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("status", jobs=[{"id": "cut-1", "node_rank": 0, "state": "ended", "exit_code": 0}])
+
+    def offer(talk: Talk, order: dict[str, Any]) -> None:
+        talk.say("made", files=[[f"artifacts/dcp/{name}", 10, 1.0] for name in (".metadata", "__0_0.distcp")])
+
+    spec = '{"name": "cut", "source": {"script_text": "1"}}'
+    Record().add("cut-1", name="cut", nodes="[]", spec=spec, state="ended")
+    Record().update("cut-1", exit_code=0)
+    job = Job("cut-1", "cut", [LyingNode({"status": tell, "artifacts": offer})], record=Record())
+    view = JobView(job)
+    view._list_made(job, view._news)
+    assert view.state()["model"]["why"] == "No model was written; 2 other files: %job fetch cut-1 brings what it made"
+    view.close()
+
+
+@pytest.mark.timeout(60)
 @pytest.mark.parametrize(
     ("fetch", "why"),
     [
