@@ -306,13 +306,14 @@ def test_what_came_while_nobody_was_there_is_shown_with_values_errors_and_deaths
     front.run("%distributed start -n 3 --no-init")
     pids = re.findall(r"\d+", front.run("%%distributed\nimport os, time\nprint(os.getpid())").replace("[", "\n["))
     wait = f"while not os.path.exists('{tmp_path}/go'): time.sleep(.01)\n"
-    begun = f"open('{tmp_path}/' + str(rank), 'w')\n"
-    front.begin(f"%%distributed\nprint('begun')\n{begun}{wait}print('on')\nif rank == 1: 1 / 0\ntime.sleep(.1)\n[rank]")
+    begun, ended = f"open('{tmp_path}/' + str(rank), 'w')\n", f"open('{tmp_path}/end', 'w')\n"
+    front.begin(f"%%distributed\nprint('begun')\n{begun}{wait}print('on')\nif rank == 1: 1 / 0\n{ended}[rank]")
     _eventually(lambda: all((tmp_path / str(rank)).exists() for rank in range(3)))
     front.kill()
     os.kill(int(pids[5]), signal.SIGKILL)
     (tmp_path / "go").touch()
-    time.sleep(2)
+    _eventually((tmp_path / "end").exists)
+    time.sleep(1)  # the end of the cell comes to the agent, and the news of the one that was killed
     front.restart(now=True)
     shown = front.run("%distributed attach")
     assert re.search(r"\[0\] on\n(.*\n)*\[0\] \[0\]\n", shown)

@@ -243,7 +243,7 @@ def test_stop_button_interrupts_the_ranks_and_variables_stay(kernel: Any) -> Non
     outcome = kernel.run("%%distributed\nprint('going')\nwhile True: time.sleep(.01)", interrupt_when="[1] going")
     assert outcome.status == "error"
     assert "KeyboardInterrupt\nall ranks stopped and kept their variables" in outcome.error
-    assert outcome.seconds < 5
+    assert outcome.seconds < 30
     assert kernel.run("%%distributed\nx").rich() == ["[0] 1", "[1] 2"]
 
 
@@ -471,7 +471,7 @@ def test_end_of_the_kernel_ends_everything(start_kernel: Any, how: str) -> None:
     assert kernel.run(f"%%distributed -n 2\n{code}").status == "ok"
     assert len(_marked(how)) >= 1 + 1 + 1 + 2 + 2 + 2
     kernel.close(now=how == "kill")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while left := _marked(how):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

@@ -264,7 +264,7 @@ store.set("torch.rendezvous.job-1", base64.b64encode(pickle.dumps(Forged())).dec
 
 @pytest.mark.thorough
 def test_an_elastic_job_ends_with_node_0_and_says_so(elastic_job: _Job) -> None:
-    elastic_job.rendezvous = replace(elastic_job.rendezvous, silence_s=3)
+    elastic_job.rendezvous = replace(elastic_job.rendezvous, silence_s=15)
     first, second = (elastic_job.start(rank, _SLEEP) for rank in (0, 1))
     for node in (first, second):
         node.wait_for("asleep")

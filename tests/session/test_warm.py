@@ -137,11 +137,11 @@ def test_twenty_warm_starts_leave_no_descriptor_and_no_process_behind(processes:
     warm = _session_stopped(ranks=1)
     agent = warm.parent()
     assert agent is not None
-    before = {process: process.num_fds() for process in (warm, agent)}
+    before = {process: process.num_fds() for process in (warm, agent)}  # perhaps one of the last session's among them
     for _ in range(20):
         with _start(ranks=1) as session:
             session.run_cell("1")
-    assert {process: process.num_fds() for process in (warm, agent)} == before
+    assert_soon(lambda: all(process.num_fds() <= count for process, count in before.items()))
     assert processes() == {warm, agent}
     assert len(agent.open_files()) == 0
 

@@ -12,7 +12,7 @@ from .watch import say_end
 
 def main() -> None:
     """Say what the last argument is, in the store whose address and port are before it."""
-    from .rendezvous import WatchStore  # torch
+    from .watch_store import WatchStore  # torch
 
     address, port, reason = sys.argv[1:]
     say_end(WatchStore(address, int(port)), reason)

@@ -16,9 +16,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TypeVar
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousConnectionError,
@@ -34,11 +33,10 @@ from ...launch import JOB_BACKEND, JOB_NODES_VARIABLE
 from ...text import printable
 from ..system.bound_store import connect, listen
 from .watch import Watch, end_ranks, write_reason
+from .watch_store import WatchStore
 
-_OPERATION_LIMIT_S = 60.0
 _GONE_GRACE_S = 1.0  # until torch is left where it waits
 _MOST_NAME = 100  # characters
-_Answer = TypeVar("_Answer")
 
 
 class FixedRendezvous(RendezvousHandler):
@@ -186,35 +184,6 @@ def open_watch(
     else:
         atexit.register(watch.leave)
     return watch
-
-
-class WatchStore:
-    """The part of the store in which nodes watch each other: a `SharedStore`, over a connection of its own."""
-
-    def __init__(self, address: str, port: int) -> None:
-        try:
-            # torch tries again and again where nobody listens
-            socket.create_connection((address, port), timeout=_OPERATION_LIMIT_S).close()
-            client: Store = connect(address, port, timeout=timedelta(seconds=_OPERATION_LIMIT_S))
-        except (OSError, DistError) as exc:
-            raise ConnectionError(f"the store of the job at {address}:{port} is gone: {exc}") from exc
-        self._store = PrefixStore("detrain_nb.watch", client)
-
-    def set(self, key: str, value: str) -> None:
-        self._call(lambda: self._store.set(key, value))
-
-    def set_first(self, key: str, value: str) -> None:
-        self._call(lambda: self._store.compare_set(key, "", value))
-
-    def get(self, key: str) -> bytes | None:
-        return self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
-
-    @staticmethod
-    def _call(operation: Callable[[], _Answer]) -> _Answer:
-        try:
-            return operation()
-        except DistError as exc:
-            raise ConnectionError(str(exc)) from exc
 
 
 def _read_names() -> list[str]:
