@@ -18,7 +18,7 @@ from detrain_nb.cli.commands import main
 from detrain_nb.cli.job_commands import split_command
 from detrain_nb.jobs.record import Record
 
-LIMIT_S = 120.0
+LIMIT_S = 240.0  # on a machine that has others to run
 SCRIPT = """
 import os, pathlib, sys
 from detrain_nb import job_spec

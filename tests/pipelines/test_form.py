@@ -401,10 +401,11 @@ def test_code_says_any_script_as_it_is(script: str) -> None:
     assert built["spec"] == spec
 
 
+@pytest.mark.timeout(240)  # on a machine that has others to run
 def test_code_submits_the_pipeline(home: Path) -> None:
     form = SpecForm({**RIGHT, "nodes": [{"host": "localhost", "devices": "cpu", "ranks": 1}]})
-    code = f"{form.to_code()}\njob.wait(60).check()\nprint([line.text for line in job.logs().lines])\njob.remove()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=home, timeout=100)
+    code = f"{form.to_code()}\njob.wait(120).check()\nprint([line.text for line in job.logs().lines])\njob.remove()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=home, timeout=200)
     assert "'ran'" in done.stdout, done.stdout + done.stderr
 
 

@@ -388,18 +388,19 @@ def test_pipeline_that_has_changed_since_it_was_seen_is_not_started(mine: MyPipe
     assert mine.run("train", as_read=mine.open("train"), dry_run=True)
 
 
+@pytest.mark.timeout(300)  # for two jobs, on a machine that has others to run
 def test_pipeline_runs_again_with_the_same_spec(mine: MyPipelines) -> None:
     here = [{"host": "localhost", "devices": "cpu", "ranks": 1}]
     mine.create({**DATA, "name": "train", "nodes": here})
     job = mine.run("train")
-    job.wait(60).check()
+    job.wait(120).check()
     assert "ran" in [each.text for each in job.logs().lines]
     MyPipelines("another").create({**DATA, "name": "train", "nodes": here})
     assert job_of(MyPipelines("another"), "train") is None
     [entry] = mine.entries()
     assert entry.job is not None and (entry.job.word, entry.job.count) == ("succeeded", 1)
     again = job.restart()
-    again.wait(60).check()
+    again.wait(120).check()
     assert job_of(mine, "train") == again.id
     for each in (job, again):
         each.remove()

@@ -17,6 +17,8 @@ from detrain_nb.pipelines import MyPipelines
 
 from .page import WithPage
 
+pytestmark = pytest.mark.timeout(240)  # on a machine that has others to run
+
 DATA: dict[str, Any] = {
     "source": {"script_text": "print('ran')"},
     "nodes": [{"host": "localhost", "devices": "cpu", "ranks": 1}],

@@ -22,7 +22,7 @@ from detrain_nb.session.state.cell_observer import CellObserver
 from ..session.soon import assert_soon
 from .page import LIMIT_S
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
