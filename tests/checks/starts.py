@@ -1,10 +1,11 @@
 """A plugin: how every test of ours runs. Sessions start warm, torch computes in one thread here, and nothing that
-hypothesis tries has a deadline.
+hypothesis tries has a deadline. In `.ci/run` it tries the same each time, so that what fails is news of the change.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +16,9 @@ from hypothesis import settings
 from detrain_nb import Session
 from detrain_nb.deploy.kept import drop_kept
 
-settings.register_profile("without a clock", deadline=None)  # a slow disk, or another process, is no failure
+settings.register_profile(  # a slow disk, or another process, is no failure
+    "without a clock", deadline=None, derandomize=bool(os.environ.get("DETRAIN_NB_CI"))
+)
 settings.load_profile("without a clock")
 
 

@@ -715,7 +715,7 @@ def test_killed_save_leaves_the_last_good_one(tmp_path: Path) -> None:
     """20 processes that save are killed, some in the middle: else this shows nothing."""
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks\n"
     code += f"print(on_ranks.kill_at_random({str(tmp_path)!r}, 20, seed=1))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     found = eval(done.stdout)
     assert found["halves"] >= 3 and found["last"] >= 3
@@ -725,7 +725,7 @@ def test_process_group_goes_with_what_was_saved_in_it(tmp_path: Path) -> None:
     """The group of its own that saves have goes with it, and another one gets another."""
     code = f"import sys; sys.path.insert(0, {str(HERE)!r}); import checkpoint_ranks as on_ranks\n"
     code += f"print(on_ranks.save_in_two_groups({str(tmp_path)!r}))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=55, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=True)
     assert eval(done.stdout) == {"left": [False, False], "steps": [1, 2]}
 
 
