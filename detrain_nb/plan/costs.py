@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+_HALVINGS = 30  # of the range in which a time lies
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -69,6 +71,11 @@ class StageCosts:
         return imbalance_of(self.stage_s)
 
     @property
+    def best_slowest_s(self) -> float:
+        """The time of the slowest stage where the same layers are cut best, by their times alone."""
+        return best_slowest_of([layer.time_s for layer in self.layers], len(self.stages))
+
+    @property
     def step_s(self) -> float:
         return step_of(self.stage_s, self.num_microbatches)
 
@@ -81,6 +88,25 @@ def imbalance_of(stage_s: Sequence[float]) -> float:
     """The slowest stage's time by the mean; 1 is even."""
     total = sum(stage_s)
     return max(stage_s) * len(stage_s) / total if total else 1.0
+
+
+def best_slowest_of(times_s: Sequence[float], num_stages: int) -> float:
+    """The least time that the slowest of ``num_stages`` stages can take, each of the next of ``times_s``."""
+    low, high = max(times_s, default=0.0), sum(times_s)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _num_stages(times_s, middle) <= num_stages else (middle, high)
+    return high
+
+
+def _num_stages(times_s: Sequence[float], limit_s: float) -> int:
+    """How many stages there are at least where none takes longer."""
+    count, filled_s = 1, 0.0
+    for time_s in times_s:
+        filled_s += time_s
+        if filled_s > limit_s:
+            count, filled_s = count + 1, time_s
+    return count
 
 
 def step_of(stage_s: Sequence[float], num_microbatches: int) -> float:

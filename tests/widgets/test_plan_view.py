@@ -125,6 +125,20 @@ def test_a_stage_that_does_not_fit_and_one_that_holds_up_the_others_are_told_of(
     assert [(row["word"], row["is_too_full"]) for row in rows] == [("", True), ("slowest", True), ("slowest", True)]
 
 
+def test_a_stage_that_is_a_little_slower_is_told_of_where_another_cut_is_quicker() -> None:
+    assert numbers(costs=costs(1.0, 1.13))[0] == {
+        "label": "Imbalance, slowest / mean", "value": "1.06", "unit": "", "state": "", "word": "",
+        "beside": "cut evenly 1.50",
+    }  # fmt: skip
+    assert widgets.plan(PlanDescription(costs=costs(1.0, 1.13))).state()["stages"][1]["word"] == "slowest"
+    assert numbers(costs=costs(1.0, 1.3))[0]["word"] == "stage 1 slowest", "no other cut, and it is notable"
+    layers = costs(0.5, 0.5, 0.06, 0.94).layers
+    late = StageCosts(layers, (StageCost(3, 1.06, 1), StageCost(1, 0.94, 1)), 4)
+    assert numbers(costs=late)[0]["word"] == "stage 0 slowest"
+    early = StageCosts(layers, (StageCost(1, 0.5, 1), StageCost(2, 0.56, 1), StageCost(1, 0.94, 1)), 4)
+    assert early.best_slowest_s == pytest.approx(0.94) and late.best_slowest_s == pytest.approx(1.0)
+
+
 def test_a_stage_that_waits_for_its_link_says_so() -> None:
     found = PlanDescription(costs=StageCosts((Layer("a", 1e-3, 1, 1),), (StageCost(1, 4e-3, 2),), 1))
     assert widgets.plan(found).state()["stages"][0]["link"] == "its link; layers 1 ms"
