@@ -322,15 +322,20 @@ def test_of_very_many_names_the_first_are_shown_and_the_rest_counted(session: Se
 
 def test_huge_values_are_compared_in_a_sample_and_said_to_be(session: Session) -> None:
     session.run_cell("huge, long, text = torch.zeros(1 << 28), list(range(3_000_000)), 'x' * (64 << 20)")
+    session.run_cell("wide, block = torch.nn.Module(), torch.nn.Linear(2, 2, bias=False)\nblock.weight.data.zero_()")
+    session.run_cell("wide._modules = {str(n): block for n in range(200_000)}")
     try:
-        found = session.variables(["huge", "long", "text"])
-        assert [row.words for row in found.rows] == ["same on 2 (sampled)"] * 3
+        found = session.variables(["huge", "long", "text", "wide"], limit_s=LONG_S)
+        assert [row.words for row in found.rows] == ["same on 2 (sampled)"] * 4
+        assert found["wide"].value == "at least 4 parameters"
+        seen = session.preview("wide")
+        assert (seen.note, seen.rows[0]) == ("first 10 of at least 50,001 modules", ("0", "Linear", "4"))
         assert found["huge"].bytes == 1 << 30
         session.run_cell("huge += rank")
         assert session.variables("huge")["huge"].words == "each its own"
         assert session.preview("huge", 1).sampled == 1 << 16
     finally:
-        session.run_cell("del huge, long, text")
+        session.run_cell("del huge, long, text, wide, block")
 
 
 def test_names_that_are_none_are_only_counted(session: Session) -> None:

@@ -5,7 +5,6 @@ It is plain JSON, bounded, and made without running anything of the value's clas
 
 from __future__ import annotations
 
-import math
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -15,15 +14,14 @@ import torch
 
 from .digests import digest_of
 from .untouched import (
+    Inside,
     as_tensor,
     bases_of,
-    is_dtensor,
     is_of,
     layout_of,
     learning_rates,
     module_of,
     name_of,
-    parameters_of,
     plain_torch,
     tensors_of,
     whole_shape,
@@ -94,10 +92,10 @@ def _of_tensor(value: Any) -> Row:
     }
 
 
-def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
+def _of_parts(value: Any, inside: Inside) -> Row:
     """A module or an optimizer: how much it has on this rank, where, and how its tensors lie."""
     size, devices, dtypes, layouts = 0, [], [], []
-    for _, part in inside:
+    for _, part in inside.tensors:
         if (tensor := as_tensor(part)) is not None:
             size += tensor.numel() * tensor.element_size()
             devices.append(str(tensor.device))
@@ -106,9 +104,9 @@ def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
     is_optimizer = is_of(value, torch.optim.Optimizer)
     if is_optimizer:
         rates = ", ".join(f"{rate:g}" for rate in dict.fromkeys(learning_rates(value)))
-        words = f"lr {rates}, {len(inside):,} states"
+        words = f"lr {rates}, {inside.counted(len(inside.tensors))} states"
     else:
-        words = f"{sum(_count(part) for _, part in parameters_of(value)):,} parameters"
+        words = f"{inside.count_numbers()} parameters"
     return {
         "value": _cut(words),
         "dtype": "" if is_optimizer else _all(dtypes),
@@ -116,14 +114,6 @@ def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
         "bytes": size,
         "layout": next((layout for layout in layouts if layout), None),
     }
-
-
-def _count(part: object) -> int:
-    """How many numbers a tensor has, on all ranks together."""
-    if is_dtensor(part):
-        return math.prod(whole_shape(part))
-    tensor = as_tensor(part)
-    return 0 if tensor is None else tensor.numel()
 
 
 def _all(words: list[str]) -> str:

@@ -24,6 +24,7 @@ import torch
 
 from ... import values
 from .untouched import (
+    Inside,
     as_array,
     as_tensor,
     is_dense,
@@ -179,10 +180,11 @@ class _Hashing:
             else:
                 self.add(constant)
 
-    def _add_parts(self, kind: type, inside: list[tuple[str, object]]) -> None:
+    def _add_parts(self, kind: type, inside: Inside) -> None:
         """Parameters, buffers, or the state of an optimizer."""
         self._write("parts", name_of(kind).encode())
-        for path, tensor in inside:
+        self.is_sample |= inside.is_cut
+        for path, tensor in inside.tensors:
             self._write("path", path.encode("utf-8", "surrogatepass"))
             self.add_tensor(tensor, whole_bytes=_PART_BYTES, sample=_PART_SAMPLE)
 

@@ -17,6 +17,8 @@ from ...values import has_data
 from .described import Row, short_text
 from .digests import SAMPLE, NotCompared, require_done, sample_of
 from .untouched import (
+    MOST_PARTS,
+    Inside,
     as_array,
     as_tensor,
     children_of,
@@ -24,7 +26,6 @@ from .untouched import (
     is_dtensor,
     is_of,
     name_of,
-    parameters_of,
     plain_torch,
     tensors_of,
 )
@@ -85,26 +86,27 @@ def _item(value: object) -> str:
     return short_text(value, most=_ITEM_CHARS) or name_of(type(value))
 
 
-def _first_of(shown: int, size: int, what: str) -> str:
-    return f"first {shown:,} of {size:,} {what}" if shown < size else f"all {size:,} {what}"
+def _first_of(shown: int, size: int, what: str, *, is_cut: bool = False) -> str:
+    of = f"at least {size:,}" if is_cut else f"{size:,}"
+    return f"first {shown:,} of {of} {what}" if shown < size or is_cut else f"all {of} {what}"
 
 
-def _of_parts(value: Any, inside: list[tuple[str, object]]) -> Row:
+def _of_parts(value: Any, inside: Inside) -> Row:
     """The modules directly inside a module; the tensors of anything else, one by one."""
     rows = []
-    children = children_of(value) if is_of(value, torch.nn.Module) else []
+    children = list(children_of(value)) if is_of(value, torch.nn.Module) else []
     for name, child in children[:_ITEMS]:
-        tensors = [as_tensor(part) for _, part in parameters_of(child)]
-        numbers = sum(tensor.numel() for tensor in tensors if tensor is not None)
-        rows.append([name[:_ITEM_CHARS], name_of(type(child)), f"{numbers:,}"])
+        of_child = tensors_of(child)
+        rows.append([name[:_ITEM_CHARS], name_of(type(child)), of_child.count_numbers() if of_child else ""])
     if rows:
-        note = _first_of(len(rows), len(children), "modules")
+        note = _first_of(len(rows), len(children), "modules", is_cut=len(children) > MOST_PARTS)
         return {"columns": ["module", "class", "parameters"], "rows": rows, "note": note}
-    for path, part in inside[:_ITEMS]:
+    for path, part in inside.tensors[:_ITEMS]:
         tensor = as_tensor(part)
         shape = "" if tensor is None else f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
         rows.append([path[:_ITEM_CHARS], name_of(type(part)), shape])
-    return {"columns": ["name", "class", "shape"], "rows": rows, "note": _first_of(len(rows), len(inside), "tensors")}
+    note = _first_of(len(rows), len(inside.tensors), "tensors", is_cut=inside.is_cut)
+    return {"columns": ["name", "class", "shape"], "rows": rows, "note": note}
 
 
 def _of_tensor(value: object, deadline: float) -> Row:

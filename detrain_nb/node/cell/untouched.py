@@ -6,10 +6,12 @@ not.
 
 from __future__ import annotations
 
+import itertools
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +19,9 @@ _TYPE: Any = type.__dict__
 _MODULE_VARIABLES: Any = torch.nn.Module.__dict__["__dict__"]
 _OPTIMIZER_VARIABLES: Any = torch.optim.Optimizer.__dict__["__dict__"]
 _DICTS: tuple[Any, ...] = (dict, type(torch.nn.Module()._parameters))
-_KINDS = ("_parameters", "_buffers")  # of the tensors of a module
+_PARAMETERS, _BUFFERS, _MODULES = "_parameters", "_buffers", "_modules"  # where a module has what
 _MOST_TENSORS = 20_000  # of a module
+MOST_PARTS = 50_000  # modules and tensors that are looked at
 _MOST_NAME_CHARS = 200
 _MOST_DEPTH = 50  # of modules in modules
 
@@ -133,60 +136,83 @@ def _slot(value: object, name: str) -> Any:
     return type(value).__dict__[name].__get__(value)
 
 
-def tensors_of(value: object, *, kinds: Sequence[str] = _KINDS) -> list[tuple[str, object]] | None:
-    """The parameters and buffers of a module, or the state of an optimizer, each once and with its path.
+class Inside(NamedTuple):
+    """Tensors, each once and with its path; ``parameters`` are those of them that a module has as such.
 
-    ``kinds``: of a module only these. None where it is neither. Of very many the first ones. They are what lies in the
-    object, not what it says of itself.
+    ``is_cut``: there may be more, as of very much the first is looked at.
+    """
+
+    tensors: list[tuple[str, object]]
+    parameters: list[object]
+    is_cut: bool
+
+    def counted(self, number: int) -> str:
+        """``number``, which was counted in them, in words."""
+        return f"{'at least ' if self.is_cut else ''}{number:,}"
+
+    def count_numbers(self) -> str:
+        """Say how many numbers the parameters have, on all ranks together. Called inside ``plain_torch``."""
+        return self.counted(sum(map(_count, self.parameters)))
+
+
+def tensors_of(value: object) -> Inside | None:
+    """The parameters and buffers of a module, or the state of an optimizer; None where it is neither.
+
+    They are what lies in the object, not what it says of itself.
     """
     if is_of(value, torch.nn.Module):
-        found = _of_module(value, kinds)
+        found = _of_module(value)
     elif is_of(value, torch.optim.Optimizer):
         found = _of_optimizer(value)
     else:
         return None
     seen: set[int] = set()
-    kept = []
-    for path, tensor in found:
-        if id(tensor) not in seen and is_of(tensor, torch.Tensor):
-            seen.add(id(tensor))
-            kept.append((path, tensor))
-        if len(kept) == _MOST_TENSORS:
-            break
-    return kept
+    tensors: list[tuple[str, object]] = []
+    parameters: list[object] = []
+    for count, (path, part, kind) in enumerate(found):
+        if count == MOST_PARTS or len(tensors) == _MOST_TENSORS:
+            return Inside(tensors, parameters, is_cut=True)
+        if id(part) not in seen and is_of(part, torch.Tensor):
+            seen.add(id(part))
+            tensors.append((path, part))
+            if kind == _PARAMETERS:
+                parameters.append(part)
+    return Inside(tensors, parameters, is_cut=False)
 
 
-def _of_module(
-    module: object, kinds: Sequence[str], path: str = "", seen: set[int] | None = None
-) -> Iterator[tuple[str, object]]:
+def _of_module(module: object, path: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, object, str]]:
+    """What it has as tensors, and the modules inside it, each with its path and where it has it."""
     seen = {id(module)} if seen is None else seen
     own = _MODULE_VARIABLES.__get__(module)
-    for kind in kinds:
+    for kind in (_PARAMETERS, _BUFFERS):
         for name, tensor in pairs(dict.get(own, kind)):
-            yield f"{path}{name}", tensor
+            yield f"{path}{name}", tensor, kind
     for name, child in children_of(module):
+        yield f"{path}{name}", child, _MODULES
         if id(child) not in seen and path.count(".") < _MOST_DEPTH:
             seen.add(id(child))
-            yield from _of_module(child, kinds, f"{path}{name}.", seen)
+            yield from _of_module(child, f"{path}{name}.", seen)
 
 
-def children_of(module: object) -> list[tuple[str, object]]:
+def children_of(module: object) -> Iterator[tuple[str, object]]:
     """The modules directly inside a module, with their names."""
     own = _MODULE_VARIABLES.__get__(module)
-    return [(name, child) for name, child in pairs(dict.get(own, "_modules")) if is_of(child, torch.nn.Module)]
+    return ((name, child) for name, child in pairs(dict.get(own, _MODULES)) if is_of(child, torch.nn.Module))
 
 
-def parameters_of(module: object) -> list[tuple[str, object]]:
-    """The parameters of a module, without its buffers; as `tensors_of` has them."""
-    return tensors_of(module, kinds=_KINDS[:1]) or []
+def _count(part: object) -> int:
+    if is_dtensor(part):
+        return math.prod(whole_shape(part))
+    tensor = as_tensor(part)
+    return 0 if tensor is None else tensor.numel()
 
 
-def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object]]:
+def _of_optimizer(optimizer: object) -> Iterator[tuple[str, object, str]]:
     state: Any = dict.get(_OPTIMIZER_VARIABLES.__get__(optimizer), "state")
     of_parameters = list(dict.values(state)) if is_of(state, dict) else []
-    for number, of_parameter in enumerate(of_parameters[:_MOST_TENSORS]):
+    for number, of_parameter in enumerate(of_parameters[:MOST_PARTS]):
         for name, tensor in pairs(of_parameter):
-            yield f"{number}.{name}", tensor
+            yield f"{number}.{name}", tensor, ""
 
 
 def learning_rates(optimizer: object) -> list[float]:
@@ -199,8 +225,8 @@ def learning_rates(optimizer: object) -> list[float]:
 
 
 def pairs(named: Any) -> list[tuple[str, object]]:
-    """What a plain dict has under names."""
+    """What a plain dict has under names; of very many the first, one more than are looked at."""
     if type(named) not in _DICTS:
         return []
-    items: list[tuple[Any, object]] = list(dict.items(named))
+    items: list[tuple[Any, object]] = list(itertools.islice(dict.items(named), MOST_PARTS + 1))
     return [(name, value) for name, value in items if type(name) is str]
