@@ -338,6 +338,14 @@ def test_huge_values_are_compared_in_a_sample_and_said_to_be(session: Session) -
         session.run_cell("del huge, long, text, wide, block")
 
 
+def test_what_a_view_shows_many_times_counts_once(session: Session) -> None:
+    session.run_cell("import numpy\nstretched = torch.ones(3, 1).expand(3, 1 << 30)")
+    session.run_cell("stretched_array = numpy.broadcast_to(numpy.ones(2), (1 << 20, 2))")
+    found = session.variables("stretched*")
+    assert (found["stretched"].value, found["stretched"].bytes) == ("[3, 1073741824]", 12)
+    assert found["stretched_array"].bytes == 16
+
+
 def test_names_that_are_none_are_only_counted(session: Session) -> None:
     session.run_cell("globals().update({'a b': 1, 'x' * 1000: 2, 3: 4, 'naïve': 5, 'x\\u200by': 6})")
     try:

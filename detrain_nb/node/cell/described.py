@@ -5,9 +5,11 @@ It is plain JSON, bounded, and made without running anything of the value's clas
 
 from __future__ import annotations
 
+import math
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from .untouched import (
     Inside,
     as_tensor,
     bases_of,
+    is_dense,
     is_of,
     layout_of,
     learning_rates,
@@ -64,7 +67,8 @@ def _facts(value: Any) -> Row:
     if numpy and numpy.ndarray in bases_of(kind):
         array = numpy.ndarray.view(value, numpy.ndarray)
         shape = list(array.shape[:_MOST_DIMS])
-        return {"shape": shape, "dtype": str(array.dtype)[:_TEXT_CHARS], "bytes": int(array.nbytes)}
+        size = _size_of_view(array.shape, array.strides, array.itemsize)
+        return {"shape": shape, "dtype": str(array.dtype)[:_TEXT_CHARS], "bytes": size}
     if type in bases_of(kind):
         return {"type": "class", "value": f"{module_of(value)}.{name_of(value)}".removeprefix("__main__.")}
     if kind is types.FunctionType:
@@ -87,9 +91,20 @@ def _of_tensor(value: Any) -> Row:
         "local": list(tensor.shape[:_MOST_DIMS]) if layout else None,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "device": str(tensor.device),
-        "bytes": tensor.numel() * tensor.element_size(),
+        "bytes": _size_of(tensor),
         "layout": layout,
     }
+
+
+def _size_of(tensor: torch.Tensor) -> int:
+    if not is_dense(tensor):
+        return tensor.numel() * tensor.element_size()
+    return _size_of_view(tensor.shape, tensor.stride(), tensor.element_size())
+
+
+def _size_of_view(shape: Sequence[int], steps: Sequence[int], item_bytes: int) -> int:
+    """The bytes of what it shows; a number that it shows many times, as ``expand`` makes it, counts once."""
+    return item_bytes * math.prod(size for size, step in zip(shape, steps) if step or not size)
 
 
 def _of_parts(value: Any, inside: Inside) -> Row:
@@ -97,7 +112,7 @@ def _of_parts(value: Any, inside: Inside) -> Row:
     size, devices, dtypes, layouts = 0, [], [], []
     for _, part in inside.tensors:
         if (tensor := as_tensor(part)) is not None:
-            size += tensor.numel() * tensor.element_size()
+            size += _size_of(tensor)
             devices.append(str(tensor.device))
             dtypes.append(str(tensor.dtype).removeprefix("torch."))
             layouts.append(layout_of(part))
