@@ -221,6 +221,9 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
     assert sum(seen.bins) == 3998
     assert seen.about.digest == defined.variables("wide")["wide"].on[1].digest
     assert "wide on rank 1: Tensor, [40, 100], float32, cpu, 16 kB" in repr(seen)
+    defined.run_cell("packed = torch.tensor([0x21, 0xF0], dtype=torch.uint8).view(torch.float4_e2m1fn_x2)")
+    packed = defined.preview("packed")
+    assert packed.rows == (("0", "0.5000", "1.0000", "0", "-6.0000"),) and packed.facts["min"] == "-6.0000"
     assert seen._repr_html_().count("<tr>") == 6
 
 
@@ -235,9 +238,16 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
         ("torch.ones(2, 3, 4, 5)", (4, 6), "", "first 4 x 5 of 2 x 3 x 4 x 5"),
         ("torch.ones(3, dtype=torch.bfloat16)", (1, 4), "", "all of 3"),
         ("torch.ones(3, 3).to(torch.float8_e4m3fn)", (3, 4), "", "all of 3 x 3"),
+        (
+            "torch.zeros(2, 4, 3).byte().view(torch.float4_e2m1fn_x2)",
+            (4, 7),
+            "",
+            "first 4 x 6 of 2 x 4 x 6",
+        ),
         ("torch.ones(3, dtype=torch.complex64)", (1, 4), "", "all of 3"),
         ("torch.ones(7)", (1, 7), "", "first 6 of 7"),
         ("__import__('numpy').arange(6)", (1, 7), "", "all of 6"),
+        ("__import__('numpy').ones(3, dtype='g')", (1, 4), "", "all of 3, read as float64"),
         ("__import__('numpy').frombuffer(b'read-only', dtype='u1')", (1, 7), "", "first 6 of 9"),
         ("__import__('numpy').ones((4, 6, 3), dtype='u1')[..., ::-1]", (5, 4), "", "first 5 x 3 of 4 x 6 x 3"),
         ("__import__('numpy').zeros(3, dtype='u1, f4')['f1']", (1, 4), "", "all of 3"),

@@ -36,6 +36,9 @@ _ITEM_CHARS = 100
 _TEXT_CHARS = 1000
 _BINS = 18
 _WHOLE_NUMBERS = 1 << 20  # of which statistics are taken of all; else of a sample
+_FLOAT4 = "torch.float4_e2m1fn_x2"  # an older torch has none
+_FLOAT4_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
+_WIDE = {"g": "f8", "G": "c16"}  # of numpy, which torch has not: what it is read as
 
 
 def preview(value: object, *, deadline: float) -> Row:
@@ -57,11 +60,13 @@ def _preview(value: Any, deadline: float) -> Row:
         if array.dtype.kind not in "biufc":
             return {"note": f"an array of {array.dtype.name} has no preview"}
         array = array.astype(array.dtype.newbyteorder("="), copy=False)
+        wide = _WIDE.get(array.dtype.char)
         if any(stride < 0 or stride % array.itemsize for stride in array.strides):  # which torch has not
             array = array.copy()
-        with warnings.catch_warnings():  # that an array is read-only, which nobody writes into here
+        with warnings.catch_warnings():  # that it is read-only, which nobody writes into here, or wider than float64
             warnings.simplefilter("ignore")
-            return _of_numbers(torch.from_numpy(array))
+            array = array.astype(wide) if wide else array
+            return _of_numbers(torch.from_numpy(array), whose="read as float64" if wide else "")
     if kind in (list, tuple, deque, set, frozenset, torch.Size):
         rows = [[str(n), _item(item)] for n, item in enumerate(itertools.islice(value, _ITEMS))]
         return {"columns": ["", "value"], "rows": rows, "note": _first_of(len(rows), len(value), "items")}
@@ -124,20 +129,29 @@ def _of_numbers(tensor: torch.Tensor, *, whose: str = "") -> Row:
     corner = tensor[(0,) * max(0, len(shape) - 2)] if tensor.numel() else tensor.reshape(-1)
     corner = corner.reshape(1, -1) if corner.ndim < 2 and corner.numel() <= 1 else corner
     corner = corner.unsqueeze(0) if corner.ndim == 1 else corner
-    corner = corner[:_ROWS, :_COLUMNS].cpu()
-    if corner.dtype.is_floating_point and corner.element_size() < 4:
-        corner = corner.float()
+    corner = _readable(corner[:_ROWS, :_COLUMNS].cpu())[:, :_COLUMNS]
+    if str(tensor.dtype) == _FLOAT4:
+        shape[-1:] = [2 * size for size in shape[-1:] or [1]]
     cells = [[_number(number) for number in row] for row in corner.tolist()]
     height, width = corner.shape
     of = " x ".join(f"{size:,}" for size in shape) or "1 number"
     shown = f"{height} x {width}" if len(shape) > 1 else f"{width}"
-    note = f"first {shown} of {of}" if tensor.numel() > height * width else f"all of {of}"
+    note = f"first {shown} of {of}" if math.prod(shape) > height * width else f"all of {of}"
     found: Row = {
         "columns": ["", *map(str, range(width))] if tensor.numel() else [],
         "rows": [[str(number), *row] for number, row in enumerate(cells) if row],
         "note": f"{note}, {whose}" if whose else note,
     }
     return {**found, **_statistics(tensor)} if tensor.numel() and not tensor.is_complex() else found
+
+
+def _readable(numbers: torch.Tensor) -> torch.Tensor:
+    """The same in a dtype that torch computes with; of float4, which has two in a byte, a last axis twice as long."""
+    if str(numbers.dtype) == _FLOAT4:
+        packed = torch.atleast_1d(numbers.view(torch.uint8))
+        places = torch.stack((packed & 15, packed >> 4), -1).reshape(*packed.shape[:-1], 2 * packed.shape[-1])
+        return torch.tensor([*_FLOAT4_NUMBERS, *(-number for number in _FLOAT4_NUMBERS)])[places.long()]
+    return numbers.float() if numbers.dtype.is_floating_point and numbers.element_size() < 4 else numbers
 
 
 def _number(value: Any) -> str:
@@ -154,7 +168,7 @@ def _statistics(tensor: torch.Tensor) -> Row:
     picked = (sample_of(tensor, SAMPLE) if is_sample else tensor).cpu()
     if is_sample and tensor.dtype.is_floating_point and tensor.element_size() == 1:
         picked = picked.view(tensor.dtype)
-    numbers = picked.reshape(-1).to(torch.float64)
+    numbers = _readable(picked).reshape(-1).to(torch.float64)
     finite = numbers[torch.isfinite(numbers)]
     nans, infinite = int(torch.isnan(numbers).sum()), int(torch.isinf(numbers).sum())
     found: Row = {
