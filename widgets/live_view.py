@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 import weakref
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +33,7 @@ _TURN_S = 0.1  # at most so often is a page told something
 _PAGE_SILENT_S = 30.0  # three beats of a page
 _LOOK_S = 5.0  # how often somebody looks whether pages are left, while some are
 _MOST_PAGES, _MOST_DISPLAYS = 20, 20
+_GREET_S = 1.0  # for so long no more hellos are answered than there may be pages: who gets no answer says it again
 _MOST_APPENDED = 5000  # items of a list between two turns: a page shows a window of a log, not the log
 _MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with all around it, 50 kB of a saved notebook
 _LONGEST_ESCAPE = 6  # bytes of HTML for one of text
@@ -99,6 +101,7 @@ class LiveView(anywidget.AnyWidget):
         self._worker: threading.Thread | None = None
         self._is_settled = False
         self._pages: dict[str, float] = {}  # when each was heard last
+        self._greeted: deque[float] = deque(maxlen=_MOST_PAGES)  # when states were told
         self._is_late = False  # its messages wait for the running cell
         self._pending: dict[str, tuple[str, Any]] = {}  # as JSON, and the value
         self._appended: dict[str, list[Any]] = {}
@@ -272,9 +275,12 @@ class LiveView(anywidget.AnyWidget):
 
     def _welcome(self, page: str) -> None:
         with self._lock:
+            if len(self._greeted) == _MOST_PAGES and time.monotonic() - self._greeted[0] < _GREET_S:
+                return
             is_over = self._closing.is_set()
             if is_over and not self._is_settled or (len(self._pages) >= _MOST_PAGES and page not in self._pages):
                 return
+            self._greeted.append(time.monotonic())
             is_first = not self._pages and not is_over
             if page not in self._pages:  # else it was heard beside the cell already
                 self._is_late = threading.current_thread() is threading.main_thread()

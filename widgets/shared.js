@@ -158,11 +158,15 @@ class View {
     this.hear = this.hear.bind(this); this.look = this.look.bind(this);
     model.on("msg:custom", this.hear);
     model.on("comm_live_update", this.look); // the kernel was restarted
-    this.send({ do: "hello" });
-    // the first one waits for a running cell where no sub-shell was there yet to hear it
-    this.greeting = setInterval(() => this.send({ do: "hello" }), SLOW_MS);
+    this.greet();
     this.beat = setInterval(this.look, BEAT_MS);
     this.el.append(h("div", { class: "body soft" }, "Waiting for the kernel…"));
+  }
+  /** Say hello until the state comes: the first one waits for a running cell where no sub-shell was there yet to hear it. */
+  greet() {
+    clearInterval(this.greeting);
+    this.send({ do: "hello" });
+    this.greeting = setInterval(() => this.send({ do: "hello" }), SLOW_MS);
   }
   /** Returns whether there is a kernel to hear it. */
   send(message) { try { this.model.send({ ...message, page: this.page }); return true; } catch { return false; } }
@@ -200,7 +204,7 @@ class View {
     if (!this.alert.isConnected) { this.el.prepend(this.alert); this.announce(this.fault.textContent); }
   }
   /** Ask for all of it, and show that in the place of what is here. */
-  begin_anew() { this.has_mounted = false; this.send({ do: "hello" }); }
+  begin_anew() { this.has_mounted = false; this.greet(); }
   begin({ state, late, error }) {
     clearInterval(this.greeting);
     if (this.has_mounted) return; // the answer to an earlier hello
