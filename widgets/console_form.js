@@ -151,7 +151,7 @@ class FormPage extends DraftEditor {
     if (this.failure && !(conflict && this.failure.startsWith(conflict.text))) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
     if (this.work?.is === "running") made.push(note("run", h("p", { role: "status" }, `${this.work.what}…`)));
     if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));
-    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.view.button("Show job", () => this.view.call("show_job", { id: this.view.state.started }), fail), this.close_button(() => { this.work = null; })]));
+    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.view.button("Show job", () => this.view.show_job(this.view.state.started), fail), this.close_button(() => { this.work = null; })]));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
     const focused = document.activeElement;
     this.notes.replaceChildren(...made); this.notes.hidden = !made.length;

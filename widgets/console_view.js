@@ -90,7 +90,7 @@ class Row {
     const is_copied = await copy_text(code);
     this.show([h("p", {}, is_copied ? "Copied: it builds the same pipeline, and submits it." : "It builds the same pipeline, and submits it:"), command_box(code, "Copy the code")]);
   }
-  show_view() { return this.view.call("show_job", { id: this.entry.job.id }); }
+  show_view() { return this.view.show_job(this.entry.job.id); }
   show_job() {
     const { job } = this.entry;
     this.show([h("p", {}, job.count > 1 ? `${job.count} jobs; the last one is ${job.id}: ${job.word}, ${job.detail}.` : `One job, ${job.id}: ${job.word}, ${job.detail}.`),
@@ -228,10 +228,16 @@ class JobPanel {
     this.view = view; this.widget = null; this.shown = null;
     this.line = h("section", { class: `dt ${VIEW}` }); this.place = h("div");
     this.element = h("div", { class: "dt-shown" }, this.line, this.place);
+    this.is_asked = false; // by a button of this page, which then scrolls to it: not another page, and not one that is loaded again
+  }
+  async ask(id) {
+    this.is_asked = true;
+    try { await this.view.call("show_job", { id }); } catch (error) { this.is_asked = false; throw error; }
   }
   async set_job(job) {
     if ((job?.widget ?? null) === this.widget) return;
-    this.widget = job?.widget ?? null;
+    const is_asked = this.is_asked;
+    this.widget = job?.widget ?? null; this.is_asked = false;
     this.shown?.remove(); this.shown = null; this.place.replaceChildren();
     if (!job) { this.element.remove(); return; }
     this.view.el.after(this.element);
@@ -240,7 +246,7 @@ class JobPanel {
       const manager = this.view.model.widget_manager, shown = await manager.create_view(await manager.get_model(job.widget));
       if (this.widget !== job.widget) { shown.remove(); return; }
       this.shown = shown; this.place.replaceChildren(shown.el);
-      this.element.scrollIntoView({ block: "nearest" });
+      if (is_asked) this.element.scrollIntoView({ block: "nearest" });
     } catch (error) { this.place.replaceChildren(h("div", { class: `dt ${VIEW}` }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
   }
   end() { this.shown?.remove(); this.element.remove(); }
@@ -249,13 +255,14 @@ class JobPanel {
 function mount(view) {
   const list = new ListPage(view), form = new FormPage(view);
   const job = new JobPanel(view);
+  view.show_job = (id) => job.ask(id);
   view.el.append(list.element, form.element);
   view.on("tests", (tests) => form.list.show_tests(tests));
   view.on("form", (value) => {
     const was_open = !form.element.hidden;
     list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
-    if (value !== null && !was_open) form.focus_first();
+    if (value !== null && !was_open && view.has_mounted) form.focus_first(); // a page that is loaded again stays where it is
     if (value === null && was_open) list.search.focus();
   });
   view.on("list", (value) => list.set_list(value));

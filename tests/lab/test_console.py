@@ -52,6 +52,7 @@ make("sweep-lr", two[:1], {})
 Path("pipelines/broken.toml").write_text("name = [")
 """
 _SHOW = "%pipeline"
+_SCROLLED = "() => document.querySelector('.jp-NotebookPanel:not(.lm-mod-hidden) .jp-WindowedPanel-outer').scrollTop"
 
 
 def names(view: Locator) -> Locator:
@@ -282,13 +283,18 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.locator(".head >> visible=true")).to_contain_text("saved")
     nb.run(2)
     assert "batch_size = 32" in nb.text(2) and 'host = "localhost"' in nb.text(2)
-    nb.save()
-    nb.reload()
-    view = nb.cell(1).locator(".dt")
-    expect(view.get_by_label("Batch size")).to_have_value("32")
-    view.get_by_role("button", name="Review & start").click()
     view.get_by_role("button", name="Start on 1 node").click()
     expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
+    view.get_by_role("button", name="Show job").click()
+    shown = nb.cell(1).locator(".dt-shown")
+    expect(shown.locator(".cmd").first).to_be_in_viewport()
+    nb.save()
+    nb.reload()
+    view = nb.cell(1).locator(".dt").first
+    expect(view.get_by_label("Batch size")).to_have_value("32")
+    expect(shown.locator(".dt-job .head")).to_be_visible()
+    assert nb.js(_SCROLLED) == 0, "a page that is loaded again stays where it is"
+    shown.get_by_role("button", name="Close").first.click()
     view.get_by_role("button", name="My Pipelines").click()
     expect(names(view)).to_have_text(["train"])
     expect(row(view, "train")).to_contain_text("succeeded", timeout=60_000)  # nothing of it outlives the kernel
