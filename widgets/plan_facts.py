@@ -10,7 +10,7 @@ from typing import Any
 from ..plan import MeshMemory, PlanDescription, StageCosts, StepTimeline
 from ..text import count_of, format_size
 
-_EVEN, _NOTABLE = 1.05, 1.1  # imbalance up to which nobody would cut elsewhere, or only where that is quicker
+_EVEN, _NOTABLE = 1.05, 1.1  # imbalance up to which no stage is the slowest; is told, without a warning
 _QUICKER = 0.99  # of the slowest stage's time, from which on another cut is worth it
 _MOST_NAME = 40  # characters, in a table
 _FULL = 0.9  # of a node's memory, from which on it is told
@@ -91,7 +91,7 @@ def _imbalance(costs: StageCosts | None) -> dict[str, str]:
     even = costs.even_imbalance
     beside = "" if even is None or len(costs.stages) == 1 else f"cut evenly {even:.2f}"
     slowest = slowest_stages(costs)
-    if not slowest:
+    if not slowest or costs.imbalance <= _NOTABLE and costs.best_slowest_s > _QUICKER * max(costs.stage_s):
         return _number(label, f"{costs.imbalance:.2f}", beside=beside)
     word = f"stage {slowest[0]} slowest" if len(slowest) == 1 else f"{len(slowest)} stages slowest"
     return _number(label, f"{costs.imbalance:.2f}", state="warn", word=word, beside=beside)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 _HALVINGS = 30  # of the range in which a time lies
 
+_HALVINGS = 30  # of the range in which a time lies
+
 
 @dataclass(frozen=True)
 class Layer:

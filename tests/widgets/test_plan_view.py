@@ -130,7 +130,7 @@ def test_a_stage_that_is_a_little_slower_is_told_of_where_another_cut_is_quicker
         "label": "Imbalance, slowest / mean", "value": "1.06", "unit": "", "state": "", "word": "",
         "beside": "cut evenly 1.50",
     }  # fmt: skip
-    assert widgets.plan(PlanDescription(costs=costs(1.0, 1.13))).state()["stages"][1]["word"] == ""
+    assert widgets.plan(PlanDescription(costs=costs(1.0, 1.13))).state()["stages"][1]["word"] == "slowest"
     assert numbers(costs=costs(1.0, 1.3))[0]["word"] == "stage 1 slowest", "no other cut, and it is notable"
     layers = costs(0.5, 0.5, 0.06, 0.94).layers
     late = StageCosts(layers, (StageCost(3, 1.06, 1), StageCost(1, 0.94, 1)), 4)
