@@ -43,6 +43,7 @@ log_metrics(1, loss=0.5)
 os.makedirs("out"); open(f"out/model-{rank}.pt", "wb").write(b"weights of " + rank.encode())
 open(os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"made-{rank}"), "w").write("x" * 100)
 os.symlink("/etc/passwd", f"link-{rank}.pt")
+os.symlink("/etc", os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"folder-{rank}"))
 if rank == "1":
     sys.exit(3)
 time.sleep(100)
@@ -122,7 +123,7 @@ def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> 
         assert [name for name, *_ in said["files"]] == [
             *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
         ], "a link is none of them"
-        assert not said["more"] and said["left_out"] == 2, "and of each rank's link it is said that it stays"
+        assert not said["more"] and said["left_out"] == 4, "and of each rank's links it is said that they stay"
         name, size, _ = said["files"][1]
         assert size == len(b"weights of 1")
         talk.say("read", **where, name=name, offset=8)
