@@ -45,6 +45,9 @@ open(os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"made-{rank}"), "w").writ
 os.symlink("/etc/passwd", f"link-{rank}.pt")
 os.symlink("/etc", os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"folder-{rank}"))
 if rank == "1":
+    os.makedirs(final := os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], "final"))
+    for name in (".metadata", ".other", "__0_0.distcp"):  # as torch.distributed.checkpoint does
+        open(os.path.join(final, name), "w").close()
     sys.exit(3)
 time.sleep(100)
 """.replace('os.makedirs("out")', 'os.makedirs("out", exist_ok=True)')
@@ -121,8 +124,9 @@ def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> 
         talk.say("artifacts", **where, patterns=[])
         said = talk.hear("files")
         assert [name for name, *_ in said["files"]] == [
-            *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
-        ], "a link is none of them"
+            *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1"),
+            *("artifacts/final/.metadata", "artifacts/final/__0_0.distcp"),
+        ], "a link is none of them, nor what is hidden, but for what a checkpoint needs"
         assert not said["more"] and said["left_out"] == 4, "and of each rank's links it is said that they stay"
         name, size, _ = said["files"][1]
         assert size == len(b"weights of 1")
