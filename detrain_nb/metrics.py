@@ -46,7 +46,12 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     rank = int(os.environ.get("RANK", "0"))
     line: dict[str, Any] = {"step": _whole(step), "time": round(time.time(), 3), "rank": rank}
     line |= {name: _plain(name, value) for name, value in given.items()}
-    written = json.dumps(line).encode() + b"\n"
+    if line.get("total_steps") is not None:
+        line["total_steps"] = _whole(line["total_steps"], "total_steps")
+    try:
+        written = json.dumps(line).encode() + b"\n"
+    except (TypeError, ValueError) as exc:
+        raise SpecError(f"step {line['step']} cannot be written: {exc}") from exc
     if len(written) >= MOST_LINE_BYTES:
         raise SpecError(f"step {line['step']} has {len(written):,} bytes: a line has {MOST_LINE_BYTES:,} at most")
     file = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER) / f"rank-{rank}.jsonl"
@@ -130,13 +135,13 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int) and abs(value) < 1 << 63
 
 
-def _whole(step: Any) -> int:
+def _whole(step: Any, name: str = "step") -> int:
     try:
         if (number := int(step)) == step and _is_number(number):
             return number
     except (TypeError, ValueError, OverflowError, RuntimeError):
         pass
-    raise SpecError(f"step {step!r:.80}: give a whole number of 64 bits")
+    raise SpecError(f"{name} {step!r:.80}: give a whole number of 64 bits")
 
 
 def _plain(name: str, value: Any) -> Any:

@@ -130,6 +130,7 @@ FAULTS = {
     ),
     "a name twice below": (".json", '{"a": [{"a": 1,\n"x": 1}, {"x": 1,\n"x": 2}]}', "line 3: 'x' stands twice"),
     "a name twice in TOML": (".toml", "a = 1\na = 2\nb = 3", "line 2, column 6: cannot overwrite"),
+    "UTF-16": (".json", "{\0\n\0", "is not UTF-8"),
     "a name twice in YAML": (".yaml", "a: 1\n'a': 2", "line 2, column 1: 'a' stands twice"),
     "billion laughs": (".yaml", _bomb(), "line 1, column 5: anchors and aliases are refused"),
     "an alias": (".yaml", "a: *b", "line 1, column 4: anchors and aliases are refused"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -15,18 +16,20 @@ from .actions import Refused
 from .downloads import MOST_DOWNLOAD_BYTES, require_small
 
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".onnx", ".gguf", ".bin", ".ckpt")
+_SHARD = re.compile(r"-\d+-of-\d+\.")  # of a model of Hugging Face
 _MOST_SHOWN = 20
 
 OnBytes = Callable[[int, int], object]  # done, and in all
 
 
 def choose_model(made: Sequence[MadeFile]) -> list[MadeFile]:
-    """The files that are a model, the likeliest first; those of checkpoints are none."""
+    """The files that are a model, the likeliest first, its shards in order; those of checkpoints are none."""
     found = [file for file in made if file.name.endswith(_SUFFIXES) and not _is_in_checkpoint(file.name)]
 
     def order(file: MadeFile) -> tuple[bool, bool, int, str]:
         name = PurePosixPath(file.name).name
-        return not name.startswith("model"), not name.endswith(".safetensors"), -file.size_bytes, file.name
+        size = 0 if _SHARD.search(name) else -file.size_bytes
+        return not name.startswith("model"), not name.endswith(".safetensors"), size, file.name
 
     return sorted(found, key=order)
 

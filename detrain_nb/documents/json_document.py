@@ -21,6 +21,8 @@ def read(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_refuse_twice)
     except json.JSONDecodeError as exc:
+        if "\0" in text:  # behind each letter of UTF-16
+            raise SpecError("is not UTF-8: save the file as UTF-8") from None
         raise SpecError(f"line {exc.lineno}, column {exc.colno}: {say_syntax(exc.msg)}") from None
     except _Twice:
         raise SpecError(_find_twice(text)) from None

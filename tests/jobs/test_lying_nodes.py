@@ -84,7 +84,8 @@ def test_name_that_leads_out_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "pattern"), [(".bashrc", "*.pt"), (".bashrc", "*"), (".git/config", "*"), ("a/.git/hooks/x", "a/")]
+    ("name", "pattern"),
+    [(".bashrc", "*.pt"), (".bashrc", "*"), (".git/config", "*"), ("a/.git/hooks/x", "a/"), ("a/.metadata/x", "a/")],
 )
 def test_file_that_was_not_asked_for_is_refused(name: str, pattern: str, tmp_path: Path) -> None:
     node = LyingNode({"artifacts": listing(name), "read": sending()})

@@ -45,10 +45,15 @@ log_metrics(1, loss=0.5)
 os.makedirs("out"); open(f"out/model-{rank}.pt", "wb").write(b"weights of " + rank.encode())
 open(os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"made-{rank}"), "w").write("x" * 100)
 os.symlink("/etc/passwd", f"link-{rank}.pt")
+os.symlink("/etc", os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], f"folder-{rank}"))
 if rank == "1":
     until = time.monotonic() + 60
-    while not os.path.islink("link-0.pt") and time.monotonic() < until:
+    made = os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], "folder-0")
+    while not os.path.islink(made) and time.monotonic() < until:
         time.sleep(0.01)  # rank 0 is ended with us: it has made all by then
+    os.makedirs(final := os.path.join(os.environ["DETRAIN_NB_ARTIFACTS"], "final"))
+    for name in (".metadata", ".other", "__0_0.distcp"):  # as torch.distributed.checkpoint does
+        open(os.path.join(final, name), "w").close()
     sys.exit(3)
 time.sleep(100)
 """.replace('os.makedirs("out")', 'os.makedirs("out", exist_ok=True)')
@@ -125,9 +130,10 @@ def test_artifacts_are_listed_and_read_from_where_a_fetch_stood(failed: Ran) -> 
         talk.say("artifacts", **where, patterns=[])
         said = talk.hear("files")
         assert [name for name, *_ in said["files"]] == [
-            *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1")
-        ], "a link is none of them"
-        assert not said["more"] and said["left_out"] == 2, "and of each rank's link it is said that it stays"
+            *("out/model-0.pt", "out/model-1.pt", "artifacts/made-0", "artifacts/made-1"),
+            *("artifacts/final/.metadata", "artifacts/final/__0_0.distcp"),
+        ], "a link is none of them, nor what is hidden, but for what a checkpoint needs"
+        assert not said["more"] and said["left_out"] == 4, "and of each rank's links it is said that they stay"
         name, size, _ = said["files"][1]
         assert size == len(b"weights of 1")
         talk.say("read", **where, name=name, offset=8)

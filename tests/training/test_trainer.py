@@ -47,6 +47,13 @@ def test_torn_line_takes_no_other_with_it(metrics: Path) -> None:
     for step in ("x", "4", 1.5, float("nan"), None, [4], 10**30):
         with pytest.raises(SpecError, match=r"^step .*: give a whole number of 64 bits$"):
             log_metrics(step, loss=1.0)  # type: ignore[arg-type]
+    for values in ({("a", 1): 2.0}, {"loss": 10**5000}):
+        with pytest.raises(SpecError, match=r"^step 4 cannot be written: "):
+            log_metrics(4, values)  # type: ignore[arg-type]
+    log_metrics(5, total_steps=20.0)
+    assert read_metrics()[-1]["total_steps"] == 20 and type(read_metrics()[-1]["total_steps"]) is int
+    with pytest.raises(SpecError, match=r"^total_steps 2\.5: give a whole number of 64 bits$"):
+        log_metrics(6, total_steps=2.5)
 
 
 def test_metrics_are_written_through_no_link_and_read_from_no_pipe(metrics: Path, tmp_path: Path) -> None:

@@ -313,6 +313,9 @@ def test_model_is_the_likeliest_file_and_no_checkpoint() -> None:
     names = ["a.txt", "opt.pt", "checkpoints/step-00000100/rank-0-ab.safetensors", "out/model.pt", "model.safetensors"]
     found = choose_model([MadeFile("n", name, 10, 0.0) for name in names])
     assert [file.name for file in found] == ["model.safetensors", "out/model.pt", "opt.pt"]
+    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    found = choose_model([MadeFile("n", name, 10 + place, 0.0) for place, name in enumerate(shards)])
+    assert [file.name for file in found] == shards, "however large each is"
     assert MOST_DOWNLOAD_BYTES == 50_000_000
 
 

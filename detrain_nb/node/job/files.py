@@ -97,14 +97,15 @@ def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[s
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """What is no folder, by its relative name, as many as can be looked at."""
+    """What is no folder, by its relative name, as many as can be looked at; a link to one has a slash at its end."""
     num_files = 0
     for path, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         inner = os.path.relpath(path, root)
         if inner.count("/") >= MOST_DEPTH:
             folders.clear()
-        for name in sorted(names):
+        links = [f"{name}/" for name in folders if os.path.islink(os.path.join(path, name))]
+        for name in sorted([*names, *links]):
             num_files += 1
             if num_files > _MOST_FILES:
                 raise JobRefused(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")

@@ -20,14 +20,14 @@ MOST_CHECKPOINTS = 50
 FILES_OF_A_LINE = 500  # of artifacts, in one message
 GRACE_S = 10.0  # between SIGTERM and SIGKILL, unless the user says otherwise
 COMMAND_LIMIT_S = 600.0  # of a command that is run on all nodes
-_HIDDEN = re.compile(r"(?:^|/)\.(?!metadata$)")  # torch reads no checkpoint without its ``.metadata``
+_HIDDEN = re.compile(r"^\.|/\.(?!metadata\Z)")  # a checkpoint of DCP is of no use without its .metadata
 
 
 def fits(name: str, pattern: str) -> bool:
     """As a user means it: ``*.pt`` in whatever folder, ``out/`` all below it, ``out/*.pt`` from the top.
 
-    As in a shell, what is hidden has to be named: ``*`` brings no ``.bashrc``, and nothing for a ``.git`` that is here.
-    A checkpoint of torch comes whole: its ``.metadata`` is not hidden.
+    As in a shell, what is hidden has to be named: ``*`` brings no ``.bashrc``, and nothing for a ``.git`` that is here;
+    but for the ``.metadata`` of a folder.
     """
     pattern = pattern.removeprefix("./")
     if _HIDDEN.search(name) and not _HIDDEN.search(pattern):
