@@ -296,28 +296,6 @@ def test_page_that_says_hello_without_end_is_told_the_state_a_few_times_a_second
     view.close()
 
 
-def test_page_that_says_hello_without_end_is_told_the_state_a_few_times_a_second(kind: type[Any]) -> None:
-    class Counted(kind):  # type: ignore[misc]
-        count = 0
-
-        def state(self) -> dict[str, Any]:
-            self.count += 1
-            return {"a": 1}
-
-    view, began_at = Counted(), time.monotonic()
-    for _ in range(500):
-        view.hears("hello")
-        view.hears("hello")
-        view.hears("bye")
-    assert view.count <= 20 * (1 + time.monotonic() - began_at) and len(view.there) <= 2 * view.count
-    told(view, view.count)
-    while view.sent.empty():
-        assert time.monotonic() - began_at < LIMIT_S
-        view.hears("hello")
-    assert told(view, 1)[0]["tell"] == "state"
-    view.close()
-
-
 def test_view_whose_making_fails_ends_with_that_error_alone(kind: type[Any]) -> None:
     class Failing(kind):  # type: ignore[misc]
         def __init__(self) -> None:
