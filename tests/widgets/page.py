@@ -31,6 +31,12 @@ class WithPage(LiveView):
         """Take what a page says."""
         self._handle_custom_msg({"do": do, "page": page, **more}, [])
 
+    def wait_until_idle(self) -> None:
+        """All that it does in threads of its own has ended."""
+        for thread in list(self._workers.values()):
+            thread.join(LIMIT_S)
+            assert not thread.is_alive(), thread.name
+
     def open_page(self) -> dict[str, Any]:
         """What a page knows that opens now."""
         self.seen = {}

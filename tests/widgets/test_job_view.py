@@ -53,13 +53,18 @@ pathlib.Path("model.safetensors").write_bytes(bytes(range(256)) * 4000)
 """
 
 
-class Collecting(WithPage, JobView):
-    """A job's view and its page."""
+class Pressing(WithPage, JobView):
+    """A job's view and its page, where somebody presses while something is under way."""
+
+
+class Collecting(Pressing):
+    """A job's view and its page, where somebody waits."""
 
     def asks(self, action: str, page: str = "p", **arguments: object) -> Any:
         """What it has asked for before is over: that is told a moment before its thread ends."""
-        for thread in filter(None, (self._worker, self._reading)):
-            thread.join(LIMIT_S)
+        self.wait_until_idle()
+        if self._reading is not None:
+            self._reading.join(LIMIT_S)
         return super().asks(action, page, **arguments)
 
     @property
@@ -402,7 +407,7 @@ def test_stop_waits_for_no_node_that_sends_a_log_for_ever(home: Path, tmp_path: 
 
     Record().add("lies-2", name="lies", nodes="[]", spec="{}", state="running")
     node = LyingNode({"status": tell, "look": look, "follow": drip, "stop": stop})
-    view = Collecting(Job("lies-2", "lies", [node], record=Record()))
+    view = Pressing(Job("lies-2", "lies", [node], record=Record()))
     view.open_page()
     view.asks("whole_log", node="", source="", folder=str(tmp_path))
     view.wait_for_part("doing", lambda it: it["what"] == "log")

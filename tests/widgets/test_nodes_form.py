@@ -125,9 +125,7 @@ def make_view() -> Iterator[Callable[..., _Collecting]]:
     yield make
     for view in views:
         view.close()
-        if view._worker is not None:
-            view._worker.join(LIMIT_S)
-            assert not view._worker.is_alive()
+        view.wait_until_idle()
         if view.session is not None:
             view.session.stop(cold=True)
 
@@ -478,7 +476,7 @@ def test_session_is_started_told_phase_by_phase_and_settles_to_a_line(
     assert view.settled().text.startswith(f"Session {view.session.name}: 2 ranks on 1 node, ready after ")
     tables = [part["table"][0]["cells"] for part in told if part["is"] == "running"]
     seen = [[cell["is"] for cell in cells] for cells in tables]
-    view._worker.join(LIMIT_S)
+    view.wait_until_idle()
     parts = [message["parts"]["start"] for message in view.all_sent if "start" in message.get("parts", {})]
     assert parts[-1]["is"] == "done"  # pages were told before the view closed
     assert any(states[2] == "running" or states[3] != "idle" for states in seen), seen
@@ -523,7 +521,7 @@ def test_passphrase_goes_to_the_key_and_nowhere_else(
         return view.waits_for("question", lambda asked: asked)
 
     def result() -> Any:
-        view._worker.join(LIMIT_S)
+        view.wait_until_idle()
         return view.waits_for("tests", lambda tests: tests[str(row)]["is"] != "running")[str(row)]
 
     view.asks("test", keys=[row])
