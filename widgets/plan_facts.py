@@ -98,12 +98,9 @@ def _imbalance(costs: StageCosts | None) -> dict[str, str]:
 
 
 def slowest_stages(costs: StageCosts) -> list[int]:
-    """Those that nobody could tell apart from the slowest; none where all take about as long as they can."""
+    """Those that nobody could tell apart from the slowest; none where all take about as long."""
     most = max(costs.stage_s)
-    is_even = costs.imbalance <= _NOTABLE and costs.best_slowest_s > _QUICKER * most
-    if is_even or costs.imbalance <= _EVEN:
-        return []
-    return [stage for stage, time_s in enumerate(costs.stage_s) if time_s >= 0.999 * most]
+    return [stage for stage, time_s in enumerate(costs.stage_s) if time_s >= 0.999 * most and costs.imbalance > _EVEN]
 
 
 def _bubble(found: PlanDescription) -> dict[str, str]:
