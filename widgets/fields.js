@@ -43,7 +43,7 @@ class Field {
     const { kind, choices, default: usual, required } = this.info, is_path = OF_NODE.test(this.path) && !this.path.endsWith(".name");
     if (kind === "flag") return h("input", { type: "checkbox", id });
     if (kind === "choice") return h("select", { class: "in", id }, h("option", { value: "" }, usual ? `${usual} (default)` : "not set"), choices.filter((each) => each !== usual).map((each) => h("option", { value: each }, each)));
-    if (["area", "lines", "variables"].includes(kind)) return h("textarea", { class: "in", id, rows: kind === "area" && this.path !== "description" ? 10 : 2, spellcheck: "false" });
+    if (["area", "lines", "variables"].includes(kind)) return h("textarea", { class: "in", id, rows: kind === "area" && this.path !== "description" ? 10 : 2, "aria-required": required ? "true" : null, spellcheck: "false" });
     const list = choices.length ? h("datalist", { id: `${id}-l` }, choices.map((each) => h("option", { value: each }))) : null;
     if (list) this.editor.view.el.append(list);
     return h("input", { class: `in ${kind === "number" ? "num" : ""} ${is_path ? "mono" : ""}`, id, list: list?.id, inputmode: kind === "number" ? "decimal" : null, placeholder: usual, "aria-required": required ? "true" : null, spellcheck: "false", autocomplete: "off" });

@@ -25,6 +25,7 @@ _STEP_OF: Mapping[str, Step] = {  # by the first name of a path
     **dict.fromkeys(("source", "data", "checkpoint", "artifacts", "env", "secrets"), "source"),
 }
 STEPS: tuple[Step, ...] = ("general", "nodes", "source")
+_OF_KIND = {"source.entry", *(f"source.{kind}" for kind in SOURCE_KINDS)}  # given with a kind of source, else not there
 _WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are not written with commas
     "description": "area",
     "source.script_text": "area",
@@ -48,7 +49,8 @@ _SECTIONS = {"data": "Data", "model": "Model", "checkpoint": "Checkpoint"}  # wh
 class FieldInfo:
     """One field: its ``path``, as ``training.epochs``, and what a page shows of it.
 
-    ``choices`` of a kind other than choice are proposals. ``is_whole``: a number without a fraction. ``low`` and
+    ``is_required``: of what belongs to a kind of source, once that is chosen. ``choices`` of a kind other than choice
+    are proposals. ``is_whole``: a number without a fraction. ``low`` and
     ``high`` are bounds that may be given, ``above`` one that may not. ``default`` is the text of what holds where
     nothing is typed; empty where that is nothing.
     """
@@ -95,9 +97,10 @@ def _walk(model: type[BaseModel], before: str, step: Step | None, *, is_optional
         if path == "nodes":
             continue
         if inner is not None:
-            yield from _walk(inner, f"{path}.", place, is_optional=type(None) in get_args(field.annotation))
+            is_left_out = type(None) in get_args(field.annotation) and path not in _OF_KIND
+            yield from _walk(inner, f"{path}.", place, is_optional=is_left_out)
         else:
-            is_required = field.is_required() and not is_optional
+            is_required = path in _OF_KIND or (field.is_required() and not is_optional)
             yield _describe(path, field, schema["properties"][name], place, is_required=is_required)
 
 

@@ -77,7 +77,7 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
     """Say what is wrong with which field, and what to give. A field that is a model itself tells its own faults."""
     loc, error = fault["loc"], fault.get("ctx", {}).get("error", "")
     if not loc:
-        return [FieldFault("", f": {error}")]
+        return [*error.faults] if isinstance(error, FieldError) else [FieldFault("", f": {error}")]
     field, path = str(loc[0]), _name_place(model, loc)
     if isinstance(error, FieldError):
         return [each.below(path) for each in error.faults]

@@ -6,8 +6,10 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from ..errors import FieldError, FieldFault
 from ..plan.choices import ONE_OF, ArgumentStyle
 from ..plan.git_urls import check_git_ref, check_git_url
+from ..text import show
 from .model import SpecModel
 from .places import URL, Url
 from .words import (
@@ -109,9 +111,11 @@ class Source(SpecModel):
             found = f"{' and '.join(given)} are given" if given else "nothing says what to run"
             raise ValueError(f"{found}: give exactly one of {', '.join(_KINDS)}")
         if given[0] in FOLDER_KINDS and self.entry is None:
-            raise ValueError(f"entry is missing: {given[0]} is a folder, so name the Python file of it that is run")
+            advice = f"{given[0]} is a folder, so name the Python file of it that is run"
+            raise FieldError([FieldFault("entry", f" is missing: {advice}", advice)])
         if given[0] not in FOLDER_KINDS and self.entry is not None:
-            raise ValueError(f"entry {self.entry!r} stands beside {given[0]}, which is no folder: leave it out")
+            said = f" {show(self.entry)} stands beside {given[0]}, which is no folder: leave it out"
+            raise FieldError([FieldFault("entry", said)])
         return self
 
     @property

@@ -61,6 +61,10 @@ def test_every_field_of_a_spec_is_in_one_step_and_described() -> None:
     assert (seed.low, seed.high) == (0, (1 << 32) - 1)
     assert FIELDS["parallelism.activations"].choices == ("none", "selective", "full")
     assert FIELDS["parallelism.dp_shard"].default == "-1" and FIELDS["name"].is_required
+    assert {path for path, each in FIELDS.items() if each.is_required} == {
+        *("name", KIND_PATH, "source.git.url", "source.entry"),
+        *(f"source.{kind}" for kind in SOURCE_KINDS if kind != "git"),
+    }, "of a source those of its kinds, where one is chosen"
 
 
 @pytest.mark.parametrize("data", [RIGHT, WHOLE, *(dict(each.data) for each in EXAMPLES)], ids=lambda each: each["name"])
@@ -137,6 +141,9 @@ def test_what_is_found_of_thousands_of_nodes_has_their_places() -> None:
 
 def test_text_of_one_kind_of_source_waits_while_another_is_chosen() -> None:
     form = SpecForm(RIGHT)
+    form.edit(KIND_PATH, "path")
+    form.edit("source.path", "gpt")
+    assert form.errors == {"source.entry": "is missing: path is a folder, so name the Python file of it that is run"}
     form.edit(KIND_PATH, "git")
     form.edit("source.git.url", "https://example.org/a.git")
     form.edit("source.entry", "train.py")
