@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable
 
 from ..errors import SpecError
-from ..plan.names import MOST_NAME_CHARS
+from ..plan.names import MOST_NAME_CHARS, NAME_RULE
 from ..spec.words import is_job_name
 from ..text import show
 
@@ -19,8 +19,7 @@ def check_name(name: str) -> str:
     """Return the name of a pipeline, without the suffix of a file. Raises: SpecError."""
     stem = name.removesuffix(SUFFIX)
     if not is_job_name(stem):
-        rule = f"letters, digits and . _ -, at most {MOST_NAME_CHARS}, the first a letter or a digit"
-        raise SpecError(f"name {show(name)}: give {rule}")
+        raise SpecError(f"name {show(name)}: give {NAME_RULE}, as mnist-2")
     return stem
 
 

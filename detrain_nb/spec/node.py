@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from ..errors import SpecError
+from ..plan.names import NAME_RULE
 from ..text import show, split_target
 from .model import SpecModel, describe_field
 from .words import NODE_NAME, PATH, Lines, Path, Variables, is_node_name, is_path, like, only
@@ -80,7 +81,7 @@ class Node(SpecModel):
     name: Annotated[str, only(is_node_name), like(f"(?:{NODE_NAME})?")] = Field(
         title="Name",
         default="",  # the host's
-        description="letters, digits and . _ -, at most 63, the first no sign; 'all', 1 or 0-3 would mean ranks",
+        description=f"{NAME_RULE}, as gpu-2; 'all', 1 or 0-3 would mean ranks",
     )
     host: Annotated[str, only(_is_host), like(_HOST_LIKE)] = Field(
         title="Host", description="a host name, a Host of your ssh config or an address; user and port are apart"

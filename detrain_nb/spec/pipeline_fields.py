@@ -7,6 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..plan.choices import ARTIFACTS
+from ..plan.names import NAME_RULE
 from .model import SpecModel
 from .node import THIS_MACHINE, Node
 from .nodes_file import find_twins
@@ -47,7 +48,7 @@ _Env = Annotated[
 class PipelineFields(SpecModel):
     """What is written down of a pipeline, checked as a whole; `PipelineSpec` has it."""
 
-    name: JobName = Field(description="letters, digits and . _ -, at most 63, the first a letter or a digit")
+    name: JobName = Field(description=f"{NAME_RULE}, as mnist-2")
     description: Annotated[str, only(lambda text: is_one_line(text, allowed="\n\t") and len(text) <= 4000)] = Field(
         default="",
         json_schema_extra={"maxLength": 4000},

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..plan.choices import SILENCE_S, TIMEOUT_S
+from ..plan.names import NAME_RULE
 from ..storage import has_password_of_user
 from .model import SpecModel
 from .node import Address
@@ -66,9 +67,7 @@ class Checkpoint(SpecModel):
 class Rendezvous(SpecModel):
     """How the nodes find each other, and how often a job begins anew when a rank or a node fails."""
 
-    id: JobName | None = Field(
-        default=None, description="a name of letters, digits and . _ -, at most 63; none: the job's"
-    )
+    id: JobName | None = Field(default=None, description=f"a name: {NAME_RULE}; none: the job's")
     endpoint: Address | None = Field(
         default=None, description="the address or host name at which the others reach the first node; none: found out"
     )

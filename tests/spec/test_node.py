@@ -150,7 +150,7 @@ def test_address_gives_a_name(host: str, name: str) -> None:
 
 
 def test_host_that_cannot_be_a_name_asks_for_one() -> None:
-    with pytest.raises(SpecError, match=r"^name '10': give letters"):
+    with pytest.raises(SpecError, match=r"^name '10': give a-z, A-Z"):
         Node(host="10")
     assert Node(host="10", name="ten").host == "10"
 

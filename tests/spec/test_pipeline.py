@@ -31,7 +31,7 @@ def test_name_and_source_are_a_spec_for_this_machine() -> None:
 
 
 REFUSED = {
-    "name": ({"name": "a b"}, "name 'a b': give letters, digits"),
+    "name": ({"name": "тренировка"}, "name 'тренировка': give a-z, A-Z, 0-9 and . _ -, at most 63, the first a letter"),
     "a number in a part": ({"training": {"epochs": 0}}, "training.epochs 0: give a whole number, 1 or more: passes"),
     "a kind": ({"training": {"epochs": "2"}}, "training.epochs '2': give a whole number"),
     "a truth that is none": ({"training": {"dev": 1}}, "training.dev 1: give true or false"),

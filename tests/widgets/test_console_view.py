@@ -93,7 +93,7 @@ def test_pipeline_that_another_tab_has_open_is_deleted_and_its_form_closed(page:
     [
         ("delete", {"id": "p99"}, "not in the list any more"),
         ("delete", {"id": "../../etc/passwd"}, "not in the list any more"),
-        ("create", {"name": "../up"}, "letters, digits"),
+        ("create", {"name": "../up"}, "a-z, A-Z, 0-9"),
         ("create_example", {"name": "other"}, "one of two-copies"),
         ("edit", {"path": "name", "typed": "x", "revision": 1, "editor": "p"}, "no pipeline is open"),
         ("open_file", {"path": "gone.yaml"}, "it is not there"),

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...copying.json_lines import FilesError, clean
 from ...plan.choices import SILENCE_S, TIMEOUT_S
-from ...plan.names import MOST_NAME_CHARS, NAME, VARIABLE
+from ...plan.names import NAME, NAME_RULE, VARIABLE
 
 FORMAT = 1  # a higher one only where what an earlier release would pass over changes what runs
 MOST_JSON_BYTES = 1 << 20
@@ -164,9 +164,7 @@ def _text(said: object) -> str:
 
 def _name(said: object) -> str:
     if not isinstance(said, str) or not NAME.fullmatch(said):
-        raise JobRefused(
-            f"{clean(said)[:80]!r} is no name of a job: letters, digits and ._- only, {MOST_NAME_CHARS} at most"
-        )
+        raise JobRefused(f"{clean(said)[:80]!r} is no name of a job: give {NAME_RULE}")
     return said
 
 
