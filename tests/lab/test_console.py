@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Locator, expect
 
+from detrain_nb.spec import Parallelism
+
 from .console_steps import add_node, begin_pipeline, type_script
 from .notebook import Notebook
 from .pictures import take_picture
@@ -246,6 +248,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.locator("[aria-current=step]")).to_contain_text("General")
 
     pp, batch = view.get_by_label("pp", exact=True), view.get_by_label("Batch size")
+    expect(view.locator(".ax label")).to_have_text([*Parallelism().axes])
     view.get_by_role("button", name="pp: more").click()
     expect(pp).to_have_value("2")
     batch.fill("3o")
@@ -272,6 +275,9 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(nodes).to_have_count(1)
 
     view.get_by_role("button", name="Next: Source").click()
+    view.get_by_role("radio", name="Git").check()
+    view.get_by_label("URL", exact=True).fill("https://example.org/a.git")
+    expect(view.get_by_label("Entry", exact=True)).to_have_attribute("aria-invalid", "true")
     type_script(view, "print('it ran')")
     take_pictures(nb, view, "source", tmp_path)
     expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
