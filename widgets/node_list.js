@@ -135,7 +135,7 @@ class NodeList {
     this.empty = h("div", { class: "empty" }, h("b", {}, none),
       h("p", { class: "soft" }, "Ranks run on this machine, or on hosts that you reach over SSH with a key. A host needs sshd, Python 3.10 or newer and torch; nothing is installed."),
       h("div", { class: "row wrap" }, num_hosts ? button(`Import from ~/.ssh/config (${count_of(num_hosts, "host")})`, () => this.import(), "go") : null, button([icon("plus"), "Add node"], add),
-        button([icon("file"), "Open nodes file…"], () => this.open_file()), button([icon("run"), "2 ranks on this machine"], async () => this.focus_row(await this.change("add_here")))));
+        button([icon("file"), "Open nodes file…"], () => this.open_file()), button([icon("plus"), "2 ranks on this machine"], async () => this.focus_row(await this.change("add_here")))));
     this.el = h("div", {}, this.head, h("div", { class: "bars" }, this.undo, this.message, this.bar), this.list, this.empty, this.adding);
     view.on("testing", (line) => this.show_testing(line));
     view.on("question", (question) => this.show_question(question));
