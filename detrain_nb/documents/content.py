@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import date, time
 
 from ..errors import SpecError
 from ..storage import shown
@@ -74,6 +75,8 @@ def _find_fault(value: object) -> str:
         return "" if -(1 << 63) <= value < 1 << 63 else "a number of more than 64 bits"
     elif type(value) is float:
         return "" if math.isfinite(value) else f"{value} is no finite number"
+    elif isinstance(value, date | time):
+        return f"{value.isoformat()} is a date or a time, which cannot stand here: a text stands in quotes"
     elif value is not None and type(value) is not bool:
         return f"{_show(value)} is of type {type(value).__name__}: put it in quotes, as a text"
     return ""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from ..documents.content import check_values
 from ..errors import SpecError
 from ..spec import PipelineSpec
 from ..spec.source import FOLDER_KINDS
@@ -84,7 +85,9 @@ def document_of(content: PipelineSpec | Mapping[str, Any]) -> dict[str, Any]:
         return content.to_dict()
     if not isinstance(content, Mapping):
         raise SpecError(f"{show(content)} is no pipeline: give a PipelineSpec, or fields with names, as in a file")
-    return dict(content)
+    document = dict(content)
+    check_values(document)
+    return document
 
 
 def make_draft(data: Mapping[str, Any]) -> dict[str, Any]:

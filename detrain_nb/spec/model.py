@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -51,12 +51,23 @@ class SpecModel(BaseModel):
         """A table or a list whose lines are all comments is None in YAML: it is as if it were not there."""
         if not isinstance(fields, Mapping):
             return fields
+        for name, value in fields.items():
+            check_names(value, name)
         kinds = {name: type(field.default) for name, field in cls.model_fields.items()}
         return {name: value for name, value in fields.items() if value is not None or not _is_many(kinds.get(name))}
 
     def to_fields(self) -> dict[str, Any]:
         """Return what is not as by default, as a document has it."""
         return self.model_dump(mode="json", exclude_defaults=True)
+
+
+def check_names(value: object, path: str = "") -> None:
+    """Raises: FieldError where a table, or one in a list, has a name that is no text, as Python's own can."""
+    items: Iterable[tuple[int | str, object]] = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
+    for place, table in items:
+        if isinstance(table, Mapping) and (wrong := [name for name in table if not isinstance(name, str)]):
+            where = path if place == "" else f"{path}[{place}]"
+            raise FieldError([FieldFault(where, f": the name {show(wrong[0])} is no text: put it in quotes")])
 
 
 def may_show(field: str, value: object) -> bool:
@@ -87,9 +98,16 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
         advice = f"give {describe_field(model, field)}"
         return [FieldFault(path, f" is missing: {advice}", advice)]
     value = f" {show(fault['input'])}" if may_show(field, fault["input"]) else ""
-    is_number = fault["type"] == "string_type" and isinstance(fault["input"], int | float)  # as YAML reads it
-    advice = str(error) or f"give {describe_field(model, field)}" + "; a number or true stands in quotes" * is_number
+    advice = str(error) or f"give {describe_field(model, field)}{_say_slip(fault)}"
     return [FieldFault(path, f"{value}: {advice}", advice)]
+
+
+def _say_slip(fault: Mapping[str, Any]) -> str:
+    """How a value may have become one of another type than it looks."""
+    given = fault["input"]
+    if fault["type"] == "string_type" and isinstance(given, int | float):  # as YAML reads it
+        return "; a number or true stands in quotes"
+    return "; a comma behind it makes a tuple of it" if isinstance(given, tuple) and len(given) == 1 else ""
 
 
 def _name_place(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:

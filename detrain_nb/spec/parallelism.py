@@ -10,7 +10,7 @@ from ..plan.choices import SCHEDULES, ActivationsKept, PrecisionName, ScheduleNa
 from .model import SpecModel
 from .words import PATH, is_path, like, only
 
-_MOST_RANKS = 1 << 16
+_MOST_RANKS, _MOST_MICROBATCHES = 1 << 16, 1 << 20
 _Axis = Annotated[
     int,
     Field(ge=-1, le=_MOST_RANKS),
@@ -22,7 +22,7 @@ _ScheduleFile = Annotated[
     only(lambda text: is_path(text) and text.endswith(".csv")),
     like(rf"{_ANY_CASE}|(?=.*\.csv$){PATH}"),  # a name is taken however its letters are written
 ]
-_AXIS = "a number of ranks, 1 or more, or -1 for what is left"
+_AXIS = f"a number of ranks, 1 to {_MOST_RANKS:,}, or -1 for what is left"
 
 
 def _as_written(value: Any) -> Any:
@@ -40,9 +40,9 @@ class Parallelism(SpecModel):
     schedule: Annotated[ScheduleName | _ScheduleFile, BeforeValidator(_as_written)] = Field(
         default="1F1B", description=f"{', '.join(SCHEDULES)}, or a file *.csv: who runs which stage when"
     )
-    microbatches: Annotated[int, Field(ge=1, le=1 << 20)] | None = Field(
+    microbatches: Annotated[int, Field(ge=1, le=_MOST_MICROBATCHES)] | None = Field(
         default=None,
-        description="a whole number, 1 or more: the parts that a batch is cut into; none: what the schedule needs",
+        description=f"a whole number, 1 to {_MOST_MICROBATCHES:,}: the parts of a batch; none: what the schedule needs",
     )
     activations: ActivationsKept = Field(
         default="none", description='"none", "selective" or "full": what is computed again in the backward pass'

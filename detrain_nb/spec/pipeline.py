@@ -18,6 +18,7 @@ from ..storage import shown
 from ..text import ShownAsText
 from .checking import check_spec
 from .findings import Finding
+from .model import check_names
 from .overrides import name_fields, read_overrides
 from .pipeline_fields import PipelineFields
 from .planning import plan_spec, program_arguments, resolve_job
@@ -37,6 +38,7 @@ class PipelineSpec(ShownAsText, PipelineFields):
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
         """Make it of what a document has; ``$schema``, by which editors complete it, is left out. Raises: SpecError."""
+        check_names(data)
         return cls(**{name: value for name, value in data.items() if name != "$schema"})
 
     @classmethod

@@ -10,8 +10,9 @@ from ..plan.choices import SCHEDULERS, SchedulerName
 from .model import SpecModel
 from .words import ONE_LINE, Module, is_one_line, like, only
 
-_Count = Annotated[int, Field(ge=1, le=10**12)]
-_COUNT = "a whole number, 1 or more"
+_MOST = 10**12
+_Count = Annotated[int, Field(ge=1, le=_MOST)]
+_COUNT = f"a whole number, 1 to {_MOST:,}"
 
 
 class Training(SpecModel):
@@ -28,8 +29,8 @@ class Training(SpecModel):
     scheduler: SchedulerName | None = Field(
         default=None, description=f"{', '.join(SCHEDULERS)}: how the learning rate goes"
     )
-    warmup_steps: Annotated[int, Field(ge=0, le=10**12)] = Field(
-        default=0, description="a whole number, 0 or more: steps in which the learning rate rises"
+    warmup_steps: Annotated[int, Field(ge=0, le=_MOST)] = Field(
+        default=0, description=f"a whole number, 0 to {_MOST:,}: steps in which the learning rate rises"
     )
     clip: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="a number above 0: the largest norm of all gradients together"

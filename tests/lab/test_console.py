@@ -253,7 +253,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(pp).to_have_value("2")
     batch.fill("3o")
     expect(batch).to_have_attribute("aria-invalid", "true")
-    expect(view.get_by_text("'3o': give a whole number, 1 or more").first).to_be_visible()
+    expect(view.get_by_text("'3o': give a whole number, 1 to 1,000,000,000,000").first).to_be_visible()
     expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
     expect(view.locator(".foot >> visible=true")).to_contain_text("Batch size: '3o': give a whole number")
     take_pictures(nb, view, "general", tmp_path)

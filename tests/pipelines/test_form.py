@@ -6,6 +6,7 @@ import copy
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def test_wrong_value_stays_and_is_told_of_beside_its_field() -> None:
     form.edit("training.batch_size", "3o")
     assert form.typed("training.batch_size") == "3o" and form.draft["training"] == {"batch_size": "3o"}
     assert form.errors == {
-        "training.batch_size": "'3o': give a whole number, 1 or more: samples of a step, of all replicas"
+        "training.batch_size": "'3o': give a whole number, 1 to 1,000,000,000,000: samples of a step, of all replicas"
     }
     assert form.spec is before and not form.is_right
     form.edit("training.batch_size", "30")
@@ -152,6 +153,13 @@ def test_text_of_one_kind_of_source_waits_while_another_is_chosen() -> None:
     assert form.spec.source.kind == "script_text" and form.spec.source.entry is None
     form.edit(KIND_PATH, "git")
     assert form.spec.source.git is not None and form.typed("source.script_text") == RIGHT["source"]["script_text"]
+
+
+def test_what_no_file_can_hold_is_refused_with_its_place() -> None:
+    with pytest.raises(SpecError, match=r"^training\.steps: 2020-01-01 is a date or a time"):
+        SpecForm({**RIGHT, "training": {"steps": date(2020, 1, 1)}})
+    with pytest.raises(SpecError, match=r"^source: the name \('script',\) is no text"):
+        SpecForm({"source": {("script",): "train.py"}})
 
 
 def test_spec_that_is_assigned_is_shown() -> None:

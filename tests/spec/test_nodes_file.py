@@ -129,7 +129,7 @@ FAULTS = {
     "a date": (
         "n.toml",
         "[[nodes]]\nhost = 2020-01-01",
-        ["nodes[0].host: datetime.date(2020, 1, 1) is of type date: put"],
+        ["nodes[0].host: 2020-01-01 is a date or a time, which cannot stand here: a text stands in quotes"],
     ),
     "the suffix": ("nodes.ini", "nodes:", ["its name ends in none of .json, .toml, .yaml"]),
     "no suffix": ("nodes", "", ["its name ends in none of .json, .toml, .yaml"]),

@@ -32,7 +32,14 @@ def test_name_and_source_are_a_spec_for_this_machine() -> None:
 
 REFUSED = {
     "name": ({"name": "тренировка"}, "name 'тренировка': give a-z, A-Z, 0-9 and . _ -, at most 63, the first a letter"),
-    "a number in a part": ({"training": {"epochs": 0}}, "training.epochs 0: give a whole number, 1 or more: passes"),
+    "a number in a part": (
+        {"training": {"epochs": 0}},
+        "training.epochs 0: give a whole number, 1 to 1,000,000,000,000: passes",
+    ),
+    "too many steps": (
+        {"training": {"steps": 10**13}},
+        "training.steps 10000000000000: give a whole number, 1 to 1,000,",
+    ),
     "a kind": ({"training": {"epochs": "2"}}, "training.epochs '2': give a whole number"),
     "a truth that is none": ({"training": {"dev": 1}}, "training.dev 1: give true or false"),
     "a seed of 33 bits": ({"training": {"seed": 1 << 32}}, "training.seed 4294967296: give a whole number of 32 bits"),
@@ -46,6 +53,9 @@ REFUSED = {
         {"training": {"learning_rate": None}},
         "training.learning_rate None: give a number",
     ),
+    "a tuple by a comma": ({"training": ({"steps": 1},)}, "training ({'steps': 1},): give a table: epochs or steps, b"),
+    "a name that is no text": ({"source": {("script",): 1}}, "source: the name ('script',) is no text: put it in"),
+    "one of a node": ({"nodes": [{"host": "a"}, {1: "b"}]}, "nodes[1]: the name 1 is no text: put it in quotes"),
     "no table": ({"training": 3}, "training 3: give a table"),
     "a field of a node": ({"nodes": [{"host": "a"}, {"host": "b", "port": 0}]}, "nodes[1].port 0: give a number"),
     "a node's unknown field": ({"nodes": [{"host": "a", "prt": 1}]}, "nodes[0].prt is no field: did you mean 'port'?"),
@@ -462,7 +472,7 @@ def test_words_of_a_command_line_win_over_the_spec() -> None:
         ("--nodes a,a", "--nodes: nodes 'a,a': nodes 1 and 2 have the same name"),
         ("training.epochs 2", "'training.epochs' is no field to change: write --training.epochs"),
         ("spec.toml", "'spec.toml' is no field to change: give --field value"),
-        ("--training.epochs 0", "training.epochs 0: give a whole number, 1 or more"),
+        ("--training.epochs 0", "training.epochs 0: give a whole number, 1 to 1,000,000,000,000"),
     ],
 )
 def test_word_that_cannot_be_is_refused_with_what_to_write(words: str, complaint: str) -> None:
@@ -488,7 +498,7 @@ def test_file_says_where_its_faults_are(tmp_path: Path) -> None:
     with pytest.raises(FieldError) as caught:
         PipelineSpec.load(path)
     assert str(caught.value).splitlines() == [
-        f"{path}: training.epochs True: give a whole number, 1 or more: passes over the data",
+        f"{path}: training.epochs True: give a whole number, 1 to 1,000,000,000,000: passes over the data",
         f"{path}: training.epoch is no field: did you mean 'epochs'?",
     ]
     path.write_text("name: x\nsource: [\n")
