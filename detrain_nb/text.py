@@ -16,6 +16,8 @@ RED = "color:var(--jp-error-color1, #c62828)"  # of what has failed, in a page
 _REDRAW_S = 0.2
 _RATE_S = 5.0  # what was copied in the last seconds tells the rate
 _BAR_CHARS = 30
+USER = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\\)?[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")  # of a host
+USER_RULE = "a user of letters, digits and . _ @ + -, the first no -; DOMAIN\\ may stand before it"
 _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, mod
 
 from ..errors import SpecError
 from ..plan.names import NAME_RULE
-from ..text import show, split_target
+from ..text import USER, USER_RULE, show, split_target
 from .model import SpecModel, describe_field
 from .words import NODE_NAME, PATH, Lines, Path, Variables, is_node_name, is_path, like, only
 
@@ -21,7 +21,6 @@ THIS_MACHINE = "localhost"  # the host that is the notebook's machine itself
 OF_HOSTS = frozenset({*_OF_SSH, "address", "python", "workdir"})  # what the defaults of a file do not say of it
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 _IPV6 = re.compile(r"(?P<address>[0-9A-Fa-f:.]{2,45})(?:%[A-Za-z0-9._-]{1,32})?")
-_USER = re.compile(r"[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")
 _USER_IN_BRACKETS = re.compile(r"\[([^]]+)@([^]@]+)\](.*)")
 
 
@@ -89,8 +88,8 @@ class Node(SpecModel):
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         title="Port", default=None, description="a number from 1 to 65535"
     )
-    user: Annotated[str, only(_USER.fullmatch), like(_USER.pattern)] | None = Field(
-        title="User", default=None, description="a user of letters, digits and . _ @ + -"
+    user: Annotated[str, only(USER.fullmatch), like(USER.pattern)] | None = Field(
+        title="User", default=None, description=USER_RULE
     )
     identity_file: Path | None = Field(title="Key file", default=None, description="the path of a private key")
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
@@ -223,8 +222,8 @@ def parse_target(text: str) -> Target:
     if not (_is_ipv6(host) if has_brackets else _HOST.fullmatch(host)):
         advice = f"write [{text}]" if _is_ipv6(text) else "give [user@]host[:port], an IPv6 address in brackets"
         raise SpecError(f"{show(text)} is no host: {advice}")
-    if user is not None and not _USER.fullmatch(user):
-        raise SpecError(f"{show(text)}: user {show(user)}: give {describe_field(Node, 'user')}")
+    if user is not None and not USER.fullmatch(user):
+        raise SpecError(f"{show(text)}: user {show(user)}: give {USER_RULE}")
     if port is not None and (len(port) > 5 or not 1 <= int(port) <= 65535):
         raise SpecError(f"{show(text)}: port {port}: give {describe_field(Node, 'port')}")
     return Target(host, user, int(port) if port else None)

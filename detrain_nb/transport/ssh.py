@@ -200,4 +200,6 @@ def _parse(config_text: str) -> paramiko.SSHConfig:
     """It takes longer than to look up a host, and there are many to look up in one."""
     import paramiko
 
-    return paramiko.SSHConfig.from_text(config_text)
+    config = paramiko.SSHConfig.from_text(config_text)
+    config.TOKENS_BY_CONFIG_KEY = {**config.TOKENS_BY_CONFIG_KEY, "identityfile": []}  # HostSettings reads them
+    return config

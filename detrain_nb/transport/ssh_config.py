@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import getpass
+import functools
 import glob
 import itertools
 import os
@@ -10,15 +10,16 @@ import re
 import shlex
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import SpecError
 from ..guarded import can_others_write, describe, open_file
-from ..text import split_target
+from ..text import USER, USER_RULE, split_target
 from .known_hosts import DEFAULT_PORT
+from .ssh_paths import in_home, local_user, read_sign
 
 __all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config", "without_questions"]
 
@@ -29,11 +30,9 @@ _LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*\S)\s*")
 _CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: those that paramiko decides
 _NEVER = "Host !*"
 _TO_THE_END = {"proxycommand", "localcommand", "remotecommand", "knownhostscommand"}  # what follows is for a shell
-_VARIABLE = re.compile(r"\$\{(\w+)\}")
 _ADDRESS_AT = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*%[A-Za-z0-9._-]+"  # an address, and its interface
 _HOST_NAME = re.compile(rf"[A-Za-z0-9._:-]+|{_ADDRESS_AT}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
-_USER_NAME = re.compile(r"[A-Za-z0-9._@+-]+")
 
 
 def default_config() -> Path:
@@ -104,18 +103,27 @@ class HostSettings:
 
         ``options`` of ssh_config: names in lower case, in the order in which they were found. Raises: SpecError.
         """
-        named = [target.identity_file] if target.identity_file else options.get("identityfile", [])
-        return cls(
+        user = options.get("user", "").replace("\\\\", "\\")  # as ssh reads two of them
+        host = cls(
             hostname=target.host or options.get("hostname", target.name).replace("%%", "%"),
             port=target.port or _read_port(target.name, options.get("port", "")),
-            user=target.user or options.get("user") or _local_user(target.name),
-            identity_files=tuple(str(_in_home(file)) for file in named if file.lower() != "none"),
+            user=target.user or user or local_user(target.name),
             proxy_jump=_read_jump(target, options),
             identities_only=target.identity_file is not None or options.get("identitiesonly", "no").lower() == "yes",
             use_agent=options.get("identityagent", "").lower() != "none",
-            known_hosts_files=_find_known_hosts(options),
             host_key_alias=options.get("hostkeyalias"),
         )
+        read = functools.partial(
+            read_sign,
+            name=target.name,
+            hostname=host.hostname,
+            port=host.port,
+            user=host.user,
+            key_name=host.host_key_alias or target.name,
+        )
+        named = [file for file in options.get("identityfile", []) if file.lower() != "none"]
+        keys = [in_home(target.identity_file)] if target.identity_file else [in_home(file, read) for file in named]
+        return replace(host, identity_files=tuple(map(str, keys)), known_hosts_files=_find_known_hosts(options, read))
 
     @property
     def where(self) -> str:
@@ -288,7 +296,7 @@ def _read_criteria(words: list[str]) -> tuple[str, ...] | None:
 
 def _find_included(path: Path, value: str) -> Iterator[Path]:
     for pattern in _split(path, "Include", value):
-        below = Path.home() / ".ssh" / _in_home(pattern)  # an absolute path stays itself
+        below = Path.home() / ".ssh" / in_home(pattern)  # an absolute path stays itself
         yield from (Path(found) for found in sorted(glob.glob(str(below))) if not os.path.isdir(found))
 
 
@@ -310,13 +318,6 @@ def _read_port(name: str, text: str) -> int:
         raise SpecError(f"the SSH configuration of {name} says Port {text!r}, which is no number") from None
 
 
-def _local_user(name: str) -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError, ImportError) as exc:
-        raise SpecError(f"no user is given for {name}, and this process has no name of its own: name one") from exc
-
-
 def _read_jump(target: SshTarget, options: Mapping[str, Any]) -> tuple[SshTarget, ...]:
     """The first of ProxyJump and ProxyCommand holds, as with ssh; only the former is supported."""
     if target.proxy_jump is not None:
@@ -331,45 +332,42 @@ def _read_jump(target: SshTarget, options: Mapping[str, Any]) -> tuple[SshTarget
     return ()
 
 
-def _find_known_hosts(options: Mapping[str, Any]) -> tuple[Path, ...]:
+def _find_known_hosts(options: Mapping[str, Any], read: Callable[[str], str]) -> tuple[Path, ...]:
     """The user's files and those of the machine; files that keep nothing (none, /dev/null) count as not given."""
     folder = Path.home() / ".ssh"
     system = Path("C:/ProgramData/ssh") if sys.platform == "win32" else Path("/etc/ssh")
-    of_user = _read_paths(options.get("userknownhostsfile")) or (folder / "known_hosts", folder / "known_hosts2")
-    of_all = _read_paths(options.get("globalknownhostsfile"))
-    return of_user + (of_all or (system / "ssh_known_hosts", system / "ssh_known_hosts2"))
+    of_user = [in_home(word, read) for word in _read_paths(options, "UserKnownHostsFile")]
+    of_all = [in_home(word) for word in _read_paths(options, "GlobalKnownHostsFile")]
+    return (
+        *(of_user or (folder / "known_hosts", folder / "known_hosts2")),
+        *(of_all or (system / "ssh_known_hosts", system / "ssh_known_hosts2")),
+    )
 
 
-def _read_paths(value: str | None) -> tuple[Path, ...]:
-    words = _split("ssh_config", "UserKnownHostsFile", value.replace("%d", str(Path.home()))) if value else []
-    return tuple(_in_home(word) for word in words if word.lower() not in {"none", "/dev/null"})
-
-
-def _in_home(path: str) -> Path:
-    """Replace ``~`` and ``${NAME}``; an unknown user, or a variable that is not set, stays."""
-    path = _VARIABLE.sub(lambda match: os.environ.get(match[1], match[0]), path)
-    return Path(os.path.expanduser(path))
+def _read_paths(options: Mapping[str, Any], key: str) -> list[str]:
+    words = _split("ssh_config", key, options.get(key.lower()) or "")
+    return [word for word in words if word.lower() not in {"none", "/dev/null"}]
 
 
 def _check_host(what: str, value: str) -> None:
     if not _HOST_NAME.fullmatch(value) or value.startswith("-"):
-        raise SpecError(f"{what} {value!r}: {_find_fault(value, '._:-')}")
+        raise SpecError(f"{what} {value!r}: {_find_fault(value)}")
 
 
 def _check_user(host: str, value: str) -> None:
-    if not _USER_NAME.fullmatch(value) or value.startswith("-"):
-        raise SpecError(f"user {value!r} of {host}: {_find_fault(value, '._@+-')}")
+    if not USER.fullmatch(value):
+        raise SpecError(f"user {value!r} of {host}: give {USER_RULE}")
 
 
-def _find_fault(value: str, allowed: str) -> str:
+def _find_fault(value: str) -> str:
     if not value:
         return "is empty: give one"
     if value.startswith("-"):
         return "starts with '-', as an option does"
-    wrong = next(char for char in value if not (char.isascii() and char.isalnum()) and char not in allowed)
+    wrong = next(char for char in value if not (char.isascii() and char.isalnum()) and char not in "._:-")
     if wrong.isalpha():
         return f"{wrong!a} is not an ASCII letter: give the name as DNS has it (xn--...)"
-    return f"{wrong!r} cannot stand there: letters, digits and {' '.join(allowed)} can"
+    return f"{wrong!r} cannot stand there: letters, digits and . _ : - can"
 
 
 def _check_port(host: str, port: int) -> None:

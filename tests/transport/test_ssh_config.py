@@ -45,13 +45,17 @@ Match host=c
   User "of-c"
 Match originalhost=f
   Port ssh
+Host domain
+  User DOMAIN\\bob
+Host domain2
+  User "DOMAIN\\\\bob"
 Host *
   User me
 """
 
 
 @pytest.mark.needs_debian("openssh-server")
-@pytest.mark.parametrize("host", ["a", "b", "c", "cable", "f", "in"])
+@pytest.mark.parametrize("host", ["a", "b", "c", "cable", "domain", "domain2", "f", "in"])
 def test_what_people_write_is_read_as_ssh_reads_it(host: str, home: Path) -> None:
     (home / "conf.d" / "sub").mkdir(parents=True)
     (home / "conf.d" / "one").write_text("Host in\n  Port 47\n")
@@ -65,6 +69,33 @@ def test_what_people_write_is_read_as_ssh_reads_it(host: str, home: Path) -> Non
         assert host in "ab" and known["identityfile"] == "${HOME}/k#1"
         assert found.identity_files == (f"{home.parent}/k#1",)
         assert found.known_hosts_files[0] == home.parent / "kh"
+
+
+@pytest.mark.needs_debian("openssh-server")
+@pytest.mark.parametrize("alias", ["", "HostKeyAlias rack"])
+def test_signs_in_paths_stand_for_what_ssh_puts_there(alias: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):  # which ssh does not read
+        monkeypatch.delenv(name, raising=False)
+    signs = "%h_%p_%r_%n_%k_%L_%l_%i_%u_%%h"
+    (home / "config").write_text(
+        f"{alias}\nHostName ten.example\nPort 47\nUser bob\nIdentityFile /keys/{signs}\n"
+        f'UserKnownHostsFile ${{HOME}}/kh_{signs} "/a b/%h"\n'
+    )
+    asked = ["ssh", "-F", str(home / "config"), "-v", "-o", "ProxyCommand=true", "-o", "BatchMode=yes", "host.a"]
+    names = subprocess.run([*asked, "-G"], capture_output=True, text=True, check=True, timeout=20).stdout
+    tried = subprocess.run(asked, capture_output=True, text=True, check=False, timeout=20, stdin=subprocess.DEVNULL)
+    found = resolve(SshTarget("host.a"), read_config(home / "config"))
+    assert f"\nuserknownhostsfile {' '.join(map(str, found.known_hosts_files[:2]))}\n" in names
+    assert f"debug1: identity file {found.identity_files[0]} type -1" in tried.stderr.splitlines()
+    assert found.identity_files[0].startswith("/keys/ten.example_47_bob_host.a_") and len(found.identity_files) == 1
+
+
+@pytest.mark.parametrize("line", ["IdentityFile ~/%C", "UserKnownHostsFile ~/kh_%C", "IdentityFile ~/100%"])
+def test_sign_that_is_not_read_is_named(line: str, home: Path) -> None:
+    with pytest.raises(SpecError, match=r"^the SSH configuration of a has a path with %C?, which is not read here: "):
+        resolve(SshTarget("a"), line)
+    given = SshTarget("a", identity_file="~/%C")  # a path, in which no sign stands for more
+    assert resolve(given, "IdentityFile ~/%j").identity_files == (f"{home.parent}/%C",)
 
 
 def test_missing_file_is_empty(home: Path) -> None:
@@ -361,10 +392,10 @@ def test_name_that_could_be_more_than_a_name_is_refused(name: str) -> None:
     for make in (
         lambda: SshTarget(name),
         lambda: SshTarget("a", host=name),
-        lambda: SshTarget("a", user=name),
+        lambda: SshTarget("a", user=name if name != "a\\b" else "a\\"),
         lambda: SshTarget("a", proxy_jump=f"b,{name}"),
         lambda: HostSettings(name, 22, "me"),
-        lambda: HostSettings("a", 22, name),
+        lambda: HostSettings("a", 22, name if name != "a\\b" else "\\b"),
         lambda: HostSettings("a", 22, "me", host_key_alias=name),
     ):
         with pytest.raises(SpecError) as caught:

@@ -1,0 +1,65 @@
+"""Paths as an ssh_config has them: ``~``, variables, and signs such as ``%h`` that stand for a name."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import SpecError
+
+__all__ = ["in_home", "local_user", "read_sign"]
+
+_STANDS_FOR_MORE = re.compile(r"\$\{(\w+)\}|%(.?)")
+
+
+def in_home(path: str, read: Callable[[str], str] = "%{}".format) -> Path:
+    """Replace ``~`` and ``${NAME}``, and signs by what ``read`` makes of their letters.
+
+    An unknown user, or a variable that is not set, stays.
+    """
+
+    def replace(match: re.Match[str]) -> str:
+        return os.environ.get(match[1], match[0]) if match[1] else read(match[2])
+
+    return Path(_STANDS_FOR_MORE.sub(replace, os.path.expanduser(path)))
+
+
+def read_sign(letter: str, *, name: str, hostname: str, port: int, user: str, key_name: str) -> str:
+    """Return what ``%`` and a letter stand for, as with ssh, for the host that the user calls ``name``.
+
+    ``key_name``: how its key is looked up. Raises: SpecError for a letter that is not read here.
+    """
+    here = socket.gethostname()
+    known: dict[str, Callable[[], str]] = {
+        "%": lambda: "%",
+        "d": lambda: str(Path.home()),
+        "h": lambda: hostname,
+        "i": lambda: str(os.getuid()),
+        "k": lambda: key_name,
+        "L": lambda: here.partition(".")[0],
+        "l": lambda: here,
+        "n": lambda: name,
+        "p": lambda: str(port),
+        "r": lambda: user,
+        "u": lambda: local_user(name),
+    }
+    if not hasattr(os, "getuid"):
+        del known["i"]
+    if letter not in known:
+        signs = " ".join(f"%{each}" for each in known)
+        raise SpecError(
+            f"the SSH configuration of {name} has a path with %{letter}, which is not read here: {signs} are"
+        )
+    return known[letter]()
+
+
+def local_user(name: str) -> str:
+    """Return the user of this process, who logs in at the host of that ``name`` too. Raises: SpecError."""
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError) as exc:
+        raise SpecError(f"no user is given for {name}, and this process has no name of its own: name one") from exc
