@@ -22,11 +22,11 @@ OpenNotebook = Callable[..., Notebook]
 
 _IN_DOCS = ("list", "general", "review")
 
-# What is kept of the user lies beside the notebook.
+# What is kept of the user lies beside the notebook, and the hosts of no ~/.ssh/config are asked.
 _BEGIN = """
 import os
 from pathlib import Path
-for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME"):
+for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
     os.environ[name] = str(Path(name.lower()).absolute())
 from detrain_nb import widgets
 from detrain_nb.jobs.record import Record
