@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -249,7 +250,7 @@ class JobView(LiveView):
                 ready = self._download.prepare(lambda to: write(to, MOST_DOWNLOAD_BYTES))
                 self._offer("log", ready, "; ".join(["the log is in the browser's downloads", *notes]))
                 return
-            place = Path(folder.strip() or ".").expanduser()
+            place = Path(os.path.expanduser(folder.strip() or "."))
             place.mkdir(parents=True, exist_ok=True)
             said = f"saved: {write(place)}"
             self._say(what="log", state="done", line=one_line("; ".join([said, *notes]), most_chars=1000))

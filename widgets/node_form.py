@@ -131,7 +131,7 @@ def full_path(path: str) -> str:
 
 def _text_of(path: str) -> str | None:
     """None where there is no such file. Raises: SpecError."""
-    return read_text(locate(path)) if Path(path).exists() else None
+    return read_text(locate(path)) if os.path.exists(path) else None
 
 
 def _digest(text: str) -> str:

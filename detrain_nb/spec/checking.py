@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -109,8 +110,8 @@ def _check_schedule(spec: PipelineFields) -> Iterator[Finding]:
         said = f"{name} does not travel: every node needs it at that path, or give one beside the script"
         yield Finding("parallelism.schedule", said, "warning")
         return
-    folder = Path(source.path or "").expanduser().absolute()
-    if ".." in Path(name).parts or not (folder / name).is_file():
+    folder = _expand(source.path or "").absolute()
+    if ".." in Path(name).parts or not os.path.isfile(folder / name):
         yield Finding("parallelism.schedule", f"{name}: no such file in {folder}, from which it travels")
 
 
@@ -146,9 +147,9 @@ def _script_of(source: Source) -> str:
     """The text of one that is a file alone; empty where it is none, or cannot be read."""
     with contextlib.suppress(SpecError):
         if source.script is not None:
-            return _read(Path(source.script).expanduser())
+            return _read(_expand(source.script))
         if source.notebook is not None:
-            return script_of_notebook(_read(Path(source.notebook).expanduser()), where=source.notebook)
+            return script_of_notebook(_read(_expand(source.notebook)), where=source.notebook)
     return source.script_text or ""
 
 
@@ -157,10 +158,10 @@ def _check_hidden(source: Source) -> Iterator[Finding]:
     name = source.script or source.notebook or ""
     names = {Path(name).stem} if name else set()
     if source.path and "://" not in source.path:
-        beside = (Path(source.path).expanduser() / (source.entry or "")).parent
-        names = {path.parent.name for path in beside.glob("*/__init__.py")} | {
-            path.stem for path in beside.glob("*.py")
-        }
+        beside = (_expand(source.path) / (source.entry or "")).parent
+        with contextlib.suppress(OSError):  # what is wrong with the folder is told elsewhere
+            names = {path.parent.name for path in beside.glob("*/__init__.py")}
+            names |= {path.stem for path in beside.glob("*.py")}
     for hidden in sorted(names & (sys.stdlib_module_names - set(sys.builtin_module_names) | {"torch"})):
         said = f"ranks import {hidden} from the folder of their script, not Python's own or torch: give it another name"
         yield Finding(f"source.{source.kind}", said, "warning")
@@ -168,7 +169,7 @@ def _check_hidden(source: Source) -> Iterator[Finding]:
 
 def _look_at_script(source: Source) -> None:
     if source.script is not None:
-        check_python((_read(Path(source.script).expanduser()), source.script))
+        check_python((_read(_expand(source.script)), source.script))
 
 
 def _look_at_text(source: Source) -> None:
@@ -178,14 +179,14 @@ def _look_at_text(source: Source) -> None:
 
 def _look_at_notebook(source: Source) -> None:
     if source.notebook is not None:
-        script_of_notebook(_read(Path(source.notebook).expanduser()), where=source.notebook)
+        script_of_notebook(_read(_expand(source.notebook)), where=source.notebook)
 
 
 def _look_at_folder(source: Source) -> None:
     if source.path is None or "://" in source.path:
         return
-    folder = Path(source.path).expanduser()
-    if not folder.is_dir():
+    folder = _expand(source.path)
+    if not os.path.isdir(folder):
         raise SpecError(f"{folder}: no such folder, looked for in {folder.absolute().parent}")
     entry = folder / (source.entry or "")
     check_python((_read(entry), str(entry)))
@@ -194,7 +195,7 @@ def _look_at_folder(source: Source) -> None:
 def _look_at_git(source: Source) -> None:
     """The key is here where this machine clones; else it is on the nodes."""
     git = source.git
-    if git and git.ssh_key and git.how == "bundle" and not Path(git.ssh_key).expanduser().is_file():
+    if git and git.ssh_key and git.how == "bundle" and not os.path.isfile(_expand(git.ssh_key)):
         raise SpecError(f"ssh_key {git.ssh_key}: no such file")
 
 
@@ -207,9 +208,14 @@ _LOOKS: dict[str, Callable[[Source], None]] = {
 }
 
 
+def _expand(path: str) -> Path:
+    """A user who is not known stays, unlike with Path."""
+    return Path(os.path.expanduser(path))
+
+
 def _read(path: Path) -> str:
     """Raises: SpecError."""
-    if path.exists() and not path.is_file():  # a pipe would keep us waiting
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would keep us waiting
         raise SpecError(f"{path}: is no file")
     try:
         with open_file(path) as file:

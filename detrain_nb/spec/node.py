@@ -14,7 +14,7 @@ from ..errors import SpecError
 from ..plan.names import NAME_RULE
 from ..text import USER, USER_RULE, show, split_target
 from .model import SpecModel, describe_field
-from .words import NODE_NAME, PATH, Lines, Path, Variables, is_node_name, is_path, like, only
+from .words import NODE_NAME, PATH, Lines, NodePath, Path, Variables, is_node_name, is_path, like, only
 
 _OF_SSH = ("port", "user", "identity_file", "proxy_jump", "setup")
 THIS_MACHINE = "localhost"  # the host that is the notebook's machine itself
@@ -108,7 +108,7 @@ class Node(SpecModel):
     ranks: Annotated[int, Field(ge=1)] | None = Field(
         title="Ranks", default=None, description="a number of ranks, at least 1"
     )
-    python: Path = Field(
+    python: NodePath = Field(
         title="Python", default="python3", description="the path or name of a Python on the node, on one line"
     )
     workdir: Annotated[str, only(_is_workdir), like(rf"(?=[/~]){PATH}")] | None = Field(

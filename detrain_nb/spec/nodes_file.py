@@ -37,8 +37,8 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
     ports gives nodes that are named host-port. Raises: SpecError.
     """
     text = text.strip()
-    if text.lower().endswith(SUFFIXES) or any(slash in text for slash in {"/", os.sep}):
-        return read_nodes(Path(text).expanduser())
+    if text.lower().endswith(SUFFIXES) or "/" in text:
+        return read_nodes(Path(os.path.expanduser(text)))
     try:
         targets = [parse_target(part.strip()) for part in text.split(",")]
     except SpecError as exc:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from ..plan.choices import SCHEDULES, ActivationsKept, PrecisionName, ScheduleName, SyncAlgorithm
 from .model import SpecModel
-from .words import PATH, is_path, like, only
+from .words import NODE_PATH, check_node_path, is_path, like, only
 
 _MOST_RANKS, _MOST_MICROBATCHES = 1 << 16, 1 << 20
 _Axis = Annotated[
@@ -20,7 +20,7 @@ _ANY_CASE = "|".join("".join(f"[{char.lower()}{char.upper()}]" for char in name)
 _ScheduleFile = Annotated[
     str,
     only(lambda text: is_path(text) and text.endswith(".csv")),
-    like(rf"{_ANY_CASE}|(?=.*\.csv$){PATH}"),  # a name is taken however its letters are written
+    like(rf"{_ANY_CASE}|(?=.*\.csv$){NODE_PATH}"),  # a name is taken however its letters are written
 ]
 _AXIS = f"a number of ranks, 1 to {_MOST_RANKS:,}, or -1 for what is left"
 
@@ -37,8 +37,8 @@ class Parallelism(SpecModel):
     dp_replicate: _Axis = Field(default=1, description=f"{_AXIS}: whole copies of the model")
     dp_shard: _Axis = Field(default=-1, description=f"{_AXIS}: shards of parameters and optimizer state")
     tp: _Axis = Field(default=1, description=f"{_AXIS}: parts of each layer")
-    schedule: Annotated[ScheduleName | _ScheduleFile, BeforeValidator(_as_written)] = Field(
-        default="1F1B", description=f"{', '.join(SCHEDULES)}, or a file *.csv: who runs which stage when"
+    schedule: Annotated[ScheduleName | _ScheduleFile, BeforeValidator(_as_written), AfterValidator(check_node_path)] = (
+        Field(default="1F1B", description=f"{', '.join(SCHEDULES)}, or a file *.csv: who runs which stage when")
     )
     microbatches: Annotated[int, Field(ge=1, le=_MOST_MICROBATCHES)] | None = Field(
         default=None,

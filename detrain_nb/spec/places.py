@@ -11,7 +11,19 @@ from ..plan.names import NAME_RULE
 from ..storage import has_password_of_user
 from .model import SpecModel
 from .node import Address
-from .words import EACH_ONCE, ONE_LINE, PATH, JobName, as_set_of, is_one_line, is_path, like, only
+from .words import (
+    EACH_ONCE,
+    NODE_PATH,
+    ONE_LINE,
+    PATH,
+    JobName,
+    as_set_of,
+    check_node_path,
+    is_one_line,
+    is_path,
+    like,
+    only,
+)
 
 
 def _check_password(text: str) -> str:
@@ -26,6 +38,7 @@ def _check_password(text: str) -> str:
 Url = Annotated[
     str, only(lambda text: is_path(text) and len(text) <= 2000), AfterValidator(_check_password), like(PATH)
 ]
+_NodeUrl = Annotated[Url, AfterValidator(check_node_path), like(NODE_PATH)]
 _Word = Annotated[
     str,
     only(lambda text: bool(text.strip()) and is_one_line(text) and len(text) <= 100),
@@ -37,7 +50,7 @@ URL = "a path or an fsspec URL, as s3://bucket/folder, on one line; keys and pas
 
 
 class _Stored(SpecModel):
-    url: Url = Field(description=URL)
+    url: _NodeUrl = Field(description=URL)
     format: _Word | None = Field(default=None, description="a word for how it is written, as parquet or safetensors")
     chunks: _Chunks = Field(default=(), description="a list of the names of its parts, each once")
 
@@ -53,7 +66,7 @@ class Model(_Stored):
 class Checkpoint(SpecModel):
     """Where checkpoints go, how often, and whether a job goes on from them."""
 
-    url: Url = Field(description=URL)
+    url: _NodeUrl = Field(description=URL)
     interval: Annotated[int, Field(ge=1)] | None = Field(
         default=None, description="a whole number, 1 or more: steps between two; none: one at the end"
     )

@@ -18,9 +18,11 @@ NODE_NAME = rf"(?!(?:[0-9_-]+|[aA][lL][lL])$){NAME.pattern}"
 FREE_VARIABLE = rf"(?!(?:{_OURS.pattern})$){VARIABLE.pattern}"
 ONE_LINE = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*"
 PATH = rf"(?!-)(?=.*\S){ONE_LINE}"
+NODE_PATH = rf"(?![A-Za-z]:[\\/]|\\\\){PATH}"
 INSIDE = rf"(?![/~])(?!(?:.*/)?\.\.(?:/|$))(?!.*\\){PATH}"
 MODULE = r"[^\s\d.][^\s.]*(?:\.[^\s\d.][^\s.]*){0,30}"
 PYTHON_FILE = r".*\.[pP][yY]"
+_OF_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*){0,30}")
 
 
@@ -71,6 +73,13 @@ def is_path(text: str) -> bool:
     return bool(text.strip()) and not text.startswith("-") and is_one_line(text)
 
 
+def check_node_path(text: str) -> str:
+    """Return the path of something on nodes. Raises: ValueError for one of Windows, which would be a name there."""
+    if _OF_WINDOWS.match(text):
+        raise ValueError("is a path of Windows, and ranks run on Linux: give the path that it has there, as /mnt/share")
+    return text
+
+
 def is_inside(text: str) -> bool:
     """It is the path of something in a folder, and does not lead out of it."""
     return is_path(text) and not text.startswith(("/", "~")) and "\\" not in text and ".." not in text.split("/")
@@ -117,6 +126,7 @@ def as_lines(value: Any) -> tuple[str, ...]:
 
 
 Path = Annotated[str, only(is_path), like(PATH)]
+NodePath = Annotated[str, only(is_path), AfterValidator(check_node_path), like(NODE_PATH)]
 EACH_ONCE: dict[str, Any] = {"uniqueItems": True}
 _TEXT: dict[str, Any] = {"type": "string"}
 Lines = Annotated[

@@ -175,6 +175,7 @@ def test_no_name_reads_as_a_choice_of_ranks(name: str) -> None:
         ("gpu1", Target("gpu1")),
         ("alice@gpu1:2222", Target("gpu1", "alice", 2222)),
         ("a@realm@gpu1", Target("gpu1", "a@realm")),
+        ("CORP\\alice@gpu1:22", Target("gpu1", "CORP\\alice", 22)),
         ("[::1]:22", Target("::1", None, 22)),
         ("alice@[fe80::1%eth0]", Target("fe80::1%eth0", "alice")),
         ("[alice@::1]:22", Target("::1", "alice", 22)),

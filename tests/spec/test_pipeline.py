@@ -56,6 +56,16 @@ REFUSED = {
     "a tuple by a comma": ({"training": ({"steps": 1},)}, "training ({'steps': 1},): give a table: epochs or steps, b"),
     "a name that is no text": ({"source": {("script",): 1}}, "source: the name ('script',) is no text: put it in"),
     "one of a node": ({"nodes": [{"host": "a"}, {1: "b"}]}, "nodes[1]: the name 1 is no text: put it in quotes"),
+    "a path of Windows": (
+        {"data": {"url": r"\\server\share"}},
+        "data.url: is a path of Windows, and ranks run on Linux",
+    ),
+    "one of a disk": ({"checkpoint": {"url": "C:/kept"}}, "checkpoint.url: is a path of Windows, and ranks run"),
+    "one of a schedule": (
+        {"parallelism": {"schedule": r"\\s\x.csv"}},
+        r"parallelism.schedule '\\\\s\\x.csv': is a path of",
+    ),
+    "one of a Python": ({"nodes": [{"host": "a", "python": "C:\\py"}]}, "nodes[0].python 'C:\\\\py': is a path of Win"),
     "no table": ({"training": 3}, "training 3: give a table"),
     "a field of a node": ({"nodes": [{"host": "a"}, {"host": "b", "port": 0}]}, "nodes[1].port 0: give a number"),
     "a node's unknown field": ({"nodes": [{"host": "a", "prt": 1}]}, "nodes[0].prt is no field: did you mean 'port'?"),
@@ -300,6 +310,9 @@ def _notebook(*cells: tuple[str, list[str]]) -> str:
 
 FOUND = {
     "no script": ({"script": "gone.py"}, "source.script: ", "gone.py: no such file, looked for in "),
+    "a name that is too long": ({"script": f"{'x' * 300}.py"}, "source.script: ", "xxx.py: cannot be read: "),
+    "a folder of that": ({"path": "x" * 300, "entry": "a.py"}, "source.path: ", "xxx: no such folder"),
+    "nobody's home": ({"script": "~nobody-here/a.py"}, "source.script: ", "~nobody-here/a.py: no such file"),
     "no Python": ({"script": "bad.py"}, "source.script: ", "bad.py, line 2: is not Python: "),
     "a text": ({"script_text": "a b"}, "source.script_text: ", "the text, line 1: is not Python"),
     "a folder": ({"script": "folder.py"}, "source.script: ", "folder.py: is no file"),
@@ -619,7 +632,7 @@ TAKEN: list[dict[str, Any]] = [
     *(_node(name=name) for name in ("all1", "0a")),
     _node(devices=[1, 0], user="a@b", workdir="~/a b", python="python3.12"),
     {"env": {"RANKS": "", "_a": "\n"}, "secrets": ["A"], "artifacts": ["a..b/*.pt", "..."]},
-    {"training": {"optimizer": "é.Adam", "loss": " "}, "data": {"url": "C:\\x", "chunks": ["-"]}},
+    {"training": {"optimizer": "é.Adam", "loss": " "}, "data": {"url": "c:x\\y", "chunks": ["-"]}},
     {"training": None, "nodes": None, "parallelism": None, "env": None, "artifacts": None},
 ]
 
