@@ -19,16 +19,16 @@ from ..errors import SpecError
 from ..guarded import can_others_write, describe, open_file
 from ..text import USER, USER_RULE, split_target
 from .known_hosts import DEFAULT_PORT
-from .ssh_paths import in_home, local_user, read_sign
+from .ssh_words import in_home, local_user, read_sign, split_words
 
 __all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config", "without_questions"]
 
 _NESTING_LIMIT = 16
 _MOST_BYTES, _LEAST_BYTES = 1 << 20, 1 << 9  # of all files; what each counts
-_NEEDS_SHLEX = re.compile(r"[\"'\\]|[^\S \t]")
 _LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*\S)\s*")
 _CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: those that paramiko decides
 _NEVER = "Host !*"
+_OF_SEVERAL_WORDS = {"userknownhostsfile", "globalknownhostsfile"}
 _TO_THE_END = {"proxycommand", "localcommand", "remotecommand", "knownhostscommand"}  # what follows is for a shell
 _ADDRESS_AT = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*%[A-Za-z0-9._-]+"  # an address, and its interface
 _HOST_NAME = re.compile(rf"[A-Za-z0-9._:-]+|{_ADDRESS_AT}")
@@ -160,7 +160,7 @@ def list_hosts(path: Path) -> tuple[str, ...]:
         match = _LINE.fullmatch(line.strip())
         key = match[1].lower() if match else ""
         if match and key in {"host", "match"}:
-            words = _split(path, key, match[2])
+            words = split_words(path, key, match[2])
             if key == "match":  # what a Host in an included file may have become
                 named = [word for before, word in itertools.pairwise(words) if before == "originalhost"]
                 words = ",".join(named).split(",")
@@ -240,15 +240,20 @@ def _expand(path: Path, *, within: _Block, depth: int, room: _Room) -> Iterator[
             block = _read_block(path, key, _without_comment(match[2]), within=within)
             yield block.line
         elif match and key not in _TO_THE_END:
-            yield _as_paramiko_reads(line, match[2])
+            yield _as_paramiko_reads(key, line, match[2])
         else:
             yield line
 
 
-def _as_paramiko_reads(line: str, value: str) -> str:
-    """Without the comment behind the value, and with the one word that was quoted in the quotes that paramiko knows."""
+def _as_paramiko_reads(key: str, line: str, value: str) -> str:
+    """Without the comment behind the value, and with the one word that was quoted in the quotes that paramiko knows.
+
+    It takes a pair of quotes away, which of several words are not of one.
+    """
     plain = _without_comment(value)
-    if plain[:1] == plain[-1:] == "'" and plain.count("'") == 2 and '"' not in plain:
+    if key in _OF_SEVERAL_WORDS:
+        plain = f'"{plain}"'
+    elif plain[:1] == plain[-1:] == "'" and plain.count("'") == 2 and '"' not in plain:
         plain = f'"{plain[1:-1]}"'
     return line if plain == value else line[: line.rindex(value)] + plain
 
@@ -267,7 +272,7 @@ def _without_comment(value: str) -> str:
 
 
 def _read_block(path: Path, key: str, value: str, *, within: _Block) -> _Block:
-    words = _split(path, key, value)
+    words = split_words(path, key, value)
     own = ("originalhost", ",".join(words)) if key == "host" else _read_criteria(words)
     if own is None or within.criteria is None:
         return _Block(_NEVER, None)
@@ -295,18 +300,9 @@ def _read_criteria(words: list[str]) -> tuple[str, ...] | None:
 
 
 def _find_included(path: Path, value: str) -> Iterator[Path]:
-    for pattern in _split(path, "Include", value):
+    for pattern in split_words(path, "Include", value):
         below = Path.home() / ".ssh" / in_home(pattern)  # an absolute path stays itself
         yield from (Path(found) for found in sorted(glob.glob(str(below))) if not os.path.isdir(found))
-
-
-def _split(where: Path | str, key: str, value: str) -> list[str]:
-    if not _NEEDS_SHLEX.search(value):  # which takes its time
-        return value.split()
-    try:
-        return shlex.split(value)
-    except ValueError as exc:
-        raise SpecError(f"{where}: cannot read {key} {value!r}: {exc}") from exc
 
 
 def _read_port(name: str, text: str) -> int:
@@ -345,7 +341,7 @@ def _find_known_hosts(options: Mapping[str, Any], read: Callable[[str], str]) ->
 
 
 def _read_paths(options: Mapping[str, Any], key: str) -> list[str]:
-    words = _split("ssh_config", key, options.get(key.lower()) or "")
+    words = split_words("ssh_config", key, options.get(key.lower()) or "")
     return [word for word in words if word.lower() not in {"none", "/dev/null"}]
 
 

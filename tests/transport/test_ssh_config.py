@@ -41,6 +41,10 @@ Host a b # two
   UserKnownHostsFile ${HOME}/kh
 Host cable
   HostName fe80::1%%eth0
+Host paths
+  UserKnownHostsFile "/a b/kh"
+Host paths2
+  UserKnownHostsFile "/a b" C:\\kh "D:\\a b" e\\ f 'g\\\\h\\"i' \\\\srv\\x "q\\ r" # last
 Match host=c
   User "of-c"
 Match originalhost=f
@@ -55,7 +59,7 @@ Host *
 
 
 @pytest.mark.needs_debian("openssh-server")
-@pytest.mark.parametrize("host", ["a", "b", "c", "cable", "domain", "domain2", "f", "in"])
+@pytest.mark.parametrize("host", ["a", "b", "c", "cable", "domain", "domain2", "f", "in", "paths", "paths2"])
 def test_what_people_write_is_read_as_ssh_reads_it(host: str, home: Path) -> None:
     (home / "conf.d" / "sub").mkdir(parents=True)
     (home / "conf.d" / "one").write_text("Host in\n  Port 47\n")
@@ -65,6 +69,8 @@ def test_what_people_write_is_read_as_ssh_reads_it(host: str, home: Path) -> Non
     known = dict(line.split(" ", 1) for line in told.splitlines() if " " in line)
     found = resolve(SshTarget(host), read_config(home / "config"))
     assert (found.hostname, str(found.port), found.user) == (known["hostname"], known["port"], known["user"])
+    if host.startswith("paths"):
+        assert " ".join(str(file) for file in found.known_hosts_files[:-2]) == known["userknownhostsfile"]
     if found.identity_files:  # ssh shows these as they are written
         assert host in "ab" and known["identityfile"] == "${HOME}/k#1"
         assert found.identity_files == (f"{home.parent}/k#1",)

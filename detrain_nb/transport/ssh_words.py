@@ -1,4 +1,4 @@
-"""Paths as an ssh_config has them: ``~``, variables, and signs such as ``%h`` that stand for a name."""
+"""Words of an ssh_config: taken apart, and in paths ``~``, variables, and signs as ``%h`` that stand for a name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,34 @@ from pathlib import Path
 
 from ..errors import SpecError
 
-__all__ = ["in_home", "local_user", "read_sign"]
+__all__ = ["in_home", "local_user", "read_sign", "split_words"]
 
+_NEEDS_CARE = re.compile(r"[\"'\\]|[^\S \t]")
+_PIECE = re.compile(r"\\(['\"\\ ])|(.)", re.DOTALL)
 _STANDS_FOR_MORE = re.compile(r"\$\{(\w+)\}|%(.?)")
+
+
+def split_words(where: Path | str, key: str, value: str) -> list[str]:
+    """Take words apart as ssh does: a backslash is one, as in paths of Windows, but before a quote, a blank or another.
+
+    An empty word is left out. Raises: SpecError.
+    """
+    if not _NEEDS_CARE.search(value):  # which takes its time
+        return value.split()
+    words, word, quote = list[str](), "", ""
+    for escaped, char in _PIECE.findall(value):
+        if escaped:
+            word += "\\ " if quote and escaped == " " else escaped
+        elif char == quote or (not quote and char in "\"'"):
+            quote = "" if quote else char
+        elif quote or char not in " \t":
+            word += char
+        else:
+            words.append(word)
+            word = ""
+    if quote:
+        raise SpecError(f"{where}: cannot read {key} {value!r}: a quote is not closed")
+    return [each for each in (*words, word) if each]
 
 
 def in_home(path: str, read: Callable[[str], str] = "%{}".format) -> Path:
