@@ -33,6 +33,7 @@ class JobView(LiveView):
     """Watches its job as long as a page shows it."""
 
     name = "job_view"
+    more = ("job_curves",)
 
     def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
         """``on_state`` is called when the job, while it is watched, has come into another state."""
