@@ -153,6 +153,7 @@ const make_log = (view, fail) => {
   const draw = () => {
     if (!port.clientHeight) return;
     const from = Math.max(0, Math.floor(port.scrollTop / ROW_PX) - 5), to = Math.min(rows.length, from + Math.ceil(port.clientHeight / ROW_PX) + 10), is_all = !whose && logs.size > 1;
+    if (!rows.length) { space.replaceChildren(h("p", { class: "soft none" }, parts_now().some((part) => part.lines.length) ? "No line of this level" : view.state.no_lines)); return; }
     space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours, time], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
       has_times ? h("span", { class: "tm", title: time ? `printed ${time}` : "it is not known when it was printed" }, time?.slice(11) ?? "") : null, is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
   };
@@ -191,7 +192,7 @@ const make_log = (view, fail) => {
   });
   const seen = new ResizeObserver(to_end);
   seen.observe(port);
-  draw_tabs(); add(view.state.log); view.on_added("log", add); view.on("begun", take_begun);
+  draw_tabs(); add(view.state.log); view.on_added("log", add); view.on("begun", take_begun); view.on("no_lines", draw);
   return { el, show: () => { is_following = true; to_end(); }, end: () => seen.disconnect(), choose_source: (source) => { const key = [...logs.keys()].find((each) => each.split("\n")[1] === `${source}`); if (key) choose(key); } };
 };
 

@@ -26,7 +26,7 @@ from .live_view import LiveView, Settled
 _LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
 _TELL_BYTES = 1 << 20  # of a copy, between two words about it
 
-_PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model", "begun")
+_PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model", "begun", "no_lines")
 
 
 class JobView(LiveView):
@@ -141,6 +141,7 @@ class JobView(LiveView):
             "facts": picture.facts_of(status, curves),
             "model": self._model_of(status, [step for step, _ in checkpoints]),
             "begun": make_begun(news.begun),
+            "no_lines": picture.no_lines_of(status, news.unreached),
         }
 
     def _model_of(self, status: JobStatus, checkpoints: list[int]) -> picture.Json:

@@ -95,11 +95,13 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(download).to_have_attribute("aria-disabled", "true")
     expect(download).to_have_accessible_description(re.compile("Model is written after the last step"))
 
+    lines = view.get_by_role("group", name="Lines of the log")
+    expect(lines).to_have_text("No output yet")
+
     # it grows while no cell runs
     allow(orders, 0)
     progress = view.get_by_role("progressbar", name="Steps")
     expect(progress).to_have_attribute("aria-valuenow", "24.8", timeout=LIMIT_MS)
-    lines = view.get_by_role("group", name="Lines of the log")
     expect(lines).to_contain_text("step 90 of rank 1")
     curve = view.locator("polyline.c").first
     length = len(curve.get_attribute("points") or "")

@@ -233,6 +233,15 @@ def test_job_whose_nodes_are_all_out_of_reach_is_unknown() -> None:
     assert head["facts"] == f"not reached since {picture.clock(since)}"
 
 
+def test_log_without_lines_says_why() -> None:
+    reports = {"gpu1": NodeReport("a", 0, "ended", exit_code=0)}
+    assert picture.no_lines_of(status(reports=reports), {}) == "No output yet"
+    ended = status("ended", exit_code=0, reports=reports)
+    assert picture.no_lines_of(ended, {}) == "It printed nothing"
+    assert picture.no_lines_of(ended, {"gpu1": Unreached(0.0, "no route")}).startswith("No output has come")
+    assert picture.no_lines_of(status("ended", exit_code=0), {}) == "Looking for its logs", "no node was asked yet"
+
+
 def test_progress_says_how_long_it_takes() -> None:
     curves = LiveCurves()
     assert picture.progress_of(status(), curves, [], 100) is None
