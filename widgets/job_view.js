@@ -261,7 +261,8 @@ function mount(view) {
     had_curves = has_curves();
     replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, had_curves && fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
     foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown || (can_fold && !had_curves); log.el.hidden = !log_shown;
-    replace_children(view.el, { running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]);
+    const alerts = view.el.querySelectorAll(":scope > .note"); // of the view itself, above all
+    replace_children(view.el, [...alerts, ...{ running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]]);
     if (log_shown) log.show();
   };
   let phase_before = null;

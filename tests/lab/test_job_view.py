@@ -148,8 +148,12 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     check_accessibility(view)
     check_the_model(nb, view, tmp_path)
 
-    # a kernel that knows nothing of it shows it again
+    # of a kernel that is gone a picture stays, with the words that say so
     nb.restart()
+    view.get_by_role("button", name="Show logs").click()
+    expect(view.locator(":scope > .note")).to_contain_text("The kernel that showed this is gone")
+
+    # a kernel that knows nothing of it shows it again
     nb.run(0)
     nb.run(2)
     view = view_of(nb, 2)
