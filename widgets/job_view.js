@@ -69,7 +69,7 @@ const make_saver = (view, word, what, act) => {
     const asked = is_open && ask_bar(view, `Folder on this server for the ${what}`, [["Save", async (folder) => { await act(folder); toggle(false); }]], () => toggle(false), { value: "." });
     replace_children(ask, [asked && asked.bar]); open.setAttribute("aria-expanded", is_open); (asked ? asked.input : open).focus();
   };
-  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(!ask.firstChild); } }, word);
+  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", "data-asks": "1", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(!ask.firstChild); } }, word);
   return { open, ask };
 };
 const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };

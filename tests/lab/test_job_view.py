@@ -148,10 +148,12 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     check_accessibility(view)
     check_the_model(nb, view, tmp_path)
 
-    # of a kernel that is gone a picture stays, with the words that say so
+    # of a kernel that is gone a picture stays, with the words that say so, and asks for nothing
     nb.restart()
     view.get_by_role("button", name="Show logs").click()
     expect(view.locator(":scope > .note")).to_contain_text("The kernel that showed this is gone")
+    for name in ("Save on this server…", "Save it on this server…", "Download the whole log"):
+        expect(view.get_by_role("button", name=name)).to_have_attribute("aria-disabled", "true")
 
     # a kernel that knows nothing of it shows it again
     nb.run(0)
