@@ -83,10 +83,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield base
 
 
+@pytest.fixture
+def run_script(home: Path) -> Iterator[Callable[..., Job]]:
+    """Submit a script; its job ends with the test, also where that fails."""
+    submitted: list[Job] = []
+
+    def run(name: str, text: str, **spec: Any) -> Job:
+        submitted.append(submit(PipelineSpec.from_dict({"name": name, "source": {"script_text": text}, **spec})))
+        return submitted[-1]
+
+    yield run
+    for job in submitted:
+        assert job.stop(grace_s=0.5).is_over
+
+
 @pytest.mark.timeout(LIMIT_S)
-def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_path: Path) -> None:
+def test_real_job_is_watched_fetched_from_and_submitted_again(run_script: Callable[..., Job], tmp_path: Path) -> None:
     text, began_at = SCRIPT.replace("GO", str(tmp_path / "go")), time.time()
-    job = submit(PipelineSpec.from_dict({"name": "train", "source": {"script_text": text}, "checkpoint": None}))
+    job = run_script("train", text, checkpoint=None)
     view, unseen = Collecting(job), JobView(job)
     assert unseen.settled().text.startswith((f"▶ job {job.id}: running", f"▶ job {job.id}: preparing"))
     assert view.sent.empty()
@@ -177,9 +191,8 @@ def wait_for_no_watcher() -> None:
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_watching_ends_with_the_last_page_and_a_stop_is_told(home: Path, tmp_path: Path) -> None:
-    text = SCRIPT.replace("GO", str(tmp_path / "never"))
-    job = submit(PipelineSpec.from_dict({"name": "stopped", "source": {"script_text": text}}))
+def test_watching_ends_with_the_last_page_and_a_stop_is_told(run_script: Callable[..., Job], tmp_path: Path) -> None:
+    job = run_script("stopped", SCRIPT.replace("GO", str(tmp_path / "never")))
     view = Collecting(job)
     view.hears("hello")
     view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
