@@ -1,5 +1,5 @@
 // The curves of a job, over one axis of steps.
-const SMOOTH = 0.9, KEPT_RAW = 20;
+const SMOOTH = 0.9, KEPT_RAW = 20, LABEL_GAP_PX = 6;
 
 const smooth = (points) => { // an average that forgets, without the pull of its first value
   let mean = 0, weight = 0;
@@ -42,10 +42,11 @@ const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false
     if (!found.length) return;
     const share = Math.min(1, found[0][1][0] / (shared.end() || 1));
     cross.style.left = `${100 * share}%`;
-    cross.classList.toggle("left", share > 0.6);
     words.hidden = !is_own;
     const values = found.map(([word, [, value]]) => `${word} ${value_text(value)}`), said = values.join(", ");
     words.replaceChildren(h("b", {}, `step ${grouped(found[0][1][0])}`), h("br"), values.join("  "));
+    const left = share * plot.clientWidth, is_right = left + LABEL_GAP_PX + words.offsetWidth <= plot.clientWidth;
+    words.style.left = `${Math.max(-left, is_right ? LABEL_GAP_PX : -LABEL_GAP_PX - words.offsetWidth)}px`; // inside the plot
     plot.setAttribute("aria-valuenow", found[0][1][0]); plot.setAttribute("aria-valuetext", `step ${grouped(found[0][1][0])}, ${said}`);
   };
   const move_to = (step) => { shared.move(step === null ? null : Math.max(0, Math.min(shared.end(), step))); };

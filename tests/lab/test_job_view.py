@@ -146,6 +146,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(view.locator(".facts")).to_contain_text("2 of 2 done")
     take_pictures(window, view, "succeeded", tmp_path)
     check_accessibility(view)
+    check_that_labels_stay_in_their_plots(view)
     check_the_model(nb, view, tmp_path)
 
     # of a kernel that is gone a picture stays, with the words that say so, and asks for nothing
@@ -183,6 +184,20 @@ def check_the_curves(view: Locator) -> None:
     loss.press("Escape")
     expect(view.locator(".cross:visible")).to_have_count(0)
     expect(view.get_by_role("slider", name="Learning rate by step")).to_be_visible()
+
+
+def check_that_labels_stay_in_their_plots(view: Locator) -> None:
+    """Where the view is narrow, too."""
+    view.evaluate("view => { view.style.width = '700px'; }")
+    for name in ("Loss", "Throughput"):
+        plot = view.get_by_role("slider", name=f"{name} by step")
+        box = plot.bounding_box()
+        assert box
+        plot.hover(position={"x": 0.59 * box["width"], "y": 20})
+        expect(plot.locator(".cross span")).to_contain_text("step 2")
+        label = plot.locator(".cross span").bounding_box()
+        assert label and box["x"] <= label["x"] and label["x"] + label["width"] <= box["x"] + box["width"] + 1, name
+    view.evaluate("view => { view.style.width = ''; }")
 
 
 def check_the_logs(nb: Notebook, view: Locator) -> None:
