@@ -199,11 +199,11 @@ const make_log = (view, fail) => {
 // ---- the model
 const download_reason = (view) => { const model = view.state.model; return model?.files.length ? "" : model?.why ?? ""; };
 const make_model = (view, fail) => {
-  const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), why = h("span", { class: "why", id: `${view.id}-why` });
+  const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), others = h("div", { class: "soft small others" }), why = h("span", { class: "why", id: `${view.id}-why` });
   const { open, ask } = make_saver(view, "Save on this server…", "model", (folder) => view.call("save", { folder })), pull = pull_when_ready(view, "download", fail);
   const get = view.button([icon("get"), "Download model"], async () => { pull(); await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
   get.setAttribute("aria-describedby", why.id);
-  const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where), h("span", { class: "row" }, open), ask);
+  const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where, others), h("span", { class: "row" }, open), ask);
   const draw = () => {
     const model = view.state.model, file = model?.files[0], is_large = file && file.size > view.state.most_download;
     row.hidden = !file;
@@ -214,7 +214,9 @@ const make_model = (view, fail) => {
     open.classList.toggle("go", Boolean(is_large) && view.state.head.phase === "succeeded");
     if (!file) return;
     set_text(name, file.name); name.title = file.name; set_text(size, format_bytes(file.size));
-    set_text(where, [file.node, model.count > 1 ? `and ${count_of(model.count - 1, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
+    const parts = file.count > 1 ? `${count_of(file.count, "file")}${is_large ? "" : ", in a browser one .zip"}` : "";
+    set_text(where, [file.node, parts, model.count > file.count ? `and ${count_of(model.count - file.count, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
+    set_text(others, model.others ? `Beside it: ${model.others}` : ""); others.hidden = !model.others;
   };
   view.on("model", draw); view.on("head", draw); view.on("doing", draw);
   return { row, get, why };

@@ -257,9 +257,7 @@ class Job(ShownAsText):
             notices=started.notices,
         )
 
-    def list_made(
-        self, pattern: str | Sequence[str] | None = None, *, first: Sequence[str] = ()
-    ) -> list[MadeFile]:
+    def list_made(self, pattern: str | Sequence[str] | None = None, *, first: Sequence[str] = ()) -> list[MadeFile]:
         """List what `fetch` would bring, also while it runs: the first 500 files of each node, unread.
 
         Files that match a pattern of ``first`` come before all others, in the order of these patterns.
