@@ -244,7 +244,7 @@ class JobView(LiveView):
             path, missing = write_log(
                 job, to, lambda done: tell(done, 0), node=node, source=source, most_bytes=most_bytes
             )
-            notes.extend(map(one_line, missing[:3]))
+            notes.extend(missing)
             return path
 
         def save() -> None:

@@ -445,6 +445,24 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched(
 
 
 @pytest.mark.timeout(60)
+def test_log_of_a_node_that_begins_anew_without_end_has_few_notes(home: Path, tmp_path: Path) -> None:
+    def tell(talk: Talk, order: dict[str, Any], restarts: int = 0) -> None:
+        state = {"state": "ended", "exit_code": 0, "restarts": restarts}
+        talk.say("status", jobs=[{"id": "anew-1", "node_rank": 0, **state}])
+
+    def follow(talk: Talk, order: dict[str, Any]) -> None:
+        for number in range(100):
+            tell(talk, order, number)
+        talk.say("end")
+
+    Record().add("anew-1", name="anew", nodes="[]", spec="{}", state="ended")
+    job = Job("anew-1", "anew", [LyingNode({"status": tell, "follow": follow})], record=Record())
+    path, notes = write_log(job, tmp_path, lambda done: None)
+    assert path.read_text() == ""
+    assert [note.split(": ")[-1] for note in notes] == [f"restart {number}" for number in (1, 2, 3)]
+
+
+@pytest.mark.timeout(60)
 def test_stop_waits_for_no_node_that_sends_a_log_for_ever(home: Path, tmp_path: Path) -> None:
     is_stopped = threading.Event()
 
