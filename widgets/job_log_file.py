@@ -10,10 +10,12 @@ from pathlib import Path
 
 from ..jobs import Job, LogLine
 from ..jobs.log_lines import place_of
+from ..session.output.safe_output import one_line
 from ..text import format_size
 from .actions import Refused
 
 _WAITING_BYTES = 1 << 18  # of a log, in memory
+_MOST_NOTES = 3  # of what is missing: a node can say so without end
 _SHARE = 0.45  # of what is free on a disk: a log is there twice while it is joined to the others
 OnBytes = Callable[[int], object]
 
@@ -23,7 +25,7 @@ def write_log(
 ) -> tuple[Path, list[str]]:
     """Write it to a file in ``folder``, in the place of an earlier one: all of it, or that of ``source`` alone.
 
-    Returns the file, and why something is missing. Raises: Refused where it is more than ``most_bytes``, or than the
+    Returns the file, and the first reasons why something is missing. Raises: Refused where it is more than ``most_bytes``, or than the
     disk has; DetrainError.
     """
     most = int(_SHARE * shutil.disk_usage(folder).free) if most_bytes is None else most_bytes
@@ -54,7 +56,8 @@ class _Parts:
     def add(self, line: LogLine) -> None:
         """Raises: Refused where it is too much."""
         if not line.source:
-            self.notes.append(str(line))
+            if len(self.notes) < _MOST_NOTES:
+                self.notes.append(one_line(str(line)))
         elif self._source in ("", line.source):
             data = f"{line.text if self._source else line}\n".encode()
             whose = line.node, line.source

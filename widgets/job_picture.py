@@ -111,6 +111,15 @@ def _rank_sign(rank: int, report: NodeReport, sign: str) -> str:
     return "stopped" if sign == "bad" else sign
 
 
+def no_lines_of(status: JobStatus, unreached: Mapping[str, Unreached]) -> str:
+    """What stands in the place of the log's lines where none has come."""
+    if not status.is_over:
+        return "No output yet"
+    if status.silent or unreached:
+        return "No output has come: not all nodes are reached"
+    return "It printed nothing" if status.reports else "Looking for its logs"
+
+
 def progress_of(
     status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint], num_steps: int | None
 ) -> Json | None:

@@ -1,107 +1,5 @@
 // A job: how far it is, its nodes, its curves, its logs, what it has made. What comes from nodes is put in as text.
-const MOST_ROWS = 4000, ROW_PX = 16, MOST_TABS = 16, SMOOTH = 0.9, LEVELS = ["debug", "info", "warn", "error"], KEPT_RAW = 20;
-
-// ---- curves
-const smooth = (points) => { // an average that forgets, without the pull of its first value
-  let mean = 0, weight = 0;
-  return points.map(([step, value]) => {
-    if (value === null) return [step, null];
-    mean = SMOOTH * mean + (1 - SMOOTH) * value; weight = SMOOTH * weight + (1 - SMOOTH);
-    return [step, mean / weight];
-  });
-};
-const nice_range = (values) => {
-  let low = Math.min(...values), high = Math.max(...values);
-  if (!Number.isFinite(low)) return [0, 1];
-  if (low === high) { low -= Math.abs(low) / 2 || 0.5; high += Math.abs(high) / 2 || 0.5; }
-  const size = 10 ** Math.floor(Math.log10(high - low)), unit = [0.1, 0.2, 0.25, 0.5, 1, 2, 5].map((each) => each * size).find((each) => (high - low) / each <= 8) ?? size;
-  return [Math.floor(low / unit + 1e-9) * unit, Math.ceil(high / unit - 1e-9) * unit];
-};
-const value_text = (value) => (typeof value === "number" ? short_number(value) : "no number");
-const nearest = (points, step) => {
-  let low = 0, high = points.length - 1;
-  while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
-  return points.length === 0 ? null : Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
-};
-const line_through = (points, place) => { // what is no number is left out
-  const places = points.filter(([, value]) => value !== null).map(place);
-  return (places.length === 1 ? [places[0], places[0]] : places).map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" ");
-};
-
-/** Curves over one axis of steps. `lines()` gives [{word, points, kind}], `kind` being smooth, plain or dashed. */
-const make_chart = (title, unit, height, shared, num_ticks, is_from_zero = false) => {
-  const big = h("span", { class: "big" }), bad = h("span"), keys = h("span", { class: "row" }), ys = h("div", { class: "y", "aria-hidden": "true" }), xs = h("div", { class: "x", "aria-hidden": "true" });
-  const svg = s("svg", { class: "plot", viewBox: "0 0 100 100", preserveAspectRatio: "none", style: `height:${height}px`, "aria-hidden": "true" });
-  const words = h("span", {}), cross = h("div", { class: "cross", hidden: true }, words);
-  const plot = h("div", { class: "p", role: "slider", tabIndex: 0, "aria-label": `${title} by step`, "aria-valuemin": 0 }, svg, cross);
-  const unit_word = h("span", { class: "soft small" }, unit);
-  const el = h("div", { class: "ch" }, h("div", { class: "t" }, h("h4", {}, title), unit_word, keys, bad, big), h("div", { class: "plotbox" }, ys, plot, xs));
-  let lines = [], is_own = false;
-  const show_cross = () => {
-    const at = shared.step, found = at === null ? [] : lines.map((line) => [line.word, nearest(line.points, at)]).filter(([, point]) => point);
-    cross.hidden = !found.length;
-    if (!found.length) return;
-    const share = Math.min(1, found[0][1][0] / (shared.end() || 1));
-    cross.style.left = `${100 * share}%`;
-    cross.classList.toggle("left", share > 0.6);
-    words.hidden = !is_own;
-    const values = found.map(([word, [, value]]) => `${word} ${value_text(value)}`), said = values.join(", ");
-    words.replaceChildren(h("b", {}, `step ${grouped(found[0][1][0])}`), h("br"), values.join("  "));
-    plot.setAttribute("aria-valuenow", found[0][1][0]); plot.setAttribute("aria-valuetext", `step ${grouped(found[0][1][0])}, ${said}`);
-  };
-  const move_to = (step) => { shared.move(step === null ? null : Math.max(0, Math.min(shared.end(), step))); };
-  shared.listeners.push(show_cross);
-  plot.addEventListener("pointermove", (event) => { const box = plot.getBoundingClientRect(); is_own = true; move_to(((event.clientX - box.left) / box.width) * shared.end()); });
-  plot.addEventListener("pointerleave", () => { is_own = false; move_to(null); });
-  plot.addEventListener("blur", () => { is_own = false; move_to(null); });
-  plot.addEventListener("keydown", (event) => {
-    const points = lines[0]?.points ?? [], at = shared.step === null ? points.length - 1 : points.indexOf(nearest(points, shared.step)), jump = Math.max(1, Math.round(points.length / 10));
-    const to = { ArrowLeft: at - 1, ArrowDown: at - 1, ArrowRight: at + 1, ArrowUp: at + 1, PageDown: at - jump, PageUp: at + jump, Home: 0, End: points.length - 1 }[event.key];
-    if (event.key === "Escape") { is_own = false; move_to(null); }
-    if (to === undefined || !points.length) return;
-    event.preventDefault(); event.stopPropagation();
-    is_own = true; move_to(points[Math.max(0, Math.min(points.length - 1, to))][0]);
-  });
-  const draw = (wanted, last, unit_now) => {
-    lines = wanted;
-    const warnings = lines.filter((line) => line.warning).map((line) => (lines.length > 1 ? `${line.word}: ${line.warning}` : line.warning));
-    set_text(big, last ?? ""); replace_children(bad, warnings.length ? [state_word("warn", warnings.join("; "))] : []); set_text(unit_word, unit_now ?? unit);
-    const drawn = lines.flatMap((line) => line.kind === "smooth" && line.points.length > KEPT_RAW ? [{ ...line, kind: "raw" }, { ...line, points: smooth(line.points), kind: "plain" }] : [{ ...line, kind: line.kind === "smooth" ? "plain" : line.kind }]);
-    const values = drawn.flatMap((line) => line.points.map(([, value]) => value)).filter((value) => value !== null);
-    if (is_from_zero) values.push(0);
-    const [low, high] = nice_range(values), end = shared.end() || 1;
-    const place = ([step, value]) => [(100 * step) / end, 100 - (100 * (value - low)) / (high - low)];
-    svg.replaceChildren(s("path", { class: "g", d: "M0 0H100M0 50H100" }), s("path", { class: "a", d: "M0 100H100" }),
-      ...drawn.map((line) => s("polyline", { class: { raw: "raw", plain: "c", dashed: "v" }[line.kind], points: line_through(line.points, place) })));
-    replace_children(keys, lines.length > 1 ? lines.map((line) => h("span", { class: line.kind === "dashed" ? "k d is-wait" : "k is-run" }, h("i"), line.word)) : []);
-    ys.replaceChildren(...(num_ticks > 3 ? [high, (high + low) / 2, low] : [high, low]).map((value) => h("span", {}, short_number(value, 3))));
-    xs.replaceChildren(...Array.from({ length: num_ticks }, (_, i) => h("span", {}, axis_step((end * i) / (num_ticks - 1)), i === num_ticks - 1 && num_ticks > 3 ? " steps" : null)));
-    plot.setAttribute("aria-valuemax", Math.round(end));
-    const first = lines[0]?.points.at(-1);
-    if (!is_own) { plot.setAttribute("aria-valuenow", first ? first[0] : 0); plot.setAttribute("aria-valuetext", first ? `${value_text(first[1])} at step ${grouped(first[0])}, the last one` : "nothing was logged yet"); }
-    show_cross();
-  };
-  return { el, draw };
-};
-const axis_step = (step) => (step >= 1e6 ? short_number(step) : grouped(step));
-
-const make_charts = (view) => {
-  const shared = { step: null, listeners: [], end: () => Math.max(view.state.progress?.total ?? 0, view.state.progress?.step ?? 0), move(step) { if (step !== this.step || step === null) { this.step = step; for (const f of this.listeners) f(); } } };
-  const loss = make_chart("Loss", "", 148, shared, 5), rate = make_chart("Learning rate", "", 44, shared, 3, true), speed = make_chart("Throughput", "", 44, shared, 3, true);
-  const empty = h("p", { class: "soft none" }, "Nothing was logged yet. A Trainer logs by itself; a script calls ", h("code", {}, "detrain_nb.log_metrics(step, loss=loss, lr=lr)"), ".");
-  const side = h("div", { class: "side" }, rate.el, speed.el);
-  const el = h("div", { class: "charts" });
-  const draw = () => {
-    const { loss: train, validation, learning_rate, rate: pace } = view.state.curves ?? {};
-    const series = [train && { word: validation ? "train" : train.name, points: train.points, kind: "smooth", warning: train.warning }, validation && { word: "validation", points: validation.points, kind: "dashed", warning: validation.warning }].filter(Boolean);
-    replace_children(el, train || validation || learning_rate || pace ? [loss.el, side] : [empty]);
-    loss.draw(series, (train ?? validation)?.last);
-    rate.el.hidden = !learning_rate; if (learning_rate) rate.draw([{ word: learning_rate.name, points: learning_rate.points, kind: "plain", warning: learning_rate.warning }], learning_rate.last);
-    speed.el.hidden = !pace; if (pace) speed.draw([{ word: pace.name, points: pace.points, kind: "plain" }], pace.last, pace.name);
-  };
-  view.on("curves", draw); view.on("progress", draw);
-  return el;
-};
+const MOST_ROWS = 4000, ROW_PX = 16, MOST_TABS = 16, LEVELS = ["debug", "info", "warn", "error"];
 
 // ---- how far it is, and where it runs
 const make_progress = (view) => {
@@ -171,7 +69,7 @@ const make_saver = (view, word, what, act) => {
     const asked = is_open && ask_bar(view, `Folder on this server for the ${what}`, [["Save", async (folder) => { await act(folder); toggle(false); }]], () => toggle(false), { value: "." });
     replace_children(ask, [asked && asked.bar]); open.setAttribute("aria-expanded", is_open); (asked ? asked.input : open).focus();
   };
-  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(!ask.firstChild); } }, word);
+  const open = h("button", { type: "button", class: "b", "aria-expanded": "false", "data-asks": "1", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(!ask.firstChild); } }, word);
   return { open, ask };
 };
 const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };
@@ -255,6 +153,7 @@ const make_log = (view, fail) => {
   const draw = () => {
     if (!port.clientHeight) return;
     const from = Math.max(0, Math.floor(port.scrollTop / ROW_PX) - 5), to = Math.min(rows.length, from + Math.ceil(port.clientHeight / ROW_PX) + 10), is_all = !whose && logs.size > 1;
+    if (!rows.length) { space.replaceChildren(h("p", { class: "soft none" }, parts_now().some((part) => part.lines.length) ? "No line of this level" : view.state.no_lines)); return; }
     space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours, time], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
       has_times ? h("span", { class: "tm", title: time ? `printed ${time}` : "it is not known when it was printed" }, time?.slice(11) ?? "") : null, is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
   };
@@ -293,18 +192,18 @@ const make_log = (view, fail) => {
   });
   const seen = new ResizeObserver(to_end);
   seen.observe(port);
-  draw_tabs(); add(view.state.log); view.on_added("log", add); view.on("begun", take_begun);
+  draw_tabs(); add(view.state.log); view.on_added("log", add); view.on("begun", take_begun); view.on("no_lines", draw);
   return { el, show: () => { is_following = true; to_end(); }, end: () => seen.disconnect(), choose_source: (source) => { const key = [...logs.keys()].find((each) => each.split("\n")[1] === `${source}`); if (key) choose(key); } };
 };
 
 // ---- the model
 const download_reason = (view) => { const model = view.state.model; return model?.files.length ? "" : model?.why ?? ""; };
 const make_model = (view, fail) => {
-  const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), why = h("span", { class: "why", id: `${view.id}-why` });
+  const name = h("b", { class: "cut" }), size = h("span", { class: "soft" }), where = h("div", { class: "mono soft cut" }), others = h("div", { class: "soft small others" }), why = h("span", { class: "why", id: `${view.id}-why` });
   const { open, ask } = make_saver(view, "Save on this server…", "model", (folder) => view.call("save", { folder })), pull = pull_when_ready(view, "download", fail);
   const get = view.button([icon("get"), "Download model"], async () => { pull(); await view.call("download", { index: 0 }); }, { cls: "go", on_error: fail });
   get.setAttribute("aria-describedby", why.id);
-  const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where), h("span", { class: "row" }, open), ask);
+  const row = h("div", { class: "model" }, icon("file"), h("div", { class: "names" }, h("div", { class: "row" }, name, size), where, others), h("span", { class: "row" }, open), ask);
   const draw = () => {
     const model = view.state.model, file = model?.files[0], is_large = file && file.size > view.state.most_download;
     row.hidden = !file;
@@ -315,7 +214,9 @@ const make_model = (view, fail) => {
     open.classList.toggle("go", Boolean(is_large) && view.state.head.phase === "succeeded");
     if (!file) return;
     set_text(name, file.name); name.title = file.name; set_text(size, format_bytes(file.size));
-    set_text(where, [file.node, model.count > 1 ? `and ${count_of(model.count - 1, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
+    const parts = file.count > 1 ? `${count_of(file.count, "file")}${is_large ? "" : ", in a browser one .zip"}` : "";
+    set_text(where, [file.node, parts, model.count > file.count ? `and ${count_of(model.count - file.count, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
+    set_text(others, model.others ? `Beside it: ${model.others}` : ""); others.hidden = !model.others;
   };
   view.on("model", draw); view.on("head", draw); view.on("doing", draw);
   return { row, get, why };
@@ -362,7 +263,8 @@ function mount(view) {
     had_curves = has_curves();
     replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, had_curves && fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
     foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown || (can_fold && !had_curves); log.el.hidden = !log_shown;
-    replace_children(view.el, { running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]);
+    const alerts = view.el.querySelectorAll(":scope > .note"); // of the view itself, above all
+    replace_children(view.el, [...alerts, ...{ running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]]);
     if (log_shown) log.show();
   };
   let phase_before = null;

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import DetrainError, JobError
-from ..jobs import Job, JobNews, LogPart, MadeFile
+from ..jobs import Job, JobNews, LogPart
 from ..jobs.job_status import JobStatus
 from ..jobs.live_curves import LiveCurves
 from ..session.output.safe_output import one_line
@@ -20,20 +20,21 @@ from .actions import Refused, action, describe_failure, optional, text, whole
 from .downloads import MOST_DOWNLOAD_BYTES, Download
 from .job_log import Levels, LogWindow, make_begun, make_item
 from .job_log_file import write_log
-from .job_model import choose_model, describe_model, fetch_for_browser, fetch_model, tell_others
+from .job_model import Model, describe_models, fetch_for_browser, fetch_models, list_models, tell_others
 from .job_settled import settle_job
 from .live_view import LiveView, Settled
 
 _LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
 _TELL_BYTES = 1 << 20  # of a copy, between two words about it
 
-_PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model", "begun")
+_PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model", "begun", "no_lines")
 
 
 class JobView(LiveView):
     """Watches its job as long as a page shows it."""
 
     name = "job_view"
+    more = ("job_curves",)
 
     def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
         """``on_state`` is called when the job, while it is watched, has come into another state."""
@@ -50,8 +51,8 @@ class JobView(LiveView):
     def _begin(self, job: Job) -> None:
         self._job = job
         self._log = LogWindow()
-        self._made: list[MadeFile] | None = None
-        self._num_others = 0  # artifacts that are no model: checkpoints, say
+        self._models: list[Model] | None = None
+        self._others = ""  # artifacts that are no model: checkpoints, say
         self._listing: threading.Thread | None = None
         self._parts: picture.Json = dict.fromkeys(_PARTS)
         spec = None
@@ -124,7 +125,7 @@ class JobView(LiveView):
             self.publish(part, self._parts[part])
         if (before.state, before.exit_code) != (news.status.state, news.status.exit_code):
             self._on_state()
-        if news.status.is_over and news.status.reports and self._made is None and self._listing is None:
+        if news.status.is_over and news.status.reports and self._models is None and self._listing is None:
             self._listing = threading.Thread(target=self._list_made, args=(job, news), name="job model", daemon=True)
             self._listing.start()
 
@@ -141,31 +142,33 @@ class JobView(LiveView):
             "facts": picture.facts_of(status, curves),
             "model": self._model_of(status, [step for step, _ in checkpoints]),
             "begun": make_begun(news.begun),
+            "no_lines": picture.no_lines_of(status, news.unreached),
         }
 
     def _model_of(self, status: JobStatus, checkpoints: list[int]) -> picture.Json:
-        """The files, or why there are none."""
-        if self._made:
-            files = describe_model(self._made, has_many_nodes=len(status.reports) > 1)
-            total = sum(file.size_bytes for file in self._made)
-            return {"files": files, "count": len(self._made), "size": total, "why": ""}
+        """The models, or why there are none."""
+        if self._models:
+            files = describe_models(self._models, has_many_nodes=len(status.reports) > 1)
+            made = [file for model in self._models for file in model.files]
+            total = sum(file.size_bytes for file in made)
+            return {"files": files, "count": len(made), "size": total, "why": "", "others": self._others}
         there = f"; checkpoint {checkpoints[-1]:,} is there" if checkpoints else ""
         if not status.is_over:
             why = f"Model is written after the last step{there}"
         else:
-            why = "Looking for the model" if self._made is None else f"No model was written{there}"
-            why += tell_others(self._num_others, self._job.id)
-        return {"files": [], "count": 0, "size": 0, "why": why}
+            why = "Looking for the model" if self._models is None else f"No model was written{there}"
+            why += f"; {self._others}" if self._others else ""
+        return {"files": [], "count": 0, "size": 0, "why": why, "others": ""}
 
     def _list_made(self, job: Job, news: JobNews) -> None:
         try:
-            found = job.list_made()
-            made = choose_model(found)
+            models, others = list_models(job)
         except DetrainError as exc:
-            made, found = [], []
+            models, others = [], []
             self._say(what="list", state="failed", error=one_line(str(exc)))
         if job is self._job:
-            self._made, self._num_others = made, len(found) - len(made)
+            anyway = "" if picture.phase_of(news.status) == "succeeded" else " --anyway"
+            self._models, self._others = models, tell_others(others, f"%job fetch {job.id}{anyway} brings what it made")
             self._draw(news)
             self.publish("model", self._parts["model"])
 
@@ -195,28 +198,28 @@ class JobView(LiveView):
     @action(folder=text(most=1000))
     def save(self, folder: str) -> None:
         """Copy the model to a folder of this machine."""
-        files = self._need_model()
+        models = self._need_models()
         place, num_nodes = folder.strip() or ".", len(self._status.reports)
 
         def save() -> None:
-            fetched = fetch_model(self._job, files, place, self._tell_bytes("save"), num_nodes=num_nodes)
+            fetched = fetch_models(self._job, models, place, self._tell_bytes("save"), num_nodes=num_nodes)
             self._say(what="save", state="done", line=one_line(f"saved: {fetched}", most_chars=1000))
 
         self._do("save", save)
 
     @action(index=whole(0, 19))
     def download(self, index: int) -> None:
-        """Get a file of the model ready for a browser, which then reads it in pieces."""
-        files = self._need_model()
-        if index >= len(files):
+        """Get one of the models ready for a browser, which then reads it in pieces."""
+        models = self._need_models()
+        if index >= len(models):
             raise Refused("there is no such file: reload the page")
-
-        num_nodes = len({each.node for each in files if each.name == files[index].name})
+        model = models[index]
+        num_nodes = len({file.node for each in models if each.name == model.name for file in each.files})
 
         def prepare() -> None:
             tell = self._tell_bytes("download")
-            job, file = self._job, files[index]
-            ready = self._download.prepare(lambda to: fetch_for_browser(job, file, to, tell, num_nodes=num_nodes))
+            job = self._job
+            ready = self._download.prepare(lambda to: fetch_for_browser(job, model, to, tell, num_nodes=num_nodes))
             self._offer("download", ready, "the model is in the browser's downloads")
 
         self._do("download", prepare)
@@ -242,7 +245,7 @@ class JobView(LiveView):
             path, missing = write_log(
                 job, to, lambda done: tell(done, 0), node=node, source=source, most_bytes=most_bytes
             )
-            notes.extend(map(one_line, missing[:3]))
+            notes.extend(missing)
             return path
 
         def save() -> None:
@@ -282,11 +285,11 @@ class JobView(LiveView):
         self._when_downloaded = line
         self._say(what=what, state="ready", file=file)
 
-    def _need_model(self) -> list[MadeFile]:
+    def _need_models(self) -> list[Model]:
         """Raises: Refused."""
-        if not self._status.is_over or not self._made:
+        if not self._status.is_over or not self._models:
             raise Refused(self._parts["model"]["why"] or "there is no model")
-        return self._made
+        return self._models
 
     # ---- one thing at a time that takes a while, and a stop
 

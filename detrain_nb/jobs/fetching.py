@@ -210,15 +210,17 @@ def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) 
     return [*files.values()], read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
 
 
-def list_made(nodes: Sequence[Transport], job: str, patterns: Sequence[str]) -> list[MadeFile]:
+def list_made(
+    nodes: Sequence[Transport], job: str, patterns: Sequence[str], *, first: Sequence[str] = ()
+) -> list[MadeFile]:
     """The artifacts that match one of ``patterns``, without reading them: the first 500 of each node that answers.
 
-    Raises: DetrainError where none does.
+    Those that match one of ``first`` come before all others. Raises: DetrainError where no node answers.
     """
 
     def ask(index: int) -> list[MadeFile]:
         with open_job_talk(nodes[index]) as talk:
-            talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns), digests=False)
+            talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns), first=list(first), digests=False)
             found = read_made(talk.hear("made", most_bytes=STATUS_BYTES))
         wanted = [each for each in found if any(fits(each[0], pattern) for pattern in patterns)]
         return [MadeFile(label(nodes[index]), *each) for each in wanted]

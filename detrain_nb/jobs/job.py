@@ -257,13 +257,14 @@ class Job(ShownAsText):
             notices=started.notices,
         )
 
-    def list_made(self, pattern: str | Sequence[str] | None = None) -> list[MadeFile]:
-        """What `fetch` would bring, also while it runs: the first 500 files of each node, unread.
+    def list_made(self, pattern: str | Sequence[str] | None = None, *, first: Sequence[str] = ()) -> list[MadeFile]:
+        """List what `fetch` would bring, also while it runs: the first 500 files of each node, unread.
 
+        Files that match a pattern of ``first`` come before all others, in the order of these patterns.
         Raises: DetrainError where no node answers.
         """
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
-        return list_made(self._transports(), self.id, patterns)
+        return list_made(self._transports(), self.id, patterns, first=first)
 
     def fetch(
         self,

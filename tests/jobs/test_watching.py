@@ -45,6 +45,9 @@ for number in range(1000):
         sys.exit("out of luck")
     if (orders / str(number)).read_text() == "end":
         pathlib.Path("model.pt").write_bytes(b"x" * 1000)
+        pathlib.Path("artifacts").mkdir(exist_ok=True)
+        for name in ("artifacts/model.bin", *(f"artifacts/a{{n:03d}}.pt" for n in range(500))):
+            pathlib.Path(name).touch()
         break
 """
 
@@ -153,8 +156,12 @@ def test_curves_grow_and_logs_follow_to_the_end_beside_a_listener_that_fails(
     wait_until_no_thread_is_left()
     assert len(calls) == 1 and "RuntimeError: of the listener" in capsys.readouterr().err
     stop(), stop_late()
-    made = job.list_made()
+    made = job.list_made("model.pt")
     assert [(file.node, file.name, file.size_bytes) for file in made] == [("this machine", "model.pt", 1000)]
+    made = job.list_made()
+    assert len(made) == 500 and "artifacts/model.bin" not in [file.name for file in made]
+    made = job.list_made(first=["*.bin", "model.*"])
+    assert [file.name for file in made[:3]] == ["artifacts/model.bin", "model.pt", "artifacts/a000.pt"]
     again = Heard()
     job.on_change(again)
     news = again.wait_for(lambda it: len(it.points) == 30 and len(it.lines) == 60)

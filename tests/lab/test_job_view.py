@@ -95,11 +95,13 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(download).to_have_attribute("aria-disabled", "true")
     expect(download).to_have_accessible_description(re.compile("Model is written after the last step"))
 
+    lines = view.get_by_role("group", name="Lines of the log")
+    expect(lines).to_have_text("No output yet")
+
     # it grows while no cell runs
     allow(orders, 0)
     progress = view.get_by_role("progressbar", name="Steps")
     expect(progress).to_have_attribute("aria-valuenow", "24.8", timeout=LIMIT_MS)
-    lines = view.get_by_role("group", name="Lines of the log")
     expect(lines).to_contain_text("step 90 of rank 1")
     curve = view.locator("polyline.c").first
     length = len(curve.get_attribute("points") or "")
@@ -144,10 +146,17 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(view.locator(".facts")).to_contain_text("2 of 2 done")
     take_pictures(window, view, "succeeded", tmp_path)
     check_accessibility(view)
+    check_that_labels_stay_in_their_plots(view)
     check_the_model(nb, view, tmp_path)
 
-    # a kernel that knows nothing of it shows it again
+    # of a kernel that is gone a picture stays, with the words that say so, and asks for nothing
     nb.restart()
+    view.get_by_role("button", name="Show logs").click()
+    expect(view.locator(":scope > .note")).to_contain_text("The kernel that showed this is gone")
+    for name in ("Save on this server…", "Save it on this server…", "Download the whole log"):
+        expect(view.get_by_role("button", name=name)).to_have_attribute("aria-disabled", "true")
+
+    # a kernel that knows nothing of it shows it again
     nb.run(0)
     nb.run(2)
     view = view_of(nb, 2)
@@ -175,6 +184,20 @@ def check_the_curves(view: Locator) -> None:
     loss.press("Escape")
     expect(view.locator(".cross:visible")).to_have_count(0)
     expect(view.get_by_role("slider", name="Learning rate by step")).to_be_visible()
+
+
+def check_that_labels_stay_in_their_plots(view: Locator) -> None:
+    """Where the view is narrow, too."""
+    view.evaluate("view => { view.style.width = '700px'; }")
+    for name in ("Loss", "Throughput"):
+        plot = view.get_by_role("slider", name=f"{name} by step")
+        box = plot.bounding_box()
+        assert box
+        plot.hover(position={"x": 0.59 * box["width"], "y": 20})
+        expect(plot.locator(".cross span")).to_contain_text("step 2")
+        label = plot.locator(".cross span").bounding_box()
+        assert label and box["x"] <= label["x"] and label["x"] + label["width"] <= box["x"] + box["width"] + 1, name
+    view.evaluate("view => { view.style.width = ''; }")
 
 
 def check_the_logs(nb: Notebook, view: Locator) -> None:

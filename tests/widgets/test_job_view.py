@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import json
 import math
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from detrain_nb.widgets.actions import Refused
 from detrain_nb.widgets.downloads import MOST_DOWNLOAD_BYTES, Download
 from detrain_nb.widgets.job_log import ERROR, INFO, WARNING, Levels, LogWindow, make_begun
 from detrain_nb.widgets.job_log_file import write_log
-from detrain_nb.widgets.job_model import choose_model, fetch_for_browser, fetch_model
+from detrain_nb.widgets.job_model import Model, choose_models, fetch_for_browser, fetch_models, tell_others
 from detrain_nb.widgets.job_settled import settle_job
 from detrain_nb.widgets.job_view import JobView
 
@@ -49,6 +51,9 @@ for step in range(40):
     print(f"step {step}")
 while not pathlib.Path(r"GO").exists():
     time.sleep(0.02)
+pathlib.Path("artifacts/dcp").mkdir(parents=True, exist_ok=True)
+for name in ("config.json", "artifacts/dcp/.metadata", "artifacts/dcp/__0_0.distcp"):
+    pathlib.Path(name).write_text("{}")
 pathlib.Path("model.safetensors").write_bytes(bytes(range(256)) * 4000)
 """
 
@@ -83,10 +88,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield base
 
 
+@pytest.fixture
+def run_script(home: Path) -> Iterator[Callable[..., Job]]:
+    """Submit a script; its job ends with the test, also where that fails."""
+    submitted: list[Job] = []
+
+    def run(name: str, text: str, **spec: Any) -> Job:
+        submitted.append(submit(PipelineSpec.from_dict({"name": name, "source": {"script_text": text}, **spec})))
+        return submitted[-1]
+
+    yield run
+    for job in submitted:
+        assert job.stop(grace_s=0.5).is_over
+
+
 @pytest.mark.timeout(LIMIT_S)
-def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_path: Path) -> None:
+def test_real_job_is_watched_fetched_from_and_submitted_again(run_script: Callable[..., Job], tmp_path: Path) -> None:
     text, began_at = SCRIPT.replace("GO", str(tmp_path / "go")), time.time()
-    job = submit(PipelineSpec.from_dict({"name": "train", "source": {"script_text": text}, "checkpoint": None}))
+    job = run_script("train", text, checkpoint=None)
     view, unseen = Collecting(job), JobView(job)
     assert unseen.settled().text.startswith((f"▶ job {job.id}: running", f"▶ job {job.id}: preparing"))
     assert view.sent.empty()
@@ -99,7 +118,9 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     (tmp_path / "go").write_text("")
     seen = view.wait_for(lambda it: bool(it["model"]["files"]))
     assert seen["head"]["word"] == "succeeded"
-    assert seen["model"]["files"] == [{"node": "", "name": "model.safetensors", "size": 1_024_000}]
+    assert seen["model"]["files"] == [{"node": "", "name": "model.safetensors", "size": 1_024_002, "count": 2}]
+    told = f"artifacts/dcp/ (2 files, 4 B): %job fetch {job.id} brings what it made"
+    assert seen["model"]["others"] == told
     assert seen["curves"]["loss"]["points"][0] == [0, 1.0]
     lines = [text for item in view.shown_log for _, text in item["lines"] if item["source"] == "1"]
     assert lines == [f"step {step}" for step in range(40)]
@@ -113,7 +134,9 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert view.asks("download", index=0) is None
     file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
     pieces = [base64.b64decode(view.asks("piece", id=file["id"], offset=at)) for at in (0, file["chunk"])]
-    assert b"".join(pieces) == bytes(range(256)) * 4000
+    with zipfile.ZipFile(io.BytesIO(b"".join(pieces))) as archive:
+        assert archive.read("model.safetensors") == bytes(range(256)) * 4000
+        assert archive.read("config.json") == b"{}"
     assert view.refusal("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
     folder = view._download._folder
     assert folder and Path(folder.name).exists()
@@ -122,6 +145,7 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(home: Path, tmp_pa
     assert view.asks("save", folder=str(tmp_path / "models")) is None
     view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "save")
     assert (tmp_path / "models/model.safetensors").read_bytes() == bytes(range(256)) * 4000
+    assert (tmp_path / "models/config.json").read_text() == "{}"
 
     check_the_whole_log(view, job, tmp_path)
 
@@ -177,9 +201,8 @@ def wait_for_no_watcher() -> None:
 
 
 @pytest.mark.timeout(LIMIT_S)
-def test_watching_ends_with_the_last_page_and_a_stop_is_told(home: Path, tmp_path: Path) -> None:
-    text = SCRIPT.replace("GO", str(tmp_path / "never"))
-    job = submit(PipelineSpec.from_dict({"name": "stopped", "source": {"script_text": text}}))
+def test_watching_ends_with_the_last_page_and_a_stop_is_told(run_script: Callable[..., Job], tmp_path: Path) -> None:
+    job = run_script("stopped", SCRIPT.replace("GO", str(tmp_path / "never")))
     view = Collecting(job)
     view.hears("hello")
     view.wait_for(lambda it: bool(it) and (it["progress"] or {}).get("step") == 39)
@@ -231,6 +254,15 @@ def test_job_whose_nodes_are_all_out_of_reach_is_unknown() -> None:
     head = picture.head_of(status(started_at=since), gone, ["gpu1"])
     assert (head["sign"], head["word"], head["seconds"]) == ("lost", "unknown", None)
     assert head["facts"] == f"not reached since {picture.clock(since)}"
+
+
+def test_log_without_lines_says_why() -> None:
+    reports = {"gpu1": NodeReport("a", 0, "ended", exit_code=0)}
+    assert picture.no_lines_of(status(reports=reports), {}) == "No output yet"
+    ended = status("ended", exit_code=0, reports=reports)
+    assert picture.no_lines_of(ended, {}) == "It printed nothing"
+    assert picture.no_lines_of(ended, {"gpu1": Unreached(0.0, "no route")}).startswith("No output has come")
+    assert picture.no_lines_of(status("ended", exit_code=0), {}) == "Looking for its logs", "no node was asked yet"
 
 
 def test_progress_says_how_long_it_takes() -> None:
@@ -314,14 +346,40 @@ def test_log_is_a_window_of_bounded_size() -> None:
     assert "\x1b" not in item["lines"][0][1]
 
 
+def made(*names: str, size: int = 10, node: str = "n") -> list[MadeFile]:
+    return [MadeFile(node, name, size, float(place)) for place, name in enumerate(names)]
+
+
 def test_model_is_the_likeliest_file_and_no_checkpoint() -> None:
     names = ["a.txt", "opt.pt", "checkpoints/step-00000100/rank-0-ab.safetensors", "out/model.pt", "model.safetensors"]
-    found = choose_model([MadeFile("n", name, 10, 0.0) for name in names])
-    assert [file.name for file in found] == ["model.safetensors", "out/model.pt", "opt.pt"]
-    shards = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
-    found = choose_model([MadeFile("n", name, 10 + place, 0.0) for place, name in enumerate(shards)])
-    assert [file.name for file in found] == shards, "however large each is"
+    found = choose_models([*made(*names), *made("model_7.pt", size=99)])
+    assert [model.name for model in found] == ["model.safetensors", "out/model.pt", "model_7.pt", "opt.pt"]
+    assert [model.name for model in choose_models([*made("a.pt"), *made("a.pt", node="m")])] == ["a.pt", "a.pt"]
     assert MOST_DOWNLOAD_BYTES == 50_000_000
+
+
+def test_model_of_hugging_face_is_its_folder() -> None:
+    shards = [f"hf/model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    beside = ["hf/config.json", "hf/generation_config.json", "hf/model.safetensors.index.json", "hf/tokenizer.json"]
+    other = ["hf/notes.txt", "hf/optimizer.pt", "b/config.json"]
+    found = choose_models([*made(*other, *reversed(beside)), *made(*shards, size=99), *made(*shards, node="m")])
+    assert [(model.name, model.names) for model in found] == [
+        ("hf/", [*shards, *beside]),
+        ("hf/optimizer.pt", ["hf/optimizer.pt"]),
+    ]
+    assert (found[0].size_bytes, found[0].num_nodes) == (3 * 99 + 4 * 10, 2)
+    assert [model.name for model in choose_models(made("model.pt", "config.json"))] == ["model.pt"]
+    assert choose_models(made("model.bin", "config.json"))[0].names == ["model.bin", "config.json"]
+
+
+def test_folder_of_torch_is_a_model_where_there_is_no_other() -> None:
+    cut = ["a/old/.metadata", "a/old/__0_0.distcp", "a/new/.metadata", "a/new/__0_0.distcp", "a/notes.txt"]
+    assert [(model.name, len(model.files)) for model in choose_models(made(*cut))] == [("a/new/", 2), ("a/old/", 2)]
+    assert [model.name for model in choose_models(made(*cut, "model.pt"))] == ["model.pt"]
+    assert (
+        tell_others(made("b.txt", *cut), "x")
+        == "a/new/ (2 files, 20 B), a/old/ (2 files, 20 B), a/notes.txt (10 B) and 1 more: x"
+    )
 
 
 @pytest.mark.timeout(60)
@@ -330,7 +388,8 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path) -> None:
         talk.say("status", jobs=[{"id": "cut-1", "node_rank": 0, "state": "ended", "exit_code": 0}])
 
     def offer(talk: Talk, order: dict[str, Any]) -> None:
-        talk.say("made", files=[[f"artifacts/dcp/{name}", 10, 1.0] for name in (".metadata", "__0_0.distcp")])
+        assert order["first"][0] == "model.*", "of too much the model comes first"
+        talk.say("made", files=[[f"artifacts/notes/{name}", 10, 1.0] for name in ("a.txt", "b.txt")])
 
     spec = '{"name": "cut", "source": {"script_text": "1"}}'
     Record().add("cut-1", name="cut", nodes="[]", spec=spec, state="ended")
@@ -338,7 +397,8 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path) -> None:
     job = Job("cut-1", "cut", [LyingNode({"status": tell, "artifacts": offer})], record=Record())
     view = JobView(job)
     view._list_made(job, view._news)
-    assert view.state()["model"]["why"] == "No model was written; 2 other files: %job fetch cut-1 brings what it made"
+    told = "artifacts/notes/ (2 files, 20 B): %job fetch cut-1 brings what it made"
+    assert view.state()["model"]["why"] == f"No model was written; {told}"
     view.close()
 
 
@@ -347,7 +407,7 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path) -> None:
     ("fetch", "why"),
     [
         (fetch_for_browser, "200 MB are more than the 50 MB that go through the notebook"),
-        (lambda job, file, to, tell: fetch_model(job, [file], str(to), tell), "it has grown from 10 B to 200 MB"),
+        (lambda job, model, to, tell: fetch_models(job, [model], str(to), tell), "it has grown from 10 B to 200 MB"),
     ],
     ids=["for a browser", "to this machine"],
 )
@@ -377,11 +437,29 @@ def test_file_that_is_larger_than_its_node_said_is_not_fetched(
     download = Download()
     try:
         with pytest.raises(Refused, match=why):
-            file = MadeFile("", "model.bin", 10, 1.0)
-            download.prepare(lambda to: fetch(job, file, to, lambda done, total: None))
+            model = Model("model.bin", tuple(made("model.bin", node="")))
+            download.prepare(lambda to: fetch(job, model, to, lambda done, total: None))
     finally:
         is_over.set()
     assert list(tmp_path.iterdir()) == [], "what has come is gone"
+
+
+@pytest.mark.timeout(60)
+def test_log_of_a_node_that_begins_anew_without_end_has_few_notes(home: Path, tmp_path: Path) -> None:
+    def tell(talk: Talk, order: dict[str, Any], restarts: int = 0) -> None:
+        state = {"state": "ended", "exit_code": 0, "restarts": restarts}
+        talk.say("status", jobs=[{"id": "anew-1", "node_rank": 0, **state}])
+
+    def follow(talk: Talk, order: dict[str, Any]) -> None:
+        for number in range(100):
+            tell(talk, order, number)
+        talk.say("end")
+
+    Record().add("anew-1", name="anew", nodes="[]", spec="{}", state="ended")
+    job = Job("anew-1", "anew", [LyingNode({"status": tell, "follow": follow})], record=Record())
+    path, notes = write_log(job, tmp_path, lambda done: None)
+    assert path.read_text() == ""
+    assert [note.split(": ")[-1] for note in notes] == [f"restart {number}" for number in (1, 2, 3)]
 
 
 @pytest.mark.timeout(60)

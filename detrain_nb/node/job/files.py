@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,14 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
     """Say name, size and SHA-256 of each, in messages of some hundred files; all but the last have ``more``.
 
     The last one has how many match and stay: links, what is no file, what cannot be read, names that are no text.
-    With ``digests`` false the first ones come in one message, each with its size and when it was written last.
+    With ``digests`` false the first ones come in one message, each with its size and when it was written last; those
+    that match a pattern of ``first`` come before all others, in the order of these.
     """
     folder, order = _find_job(said)
     patterns = check_texts(said.get("patterns") or []) or order.artifacts or ARTIFACTS
     if said.get("digests") is False:
-        talk.say("made", files=[*itertools.islice(_measure(folder, order, patterns), FILES_OF_A_LINE)])
+        names = _sort(_match(folder, order, patterns), check_texts(said.get("first") or []))
+        talk.say("made", files=[*itertools.islice(_measure(folder, order, names), FILES_OF_A_LINE)])
         return
     listed: list[tuple[str, int, str]] = []
     num_left_out = 0
@@ -51,9 +53,18 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
     talk.say("files", files=listed, more=False, left_out=num_left_out)
 
 
-def _measure(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[tuple[str, int, float]]:
+def _sort(names: Iterable[str], first: Sequence[str]) -> Iterable[str]:
+    """As they come where none is first: they are looked for one by one."""
+
+    def place(name: str) -> int:
+        return next((number for number, pattern in enumerate(first) if fits(name, pattern)), len(first))
+
+    return sorted(names, key=place) if first else names
+
+
+def _measure(folder: Path, order: JobOrder, names: Iterable[str]) -> Iterator[tuple[str, int, float]]:
     """Without reading them."""
-    for name in _match(folder, order, patterns):
+    for name in names:
         with contextlib.suppress(JobRefused, FileNotFoundError, Untrue):
             opened = _open_artifact(folder, order, check_name(name))
             try:
