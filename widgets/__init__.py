@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from .actions import Refused, action
-from .live_view import LiveView, Settled
+from .displays import Settled
+from .live_view import LiveView
 
 if TYPE_CHECKING:
     from ..jobs import Job

@@ -16,8 +16,8 @@ from .actions import Refused, action, flag, one_of, optional, text
 from .console_form import describe_form
 from .console_job import ShownJob
 from .console_jobs import AskedJobs
+from .displays import Settled
 from .draft_facts import describe_fields
-from .live_view import Settled
 from .nodes_editor import NodesEditor
 
 __all__ = ["ConsoleView"]

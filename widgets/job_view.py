@@ -16,12 +16,13 @@ from ..jobs.live_curves import LiveCurves
 from ..session.output.safe_output import one_line
 from . import job_picture as picture
 from .actions import Refused, action, describe_failure, optional, text, whole
+from .displays import Settled
 from .downloads import MOST_DOWNLOAD_BYTES, Download
 from .job_log import Levels, LogWindow, make_begun, make_item
 from .job_log_file import write_log
 from .job_model import choose_model, describe_model, fetch_for_browser, fetch_model, tell_others
 from .job_settled import settle_job
-from .live_view import LiveView, Settled
+from .live_view import LiveView
 
 _LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
 _TELL_BYTES = 1 << 20  # of a copy, between two words about it
