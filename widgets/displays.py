@@ -16,7 +16,7 @@ __all__ = ["Display", "Displays", "Settled"]
 _MOST_DISPLAYS = 20
 _MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with all around it, 50 kB of a saved notebook
 _LONGEST_ESCAPE = 6  # bytes of HTML for one of text
-_LIVE = "live view; run the cell again"
+_LIVE = "as it was when this cell ran; run it again for the live view"
 _CHILD = ".jp-OutputArea-child"
 # Of two outputs in JupyterLab one is shown: the live view, or its plain form and not an error in place of a widget.
 _ONE_OF_BOTH = (
