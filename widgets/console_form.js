@@ -20,7 +20,7 @@ class FormPage extends DraftEditor {
     this.message = h("span", { role: "status" });
     this.back = h("button", { type: "button", class: "b", onclick: () => this.go(-1) }, "Back");
     this.next = h("button", { type: "button", class: "b go", onclick: () => this.go(1) });
-    this.start = view.button([icon("run"), h("span", {}, "Start")], () => view.call("start"), { cls: "go", ...fail });
+    this.start = view.button([icon("run"), h("span", {}, "Start")], () => this.do_start(), { cls: "go", ...fail });
     this.element = h("div", { hidden: true },
       h("div", { class: "head" }, view.button([icon("left"), "My Pipelines"], () => this.leave(), { cls: "q", ...fail }), this.name, this.file,
         h("span", { class: "push row" }, view.button("Copy as Python", () => this.copy(), fail), this.save)),
@@ -74,6 +74,9 @@ class FormPage extends DraftEditor {
   // ---- what is typed
   async leave() { await this.send_all(); await this.view.call("close_form"); }
   async do_save(anyway, name = null) { await this.send_all(); this.failure = null; await this.view.call("save", { anyway, name }); this.view.announce("Saved"); }
+  async do_start() {
+    try { await this.view.call("start", { digest: this.digest }); } catch (error) { if (this.form) this.draw_review(); throw error; } // it may be another one by now
+  }
   async copy() {
     await this.send_all();
     const found = await this.view.call("review");
@@ -88,7 +91,7 @@ class FormPage extends DraftEditor {
   // ---- what is shown
   set_form(form) {
     if (this.form?.file !== form?.file) {
-      this.failure = this.said = null; this.list.clear(); this.another.value = "";
+      this.failure = this.said = this.reviewed = null; this.list.clear(); this.another.value = "";
       for (const field of this.fields.values()) field.revision = field.seen = 0; // each form counts its own
     }
     this.form = form;
@@ -161,6 +164,7 @@ class FormPage extends DraftEditor {
   async draw_review() {
     this.reviewed = this.form.revision;
     const page = this.pages.review, found = await this.view.call("review").catch((error) => ({ error: error.message }));
+    this.digest = found.digest ?? "";
     if (found.error) { page.replaceChildren(h("p", { class: "soft" }, `What would run is shown here: ${found.error}.`)); return; }
     const { plan, commands, documents, exports } = found;
     const ranks = (node) => [...node.ranks.map((rank) => h("div", { class: `pr c${(rank.places.pp ?? 0) % 6}` }, h("span", { class: "soft" }, rank.device), h("b", {}, `rank ${rank.rank}`), h("div", {}, Object.entries(rank.places).filter(([axis]) => (Object.fromEntries(Object.entries(plan.mesh))[axis] ?? 1) > 1).map(([axis, at]) => `${axis} ${at}`).join(" · ") || "alone"))), node.more ? h("span", { class: "soft" }, `and ${node.more} more`) : null];

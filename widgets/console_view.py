@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,11 @@ class _Opened:
     @property
     def is_changed(self) -> bool:
         return self.form.document != self._before
+
+    @property
+    def digest(self) -> str:
+        """Of what would be started: a page that has seen it says so."""
+        return hashlib.sha256(json.dumps([str(self.file.path), self.form.document]).encode()).hexdigest()
 
 
 class ConsoleView(NodesEditor):
@@ -206,18 +213,25 @@ class ConsoleView(NodesEditor):
 
     @action()
     def review(self) -> dict[str, Any]:
-        form = self._the_form()
-        if form.spec is None or form.errors:
-            return {"error": "correct what is marked first"}
-        return {**review_spec(form.spec), "code": form.to_code()}
+        """Return what would run; ``digest`` is what a page that shows it gives to `start`."""
+        with self._guard:
+            opened = self._forms[self._open_path()]
+        with (form := opened.form).lock:
+            if form.spec is None or form.errors:
+                return {"error": "correct what is marked first"}
+            spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest}
+        return {**review_spec(spec), **told}
 
-    @action()
-    def start(self) -> None:
-        """Save it, and submit it as it is shown: not what others have made of its file since."""
+    @action(digest=text(most=100))
+    def start(self, digest: str) -> None:
+        """Save it, and submit it as it is shown: not what others have made of its form, or of its file, since."""
         with self._guard:  # no other tab closes it meanwhile
             form, path = self._the_form(), self._open_path()
             if not form.is_right:
                 raise Refused(f"{len(form.errors)} to correct first")
+            if self._forms[path].digest != digest:
+                fault = f"{one_line(path.name)} was changed after this page showed it, and was not started"
+                raise Refused(f"{fault}: look at it as it is now, and start it then")
             if self._is_changed(path):
                 self.save(anyway=False, name=None)
             seen = self._forms[path].file

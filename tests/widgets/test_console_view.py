@@ -222,10 +222,17 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
 def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("open_pipeline", id=page.names()["train"])
-    page.asks("review")
+    seen = page.asks("review")["digest"]
+    page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="another tab")
+    assert "train.toml was changed after this page showed it, and was not" in page.refusal("start", digest=seen)
+    page.pipelines.create({**DATA, "name": "other"})
+    page.asks("open_pipeline", id=page.names()["other"])  # in another tab
+    assert "other.toml was changed after this page showed it" in page.refusal("start", digest=seen)
+    page.asks("open_pipeline", id=page.names()["train"])
+    page.asks("edit", path="env", typed="", revision=1 << 40, editor="another tab")  # it is again what was seen
     harm = {**DATA, "name": "train", "source": {"script_text": "print('harm')"}}
     MyPipelines().save(MyPipelines().open("train"), harm)
-    page.asks("start")
+    page.asks("start", digest=seen)
     failed = page.wait_for_part("work", lambda work: work and work["is"] != "running")
     assert failed["is"] == "failed" and "was changed after it was read here, and was not started" in failed["error"]
     assert Record().summaries(limit=10) == []
@@ -245,12 +252,13 @@ def test_form_that_another_tab_closes_meanwhile_is_started_as_it_was(
             closing.join(0.3)  # it has time to come between
         return is_changed(path)
 
+    seen = page.asks("review")["digest"]
     monkeypatch.setattr(page, "_is_changed", close_first)
-    page.asks("start")
+    page.asks("start", digest=seen)
     failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     assert "NOT_SET_ANYWHERE: not set here" in failed["error"]
     closing.join(30)
-    assert page.refusal("start") == "no pipeline is open: it was closed in another tab"
+    assert page.refusal("start", digest=seen) == "no pipeline is open: it was closed in another tab"
 
 
 def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
@@ -261,7 +269,7 @@ def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.asks("open_pipeline", id=page.names()["draft"])
     assert page.asks("review") == {"error": "correct what is marked first"}
     with pytest.raises(RuntimeError, match="to correct first"):
-        page.asks("start")
+        page.asks("start", digest="")
 
 
 def test_review_and_code_of_a_right_one(page: Page) -> None:
