@@ -6,6 +6,15 @@ const FIRST = ["training.batch_size", "parallelism.microbatches", "parallelism.s
 
 const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), text ? h("span", { class: "soft" }, text) : null);
 
+/** How the work of the kernel goes; null where there is nothing to say. */
+const work_note = (view, work, on_error) => {
+  const close = () => close_button(() => view.call("drop_work"));
+  if (work?.is === "running") return note("run", h("p", { role: "status" }, `${work.what}…`));
+  if (work?.is === "failed") return note("bad", h("p", { role: "alert" }, `${work.what}: ${work.error}`), [close()]);
+  if (work?.is === "done") return note("ok", h("p", { role: "status" }, `${work.what}: it runs. My Pipelines shows how it is.`), [view.button("Show job", () => view.show_job(view.state.started), { on_error }), close()]);
+  return null;
+};
+
 class FormPage extends DraftEditor {
   constructor(view) {
     super(view);
@@ -152,12 +161,10 @@ class FormPage extends DraftEditor {
     for (const [path, text] of Object.entries(this.form.errors).filter(is_loose)) made.push(note("bad", h("p", {}, `${this.title_of(path)}: ${text}`), path === "nodes" ? [] : [this.view.button("Leave it out", () => this.edit(path, ""), fail)]));
     for (const [path, text] of Object.entries(this.form.warnings).filter((each) => each[0] === "" || is_loose(each))) made.push(note("warn", h("p", {}, path ? `${this.title_of(path)}: ${text}` : text)));
     if (this.failure && !(conflict && this.failure.startsWith(conflict.text))) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
-    if (this.work?.is === "running") made.push(note("run", h("p", { role: "status" }, `${this.work.what}…`)));
-    if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));
-    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.view.button("Show job", () => this.view.show_job(this.view.state.started), fail), this.close_button(() => { this.work = null; })]));
+    made.push(work_note(this.view, this.work, fail.on_error));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
     const focused = document.activeElement;
-    this.notes.replaceChildren(...made); this.notes.hidden = !made.length;
+    this.notes.replaceChildren(...made.filter(Boolean)); this.notes.hidden = !this.notes.childNodes.length;
     if (this.notes.contains(focused)) focused.focus(); // the name that is being typed
   }
   close_button(act) { return close_button(() => { act(); this.draw_notes(); }); }

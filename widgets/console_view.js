@@ -207,11 +207,9 @@ class ListPage {
     set_text(this.nothing, `None of ${count_of(entries.length, "pipeline")} has “${this.search.value}” in its name, nodes or status.`);
   }
   draw_notes() {
-    const failed = [this.failure, this.work?.is === "failed" ? `${this.work.what}: ${this.work.error}` : null].filter(Boolean);
-    const clear = () => close_button(() => { this.failure = null; this.work = null; this.draw_notes(); });
-    const running = this.work?.is === "running" ? [note("run", h("p", { role: "status" }, `${this.work.what}…`))] : [];
-    this.notes.replaceChildren(...(this.list?.notices ?? []).map((text) => note("warn", h("p", {}, text))), ...running,
-      ...failed.map((text) => note("bad", h("p", { role: "alert" }, text), [clear()])));
+    const clear = close_button(() => { this.failure = null; this.draw_notes(); });
+    const made = [this.failure ? note("bad", h("p", { role: "alert" }, this.failure), [clear]) : null, this.work?.is === "done" ? null : work_note(this.view, this.work, this.view.complain)];
+    this.notes.replaceChildren(...(this.list?.notices ?? []).map((text) => note("warn", h("p", {}, text))), ...made.filter(Boolean));
     this.notes.hidden = !this.notes.childNodes.length;
   }
   set_work(work) { this.work = work; this.draw_notes(); if (work?.is === "done") this.view.announce(`${work.what}: done`); }

@@ -75,7 +75,7 @@ class ConsoleView(NodesEditor):
                 "undo": self._describe_undo(),
                 "form": self.describe_form(),
                 **self.describe_tests(),
-                "work": None,
+                "work": self.work_told,
                 "started": self._started,
                 "job": self._shown_job.describe(),
                 "fields": describe_fields(FIELDS.values()),
@@ -236,6 +236,12 @@ class ConsoleView(NodesEditor):
                 self.save(anyway=False, name=None)
             seen = self._forms[path].file
         self.work(f"starting {one_line(path.stem)}", lambda: self._run(path, as_read=seen))
+
+    @action()
+    def drop_work(self) -> None:
+        """Tell no page any more how it went; what is under way is still told."""
+        if self.work_told is None or self.work_told["is"] != "running":
+            self.tell_work(None)
 
     # ---- a job
 

@@ -63,6 +63,7 @@ class LiveView(anywidget.AnyWidget):
         self._wake, self._closing, self._has_page = threading.Event(), threading.Event(), threading.Event()
         self._pump: threading.Thread | None = None
         self._workers: dict[bool, threading.Thread] = {}  # by whether they are beside others
+        self.work_told: dict[str, Any] | None = None  # what is under way, or has failed last: for pages that open
         self._is_settled = False
         self._pages: dict[str, float] = {}  # when each was heard last
         self._greeted: deque[float] = deque(maxlen=_MOST_PAGES)  # when states were told
@@ -128,13 +129,18 @@ class LiveView(anywidget.AnyWidget):
             self._workers[is_beside].start()
 
     def _work(self, what: str, do: Callable[[], None]) -> None:
-        self.publish("work", {"what": what, "is": "running"})
+        self.tell_work({"what": what, "is": "running"})
         try:
             do()
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
-            self.publish("work", {"what": what, "is": "failed", "error": one_line(describe_failure(exc))})
+            self.tell_work({"what": what, "is": "failed", "error": one_line(describe_failure(exc))})
         else:
-            self.publish("work", {"what": what, "is": "done"})
+            self.tell_work({"what": what, "is": "done"})
+
+    def tell_work(self, told: dict[str, Any] | None) -> None:
+        """Tell all pages how the work goes; None: nothing more of it."""
+        self.work_told = told if told and told["is"] != "done" else None
+        self.publish("work", told)
 
     def wait_for_page(self, limit_s: float) -> bool:
         """Wait until a page shows the view; False where none does in time."""

@@ -266,6 +266,9 @@ def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.asks("run", id=page.names()["draft"])
     failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     assert "cannot be run: source" in failed["error"]
+    assert page.open_page()["work"] == failed, "a page that opens, or draws itself anew, is told of it"
+    page.asks("drop_work")
+    assert page.wait_for_part("work", lambda work: work is None) is None and page.open_page()["work"] is None
     page.asks("open_pipeline", id=page.names()["draft"])
     assert page.asks("review") == {"error": "correct what is marked first"}
     with pytest.raises(RuntimeError, match="to correct first"):
