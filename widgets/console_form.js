@@ -10,8 +10,10 @@ const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), 
 const work_note = (view, work, on_error) => {
   const close = () => close_button(() => view.call("drop_work"));
   if (work?.is === "running") return note("run", h("p", { role: "status" }, `${work.what}…`));
-  if (work?.is === "failed") return note("bad", h("p", { role: "alert" }, `${work.what}: ${work.error}`), [close()]);
-  if (work?.is === "done") return note("ok", h("p", { role: "status" }, `${work.what}: it runs. My Pipelines shows how it is.`), [view.button("Show job", () => view.show_job(view.state.started), { on_error }), close()]);
+  const show = (id) => view.button("Show job", () => view.show_job(id), { on_error });
+  const stop = (id) => view.button("Stop it", () => view.call("stop_job", { id }), { cls: "danger", on_error });
+  if (work?.is === "failed") return note("bad", h("p", { role: "alert" }, `${work.what}: ${work.error}`), [...(work.job ? [show(work.job), stop(work.job)] : []), close()]);
+  if (work?.is === "done" && work.job) return note("ok", h("p", { role: "status" }, `${work.what}: it runs. My Pipelines shows how it is.`), [show(work.job), close()]);
   return null;
 };
 

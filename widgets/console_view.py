@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..errors import Conflict
+from ..errors import Conflict, JobError
+from ..jobs import Job
 from ..pipelines import EXAMPLES, Deleted, Entry, MyPipelines, SpecFile, SpecForm, review_spec
 from ..pipelines.draft import make_document, make_draft
 from ..pipelines.form_fields import FIELDS
@@ -57,7 +58,6 @@ class ConsoleView(NodesEditor):
         self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
         self._open: Path | None = None
         self._conflict: Conflict | None = None  # of the file of the open form
-        self._started = ""  # the id of the job that was started last
         self._shown_job = ShownJob(self._tell_all)
         self._jobs = AskedJobs(pipelines, self._tell_all)
         super().__init__()
@@ -76,7 +76,6 @@ class ConsoleView(NodesEditor):
                 "form": self.describe_form(),
                 **self.describe_tests(),
                 "work": self.work_told,
-                "started": self._started,
                 "job": self._shown_job.describe(),
                 "fields": describe_fields(FIELDS.values()),
                 "examples": [
@@ -250,6 +249,11 @@ class ConsoleView(NodesEditor):
         self._shown_job.show(self.pipelines.find_job(id))
         self.publish("job", self._shown_job.describe())
 
+    @action(id=text(most=200))
+    def stop_job(self, id: str) -> None:
+        job = self.pipelines.find_job(id)
+        self.work(f"stopping {one_line(job.id)}", lambda: self._stop(job))
+
     @action()
     def hide_job(self) -> None:
         self._shown_job.close()
@@ -257,13 +261,25 @@ class ConsoleView(NodesEditor):
 
     # ---- how
 
-    def _run(self, path: Path, *, as_read: SpecFile | None = None) -> None:
+    def _run(self, path: Path, *, as_read: SpecFile | None = None) -> dict[str, str]:
         try:
-            self._started = self.pipelines.run(path, as_read=as_read).id
-            self.publish("started", self._started)
+            return {"job": self.pipelines.run(path, as_read=as_read).id}
         finally:
             self._tell_all()
             self._jobs.ask_now()
+
+    def _stop(self, job: Job) -> None:
+        try:
+            job.stop()
+        finally:
+            self._tell_all()
+            self._jobs.ask_now()
+
+    def describe_error(self, exc: Exception) -> dict[str, Any]:
+        if not isinstance(exc, JobError) or not exc.typed.startswith("stop "):
+            return super().describe_error(exc)
+        words = f"{exc.fault}: stop it, or duplicate the pipeline and start that one"
+        return {"error": one_line(words), "job": one_line(exc.typed.removeprefix("stop "))}
 
     def _save(self, form: SpecForm, opened: SpecFile, *, anyway: bool, name: str | None) -> SpecFile:
         content = form.spec if form.is_right and form.spec is not None else form.document

@@ -113,9 +113,12 @@ class LiveView(anywidget.AnyWidget):
                 self._start_pump()
         self._wake.set()
 
-    def work(self, what: str, do: Callable[[], None], *, is_told: bool = True, is_beside: bool = False) -> None:
+    def work(
+        self, what: str, do: Callable[[], Mapping[str, Any] | None], *, is_told: bool = True, is_beside: bool = False
+    ) -> None:
         """Do one thing that takes a while, in a thread of the view; the part ``work`` tells pages how it goes.
 
+        They are told what ``do`` returns, too.
         Where it is not to be told, ``do`` itself says all, and raises nothing. What ``is_beside`` others waits for none
         of them.
         Raises: Refused while another one is under way.
@@ -128,14 +131,18 @@ class LiveView(anywidget.AnyWidget):
             self._workers[is_beside] = threading.Thread(target=run, name=what, daemon=True)
             self._workers[is_beside].start()
 
-    def _work(self, what: str, do: Callable[[], None]) -> None:
+    def _work(self, what: str, do: Callable[[], Mapping[str, Any] | None]) -> None:
         self.tell_work({"what": what, "is": "running"})
         try:
-            do()
+            made = do() or {}
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
-            self.tell_work({"what": what, "is": "failed", "error": one_line(describe_failure(exc))})
+            self.tell_work({"what": what, "is": "failed", **self.describe_error(exc)})
         else:
-            self.tell_work({"what": what, "is": "done"})
+            self.tell_work({"what": what, "is": "done", **made})
+
+    def describe_error(self, exc: Exception) -> dict[str, Any]:
+        """What pages are told of why work has failed: the line ``error``, and what a view's page can do about it."""
+        return {"error": one_line(describe_failure(exc))}
 
     def tell_work(self, told: dict[str, Any] | None) -> None:
         """Tell all pages how the work goes; None: nothing more of it."""

@@ -12,6 +12,7 @@ import pytest
 from detrain_nb.widgets.console_view import ConsoleView
 from ipywidgets import Widget
 
+from detrain_nb.jobs import find_job
 from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
 
@@ -195,13 +196,10 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("run", id=page.names()["train"])
     done = page.wait_for_part("work", lambda work: work and work["is"] != "running")
-    assert done == {"what": "starting train", "is": "done"}
+    job = find_job("train")
+    assert done == {"what": "starting train", "is": "done", "job": job.id}
     [entry] = page.wait_for_part("list", lambda found: found["entries"] and found["entries"][0]["job"])["entries"]
     assert entry["job"]["word"] in ("running", "preparing", "succeeded")
-    from detrain_nb.jobs import find_job
-
-    job = find_job("train")
-    assert page.wait_for_part("started") == job.id
     with pytest.raises(RuntimeError, match="no job 'other'"):
         page.asks("show_job", id="other")
     page.asks("show_job", id=job.id)
@@ -217,6 +215,19 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     page.asks("refresh")
     assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
     job.remove()
+
+
+def test_pipeline_that_runs_already_is_told_with_its_job_which_can_be_stopped(page: Page) -> None:
+    page.pipelines.create({**DATA, "name": "train", "source": {"script_text": "import time; time.sleep(200)"}})
+    page.asks("run", id=page.names()["train"])
+    job = page.wait_for_part("work", lambda work: work and work["is"] == "done")["job"]
+    page.asks("run", id=page.names()["train"])
+    failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
+    assert failed["error"] == f"job {job} runs already: stop it, or duplicate the pipeline and start that one"
+    page.asks("stop_job", id=failed["job"])
+    page.wait_for_part("work", lambda work: work == {"what": f"stopping {job}", "is": "done"})
+    page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "stopped")
+    find_job(job).remove()
 
 
 def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
