@@ -225,7 +225,8 @@ class ListPage {
 class JobPanel {
   constructor(view) {
     this.view = view; this.widget = null; this.shown = null;
-    this.line = h("section", { class: `dt ${VIEW}` }); this.place = h("div");
+    this.command = h("span", { class: "cmdline" }); this.place = h("div");
+    this.line = h("section", { class: `dt ${VIEW}` }, h("div", { class: "head" }, this.command, h("span", { class: "push" }, close_button(() => view.call("hide_job")))));
     this.element = h("div", { class: "dt-shown" }, this.line, this.place);
     this.is_asked = false; // by a button of this page, which then scrolls to it: not another page, and not one that is loaded again
   }
@@ -234,13 +235,13 @@ class JobPanel {
     try { await this.view.call("show_job", { id }); } catch (error) { this.is_asked = false; throw error; }
   }
   async set_job(job) {
+    if (job && job.command !== this.command.textContent) this.command.replaceChildren(command_box(job.command)); // it was submitted again
     if ((job?.widget ?? null) === this.widget) return;
     const is_asked = this.is_asked;
     this.widget = job?.widget ?? null; this.is_asked = false;
     this.shown?.remove(); this.shown = null; this.place.replaceChildren();
     if (!job) { this.element.remove(); return; }
     this.view.el.after(this.element);
-    this.line.replaceChildren(h("div", { class: "head" }, h("span", { class: "cmdline" }, command_box(job.command)), h("span", { class: "push" }, close_button(() => this.view.call("hide_job")))));
     try {
       const manager = this.view.model.widget_manager, shown = await manager.create_view(await manager.get_model(job.widget));
       if (this.widget !== job.widget) { shown.remove(); return; }

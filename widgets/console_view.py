@@ -328,7 +328,7 @@ class ConsoleView(NodesEditor):
     def _tell_all(self) -> None:
         with self._guard:
             parts = {"list": self._describe_list(), "undo": self._describe_undo(), "form": self.describe_form()}
-            parts["tests"] = self._told_tests()
+            parts |= {"tests": self._told_tests(), "job": self._shown_job.describe()}
             for part, value in parts.items():
                 self.publish(part, value)
 

@@ -36,7 +36,7 @@ class JobView(LiveView):
     name = "job_view"
 
     def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
-        """``on_state`` is called when the job, while it is watched, has come into another state."""
+        """``on_state`` is called when the job, while it is watched, has come into another state, or is another one."""
         self._job, self._on_state = job, on_state
         self._changing = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
@@ -60,6 +60,11 @@ class JobView(LiveView):
         self._num_steps = spec.training.steps if spec else None
         self._saves_checkpoints = spec is not None and spec.checkpoint is not None
         self._draw(JobNews(job.last_known(), {}, LiveCurves(), (), ()))
+
+    @property
+    def job(self) -> Job:
+        """The one that is shown: after a restart the new one."""
+        return self._job
 
     # ---- what a page sees
 
@@ -189,6 +194,7 @@ class JobView(LiveView):
                     stop()
                     self._stop_watching = self._watch(again)
             self.publish("head", self._parts["head"])  # another id: pages ask for all of it
+            self._on_state()
 
         self._do("restart", restart)
 

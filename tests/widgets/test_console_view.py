@@ -204,17 +204,24 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
         page.asks("show_job", id="other")
     page.asks("show_job", id=job.id)
     first = page.wait_for_part("job", lambda shown: shown)
-    assert first["command"] == "%job view train" and first["widget"] in widget_ids()
+    assert first["command"] == f"%job view {job.id}" and first["widget"] in widget_ids()
     page.asks("show_job", id=job.id)
     second = page.wait_for_part("job", lambda shown: shown["widget"] != first["widget"])
     assert first["widget"] not in widget_ids(), "one is shown at a time"
     assert page.open_page()["job"] == second
+    shown = page._shown_job._view
+    assert shown is not None
+    shown.restart()
+    page.wait_for_part("job", lambda told: told["command"] != second["command"])
+    again = find_job("train")
+    assert page.seen["job"] == {**second, "command": f"%job view {again.id}"} and again.id != job.id
     page.asks("hide_job")
     assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
     page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "succeeded")  # it asks by itself
     page.asks("refresh")
     assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
-    job.remove()
+    for each in (job, again):
+        each.remove()
 
 
 def test_pipeline_that_runs_already_is_told_with_its_job_which_can_be_stopped(page: Page) -> None:
