@@ -201,9 +201,9 @@ class FormPage extends DraftEditor {
     this.element.firstChild.scrollIntoView({ block: "nearest" }); // the page before it may have been longer
   }
   /** Show a form that was opened from its first page; what was started from another one is in the list. */
-  begin() {
+  begin(has_focus) {
     if (this.work?.is !== "running") this.work = null;
-    this.show("general"); this.draw_notes();
+    this.show("general", has_focus); this.draw_notes();
   }
   focus_first() { [...this.pages[this.step].querySelectorAll("input, textarea, button")].find((each) => each.offsetParent)?.focus(); }
   go(by) { this.show(this.tabs[this.tabs.findIndex((tab) => tab.id === this.step) + by].id); }

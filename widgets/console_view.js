@@ -221,6 +221,14 @@ class ListPage {
   }
 }
 
+/** Call `act` once the view that stands in `el` shows something. */
+const when_live = (el, act) => {
+  const look = () => { if (el.querySelector(".dt.live")) { watching.disconnect(); act(); } };
+  const watching = new MutationObserver(look);
+  watching.observe(el, { subtree: true, childList: true, attributes: true, attributeFilter: ["class"] });
+  look();
+};
+
 /** A job, live, beneath the console: a widget of its own, and the line that shows it elsewhere. */
 class JobPanel {
   constructor(view) {
@@ -246,7 +254,7 @@ class JobPanel {
       const manager = this.view.model.widget_manager, shown = await manager.create_view(await manager.get_model(job.widget));
       if (this.widget !== job.widget) { shown.remove(); return; }
       this.shown = shown; this.place.replaceChildren(shown.el);
-      if (is_asked) this.element.scrollIntoView({ block: "nearest" });
+      if (is_asked) when_live(shown.el, () => this.element.scrollIntoView({ block: "nearest" }));
     } catch (error) { this.place.replaceChildren(h("div", { class: `dt ${VIEW}` }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
   }
   end() { this.shown?.remove(); this.element.remove(); }
@@ -259,11 +267,11 @@ function mount(view) {
   view.el.append(list.element, form.element);
   view.on("tests", (tests) => form.list.show_tests(tests));
   view.on("form", (value) => {
-    const was_open = !form.element.hidden;
+    const was_open = !form.element.hidden, has_focus = view.el.contains(document.activeElement); // another display may have it
     list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
-    if (value !== null && !was_open && view.has_mounted) form.begin(); // a page that is loaded again stays where it is
-    if (value === null && was_open) list.search.focus();
+    if (value !== null && !was_open && view.has_mounted) form.begin(has_focus); // a page that is loaded again stays where it is
+    if (value === null && was_open && has_focus) list.search.focus();
   });
   view.on("list", (value) => list.set_list(value));
   view.on("undo", (value) => list.set_undo(value));

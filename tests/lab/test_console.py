@@ -294,7 +294,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
     view.get_by_role("button", name="Show job").click()
     shown = nb.cell(1).locator(".dt-shown")
-    expect(shown.locator(".cmd").first).to_be_in_viewport()
+    expect(shown.locator(".dt-job")).to_be_in_viewport(ratio=0.5)  # when it has grown
     nb.save()
     nb.reload()
     view = nb.cell(1).locator(".dt").first
@@ -326,6 +326,7 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     one, two = nb.cell(2).locator(".dt"), nb.cell(3).locator(".dt")
     one.get_by_role("button", name="Open train").click()
     expect(two.get_by_label("Steps optional", exact=True)).to_be_visible()
+    expect(one.get_by_label("Name", exact=True)).to_be_focused()  # not in the display that nobody has touched
     one.get_by_label("Steps optional", exact=True).fill("5")
     expect(two.get_by_label("Steps optional", exact=True)).to_have_value("5")
     nb.run(4)
