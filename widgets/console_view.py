@@ -10,15 +10,15 @@ from typing import Any
 
 from ..errors import Conflict, JobError
 from ..jobs import Job
-from ..pipelines import EXAMPLES, Deleted, Entry, MyPipelines, SpecFile, SpecForm, review_spec
+from ..pipelines import EXAMPLES, Deleted, MyPipelines, SpecFile, SpecForm, review_spec
 from ..pipelines.draft import make_document, make_draft
 from ..pipelines.form_fields import FIELDS
 from ..session.output.safe_output import one_line
-from ..text import html_cells, html_table
 from .actions import Refused, action, flag, one_of, optional, text
 from .console_form import describe_form
 from .console_job import ShownJob
 from .console_jobs import AskedJobs
+from .console_list import describe_entry, describe_examples, settle_list
 from .displays import Settled
 from .draft_facts import describe_fields
 from .nodes_editor import NodesEditor
@@ -78,25 +78,11 @@ class ConsoleView(NodesEditor):
                 "work": self.work_told,
                 "job": self._shown_job.describe(),
                 "fields": describe_fields(FIELDS.values()),
-                "examples": [
-                    {
-                        "name": each.name,
-                        "title": each.title,
-                        "description": each.description,
-                        "axes": [[*axis] for axis in each.axes],
-                        "needs": each.needs,
-                    }
-                    for each in EXAMPLES
-                ],
+                "examples": describe_examples(),
             }
 
     def settled(self) -> Settled:
-        entries = self.pipelines.entries()
-        rows = [(each.name, each.file, each.mesh or "-", each.nodes, _status(each)) for each in entries]
-        body = "".join(f"<tr>{html_cells(map(one_line, row), style='text-align:left')}</tr>" for row in rows)
-        head = html_cells(("name", "file", "mesh", "nodes", "last job"), tag="th", style="text-align:left")
-        title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
-        return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
+        return settle_list(self.pipelines.entries())
 
     def on_pages(self, *, are_there: bool) -> None:
         self._jobs.follow(is_shown=are_there)
@@ -335,37 +321,12 @@ class ConsoleView(NodesEditor):
     def _describe_list(self) -> dict[str, Any]:
         found = self.pipelines.entries()
         return {
-            "entries": [self._describe_entry(each) for each in found],
+            "entries": [
+                describe_entry(each, id=self._id(each.path), is_changed=self._is_changed(each.path)) for each in found
+            ],
             "folder": f"{one_line(self.pipelines.folder.name)}/",
             "more": found.more,
             "notices": [*map(one_line, found.notices)],
-        }
-
-    def _describe_entry(self, entry: Entry) -> dict[str, Any]:
-        job = entry.job
-        return {
-            "id": self._id(entry.path),
-            "name": one_line(entry.name),
-            "file": one_line(entry.file),
-            "axes": [[*axis] for axis in entry.axes],
-            "nodes": one_line(entry.nodes),
-            "fault": one_line(entry.fault),
-            "errors": [one_line(each) for each in entry.errors[:5]],
-            "can_open": entry.is_document,
-            "can_run": entry.is_spec,
-            "is_beside": entry.is_beside,
-            "is_changed": self._is_changed(entry.path),
-            "searched": one_line(entry.searched),
-            "job": job
-            and {
-                "id": one_line(job.id),
-                "sign": job.sign,
-                "word": one_line(job.word),
-                "detail": one_line(job.detail),
-                "at": job.submitted_at,
-                "is_over": job.is_over,
-                "count": job.count,
-            },
         }
 
     def _describe_undo(self) -> dict[str, Any] | None:
@@ -389,10 +350,6 @@ class ConsoleView(NodesEditor):
                     "changes": [[one_line(each.path), each.theirs, each.mine] for each in self._conflict.changes],
                 },
             }
-
-
-def _status(entry: Entry) -> str:
-    return f"{entry.job.word}, {entry.job.detail}" if entry.job else " ".join(filter(None, ["never run", entry.fault]))
 
 
 def _document_of(opened: SpecFile) -> dict[str, Any]:
