@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from detrain_nb.widgets import job as job_view
 from detrain_nb.widgets.console_view import ConsoleView
 from ipywidgets import Widget
 
@@ -217,9 +218,14 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     assert page.seen["job"] == {**second, "command": f"%job view {again.id}"} and again.id != job.id
     page.asks("hide_job")
     assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
-    page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "succeeded")  # it asks by itself
+    ended = {"id": again.id, "word": "succeeded"}
+    page.wait_for_part("list", lambda found: found["entries"][0]["job"].items() >= ended.items())  # it asks by itself
     page.asks("refresh")
     assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
+    Record().update(again.id, state="running", exit_code=None, ended_at=None)  # nobody has heard of its end
+    view = job_view(again.id)
+    assert view.settled().text.startswith(f"✓ job {again.id}: succeeded"), "its plain form is true from the first"
+    view.close()
     for each in (job, again):
         each.remove()
 
