@@ -86,6 +86,7 @@ class FormPage extends DraftEditor {
   async leave() { await this.send_all(); await this.view.call("close_form"); }
   async do_save(anyway, name = null) { await this.send_all(); this.failure = null; await this.view.call("save", { anyway, name }); this.view.announce("Saved"); }
   async do_start() {
+    if (this.digest === null) await this.drawing_review; // else Start came before the page of this step
     try { await this.view.call("start", { digest: this.digest }); } catch (error) { if (this.form) this.draw_review(); throw error; } // it may be another one by now
   }
   async copy() {
@@ -195,7 +196,7 @@ class FormPage extends DraftEditor {
     for (const [id, page] of Object.entries(this.pages)) page.hidden = id !== step;
     if (!this.form) return;
     this.draw_steps();
-    if (step === "review") this.draw_review();
+    if (step === "review") { this.digest = null; this.drawing_review = this.draw_review(); }
     if (!has_focus) return;
     if (step === "review") this.tabs.at(-1).button.focus(); else this.focus_first();
     this.element.firstChild.scrollIntoView({ block: "nearest" }); // the page before it may have been longer
