@@ -170,7 +170,7 @@ class ViewsBenchmark(Benchmark[Sizes]):
         ]
         views += [widgets.nodes(hosts), widgets.plan(_many_stages()), widgets.console(self._folder / "pipelines")]
         for view in views:
-            bundle = view.settled().bundle(end="live view; run the cell again")
+            bundle = view.settled().bundle(end="as it was when this cell ran; run it again for the live view")
             self.samples.add(US, "settled_kb", len(json.dumps(bundle, ensure_ascii=False).encode()) / 1000)
             view.close()
 

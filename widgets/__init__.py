@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..errors import DetrainError
 from .actions import Refused, action
-from .live_view import LiveView, Settled
+from .displays import Settled
+from .live_view import LiveView
 
 if TYPE_CHECKING:
     from ..jobs import Job
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from .plan_view import PlanView
 
 __all__ = ["LiveView", "Refused", "Settled", "action", "board", "console", "job", "nodes", "plan", "vars"]
+
+_ASK_LIMIT_S = 3.0  # for how a job is: its view asks on
 
 
 def board(session: Session | None = None) -> BoardView:
@@ -44,7 +49,11 @@ def job(job: Job | str) -> JobView:
     from ..jobs import find_job
     from .job_view import JobView
 
-    return JobView(find_job(job) if isinstance(job, str) else job)
+    found = find_job(job) if isinstance(job, str) else job
+    if not found.last_known().is_over:  # else its plain form may say that a job runs which nobody has asked after
+        with contextlib.suppress(DetrainError):
+            found.status(limit_s=_ASK_LIMIT_S)
+    return JobView(found)
 
 
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:

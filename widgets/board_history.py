@@ -11,7 +11,7 @@ from ..session.output.safe_output import one_line
 from ..session.running.board import Board, RankView
 from ..text import count_of, describe_seconds, format_size, table_lines
 from .board_rows import dead_ranks, rounded
-from .live_view import Settled
+from .displays import Settled
 
 _MOST_ROWS, _LAST_CHARS = 64, 80
 _LEFT, _RIGHT = "text-align:left", "text-align:right"  # short: a saved notebook has it in every cell

@@ -19,7 +19,8 @@ from .actions import Refused, action, describe_failure, one_of, text, whole
 from .board_history import CellHistory, format_time, settle
 from .board_panes import PANES, Panes
 from .board_rows import dead_ranks, fresh_of, head_of, host_row, layout_of, notes_of, rank_row, rates_of
-from .live_view import LiveView, Settled
+from .displays import Settled
+from .live_view import LiveView
 
 __all__ = ["BoardView"]
 

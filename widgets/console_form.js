@@ -6,6 +6,17 @@ const FIRST = ["training.batch_size", "parallelism.microbatches", "parallelism.s
 
 const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), text ? h("span", { class: "soft" }, text) : null);
 
+/** How the work of the kernel goes; null where there is nothing to say. */
+const work_note = (view, work, on_error) => {
+  const close = () => close_button(() => view.call("drop_work"));
+  if (work?.is === "running") return note("run", h("p", { role: "status" }, `${work.what}…`));
+  const show = (id) => view.button("Show job", () => view.show_job(id), { on_error });
+  const stop = (id) => view.button("Stop it", () => view.call("stop_job", { id }), { cls: "danger", on_error });
+  if (work?.is === "failed") return note("bad", h("p", { role: "alert" }, `${work.what}: ${work.error}`), [...(work.job ? [show(work.job), stop(work.job)] : []), close()]);
+  if (work?.is === "done" && work.job) return note("ok", h("p", { role: "status" }, `${work.what}: it runs. My Pipelines shows how it is.`), [show(work.job), close()]);
+  return null;
+};
+
 class FormPage extends DraftEditor {
   constructor(view) {
     super(view);
@@ -20,7 +31,7 @@ class FormPage extends DraftEditor {
     this.message = h("span", { role: "status" });
     this.back = h("button", { type: "button", class: "b", onclick: () => this.go(-1) }, "Back");
     this.next = h("button", { type: "button", class: "b go", onclick: () => this.go(1) });
-    this.start = view.button([icon("run"), h("span", {}, "Start")], () => view.call("start"), { cls: "go", ...fail });
+    this.start = view.button([icon("run"), h("span", {}, "Start")], () => this.do_start(), { cls: "go", ...fail });
     this.element = h("div", { hidden: true },
       h("div", { class: "head" }, view.button([icon("left"), "My Pipelines"], () => this.leave(), { cls: "q", ...fail }), this.name, this.file,
         h("span", { class: "push row" }, view.button("Copy as Python", () => this.copy(), fail), this.save)),
@@ -74,6 +85,10 @@ class FormPage extends DraftEditor {
   // ---- what is typed
   async leave() { await this.send_all(); await this.view.call("close_form"); }
   async do_save(anyway, name = null) { await this.send_all(); this.failure = null; await this.view.call("save", { anyway, name }); this.view.announce("Saved"); }
+  async do_start() {
+    if (this.digest === null) await this.drawing_review; // else Start came before the page of this step
+    try { await this.view.call("start", { digest: this.digest }); } catch (error) { if (this.form) this.draw_review(); throw error; } // it may be another one by now
+  }
   async copy() {
     await this.send_all();
     const found = await this.view.call("review");
@@ -88,7 +103,7 @@ class FormPage extends DraftEditor {
   // ---- what is shown
   set_form(form) {
     if (this.form?.file !== form?.file) {
-      this.failure = this.said = null; this.list.clear(); this.another.value = "";
+      this.failure = this.said = this.reviewed = null; this.list.clear(); this.another.value = "";
       for (const field of this.fields.values()) field.revision = field.seen = 0; // each form counts its own
     }
     this.form = form;
@@ -149,18 +164,17 @@ class FormPage extends DraftEditor {
     for (const [path, text] of Object.entries(this.form.errors).filter(is_loose)) made.push(note("bad", h("p", {}, `${this.title_of(path)}: ${text}`), path === "nodes" ? [] : [this.view.button("Leave it out", () => this.edit(path, ""), fail)]));
     for (const [path, text] of Object.entries(this.form.warnings).filter((each) => each[0] === "" || is_loose(each))) made.push(note("warn", h("p", {}, path ? `${this.title_of(path)}: ${text}` : text)));
     if (this.failure && !(conflict && this.failure.startsWith(conflict.text))) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
-    if (this.work?.is === "running") made.push(note("run", h("p", { role: "status" }, `${this.work.what}…`)));
-    if (this.work?.is === "failed") made.push(note("bad", h("p", { role: "alert" }, `${this.work.what}: ${this.work.error}`), [this.close_button(() => { this.work = null; })]));
-    if (this.work?.is === "done") made.push(note("ok", h("p", { role: "status" }, `${this.work.what}: it runs. My Pipelines shows how it is.`), [this.view.button("Show job", () => this.view.show_job(this.view.state.started), fail), this.close_button(() => { this.work = null; })]));
+    made.push(work_note(this.view, this.work, fail.on_error));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));
     const focused = document.activeElement;
-    this.notes.replaceChildren(...made); this.notes.hidden = !made.length;
+    this.notes.replaceChildren(...made.filter(Boolean)); this.notes.hidden = !this.notes.childNodes.length;
     if (this.notes.contains(focused)) focused.focus(); // the name that is being typed
   }
   close_button(act) { return close_button(() => { act(); this.draw_notes(); }); }
   async draw_review() {
     this.reviewed = this.form.revision;
     const page = this.pages.review, found = await this.view.call("review").catch((error) => ({ error: error.message }));
+    this.digest = found.digest ?? "";
     if (found.error) { page.replaceChildren(h("p", { class: "soft" }, `What would run is shown here: ${found.error}.`)); return; }
     const { plan, commands, documents, exports } = found;
     const ranks = (node) => [...node.ranks.map((rank) => h("div", { class: `pr c${(rank.places.pp ?? 0) % 6}` }, h("span", { class: "soft" }, rank.device), h("b", {}, `rank ${rank.rank}`), h("div", {}, Object.entries(rank.places).filter(([axis]) => (Object.fromEntries(Object.entries(plan.mesh))[axis] ?? 1) > 1).map(([axis, at]) => `${axis} ${at}`).join(" · ") || "alone"))), node.more ? h("span", { class: "soft" }, `and ${node.more} more`) : null];
@@ -182,15 +196,15 @@ class FormPage extends DraftEditor {
     for (const [id, page] of Object.entries(this.pages)) page.hidden = id !== step;
     if (!this.form) return;
     this.draw_steps();
-    if (step === "review") this.draw_review();
+    if (step === "review") { this.digest = null; this.drawing_review = this.draw_review(); }
     if (!has_focus) return;
     if (step === "review") this.tabs.at(-1).button.focus(); else this.focus_first();
     this.element.firstChild.scrollIntoView({ block: "nearest" }); // the page before it may have been longer
   }
   /** Show a form that was opened from its first page; what was started from another one is in the list. */
-  begin() {
+  begin(has_focus) {
     if (this.work?.is !== "running") this.work = null;
-    this.show("general"); this.draw_notes();
+    this.show("general", has_focus); this.draw_notes();
   }
   focus_first() { [...this.pages[this.step].querySelectorAll("input, textarea, button")].find((each) => each.offsetParent)?.focus(); }
   go(by) { this.show(this.tabs[this.tabs.findIndex((tab) => tab.id === this.step) + by].id); }

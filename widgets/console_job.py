@@ -15,30 +15,28 @@ class ShownJob:
     """The view of a job, which pages show by its id as a widget."""
 
     def __init__(self, on_state: Callable[[], object]) -> None:
-        """``on_state`` is called when the job that is shown has come into another state."""
+        """``on_state`` is called when the job that is shown has come into another state, or gave way to its restart."""
         self._on_state = on_state
         self._changing = threading.Lock()
         self._view: JobView | None = None
-        self._name = ""
 
     def show(self, job: Job) -> None:
         """Show it in the place of the one before, which is shown no more."""
-        self._replace(JobView(job, on_state=self._on_state), job.name)
+        self._replace(JobView(job, on_state=self._on_state))
 
     def close(self) -> None:
         """Show none."""
-        self._replace(None, "")
+        self._replace(None)
 
     def describe(self) -> dict[str, Any] | None:
         """What pages have to know to show it."""
         with self._changing:
             if self._view is None:
                 return None
-            # the newest of that name, as the view is once it has submitted the job again
-            return {"command": f"%job view {one_line(self._name)}", "widget": self._view.model_id}
+            return {"command": f"%job view {one_line(self._view.job.id)}", "widget": self._view.model_id}
 
-    def _replace(self, view: JobView | None, name: str) -> None:
+    def _replace(self, view: JobView | None) -> None:
         with self._changing:
-            before, self._view, self._name = self._view, view, name
+            before, self._view = self._view, view
         if before is not None:
             before.close()

@@ -207,11 +207,9 @@ class ListPage {
     set_text(this.nothing, `None of ${count_of(entries.length, "pipeline")} has “${this.search.value}” in its name, nodes or status.`);
   }
   draw_notes() {
-    const failed = [this.failure, this.work?.is === "failed" ? `${this.work.what}: ${this.work.error}` : null].filter(Boolean);
-    const clear = () => close_button(() => { this.failure = null; this.work = null; this.draw_notes(); });
-    const running = this.work?.is === "running" ? [note("run", h("p", { role: "status" }, `${this.work.what}…`))] : [];
-    this.notes.replaceChildren(...(this.list?.notices ?? []).map((text) => note("warn", h("p", {}, text))), ...running,
-      ...failed.map((text) => note("bad", h("p", { role: "alert" }, text), [clear()])));
+    const clear = close_button(() => { this.failure = null; this.draw_notes(); });
+    const made = [this.failure ? note("bad", h("p", { role: "alert" }, this.failure), [clear]) : null, this.work?.is === "done" ? null : work_note(this.view, this.work, this.view.complain)];
+    this.notes.replaceChildren(...(this.list?.notices ?? []).map((text) => note("warn", h("p", {}, text))), ...made.filter(Boolean));
     this.notes.hidden = !this.notes.childNodes.length;
   }
   set_work(work) { this.work = work; this.draw_notes(); if (work?.is === "done") this.view.announce(`${work.what}: done`); }
@@ -223,11 +221,20 @@ class ListPage {
   }
 }
 
+/** Call `act` once the view that stands in `el` shows something. */
+const when_live = (el, act) => {
+  const look = () => { if (el.querySelector(".dt.live")) { watching.disconnect(); act(); } };
+  const watching = new MutationObserver(look);
+  watching.observe(el, { subtree: true, childList: true, attributes: true, attributeFilter: ["class"] });
+  look();
+};
+
 /** A job, live, beneath the console: a widget of its own, and the line that shows it elsewhere. */
 class JobPanel {
   constructor(view) {
     this.view = view; this.widget = null; this.shown = null;
-    this.line = h("section", { class: `dt ${VIEW}` }); this.place = h("div");
+    this.command = h("span", { class: "cmdline" }); this.place = h("div");
+    this.line = h("section", { class: `dt ${VIEW}` }, h("div", { class: "head" }, this.command, h("span", { class: "push" }, close_button(() => view.call("hide_job")))));
     this.element = h("div", { class: "dt-shown" }, this.line, this.place);
     this.is_asked = false; // by a button of this page, which then scrolls to it: not another page, and not one that is loaded again
   }
@@ -236,18 +243,18 @@ class JobPanel {
     try { await this.view.call("show_job", { id }); } catch (error) { this.is_asked = false; throw error; }
   }
   async set_job(job) {
+    if (job && job.command !== this.command.textContent) this.command.replaceChildren(command_box(job.command)); // it was submitted again
     if ((job?.widget ?? null) === this.widget) return;
     const is_asked = this.is_asked;
     this.widget = job?.widget ?? null; this.is_asked = false;
     this.shown?.remove(); this.shown = null; this.place.replaceChildren();
     if (!job) { this.element.remove(); return; }
     this.view.el.after(this.element);
-    this.line.replaceChildren(h("div", { class: "head" }, h("span", { class: "cmdline" }, command_box(job.command)), h("span", { class: "push" }, close_button(() => this.view.call("hide_job")))));
     try {
       const manager = this.view.model.widget_manager, shown = await manager.create_view(await manager.get_model(job.widget));
       if (this.widget !== job.widget) { shown.remove(); return; }
       this.shown = shown; this.place.replaceChildren(shown.el);
-      if (is_asked) this.element.scrollIntoView({ block: "nearest" });
+      if (is_asked) when_live(shown.el, () => this.element.scrollIntoView({ block: "nearest" }));
     } catch (error) { this.place.replaceChildren(h("div", { class: `dt ${VIEW}` }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
   }
   end() { this.shown?.remove(); this.element.remove(); }
@@ -260,11 +267,11 @@ function mount(view) {
   view.el.append(list.element, form.element);
   view.on("tests", (tests) => form.list.show_tests(tests));
   view.on("form", (value) => {
-    const was_open = !form.element.hidden;
+    const was_open = !form.element.hidden, has_focus = view.el.contains(document.activeElement); // another display may have it
     list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
-    if (value !== null && !was_open && view.has_mounted) form.begin(); // a page that is loaded again stays where it is
-    if (value === null && was_open) list.search.focus();
+    if (value !== null && !was_open && view.has_mounted) form.begin(has_focus); // a page that is loaded again stays where it is
+    if (value === null && was_open && has_focus) list.search.focus();
   });
   view.on("list", (value) => list.set_list(value));
   view.on("undo", (value) => list.set_undo(value));

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import time
 from pathlib import Path
 from typing import Any
 
-from ..errors import Conflict
-from ..pipelines import EXAMPLES, Deleted, Entry, MyPipelines, SpecFile, SpecForm, review_spec
+from ..errors import Conflict, JobError
+from ..jobs import Job
+from ..pipelines import EXAMPLES, Deleted, MyPipelines, SpecFile, SpecForm, review_spec
 from ..pipelines.draft import make_document, make_draft
 from ..pipelines.form_fields import FIELDS
 from ..session.output.safe_output import one_line
-from ..text import html_cells, html_table
 from .actions import Refused, action, flag, one_of, optional, text
 from .console_form import describe_form
 from .console_job import ShownJob
 from .console_jobs import AskedJobs
+from .console_list import describe_entry, describe_examples, settle_list
+from .displays import Settled
 from .draft_facts import describe_fields
-from .live_view import Settled
 from .nodes_editor import NodesEditor
 
 __all__ = ["ConsoleView"]
@@ -36,6 +39,11 @@ class _Opened:
     def is_changed(self) -> bool:
         return self.form.document != self._before
 
+    @property
+    def digest(self) -> str:
+        """Of what would be started: a page that has seen it says so."""
+        return hashlib.sha256(json.dumps([str(self.file.path), self.form.document]).encode()).hexdigest()
+
 
 class ConsoleView(NodesEditor):
     """The list, and the form of one pipeline at a time. A form with changes is kept when another one is opened."""
@@ -50,7 +58,6 @@ class ConsoleView(NodesEditor):
         self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
         self._open: Path | None = None
         self._conflict: Conflict | None = None  # of the file of the open form
-        self._started = ""  # the id of the job that was started last
         self._shown_job = ShownJob(self._tell_all)
         self._jobs = AskedJobs(pipelines, self._tell_all)
         super().__init__()
@@ -68,29 +75,14 @@ class ConsoleView(NodesEditor):
                 "undo": self._describe_undo(),
                 "form": self.describe_form(),
                 **self.describe_tests(),
-                "work": None,
-                "started": self._started,
+                "work": self.work_told,
                 "job": self._shown_job.describe(),
                 "fields": describe_fields(FIELDS.values()),
-                "examples": [
-                    {
-                        "name": each.name,
-                        "title": each.title,
-                        "description": each.description,
-                        "axes": [[*axis] for axis in each.axes],
-                        "needs": each.needs,
-                    }
-                    for each in EXAMPLES
-                ],
+                "examples": describe_examples(),
             }
 
     def settled(self) -> Settled:
-        entries = self.pipelines.entries()
-        rows = [(each.name, each.file, each.mesh or "-", each.nodes, _status(each)) for each in entries]
-        body = "".join(f"<tr>{html_cells(map(one_line, row), style='text-align:left')}</tr>" for row in rows)
-        head = html_cells(("name", "file", "mesh", "nodes", "last job"), tag="th", style="text-align:left")
-        title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
-        return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
+        return settle_list(self.pipelines.entries())
 
     def on_pages(self, *, are_there: bool) -> None:
         self._jobs.follow(is_shown=are_there)
@@ -206,22 +198,35 @@ class ConsoleView(NodesEditor):
 
     @action()
     def review(self) -> dict[str, Any]:
-        form = self._the_form()
-        if form.spec is None or form.errors:
-            return {"error": "correct what is marked first"}
-        return {**review_spec(form.spec), "code": form.to_code()}
+        """Return what would run; ``digest`` is what a page that shows it gives to `start`."""
+        with self._guard:
+            opened = self._forms[self._open_path()]
+        with (form := opened.form).lock:
+            if form.spec is None or form.errors:
+                return {"error": "correct what is marked first"}
+            spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest}
+        return {**review_spec(spec), **told}
 
-    @action()
-    def start(self) -> None:
-        """Save it, and submit it as it is shown: not what others have made of its file since."""
+    @action(digest=text(most=100))
+    def start(self, digest: str) -> None:
+        """Save it, and submit it as it is shown: not what others have made of its form, or of its file, since."""
         with self._guard:  # no other tab closes it meanwhile
             form, path = self._the_form(), self._open_path()
             if not form.is_right:
                 raise Refused(f"{len(form.errors)} to correct first")
+            if self._forms[path].digest != digest:
+                fault = f"{one_line(path.name)} was changed after this page showed it, and was not started"
+                raise Refused(f"{fault}: look at it as it is now, and start it then")
             if self._is_changed(path):
                 self.save(anyway=False, name=None)
             seen = self._forms[path].file
         self.work(f"starting {one_line(path.stem)}", lambda: self._run(path, as_read=seen))
+
+    @action()
+    def drop_work(self) -> None:
+        """Tell no page any more how it went; what is under way is still told."""
+        if self.work_told is None or self.work_told["is"] != "running":
+            self.tell_work(None)
 
     # ---- a job
 
@@ -230,6 +235,11 @@ class ConsoleView(NodesEditor):
         self._shown_job.show(self.pipelines.find_job(id))
         self.publish("job", self._shown_job.describe())
 
+    @action(id=text(most=200))
+    def stop_job(self, id: str) -> None:
+        job = self.pipelines.find_job(id)
+        self.work(f"stopping {one_line(job.id)}", lambda: self._stop(job))
+
     @action()
     def hide_job(self) -> None:
         self._shown_job.close()
@@ -237,13 +247,25 @@ class ConsoleView(NodesEditor):
 
     # ---- how
 
-    def _run(self, path: Path, *, as_read: SpecFile | None = None) -> None:
+    def _run(self, path: Path, *, as_read: SpecFile | None = None) -> dict[str, str]:
         try:
-            self._started = self.pipelines.run(path, as_read=as_read).id
-            self.publish("started", self._started)
+            return {"job": self.pipelines.run(path, as_read=as_read).id}
         finally:
             self._tell_all()
             self._jobs.ask_now()
+
+    def _stop(self, job: Job) -> None:
+        try:
+            job.stop()
+        finally:
+            self._tell_all()
+            self._jobs.ask_now()
+
+    def describe_error(self, exc: Exception) -> dict[str, Any]:
+        if not isinstance(exc, JobError) or not exc.typed.startswith("stop "):
+            return super().describe_error(exc)
+        words = f"{exc.fault}: stop it, or duplicate the pipeline and start that one"
+        return {"error": one_line(words), "job": one_line(exc.typed.removeprefix("stop "))}
 
     def _save(self, form: SpecForm, opened: SpecFile, *, anyway: bool, name: str | None) -> SpecFile:
         content = form.spec if form.is_right and form.spec is not None else form.document
@@ -292,44 +314,19 @@ class ConsoleView(NodesEditor):
     def _tell_all(self) -> None:
         with self._guard:
             parts = {"list": self._describe_list(), "undo": self._describe_undo(), "form": self.describe_form()}
-            parts["tests"] = self._told_tests()
+            parts |= {"tests": self._told_tests(), "job": self._shown_job.describe()}
             for part, value in parts.items():
                 self.publish(part, value)
 
     def _describe_list(self) -> dict[str, Any]:
         found = self.pipelines.entries()
         return {
-            "entries": [self._describe_entry(each) for each in found],
+            "entries": [
+                describe_entry(each, id=self._id(each.path), is_changed=self._is_changed(each.path)) for each in found
+            ],
             "folder": f"{one_line(self.pipelines.folder.name)}/",
             "more": found.more,
             "notices": [*map(one_line, found.notices)],
-        }
-
-    def _describe_entry(self, entry: Entry) -> dict[str, Any]:
-        job = entry.job
-        return {
-            "id": self._id(entry.path),
-            "name": one_line(entry.name),
-            "file": one_line(entry.file),
-            "axes": [[*axis] for axis in entry.axes],
-            "nodes": one_line(entry.nodes),
-            "fault": one_line(entry.fault),
-            "errors": [one_line(each) for each in entry.errors[:5]],
-            "can_open": entry.is_document,
-            "can_run": entry.is_spec,
-            "is_beside": entry.is_beside,
-            "is_changed": self._is_changed(entry.path),
-            "searched": one_line(entry.searched),
-            "job": job
-            and {
-                "id": one_line(job.id),
-                "sign": job.sign,
-                "word": one_line(job.word),
-                "detail": one_line(job.detail),
-                "at": job.submitted_at,
-                "is_over": job.is_over,
-                "count": job.count,
-            },
         }
 
     def _describe_undo(self) -> dict[str, Any] | None:
@@ -353,10 +350,6 @@ class ConsoleView(NodesEditor):
                     "changes": [[one_line(each.path), each.theirs, each.mine] for each in self._conflict.changes],
                 },
             }
-
-
-def _status(entry: Entry) -> str:
-    return f"{entry.job.word}, {entry.job.detail}" if entry.job else " ".join(filter(None, ["never run", entry.fault]))
 
 
 def _document_of(opened: SpecFile) -> dict[str, Any]:

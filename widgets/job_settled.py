@@ -8,8 +8,8 @@ from typing import Any
 
 from ..jobs.job_status import JobStatus
 from ..text import html_text, short_number
+from .displays import Settled
 from .job_picture import Json, phase_of
-from .live_view import Settled
 
 _SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "running": "▶"}
 _MOST_NUMBERS = 10  # of the curve, where its picture is removed

@@ -17,12 +17,13 @@ from ..jobs.live_curves import LiveCurves
 from ..session.output.safe_output import one_line
 from . import job_picture as picture
 from .actions import Refused, action, describe_failure, optional, text, whole
+from .displays import Settled
 from .downloads import MOST_DOWNLOAD_BYTES, Download
 from .job_log import Levels, LogWindow, make_begun, make_item
 from .job_log_file import write_log
 from .job_model import Model, describe_models, fetch_for_browser, fetch_models, list_models, tell_others
 from .job_settled import settle_job
-from .live_view import LiveView, Settled
+from .live_view import LiveView
 
 _LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
 _TELL_BYTES = 1 << 20  # of a copy, between two words about it
@@ -37,7 +38,7 @@ class JobView(LiveView):
     more = ("job_curves",)
 
     def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
-        """``on_state`` is called when the job, while it is watched, has come into another state."""
+        """``on_state`` is called when the job, while it is watched, has come into another state, or is another one."""
         self._job, self._on_state = job, on_state
         self._changing = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
@@ -61,6 +62,11 @@ class JobView(LiveView):
         self._num_steps = spec.training.steps if spec else None
         self._saves_checkpoints = spec is not None and spec.checkpoint is not None
         self._draw(JobNews(job.last_known(), {}, LiveCurves(), (), ()))
+
+    @property
+    def job(self) -> Job:
+        """The one that is shown: after a restart the new one."""
+        return self._job
 
     # ---- what a page sees
 
@@ -192,6 +198,7 @@ class JobView(LiveView):
                     stop()
                     self._stop_watching = self._watch(again)
             self.publish("head", self._parts["head"])  # another id: pages ask for all of it
+            self._on_state()
 
         self._do("restart", restart)
 

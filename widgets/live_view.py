@@ -12,66 +12,30 @@ import re
 import sys
 import threading
 import time
-import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeGuard
 
 import anywidget
-from IPython.display import display, update_display
+from IPython.display import display
 
 from ..session.output.safe_output import one_line
-from ..text import html_text
 from .actions import Action, Refused, actions_of, describe_failure
 from .beside_cells import serve_beside_cells
+from .displays import Display, Displays, Settled
 
 _TURN_S = 0.1  # at most so often is a page told something
 _PAGE_SILENT_S = 30.0  # three beats of a page
 _LOOK_S = 5.0  # how often somebody looks whether pages are left, while some are
-_MOST_PAGES, _MOST_DISPLAYS = 20, 20
+_MOST_PAGES = 20
 _GREET_S = 1.0  # for so long no more hellos are answered than there may be pages: who gets no answer says it again
 _MOST_APPENDED = 5000  # items of a list between two turns: a page shows a window of a log, not the log
-_MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with all around it, 50 kB of a saved notebook
-_LONGEST_ESCAPE = 6  # bytes of HTML for one of text
 _SHARED = Path(__file__).with_name("shared")
-_LIVE = "live view; run the cell again"
-_CHILD = ".jp-OutputArea-child"
-# Of two outputs in JupyterLab one is shown: the live view, or its plain form and not an error in place of a widget.
-_ONE_OF_BOTH = (
-    f"<style>{_CHILD}:not(:has(.dt)):has(+ {_CHILD} .dt-plain),"
-    f" {_CHILD}:has(.dt.live) + {_CHILD}:has(.dt-plain) {{ display: none; }}</style>"
-)
-_NOTHING = {"text/plain": ""}
 _ROOT = re.compile(r"\.dt(?![\w-])")  # a style sheet is one of the whole page: a view's own reaches no other view
 _PROGRAM_END = "\nexport default { render };\n"
-
-
-@dataclass(frozen=True)
-class Settled:
-    """A view as it stays in a saved notebook: the same facts as text, and as HTML without script, class or link."""
-
-    text: str
-    html: str = ""  # the text, in columns of one width, if there is none
-
-    def bundle(self, *, end: str = "") -> dict[str, str]:
-        """The MIME bundle; ``end`` is a line below it. What is too long is cut, and says so."""
-        text, page = _cut(self.text, _MOST_TEXT_BYTES), self.html or html_text(self.text)
-        if len(page.encode()) > _MOST_HTML_BYTES:  # tags cannot be cut: the text takes their place
-            page = html_text(_cut(self.text, _MOST_HTML_BYTES // _LONGEST_ESCAPE))
-        if end:
-            text, page = f"{text}\n{end}", f"{page}<p><em>{end}</em></p>"
-        return {"text/plain": text, "text/html": page}
-
-
-def _cut(text: str, most_bytes: int) -> str:
-    written = text.encode()
-    if len(written) <= most_bytes:
-        return text
-    return f"{written[:most_bytes].decode(errors='ignore')}\n... {len(written) - most_bytes:,} bytes not kept"
 
 
 class LiveView(anywidget.AnyWidget):
@@ -99,6 +63,7 @@ class LiveView(anywidget.AnyWidget):
         self._wake, self._closing, self._has_page = threading.Event(), threading.Event(), threading.Event()
         self._pump: threading.Thread | None = None
         self._workers: dict[bool, threading.Thread] = {}  # by whether they are beside others
+        self.work_told: dict[str, Any] | None = None  # what is under way, or has failed last: for pages that open
         self._is_settled = False
         self._pages: dict[str, float] = {}  # when each was heard last
         self._greeted: deque[float] = deque(maxlen=_MOST_PAGES)  # when states were told
@@ -106,8 +71,7 @@ class LiveView(anywidget.AnyWidget):
         self._pending: dict[str, tuple[str, Any]] = {}  # as JSON, and the value
         self._appended: dict[str, list[Any]] = {}
         self._told: dict[str, str] = {}  # what each part was, as JSON, when pages were told last
-        self._display_ids: list[str] = []
-        self._plain_ids: list[str] = []  # of the plain forms below them
+        self._displays = Displays()
         super().__init__()
         self.on_msg(self._hear)
         LiveView._all.add(self)
@@ -149,9 +113,12 @@ class LiveView(anywidget.AnyWidget):
                 self._start_pump()
         self._wake.set()
 
-    def work(self, what: str, do: Callable[[], None], *, is_told: bool = True, is_beside: bool = False) -> None:
+    def work(
+        self, what: str, do: Callable[[], Mapping[str, Any] | None], *, is_told: bool = True, is_beside: bool = False
+    ) -> None:
         """Do one thing that takes a while, in a thread of the view; the part ``work`` tells pages how it goes.
 
+        They are told what ``do`` returns, too.
         Where it is not to be told, ``do`` itself says all, and raises nothing. What ``is_beside`` others waits for none
         of them.
         Raises: Refused while another one is under way.
@@ -164,14 +131,23 @@ class LiveView(anywidget.AnyWidget):
             self._workers[is_beside] = threading.Thread(target=run, name=what, daemon=True)
             self._workers[is_beside].start()
 
-    def _work(self, what: str, do: Callable[[], None]) -> None:
-        self.publish("work", {"what": what, "is": "running"})
+    def _work(self, what: str, do: Callable[[], Mapping[str, Any] | None]) -> None:
+        self.tell_work({"what": what, "is": "running"})
         try:
-            do()
+            made = do() or {}
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
-            self.publish("work", {"what": what, "is": "failed", "error": one_line(describe_failure(exc))})
+            self.tell_work({"what": what, "is": "failed", **self.describe_error(exc)})
         else:
-            self.publish("work", {"what": what, "is": "done"})
+            self.tell_work({"what": what, "is": "done", **made})
+
+    def describe_error(self, exc: Exception) -> dict[str, Any]:
+        """What pages are told of why work has failed: the line ``error``, and what a view's page can do about it."""
+        return {"error": one_line(describe_failure(exc))}
+
+    def tell_work(self, told: dict[str, Any] | None) -> None:
+        """Tell all pages how the work goes; None: nothing more of it."""
+        self.work_told = told if told and told["is"] != "done" else None
+        self.publish("work", told)
 
     def wait_for_page(self, limit_s: float) -> bool:
         """Wait until a page shows the view; False where none does in time."""
@@ -188,10 +164,7 @@ class LiveView(anywidget.AnyWidget):
         self.close()
 
     def _put_settled(self) -> None:
-        for display_id in self._display_ids:
-            update_display(self.settled().bundle(), raw=True, display_id=display_id)
-        for display_id in self._plain_ids:
-            update_display(_NOTHING, raw=True, display_id=display_id)
+        self._displays.settle(self.settled)
 
     @staticmethod
     def settle_all() -> None:
@@ -228,20 +201,14 @@ class LiveView(anywidget.AnyWidget):
 
     def new_display(self) -> Callable[[], list[dict[str, Any]]]:
         """Make one more display of the view, which settles as the others do; it gives the contents of its messages."""
-        self._display_ids, display_id = _one_more(self._display_ids)
-        self._plain_ids, plain_id = _one_more(self._plain_ids)
-        return partial(self._outputs, display_id, plain_id)
+        return partial(self._outputs, self._displays.add())
 
-    def _outputs(self, display_id: str, plain_id: str) -> list[dict[str, Any]]:
-        """The view, and below it the plain form: JupyterLab shows no other form of a widget whose kernel has gone."""
+    def _outputs(self, place: Display) -> list[dict[str, Any]]:
         if self._is_settled:
-            return [_output(self.settled().bundle(), display_id)]
+            return [place.settled(self.settled())]
         widget = super()._repr_mimebundle_()
         data, metadata = widget if isinstance(widget, tuple) else (widget or {}, {})
-        plain = self.settled().bundle(end=_LIVE)
-        plain["text/html"] = f"<div class='dt-plain'>{plain['text/html']}</div>{_ONE_OF_BOTH}"
-        own = {mime: value for mime, value in data.items() if mime not in plain}
-        return [_output(own, display_id, metadata), _output(plain, plain_id)]
+        return place.live(data, metadata, self.settled())
 
     def __repr__(self) -> str:
         return self.settled().text
@@ -387,16 +354,6 @@ class LiveView(anywidget.AnyWidget):
         super().open()
         if self.comm is not None:
             serve_beside_cells(self.comm.comm_id)
-
-
-def _one_more(display_ids: list[str]) -> tuple[list[str], str]:
-    display_id = uuid.uuid4().hex
-    return [*display_ids, display_id][-_MOST_DISPLAYS:], display_id
-
-
-def _output(data: Mapping[str, Any], display_id: str, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of a display message."""
-    return {"data": {**data}, "metadata": {**(metadata or {})}, "transient": {"display_id": display_id}}
 
 
 def _read(path: Path) -> str:

@@ -15,8 +15,8 @@ from ..session.session import Session
 from ..spec.node import Node
 from ..text import count_of, html_cells, html_table, table_lines
 from .actions import Refused, action, describe_failure, text
+from .displays import Settled
 from .draft_facts import describe_fields
-from .live_view import Settled
 from .node_form import NodeForm
 from .node_start import StartTable
 from .nodes_editor import Cancelled, NodesEditor, given_path, path_text

@@ -15,7 +15,8 @@ from ..documents import parse_document, read_document
 from ..errors import SpecError
 from ..plan import PASSES, Layer, PlanDescription, StepTimeline
 from ..text import format_size, html_cells, html_table, show, table_lines
-from .live_view import LiveView, Settled
+from .displays import Settled
+from .live_view import LiveView
 from .plan_facts import (
     facts,
     lane_names,

@@ -15,7 +15,8 @@ from ..session.running.variable_table import Variable, Variables
 from ..session.session import Session
 from ..text import name_some
 from .actions import action, describe_failure, text, whole
-from .live_view import LiveView, Settled
+from .displays import Settled
+from .live_view import LiveView
 
 _MOST_RANKS = 1 << 20
 _ASKED_LIMIT_S, _UNASKED_LIMIT_S = 5.0, 2.0  # a cell that begins meanwhile waits for most of it

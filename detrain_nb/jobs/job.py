@@ -93,9 +93,9 @@ class Job(ShownAsText):
 
     # ---- how it is
 
-    def status(self) -> JobStatus:
-        """Ask all nodes. One that does not answer is named in ``silent``."""
-        said = try_on_all(self._transports(), self._ask_node, limit_s=_STATUS_LIMIT_S)
+    def status(self, *, limit_s: float = _STATUS_LIMIT_S) -> JobStatus:
+        """Ask all nodes. One that does not answer in ``limit_s`` is named in ``silent``."""
+        said = try_on_all(self._transports(), self._ask_node, limit_s=limit_s)
         return self._note(said)
 
     def last_known(self) -> JobStatus:

@@ -300,7 +300,7 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
     view.get_by_role("button", name="Show job").click()
     shown = nb.cell(1).locator(".dt-shown")
-    expect(shown.locator(".cmd").first).to_be_in_viewport()
+    expect(shown.locator(".dt-job")).to_be_in_viewport(ratio=0.5)  # when it has grown
     nb.save()
     nb.reload()
     view = nb.cell(1).locator(".dt").first
@@ -326,12 +326,14 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     theirs = "mine.save(mine.open('train'), {**mine.open('train').data, 'training': {'steps': 7}}); None"
     again = "mine.save(mine.open('train'), {**mine.open('train').data, 'description': 'theirs'}); None"
     elsewhere = "view.form.edit('training.steps', '1', revision=1, editor='tab')"
-    nb = notebook(_BEGIN, make, "view = widgets.console(); view", "view", theirs, again, elsewhere)
+    unheard = "view.publish = lambda *told: None; view.form.edit('env', 'A=1'); del view.publish"
+    nb = notebook(_BEGIN, make, "view = widgets.console(); view", "view", theirs, again, elsewhere, unheard)
     for index in range(4):
         nb.run(index)
     one, two = nb.cell(2).locator(".dt"), nb.cell(3).locator(".dt")
     one.get_by_role("button", name="Open train").click()
     expect(two.get_by_label("Steps optional", exact=True)).to_be_visible()
+    expect(one.get_by_label("Name", exact=True)).to_be_focused()  # not in the display that nobody has touched
     one.get_by_label("Steps optional", exact=True).fill("5")
     expect(two.get_by_label("Steps optional", exact=True)).to_have_value("5")
     nb.run(4)
@@ -359,3 +361,10 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     told.get_by_role("button", name="Apply mine").click()
     expect(one.get_by_label("Steps optional", exact=True)).to_have_value("1")
     expect(told).to_have_count(0)
+
+    one.get_by_role("button", name="Review & start").click()
+    expect(one.locator(".plan")).to_contain_text("rank 0")
+    nb.run(7)  # its news has not come when Start is pressed
+    one.get_by_role("button", name="Start on this machine").click()
+    expect(one.get_by_role("alert")).to_contain_text("was changed after this page showed it, and was not started")
+    expect(one.get_by_role("tabpanel", name="Written out")).to_contain_text('A = "1"')

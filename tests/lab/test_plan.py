@@ -81,7 +81,7 @@ def test_plan_is_read_by_keyboard_and_settles_to_plain_html(notebook: OpenNotebo
     _check_layers(view)
     _check_timeline(view)
     stored = nb.save().cells[0].outputs[1].data
-    assert "Bubble: " in stored["text/plain"] and "live view; run the cell again" in stored["text/plain"]
+    assert "Bubble: " in stored["text/plain"] and "as it was when this cell ran" in stored["text/plain"]
     nb.run(1)
     settled = nb.save().cells[0].outputs[0].data
     assert "application/vnd.jupyter.widget-view+json" not in settled

@@ -77,7 +77,8 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     # it is shown beneath the console, and grows there
     view = nb.cell(1).locator(".dt-shown .dt-job")
     expect(view.locator(".head .st")).to_have_text("running", timeout=LIMIT_MS)
-    expect(nb.cell(1).locator(".dt-shown .cmd")).to_have_text("%job view two")
+    line = nb.cell(1).locator(".dt-shown .cmdline")
+    expect(line).to_have_text(f"%job view {view.locator('.id').inner_text()}")
     check_what_grows(view)
     take_picture(nb.cell(1).locator(".dt-shown"), "console-job", tmp_path, is_for_docs=False)
 
@@ -91,6 +92,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     before = view.locator(".id").inner_text()
     view.get_by_role("button", name="Run again").click()
     expect(view.locator(".id")).not_to_have_text(before, timeout=LIMIT_MS)
+    expect(line).to_have_text(f"%job view {view.locator('.id').inner_text()}")
     expect(view.locator(".head .st")).to_have_text("succeeded", timeout=LIMIT_MS)
     console.get_by_role("button", name="My Pipelines").click()
     expect(console.locator("tbody tr")).to_contain_text("succeeded", timeout=LIMIT_MS)  # the list tells it by itself

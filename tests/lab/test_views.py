@@ -92,7 +92,7 @@ def test_reload_shows_all_of_it_again_and_what_is_settled_is_plain(notebook: Cal
     saved = nb.save()
     live, plain = (output.data for output in saved.cells[0].outputs)
     assert list(live) == ["application/vnd.jupyter.widget-view+json"]
-    assert "<b>count 0</b><p><em>live view; run the cell again</em></p>" in plain["text/html"]
+    assert "<b>count 0</b><p><em>as it was when this cell ran; run it again" in plain["text/html"]
     assert not saved.metadata.get("widgets")
     nb.reload()
     view = nb.cell(0).locator(".dt")
@@ -142,7 +142,7 @@ def test_notebook_that_is_opened_without_its_kernel_shows_the_plain_form(
             cell.outputs[-1].data["text/html"] = f"{cell.outputs[-1].data.get('text/html', '')}{_HOSTILE}"
         nbformat.write(saved, nb.path)
     nb.reload()
-    for index, end in enumerate(["", "", "live view; run the cell again"]):
+    for index, end in enumerate(["", "", "as it was when this cell ran; run it again for the live view"]):
         shown = nb.cell(index).locator(".jp-OutputArea-child >> visible=true").filter(has_text="count 0")
         expect(shown).to_have_count(1)
         expect(shown).to_contain_text(re.compile(rf"count 0\s*{end}"))

@@ -36,7 +36,7 @@ def test_long_cell_shows_one_board_above_its_output_and_a_stop_settles_it(own: A
     outcome = own.run(ENDLESS, interrupt_when=VIEW)
     (_, board), (_, plain), (stream, text), *_ = outcome.shown
     assert stream == "stdout" and text.startswith("[0-1] long\n")
-    assert VIEW in board and "live view; run the cell again" in plain["text/plain"] and "<table" in plain["text/html"]
+    assert VIEW in board and "as it was when this cell ran" in plain["text/plain"] and "<table" in plain["text/html"]
     (display_id,) = displayed_views(outcome)
     again = own.run(ENDLESS.replace("%%distributed", "%%distributed --timeout 4"))
     assert again.status == "error" and not displayed_views(again)

@@ -343,7 +343,7 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
     assert shown.rich("text/html")[0].count("<table>") == 3, "nodes, plan, metrics"
     viewed = kernel.run("%job view demo")
     assert _without_id(viewed.rich()[0]).startswith("✓ job demo-ID: succeeded, after "), viewed.error
-    assert "live view; run the cell again" in viewed.rich("text/html")[0]
+    assert "as it was when this cell ran; run it again" in viewed.rich("text/html")[0]
     fetched = kernel.run(f"%job fetch demo --to {tmp_path}/out")
     assert (tmp_path / "out/artifacts/1").read_text() == "made", fetched.error
     assert kernel.run("%job exec demo -- cat artifacts/* | wc -c; echo '$HOME' # -- as it is").text() == "8\n$HOME\n"

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from detrain_nb.widgets import job as job_view
 from detrain_nb.widgets.console_view import ConsoleView
 from ipywidgets import Widget
 
+from detrain_nb.jobs import find_job
 from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
 
@@ -195,37 +197,68 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("run", id=page.names()["train"])
     done = page.wait_for_part("work", lambda work: work and work["is"] != "running")
-    assert done == {"what": "starting train", "is": "done"}
+    job = find_job("train")
+    assert done == {"what": "starting train", "is": "done", "job": job.id}
     [entry] = page.wait_for_part("list", lambda found: found["entries"] and found["entries"][0]["job"])["entries"]
     assert entry["job"]["word"] in ("running", "preparing", "succeeded")
-    from detrain_nb.jobs import find_job
-
-    job = find_job("train")
-    assert page.wait_for_part("started") == job.id
     with pytest.raises(RuntimeError, match="no job 'other'"):
         page.asks("show_job", id="other")
     page.asks("show_job", id=job.id)
     first = page.wait_for_part("job", lambda shown: shown)
-    assert first["command"] == "%job view train" and first["widget"] in widget_ids()
+    assert first["command"] == f"%job view {job.id}" and first["widget"] in widget_ids()
     page.asks("show_job", id=job.id)
     second = page.wait_for_part("job", lambda shown: shown["widget"] != first["widget"])
     assert first["widget"] not in widget_ids(), "one is shown at a time"
     assert page.open_page()["job"] == second
+    shown = page._shown_job._view
+    assert shown is not None
+    shown.restart()
+    page.wait_for_part("job", lambda told: told["command"] != second["command"])
+    again = find_job("train")
+    assert page.seen["job"] == {**second, "command": f"%job view {again.id}"} and again.id != job.id
     page.asks("hide_job")
     assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
-    page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "succeeded")  # it asks by itself
+    ended = {"id": again.id, "word": "succeeded"}
+    page.wait_for_part("list", lambda found: found["entries"][0]["job"].items() >= ended.items())  # it asks by itself
     page.asks("refresh")
     assert page.open_page()["list"]["entries"][0]["job"]["word"] == "succeeded"
-    job.remove()
+    Record().update(again.id, state="running", exit_code=None, ended_at=None)  # nobody has heard of its end
+    view = job_view(again.id)
+    assert view.settled().text.startswith(f"✓ job {again.id}: succeeded"), "its plain form is true from the first"
+    view.close()
+    for each in (job, again):
+        each.remove()
+
+
+def test_pipeline_that_runs_already_is_told_with_its_job_which_can_be_stopped(page: Page) -> None:
+    page.pipelines.create({**DATA, "name": "train", "source": {"script_text": "import time; time.sleep(200)"}})
+    page.asks("run", id=page.names()["train"])
+    job = page.wait_for_part("work", lambda work: work and work["is"] == "done")["job"]
+    page.wait_until_idle()  # that is told a moment before its thread ends
+    page.asks("run", id=page.names()["train"])
+    failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
+    page.wait_until_idle()
+    assert failed["error"] == f"job {job} runs already: stop it, or duplicate the pipeline and start that one"
+    page.asks("stop_job", id=failed["job"])
+    page.wait_for_part("work", lambda work: work == {"what": f"stopping {job}", "is": "done"})
+    page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "stopped")
+    find_job(job).remove()
 
 
 def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
     page.pipelines.create({**DATA, "name": "train"})
     page.asks("open_pipeline", id=page.names()["train"])
-    page.asks("review")
+    seen = page.asks("review")["digest"]
+    page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="another tab")
+    assert "train.toml was changed after this page showed it, and was not" in page.refusal("start", digest=seen)
+    page.pipelines.create({**DATA, "name": "other"})
+    page.asks("open_pipeline", id=page.names()["other"])  # in another tab
+    assert "other.toml was changed after this page showed it" in page.refusal("start", digest=seen)
+    page.asks("open_pipeline", id=page.names()["train"])
+    page.asks("edit", path="env", typed="", revision=1 << 40, editor="another tab")  # it is again what was seen
     harm = {**DATA, "name": "train", "source": {"script_text": "print('harm')"}}
     MyPipelines().save(MyPipelines().open("train"), harm)
-    page.asks("start")
+    page.asks("start", digest=seen)
     failed = page.wait_for_part("work", lambda work: work and work["is"] != "running")
     assert failed["is"] == "failed" and "was changed after it was read here, and was not started" in failed["error"]
     assert Record().summaries(limit=10) == []
@@ -245,12 +278,13 @@ def test_form_that_another_tab_closes_meanwhile_is_started_as_it_was(
             closing.join(0.3)  # it has time to come between
         return is_changed(path)
 
+    seen = page.asks("review")["digest"]
     monkeypatch.setattr(page, "_is_changed", close_first)
-    page.asks("start")
+    page.asks("start", digest=seen)
     failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     assert "NOT_SET_ANYWHERE: not set here" in failed["error"]
     closing.join(30)
-    assert page.refusal("start") == "no pipeline is open: it was closed in another tab"
+    assert page.refusal("start", digest=seen) == "no pipeline is open: it was closed in another tab"
 
 
 def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
@@ -258,10 +292,13 @@ def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.asks("run", id=page.names()["draft"])
     failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     assert "cannot be run: source" in failed["error"]
+    assert page.open_page()["work"] == failed, "a page that opens, or draws itself anew, is told of it"
+    page.asks("drop_work")
+    assert page.wait_for_part("work", lambda work: work is None) is None and page.open_page()["work"] is None
     page.asks("open_pipeline", id=page.names()["draft"])
     assert page.asks("review") == {"error": "correct what is marked first"}
     with pytest.raises(RuntimeError, match="to correct first"):
-        page.asks("start")
+        page.asks("start", digest="")
 
 
 def test_review_and_code_of_a_right_one(page: Page) -> None:
