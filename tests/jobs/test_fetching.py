@@ -83,7 +83,7 @@ def test_files_that_differ_in_case_alone_are_refused_where_they_would_be_one(
     """Before anything is written. Linux has no such file system that any machine could mount."""
     monkeypatch.setattr(fetching, "ignores_case", lambda made: is_ignored and Path(made).is_dir())
     for paths in (["a/Model.pt", "a/model.pt"], ["Out/m.pt", "out/n.pt"]):
-        refused = pytest.raises(SpecError, match="would be one file in .*/new, as its file system ignores case")
+        refused = pytest.raises(SpecError, match=r"would be one file in .*/new, as its file system ignores case")
         with refused if is_ignored else contextlib.nullcontext():
             fetching._check_case(tmp_path / "new", tmp_path, paths)
     fetching._check_case(tmp_path / "new", tmp_path, ["a/m.pt", "a/n.pt", "m.pt"])
