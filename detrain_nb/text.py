@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
+HERE = "this machine"  # what people are told in place of a name
 RED = "color:var(--jp-error-color1, #c62828)"  # of what has failed, in a page
 _REDRAW_S = 0.2
 _RATE_S = 5.0  # what was copied in the last seconds tells the rate
@@ -83,8 +84,8 @@ def name_some(names: Sequence[str], *, most: int = 3, separator: str = ", ") -> 
 
 
 def told_node(name: str) -> str:
-    """Return the name of a node for people: ``this machine`` where it has none, or is ``localhost``."""
-    return "this machine" if name in ("", "localhost") else name
+    """Return the name of a node for people: `HERE` where it has none, or is ``localhost``."""
+    return HERE if name in ("", "localhost") else name
 
 
 def split_target(text: str) -> tuple[str | None, str, str | None, bool]:

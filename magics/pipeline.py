@@ -77,19 +77,12 @@ def _show_console(ipython: Any, folder: str) -> None:
 
 
 def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
-    from ..formats import export_spec
-    from ..storage import locate
+    from ..formats import export_spec, write_export
 
     text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in SLURM_OPTIONS})
     for finding in spec.check():
         print(finding, file=sys.stderr)
-    if args.output is None:
-        print(text, end="")
-        return
-    place = locate(args.output)
-    before = ", in place of what was there" if place.exists() else ""
-    place.write(text.encode("utf-8"))
-    print(f"wrote {args.output}{before}")
+    print(text, end="") if args.output is None else print(write_export(text, args.output))
 
 
 def pipeline_parser() -> LineParser:

@@ -96,11 +96,10 @@ const make_row = (b, rank) => {
 };
 
 // ---- the grid
-const host_name = (host) => host.name || "this machine";
 const make_tiles = (b) => b.layout.map((host, i) => {
   const used = h("span", { class: "push soft small" });
-  const el = h("div", { class: "board-host", role: "group", "aria-label": host_name(host) },
-    h("div", { class: "t" }, h("b", {}, host_name(host)), host.where && host.where !== host.name ? h("span", { class: "mono soft" }, host.where) : null, used),
+  const el = h("div", { class: "board-host", role: "group", "aria-label": told_node(host.name) },
+    h("div", { class: "t" }, h("b", {}, told_node(host.name)), host.where && host.where !== host.name ? h("span", { class: "mono soft" }, host.where) : null, used),
     h("div", { class: "board-tiles" }, host.ranks.map((rank) => add(b, rank, make_tile(b, rank)).el)));
   b.hosts.push((row) => set_text(used, row.fault || [row.cpu === null ? "" : `CPU ${row.cpu} %`, row.total ? `RAM ${Math.round(row.used / 1e9)} / ${Math.round(row.total / 1e9)} GB` : ""].filter(Boolean).join("   ")));
   return el;
@@ -117,7 +116,7 @@ const make_cells = (b) => {
       const known = host.ranks.map((rank) => b.rows.get(rank)?.rate ?? null).filter((each) => each !== null);
       set_text(rate, known.length ? `${format_rate(Math.min(...known))} /s` : "–");
     });
-    return h("div", { class: "board-cells", role: "group", "aria-label": host_name(host) }, h("b", { class: "cut", title: host_name(host) }, host_name(host)),
+    return h("div", { class: "board-cells", role: "group", "aria-label": told_node(host.name) }, h("b", { class: "cut", title: told_node(host.name) }, told_node(host.name)),
       h("div", { class: "r" }, host.ranks.map((rank) => add(b, rank, make_cell(b, rank)).el)), h("div", { class: "side" }, cpu, rate));
   });
   b.tipped = null; b.tip = h("div", { class: "tip" }, h("span", { class: "soft" }, "Point at a rank, or go there with the arrow keys, to read what it does."));

@@ -10,7 +10,7 @@ from ..pipelines.draft import find_kind
 from ..pipelines.form_fields import FIELDS, STEPS, FieldInfo
 from ..session.output.safe_output import one_line
 from ..spec import Parallelism, PipelineSpec
-from ..text import count_of, told_node
+from ..text import HERE, count_of, told_node
 from .draft_facts import describe_draft
 
 __all__ = ["describe_form"]
@@ -49,7 +49,7 @@ def _told(form: SpecForm, step: str, faults: int) -> str:
         return f"{len(typed)} {'axis' if len(typed) == 1 else 'axes'}" if typed else "one axis takes all ranks"
     if step == "nodes":
         count = len(form.rows)
-        return count_of(count, "node") if count else "this machine"
+        return count_of(count, "node") if count else HERE
     return find_kind(draft).replace("_", " ") or "not filled in"
 
 

@@ -81,7 +81,7 @@ const make_log = (view, fail) => {
   const logs = new Map(); // a source -> its parts, in order
   const arrived = []; // all parts, as they came
   const key_of = (item) => `${item.node}\n${item.source}`;
-  const name_of = (key) => { const [node, source] = key.split("\n"); const rank = source === "setup" ? "setup" : `rank ${source}`; return node ? `${node === "localhost" ? "this machine" : node} ${rank}` : rank; };
+  const name_of = (key) => { const [node, source] = key.split("\n"); const rank = source === "setup" ? "setup" : `rank ${source}`; return node ? `${told_node(node)} ${rank}` : rank; };
   const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Whose lines" }), refresh_tabs = roving(tabs);
   const select_of = (label, options, on_change) => h("select", { class: "in", "aria-label": label, onchange: (event) => on_change(event.target.value) }, options.map(([value, word]) => h("option", { value }, word)));
   const many = select_of("Whose lines", [], (key) => choose(key));

@@ -73,6 +73,7 @@ const format_seconds = (seconds) => {
   return minutes < 60 ? `${minutes}:${String(rest).padStart(2, "0")} min` : `${Math.floor(minutes / 60)}:${String(minutes % 60).padStart(2, "0")} h`;
 };
 const format_rate = (per_s) => (per_s >= 100 ? grouped(per_s) : per_s.toPrecision(3));
+const told_node = (name) => (name === "" || name === "localhost" ? "this machine" : name); // as text.py does
 const count_of = (number, noun) => `${grouped(number)} ${noun}${number === 1 ? "" : "s"}`;
 
 // ---- parts

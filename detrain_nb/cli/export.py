@@ -28,8 +28,7 @@ def add_export(commands: Any) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from ..formats import export_spec  # it takes its time, and few commands need it
-    from ..storage import locate
+    from ..formats import export_spec, write_export  # it takes its time, and few commands need it
 
     spec = read_spec(args)
     options = {name: getattr(args, name) for name in SLURM_OPTIONS}
@@ -39,8 +38,5 @@ def _export(args: argparse.Namespace) -> int:
     if args.output is None:
         print(text, end="")
         return 0
-    place = locate(args.output)
-    before = ", in place of what was there" if place.exists() else ""
-    place.write(text.encode("utf-8"))
-    print(f"wrote {args.output}{before}", file=sys.stderr)
+    print(write_export(text, args.output), file=sys.stderr)
     return 0

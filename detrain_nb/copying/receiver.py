@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from ..guarded import SEARCH
 from .json_lines import FilesError, Talk, Untrue, as_size, check_name, clean, reason_of
+from .letter_case import Names, ignores_case
 from .sender import MOST_ENTRIES, MOST_NAMED, STAGING, STAGING_NAME, Progress, is_guarded
 
 _STAGED = re.compile(r"archive|[0-9]+\.part")
@@ -40,12 +41,15 @@ class TreeWriter:
         self._made: list[str] = []
         self._checked: set[str] = set()
         self._count = 0
+        self.ignores_case = False
+        self._names = Names(self.folder)
 
     def __enter__(self) -> TreeWriter:
         try:
             self._make_folders(self.folder)
             self.opened = os.open(self.folder, SEARCH)
             self._make_staging()
+            self.ignores_case = ignores_case(self.staging)
             self._remove_leftovers()
         except OSError as exc:
             self._remove_staging()
@@ -178,6 +182,8 @@ class TreeWriter:
         None of them is a link: each is opened in the one before, as others may put a link in the place of one that has
         been looked at, where a group can write it.
         """
+        if self.ignores_case:
+            self._names.take(name)
         *parents, last = name.split("/")
         opened, place = os.dup(self.opened), self.folder
         try:

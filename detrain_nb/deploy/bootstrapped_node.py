@@ -22,6 +22,7 @@ from ..copying.remote_program import MAGIC as FILES_MAGIC
 from ..errors import LaunchError, TransportError
 from ..plan import NodeOffer
 from ..spec.node import Node
+from ..text import HERE
 from ..transport import AgentFolders
 from ..transport.connection import Connection
 from ..wire import SILENCE_LIMIT_S
@@ -182,7 +183,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
                     raise TransportError("it was left while the connection was made")
             except OSError as exc:  # no descriptor is left here
                 connection.close()
-                raise TransportError(f"this machine: {exc}") from exc
+                raise TransportError(f"{HERE}: {exc}") from exc
             except BaseException:
                 connection.close()
                 raise

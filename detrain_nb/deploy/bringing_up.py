@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from ..errors import DetrainError, LaunchError, SessionError, SpecError
 from ..transport import Transport
 from .ending import end_unused
+from .files import label
 from .kept import begin_on_kept
+from .node_facts import check_same_torch
 from .start_steps import OnStep, StartStep, ignore_step
 from .ways import settle_addresses
 
@@ -63,7 +65,7 @@ def bring_up_agents(
     ends = _on_all(transports, start, give_up=end_unused, meanwhile=meanwhile)
     try:
         reached = [end.transport for end in ends]
-        _check_same_torch(reached)
+        check_same_torch({label(transport): transport.torch for transport in reached})
         settle_addresses(reached)
     except BaseException:
         give_up_agents(ends)
@@ -107,14 +109,6 @@ def attach_to_agents(transports: Sequence[Transport], session: str, *, without: 
         return End(transport, transport.connect_agent(session))
 
     return _on_all(transports, connect, give_up=socket.socket.close, attached_to=session)
-
-
-def _check_same_torch(transports: Sequence[Transport]) -> None:
-    """Raises: LaunchError when nodes have versions of torch that do not work together."""
-    versions = {transport.name: transport.torch for transport in transports if transport.torch[:1].isdigit()}
-    if len({tuple(version.split(".")[:2]) for version in versions.values()}) > 1:
-        found = ", ".join(f"{name} {version}" for name, version in versions.items())
-        raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")
 
 
 def _on_all(

@@ -21,6 +21,8 @@ from ..copying.json_lines import Failed, FilesError, Talk, Untrue, as_size, chec
 from ..copying.receiver import TreeWriter, receive_tree
 from ..copying.sender import MOST_NAMED, STAGING_NAME, Progress, Tree, list_tree, send_tree
 from ..errors import DetrainError, SpecError, TransportError, WireError
+from ..plan import NodePlan
+from ..text import HERE
 from ..transport import Transport
 from .private import holds_homes, is_private
 
@@ -148,7 +150,7 @@ def get(
     """
     wanted, folder = _as_list(paths), _check_path(os.fspath(folder) or ".")
     names = [posixpath.basename(posixpath.normpath(path)) for path in wanted]
-    names = [node.name or "this-machine" if name in ("", ".", "..", "~") else name for name in names]
+    names = [node.name or HERE.replace(" ", "-") if name in ("", ".", "..", "~") else name for name in names]
     _check_different(names, wanted)
     progress = Progress(_stoppable(on_progress, stop))
     with open_talk(node, stop=stop, patience=patience) as talk:
@@ -220,8 +222,9 @@ def _add_up(states: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
     return sum(files), sum(done), sum(total)
 
 
-def label(node: Transport) -> str:
-    return node.name or "this machine"
+def label(node: Transport | NodePlan) -> str:
+    """Return the name by which a node is looked up in reports and listed; `text.told_node` is for people alone."""
+    return node.name or HERE
 
 
 @contextlib.contextmanager
@@ -291,7 +294,7 @@ def _here() -> Iterator[None]:
     except (Failed, Untrue):
         raise
     except FilesError as exc:
-        raise DetrainError(f"this machine: {exc}") from exc
+        raise DetrainError(f"{HERE}: {exc}") from exc
 
 
 def _list_here(paths: Paths) -> tuple[list[str], Tree]:

@@ -13,7 +13,7 @@ from ..errors import LaunchError, TransportError
 from ..spec.node import Node
 from .remote_program import as_text
 
-__all__ = ["NodeFacts", "choose_address"]
+__all__ = ["NodeFacts", "check_same_torch", "choose_address"]
 
 _MOST_ADDRESSES = 256
 _MOST_NAMED = 8
@@ -71,6 +71,14 @@ def choose_address(
     have = ", ".join(f"{address} ({name})" for address, name in list(interfaces.items())[:_MOST_NAMED])
     wrong = f"the other nodes would reach it at {wanted}, which none of its interfaces has"
     raise LaunchError(f"{wrong}: give it an address that it has, one of {have}")
+
+
+def check_same_torch(versions: Mapping[str, str]) -> None:
+    """Raises: LaunchError where nodes, by name, have versions of torch that do not work together, as far as known."""
+    known = {name: version for name, version in versions.items() if version[:1].isdigit()}
+    if len({tuple(version.split(".")[:2]) for version in known.values()}) > 1:
+        found = ", ".join(f"{name} {version}" for name, version in known.items())
+        raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")
 
 
 def _is_address(text: str) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import HostKeyError
-from ..text import count_of, format_size
+from ..text import HERE, count_of, format_size
 from .examination import Host
 from .host_facts import Disk, Fault, HostFacts
 from .report import Cell
@@ -68,7 +68,7 @@ class Group:
 
 def _judge_ssh(host: Host) -> Cell:
     if host.is_here and host.ssh_fault is None:
-        return Cell("this machine", "good")
+        return Cell(HERE, "good")
     if host.ssh_fault is None:
         return Cell(host.where, "good")
     return Cell("refused by us") if isinstance(host.ssh_fault, HostKeyError) else Cell(str(host.ssh_fault), "bad")

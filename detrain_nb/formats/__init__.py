@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from ..errors import SpecError
 from ..plan.choices import SLURM_OPTIONS
 from ..spec import PipelineSpec
+from ..storage import locate
 from . import slurm, torchrun
 
-__all__ = ["EXPORTERS", "Exporter", "export_spec"]
+__all__ = ["EXPORTERS", "Exporter", "export_spec", "write_export"]
 
 
 @dataclass(frozen=True)
@@ -46,3 +47,11 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
     names = [node.name for node in spec.nodes if node.devices == "auto"] if spec.nodes else [""]
     plan = spec.plan(gpus=dict.fromkeys(names, gpus) if gpus else None)
     return exporter.export(spec, plan, **given)
+
+
+def write_export(text: str, target: str) -> str:
+    """Write what was exported to a path or URL; returns what was done, for people. Raises as `storage.locate`."""
+    place = locate(target)
+    before = ", in place of what was there" if place.exists() else ""
+    place.write(text.encode("utf-8"))
+    return f"wrote {target}{before}"

@@ -7,12 +7,14 @@ import hashlib
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 from ..copying.json_lines import FilesError, Talk, Untrue, as_size, reason_of
+from ..copying.letter_case import Names, ignores_case
 from ..deploy.files import OnProgress, Stop, label, on_every
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
@@ -149,7 +151,8 @@ def fetch(
     if not paths:
         raise _nothing_matches(job, patterns, num_left_out)
     total = sum(each.file.size for of_node in wanted for each in of_node)
-    _check_room(root, total)
+    above = _check_room(root, total)
+    _check_case(root, above, paths)
     here = _Here(root, {} if fetched_before is None else fetched_before, replace)
 
     def act(node: Transport, stop: Stop, tell: OnProgress) -> None:
@@ -266,8 +269,11 @@ def _folders_of(name: str) -> set[str]:
     return {"/".join(parts[:depth]) for depth in range(1, len(parts))}
 
 
-def _check_room(root: Path, total: int) -> None:
-    """Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be."""
+def _check_room(root: Path, total: int) -> Path:
+    """The folder that is there already, at ``root`` or above.
+
+    Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be.
+    """
     above = next(folder for folder in (root, *root.parents) if folder.exists())
     if not above.is_dir():
         raise SpecError(f"{above} is no folder: fetch into another one")
@@ -276,6 +282,22 @@ def _check_room(root: Path, total: int) -> None:
         raise SpecError(
             f"{format_size(total)} do not fit: {above} has {format_size(free)} free: fetch into another folder"
         )
+    return above
+
+
+def _check_case(root: Path, above: Path, paths: Sequence[str]) -> None:
+    """Raises: SpecError where files would be one, since the file system of ``above`` ignores case."""
+    names = Names(str(root))
+    try:
+        for path in paths:
+            names.take(path)
+    except FilesError as exc:
+        with (
+            contextlib.suppress(OSError),  # a folder that cannot be written: what comes next says it
+            tempfile.TemporaryDirectory(prefix=".detrain_nb-", dir=above) as made,
+        ):
+            if ignores_case(made):
+                raise SpecError(str(exc)) from exc
 
 
 def _fetch_of_node(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..deploy.files import label
 from ..guarded import RUN_MODULE
 from ..launch import ELASTIC_BACKEND, JOB_BACKEND, Program, Rendezvous, launch_job
 from ..plan import Plan
@@ -130,4 +131,4 @@ def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator
             node_rank=node_rank,
             python=python,
         ).argv
-        yield node.name or "this machine", [python, "-m", *argv[3:]] if argv[1:3] == ["-c", RUN_MODULE] else argv
+        yield label(node), [python, "-m", *argv[3:]] if argv[1:3] == ["-c", RUN_MODULE] else argv

@@ -25,7 +25,7 @@ from ..node.job.git_source import fetch_parts, find_pointers, lay_out_part
 from ..plan.git_urls import parse_git_url
 from ..spec.notebook import MOST_BYTES, read_notebook_script
 from ..storage import Location, locate, named_errors
-from ..text import format_size, name_some
+from ..text import HERE, format_size, name_some
 from .url_folder import open_folder, walk_files
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> Shipped
             pointers = find_pointers(cache, parts, Path(folder))
             files, skipped = _gather(Path(folder))
     except FilesError as exc:
-        raise DetrainError(f"this machine: {exc}") from exc
+        raise DetrainError(f"{HERE}: {exc}") from exc
     if entry not in {file.name for file in files}:
         raise SpecError(f"source.entry {entry!r} is not in {wanted.url} at commit {parts[0].commit[:12]}")
     notices = [f"links that do not travel: {name_some(skipped)}"] if skipped else []
@@ -371,7 +371,7 @@ def _blobs_here() -> Blobs:
         remove_unused(cache)
         return Blobs(cache / "blobs")
     except FilesError as exc:
-        raise DetrainError(f"this machine: {exc}") from exc
+        raise DetrainError(f"{HERE}: {exc}") from exc
 
 
 def _in_blobs(blobs: Blobs, name: str, file: IO[bytes], *, is_executable: bool) -> SourceFile:
@@ -385,6 +385,6 @@ def _in_blobs(blobs: Blobs, name: str, file: IO[bytes], *, is_executable: bool) 
         if not blobs.has(sha256, size):
             blobs.add(sha256, size, iter(lambda: file.read(_CHUNK_BYTES), b""))
     except FilesError as exc:
-        raise DetrainError(f"this machine: {exc}") from exc
+        raise DetrainError(f"{HERE}: {exc}") from exc
     path = str(blobs.path(sha256))
     return SourceFile(name, size, sha256, is_executable, lambda: _open_unchanged(path, name, size, sha256))

@@ -18,6 +18,7 @@ from ..copying.json_lines import FilesError, Refused, Talk
 from ..deploy.chosen_nodes import transports_to
 from ..deploy.files import OnProgress, label
 from ..deploy.jobs import open_job_talk
+from ..deploy.node_facts import check_same_torch
 from ..deploy.ways import settle_addresses
 from ..errors import DetrainError, JobError, LaunchError, SpecError
 from ..node.job.order import JobOrder, JobRendezvous
@@ -211,7 +212,10 @@ class _Starting:
     def _check_together(self, facts: Sequence[NodeResources]) -> None:
         """Raises: SpecError, LaunchError where the nodes do not go together."""
         nodes = self._transports
-        _check_same_torch(nodes, facts)
+        versions = {label(node): said.torch for node, said in zip(nodes, facts)}
+        if missing := [name for name, version in versions.items() if not version]:
+            raise LaunchError(f"{', '.join(missing)}: torch is missing there: install it, or name another python")
+        check_same_torch(versions)
         if len(nodes) == 1:
             return
         accounts = [node.account for node in nodes]
@@ -387,13 +391,3 @@ def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:
     for node in nodes:
         if unset := [name for name in (node.node.env if node.node else ()) if name not in os.environ]:
             yield f"{label(node)} is to have {', '.join(unset)}, which this process has not set"
-
-
-def _check_same_torch(nodes: Sequence[Transport], facts: Sequence[NodeResources]) -> None:
-    """Raises: LaunchError where one has none, or they have versions that do not work together."""
-    versions = {label(node): said.torch for node, said in zip(nodes, facts)}
-    if missing := [name for name, version in versions.items() if not version]:
-        raise LaunchError(f"{', '.join(missing)}: torch is missing there: install it, or name another python")
-    if len({tuple(version.split(".")[:2]) for version in versions.values()}) > 1:
-        found = ", ".join(f"{name} {version}" for name, version in versions.items())
-        raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")

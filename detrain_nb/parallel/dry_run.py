@@ -198,11 +198,14 @@ class _Layout:
     def _look_of(self, place: int) -> Any:
         assert self.found is not None
         begin, end = self.found.bounds[place : place + 2]
-        units, sizes = self.found.profile.units[begin:end], self.found.profile.parameter_bytes
-        return tuple(
+        costs = self.found.profile
+        sizes = costs.parameter_bytes
+        units = tuple(
             (unit.flops, unit.moved_bytes, unit.saved_bytes, *(sizes[name] for name in unit.parameters))
-            for unit in units
+            for unit in costs.units[begin:end]
         )
+        unused = ((unit - begin, sizes[name]) for name, unit in costs.unused.items() if begin <= unit < end)
+        return units, tuple(sorted(unused))
 
     def _with_more_kept(self, place: int, parts: Mapping[int, _Part], more: int, less: int) -> _Part:
         """What a place holds before two that are like it: each microbatch more on its way adds as much."""

@@ -15,7 +15,7 @@ from ..jobs.job_status import OVER, Sign, describe_age, describe_state, sign_and
 from ..jobs.record import JobSummary
 from ..plan import Plan
 from ..spec import Parallelism, PipelineSpec
-from ..text import ShownAsText, count_of, describe_seconds, name_some, printable, table_lines
+from ..text import HERE, ShownAsText, count_of, describe_seconds, name_some, printable, table_lines
 from .spec_file import SpecFile
 
 __all__ = ["Entries", "Entry", "LastJob", "describe_job", "make_entry"]
@@ -193,7 +193,7 @@ def _nodes(spec: PipelineSpec | None, data: Mapping[str, Any], plan: Plan | None
     """``gpu1, gpu2 · 8 ranks``; of more nodes how many."""
     if spec is None:
         given = data.get("nodes")
-        return count_of(len(given), "node") if isinstance(given, list) and given else "this machine"
-    names = ["this machine" if node.is_this_machine else node.name for node in spec.nodes] or ["this machine"]
+        return count_of(len(given), "node") if isinstance(given, list) and given else HERE
+    names = [HERE if node.is_this_machine else node.name for node in spec.nodes] or [HERE]
     told = name_some(names) if len(names) <= _MOST_NODES else f"{len(names)} nodes"
     return told if plan is None else f"{told} · {count_ranks(plan.world_size)}"

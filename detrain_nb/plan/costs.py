@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 _HALVINGS = 30  # of the range in which a time lies
-
-_HALVINGS = 30  # of the range in which a time lies
+_SLACK = 1 + 1e-9  # sums are rounded
 
 
 @dataclass(frozen=True)
@@ -76,8 +75,37 @@ class StageCosts:
 
     @property
     def best_slowest_s(self) -> float:
-        """The time of the slowest stage where the same layers are cut best, by their times alone."""
-        return best_slowest_of([layer.time_s for layer in self.layers], len(self.stages))
+        """The time of the slowest stage where the same layers are cut best, by their times, of cuts that fit.
+
+        Where none fits it is that of now. A layer counts with the activations of as many microbatches as 1F1B keeps in
+        the stage that gets it.
+        """
+        if not self._can_be_cut(math.inf):
+            return max(self.stage_s)
+        low, high = 0.0, math.fsum(layer.time_s for layer in self.layers)
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            low, high = (low, middle) if self._can_be_cut(middle) else (middle, high)
+        return high
+
+    def _can_be_cut(self, limit_s: float) -> bool:
+        """Each stage takes what it can: there is a cut whose stages take no longer, or there is none."""
+        kept = [min(self.num_microbatches, len(self.stages) - stage) for stage in range(len(self.stages))]
+        rooms = [_SLACK * (stage.node_memory_bytes or math.inf) for stage in self.stages]
+        now = itertools.chain.from_iterable(
+            itertools.repeat(at, stage.num_layers) for at, stage in enumerate(self.stages)
+        )
+        stage, filled_s, held_bytes, is_empty = 0, 0.0, 0.0, True
+        for layer, at in zip(self.layers, now):
+            while True:
+                needed = layer.state_bytes + layer.activation_bytes * kept[stage] / kept[at]
+                if filled_s + layer.time_s <= limit_s and held_bytes + needed <= rooms[stage]:
+                    break
+                if is_empty or stage + 1 == len(self.stages):
+                    return False
+                stage, filled_s, held_bytes, is_empty = stage + 1, 0.0, 0.0, True
+            filled_s, held_bytes, is_empty = filled_s + layer.time_s, held_bytes + needed, False
+        return True
 
     @property
     def step_s(self) -> float:
@@ -113,25 +141,6 @@ def imbalance_of(stage_s: Sequence[float]) -> float:
     """The slowest stage's time by the mean; 1 is even."""
     total = sum(stage_s)
     return max(stage_s) * len(stage_s) / total if total else 1.0
-
-
-def best_slowest_of(times_s: Sequence[float], num_stages: int) -> float:
-    """The least time that the slowest of ``num_stages`` stages can take, each of the next of ``times_s``."""
-    low, high = max(times_s, default=0.0), sum(times_s)
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (low, middle) if _num_stages(times_s, middle) <= num_stages else (middle, high)
-    return high
-
-
-def _num_stages(times_s: Sequence[float], limit_s: float) -> int:
-    """How many stages there are at least where none takes longer."""
-    count, filled_s = 1, 0.0
-    for time_s in times_s:
-        filled_s += time_s
-        if filled_s > limit_s:
-            count, filled_s = count + 1, time_s
-    return count
 
 
 def step_of(stage_s: Sequence[float], num_microbatches: int) -> float:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import SpecError, count_ranks
-from ..text import name_some, printable
+from ..text import HERE, name_some, printable
 
 # From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
@@ -84,7 +84,7 @@ def _told_offer(world_size: int, nodes: Sequence[str]) -> str:
     named = [printable(name) for name in nodes if name]
     if not nodes:
         return f", and there {'is' if world_size == 1 else 'are'} {world_size}"
-    who = f"node{'s' if len(nodes) > 1 else ''} {name_some(named)}" if named else "this machine"
+    who = f"node{'s' if len(nodes) > 1 else ''} {name_some(named)}" if named else HERE
     return f" but {who} {'offer' if len(nodes) > 1 else 'offers'} {world_size}"
 
 

@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 
 from ..errors import TransportError
-from ..text import printable
+from ..text import HERE, printable
 from .connection import CommandStream
 
 __all__ = ["HereConnection"]
@@ -32,7 +32,7 @@ class HereConnection:
         try:
             stream = _Command(command)
         except OSError as exc:
-            raise TransportError(f"this machine: no process can be started: {exc.strerror}") from exc
+            raise TransportError(f"{HERE}: no process can be started: {exc.strerror}") from exc
         self._streams.append(stream)
         return stream
 

@@ -33,7 +33,7 @@ from ..agents import (
 from ..errors import LaunchError, SessionError
 from ..guarded import RUN_MODULE, make_users_folder
 from ..plan import NodeOffer
-from ..text import printable
+from ..text import HERE, printable
 from .here import HereConnection
 from .transport import AgentFolders
 
@@ -81,7 +81,7 @@ class LocalTransport:
     def __init__(self, node: Node | None = None) -> None:
         self.node = node
         self.name = node.name if node else ""
-        self.place: object = ("this machine", node)
+        self.place: object = (HERE, node)
         self.python = own_python(node)
         self._versions: dict[str, str] | None = None  # of what another Python than ours has, once it was asked
         self._agent: subprocess.Popen[bytes] | None = None

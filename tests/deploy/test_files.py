@@ -23,6 +23,7 @@ import pytest
 
 from detrain_nb.copying import json_lines, receiver, sender
 from detrain_nb.copying.json_lines import LINE_BYTES, Failed, FilesError, Talk
+from detrain_nb.copying.letter_case import ignores_case
 from detrain_nb.copying.receiver import TreeWriter
 from detrain_nb.copying.sender import MOST_ENTRIES, list_tree, open_listed
 from detrain_nb.deploy import code, files
@@ -404,6 +405,32 @@ def test_nothing_is_written_through_a_link_here(node: SshNode, home: Path, tmp_p
     get(node, "asked", tmp_path / "back")
     assert list(outside.iterdir()) == []
     assert describe(tmp_path / "back" / "asked") == describe(home / "asked")
+
+
+def test_case_of_a_file_system_is_found_out(tmp_path: Path) -> None:
+    (made := tmp_path / "Made").touch()
+    assert not ignores_case(str(made))
+    (tmp_path / "mADE").touch()  # as a file system that ignores case would find it
+    assert ignores_case(str(made))
+
+
+@pytest.mark.parametrize("first, second", [("Model.pt", "model.pt"), ("Out/m.pt", "out/n.pt")])
+def test_files_that_differ_in_case_alone_do_not_become_one(
+    first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that ignores case; Linux has none that any machine could mount."""
+    for name in (first, second):
+        (tmp_path / "there" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "there" / name).write_text(name)
+    get(LocalTransport(), tmp_path / "there", tmp_path / "here")
+    assert describe(tmp_path / "here" / "there") == describe(tmp_path / "there")
+    monkeypatch.setattr(receiver, "ignores_case", lambda made: True)
+    with pytest.raises(DetrainError, match=r"^this machine: .* would be one file in .*, as its file system ignores"):
+        get(LocalTransport(), tmp_path / "there", tmp_path / "mac")
+    files = [path for path in (tmp_path / "mac").rglob("*") if path.is_file()]
+    assert len(files) <= 1 and all(
+        path.read_text() == str(path.relative_to(tmp_path / "mac" / "there")) for path in files
+    )
 
 
 def test_link_in_the_place_of_a_folder_that_was_made_is_not_written_through(tmp_path: Path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from detrain_nb.errors import SpecError
+from detrain_nb.jobs import fetching
 from detrain_nb.jobs.fetching import Fetched, choose_places
 from detrain_nb.jobs.report_checks import NodeFile
 from detrain_nb.node.job.terms import fits
@@ -71,3 +74,17 @@ def test_checkpoint_of_torch_comes_whole_and_nothing_else_that_is_hidden(tmp_pat
     assert len(made) > 1
     assert [name for name in made if not fits(name, "artifacts/")] == []
     assert not any(fits(name, "artifacts/") for name in ("artifacts/.metadata/x", "artifacts/.metadata.sh"))
+
+
+@pytest.mark.parametrize("is_ignored", [True, False])
+def test_files_that_differ_in_case_alone_are_refused_where_they_would_be_one(
+    is_ignored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is written. Linux has no such file system that any machine could mount."""
+    monkeypatch.setattr(fetching, "ignores_case", lambda made: is_ignored and Path(made).is_dir())
+    for paths in (["a/Model.pt", "a/model.pt"], ["Out/m.pt", "out/n.pt"]):
+        refused = pytest.raises(SpecError, match=r"would be one file in .*/new, as its file system ignores case")
+        with refused if is_ignored else contextlib.nullcontext():
+            fetching._check_case(tmp_path / "new", tmp_path, paths)
+    fetching._check_case(tmp_path / "new", tmp_path, ["a/m.pt", "a/n.pt", "m.pt"])
+    assert list(tmp_path.iterdir()) == []

@@ -12,10 +12,15 @@ from pathlib import Path
 import pytest
 
 _ATTACH = """
-import json, os, sys
+import fcntl, os, pathlib, sys
+from detrain_nb.locks import take_lock
 from detrain_nb.node.ssh import attach
+lock = pathlib.Path(sys.argv[1], ".lock")
+hold = os.open(lock, os.O_RDWR | os.O_CREAT)
+fcntl.flock(hold, fcntl.LOCK_SH)
 order = {"session": "mine", "action": "attach", "work_folder": sys.argv[1] + "/work", "silence_s": 20}
-attach.main(order, cache=sys.argv[1], code=[sys.argv[1] + "/code"], hold=os.open(os.devnull, os.O_RDONLY))
+attach.main(order, cache=sys.argv[1], code=[sys.argv[1] + "/code"], hold=hold)
+sys.exit("others still have to leave alone what is there" if take_lock(lock) is None else 0)
 """
 _LIMIT_S = 30
 

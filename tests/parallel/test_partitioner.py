@@ -10,9 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from detrain_nb.errors import SpecError
-from detrain_nb.parallel import ModelProfile, Partition, StageNode, Unit, partition, profile
+from detrain_nb.parallel import ModelProfile, Partition, StageNode, Unit, dry_run, partition, profile
 from detrain_nb.plan import PlanDescription
 
 from .models import GPT
@@ -125,6 +126,47 @@ def test_what_is_said_of_a_split() -> None:
     assert [line.split()[0] for line in lines] == ["stage", "0", "1", "2", "slowest", "equal"]
     assert "begins at" in lines[0] and " m5 " in lines[3]
     assert lines[-2] == ("slowest by mean 1.000, a step of 4 microbatches 24000.000 ms, of which 33 % bubble")
+
+
+class WithUnused(nn.Module):
+    """Four layers; the third has a matrix that no forward needs, the model a vector, and one that is frozen."""
+
+    def __init__(self, unused: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(4))
+        self.vector = nn.Parameter(torch.zeros(unused))
+        self.frozen = nn.Parameter(torch.zeros(unused), requires_grad=False)
+        self.layers[2].spare = nn.Parameter(torch.zeros(unused, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_parameters_that_nobody_uses_count_where_a_dry_run_has_them(stages: int) -> None:
+    """By hand: 4 bytes each, and twice that for Adam where they are trained; no gradient. The root is in stage 0."""
+    with_them, without = WithUnused(100), WithUnused(0)
+    x = torch.zeros(2, 64)
+    added = [0] * stages
+    added[0] += 100 * 4 * 3 + 100 * 4
+    added[stages // 2] += 64 * 100 * 4 * 3
+    split, other = (partition(profile(model, x), stages) for model in (with_them, without))
+    assert split.cuts == other.cuts == {2: ("layers.2",), 4: ("layers.1", "layers.2", "layers.3")}[stages]
+    assert [a - b for a, b in zip(split.memory_bytes, other.memory_bytes, strict=True)] == added
+    costs = split.costs()
+    of_layers = [sum(layer.memory_bytes for layer in costs.layers[a:b]) for a, b in itertools.pairwise(costs.bounds)]
+    assert of_layers == list(split.memory_bytes)
+    rows, others = (dry_run(model, {"pp": stages}, example_inputs=x).rows for model in (with_them, without))
+    assert [row.total_bytes - before.total_bytes for row, before in zip(rows, others, strict=True)] == added
+
+
+def test_parameters_that_nobody_uses_have_to_fit() -> None:
+    used_bytes = 2 * 64 * 64 * 4 * 4
+    costs = profile(WithUnused(1000), torch.zeros(2, 64))
+    with pytest.raises(SpecError, match="no split into 2 stages fits"):
+        partition(costs, [StageNode(memory_bytes=3 * used_bytes)] * 2)
 
 
 def test_model_in_the_place_of_its_profile_is_told() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from detrain_nb import Session
 from detrain_nb.errors import CellInterrupted, DetrainError, SessionError, SpecError
@@ -355,6 +356,40 @@ def test_what_a_view_shows_many_times_counts_once(session: Session) -> None:
     found = session.variables("stretched*")
     assert (found["stretched"].value, found["stretched"].bytes) == ("[3, 1073741824]", 12)
     assert found["stretched_array"].bytes == 16
+
+
+def test_views_with_overlaps_count_each_number_once(session: Session) -> None:
+    """The oracle: how many different numbers such a view of different numbers shows."""
+    session.run_cell("import numpy")
+    flat, image = "torch.arange(400)", "torch.arange(400).reshape(20, 20)"
+    views = [
+        f"{flat}.unfold(0, 8, 1)",
+        f"{flat}.unfold(0, 8, 3)",
+        f"{flat}.unfold(0, 3, 8)",
+        f"{flat}.unfold(0, 50, 2)[:, ::2]",
+        f"{image}.unfold(0, 5, 2).unfold(1, 5, 1)",
+        f"{image}.unfold(1, 6, 3).expand(4, -1, -1, -1)",
+        f"{flat}[:0].expand(3, 0)",
+        f"numpy.lib.stride_tricks.sliding_window_view({flat}.numpy()[::-1], 10)",
+    ]
+    session.run_cell("views = dict(" + ", ".join(f"view_{n}={view}" for n, view in enumerate(views)) + ")")
+    session.run_cell("globals().update(views)")
+    different = session.run_cell("[len(set(view.reshape(-1).tolist())) for view in views.values()]").values[0]
+    found = session.variables("view_*")
+    assert [found[f"view_{n}"].bytes for n in range(len(views))] == [8 * count for count in different]
+
+
+def test_dtypes_that_torch_can_hardly_use_are_shown_as_their_memory(session: Session) -> None:
+    names = [f"{kind}{bits}" for kind in ("int", "uint") for bits in range(1, 8)] + ["bits8"]
+    names = [name for name in names if hasattr(torch, name)]
+    made = "torch.tensor([3, 250], dtype=torch.uint8).view(getattr(torch, name))"
+    session.run_cell(f"globals().update({{'odd_' + name: {made} for name in {names}}})")
+    found = session.variables("odd_*")
+    for name in names:
+        assert found[f"odd_{name}"].words == "same on 2"
+        seen = session.preview(f"odd_{name}")
+        assert seen.rows == (("0", "3", "250"),)
+        assert seen.note == f"all of 2, its memory, as torch does not read {name}"
 
 
 def test_names_that_are_none_are_only_counted(session: Session) -> None:

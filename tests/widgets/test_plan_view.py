@@ -139,6 +139,18 @@ def test_a_stage_that_is_a_little_slower_is_told_of_where_another_cut_is_quicker
     assert early.best_slowest_s == pytest.approx(0.94) and late.best_slowest_s == pytest.approx(1.0)
 
 
+def test_a_stage_that_is_a_little_slower_is_not_warned_of_where_the_quicker_cut_does_not_fit() -> None:
+    """Behind the first layer the stages would take 1 s and 1.06 s; now they take 1.12 s and 0.94 s."""
+    layers = tuple(Layer(f"h.{n}", time_s, 30e6, 10e6) for n, time_s in enumerate((1.0, 0.12, 0.94)))
+
+    def word(last_memory_bytes: float) -> str:
+        stages = (StageCost(2, 1.12, 80e6, "a", 100e6), StageCost(1, 0.94, 40e6, "b", last_memory_bytes))
+        return str(numbers(costs=StageCosts(layers, stages, 4))[0]["word"])
+
+    assert word(74e6) == "", "two layers there need 75 MB: 30 + 5 of a microbatch less, and 30 + 10"
+    assert word(76e6) == "stage 0 slowest"
+
+
 def test_a_stage_that_waits_for_its_link_says_so() -> None:
     found = PlanDescription(costs=StageCosts((Layer("a", 1e-3, 1, 1),), (StageCost(1, 4e-3, 2),), 1))
     assert widgets.plan(found).state()["stages"][0]["link"] == "its link; layers 1 ms"

@@ -103,8 +103,21 @@ def _size_of(tensor: torch.Tensor) -> int:
 
 
 def _size_of_view(shape: Sequence[int], steps: Sequence[int], item_bytes: int) -> int:
-    """The bytes of what it shows; a number that it shows many times, as ``expand`` makes it, counts once."""
-    return item_bytes * math.prod(size for size, step in zip(shape, steps) if step or not size)
+    """The bytes of what it shows; a number that it shows many times, as ``expand`` and ``unfold`` make it, counts once.
+
+    Where axes overlap with gaps in between, it may be a little more.
+    """
+    if not math.prod(shape):
+        return 0
+    axes: dict[int, int] = {}  # size by step: no number comes twice on two of them, as far as steps are multiples
+    for step, size in sorted((abs(step), size) for size, step in zip(shape, steps) if step and size > 1):
+        fine = next((fine for fine in axes if step % fine == 0 and axes[fine] >= step // fine), 0)
+        if fine:
+            axes[fine] += (size - 1) * step // fine
+        else:
+            axes[step] = size
+    reach = sum((size - 1) * step for step, size in axes.items())
+    return item_bytes * min(math.prod(axes.values()), reach // (math.gcd(*axes) or 1) + 1)
 
 
 def _of_parts(value: Any, inside: Inside) -> Row:

@@ -10,6 +10,7 @@ import decimal
 import functools
 import hashlib
 import pathlib
+import re
 import struct
 import sys
 import time
@@ -41,6 +42,7 @@ SAMPLE = 1 << 16  # numbers
 _PART_BYTES, _PART_SAMPLE = 64 << 10, 1 << 10  # of a tensor of a module: there may be thousands
 _MOST_ITEMS = 100_000  # of a list, a dict, and all inside
 _MOST_DEPTH = 50
+_NAMES_ALONE = re.compile(r"torch\.(u?int[1-7]|bits[0-9x]+)")
 _DEVICE_WAIT_S = 0.5
 _LOOK_S = 0.0005
 
@@ -203,7 +205,8 @@ class _Hashing:
         is_whole = tensor.numel() * tensor.element_size() <= whole_bytes
         self.is_sample |= not is_whole
         require_done(tensor, by=self._deadline)
-        picked = tensor if is_whole else sample_of(tensor, sample)
+        picked = as_bytes(tensor)
+        picked = picked if is_whole else sample_of(picked, sample)
         _, buffers = values.pack(picked, name="it")
         for buffer in buffers:
             self._hash.update(buffer)
@@ -222,6 +225,13 @@ class _Hashing:
             self._add_numpy(numpy.asarray(value))
         else:
             raise NotCompared(f"{name_of(type(value))} is a class of its own")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers, where torch has a name for a dtype and hardly more: int4, uint3, bits8."""
+    if not _NAMES_ALONE.fullmatch(str(tensor.dtype)):
+        return tensor
+    return tensor.view(torch.uint8 if tensor.element_size() == 1 else torch.uint16)
 
 
 def sample_of(tensor: torch.Tensor, count: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from ...values import has_data
 from .described import Row, short_text
-from .digests import SAMPLE, NotCompared, require_done, sample_of
+from .digests import SAMPLE, NotCompared, as_bytes, require_done, sample_of
 from .untouched import (
     MOST_PARTS,
     Inside,
@@ -121,6 +121,9 @@ def _of_tensor(value: object, deadline: float) -> Row:
     if not is_dense(tensor) or not has_data(tensor):
         return {"note": "a tensor without numbers, or that is not dense, has no preview"}
     require_done(tensor, by=deadline)
+    if (numbers := as_bytes(tensor)) is not tensor:
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return _of_numbers(numbers, whose=f"its memory, as torch does not read {dtype}")
     return _of_numbers(tensor, whose="the part of this rank" if is_dtensor(value) else "")
 
 

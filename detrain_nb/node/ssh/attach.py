@@ -32,12 +32,14 @@ def main(order: dict[str, Any], *, cache: str, code: list[str], hold: int) -> No
     ``hold`` keeps others from removing it, until the agent has said that it uses it.
     """
     try:
-        sock = _connect(order, Path(cache), code)
+        try:
+            sock = _connect(order, Path(cache), code)
+        finally:
+            os.close(hold)
     except (DetrainError, OSError) as exc:
         kind = type(exc) if isinstance(exc, DetrainError) else LaunchError
         _say(type="failed", kind=kind.__name__, text=str(exc))
         return
-    os.close(hold)
     root, digest = read_state(cache, order["work_folder"])
     _say(type="ready", root=root, digest=digest)
     threading.Thread(target=clean_up, args=(Path(cache),), daemon=True).start()

@@ -157,8 +157,8 @@ def partition(
     while its tensors travel, and takes as long as the longer of the two. ``num_microbatches``: of one step, by default
     two for each stage. Memory is for 1F1B: stage ``i`` of ``k`` keeps at most ``k - i`` microbatches;
     ``state_factor`` times the bytes of parameters is what they need with gradients and optimizer state, which frozen
-    ones have not. A stage without parameters, which an optimizer of them refuses, is made only where there is no other
-    split.
+    ones have not; those that the forward does not use have no gradients. A stage without parameters, which an optimizer
+    of them refuses, is made only where there is no other split.
 
     Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError where the model has too few
     cuts, or no split fits into memory.
@@ -229,6 +229,11 @@ class _Costs:
         self._state_bytes = {
             name: factors[name not in profile.frozen] * size for name, size in profile.parameter_bytes.items()
         }
+        self._unused: dict[int, list[str]] = {}  # by unit
+        for name, index in profile.unused.items():
+            self._unused.setdefault(index, []).append(name)
+            has_gradient = is_training and name not in profile.frozen
+            self._state_bytes[name] -= profile.parameter_bytes[name] if has_gradient else 0
         self._time_s = _spans(times)
         self._saved_bytes = _spans([unit.saved_bytes for unit in profile.units])
         self._state_of_spans = self._sum_state()
@@ -242,7 +247,8 @@ class _Costs:
     def _sum_state(self) -> Tensor:
         """Bytes of the parameters of each span with their state; one that several of its units use is there once."""
         sizes = self._state_bytes
-        sums = _spans([sum(sizes[name] for name in unit.parameters) for unit in self.profile.units])
+        units = enumerate(self.profile.units)
+        sums = _spans([sum(sizes[name] for name in (*unit.parameters, *self._held(at))) for at, unit in units])
         last_use: dict[str, int] = {}
         for index, unit in enumerate(self.profile.units):
             for name in unit.parameters:
@@ -250,6 +256,10 @@ class _Costs:
                     sums[: last_use[name] + 1, index + 1 :] -= sizes[name]
                 last_use[name] = index
         return sums
+
+    def _held(self, unit: int) -> Sequence[str]:
+        """The parameters that are in a unit and that nobody uses."""
+        return self._unused.get(unit, ())
 
     def stage_s(self, node: StageNode, span: Any = ...) -> Tensor:
         time_s = self._time_s[span] / node.speed
@@ -268,8 +278,9 @@ class _Costs:
     def _layers(self, stage: int, node: StageNode, span: tuple[int, int]) -> Iterator[Layer]:
         """What each unit of a stage adds to its time and to its memory."""
         there: set[str] = set()
-        for unit, time_s in zip(self.profile.units[slice(*span)], self._times[slice(*span)]):
-            state_bytes = sum(self._state_bytes[name] for name in set(unit.parameters) - there)
+        for index in range(*span):
+            unit, time_s = self.profile.units[index], self._times[index]
+            state_bytes = sum(self._state_bytes[name] for name in {*unit.parameters, *self._held(index)} - there)
             there.update(unit.parameters)
             yield Layer(
                 (unit.cut or "the start")[-_MOST_NAME:],

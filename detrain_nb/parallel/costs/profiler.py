@@ -26,7 +26,7 @@ from ...text import ShownAsText, table_lines
 from ..arguments import require_model
 from ..kept import state_kept
 from ..operator_graph import AskingMode, TensorLook
-from ..recording import Entries, ModuleOutput, Recording, device_of, fails_with_inputs, record
+from ..recording import Entries, ModuleOutput, Recording, device_of, fails_with_inputs, modules_around, record
 from ..writes import writes_undone
 from .block_use import BlockUse, find_block_use
 from .carried_attributes import CarriedAttribute, changed_attributes, find_carried, find_gathered, note_attributes
@@ -123,6 +123,23 @@ class ModelProfile(ShownAsText):
     def cuts(self) -> tuple[str, ...]:
         """The modules at whose entry the model can be cut."""
         return tuple(unit.cut for unit in self.units if unit.cut is not None)
+
+    @functools.cached_property
+    def unused(self) -> dict[str, int]:
+        """Parameters that the example did not need, by first name: in which unit the module around them is entered.
+
+        They are in its stage. What is in no module that is entered is in the first.
+        """
+        entered: dict[str, int] = {}
+        for index, unit in enumerate(self.units):
+            for module in unit.modules:
+                entered.setdefault(module, index)
+        unused = self.parameter_bytes.keys() - {name for unit in self.units for name in unit.parameters}
+        return {
+            name: next((entered[module] for module in reversed(modules_around(name)) if module in entered), 0)
+            for name in self.parameter_bytes
+            if name in unused
+        }
 
     def without(self, cuts: Mapping[str, str]) -> ModelProfile:
         """Return the profile of a model that cannot be cut there, for the reasons given."""

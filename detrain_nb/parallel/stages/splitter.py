@@ -112,20 +112,8 @@ class Split(ShownAsText):
         return held
 
     def _unused_of(self, stage: int) -> set[str]:
-        """Parameters that the example did not need, of modules that this stage enters; the first has what is left."""
-        units = self.profile.units
-        stage_of = {
-            module: index
-            for index in reversed(range(self.num_stages))
-            for unit in units[self.bounds[index] : self.bounds[index + 1]]
-            for module in unit.modules
-        }
-        unused = self.profile.parameter_bytes.keys() - {name for unit in units for name in unit.parameters}
-
-        def stage_with(name: str) -> int:
-            return next((stage_of[module] for module in reversed(modules_around(name)) if module in stage_of), 0)
-
-        return {name for name in unused if stage_with(name) == stage}
+        units = range(self.bounds[stage], self.bounds[stage + 1])
+        return {name for name, unit in self.profile.unused.items() if unit in units}
 
     def __str__(self) -> str:
         if self.partition is not None:

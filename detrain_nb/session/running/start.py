@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...deploy.bringing_up import End
+from ...deploy.files import label
 from ...deploy.known import StartedWith, noted_owners
 from ...deploy.start_steps import OnStep, Phase, StartStep, ignore_step
 from ...errors import CellTimeout, LaunchError, SessionError, SpecError, format_ranks, short_ranks
@@ -171,8 +172,7 @@ def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
         has = attached[number]
         most = most_ranks(cpus=has.cpus, free_bytes=has.free_bytes)
         if len(node.ranks) > most:
-            where = node.name or "this machine"
-            crowd = describe_crowd(len(node.ranks), where=where, cpus=has.cpus, free_bytes=has.free_bytes)
+            crowd = describe_crowd(len(node.ranks), where=label(node), cpus=has.cpus, free_bytes=has.free_bytes)
             raise SpecError(f"{crowd}; start at most {most}, or all the same with --force (in Python force=True)")
 
 
@@ -245,8 +245,9 @@ def _open_store(core: Core, address: str) -> int:
     core.state.requests.end(request)
     answer = request.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:
-        name = core.transports[0].name or "this machine"
-        raise LaunchError(f"{name}: no socket for the store: {quote(getattr(answer, 'error', ''))}")
+        raise LaunchError(
+            f"{label(core.transports[0])}: no socket for the store: {quote(getattr(answer, 'error', ''))}"
+        )
     return answer.port
 
 

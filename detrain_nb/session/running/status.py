@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...errors import format_ranks
-from ...text import html_cells, html_table, table_lines, told_node
+from ...text import HERE, html_cells, html_table, table_lines
 from ..output.safe_output import one_line
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
         rows.append(
             RankStatus(
                 rank,
-                up.host if up else core.state.plan.node_names.get(rank) or told_node(""),
+                up.host if up else core.state.plan.node_names.get(rank) or HERE,
                 up.pid if up and rank not in state.lost else 0,
                 up.device if up else "",
                 position.state if position else _state_of_silent(core, rank),

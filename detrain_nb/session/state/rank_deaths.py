@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 
 from ...errors import RemoteError, format_ranks, short_ranks
-from ...text import told_node
+from ...text import HERE
 from ...wire import RankEnded
 from ..output.safe_output import one_line, quote
 
@@ -61,7 +61,7 @@ def describe_ends(ends: Mapping[int, RankEnded], *, hosts: Mapping[int, str]) ->
             gone.setdefault(_reason(end.reason), []).append(end.rank)
     lines = [f"{format_ranks(of)} {'is' if len(of) == 1 else 'are'} gone: {reason}" for reason, of in gone.items()]
     alone = [end for _, end in sorted(ends.items()) if not is_gone(end)]
-    return "\n".join([*lines, *(describe_end(end, host=hosts.get(end.rank, told_node(""))) for end in alone)])
+    return "\n".join([*lines, *(describe_end(end, host=hosts.get(end.rank, HERE)) for end in alone)])
 
 
 def describe_end(end: RankEnded, *, host: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from ...errors import DetrainError, LaunchError, NodeLost, RankLost, SessionError, TransportError, WireError
 from ...plan import Plan
-from ...text import told_node
+from ...text import HERE
 from ...wire import (
     Attached,
     CellDone,
@@ -586,7 +586,7 @@ class SessionState:
 
     def _take_rank_up(self, message: RankUp, number: int, node: int) -> None:
         device, torch = one_line(message.device), one_line(message.torch)
-        host = self.nodes[node] or told_node("")
+        host = self.nodes[node] or HERE
         self._up[message.rank] = replace(message, host=host, device=device, torch=torch)
         self._lost.pop(message.rank, None)
         self._ranks_up.take(message)
@@ -635,7 +635,7 @@ class SessionState:
         else:
             self._ends[message.rank] = message
         self.groups.note(message.rank, has_group=False)
-        host = self._up[message.rank].host if message.rank in self._up else told_node("")
+        host = self._up[message.rank].host if message.rank in self._up else HERE
         for cell in list(self._cells.values()):
             is_due = message.rank in cell.ranks and (cell.running or cell.may_have_lost_a_rank)
             if is_due and not is_missed:  # one that was missed came before what runs now
