@@ -119,10 +119,11 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     undo = view.locator(".undo")
     expect(undo).to_contain_text("sweep-lr was moved to pipelines/.trash")
     expect(row(view, "sweep-lr")).to_have_count(0)
+    expect(undo.get_by_role("button", name="Undo")).to_be_focused()
     take_pictures(nb, view, "deleted", tmp_path)
-    undo.get_by_role("button", name="Undo").click()
+    nb.page.keyboard.press("Enter")
     expect(undo).to_be_hidden()
-    expect(row(view, "sweep-lr")).to_be_visible()
+    expect(view.get_by_role("button", name="Open sweep-lr", exact=True)).to_be_focused()
 
     view.get_by_role("button", name="More for bert-finetune").click()
     expect(view.get_by_role("menuitem", name="Show job")).to_be_enabled()
