@@ -81,7 +81,7 @@ class Row {
       { text: "Show job", act: () => this.show_view(), reason: count ? null : "it was never run" },
       { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "it was never run" },
       null,
-      { text: entry.is_beside ? "Delete" : "Take off the list", act: () => view.call("delete", { id: entry.id }) },
+      { text: entry.is_beside ? "Delete" : "Take off the list", act: () => this.page.delete(entry) },
     ];
   }
   do_open() { return this.view.call("open_pipeline", { id: this.entry.id }); }
@@ -172,9 +172,14 @@ class ListPage {
   async duplicate(entry) {
     const made = await this.view.call("duplicate", { id: entry.id });
     this.view.announce(`${made.name} was made`);
-    this.wanted = made.id; // its row may come later than the answer
-    this.focus_wanted();
+    this.focus_row(made.id);
   }
+  /** Its row goes, and the focus to what brings it back. */
+  async delete(entry) {
+    this.is_deleting = true;
+    try { await this.view.call("delete", { id: entry.id }); } catch (error) { this.is_deleting = false; throw error; }
+  }
+  focus_row(id) { this.wanted = id; this.focus_wanted(); } // its row may come later than the answer
   focus_wanted() {
     const row = this.wanted && this.rows.get(this.wanted);
     if (row) { this.wanted = null; row.open.focus(); }
@@ -215,9 +220,11 @@ class ListPage {
   set_work(work) { this.work = work; this.draw_notes(); if (work?.is === "done") this.view.announce(`${work.what}: done`); }
   set_undo(undo) {
     this.undo.hidden = !undo;
-    this.undo.replaceChildren(...(undo ? [icon("trash"), h("span", {}, undo.told),
-      this.view.button([icon("undo"), "Undo"], () => this.view.call("undo"), { on_error: this.view.complain }),
-      h("span", { class: "push" }, this.view.button(icon("bad"), () => this.view.call("drop_undo"), { cls: "ic q", label: "Close" }))] : []));
+    if (!undo) { this.undo.replaceChildren(); return; }
+    const bring_back = this.view.button([icon("undo"), "Undo"], async () => this.focus_row(await this.view.call("undo")), { on_error: this.view.complain });
+    const drop = async () => { await this.view.call("drop_undo"); this.search.focus(); };
+    this.undo.replaceChildren(icon("trash"), h("span", {}, undo.told), bring_back, h("span", { class: "push" }, this.view.button(icon("bad"), drop, { cls: "ic q", label: "Close", on_error: this.view.complain })));
+    if (this.is_deleting) { this.is_deleting = false; bring_back.focus(); }
   }
 }
 

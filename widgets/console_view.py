@@ -116,13 +116,14 @@ class ConsoleView(NodesEditor):
         self._tell_all()
 
     @action()
-    def undo(self) -> None:
+    def undo(self) -> str:
         with self._guard:
             if self._deleted is None:
                 raise Refused("there is nothing to bring back")
-            self.pipelines.restore(self._deleted)
+            path = self.pipelines.restore(self._deleted)
             self._deleted = None
         self._tell_all()
+        return self._id(path)
 
     @action()
     def drop_undo(self) -> None:

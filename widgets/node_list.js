@@ -193,12 +193,17 @@ class NodeList {
   }
   show_question(question) {
     const { view } = this.editor;
-    if (!question) { this.asks.replaceChildren(); return; }
+    if (!question) {
+      const was_here = this.asks.contains(document.activeElement);
+      this.asks.replaceChildren();
+      if (was_here) this.asked_from?.focus();
+      return;
+    }
     const id = `${view.id}-secret`, input = h("input", { id, type: "password", class: "in", autocomplete: "off" });
     const answer = async (passphrase) => { input.value = ""; await view.call("answer", { number: question.number, passphrase }); };
     const give = view.button("Use it", () => answer(input.value), { cls: "go", on_error: this.say });
     input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); give.click(); } });
     this.asks.replaceChildren(h("div", { class: "tools" }, h("label", { for: id }, "Passphrase of ", h("span", { class: "mono" }, question.key)), input, give, view.button("Go on without", () => answer(""), { on_error: this.say }), h("span", { class: "hint" }, "It is used once, and kept nowhere.")));
-    input.focus();
+    this.asked_from = document.activeElement; input.focus();
   }
 }

@@ -57,12 +57,14 @@ class NodesForm extends DraftEditor {
   }
   show_start(start) {
     const is_on = start.is === "running", is_done = start.is === "done";
+    const was_in_form = this.body.contains(document.activeElement), was_in_start = this.starting.contains(document.activeElement);
     this.body.hidden = is_on || is_done; this.list.start_errors = start.errors ?? {};
     if (is_on) {
       if (!this.start_body) {
         this.start_line = h("span", { class: "soft" }); this.start_body = h("div", {});
         const cancel = this.view.button("Cancel", () => this.view.call("cancel"));
         this.starting.replaceChildren(h("div", { class: "head" }, h("h3", {}, "Starting session"), this.start_line, h("span", { class: "push" }, cancel)), this.start_body);
+        if (was_in_form) cancel.focus();
       }
       set_text(this.start_line, `${this.list.facts.textContent.split(" · ")[0]} · ${format_seconds(start.seconds)} · ${start.line}`);
       this.start_body.replaceChildren(start_table(start.table));
@@ -72,6 +74,7 @@ class NodesForm extends DraftEditor {
       if (is_done) this.starting.replaceChildren(h("div", { class: "body" }, h("p", {}, state_word("ok", start.line)), start.notes.map((words) => h("p", { class: "soft" }, words)), h("p", { class: "soft" }, "Its ranks are shown by:"), command_box(board)));
       else if (start.is === "failed") this.starting.replaceChildren(note("bad", [h("p", { class: "said" }, h("b", {}, "The session was not started. "), start.error)], [this.view.button("Close", () => this.starting.replaceChildren())]), start_table(start.table));
       else this.starting.replaceChildren(...(start.is === "cancelled" ? [note("stopped", h("p", {}, "The start was cancelled. Nothing is left running."))] : []));
+      if (was_in_start && !is_done) this.go.focus();
       if (start.is !== "none") this.view.announce(is_done ? start.line : start.is === "failed" ? "The session was not started." : "The start was cancelled.");
     }
     this.list.show_tests(this.list.tests);

@@ -4,6 +4,7 @@
 const BEAT_MS = 10000, SLOW_MS = 1000, QUIET_MS = 5000;
 const MOST_UNANSWERED = 1; // beats, before the page says that the kernel is silent
 const GONE = "the kernel is gone: run the cell again";
+const OWN_KEYS = /^(Arrow|Page|Home$|End$)/, TYPED_INTO = "select, [type=radio]"; // JupyterLab takes bare keys where no text is typed, and goes to another cell
 let serial = 0;
 
 /** Make an element: `h("b", { class: "push", onclick: f, "aria-label": "x" }, "text", child, null)`. */
@@ -159,6 +160,10 @@ class View {
     this.hear = this.hear.bind(this); this.look = this.look.bind(this);
     this.wake = () => { if (!document.hidden) this.send({ do: "beat" }); }; // a browser lets the timers of hidden pages sleep
     document.addEventListener("visibilitychange", this.wake);
+    this.el.addEventListener("keydown", (event) => {
+      const is_typed = event.key.length === 1 && event.target.matches(TYPED_INTO);
+      if (!(event.ctrlKey || event.metaKey || event.altKey) && (is_typed || OWN_KEYS.test(event.key))) event.stopPropagation();
+    });
     model.on("msg:custom", this.hear);
     model.on("comm_live_update", this.look); // the kernel was restarted
     this.greet();

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 from playwright.sync_api import Locator, expect
 
+_MOST_TABS = 100
+
+
+def tab_to(target: Locator, *, back: bool = False) -> None:
+    """Press Tab until it has the focus, as who has no mouse does; ``back``: with Shift."""
+    expect(target).to_be_visible()
+    for _ in range(_MOST_TABS):
+        if target.evaluate("element => element === document.activeElement"):
+            return
+        target.page.keyboard.press("Shift+Tab" if back else "Tab")
+    raise AssertionError(f"{_MOST_TABS} presses of Tab do not reach {target}")
+
+
+def press(target: Locator, *, back: bool = False) -> None:
+    """Go there by Tab and press Enter."""
+    tab_to(target, back=back)
+    target.page.keyboard.press("Enter")
+
 
 def begin_pipeline(view: Locator, name: str) -> None:
     """Make a new one, which opens its form."""

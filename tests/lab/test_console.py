@@ -11,7 +11,7 @@ from playwright.sync_api import Locator, expect
 
 from detrain_nb.spec import Parallelism
 
-from .console_steps import add_node, begin_pipeline, type_script
+from .console_steps import begin_pipeline, press, tab_to
 from .notebook import Notebook
 from .pictures import take_picture
 from .window import set_theme
@@ -121,10 +121,11 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     undo = view.locator(".undo")
     expect(undo).to_contain_text("sweep-lr was moved to pipelines/.trash")
     expect(row(view, "sweep-lr")).to_have_count(0)
+    expect(undo.get_by_role("button", name="Undo")).to_be_focused()
     take_pictures(nb, view, "deleted", tmp_path)
-    undo.get_by_role("button", name="Undo").click()
+    nb.page.keyboard.press("Enter")
     expect(undo).to_be_hidden()
-    expect(row(view, "sweep-lr")).to_be_visible()
+    expect(view.get_by_role("button", name="Open sweep-lr", exact=True)).to_be_focused()
 
     view.get_by_role("button", name="More for bert-finetune").click()
     expect(view.get_by_role("menuitem", name="Show job")).to_be_enabled()
@@ -239,65 +240,28 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
 
 
 @pytest.mark.slow
-def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook, tmp_path: Path) -> None:
+def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNotebook, tmp_path: Path) -> None:
     nb = notebook(_BEGIN, _SHOW, "print((Path('pipelines') / 'train.toml').read_text())")
     nb.run(0)
     nb.run(1)
     view, keys = nb.cell(1).locator(".dt"), nb.page.keyboard
-    begin_pipeline(view, "train")
-    expect(view.locator("[aria-current=step]")).to_contain_text("General")
-
-    pp, batch = view.get_by_label("pp", exact=True), view.get_by_label("Batch size")
-    expect(view.locator(".ax label")).to_have_text([*Parallelism().axes])
-    view.get_by_role("button", name="pp: more").click()
-    expect(pp).to_have_value("2")
-    batch.fill("3o")
-    expect(batch).to_have_attribute("aria-invalid", "true")
-    expect(view.get_by_text("'3o': give a whole number, 1 to 1,000,000,000,000").first).to_be_visible()
-    expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
-    expect(view.locator(".foot >> visible=true")).to_contain_text("Batch size: '3o': give a whole number")
-    take_pictures(nb, view, "general", tmp_path)
-    batch.fill("32")
-    expect(batch).not_to_have_attribute("aria-invalid", "true")
-
-    view.get_by_role("button", name="Next: Nodes").click()
-    add_node(view, "localhost", ranks=2)
-    take_pictures(nb, view, "nodes", tmp_path)
-    nodes = view.get_by_role("list", name="Nodes").get_by_role("listitem")
-    view.get_by_role("button", name="Duplicate localhost").click()
-    expect(nodes).to_have_count(2)
-    expect(view.get_by_text("localhost and localhost are both this machine").first).to_be_visible()
-    view.get_by_role("button", name="Remove localhost").last.click()
-    expect(nodes).to_have_count(1)
-    view.get_by_role("button", name="Undo").click()
-    expect(nodes).to_have_count(2)
-    view.get_by_role("button", name="Remove localhost").last.click()
-    expect(nodes).to_have_count(1)
-
-    view.get_by_role("button", name="Next: Source").click()
-    view.get_by_role("radio", name="Git").check()
-    view.get_by_label("URL", exact=True).fill("https://example.org/a.git")
-    expect(view.get_by_label("Entry", exact=True)).to_have_attribute("aria-invalid", "true")
-    type_script(view, "print('it ran')")
-    take_pictures(nb, view, "source", tmp_path)
-    expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
-    expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()
-    view.get_by_role("button", name="Next: Review").click()
-    expect(view.locator(".plan")).to_contain_text("rank 1")
-    expect(view.get_by_role("heading", name="train", exact=True)).to_be_in_viewport()  # the page before is longer
-    expect(view.get_by_role("button", name="Review & start")).to_be_focused()
-    expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
-    view.get_by_role("tab", name="TOML").focus()
-    keys.press("ArrowRight")
-    expect(view.get_by_role("tab", name="JSON")).to_have_attribute("aria-selected", "true")
-    take_pictures(nb, view, "review", tmp_path)
-
-    view.get_by_role("button", name="Save").click()
+    view.get_by_role("button", name="Refresh").focus()
+    press(view.get_by_role("button", name="New"))
+    keys.type("train")
+    keys.press("Enter")
+    _type_general(nb, view, tmp_path)
+    press(view.get_by_role("button", name="Next: Nodes"))
+    _type_nodes(nb, view, tmp_path)
+    press(view.get_by_role("button", name="Next: Source"))
+    _type_source(nb, view, tmp_path)
+    press(view.get_by_role("button", name="Next: Review"))
+    _read_review(nb, view, tmp_path)
+    press(view.get_by_role("button", name="Save"), back=True)
     expect(view.locator(".head >> visible=true")).to_contain_text("saved")
+    press(view.get_by_role("button", name="Start on 1 node"))
+    expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
     nb.run(2)
     assert "batch_size = 32" in nb.text(2) and 'host = "localhost"' in nb.text(2)
-    view.get_by_role("button", name="Start on 1 node").click()
-    expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
     view.get_by_role("button", name="Show job").click()
     shown = nb.cell(1).locator(".dt-shown")
     expect(shown.locator(".dt-job")).to_be_in_viewport(ratio=0.5)  # when it has grown
@@ -313,6 +277,85 @@ def test_form_is_filled_in_by_keyboard_saved_and_started(notebook: OpenNotebook,
     expect(row(view, "train")).to_contain_text("succeeded", timeout=60_000)  # nothing of it outlives the kernel
     begin_pipeline(view, "other")
     expect(view.get_by_text("starting train: it runs")).to_have_count(0)
+
+
+def _type_general(nb: Notebook, view: Locator, folder: Path) -> None:
+    """A fault is told beside its field, at the step and at the foot, which leads there."""
+    expect(view.get_by_label("Name", exact=True)).to_be_focused()
+    expect(view.locator("[aria-current=step]")).to_contain_text("General")
+    expect(view.locator(".ax label")).to_have_text([*Parallelism().axes])
+    press(view.get_by_role("button", name="pp: more"))
+    expect(view.get_by_label("pp", exact=True)).to_have_value("2")
+    batch, precision, keys = view.get_by_label("Batch size"), view.get_by_label("Precision"), nb.page.keyboard
+    tab_to(precision)
+    keys.press("ArrowDown")  # of a list, which JupyterLab leaves to it
+    expect(precision).to_have_value("bf16")
+    tab_to(batch, back=True)
+    keys.type("3o")
+    expect(batch).to_have_attribute("aria-invalid", "true")
+    expect(view.get_by_text("'3o': give a whole number, 1 to 1,000,000,000,000").first).to_be_visible()
+    expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
+    expect(view.locator(".foot >> visible=true")).to_contain_text("Batch size: '3o': give a whole number")
+    take_pictures(nb, view, "general", folder)
+    press(view.get_by_role("button", name="Go there"))
+    expect(batch).to_be_focused()
+    keys.press("Control+A")
+    keys.type("32")
+    expect(batch).not_to_have_attribute("aria-invalid", "true")
+
+
+def _type_nodes(nb: Notebook, view: Locator, folder: Path) -> None:
+    keys, nodes = nb.page.keyboard, view.get_by_role("list", name="Nodes").get_by_role("listitem")
+    press(view.get_by_role("button", name="Add node"))
+    expect(view.get_by_label("Host", exact=True)).to_be_focused()
+    keys.type("localhost")
+    tab_to(view.get_by_role("radio", name="auto"))
+    keys.press("ArrowRight")
+    keys.press("Enter")
+    expect(view.get_by_role("radio", name="cpu")).to_have_attribute("aria-checked", "true")
+    tab_to(view.get_by_label("Ranks"))
+    keys.type("2")
+    take_pictures(nb, view, "nodes", folder)
+    press(view.get_by_role("button", name="Duplicate localhost"), back=True)
+    expect(nodes).to_have_count(2)
+    expect(view.get_by_text("localhost and localhost are both this machine").first).to_be_visible()
+    press(view.get_by_role("button", name="Remove localhost").last, back=True)
+    expect(nodes).to_have_count(1)
+    press(view.get_by_role("button", name="Undo"), back=True)
+    expect(nodes).to_have_count(2)
+    press(view.get_by_role("button", name="Remove localhost").last)
+    expect(nodes).to_have_count(1)
+
+
+def _type_source(nb: Notebook, view: Locator, folder: Path) -> None:
+    keys = nb.page.keyboard
+    tab_to(view.get_by_role("radio", name="Script"))
+    for name in ("Text", "Notebook", "Git"):
+        keys.press("ArrowDown")
+        expect(view.get_by_role("radio", name=name)).to_be_checked()
+    tab_to(view.get_by_label("URL", exact=True))
+    keys.type("https://example.org/a.git")
+    expect(view.get_by_label("Entry", exact=True)).to_have_attribute("aria-invalid", "true")
+    tab_to(view.get_by_role("radio", name="Git"), back=True)
+    for name in ("Notebook", "Text"):
+        keys.press("ArrowUp")
+        expect(view.get_by_role("radio", name=name)).to_be_checked()
+    tab_to(view.get_by_label("Script text"))
+    keys.type("print('it ran')")
+    take_pictures(nb, view, "source", folder)
+    expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
+    expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()
+
+
+def _read_review(nb: Notebook, view: Locator, folder: Path) -> None:
+    expect(view.locator(".plan")).to_contain_text("rank 1")
+    expect(view.get_by_role("heading", name="train", exact=True)).to_be_in_viewport()  # the page before is longer
+    expect(view.get_by_role("button", name="Review & start")).to_be_focused()
+    expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
+    tab_to(view.get_by_role("tab", name="TOML"))
+    nb.page.keyboard.press("ArrowRight")
+    expect(view.get_by_role("tab", name="JSON")).to_have_attribute("aria-selected", "true")
+    take_pictures(nb, view, "review", folder)
 
 
 @pytest.mark.slow

@@ -123,6 +123,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     expect(_row(view, "h0").get_by_text("not h1: no answer in time")).to_be_visible(timeout=_LONG_MS)
     expect(_row(view, "h0").get_by_text("To do:")).to_be_visible()
     expect(_row(view, "h0").get_by_text("1 failed")).to_be_visible()
+    expect(view.get_by_role("button", name="Test all")).to_be_focused()
     _check_wrong_port(view, window, tmp_path, check_accessibility)
     testbed.repair()
 
@@ -135,7 +136,8 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     _save_and_meet_another_writer(view, nb.path.parent / "nodes.toml")
 
     _fill(view, "h1", Key_file=str(_lock_key(testbed, tmp_path, "second")))
-    view.get_by_role("button", name="Start session").click()
+    _start_and_cancel(view, passphrase)
+    window.page.keyboard.press("Enter")
     expect(view.get_by_role("heading", name="Starting session")).to_be_visible()
     expect(passphrase).to_be_focused()
     passphrase.fill(_SECRET)
@@ -149,6 +151,18 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     assert _SECRET not in nb.path.read_text()
     assert any("checks passed" in frame or "no answer in time" in frame for frame in frames)  # they were heard
     assert not any(_SECRET in frame for frame in frames)
+
+
+def _start_and_cancel(view: Locator, passphrase: Locator) -> None:
+    """The focus goes along; the start asks for a passphrase, and waits."""
+    start = view.get_by_role("button", name="Start session")
+    start.click()
+    expect(passphrase).to_be_focused()
+    passphrase.press("Shift+Tab")
+    expect(view.get_by_role("button", name="Cancel")).to_be_focused()
+    view.page.keyboard.press("Enter")
+    expect(view.get_by_text("The start was cancelled")).to_be_visible()
+    expect(start).to_be_focused()
 
 
 def _wait_until_settled(nb: Notebook, ranks: str) -> None:

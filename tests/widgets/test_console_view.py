@@ -72,9 +72,9 @@ def test_pipeline_is_duplicated_deleted_and_brought_back(page: Page) -> None:
     with pytest.raises(RuntimeError, match="cannot be brought back"):
         page.asks("undo")
     elsewhere.rename(trash)  # what could not be brought back is still offered
-    page.asks("undo")
+    back = page.asks("undo")
     assert page.wait_for_part("undo", lambda undo: undo is None) is None
-    assert [*page.names()] == ["train", "train-2"]
+    assert [*page.names()] == ["train", "train-2"] and page.names()["train-2"] == back
     with pytest.raises(RuntimeError, match="nothing to bring back"):
         page.asks("undo")
 
