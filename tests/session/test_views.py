@@ -278,7 +278,7 @@ def test_ranks_that_nobody_can_free_are_stuck(own: Session) -> None:
     assert [rank.state for rank in board.ranks] == ["waits", "awaited"]
     assert board.ranks[1].detail == "has ended the cell"
     (note,) = board.notes
-    assert note.ranks == (0,) and "nobody is left who could come" in note.text
+    assert note.ranks == (0,) and note.text.endswith("nobody is left who could come: a stop frees them")
     own.stop_cells()
     thread.join(30)
 
@@ -362,6 +362,7 @@ def test_a_node_that_is_lost_takes_its_ranks_with_it() -> None:
         assert "node bad is lost" in board.ranks[1].exit and board.nodes[1].fault.startswith("lost: ")
         (note,) = board.notes
         assert (note.kind, note.ranks) == ("lost", (1,)) and note.text.startswith("node bad is lost, with rank 1: ")
+        assert "%distributed shrink" in note.text and "%distributed restart" in note.text
         assert_soon(lambda: bool(told.at))
     finally:
         session.detach()

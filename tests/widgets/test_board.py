@@ -439,7 +439,7 @@ def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Pa
         page.wait_for(lambda seen: seen["head"]["cell"] == 5)
         (tmp_path / "1" / "wait").unlink()
         page.wait_for(lambda seen: seen["said"].get("is") == "failed" and "failed or" in seen["head"]["last"])
-        assert page.seen["said"]["text"] .splitlines() == [
+        assert page.seen["said"]["text"].splitlines() == [
             "on rank 1:",
             "cells run again: 1-2",
             "skipped, they need other ranks: 3 (--cells runs what it names)",
