@@ -22,6 +22,7 @@ _SHOWN_WAIT_S = 1.0  # ranks wait for each other all the time, for less
 _LINE_CHARS = 200
 _TEXT_CHARS = 2000
 _NOBODY_COMES = "nobody is left who could come: a stop frees them"
+_ENDED = "it has ended: %distributed board shows the one that runs now"
 _BEGAN_EARLIER_S = 1.0
 
 
@@ -40,7 +41,7 @@ class _Making:
         self._busy = core.state.busy
         self._lost = core.state.lost
         self._ends = core.state.ends
-        self._over = describe_over(core)
+        self._over = _ENDED if core.is_stopped and not core.is_left else describe_over(core)
         self._now = time.monotonic()
         self._broken_s = core.link.broken_s(now=self._now)
         self._waiting = {rank: verdict for rank in self._busy if (verdict := self._wait_of(rank))}
