@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -215,10 +215,7 @@ class SessionCommands:
             for last in shown[-1:]:
                 last.end({})
             screen.close()
-        collective = session.log.collective_cells if cells is None else set()
-        skipped = {ran.cell for ran in session.log.cells} - replayed.keys() if cells is None else set()
-        ran = replayed.keys()
-        self._say(_replayed(ran - collective, ran & collective, skipped & collective, skipped - collective))
+        self._say(session.log.describe_replay(replayed, are_chosen=cells is not None) + "\n")
         for cell, error in replayed.items():
             if error is not None:
                 self._say(f"cell {cell} failed: {error}\n", "stderr")
@@ -331,20 +328,6 @@ def _cells(session: Session) -> str:
         state = " (runs)" if ran.cell in running else kept or ("" if ran.cell in printed else nothing)
         lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"
-
-
-def _replayed(
-    whole: Collection[int], in_part: Collection[int], skipped: Collection[int], others: Collection[int]
-) -> str:
-    """What to say of the cells that ran again, those of which a part did, those that could not, and the others."""
-    lines = [
-        (whole, "cells run again: {}"),
-        (in_part, "only imports and definitions, they need other ranks: {}"),
-        (skipped, "skipped, they need other ranks: {} (--cells runs what it names)"),
-        (others, "skipped, they did not end well or ran elsewhere: {}"),
-    ]
-    told = [words.format(short_ranks(cells)) for cells, words in lines if cells]
-    return "\n".join(told if whole or in_part else ["no cell was run again", *told]) + "\n"
 
 
 def _parse_cells(text: str) -> list[int]:

@@ -93,9 +93,9 @@ def _summary(board: Board, seen: CellHistory, is_well: bool) -> str:
 def _where(board: Board) -> str:
     hosts = sum(bool(node.name) for node in board.nodes)
     on = f" on {count_of(hosts, 'host')}" if hosts else ""
-    over = f" {one_line(board.over, most_chars=500)}" if board.over else ""
+    over = f"; {one_line(board.over, most_chars=500)}" if board.over else ""
     at = time.strftime("%H:%M", time.localtime(board.as_of))
-    return f"Session {one_line(board.name)}, {count_ranks(len(board.ranks))}{on}, {at}.{over}"
+    return f"Session {one_line(board.name)}, {count_ranks(len(board.ranks))}{on}, {at}{over}."
 
 
 def _row(view: RankView, host: str, dead: frozenset[int], seen: CellHistory, is_well: bool) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ _FIRST_LIMIT_S = 2.0
 _MOST_STOPS = 3  # under way at once: a stop that is pressed again does more
 _MOST_ORDERS = 16  # under way at once: each set of ranks has a restart and a replay of its own
 _CHOICE = text(most=1000)
+_MOST_CHARS, _MOST_LINES = 2000, 20  # of what became of an order
 
 
 class BoardView(LiveView):
@@ -209,9 +210,9 @@ class BoardView(LiveView):
         def run_again() -> str:
             replayed = self._session.log.replay(chosen)
             failed = [cell for cell, error in replayed.items() if error is not None]
-            words = f"cells run again on {format_ranks(chosen)}: {short_ranks(replayed) or 'none'}"
+            words = f"on {format_ranks(chosen)}:\n{self._session.log.describe_replay(replayed)}"
             if failed:
-                raise DetrainError(f"{words}; failed: {short_ranks(failed)}")
+                raise DetrainError(f"{words}\nfailed: {short_ranks(failed)}")
             return words
 
         self._order(f"replay on {format_ranks(chosen)}", run_again)
@@ -229,7 +230,7 @@ class BoardView(LiveView):
 
     def _stop_cells(self) -> str:
         stories = [f"cell {number}: {story}" for number, story in self._session.stop_cells().items()]
-        return "; ".join(stories) or "no cell runs"
+        return "\n".join(stories) or "no cell runs"
 
     def _order(self, what: str, do: Callable[[], str], *, most: int = 1) -> None:
         """Do it in a thread of its own: a stop never waits for a restart. Raises: Refused while it is under way."""
@@ -256,5 +257,6 @@ class BoardView(LiveView):
             self._look_again()
 
     def _say(self, state: str, words: str) -> None:
-        self._said = {"is": state, "text": one_line(words, most_chars=2000)}
+        lines = [one_line(line, most_chars=_MOST_CHARS) for line in words.splitlines()[:_MOST_LINES]]
+        self._said = {"is": state, "text": "\n".join(lines)[:_MOST_CHARS]}
         self.publish("said", self._said)

@@ -30,7 +30,7 @@ function mount(view) {
     heads.draw();
     filters.draw(view.state.table, kept.length);
     table.hidden = !all.length;
-    nothing.hidden = kept.length > 0;
+    nothing.hidden = kept.length > 0 || (!all.length && view.state.table.notes.length > 0); // the notes say why there is none
     set_text(nothing, all.length ? "No variable fits the filter." : "No variables yet. What a %%distributed cell defines on the ranks stands here.");
   };
   view.on("table", (told) => {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 
 from ..errors import CellInterrupted, CellTimeout, DetrainError, RankError, SpecError, short_ranks
@@ -99,6 +99,19 @@ class SessionLog(SlotsOnly):
             except (RankError, CellTimeout) as exc:
                 replayed[earlier.cell] = exc
         return replayed
+
+    def describe_replay(self, replayed: Collection[int], *, are_chosen: bool = False) -> str:
+        """Say in lines what ``replay`` ran of which cells, and what it left out; ``are_chosen``: it was given cells."""
+        needs_others = set() if are_chosen else self.collective_cells
+        left = set() if are_chosen else {ran.cell for ran in self.cells} - set(replayed)
+        lines = [
+            (set(replayed) - needs_others, "cells run again: {}"),
+            (needs_others.intersection(replayed), "only imports and definitions, they need other ranks: {}"),
+            (left & needs_others, "skipped, they need other ranks: {} (--cells runs what it names)"),
+            (left - needs_others, "skipped, they did not end well or ran elsewhere: {}"),
+        ]
+        told = [words.format(short_ranks(cells)) for cells, words in lines if cells]
+        return "\n".join(told if replayed else ["no cell was run again", *told])
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
         """All that one rank printed to one stream in ``cell``, free of control sequences.

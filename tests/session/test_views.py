@@ -186,7 +186,7 @@ def test_who_listens_hears_the_end_and_the_thread_ends_with_the_session(cold_sta
     assert_soon(lambda: len(views_threads()) == 1)
     session.stop()
     assert_soon(lambda: not views_threads())
-    assert told.at and boards[-1].over and "has ended" in boards[-1].over
+    assert told.at and boards[-1].over.startswith("it has ended: %distributed board ")
     assert watch.latest == boards[-1]
     assert not any("is gone" in board.over for board in boards)  # it is no loss that was asked for
     assert session.watch().latest is not None  # and no thread that nobody would end
@@ -278,7 +278,7 @@ def test_ranks_that_nobody_can_free_are_stuck(own: Session) -> None:
     assert [rank.state for rank in board.ranks] == ["waits", "awaited"]
     assert board.ranks[1].detail == "has ended the cell"
     (note,) = board.notes
-    assert note.ranks == (0,) and "nobody is left who could come" in note.text
+    assert note.ranks == (0,) and note.text.endswith("nobody is left who could come: a stop frees them")
     own.stop_cells()
     thread.join(30)
 
@@ -362,6 +362,7 @@ def test_a_node_that_is_lost_takes_its_ranks_with_it() -> None:
         assert "node bad is lost" in board.ranks[1].exit and board.nodes[1].fault.startswith("lost: ")
         (note,) = board.notes
         assert (note.kind, note.ranks) == ("lost", (1,)) and note.text.startswith("node bad is lost, with rank 1: ")
+        assert "%distributed shrink" in note.text and "%distributed restart" in note.text
         assert_soon(lambda: bool(told.at))
     finally:
         session.detach()

@@ -377,7 +377,9 @@ def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(ses
     page.asks("stop")
     thread.join(LIMIT_S)
     assert not thread.is_alive() and raised
-    page.wait_for(lambda _: page.states == ["idle", "idle"])
+    page.wait_for(lambda seen: page.states == ["idle", "idle"] and seen["said"].get("is") == "done")
+    freed, kept, *_ = page.seen["said"]["text"].splitlines()
+    assert freed.endswith(": freed") and kept == "all ranks stopped and kept their variables"
 
 
 def test_stop_from_the_board_frees_the_cell_while_the_ranks_print(
@@ -437,7 +439,12 @@ def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Pa
         page.wait_for(lambda seen: seen["head"]["cell"] == 5)
         (tmp_path / "1" / "wait").unlink()
         page.wait_for(lambda seen: seen["said"].get("is") == "failed" and "failed or" in seen["head"]["last"])
-        assert page.seen["said"]["text"] == "cells run again on rank 1: 1-2; failed: 2"
+        assert page.seen["said"]["text"].splitlines() == [
+            "on rank 1:",
+            "cells run again: 1-2",
+            "skipped, they need other ranks: 3 (--cells runs what it names)",
+            "failed: 2",
+        ]
         settled = page.settled().text
         assert "Cell [5] ended" in settled and settled.endswith("failed: 2") and "✓" not in settled
         assert own.run_cell("f()").values[1] == 3

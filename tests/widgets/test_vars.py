@@ -69,7 +69,8 @@ def test_state_is_the_table_as_plain_json(told: Told) -> None:
         ("count", "same on 2", [0, 1]),
         ("grid", "each its own", [0, 1]),
     ]
-    assert (table["counts"], table["notes"], table["error"], table["as_of"]) == ({"same": 1, "own": 1}, [], "", "")
+    assert (table["counts"], table["error"], table["as_of"]) == ({"same": 1, "own": 1}, "", "")
+    assert table["notes"] == ["no variable fits 'later'"]
     assert "2 names on 2 ranks" in told.view.settled().text and "<table>" in told.view.settled().html
 
 

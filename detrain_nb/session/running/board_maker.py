@@ -12,7 +12,7 @@ from ..diagnosis.diagnosis import Verdict, describe_wait, ranks_on_hosts
 from ..output.safe_output import one_line
 from ..state.cell import Cell
 from ..state.measurements import NodeUse, RankUse
-from ..state.rank_deaths import how_it_ended, is_gone, what_to_do_about_down
+from ..state.rank_deaths import WITHOUT, how_it_ended, is_gone, what_to_do_about_down
 from .board import Board, BoardNote, CellView, NodeView, RankView
 from .core import Core
 from .looks import Look
@@ -21,7 +21,8 @@ from .status import describe_over, fault_of, where_is
 _SHOWN_WAIT_S = 1.0  # ranks wait for each other all the time, for less
 _LINE_CHARS = 200
 _TEXT_CHARS = 2000
-_NOBODY_COMES = "nobody is left who could come: %distributed interrupt frees them"
+_NOBODY_COMES = "nobody is left who could come: a stop frees them"
+_ENDED = "it has ended: %distributed board shows the one that runs now"
 _BEGAN_EARLIER_S = 1.0
 
 
@@ -40,7 +41,7 @@ class _Making:
         self._busy = core.state.busy
         self._lost = core.state.lost
         self._ends = core.state.ends
-        self._over = describe_over(core)
+        self._over = _ENDED if core.is_stopped and not core.is_left else describe_over(core)
         self._now = time.monotonic()
         self._broken_s = core.link.broken_s(now=self._now)
         self._waiting = {rank: verdict for rank in self._busy if (verdict := self._wait_of(rank))}
@@ -176,7 +177,7 @@ class _Making:
             ranks = tuple(rank for rank, owner in self._state.node_of.items() if owner == node)
             if ranks:
                 gone = f"node {self._state.nodes[node]} is lost, with {format_ranks(ranks)}: {why}"
-                notes.append(_note("lost", ranks, gone))
+                notes.append(_note("lost", ranks, f"{gone}; the {WITHOUT}"))
         return notes
 
     def _of_the_dead(self) -> list[BoardNote]:

@@ -6,9 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 
 from ...errors import count_ranks, format_ranks
 from ...text import format_size, html_cells, html_table, name_some, table_lines
+from ..output.safe_output import one_line
 from .agreement import SIGNS, agree, spread
 from .variable_facts import RankVariable
 
@@ -47,7 +49,7 @@ class Variables:
     """The variables of a session as they were ``read_at`` (seconds, as time.time has them), sorted by name.
 
     ``ranks`` were heard; ``silent`` says of the others why they were not. ``left_out`` names are not among the rows:
-    there are too many. ``v["x"]`` is the row of one.
+    there are too many. ``missing`` names and patterns were asked for, and fit none. ``v["x"]`` is the row of one.
     """
 
     rows: tuple[Variable, ...]
@@ -55,6 +57,7 @@ class Variables:
     silent: Mapping[int, str]
     left_out: int
     read_at: float
+    missing: tuple[str, ...] = ()
 
     def __getitem__(self, name: str) -> Variable:
         for row in self.rows:
@@ -94,6 +97,9 @@ class Variables:
         notes = [describe_silent(ranks, why) for why, ranks in by_reason.items()]
         if self.left_out:
             notes.append(f"{self.left_out:,} more names: ask for some of them by name, as in x*")
+        if self.missing:
+            shown = [f"'{one_line(name)}'" for name in self.missing]
+            notes.append(f"no variable fits {name_some(shown)}")
         return notes
 
     def counts(self) -> dict[str, int]:
@@ -124,16 +130,24 @@ def describe_silent(ranks: Sequence[int], why: str) -> str:
 
 
 def gather_variables(
-    said: Mapping[int, Mapping[str, RankVariable]], silent: Mapping[int, str], *, left_out: int, most: int
+    said: Mapping[int, Mapping[str, RankVariable]],
+    silent: Mapping[int, str],
+    *,
+    left_out: int,
+    most: int,
+    patterns: Sequence[str] = (),
 ) -> Variables:
-    """What all ranks have said as one table; of very many names the first ones."""
+    """What all ranks have said as one table; of very many names the first ones. ``patterns`` were asked for."""
     names = sorted({name for of_rank in said.values() for name in of_rank})
     ranks = tuple(sorted(said))
     rows = []
     for name in names[:most]:
         on = {rank: said[rank][name] for rank in ranks if name in said[rank]}
         rows.append(_row(name, on, ranks))
-    return Variables(tuple(rows), ranks, dict(silent), left_out + len(names) - len(rows), time.time())
+    is_all_known = bool(ranks) and not left_out
+    missing = [each for each in patterns if is_all_known and not any(fnmatchcase(name, each) for name in names)]
+    more = left_out + len(names) - len(rows)
+    return Variables(tuple(rows), ranks, dict(silent), more, time.time(), tuple(missing))
 
 
 def _row(name: str, on: Mapping[int, RankVariable], ranks: Sequence[int]) -> Variable:

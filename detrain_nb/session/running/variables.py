@@ -41,7 +41,8 @@ def list_variables(core: Core, names: Iterable[str], ranks: Ranks, *, limit_s: f
             left_out = max(left_out, more)
         except WireError as exc:
             silent[rank] = f"not believed: {exc}"
-    return gather_variables(said, dict(sorted(silent.items())), left_out=left_out, most=AskVariables.MOST_NAMES)
+    most, silent = AskVariables.MOST_NAMES, dict(sorted(silent.items()))
+    return gather_variables(said, silent, left_out=left_out, most=most, patterns=patterns)
 
 
 def look_into(core: Core, name: str, rank: int, *, limit_s: float) -> Preview:

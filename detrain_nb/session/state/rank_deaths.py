@@ -13,7 +13,7 @@ from ..output.safe_output import one_line, quote
 
 _TIMED_OUT = re.compile(r"[Tt]imed out waiting (?:for )?(\d{1,15})ms")  # gloo's words
 _LONGEST_REASON = 4000
-_WITHOUT = (
+WITHOUT = (
     "others keep their variables; %distributed shrink makes them one group without what is gone, "
     "%distributed restart starts all anew"
 )
@@ -24,7 +24,7 @@ def advice(ends: Mapping[int, RankEnded], *, world_size: int, is_told: bool = Fa
     fresh = [rank for rank, end in ends.items() if not end.down]
     lines = [what_to_do_about_down({rank: end}) for rank, end in sorted(ends.items()) if end.down and not is_gone(end)]
     if gone := {rank: end for rank, end in ends.items() if is_gone(end)}:
-        lines.append(f"the {_WITHOUT}" if is_told else what_to_do_about_down(gone))
+        lines.append(f"the {WITHOUT}" if is_told else what_to_do_about_down(gone))
     if fresh:
         is_one, short = len(fresh) == 1, short_ranks(fresh)
         source = min(set(range(world_size)) - ends.keys(), default=None)  # nobody else has the variables
@@ -49,7 +49,7 @@ def what_to_do_about_down(ends: Mapping[int, RankEnded]) -> str:
     first = next(iter(ends.values()))
     ranks, are = format_ranks(ends), "is" if len(ends) == 1 else "are"
     if is_gone(first):
-        return f"{ranks} {are} gone, {_reason(first.down)}: the {_WITHOUT}"
+        return f"{ranks} {are} gone, {_reason(first.down)}: the {WITHOUT}"
     return f"{ranks} {are} left down, {_reason(first.down)}: %distributed restart -r {short_ranks(ends)} tries again"
 
 
