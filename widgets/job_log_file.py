@@ -25,8 +25,8 @@ def write_log(
 ) -> tuple[Path, list[str]]:
     """Write it to a file in ``folder``, in the place of an earlier one: all of it, or that of ``source`` alone.
 
-    Returns the file, and the first reasons why something is missing. Raises: Refused where it is more than ``most_bytes``, or than the
-    disk has; DetrainError.
+    Returns the file, and the first reasons why something is missing.
+    Raises: Refused where it is more than ``most_bytes``, or than the disk has; DetrainError.
     """
     most = int(_SHARE * shutil.disk_usage(folder).free) if most_bytes is None else most_bytes
     of_node = node if source == "setup" else ""

@@ -102,11 +102,11 @@ class SessionLog(SlotsOnly):
 
     def describe_replay(self, replayed: Collection[int], *, are_chosen: bool = False) -> str:
         """Say in lines what ``replay`` ran of which cells, and what it left out; ``are_chosen``: it was given cells."""
-        needs_others = set() if are_chosen else self.collective_cells
+        needs_others = set() if are_chosen else set(self.collective_cells)
         left = set() if are_chosen else {ran.cell for ran in self.cells} - set(replayed)
         lines = [
             (set(replayed) - needs_others, "cells run again: {}"),
-            (needs_others.intersection(replayed), "only imports and definitions, they need other ranks: {}"),
+            (needs_others & set(replayed), "only imports and definitions, they need other ranks: {}"),
             (left & needs_others, "skipped, they need other ranks: {} (--cells runs what it names)"),
             (left - needs_others, "skipped, they did not end well or ran elsewhere: {}"),
         ]
