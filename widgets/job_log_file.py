@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from ..deploy.files import Stop
 from ..jobs import Job, LogLine
 from ..jobs.log_lines import place_of
 from ..session.output.safe_output import one_line
@@ -21,11 +22,18 @@ OnBytes = Callable[[int], object]
 
 
 def write_log(
-    job: Job, folder: Path, on_bytes: OnBytes, *, node: str = "", source: str = "", most_bytes: int | None = None
+    job: Job,
+    folder: Path,
+    on_bytes: OnBytes,
+    *,
+    node: str = "",
+    source: str = "",
+    most_bytes: int | None = None,
+    cancel: Stop | None = None,
 ) -> tuple[Path, list[str]]:
     """Write it to a file in ``folder``, in the place of an earlier one: all of it, or that of ``source`` alone.
 
-    Returns the file, and the first reasons why something is missing.
+    Returns the file, and the first reasons why something is missing. Another thread ends it by ``cancel``.
     Raises: Refused where it is more than ``most_bytes``, or than the disk has; DetrainError.
     """
     most = int(_SHARE * shutil.disk_usage(folder).free) if most_bytes is None else most_bytes
@@ -34,7 +42,8 @@ def write_log(
     path = folder / f"{re.sub(r'[^A-Za-z0-9_.-]', '_', named)}.log"
     with tempfile.TemporaryDirectory(prefix=".detrain_nb-log-", dir=folder) as parts:
         written = _Parts(Path(parts), source, most, on_bytes)
-        job.logs(node=node or None, rank=int(source) if source.isdecimal() else None, on_line=written.add)
+        rank = int(source) if source.isdecimal() else None
+        job.logs(node=node or None, rank=rank, on_line=written.add, cancel=cancel)
         written.join().replace(path)
     return path, written.notes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import re
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -12,6 +13,7 @@ from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ..deploy.files import Stop
 from ..errors import JobError
 from ..jobs import Fetched, Job, MadeFile
 from ..plan.names import CHECKPOINT_FOLDER
@@ -64,7 +66,9 @@ class Model:
 def list_models(job: Job) -> tuple[list[Model], list[MadeFile]]:
     """The models, the likeliest first, and what else the job has made. Raises: DetrainError."""
     made = job.list_made(first=_FIRST)
-    folders = dict.fromkeys(_folder_of(file.name) for file in _weights_in(made) if file.name.endswith(_OF_HUGGING_FACE))
+    folders = dict.fromkeys(
+        _folder_of(file.name) for file in filter(_is_weights, made) if file.name.endswith(_OF_HUGGING_FACE)
+    )
     wanted = [f"{glob.escape(folder)}{name}" for folder in [*folders][:_MOST_SHOWN] for name in _BESIDE]
     beside = [file for file in (job.list_made(wanted) if wanted else []) if _folder_of(file.name) in folders]
     models = choose_models(list({(file.node, file.name): file for file in [*made, *beside]}.values()))
@@ -74,16 +78,24 @@ def list_models(job: Job) -> tuple[list[Model], list[MadeFile]]:
 
 def choose_models(made: Sequence[MadeFile]) -> list[Model]:
     """The models, the likeliest first. One that torch has cut into a folder is one where there is no other."""
-    models: list[Model] = []
-    taken: set[str] = set()
-    for file in sorted(_weights_in(made), key=_likeliest_first):
-        together = [each for each in _files_with(file, made) if each.name not in taken]
-        if file.name in taken:
-            continue
-        names = {each.name for each in together}
+    names = {file.name for file in made}
+    pieces, beside = defaultdict[str, list[MadeFile]](list), defaultdict[str, list[MadeFile]](list)
+    for file in sorted(made, key=lambda file: file.name):
         folder = _folder_of(file.name)
-        models.append(Model(folder if folder and len(names) > 1 else file.name, tuple(together)))
-        taken |= names if len(names) > 1 else set()  # one of a name on each node is one each
+        if _is_weights(file):
+            pieces[_whole_of(file)].append(file)
+        elif any(fnmatchcase(file.name.removeprefix(folder), pattern) for pattern in _BESIDE):
+            beside[folder].append(file)
+    models: list[Model] = []
+    for file in sorted(filter(_is_weights, made), key=_likeliest_first):
+        folder = _folder_of(file.name)
+        has_config = file.name.endswith(_OF_HUGGING_FACE) and f"{folder}config.json" in names
+        if not has_config and _whole_of(file) == file.name:
+            models.append(Model(file.name, (file,)))
+        elif together := pieces.pop(_whole_of(file), []):  # else it is in another one
+            together += beside.pop(folder, [])
+            is_folder = folder and len({each.name for each in together}) > 1
+            models.append(Model(folder if is_folder else file.name, tuple(together)))
     return models or _choose_cut(made)
 
 
@@ -95,27 +107,23 @@ def _likeliest_first(file: MadeFile) -> tuple[bool, bool, bool, int, str]:
     return not name.startswith("model"), not name.endswith(".safetensors"), not is_plain, size, file.name
 
 
-def _weights_in(made: Sequence[MadeFile]) -> list[MadeFile]:
-    return [file for file in made if file.name.endswith(_SUFFIXES) and not _is_in_checkpoint(file.name)]
+def _is_weights(file: MadeFile) -> bool:
+    return file.name.endswith(_SUFFIXES) and not _is_in_checkpoint(file.name)
 
 
-def _files_with(file: MadeFile, made: Sequence[MadeFile]) -> list[MadeFile]:
-    """Itself; of a model of Hugging Face its shards, its configuration and its tokenizer, too."""
-    folder, whole = _folder_of(file.name), _SHARD.sub(".", file.name)
-    there = [each for each in made if _folder_of(each.name) == folder]
-    has_config = file.name.endswith(_OF_HUGGING_FACE) and any(each.name == f"{folder}config.json" for each in there)
-    if not has_config and whole == file.name:
-        return [file]
-    weights = [each for each in _weights_in(there) if _SHARD.sub(".", each.name) == whole]
-    beside = [each for each in there if any(fnmatchcase(each.name.removeprefix(folder), name) for name in _BESIDE)]
-    return sorted(weights, key=lambda each: each.name) + sorted(beside, key=lambda each: each.name)
+def _whole_of(file: MadeFile) -> str:
+    """The name that all shards of a model share."""
+    return _SHARD.sub(".", file.name)
 
 
 def _choose_cut(made: Sequence[MadeFile]) -> list[Model]:
     """Folders in which torch keeps a model in pieces, the one written last first."""
-    found = [_folder_of(file.name) for file in made if PurePosixPath(file.name).name == _OF_DCP]
-    folders = [each for each in dict.fromkeys(found) if each and not _is_in_checkpoint(each)]
-    models = [Model(each, tuple(file for file in made if file.name.startswith(each))) for each in folders]
+    heads = [file.name for file in made if PurePosixPath(file.name).name == _OF_DCP and "/" in file.name]
+    found: dict[str, list[MadeFile]] = {_folder_of(name): [] for name in heads if not _is_in_checkpoint(name)}
+    for file in made:
+        for folder in {f"{above}/" for above in PurePosixPath(file.name).parents} & found.keys():
+            found[folder].append(file)
+    models = [Model(folder, tuple(files)) for folder, files in found.items()]
     return sorted(models, key=lambda model: -max(file.written_at for file in model.files))
 
 
@@ -131,7 +139,9 @@ def _is_in_checkpoint(name: str) -> bool:
 # ---- its files, fetched
 
 
-def fetch_models(job: Job, models: Sequence[Model], folder: str, on_bytes: OnBytes, *, num_nodes: int = 1) -> Fetched:
+def fetch_models(
+    job: Job, models: Sequence[Model], folder: str, on_bytes: OnBytes, *, num_nodes: int = 1, cancel: Stop | None = None
+) -> Fetched:
     """Copy them, of as many nodes as may have one of their names, into ``folder``, each file whole by its SHA-256.
 
     Raises: DetrainError, Refused where nodes say that they are larger than they have said before.
@@ -143,20 +153,23 @@ def fetch_models(job: Job, models: Sequence[Model], folder: str, on_bytes: OnByt
             raise Refused(f"it has grown from {format_size(told)} to {format_size(total)}: show the job again")
         on_bytes(done, total)
 
-    return _fetch(job, models, folder, note)
+    return _fetch(job, models, folder, note, cancel)
 
 
-def _fetch(job: Job, models: Sequence[Model], folder: str, on_bytes: OnBytes) -> Fetched:
+def _fetch(job: Job, models: Sequence[Model], folder: str, on_bytes: OnBytes, cancel: Stop | None) -> Fetched:
     """What ``on_bytes`` raises ends it, before much has come."""
     names = [glob.escape(name) for name in dict.fromkeys(name for model in models for name in model.names)]
     try:
-        return job.fetch(names, folder, anyway=True, on_progress=lambda _, done, total: on_bytes(done, total))
+        tell = lambda _, done, total: on_bytes(done, total)  # noqa: E731
+        return job.fetch(names, folder, anyway=True, on_progress=tell, cancel=cancel)
     except JobError as exc:
         exc.prog = "%job"
         raise
 
 
-def fetch_for_browser(job: Job, model: Model, folder: Path, on_bytes: OnBytes, *, num_nodes: int = 1) -> Path:
+def fetch_for_browser(
+    job: Job, model: Model, folder: Path, on_bytes: OnBytes, *, num_nodes: int = 1, cancel: Stop | None = None
+) -> Path:
     """Fetch one, of as many nodes as have its names, into ``folder``; returns where it is: several files are a .zip.
 
     Raises: DetrainError, Refused for one too large, also where its node says so only now.
@@ -167,7 +180,7 @@ def fetch_for_browser(job: Job, model: Model, folder: Path, on_bytes: OnBytes, *
         require_small(total, MOST_DOWNLOAD_BYTES * num_nodes)
         on_bytes(done, total)
 
-    fetched, file = _fetch(job, [model], str(folder / "fetched"), note), model.files[0]
+    fetched, file = _fetch(job, [model], str(folder / "fetched"), note, cancel), model.files[0]
     if len(model.names) > 1:
         packed = folder / f"{PurePosixPath(model.name).name if model.name.endswith('/') else job.id}.zip"
         return _pack(folder / "fetched", fetched.files, packed)

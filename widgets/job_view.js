@@ -73,7 +73,7 @@ const make_saver = (view, word, what, act) => {
   return { open, ask };
 };
 const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };
-const busy_reason = (view) => { const { what, is } = view.state.doing; return is === "running" ? `${DOING[what] ?? what} is under way` : ""; };
+const busy_reason = (view) => (view.state.under_way ? `${DOING[view.state.under_way]} is under way` : "");
 
 // ---- the logs: only rows in sight are drawn
 const make_log = (view, fail) => {
@@ -97,7 +97,7 @@ const make_log = (view, fail) => {
   const whose_now = () => { const [node, source] = whose ? whose.split("\n") : ["", ""]; return { node, source }; };
   const pull = pull_when_ready(view, "log", fail), get = view.button([icon("get"), "Download the whole log"], async () => { pull(); await view.call("whole_log", { ...whose_now(), folder: null }); }, { cls: "q", on_error: fail });
   const saver = make_saver(view, "Save it on this server…", "log", (folder) => view.call("whole_log", { ...whose_now(), folder }));
-  view.on("doing", () => { disable(get, busy_reason(view)); disable(saver.open, busy_reason(view)); });
+  view.on("under_way", () => { disable(get, busy_reason(view)); disable(saver.open, busy_reason(view)); });
   const el = h("div", { class: "log" }, h("div", { class: "bar2" }, h("h4", {}, "Logs"), tabs, many, h("span", { class: "row push" }, level, h("span", { class: "search" }, icon("search"), search), found, walkers)),
     port, h("div", { class: "st2" }, count, h("span", { class: "row" }, get, saver.open), error, h("span", { class: "row push" }, back, follow)), saver.ask);
 
@@ -218,18 +218,20 @@ const make_model = (view, fail) => {
     set_text(where, [file.node, parts, model.count > file.count ? `and ${count_of(model.count - file.count, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
     set_text(others, model.others ? `Beside it: ${model.others}` : ""); others.hidden = !model.others;
   };
-  view.on("model", draw); view.on("head", draw); view.on("doing", draw);
+  view.on("model", draw); view.on("head", draw); view.on("under_way", draw);
   return { row, get, why };
 };
 
 const doing_line = (view) => {
-  const el = h("div", { class: "doing", role: "status" });
-  const fail = (text) => { replace_children(el, [note("bad", h("p", {}, text))]); el.hidden = false; };
+  const said = h("div", { role: "status" }), fail = (text) => { replace_children(said, [note("bad", h("p", {}, text))]); draw(); };
+  const cancel = view.button("Cancel", () => view.call("cancel"), { on_error: fail }), el = h("div", { class: "doing" }, said);
+  const draw = () => { replace_children(el, [said, view.state.under_way && cancel]); el.hidden = !view.state.under_way && !said.firstChild; };
   view.on("doing", (doing) => {
     const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : doing.done ? `, ${format_bytes(doing.done)}` : "";
-    const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
-    replace_children(el, [shown]); el.hidden = !shown;
+    const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), cancelled: () => note("stopped", h("p", {}, `${name}: cancelled`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
+    replace_children(said, [shown]); draw();
   });
+  view.on("under_way", draw);
   return { el, fail };
 };
 
@@ -293,7 +295,8 @@ function mount(view) {
   });
   view.on("facts", (found) => { replace_children(numbers, (found ?? []).map((fact) => h("div", {}, h("span", {}, fact.title), fact.sign ? state_word(fact.sign, fact.value) : h("b", { class: "big" }, fact.bytes !== undefined ? format_bytes(fact.bytes) : fact.value)))); arrange(); });
   view.on("model", arrange); view.on("curves", () => { if (has_curves() !== had_curves) arrange(); });
-  view.on("doing", () => { disable(again, busy_reason(view)); disable(stop, view.state.doing.what === "stop" ? busy_reason(view) : ""); });
+  view.on("under_way", () => disable(again, busy_reason(view)));
+  view.on("doing", ({ what, is }) => disable(stop, what === "stop" && is === "running" ? "Stopping is under way" : ""));
   arrange();
   const clock = setInterval(tick, 1000);
   return () => { clearInterval(clock); log.end(); };

@@ -7,9 +7,11 @@ import os
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..deploy.files import Stop
 from ..errors import DetrainError, JobError
 from ..jobs import Job, JobNews, LogPart
 from ..jobs.job_status import JobStatus
@@ -46,6 +48,7 @@ class JobView(LiveView):
         self._download = Download()
         self._when_downloaded = ""
         self._doing: picture.Json = {"what": "", "is": ""}
+        self._under_way, self._cancel = "", Stop()  # what can be cancelled
         self._begin(job)
         super().__init__()
 
@@ -75,6 +78,7 @@ class JobView(LiveView):
             **self._parts,
             "log": self._log.items(),
             "doing": self._doing,
+            "under_way": self._under_way,
             "long_s": _LONG_S,
             "most_download": MOST_DOWNLOAD_BYTES,
             "saves_checkpoints": self._saves_checkpoints,
@@ -183,14 +187,15 @@ class JobView(LiveView):
     @action()
     def stop(self) -> None:
         """Also while something else is under way: a node that sends a model for hours keeps no other node running."""
-        self._do("stop", self._job.stop, is_beside=True)
+        self._do("stop", lambda _: self._job.stop(), is_beside=True)
 
     @action()
     def restart(self) -> None:
         """Submit it again; the view shows the new job from then on."""
 
-        def restart() -> None:
-            again = self._job.restart(on_progress=lambda line: self._say(what="restart", state="running", line=line))
+        def restart(cancel: Stop) -> None:
+            tell = lambda line: self._say(what="restart", state="running", line=line)  # noqa: E731
+            again = self._job.restart(on_progress=tell, cancel=cancel)
             with self._changing:
                 stop, self._stop_watching = self._stop_watching, None
                 self._begin(again)
@@ -208,11 +213,18 @@ class JobView(LiveView):
         models = self._need_models()
         place, num_nodes = folder.strip() or ".", len(self._status.reports)
 
-        def save() -> None:
-            fetched = fetch_models(self._job, models, place, self._tell_bytes("save"), num_nodes=num_nodes)
+        def save(cancel: Stop) -> None:
+            tell = self._tell_bytes("save")
+            fetched = fetch_models(self._job, models, place, tell, num_nodes=num_nodes, cancel=cancel)
             self._say(what="save", state="done", line=one_line(f"saved: {fetched}", most_chars=1000))
 
         self._do("save", save)
+
+    @action()
+    def cancel(self) -> None:
+        """End what is under way, but for a stop; the view tells when it has ended."""
+        self._cancel.ask()
+        self._cancel.insist()
 
     @action(index=whole(0, 19))
     def download(self, index: int) -> None:
@@ -223,10 +235,9 @@ class JobView(LiveView):
         model = models[index]
         num_nodes = len({file.node for each in models if each.name == model.name for file in each.files})
 
-        def prepare() -> None:
-            tell = self._tell_bytes("download")
-            job = self._job
-            ready = self._download.prepare(lambda to: fetch_for_browser(job, model, to, tell, num_nodes=num_nodes))
+        def prepare(cancel: Stop) -> None:
+            fetch = partial(fetch_for_browser, self._job, model, num_nodes=num_nodes, cancel=cancel)
+            ready = self._download.prepare(lambda to: fetch(to, self._tell_bytes("download")))
             self._offer("download", ready, "the model is in the browser's downloads")
 
         self._do("download", prepare)
@@ -248,21 +259,20 @@ class JobView(LiveView):
             raise Refused("that is no log of the job")
         tell, job, notes = self._tell_bytes("log"), self._job, list[str]()
 
-        def write(to: Path, most_bytes: int | None = None) -> Path:
-            path, missing = write_log(
-                job, to, lambda done: tell(done, 0), node=node, source=source, most_bytes=most_bytes
-            )
+        def write(to: Path, cancel: Stop, most_bytes: int | None = None) -> Path:
+            on_bytes = lambda done: tell(done, 0)  # noqa: E731
+            path, missing = write_log(job, to, on_bytes, node=node, source=source, most_bytes=most_bytes, cancel=cancel)
             notes.extend(missing)
             return path
 
-        def save() -> None:
+        def save(cancel: Stop) -> None:
             if folder is None:
-                ready = self._download.prepare(lambda to: write(to, MOST_DOWNLOAD_BYTES))
+                ready = self._download.prepare(lambda to: write(to, cancel, MOST_DOWNLOAD_BYTES))
                 self._offer("log", ready, "; ".join(["the log is in the browser's downloads", *notes]))
                 return
             place = Path(os.path.expanduser(folder.strip() or "."))
             place.mkdir(parents=True, exist_ok=True)
-            said = f"saved: {write(place)}"
+            said = f"saved: {write(place, cancel)}"
             self._say(what="log", state="done", line=one_line("; ".join([said, *notes]), most_chars=1000))
 
         self._do("log", save)
@@ -300,12 +310,26 @@ class JobView(LiveView):
 
     # ---- one thing at a time that takes a while, and a stop
 
-    def _do(self, what: str, act: Callable[[], object], *, is_beside: bool = False) -> None:
+    def _do(self, what: str, act: Callable[[Stop], object], *, is_beside: bool = False) -> None:
+        """``act`` ends once the `Stop` that it gets is asked; what is beside others is no long wait, and never is."""
+        cancel = Stop()
+
+        def run_alone() -> None:
+            self._cancel = cancel
+            self._tell_under_way(what)
+            try:
+                run()
+            finally:
+                self._tell_under_way("")
+
         def run() -> None:
             self._say(what=what, state="running")
             try:
-                act()
+                act(cancel)
             except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
+                if cancel.is_asked:
+                    self._say(what=what, state="cancelled")
+                    return
                 if isinstance(exc, JobError):
                     exc.prog = "%job"
                 self._say(what=what, state="failed", error=one_line(describe_failure(exc), most_chars=1000))
@@ -313,7 +337,11 @@ class JobView(LiveView):
             if (self._doing["what"], self._doing["is"]) == (what, "running"):
                 self._say(what=what, state="done")
 
-        self.work(what, run, is_beside=is_beside)
+        self.work(what, run if is_beside else run_alone, is_beside=is_beside)
+
+    def _tell_under_way(self, what: str) -> None:
+        self._under_way = what
+        self.publish("under_way", what)
 
     def _say(self, *, what: str, state: str, **more: Any) -> None:
         self._doing = {"what": what, "is": state, **more}

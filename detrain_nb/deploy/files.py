@@ -74,6 +74,10 @@ class Stop:
         self._is_set = False
         self._shut: list[Callable[[], object]] = []
 
+    @property
+    def is_asked(self) -> bool:
+        return self._is_set
+
     def ask(self) -> None:
         self._is_set = True
 
@@ -89,9 +93,9 @@ class Stop:
 
     @contextlib.contextmanager
     def watch(self, shut: Callable[[], object]) -> Iterator[None]:
-        self.check()
-        self._shut.append(shut)
+        self._shut.append(shut)  # first: who asks in between shuts it, too
         try:
+            self.check()
             yield
         finally:
             self._shut.remove(shut)

@@ -48,9 +48,12 @@ def plan_as_made(
 
 
 @contextlib.contextmanager
-def open_job_talks(nodes: Sequence[Transport]) -> Iterator[list[Talk]]:
-    """The job services of all nodes; where one cannot be reached, none is held. Raises: DetrainError."""
-    arrivals, stop = _Arrivals(), Stop()
+def open_job_talks(nodes: Sequence[Transport], stop: Stop) -> Iterator[list[Talk]]:
+    """The job services of all nodes, until ``stop`` is asked; where one cannot be reached, none is held.
+
+    Raises: DetrainError.
+    """
+    arrivals = _Arrivals()
     try:
         yield on_all(nodes, lambda index: arrivals.enter(open_job_talk(nodes[index], stop=stop)))
     except BaseException:

@@ -128,6 +128,7 @@ def fetch(
     fetched_before: dict[str, str] | None = None,
     replace: bool = False,
     on_progress: OnProgress | None = None,
+    cancel: Stop | None = None,
 ) -> Fetched:
     """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is made.
 
@@ -144,7 +145,7 @@ def fetch(
     root = Path(os.path.abspath(os.path.expanduser(folder)))
     names = [label(node) for node in nodes]
     nodes = [nodes[number] for number in numbers]
-    answers = on_all(nodes, lambda index: _list_files(nodes[index], numbers[index], job, patterns))
+    answers = on_all(nodes, lambda index: _list_files(nodes[index], numbers[index], job, patterns, cancel))
     listed, num_left_out = [files for files, _ in answers], sum(count for _, count in answers)
     wanted = choose_places([names[number] for number in numbers], listed, reserved=names)
     paths = sorted(each.path for of_node in wanted for each in of_node)
@@ -159,7 +160,7 @@ def fetch(
         index = nodes.index(node)
         _fetch_of_node(node, numbers[index], job, wanted[index], here, stop=stop, tell=tell)
 
-    on_every(nodes, act, on_progress)
+    on_every(nodes, act, on_progress, cancel.check if cancel else None)
     if here.kept:
         raise _differs(job, here)
     replaced = tuple(sorted(here.replaced))
@@ -187,9 +188,11 @@ def _tell_left_out(count: int) -> str:
     return f"; left out {'was' if count == 1 else 'were'} {count} that {which}"
 
 
-def _list_files(node: Transport, index: int, job: str, patterns: Sequence[str]) -> tuple[list[NodeFile], int]:
+def _list_files(
+    node: Transport, index: int, job: str, patterns: Sequence[str], cancel: Stop | None
+) -> tuple[list[NodeFile], int]:
     """Its files, and how many it leaves out."""
-    with open_job_talk(node) as talk:
+    with open_job_talk(node, stop=cancel) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
         files: dict[str, NodeFile] = {}
         folders: set[str] = set()

@@ -108,6 +108,7 @@ class Follower:
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
         retries: Retries | None = None,
+        cancel: Stop | None = None,
     ) -> None:
         """``on_reports`` gets, several times a second, what each node has said of the job so far, by name.
 
@@ -128,12 +129,12 @@ class Follower:
         }
         self._batches: queue.Queue[tuple[int, str, list[str] | bytes]] = queue.Queue(_MOST_BATCHES)
         self._is_stopped = threading.Event()
-        self._stop = Stop()
+        self._stop = cancel or Stop()
 
     def run(self, limit_s: float | None = None) -> dict[int, NodeReport | DetrainError]:
         """Follow to the end of the job, or for ``limit_s``; returns a report or a failure for each node.
 
-        Raises: TimeoutError.
+        Raises: TimeoutError; TransportError once ``cancel`` was asked.
         """
         deadline = None if limit_s is None else time.monotonic() + limit_s
         threads = [
@@ -144,6 +145,7 @@ class Follower:
             for thread in threads:
                 thread.start()
             while any(thread.is_alive() for thread in threads):
+                self._stop.check()
                 self._show_some()
                 self._on_reports({label(self._nodes[index]): each.report for index, each in self._states.items()})
                 if deadline is not None and time.monotonic() > deadline:

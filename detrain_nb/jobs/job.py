@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..copying.json_lines import Refused
 from ..deploy.chosen_nodes import transports_to
-from ..deploy.files import OnProgress, Patience, label
+from ..deploy.files import OnProgress, Patience, Stop, label
 from ..deploy.jobs import open_job_talk
 from ..errors import DetrainError, JobError, SpecError
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S, UNKNOWN, UNREADABLE
@@ -171,15 +171,17 @@ class Job(ShownAsText):
         tail: int | None = None,
         on_line: OnLine | None = None,
         on_piece: OnPiece | None = None,
+        cancel: Stop | None = None,
     ) -> JobLog:
         """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
 
         ``torchrun``: what that says, too. ``tail``: of what there is so many last lines of each rank, at most 4 MB.
         ``on_line`` gets each line as it comes, and none is kept then; ``on_piece`` as in `attach`.
+        Another thread ends it by ``cancel``.
         """
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow, tail=tail)
-        self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece)
+        self._follow(wanted, on_line=on_line or kept.add_line, on_piece=on_piece, cancel=cancel)
         return JobLog(tuple(kept.lines) if follow else in_order(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
@@ -230,11 +232,13 @@ class Job(ShownAsText):
         storage: str | None = None,
         secrets: dict[str, str] | None = None,
         on_progress: Callable[[str], object] | None = None,
+        cancel: Stop | None = None,
     ) -> Job:
         """Submit the same spec again as a new job, which goes on from the last checkpoint; a running one is stopped.
 
         Its source is what is there now, and travels by ``storage``: by default the one that it was submitted with,
-        unless that had a password in it. Raises: SpecError where a secret that it names is not set here.
+        unless that had a password in it. Another thread ends it by ``cancel``: nothing new runs then.
+        Raises: SpecError where a secret that it names is not set here.
         """
         started = start_again(
             self.spec,
@@ -247,6 +251,7 @@ class Job(ShownAsText):
             record=self._record,
             ask_passphrase=self._ask_passphrase,
             on_progress=on_progress,
+            cancel=cancel,
         )
         return Job(
             started.id,
@@ -274,10 +279,12 @@ class Job(ShownAsText):
         anyway: bool = False,
         replace: bool = False,
         on_progress: OnProgress | None = None,
+        cancel: Stop | None = None,
     ) -> Fetched:
         """Fetch what it has made into the folder ``to``: what matches ``pattern``, by default the spec's ``artifacts``.
 
-        A file there that differs is kept, unless it is as a fetch of this job has left it, or with ``replace``.
+        A file there that differs is kept, unless it is as a fetch of this job has left it, or with ``replace``. Another
+        thread ends it by ``cancel``.
         Raises: JobError where one was kept, once all else has come; where it is not over, or did not succeed:
         ``anyway`` fetches what there is, of the nodes that answer.
         """
@@ -299,6 +306,7 @@ class Job(ShownAsText):
                 fetched_before=before,
                 replace=replace,
                 on_progress=on_progress,
+                cancel=cancel,
             )
         finally:
             self._record.note_fetched(self.id, before)
@@ -351,6 +359,7 @@ class Job(ShownAsText):
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
         limit_s: float | None = None,
+        cancel: Stop | None = None,
     ) -> JobStatus:
         """Hear what is ``wanted`` of it, to its end or once, and judge how it is then.
 
@@ -369,6 +378,7 @@ class Job(ShownAsText):
             on_reports=on_reports,
             on_piece=on_piece,
             retries=retries,
+            cancel=cancel,
         )
         said = follower.run(limit_s)
         failed = {index: each for index, each in said.items() if isinstance(each, DetrainError)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..deploy.files import Stop
 from ..transport import Transport
 from .record import Record
 from .source import fetch_bundle, plan_source
@@ -29,14 +30,18 @@ def start_again(
     record: Record,
     ask_passphrase: AskPassphrase | None,
     on_progress: Callable[[str], object] | None,
+    cancel: Stop | None,
 ) -> Started:
     """Start ``spec`` as a new job in the place of ``before``, which ``stop`` ends once all is there that is needed.
 
+    ``cancel`` ends it from another thread.
     Raises: SpecError where a secret that it names is not set here, DetrainError.
     """
     given = None if secrets is None else dict(secrets)
     gather_secrets(spec, given)  # before anything is stopped
     source = fetch_bundle(plan_source(spec), given)
+    if cancel:
+        cancel.check()
     stop()
     row = record.get(before)
     if spec.checkpoint is not None:
@@ -52,4 +57,5 @@ def start_again(
         ask_passphrase=ask_passphrase,
         before=before,
         file=row.file,
+        cancel=cancel,
     )

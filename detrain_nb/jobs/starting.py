@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..copying.json_lines import FilesError, Refused, Talk
 from ..deploy.chosen_nodes import transports_to
-from ..deploy.files import OnProgress, label
+from ..deploy.files import OnProgress, Stop, label
 from ..deploy.jobs import open_job_talk
 from ..deploy.node_facts import check_same_torch
 from ..deploy.ways import settle_addresses
@@ -75,14 +75,17 @@ def start(
     ask_passphrase: AskPassphrase | None = None,
     before: str = "",
     file: bytes | None = b"",
+    cancel: Stop | None = None,
 ) -> Started:
     """Start a job of a spec that was read with `read_spec`, on its nodes or on ``nodes``, with its source.
 
     ``before``: the id of the job that is restarted, whose checkpoints are taken over. ``file`` is noted in the record.
+    ``cancel`` ends it from another thread.
     Raises: as `submit`. Nothing runs then.
     """
     storage = _full_url(storage)
-    return _Starting(spec, source, secrets, storage, nodes, record, ask_passphrase, on_progress, before, file).run()
+    given = secrets, storage, nodes, record, ask_passphrase, on_progress, before, file
+    return _Starting(spec, source, *given, cancel or Stop()).run()
 
 
 def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -148,6 +151,7 @@ class _Starting:
     on_progress: Say | None
     before: str
     file: bytes | None
+    cancel: Stop
     _may_run: bool = False  # on some of its nodes
     _notices: list[str] = field(default_factory=list)
 
@@ -174,7 +178,7 @@ class _Starting:
             for notice in (*_list_warnings(self.spec), *self.source.notices, *_list_unset(self._transports)):
                 self._note(notice)
             self._say(f"connecting to {', '.join(map(label, self._transports))}")
-            with open_job_talks(self._transports) as talks:
+            with open_job_talks(self._transports, self.cancel) as talks:
                 facts = on_all(self._transports, lambda index: ask_facts(talks[index]))
                 self._check_together(facts)
                 plan = self._plan(facts)

@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import math
+import queue
 import shutil
 import sys
 import tempfile
@@ -463,8 +464,10 @@ def test_log_of_a_node_that_begins_anew_without_end_has_few_notes(home: Path, tm
 
 
 @pytest.mark.timeout(60)
-def test_stop_waits_for_no_node_that_sends_a_log_for_ever(home: Path, tmp_path: Path) -> None:
-    is_stopped = threading.Event()
+def test_node_that_sends_for_ever_is_not_waited_for_by_a_stop_nor_once_that_is_cancelled(
+    home: Path, tmp_path: Path
+) -> None:
+    is_stopped, is_over, dripping = threading.Event(), threading.Event(), queue.Queue[str]()
 
     def tell(talk: Talk, order: dict[str, Any]) -> None:
         state = {"state": "stopped", "exit_code": 143} if is_stopped.is_set() else {"state": "running"}
@@ -475,23 +478,49 @@ def test_stop_waits_for_no_node_that_sends_a_log_for_ever(home: Path, tmp_path: 
         talk.say("end", more=False)
 
     def drip(talk: Talk, order: dict[str, Any]) -> None:
-        talk.say("data", name="rank-0.log", offset=0, size=1000)
-        talk.flush()
-        assert is_stopped.wait(40)
+        dripping.put(order["type"])
+        while not is_over.wait(0.05):  # until the other side hangs up
+            talk.say("wait")  # it is still at it
+            talk.flush()
+
+    def list_made(talk: Talk, order: dict[str, Any]) -> None:
+        if order.get("digests") is not False:
+            drip(talk, order)
+        talk.say("made", files=[["model.pt", 10, 1.0]])
 
     def stop(talk: Talk, order: dict[str, Any]) -> None:
         is_stopped.set()
         talk.say("stopped")
 
-    Record().add("lies-2", name="lies", nodes="[]", spec="{}", state="running")
-    node = LyingNode({"status": tell, "look": look, "follow": drip, "stop": stop})
+    spec = '{"name": "lies", "source": {"script_text": "1"}}'
+    Record().add("lies-2", name="lies", nodes="[]", spec=spec, state="running")
+    answers = {"status": tell, "look": look, "follow": drip, "stop": stop, "artifacts": list_made, "facts": drip}
+    node = LyingNode(answers, name="gpu1")
     view = Pressing(Job("lies-2", "lies", [node], record=Record()))
     view.open_page()
-    view.asks("whole_log", node="", source="", folder=str(tmp_path))
-    view.wait_for_part("doing", lambda it: it["what"] == "log")
+    whole_log = {"node": "", "source": "", "folder": str(tmp_path / "log")}
+    view.asks("whole_log", **whole_log)
+    view.wait_for_part("under_way", lambda it: it == "log")
     assert view.refusal("save", folder=str(tmp_path)) and view.refusal("restart") == "log is still under way"
     view.asks("stop")
-    view.wait_for(lambda it: it["head"]["word"] == "stopped")
+    view.wait_for(lambda it: it["head"]["word"] == "stopped" and it["model"]["files"])
+    assert view.seen["under_way"] == "log", "a stop does not end it"
+    try:
+        for what, waits_for, begin in (
+            ("log", "follow", lambda: None),
+            ("save", "artifacts", lambda: view.asks("save", folder=str(tmp_path / "model"))),
+            ("download", "artifacts", lambda: view.asks("download", index=0)),
+            ("restart", "facts", lambda: view.asks("restart")),
+        ):
+            begin()
+            assert dripping.get(timeout=LIMIT_S) == waits_for
+            view.asks("cancel")
+            told = {"what": what, "is": "cancelled"}
+            view.wait_for(lambda it, told=told: it["doing"] == told and not it["under_way"])
+            view.wait_until_idle()
+    finally:
+        is_over.set()
+    assert [*(tmp_path / "log").iterdir()] == [], "no part is left"
     view.close()
 
 
