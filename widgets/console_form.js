@@ -129,8 +129,8 @@ class FormPage extends DraftEditor {
     this.drawing.replaceChildren(...(mesh && is_small ? [...Array(stages).keys()].map((stage) => h("div", { class: `stage c${stage % 6}` }, h("b", {}, `stage ${stage}`), h("div", { class: "ranks", style: `grid-template-columns:repeat(${tp},1fr)` },
       [...Array(rows * tp).keys()].map((at) => h("i", {}, `${stage * rows * tp + at}`))))) : [h("span", { class: "soft" }, told)]));
     const error = this.form.errors.parallelism ?? this.form.errors[""];
-    const line = error ?? found?.error ? [h("span", { class: "err", role: "status" }, icon("warn"), h("span", {}, error ?? found.error))] : mesh ? [state_word("ok", count_of(mesh.ranks, "rank")), h("span", { class: "soft" }, ` = ${mesh.axes.map(([, size]) => size).join(" × ")}; on ${mesh.nodes.slice(0, 4).join(", ")}${mesh.nodes.length > 4 ? " and more" : ""}`)] : [];
-    this.told_mesh.replaceChildren(...line); this.told_nodes.replaceChildren(...line.map((each) => each.cloneNode(true)));
+    const line = () => error ?? found?.error ? [h("span", { class: "err", role: "status" }, icon("warn"), h("span", {}, error ?? found.error))] : mesh ? [state_word("ok", count_of(mesh.ranks, "rank")), h("span", { class: "soft" }, ` = ${mesh.axes.map(([, size]) => size).join(" × ")}; on ${mesh.nodes.slice(0, 4).join(", ")}${mesh.nodes.length > 4 ? " and more" : ""}`)] : [];
+    for (const place of [this.told_mesh, this.told_nodes]) redraw(place, [error, found], line);
   }
   draw_steps() {
     const { form } = this, bad = form.steps.filter((step) => step.faults).map((step) => this.tabs.findIndex((tab) => tab.id === step.id) + 1);
@@ -142,8 +142,8 @@ class FormPage extends DraftEditor {
       set_text(tab.told, step ? step.told : bad.length ? `correct ${bad.length > 1 ? "steps" : "step"} ${bad.join(", ")} first` : "ready");
     }
     const [path] = Object.keys(form.errors), count = Object.keys(form.errors).length;
-    this.message.replaceChildren(...(count ? [icon("warn"), ` ${this.title_of(path)}: ${form.errors[path]}${count > 1 ? ` (and ${count - 1} more)` : ""} `, h("button", { type: "button", class: "link", onclick: () => this.go_to(path) }, "Go there")]
-      : [Object.keys(form.warnings).length ? `${count_of(Object.keys(form.warnings).length, "warning")}, nothing that stops a start` : "All fields valid"]));
+    const num_warnings = Object.keys(form.warnings).length, said = count ? `${this.title_of(path)}: ${form.errors[path]}${count > 1 ? ` (and ${count - 1} more)` : ""}` : num_warnings ? `${count_of(num_warnings, "warning")}, nothing that stops a start` : "All fields valid";
+    redraw(this.message, [path ?? null, said], () => (count ? [icon("warn"), ` ${said} `, h("button", { type: "button", class: "link", onclick: () => this.go_to(path) }, "Go there")] : [said]));
     const at = this.tabs.findIndex((tab) => tab.id === this.step);
     this.back.hidden = at === 0; this.next.hidden = at === 3; this.start.hidden = at !== 3;
     if (at < 3) set_text(this.next, `Next: ${this.tabs[at + 1].title}`);
@@ -153,6 +153,11 @@ class FormPage extends DraftEditor {
   draw_notes() {
     if (!this.form) return;
     const { conflict } = this.form, fail = { on_error: (text) => this.complain(text) }, made = [];
+    const is_loose = ([path]) => !this.info_of(path) && !(path.startsWith("nodes[") && this.form.nodes[OF_NODE.exec(path)?.[1]]) && !["", "parallelism", "source"].includes(path);
+    const errors = Object.entries(this.form.errors).filter(is_loose), warnings = Object.entries(this.form.warnings).filter((each) => each[0] === "" || is_loose(each));
+    const facts = JSON.stringify([conflict, this.form.conflicts, errors, warnings, this.failure, this.work, this.said?.map((each) => each.textContent)]);
+    if (facts === this.shown_facts) return; // else a focus in a note is lost, and screen readers say all of them again
+    this.shown_facts = facts;
     if (conflict) {
       this.another.value ||= `${(typed_at(this.form, "name") || "pipeline").slice(0, 50)}-mine`;
       made.push(note("warn", [h("p", { role: "alert" }, conflict.text), ...conflict.changes.map(([path, theirs, mine]) => h("p", { class: "small" }, `${path}: ${theirs || "not given"} there, ${mine || "not given"} here`)),
@@ -160,9 +165,8 @@ class FormPage extends DraftEditor {
           this.view.button("Save as another", () => this.do_save(false, this.another.value.trim()), fail), this.another)]));
     }
     made.push(...this.conflict_notes());
-    const is_loose = ([path]) => !this.info_of(path) && !(path.startsWith("nodes[") && this.form.nodes[OF_NODE.exec(path)?.[1]]) && !["", "parallelism", "source"].includes(path);
-    for (const [path, text] of Object.entries(this.form.errors).filter(is_loose)) made.push(note("bad", h("p", {}, `${this.title_of(path)}: ${text}`), path === "nodes" ? [] : [this.view.button("Leave it out", () => this.edit(path, ""), fail)]));
-    for (const [path, text] of Object.entries(this.form.warnings).filter((each) => each[0] === "" || is_loose(each))) made.push(note("warn", h("p", {}, path ? `${this.title_of(path)}: ${text}` : text)));
+    for (const [path, text] of errors) made.push(note("bad", h("p", {}, `${this.title_of(path)}: ${text}`), path === "nodes" ? [] : [this.view.button("Leave it out", () => this.edit(path, ""), fail)]));
+    for (const [path, text] of warnings) made.push(note("warn", h("p", {}, path ? `${this.title_of(path)}: ${text}` : text)));
     if (this.failure && !(conflict && this.failure.startsWith(conflict.text))) made.push(note("bad", h("p", { role: "alert" }, this.failure), [this.close_button(() => { this.failure = null; })]));
     made.push(work_note(this.view, this.work, fail.on_error));
     if (this.said) made.push(note("run", this.said, [this.close_button(() => { this.said = null; })]));

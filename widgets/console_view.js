@@ -184,7 +184,11 @@ class ListPage {
     const row = this.wanted && this.rows.get(this.wanted);
     if (row) { this.wanted = null; row.open.focus(); }
   }
-  set_list(list) { this.list = list; this.failure = null; this.draw(); this.draw_notes(); this.focus_wanted(); }
+  set_list(list) {
+    const is_told_else = JSON.stringify(list.notices) !== JSON.stringify(this.list?.notices);
+    this.list = list; this.draw(); this.focus_wanted();
+    if (is_told_else) this.draw_notes();
+  }
   /** Which rows stand where: it changes only when the user sorts; what is new stands first. */
   arrange() {
     const there = new Map(this.list.entries.map((entry) => [entry.id, entry]));

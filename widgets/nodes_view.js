@@ -41,18 +41,16 @@ class NodesForm extends DraftEditor {
     const count = form.rows.length, ranks = form.num_ranks === null ? "" : `, ${count_of(form.num_ranks, "rank")}`;
     this.list.facts.replaceChildren(count ? `${count_of(count, "node")}${ranks}` : "", ...(form.file ? [" · ", h("span", { class: "mono" }, form.file), form.is_changed ? ", changed" : ""] : []));
     this.foot.hidden = !count;
-    const conflicts = JSON.stringify(form.conflicts);
-    if (conflicts !== this.conflicts.dataset.key) { this.conflicts.dataset.key = conflicts; this.conflicts.replaceChildren(...this.conflict_notes()); }
+    redraw(this.conflicts, form.conflicts, () => this.conflict_notes());
     this.show_faults(form.faults);
   }
   show_faults(faults) {
-    const key = JSON.stringify(faults), first = faults.find(([path]) => OF_NODE.test(path));
-    if (key !== this.fault.dataset.key) {
-      this.fault.dataset.key = key;
+    const first = faults.find(([path]) => OF_NODE.test(path));
+    redraw(this.fault, faults, () => {
       const [, node, name] = first ? OF_NODE.exec(first[0]) : [];
       const go = first ? h("button", { type: "button", class: "link", onclick: () => this.list.rows.get(node).go_to(name) }, "Go there") : null;
-      this.fault.replaceChildren(...(faults.length ? [icon("warn"), h("span", {}, faults[0][1], faults.length > 1 ? ` (and ${faults.length - 1} more) ` : " ", go)] : []));
-    }
+      return faults.length ? [icon("warn"), h("span", {}, faults[0][1], faults.length > 1 ? ` (and ${faults.length - 1} more) ` : " ", go)] : [];
+    });
     for (const button of [this.go, this.save]) disable(button, faults.length ? `Correct ${count_of(faults.length, first ? "field" : "fault")} first` : "");
   }
   show_start(start) {

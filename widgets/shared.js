@@ -102,6 +102,12 @@ const replace_children = (parent, wanted) => {
   for (const old of [...parent.childNodes]) if (!wanted.includes(old)) old.remove();
   wanted.forEach((node, i) => { if (parent.childNodes[i] !== node) parent.insertBefore(node, parent.childNodes[i] ?? null); });
 };
+/** Draw in `place` what `make()` gives, where `facts` are not those it shows: else a focus in it is lost, and screen readers say it again. */
+const redraw = (place, facts, make) => {
+  const key = JSON.stringify(facts);
+  if (place.shown_facts === key) return;
+  place.shown_facts = key; place.replaceChildren(...make());
+};
 const set_text = (node, text) => { if (node.textContent !== String(text)) node.textContent = text; };
 const disable = (button, reason) => { // stays focusable; the reason is its description
   if (reason) { button.setAttribute("aria-disabled", "true"); button.title = reason; } else { button.removeAttribute("aria-disabled"); button.title = button.dataset.title ?? ""; }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,6 +145,13 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     nb.page.keyboard.press("Escape")
     expect(view.get_by_label("Path of a spec file")).to_have_count(0)
 
+    (nb.path.parent / "pipelines" / "moe-draft.toml").unlink()
+    view.get_by_role("button", name="Open moe-draft").click()
+    expect(view.get_by_role("alert")).to_contain_text("moe-draft")
+    view.get_by_role("button", name="Refresh").click()
+    expect(row(view, "moe-draft")).to_have_count(0)
+    expect(view.get_by_role("alert")).to_contain_text("moe-draft")  # until it is closed
+
     view.evaluate("view => { view.style.width = '420px'; }")  # a narrow page: nothing is cut off, or scrolls sideways
     take_pictures(nb, view, "narrow", tmp_path)
     expect(view.get_by_role("button", name="Open sweep-lr", exact=True)).to_be_visible()
@@ -153,7 +161,7 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     saved = nb.save()
     assert "gpt-pretrain" in saved.cells[2].outputs[1].data["text/html"]
     nb.reload()
-    expect(names(nb.cell(2).locator(".dt"))).to_have_count(9)
+    expect(names(nb.cell(2).locator(".dt"))).to_have_count(8)
 
 
 @pytest.fixture
@@ -284,8 +292,6 @@ def _type_general(nb: Notebook, view: Locator, folder: Path) -> None:
     expect(view.get_by_label("Name", exact=True)).to_be_focused()
     expect(view.locator("[aria-current=step]")).to_contain_text("General")
     expect(view.locator(".ax label")).to_have_text([*Parallelism().axes])
-    press(view.get_by_role("button", name="pp: more"))
-    expect(view.get_by_label("pp", exact=True)).to_have_value("2")
     batch, precision, keys = view.get_by_label("Batch size"), view.get_by_label("Precision"), nb.page.keyboard
     tab_to(precision)
     keys.press("ArrowDown")  # of a list, which JupyterLab leaves to it
@@ -296,8 +302,14 @@ def _type_general(nb: Notebook, view: Locator, folder: Path) -> None:
     expect(view.get_by_text("'3o': give a whole number, 1 to 1,000,000,000,000").first).to_be_visible()
     expect(view.locator(".steps li").first).to_contain_text("1 field to correct")
     expect(view.locator(".foot >> visible=true")).to_contain_text("Batch size: '3o': give a whole number")
+    there = view.get_by_role("button", name="Go there")
+    link = there.element_handle()
+    press(view.get_by_role("button", name="pp: more"), back=True)
+    expect(view.get_by_label("pp", exact=True)).to_have_value("2")
+    expect(view.get_by_role("img", name=re.compile("^2 stages"))).to_be_visible()
+    assert link.evaluate("link => link.isConnected"), "what has been said is not said again at each change"
     take_pictures(nb, view, "general", folder)
-    press(view.get_by_role("button", name="Go there"))
+    press(there)
     expect(batch).to_be_focused()
     keys.press("Control+A")
     keys.type("32")

@@ -42,7 +42,7 @@ def test_theme_is_on_and_nothing_veils_the_page(window: Window) -> None:
     assert seen[0] != seen[1], seen
 
 
-def test_errors_in_the_page_are_told_but_for_those_of_jupyterlab(window: Window) -> None:
+def test_errors_in_the_page_and_what_it_loads_from_elsewhere_are_told_but_for_errors_of_jupyterlab(window: Window) -> None:
     with window.page.expect_event("pageerror") as raised:
         window.js(_RAISE, "http://localhost/static/lab/theirs.js")
     assert "/static/lab/theirs.js" in str(raised.value.stack)
@@ -51,6 +51,11 @@ def test_errors_in_the_page_are_told_but_for_those_of_jupyterlab(window: Window)
         window.js(_RAISE, "http://localhost/files/ours.js")
     (error,) = window.errors
     assert "removeChild" in error and "/files/ours.js" in error
+    window.errors.clear()
+    elsewhere = "http://localhost:9/font.css"
+    with window.page.expect_event("request"):
+        window.js("address => { fetch(address).catch(() => {}); }", elsewhere)
+    assert window.errors == [f"the page asks for {elsewhere}"]
     window.errors.clear()
 
 

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from playwright.sync_api import Browser, Error, expect, sync_playwright
+from playwright.sync_api import Browser, Error, Request, expect, sync_playwright
 
 from .server import Lab
 
@@ -62,6 +62,7 @@ class Window:
         self.page.set_default_timeout(LOOK_LIMIT_S * 1000)
         self.errors: list[str] = []
         self.page.on("pageerror", self._note)
+        self.page.on("request", self._note_foreign)
         self.page.on("crash", lambda _: self.errors.append("the page has crashed"))
         self._url = f"{lab.url}{place}?token={lab.token}&reset"
         self.load()
@@ -71,6 +72,11 @@ class Window:
         is_known = any(words in error.message for words in _OF_JUPYTERLAB)
         if not (is_known and all(_CODE_OF_JUPYTERLAB.search(frame) for frame in frames)):
             self.errors.append(f"{error.message}\n{error.stack}")
+
+    def _note_foreign(self, request: Request) -> None:
+        """Nothing is loaded from elsewhere: people train where there is no network."""
+        if request.url.startswith(("http:", "https:")) and not request.url.startswith(self.lab.url):
+            self.errors.append(f"the page asks for {request.url}")
 
     def load(self) -> None:
         """Open JupyterLab's page, or reload it; no notebook is open then."""
