@@ -67,7 +67,7 @@ def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
 
 def show(value: object, *, most: int = 60) -> str:
     """Write a value for a message: on one line, cut where it is long."""
-    text = repr(value)  # which escapes what does not print
+    text = " ".join(map(str.strip, repr(value).splitlines()))  # of a text it escapes what does not print
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -151,6 +151,12 @@ class SessionHolder:
             )
         return self.start(StartOptions(nodes=nodes), watch=watch)
 
+    @property
+    def listed_nodes(self) -> Sequence[Node] | None:
+        """What a form started the last session on, which may stand in no file; None where a line named the nodes."""
+        nodes = self._started_with.nodes if self._started_with else None
+        return None if isinstance(nodes, str) else nodes
+
     def _start(self, wanted: StartOptions, watch: StartWatch | None) -> Session:
         say, ask = (watch.say, watch.ask_passphrase) if watch else (print, ask_passphrase)
         if self._ended is not None:

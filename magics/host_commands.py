@@ -84,7 +84,7 @@ class HostCommands:
         """Show nodes as a form, from which the session of this notebook can be started."""
         from detrain_nb import widgets
 
-        display(widgets.nodes(args.file, start=self._holder.start_from_form))
+        display(widgets.nodes(args.file or self._holder.listed_nodes, start=self._holder.start_from_form))
 
     def _lines(self) -> AbstractContextManager[Callable[[str], None]]:
         return redrawn_line(self._ipython, is_live=self._holder.settings.output == "live")

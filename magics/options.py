@@ -310,7 +310,11 @@ def session_parser() -> LineParser:
     doctor.add_argument("--save", action="store_true", help="measure all of it, and write it into the nodes file")
     form = commands.add_parser("nodes", help="nodes as a form: edit, import, test, save, and start the session on them")
     form.add_argument(
-        "file", nargs="?", type=not_empty, metavar="NODES_FILE", help="a nodes file; default: no nodes yet"
+        "file",
+        nargs="?",
+        type=not_empty,
+        metavar="NODES_FILE",
+        help="a nodes file; default: those that a form has started this notebook's session on",
     )
     config = commands.add_parser("config", help="show the settings, or change one")
     config.add_argument("assignment", nargs="?", metavar="KEY=VALUE")

@@ -19,6 +19,7 @@ from detrain_nb.text import (
     name_some,
     printable,
     short_number,
+    show,
     split_target,
     table_lines,
 )
@@ -91,6 +92,15 @@ def test_html_of_a_table_is_escaped_and_its_lines_are_in_one_caption() -> None:
         "<tbody></tbody></table>"
     )
     assert html_table("") == "<table><thead><tr></tr></thead></table>"
+
+
+def test_value_in_a_message_stands_on_one_line() -> None:
+    class Model:
+        def __repr__(self) -> str:
+            return "GPT(\n  (wte): Embedding(8, 2)\n)"
+
+    assert show(Model()) == "GPT( (wte): Embedding(8, 2) )"
+    assert show(" two\nlines ") == r"' two\nlines '"
 
 
 def test_what_is_shown_as_text_keeps_its_columns_and_has_no_markup_of_its_own() -> None:

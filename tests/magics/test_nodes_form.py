@@ -34,6 +34,8 @@ def test_one_start_at_a_time_and_none_beside_a_session_that_runs(start_kernel: A
     assert kernel.run("%%distributed\nprint(rank)").text() == "[localhost:0] 0\n[localhost:1] 1\n"
     again = kernel.run("start()")
     assert "runs already, with 2 ranks: %distributed stop ends it first" in again.error
+    [text] = kernel.run("%distributed nodes").rich()
+    assert text.startswith("Nodes: 1\n") and "auto, 2 ranks" in text, "what was typed is not lost by a start"
     assert kernel.run("%distributed stop").status == "ok"
 
 

@@ -214,6 +214,18 @@ def test_table_is_text_and_html_with_the_same_cells(defined: Session) -> None:
     assert found._repr_html_().count("<tr>") == 3
 
 
+def test_a_tensor_without_dimensions_has_its_number(defined: Session) -> None:
+    defined.run_cell(
+        "loss = torch.tensor(2.1 + rank, requires_grad=True)\n"
+        "freed = torch.tensor(1.0); freed.untyped_storage().resize_(0)\n"
+        "tiny = torch.zeros((), dtype=torch.uint8).view(torch.float8_e8m0fnu)"
+    )
+    found = defined.variables(["loss", "freed", "tiny"])
+    assert (found["loss"].value, found["freed"].value) == ("2.1 … 3.1", "[]")
+    assert found["tiny"].dtype == "float8_e8m0fnu" and found["loss"].on[1].shape == ()
+    defined.run_cell("del loss, freed, tiny")
+
+
 def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> None:
     defined.run_cell("wide = torch.arange(4000.).reshape(40, 100); wide[1, 2], wide[30, 3] = torch.nan, -torch.inf")
     seen = defined.preview("wide", 1)

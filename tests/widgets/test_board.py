@@ -18,7 +18,7 @@ from detrain_nb.widgets.board_rows import head_of, layout_of, notes_of, rank_row
 from detrain_nb.widgets.board_view import BoardView
 
 from detrain_nb import Session, widgets
-from detrain_nb.errors import DetrainError, RankLost, SessionError
+from detrain_nb.errors import CellInterrupted, DetrainError, RankLost, SessionError
 from detrain_nb.session.running.board import Board, BoardNote
 
 from ..session.soon import assert_soon
@@ -360,7 +360,10 @@ def test_nothing_is_sent_of_an_idle_session(session: Session, page: Page, tmp_pa
     thread.join(LIMIT_S)
 
 
-def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(session: Session, page: Page) -> None:
+def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(
+    session: Session, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session.settings.limits, "story_s", LIMIT_S)
     session.settings.hang_s = 1.0
     thread, raised = run_beside(
         session, "if rank == 1:\n    while True: time.sleep(0.01)\ndist.all_reduce(torch.ones(2))"
@@ -376,10 +379,11 @@ def test_a_rank_that_waits_is_shown_and_a_stop_frees_it_when_nobody_can_come(ses
     page.wait_for(lambda seen: not seen["rank1"]["runs"] and [note["whom"] for note in seen["notes"][:1]] == [[]])
     page.asks("stop")
     thread.join(LIMIT_S)
-    assert not thread.is_alive() and raised
+    assert not thread.is_alive() and isinstance(raised[0], CellInterrupted)
     page.wait_for(lambda seen: page.states == ["idle", "idle"] and seen["said"].get("is") == "done")
     freed, kept, *_ = page.seen["said"]["text"].splitlines()
     assert freed.endswith(": freed") and kept == "all ranks stopped and kept their variables"
+    assert page.seen["said"]["text"].partition(": ")[2] == raised[0].note  # the cell says the same, and is saved
 
 
 def test_stop_from_the_board_frees_the_cell_while_the_ranks_print(

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...values import has_data
 from .digests import digest_of
 from .untouched import (
     Inside,
@@ -87,6 +88,7 @@ def _of_tensor(value: Any) -> Row:
         return {}
     shape = whole_shape(value) if layout else list(tensor.shape)
     return {
+        "value": "" if layout else _only_number(tensor),
         "shape": shape[:_MOST_DIMS],
         "local": list(tensor.shape[:_MOST_DIMS]) if layout else None,
         "dtype": str(tensor.dtype).removeprefix("torch."),
@@ -94,6 +96,17 @@ def _of_tensor(value: Any) -> Row:
         "bytes": _size_of(tensor),
         "layout": layout,
     }
+
+
+def _only_number(tensor: torch.Tensor) -> str:
+    """That of a tensor without dimensions, as of a loss; on a GPU it would be waited for."""
+    if tensor.dim() or not tensor.is_cpu or not is_dense(tensor) or not has_data(tensor):
+        return ""
+    try:
+        number = tensor.item()
+    except (RuntimeError, NotImplementedError):  # of a dtype that Python has no number for
+        return ""
+    return f"{number:.6g}" if isinstance(number, float) else str(number)
 
 
 def _size_of(tensor: torch.Tensor) -> int:

@@ -42,9 +42,11 @@ class Rescue:
 
         Pressed again, now or when this has returned, it does more.
         """
-        story = self._begin(cell)
-        self._press_until_it_ends(story)
-        return self._end_of(story)
+        with cell.being_stopped() as told:
+            story = self._begin(cell)
+            self._press_until_it_ends(story)
+            told.append(self._end_of(story))
+        return told[0]
 
     def free(self, cell: Cell) -> str:
         """The same where nobody has pressed: ranks that come free are given time to end the cell."""

@@ -120,6 +120,8 @@ class Cells:
         errors = cell.errors()
         if not errors:
             return
+        with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop
+            story = story or cell.stop_story(self._link.limits.story_s)
         is_stopped = all(error.interrupted for error in errors.values())
         silence = describe_silence(errors)
         have_hung_up = any(error.follows_another and not error.interrupted for error in errors.values())

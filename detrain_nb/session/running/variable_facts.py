@@ -25,7 +25,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankVariable:
-    """A variable as one rank has it: ``value`` is a short text, ``shape`` that of a tensor or an array.
+    """A variable as one rank has it: ``value`` is a short text, ``shape`` that of a tensor or an array. A tensor
+    without dimensions has both, where its number is at hand.
 
     Of a DTensor ``local`` is the shape of the rank's part, and ``bytes`` its size. ``digest`` is the checksum, of a
     sample where ``is_sample``; where there is none, ``why`` says why.
@@ -45,8 +46,8 @@ class RankVariable:
 
     @property
     def text(self) -> str:
-        """Its shape, or its value in short."""
-        return self.value if self.shape is None else f"[{', '.join(map(str, self.shape))}]"
+        """Its value in short; of a tensor or an array with dimensions its shape."""
+        return self.value if self.shape is None or self.shape == () and self.value else f"{[*self.shape]}"
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -50,6 +51,8 @@ class Cell:
             self.values_brought.set()
         self._outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
         self._presses = 0
+        self._stopping = threading.Condition()
+        self._num_stops, self._stop_story = 0, ""  # under way, and what became of the last
         self._is_cut_off = False
         self._lost_after_its_end: dict[int, RankEnded] = {}
         self._cleaners: dict[tuple[int, str], PieceCleaner] = {}
@@ -146,6 +149,26 @@ class Cell:
     def note_stop(self) -> None:
         """It was stopped, and nobody has pressed: the next press is the second."""
         self._presses = max(self._presses, 1)
+
+    @contextmanager
+    def being_stopped(self) -> Iterator[list[str]]:
+        """While a thread stops it; what the thread puts into the list is the story of that, told where it ends it."""
+        with self._stopping:
+            self._num_stops += 1
+        told: list[str] = []
+        try:
+            yield told
+        finally:
+            with self._stopping:
+                self._num_stops -= 1
+                self._stop_story = told[0] if told and self.is_done else ""
+                self._stopping.notify_all()
+
+    def stop_story(self, limit_s: float) -> str:
+        """What became of it, in words, where another thread has stopped it; waits for one that still does."""
+        with self._stopping:
+            self._stopping.wait_for(lambda: not self._num_stops, limit_s)
+            return self._stop_story
 
     def close(self) -> None:
         """Nothing more will come; whoever waits is told."""

@@ -47,6 +47,7 @@ class Limits:
     freed_s: float = 0.5  # from the end of a generation to the end of the cell on the ranks that waited in it
     compute_s: float = 4.0  # how long a stop waits for a rank that computes before it gives the prompt back
     replace_s: float = 3.0
+    story_s: float = 5.0  # for what another thread says of its stop, when all ranks have ended the cell
     free_s: float = 5.0  # how long ranks that were freed may take to end a cell that nobody has stopped
     after_death_s: float = 0.1  # how long ranks may go on by themselves when one was lost
 
