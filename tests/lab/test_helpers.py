@@ -42,7 +42,9 @@ def test_theme_is_on_and_nothing_veils_the_page(window: Window) -> None:
     assert seen[0] != seen[1], seen
 
 
-def test_errors_in_the_page_and_what_it_loads_from_elsewhere_are_told_but_for_errors_of_jupyterlab(window: Window) -> None:
+def test_errors_in_the_page_but_those_of_jupyterlab_are_told_and_what_is_loaded_from_elsewhere(
+    window: Window,
+) -> None:
     with window.page.expect_event("pageerror") as raised:
         window.js(_RAISE, "http://localhost/static/lab/theirs.js")
     assert "/static/lab/theirs.js" in str(raised.value.stack)
