@@ -220,7 +220,7 @@ def runtime_folder() -> Path:
 
 def _possible_folders() -> Iterator[Path]:
     if chosen := os.environ.get("DETRAIN_NB_RUNTIME_DIR"):
-        yield Path(chosen).expanduser().absolute()
+        yield Path(os.path.expanduser(chosen)).absolute()
         return
     if base := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(base).absolute() / "detrain_nb"

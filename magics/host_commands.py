@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -35,7 +36,9 @@ class HostCommands:
         """Copy files and folders of this machine to the nodes."""
         session = self._holder.running()
         is_all_here = session.ranks.nodes is None and args.to is args.nodes is None
-        if is_all_here and all(is_same(Path(path).expanduser(), Path(session.files.folder)) for path in args.paths):
+        if is_all_here and all(
+            is_same(Path(os.path.expanduser(path)), Path(session.files.folder)) for path in args.paths
+        ):
             print("nothing to copy: the ranks run on this machine and use the folder itself")
             return
         with told_when_interrupted("%distributed put", _SOME_FILES), self._progress("put") as bar:
@@ -48,7 +51,7 @@ class HostCommands:
         with told_when_interrupted("%distributed get", _SOME_FILES), self._progress("get") as bar:
             copied = session.files.get(args.paths, args.to or ".", nodes=args.nodes, on_progress=bar)
         _say_copied(copied)
-        to = Path(args.to or ".").expanduser().absolute()
+        to = Path(os.path.expanduser(args.to or ".")).absolute()
         print(f"in {to}" if len(copied) == 1 else f"in {to}, each node's in a folder of its name")
 
     def data(self, args: Any) -> None:
@@ -75,7 +78,7 @@ class HostCommands:
         if args.fix:
             print(fix(report))
         if args.save:
-            path = Path(args.nodes).expanduser()
+            path = Path(os.path.expanduser(args.nodes))
             before = f"{path}.before"
             is_kept = write_nodes(path, report.measured_nodes(), before=before)
             print(f"{path} has what was measured" + f"; as it was it is {before}" * is_kept)

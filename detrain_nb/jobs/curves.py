@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ def write_tensorboard(folder: str | Path, metrics: Iterable[Mapping[str, Any]]) 
         raise SpecError(f"{missing} is not installed: pip install {missing}, or read job.metrics()") from exc
     written: list[Path] = []
     for rank in sorted({rank for of_name in curves.values() for rank in of_name}):
-        place = Path(folder).expanduser().absolute() / f"rank-{rank}"
+        place = Path(os.path.expanduser(folder)).absolute() / f"rank-{rank}"
         make_users_folder(place)
         for old in place.glob(f"events.out.tfevents.*{_OUR_SUFFIX}"):
             old.unlink()
