@@ -106,7 +106,7 @@ class SessionLog(SlotsOnly):
         left = set() if are_chosen else {ran.cell for ran in self.cells} - set(replayed)
         lines = [
             (set(replayed) - needs_others, "cells run again: {}"),
-            (needs_others.intersection(replayed), "only imports and definitions, they need other ranks: {}"),
+            (needs_others & set(replayed), "only imports and definitions, they need other ranks: {}"),
             (left & needs_others, "skipped, they need other ranks: {} (--cells runs what it names)"),
             (left - needs_others, "skipped, they did not end well or ran elsewhere: {}"),
         ]
