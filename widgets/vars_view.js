@@ -148,9 +148,10 @@ function words_below({ note, layout, rank, read_at }) {
   return `${words[0].toUpperCase()}${words.slice(1)}.${note.startsWith("first") ? " The rest stays there." : ""}`;
 }
 
+/** A corner of numbers; or the names, items and texts of what holds others. */
 function numbers_table({ columns, rows }) {
   const is_bad = (text) => text === "nan" || text === "inf" || text === "-inf";
-  return h("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "The first of it" }, h("table", { class: "n" }, h("thead", {}, h("tr", {}, columns.map((name) => (name ? h("th", { scope: "col" }, name) : h("td"))))),
+  return h("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "The first of it" }, h("table", { class: /^\d/.test(columns[1]) ? "n" : "n texts" }, h("thead", {}, h("tr", {}, columns.map((name) => (name ? h("th", { scope: "col" }, name) : h("td"))))),
     h("tbody", {}, rows.map(([first, ...cells]) => h("tr", {}, h("th", { scope: "row" }, first), cells.map((text) => h("td", { class: is_bad(text) ? "bad" : null }, text)))))));
 }
 
