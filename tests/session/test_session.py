@@ -413,14 +413,13 @@ import os, signal, sys, threading, time
 worker = os.getppid()
 freed = threading.Timer(30, os.kill, (worker, signal.SIGCONT))
 freed.start()
-began = time.monotonic()
 os.kill(worker, signal.SIGSTOP)
 {turns}
-took_s = time.monotonic() - began
+was_freed = freed.finished.is_set()
 freed.cancel()
 os.kill(worker, signal.SIGCONT)
-took_s"""
-    assert session.run_cell(stopped, ranks=0).values[0] < 20
+was_freed"""
+    assert session.run_cell(stopped, ranks=0).values[0] is False
     order = _Order()
     session.run_cell(turns, ranks=0, observer=order)
     assert order.said == "o\ne\n" * 100
