@@ -71,7 +71,7 @@ class Kernel:
     ) -> Outcome:
         """Run a cell to its end; press stop when ``interrupt_when`` appears in its output.
 
-        ``touch_when``: files, for which the cell waits, by a pattern of what is displayed: each is made at that.
+        ``touch_when``: files, for which the cell waits, by a pattern of what comes: each is made at that.
         """
         message_id = self.client.execute(code, stop_on_error=False)  # else it may abort the next one as well
         outcome, started, clear = Outcome(), time.monotonic(), False
@@ -98,7 +98,7 @@ class Kernel:
                 outcome.shown, clear = [], False
             _show(outcome.shown, kind, content, displays)
             for pattern, path in (touch_when or {}).items():
-                if re.search(pattern, content.get("data", {}).get("text/plain", "")):
+                if re.search(pattern, content.get("text", "") or content.get("data", {}).get("text/plain", "")):
                     path.touch()
             if interrupt_when and any(interrupt_when in str(data) for _, data in outcome.shown):
                 self.manager.interrupt_kernel()

@@ -21,8 +21,15 @@ def test_identical_lines_and_values_stand_once_with_their_ranks(kernel: Any) -> 
     assert outcome.rich() == ["[0-1] 'same'"]
 
 
-def test_lines_arrive_while_the_cell_runs_with_the_rank_before_them(kernel: Any) -> None:
-    outcome = kernel.run("%%rank 1\nprint('early')\ntime.sleep(1)\nprint('late')\ntime.sleep(1)")  # not with the end
+def wait_for(path: Path) -> str:
+    """What a cell waits with, on one line."""
+    return f"while not __import__('os').path.exists({str(path)!r}): time.sleep(.05)\n"
+
+
+def test_lines_arrive_while_the_cell_runs_with_the_rank_before_them(kernel: Any, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    code = f"%%rank 1\nprint('early')\n{wait_for(first)}print('late')\n{wait_for(second)}"
+    outcome = kernel.run(code, touch_when={"early": first, "late": second})
     streams = [content["text"] for kind, content in outcome.live if kind == "stream"]
     assert streams == ["[1] early\n", "[1] late\n", "[1] early\n[1] late\n"]
 
@@ -44,11 +51,6 @@ def test_quiet_shows_nothing_and_out_has_it_all(kernel: Any) -> None:
     ]
     [table] = kernel.run("got").rich("text/html")
     assert "<table>" in table
-
-
-def wait_for(path: Path) -> str:
-    """What a cell waits with, on one line."""
-    return f"while not __import__('os').path.exists({str(path)!r}): time.sleep(.05)\n"
 
 
 def test_redrawn_lines_move_in_place_a_line_a_rank(kernel: Any, tmp_path: Path) -> None:

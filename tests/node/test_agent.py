@@ -284,11 +284,9 @@ with Session.start(ranks=1, device="cpu", init=False, folder=sys.argv[1]) as ses
     print(result.values, session.news.notices)
     print(session.run_cell("1 + 1").values)
 """
-    started = time.monotonic()
     said = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60, check=False
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=100, check=False
     )
     assert "{0: 'done'}" in said.stdout, said.stderr
     assert "takes no more" in said.stdout
     assert "{0: 2}" in said.stdout
-    assert time.monotonic() - started < 60
