@@ -1138,11 +1138,9 @@ def test_stop_in_a_notebook_ends_the_copies_to_all_nodes(make_testbed: MakeTestb
     nodes = ssh_nodes(testbed)
     (tmp_path / "large").write_bytes(os.urandom(LARGE_BYTES))
     begun = threading.Event()
-    pressed_at: list[float] = []
 
     def press() -> None:
         begun.wait(30)
-        pressed_at.append(time.monotonic())
         os.kill(os.getpid(), signal.SIGINT)
 
     watcher = threading.Thread(target=press)
@@ -1153,7 +1151,6 @@ def test_stop_in_a_notebook_ends_the_copies_to_all_nodes(make_testbed: MakeTestb
 
     with pytest.raises(KeyboardInterrupt):
         on_every(nodes, copy, lambda _, done, total: begun.set() if done else None)
-    assert time.monotonic() - pressed_at[0] < 8  # the rest takes longer
     watcher.join()
     for host in ("h0", "h1"):
         wait_until_gone(testbed.path_home(host))
@@ -1168,17 +1165,21 @@ def test_stop_does_not_wait_for_a_host_that_is_slow_to_answer(tmp_path: Path) ->
         address, port = listener.getsockname()
         node = SshNode(Node(host=address, port=port, user="me"), config_path=tmp_path / "none")
 
+        connections: list[socket.socket] = []
+
         def press() -> None:
-            accepted.enter_context(listener.accept()[0])  # and nothing is said
+            connections.append(accepted.enter_context(listener.accept()[0]))  # and nothing is said
             os.kill(os.getpid(), signal.SIGINT)
 
         watcher = threading.Thread(target=press)
         watcher.start()
-        began_at = time.monotonic()
         with pytest.raises(KeyboardInterrupt):
             on_every([node], lambda node, stop, note: put(node, tmp_path / "file", "put", note, stop=stop))
-        assert time.monotonic() - began_at < 10  # it would give up later
         watcher.join()
+        connections[0].setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                assert connections[0].recv(4096), "it was waited for until it had given up"
     wait_for_no_threads()  # now it hears that nobody listens
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import queue
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,18 @@ class Kernel:
             self.close(now=True)
             raise
 
-    def run(self, code: str, *, interrupt_when: str | None = None, timeout_s: float = 60) -> Outcome:
-        """Run a cell to its end; press stop when ``interrupt_when`` appears in its output."""
+    def run(
+        self,
+        code: str,
+        *,
+        interrupt_when: str | None = None,
+        touch_when: Mapping[str, Path] | None = None,
+        timeout_s: float = 100,
+    ) -> Outcome:
+        """Run a cell to its end; press stop when ``interrupt_when`` appears in its output.
+
+        ``touch_when``: files, for which the cell waits, by a pattern of what comes: each is made at that.
+        """
         message_id = self.client.execute(code, stop_on_error=False)  # else it may abort the next one as well
         outcome, started, clear = Outcome(), time.monotonic(), False
         displays: dict[str, int] = {}
@@ -86,6 +97,9 @@ class Kernel:
             if clear:
                 outcome.shown, clear = [], False
             _show(outcome.shown, kind, content, displays)
+            for pattern, path in (touch_when or {}).items():
+                if re.search(pattern, content.get("text", "") or content.get("data", {}).get("text/plain", "")):
+                    path.touch()
             if interrupt_when and any(interrupt_when in str(data) for _, data in outcome.shown):
                 self.manager.interrupt_kernel()
                 interrupt_when = None
@@ -96,7 +110,7 @@ class Kernel:
     def reply_to(self, message_id: str) -> dict[str, Any]:
         """The kernel's reply to one request."""
         while True:
-            message = self.client.get_shell_msg(timeout=10)
+            message = self.client.get_shell_msg(timeout=60)
             if message["parent_header"].get("msg_id") == message_id:
                 content: dict[str, Any] = message["content"]
                 return content

@@ -228,12 +228,12 @@ def test_pieces_make_no_difference(text: str, cuts: list[int]) -> None:
 )
 def test_time_and_memory_are_linear_in_what_a_rank_sends(piece: str) -> None:
     terminal, cleaner = RankTerminal(), PieceCleaner()
-    started = time.monotonic()
+    started = time.thread_time()
     for _ in range(40):
         terminal.feed(cleaner.clean(piece.encode() * 2_500))
     for _ in range(5_000):
         terminal.feed(cleaner.clean(piece.encode()))
-    assert time.monotonic() - started < 10
+    assert time.thread_time() - started < 10
     assert sum(map(len, terminal.block)) < 300_000
     assert (len(terminal._rows) <= 24, len(cleaner._begun) < 200) == (True, True)
 

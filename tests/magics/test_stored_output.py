@@ -38,7 +38,7 @@ def load() -> Iterator[None]:
     yield
     for process in busy:
         process.kill()
-        process.wait(10)
+        process.wait(60)
 
 
 @pytest.mark.timeout(300)

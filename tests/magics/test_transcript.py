@@ -405,7 +405,9 @@ def test_large_cell_is_not_sent_again_and_again() -> None:
         cell.clear(1, True)
         cell.output(1, "stdout", "step\n")
         time.sleep(0.01)
-    assert 20 <= sum("image/png" in message.get("data", {}) for message in sent) <= 60
+    num_sent = lambda: sum("image/png" in message.get("data", {}) for message in sent)  # noqa: E731
+    assert_soon(lambda: num_sent() >= 20)
+    assert num_sent() <= 60
     cell.output(1, "stdout", "end\n")
     cell.leave()
     assert "[1] step\n[1] end\n" in _standing(sent)

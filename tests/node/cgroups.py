@@ -63,7 +63,7 @@ def is_version_1(controller: str) -> bool:
 
 
 def _remove(folder: Path, home: Path) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         for pid in (folder / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):

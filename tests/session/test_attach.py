@@ -237,7 +237,8 @@ def test_cell_that_ended_well_after_the_attach_is_replayed_and_one_that_failed_i
 @pytest.mark.slow
 def test_group_that_was_ended_is_made_again_before_the_next_cell(other: OtherProcess, name: str) -> None:
     other.run(_start(name))
-    other.run("s.run_cell('dist.destroy_process_group()')\nimport time\ntime.sleep(1)")  # it is acknowledged
+    other.run("s.run_cell('dist.destroy_process_group()')\nimport time\nlink = s._core.link.node_links[0]")
+    other.run("while link._last_number != link._acknowledged: time.sleep(.01)")
     other.kill()
     with Session.attach(name) as session:
         code = "t = torch.ones(1); dist.all_reduce(t); t.item()"

@@ -174,7 +174,7 @@ class Pair:
     def assert_hung_up(self, why: str = "") -> None:
         """The node was hung up on, and is lost; nothing else is."""
         assert self.bad.wait_until_hung_up_on()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while 1 not in self.state.lost_nodes and not self.state.failure and time.monotonic() < deadline:
             time.sleep(0.005)
         assert not self.state.failure
@@ -411,7 +411,7 @@ def test_message_that_cannot_be_now_ends_the_link(pair: Pair, message: Message) 
 )
 def test_message_that_is_for_nobody_changes_nothing(pair: Pair, message: Message) -> None:
     pair.bad.say(message, Notice("taken"))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while "bad: taken" not in pair.session.news.notices and time.monotonic() < deadline:
         time.sleep(0.002)
     assert pair.state.groups.all_have([0, 1])
@@ -1790,7 +1790,7 @@ class _Ends:
 
     def _bring_up(self, rank: int, node: FakeNode) -> None:
         node.say(RankUp(rank, 1, 0, 2, 1, node.name, "cpu", "2"), replace(node.attached, ranks=[rank]))
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while rank not in self.state._attached and time.monotonic() < deadline:
             time.sleep(0.0005)
 

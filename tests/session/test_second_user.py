@@ -108,7 +108,7 @@ def _other_user(code: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
         for stream in (process.stdin, process.stdout):
             if stream:
                 stream.close()

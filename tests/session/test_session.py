@@ -413,14 +413,13 @@ import os, signal, sys, threading, time
 worker = os.getppid()
 freed = threading.Timer(30, os.kill, (worker, signal.SIGCONT))
 freed.start()
-began = time.monotonic()
 os.kill(worker, signal.SIGSTOP)
 {turns}
-took_s = time.monotonic() - began
+was_freed = freed.finished.is_set()
 freed.cancel()
 os.kill(worker, signal.SIGCONT)
-took_s"""
-    assert session.run_cell(stopped, ranks=0).values[0] < 20
+was_freed"""
+    assert session.run_cell(stopped, ranks=0).values[0] is False
     order = _Order()
     session.run_cell(turns, ranks=0, observer=order)
     assert order.said == "o\ne\n" * 100
@@ -589,7 +588,7 @@ def test_cell_waits_as_long_for_each_that_is_in_its_way(
     assert_soon(lambda: set(state_of(session).busy) == {0})
     began, seen = time.monotonic(), _Waiting()
     last = _in_thread(session, "'last'", observer=seen)
-    assert seen.waits.wait(10)
+    assert seen.waits.wait(60)
     assert_soon(lambda: time.monotonic() > began + 2.2)
     holders.append(_in_thread(session, _gated(tmp_path / "1"), ranks=1))
     assert_soon(lambda: set(state_of(session).busy) == {0, 1})
@@ -629,7 +628,7 @@ def _run_behind_another(
     threads = {
         name: _in_thread(session, code, ranks=ranks, observer=seen[name]) for name, (ranks, code) in cells.items()
     }
-    assert all(each.waits.wait(10) for each in seen.values())
+    assert all(each.waits.wait(60) for each in seen.values())
     gate.touch()
     first()
     return {name: result() for name, result in threads.items()}, {name: each.number for name, each in seen.items()}

@@ -69,7 +69,7 @@ def _later(after_s: float, *acts: Callable[[], object], gap_s: float = 0.0) -> I
 
 def _ours(testbed: Testbed, host: str) -> list[list[str]]:
     """The processes of sessions on a host; what has just been told to end has a moment for it."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         found = list(processes_of_sessions(testbed, host).values())
         if not found or time.monotonic() >= deadline:

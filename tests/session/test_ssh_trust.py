@@ -419,7 +419,7 @@ def before(testbed: Testbed) -> Iterator[dict[str, list[tuple[str, int]]]]:
 
 def _wait_until(holds: Callable[[], bool]) -> None:
     """What ends with a session has hung up a moment before it is gone."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not holds():
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -515,7 +515,7 @@ def test_stop_while_a_cell_waits_for_one_that_nobody_has_stopped_leaves_that_alo
     beside = threading.Thread(target=lambda: equipped.run_cell(code, ranks=1, observer=Begun()))
     beside.start()
     try:
-        assert begun.wait(20)
+        assert begun.wait(60)
         with pytest.raises(CellInterrupted, match=r"^the cell was not run; rank 1 \(line 2\) still in cell"):
             equipped.run_cell("never = True", observer=watcher)
     finally:
@@ -633,11 +633,9 @@ def test_stop_in_the_moment_a_cell_is_sent_is_found_out(equipped: Session, monke
 def test_stop_while_it_is_waited_for_the_news_of_a_death_tells_what_was_raised(
     equipped: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(equipped.settings.limits, "loss_s", 20.0)
-    began = time.monotonic()
+    monkeypatch.setattr(equipped.settings.limits, "loss_s", 600.0)  # longer than a test may take
     with _presses(1.5), pytest.raises(RankError, match="Connection closed by peer"):
         equipped.run_cell("raise RuntimeError('Connection closed by peer')")
-    assert time.monotonic() - began < 15
 
 
 @pytest.mark.here_only

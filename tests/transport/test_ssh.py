@@ -49,7 +49,7 @@ def leaves_nothing() -> Iterator[None]:
     """No socket and no thread stays of what is done meanwhile, nor at the other end of it."""
     threads, sockets = set(threading.enumerate()), _list_sockets()
     yield
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while (left := _list_left(threads, sockets)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not left

@@ -24,7 +24,7 @@ from typing import Any, TextIO
 
 _NAMES = ("stdin", "stdout", "stderr")
 _DISPLAYS = 0  # the channel of what is displayed; those of the streams have their descriptors' numbers
-_READ_LIMIT_S = 0.5  # the order is not worth more to a rank whose worker does not come to read
+_READ_LIMIT_S = 3.0  # a busy machine lets the worker wait; the order is not worth more where it does not come to read
 _LOOK_S = 0.00005
 _NOTHING = bytes(4)
 _libc = ctypes.CDLL(None)

@@ -40,7 +40,7 @@ from .verdict import judge, read_told
 
 _NOT_STARTED = 127
 _TOUCH_S = 6 * 3600.0
-_LAST_WORD_LIMIT_S = 15.0  # it has torch to import; who stops a job waits as long beyond its grace
+_LAST_WORD_LIMIT_S = 60.0  # it has torch to import, on a machine that may be busy; who stops the job meanwhile ends it
 
 
 def main() -> None:
