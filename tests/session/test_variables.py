@@ -214,6 +214,12 @@ def test_table_is_text_and_html_with_the_same_cells(defined: Session) -> None:
     assert found._repr_html_().count("<tr>") == 3
 
 
+def test_path_is_written_out(defined: Session) -> None:
+    defined.run_cell("import pathlib; where = pathlib.Path('/data/images')")
+    assert (found := defined.variables("where")["where"]).value == "/data/images" and found.state == "same"
+    defined.run_cell("del where")
+
+
 def test_a_tensor_without_dimensions_has_its_number(defined: Session) -> None:
     defined.run_cell(
         "loss = torch.tensor(2.1 + rank, requires_grad=True)\n"

@@ -6,6 +6,7 @@ It is plain JSON, bounded, and made without running anything of the value's clas
 from __future__ import annotations
 
 import math
+import pathlib
 import sys
 import types
 from collections import OrderedDict, defaultdict, deque
@@ -36,7 +37,8 @@ _FIRST = 3  # of a list, in its short text
 _MOST_BITS = 200  # of a whole number that is written out
 _MOST_DIMS = 32
 _COUNTED = (list, tuple, dict, set, frozenset, deque, OrderedDict, defaultdict, str, bytes, bytearray)
-_BY_TEXT = (bool, float, complex, type(None), type(...), range, torch.dtype, torch.device)
+_PATHS = (pathlib.PosixPath, pathlib.PurePosixPath)
+_BY_TEXT = (bool, float, complex, type(None), type(...), range, torch.dtype, torch.device, *_PATHS)
 _BRACKETS: dict[type, tuple[str, str]] = {
     list: ("[", "]"), tuple: ("(", ")"), set: ("{", "}"), frozenset: ("{", "}"), deque: ("[", "]")
 }  # fmt: skip
