@@ -375,7 +375,7 @@ def test_shutdown_for_good_ends_the_session_at_once(start_front: Any, runtime_fo
 @pytest.mark.slow
 def test_ranks_that_nobody_comes_back_to_end_when_they_have_lingered(start_front: Any, runtime_folder: Path) -> None:
     front = start_front("/x/lingers.ipynb", MARK_OF_THIS_TEST="lingers", DETRAIN_NB_LINGER="600")
-    front.run("%distributed start -n 2 --linger 2")
+    front.run("%distributed start -n 2 --linger 5")
     front.begin("%%distributed\nimport subprocess\nsubprocess.run(['sleep', '600'], start_new_session=True)")
     _eventually(lambda: len([p for p in _marked("lingers") if p.name() == "sleep"]) == 2)
     os.kill(front.kernel.manager.provisioner.pid, signal.SIGKILL)

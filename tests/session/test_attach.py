@@ -758,10 +758,10 @@ def test_session_whose_processes_were_left_ends_when_it_has_lingered(
 
 @pytest.mark.slow
 def test_attach_ends_the_wait_for_a_notebook(other: OtherProcess, name: str) -> None:
-    other.run(_start(name, init=False, linger_s=4.0))
+    other.run(_start(name, init=False, linger_s=6.0))
     other.kill()
     with Session.attach(name) as session:
-        time.sleep(5)
+        time.sleep(7)
         assert session.run_cell("rank").values == {0: 0, 1: 1}
 
 

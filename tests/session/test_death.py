@@ -242,8 +242,11 @@ def test_cell_that_was_meant_for_a_dead_rank_does_not_run_on_the_fresh_one(
     pid = equipped.status().ranks[1].pid
     agent = psutil.Process(pid).parents()[3]  # above worker, launcher and warm process
     assert "detrain_nb.node.agent.agent" in agent.cmdline()
+    worker = psutil.Process(pid).parent()
+    assert worker is not None
     agent.suspend()
     os.kill(pid, signal.SIGKILL)
+    assert_soon(lambda: any(child.pid != pid for child in worker.children()), limit_s=60)
     time.sleep(0.5)  # the fresh one is up by now
     _after_the_first(RunCell, equipped, monkeypatch, agent.resume)
     with pytest.raises(RankLost, match="rank 1"):

@@ -1634,7 +1634,7 @@ def test_nobody_else_waits_while_what_a_node_shows_is_cleaned(pair: Pair, monkey
     def look(bundle: object, *, is_this_machine: bool, rest_is_in: str) -> dict[str, Any]:
         turn = threading.Thread(target=take_turn)
         turn.start()
-        turn.join(5)
+        turn.join(60)
         free.append(not turn.is_alive())
         return safe_bundle(bundle, is_this_machine=is_this_machine, rest_is_in=rest_is_in)
 
