@@ -223,13 +223,15 @@ const make_model = (view, fail) => {
 };
 
 const doing_line = (view) => {
-  const said = h("div", { role: "status" }), fail = (text) => { replace_children(said, [note("bad", h("p", {}, text))]); draw(); };
+  const said = h("div");
+  const say = (shown) => { replace_children(said, [shown]); draw(); if (view.has_mounted && shown) view.announce(shown.textContent); }; // it changes with every MB
+  const fail = (text) => say(note("bad", h("p", {}, text)));
   const cancel = view.button("Cancel", () => view.call("cancel"), { on_error: fail }), el = h("div", { class: "doing" }, said);
   const draw = () => { replace_children(el, [said, view.state.under_way && cancel]); el.hidden = !view.state.under_way && !said.firstChild; };
   view.on("doing", (doing) => {
     const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : doing.done ? `, ${format_bytes(doing.done)}` : "";
     const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), cancelled: () => note("stopped", h("p", {}, `${name}: cancelled`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
-    replace_children(said, [shown]); draw();
+    say(shown);
   });
   view.on("under_way", draw);
   return { el, fail };

@@ -256,6 +256,9 @@ def check_the_model(nb: Notebook, view: Locator, folder: Path) -> None:
     place.fill(str(folder / "saved"))
     place.press("Enter")
     expect(view.locator(".doing")).to_contain_text("saved: 1 file", timeout=LIMIT_MS)
+    heard = view.locator("xpath=following-sibling::*[@role='status']")  # at most once in 5 s
+    expect(heard).to_contain_text("saved: 1 file", timeout=LIMIT_MS)
+    expect(view.locator(".doing").locator("[role=status], [aria-live]")).to_have_count(0)
     for file in (folder / "downloaded.pt", folder / "saved/model.pt"):
         assert torch.equal(torch.load(file)["w"], torch.arange(5.0))
 
