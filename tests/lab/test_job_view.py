@@ -10,6 +10,7 @@ import pytest
 import torch
 from playwright.sync_api import Dialog, Locator, expect
 
+from .narrow import require_fits
 from .notebook import Notebook
 from .pictures import take_picture
 from .window import Window, set_theme
@@ -46,10 +47,11 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def take_pictures(window: Window, view: Locator, state: str, folder: Path) -> None:
-    """In both themes."""
+    """In both themes; a narrow page has room for it, too."""
     for name in ("dark", "light"):
         set_theme(window, dark=name == "dark")
         assert take_picture(view, f"job-{state}-{name}", folder).stat().st_size > 5000
+    require_fits(view)
 
 
 def view_of(nb: Notebook, cell: int) -> Locator:
