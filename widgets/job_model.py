@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import re
 import zipfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,6 +16,7 @@ from typing import Any
 from ..deploy.files import Stop
 from ..errors import JobError
 from ..jobs import Fetched, Job, MadeFile
+from ..node.job.terms import FILES_OF_A_LINE
 from ..plan.names import CHECKPOINT_FOLDER
 from ..session.output.safe_output import one_line
 from ..text import count_of, format_size, name_some, told_node
@@ -25,6 +26,7 @@ from .downloads import MOST_DOWNLOAD_BYTES, require_small
 _FIRST = ("model.*", ".metadata", "artifacts/", "model*")  # listed before all else, of which there may be too much
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".onnx", ".gguf", ".bin", ".ckpt")
 _OF_HUGGING_FACE = (".safetensors", ".bin")
+_CONFIGS = ("config.json", "adapter_config.json")
 _SHARD = re.compile(r"-\d+-of-\d+\.")  # of a model of Hugging Face
 _BESIDE = (  # of which such a model is of no use, or its tokenizer
     *("*config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
@@ -63,8 +65,8 @@ class Model:
 # ---- which files it is
 
 
-def list_models(job: Job) -> tuple[list[Model], list[MadeFile]]:
-    """The models, the likeliest first, and what else the job has made. Raises: DetrainError."""
+def list_models(job: Job) -> tuple[list[Model], list[MadeFile], bool]:
+    """The models, the likeliest first, what else the job has made, and whether there is more. Raises: DetrainError."""
     made = job.list_made(first=_FIRST)
     folders = dict.fromkeys(
         _folder_of(file.name) for file in filter(_is_weights, made) if file.name.endswith(_OF_HUGGING_FACE)
@@ -73,7 +75,8 @@ def list_models(job: Job) -> tuple[list[Model], list[MadeFile]]:
     beside = [file for file in (job.list_made(wanted) if wanted else []) if _folder_of(file.name) in folders]
     models = choose_models(list({(file.node, file.name): file for file in [*made, *beside]}.values()))
     taken = {name for model in models for name in model.names}
-    return models, [file for file in made if file.name not in taken]
+    has_more = max(Counter(file.node for file in made).values(), default=0) >= FILES_OF_A_LINE
+    return models, [file for file in made if file.name not in taken], has_more
 
 
 def choose_models(made: Sequence[MadeFile]) -> list[Model]:
@@ -89,7 +92,7 @@ def choose_models(made: Sequence[MadeFile]) -> list[Model]:
     models: list[Model] = []
     for file in sorted(filter(_is_weights, made), key=_likeliest_first):
         folder = _folder_of(file.name)
-        has_config = file.name.endswith(_OF_HUGGING_FACE) and f"{folder}config.json" in names
+        has_config = file.name.endswith(_OF_HUGGING_FACE) and any(f"{folder}{name}" in names for name in _CONFIGS)
         if not has_config and _whole_of(file) == file.name:
             models.append(Model(file.name, (file,)))
         elif together := pieces.pop(_whole_of(file), []):  # else it is in another one
@@ -214,8 +217,11 @@ def describe_models(models: Sequence[Model], *, has_many_nodes: bool) -> list[di
     ]
 
 
-def tell_others(made: Sequence[MadeFile], command: str) -> str:
-    """Name what is no model, by folder and size, and the ``command`` that brings it; nothing where there is none."""
+def tell_others(made: Sequence[MadeFile], command: str, *, has_more: bool = False) -> str:
+    """Name what is no model, by folder and size, and the ``command`` that brings it; nothing where there is none.
+
+    ``has_more``: there is more than was listed.
+    """
     told: list[tuple[int, str]] = []
     for folder, each in groupby(sorted(made, key=lambda file: file.name), key=lambda file: _folder_of(file.name)):
         files = list(each)
@@ -225,4 +231,5 @@ def tell_others(made: Sequence[MadeFile], command: str) -> str:
         else:
             told += [(file.size_bytes, f"{file.name} ({format_size(file.size_bytes)})") for file in files]
     words = [word for _, word in sorted(told, key=lambda one: -one[0])]
-    return one_line(f"{name_some(words)}: {command}", most_chars=1000) if words else ""
+    more = ", and more that is not listed" if has_more else ""
+    return one_line(f"{name_some(words)}{more}: {command}", most_chars=1000) if words else ""

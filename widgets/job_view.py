@@ -202,13 +202,14 @@ class JobView(LiveView):
 
     def _list_made(self, job: Job, news: JobNews) -> None:
         try:
-            models, others = list_models(job)
+            models, others, has_more = list_models(job)
         except DetrainError as exc:
-            models, others = [], []
+            models, others, has_more = [], [], False
             self._say(what="list", state="failed", error=one_line(str(exc)))
         if job is self._job:
             anyway = "" if picture.phase_of(news.status) == "succeeded" else " --anyway"
-            self._models, self._others = models, tell_others(others, f"%job fetch {job.id}{anyway} brings what it made")
+            command = f"%job fetch {job.id}{anyway} brings what it made"
+            self._models, self._others = models, tell_others(others, command, has_more=has_more)
             self._draw(news)
             self.publish("model", self._parts["model"])
 

@@ -376,6 +376,8 @@ def test_model_of_hugging_face_is_its_folder() -> None:
     assert (found[0].size_bytes, found[0].num_nodes) == (3 * 99 + 4 * 10, 2)
     assert [model.name for model in choose_models(made("model.pt", "config.json"))] == ["model.pt"]
     assert choose_models(made("model.bin", "config.json"))[0].names == ["model.bin", "config.json"]
+    adapter = ["a/adapter_model.safetensors", "a/adapter_config.json"]
+    assert choose_models(made(*adapter))[0].names == adapter
 
 
 def test_folder_of_torch_is_a_model_where_there_is_no_other() -> None:
@@ -395,7 +397,7 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path, monkeypatch
 
     def offer(talk: Talk, order: dict[str, Any]) -> None:
         assert order["first"][0] == "model.*", "of too much the model comes first"
-        talk.say("made", files=[[f"artifacts/notes/{name}", 10, 1.0] for name in ("a.txt", "b.txt")])
+        talk.say("made", files=[[f"artifacts/notes/{number}.txt", 10, 1.0] for number in range(500)])
 
     spec = '{"name": "cut", "source": {"script_text": "1"}}'
     Record().add("cut-1", name="cut", nodes="[]", spec=spec, state="ended")
@@ -406,7 +408,7 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path, monkeypatch
     assert view.settled().text.startswith("✓ job cut-1: succeeded"), "it does not wait for a node that hangs up"
     wait_for_no_watcher()
     view._list_made(job, view._news)
-    told = "artifacts/notes/ (2 files, 20 B): %job fetch cut-1 brings what it made"
+    told = "artifacts/notes/ (500 files, 5 kB), and more that is not listed: %job fetch cut-1 brings what it made"
     assert view.state()["model"]["why"] == f"No model was written; {told}"
     view.close()
 
