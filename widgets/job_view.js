@@ -162,11 +162,11 @@ const make_log = (view, fail) => {
     hits = query ? rows.flatMap((row, i) => (row[2].toLowerCase().includes(query) ? [i] : [])) : [];
     at = keeps ? Math.min(at, hits.length - 1) : -1;
     if (!keeps && hits.length) { at = 0; show_hit(); } else draw();
-    say_found();
+    say_found(!keeps);
   };
-  const say_found = () => set_text(found, query ? (hits.length ? `${at + 1} of ${hits.length}` : "no match") : "");
+  const say_found = (is_asked) => { found.setAttribute("aria-live", is_asked ? "polite" : "off"); set_text(found, query ? (hits.length ? `${at + 1} of ${hits.length}` : "no match") : ""); }; // a log that grows is silent
   const show_hit = () => { is_following = false; follow.setAttribute("aria-pressed", false); port.scrollTop = Math.max(0, hits[at] * ROW_PX - port.clientHeight / 2); draw(); };
-  const walk = (step) => { if (!hits.length) return; at = (at + step + hits.length) % hits.length; show_hit(); say_found(); };
+  const walk = (step) => { if (!hits.length) return; at = (at + step + hits.length) % hits.length; show_hit(); say_found(true); };
   const ask_back = async () => { const first = parts_now()[0]; error.hidden = true; if (first) await view.call("earlier", { node: first.node, source: first.source, begin: first.begin }); };
   view.on("earlier", (said) => {
     const parts = logs.get(`${said.node}\n${said.source}`), first = parts?.[0];

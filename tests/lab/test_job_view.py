@@ -216,8 +216,11 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     search.press("Shift+Enter")
     expect(view.locator(".bar2 [role=status]")).to_have_text("22 of 22")
     expect(lines.locator("mark.at")).to_have_text("step 1")
-    search.fill("")
+    expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "polite")
     level = view.get_by_role("combobox", name="Least level")
+    level.select_option("info and up")  # it is drawn anew, as where lines come: nobody has asked what is found
+    expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "off")
+    search.fill("")
     level.select_option("warnings and errors")
     expect(lines.locator(".ln")).to_have_text([re.compile(r"^\d\d:\d\d:\d\drank 1warnWARNING: slow batch$")])
     expect(lines.locator(".tm")).to_have_attribute("title", re.compile(r"^printed \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$"))
