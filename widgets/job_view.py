@@ -126,13 +126,13 @@ class JobView(LiveView):
                 self._look(self._job)
 
     def _look(self, job: Job) -> None:
-        """Ask its nodes as a page would have it, until they have said all, or for some seconds."""
+        """Ask its nodes as a page would have it, for some seconds: until they have said all, or that it runs."""
         has_all, until = threading.Event(), time.monotonic() + _LOOK_LIMIT_S
 
         def take(news: JobNews) -> None:
             if news.status.reports:  # else the record knows more than they
                 self._take(job, news)
-            if news.is_last:
+            if news.is_last or not (news.status.is_over or news.unreached):
                 has_all.set()
 
         with self._changing:
