@@ -333,6 +333,11 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     expect(view.get_by_label("Batch size")).to_have_value("32")
     expect(shown.locator(".dt-job .head")).to_be_visible()
     assert nb.js(_SCROLLED) == 0, "a page that is loaded again stays where it is"
+    open_again = shown.get_by_role("button", name="Open pipeline")
+    expect(open_again).to_be_hidden()  # it is open
+    view.get_by_role("button", name="My Pipelines").click()
+    open_again.click()
+    expect(view.get_by_label("Name", exact=True)).to_be_focused()
     shown.get_by_role("button", name="Close").first.click()
     view.get_by_role("button", name="My Pipelines").click()
     expect(names(view)).to_have_text(["train"])
