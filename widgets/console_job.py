@@ -33,7 +33,8 @@ class ShownJob:
         with self._changing:
             if self._view is None:
                 return None
-            return {"command": f"%job view {one_line(self._view.job.id)}", "widget": self._view.model_id}
+            id = one_line(self._view.job.id)
+            return {"id": id, "command": f"%job view {id}", "widget": self._view.model_id}
 
     def _replace(self, view: JobView | None) -> None:
         with self._changing:

@@ -245,16 +245,21 @@ class JobPanel {
   constructor(view) {
     this.view = view; this.widget = null; this.shown = null;
     this.command = h("span", { class: "cmdline" }); this.place = h("div");
-    this.line = h("section", { class: `dt ${VIEW}` }, h("div", { class: "head" }, this.command, h("span", { class: "push" }, close_button(() => view.call("hide_job")))));
+    this.open = view.button("Open pipeline", () => view.call("open_pipeline", { id: this.entry().id }), { on_error: (text) => view.complain(text) });
+    this.line = h("section", { class: `dt ${VIEW}` }, h("div", { class: "head" }, this.command, h("span", { class: "push row" }, this.open, close_button(() => view.call("hide_job")))));
     this.element = h("div", { class: "dt-shown" }, this.line, this.place);
     this.is_asked = false; // by a button of this page, which then scrolls to it: not another page, and not one that is loaded again
   }
+  /** The pipeline of the list whose last job it is. */
+  entry() { const { job, list } = this.view.state; return job && list?.entries.find((entry) => entry.can_open && entry.job?.id === job.id); }
+  draw_open() { this.open.hidden = Boolean(this.view.state.form) || !this.entry(); }
   async ask(id) {
     this.is_asked = true;
     try { await this.view.call("show_job", { id }); } catch (error) { this.is_asked = false; throw error; }
   }
   async set_job(job) {
     if (job && job.command !== this.command.textContent) this.command.replaceChildren(command_box(job.command)); // it was submitted again
+    this.draw_open();
     if ((job?.widget ?? null) === this.widget) return;
     const is_asked = this.is_asked;
     this.widget = job?.widget ?? null; this.is_asked = false;
@@ -278,13 +283,14 @@ function mount(view) {
   view.el.append(list.element, form.element);
   view.on("tests", (tests) => form.list.show_tests(tests));
   view.on("form", (value) => {
-    const was_open = !form.element.hidden, has_focus = view.el.contains(document.activeElement); // another display may have it
+    const was_open = !form.element.hidden, has_focus = [view.el, job.line].some((each) => each.contains(document.activeElement)); // another display may have it
     list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
     if (value !== null && !was_open && view.has_mounted) form.begin(has_focus); // a page that is loaded again stays where it is
     if (value === null && was_open && has_focus) list.search.focus();
+    job.draw_open();
   });
-  view.on("list", (value) => list.set_list(value));
+  view.on("list", (value) => { list.set_list(value); job.draw_open(); });
   view.on("undo", (value) => list.set_undo(value));
   view.on("work", (value) => { list.set_work(value); form.set_work(value); });
   view.on("job", (value) => job.set_job(value));

@@ -162,11 +162,11 @@ const make_log = (view, fail) => {
     hits = query ? rows.flatMap((row, i) => (row[2].toLowerCase().includes(query) ? [i] : [])) : [];
     at = keeps ? Math.min(at, hits.length - 1) : -1;
     if (!keeps && hits.length) { at = 0; show_hit(); } else draw();
-    say_found();
+    say_found(!keeps);
   };
-  const say_found = () => set_text(found, query ? (hits.length ? `${at + 1} of ${hits.length}` : "no match") : "");
+  const say_found = (is_asked) => { found.setAttribute("aria-live", is_asked ? "polite" : "off"); set_text(found, query ? (hits.length ? `${at + 1} of ${hits.length}` : "no match") : ""); }; // a log that grows is silent
   const show_hit = () => { is_following = false; follow.setAttribute("aria-pressed", false); port.scrollTop = Math.max(0, hits[at] * ROW_PX - port.clientHeight / 2); draw(); };
-  const walk = (step) => { if (!hits.length) return; at = (at + step + hits.length) % hits.length; show_hit(); say_found(); };
+  const walk = (step) => { if (!hits.length) return; at = (at + step + hits.length) % hits.length; show_hit(); say_found(true); };
   const ask_back = async () => { const first = parts_now()[0]; error.hidden = true; if (first) await view.call("earlier", { node: first.node, source: first.source, begin: first.begin }); };
   view.on("earlier", (said) => {
     const parts = logs.get(`${said.node}\n${said.source}`), first = parts?.[0];
@@ -223,13 +223,15 @@ const make_model = (view, fail) => {
 };
 
 const doing_line = (view) => {
-  const said = h("div", { role: "status" }), fail = (text) => { replace_children(said, [note("bad", h("p", {}, text))]); draw(); };
+  const said = h("div");
+  const say = (shown) => { replace_children(said, [shown]); draw(); if (view.has_mounted && shown) view.announce(shown.textContent); }; // it changes with every MB
+  const fail = (text) => say(note("bad", h("p", {}, text)));
   const cancel = view.button("Cancel", () => view.call("cancel"), { on_error: fail }), el = h("div", { class: "doing" }, said);
   const draw = () => { replace_children(el, [said, view.state.under_way && cancel]); el.hidden = !view.state.under_way && !said.firstChild; };
   view.on("doing", (doing) => {
     const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : doing.done ? `, ${format_bytes(doing.done)}` : "";
     const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), cancelled: () => note("stopped", h("p", {}, `${name}: cancelled`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
-    replace_children(said, [shown]); draw();
+    say(shown);
   });
   view.on("under_way", draw);
   return { el, fail };

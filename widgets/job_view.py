@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -29,6 +30,7 @@ from .live_view import LiveView
 
 _LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
 _TELL_BYTES = 1 << 20  # of a copy, between two words about it
+_LOOK_LIMIT_S = 3.0  # how long a view that no page has shown waits for its job's nodes before it settles
 
 _PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model", "begun", "no_lines")
 
@@ -58,6 +60,7 @@ class JobView(LiveView):
         self._models: list[Model] | None = None
         self._others = ""  # artifacts that are no model: checkpoints, say
         self._listing: threading.Thread | None = None
+        self._looked: set[tuple[bool, bool]] = set()  # of a job that is over, of a view that settles
         self._parts: picture.Json = dict.fromkeys(_PARTS)
         spec = None
         with contextlib.suppress(DetrainError):  # another release has written it
@@ -85,8 +88,7 @@ class JobView(LiveView):
         }
 
     def settled(self) -> Settled:
-        if self._stop_watching is None:
-            self._catch_up()
+        self._catch_up()
         parts = self._parts
         return settle_job(
             self._status,
@@ -111,18 +113,46 @@ class JobView(LiveView):
         self._download.clear()
 
     def _catch_up(self) -> None:
-        """Nobody watches: take the end of the job, if somebody else has heard of it."""
+        """Nobody watches: take the end of the job, if somebody else has heard of it, and what its nodes say."""
+        if self._stop_watching:
+            return
         with contextlib.suppress(DetrainError):  # it was removed
             known = self._job.last_known()
             if known.is_over and not self._status.is_over:
                 self._draw(replace(self._news, status=known, unreached={}))
+            asked = self._status.is_over, self._is_settled
+            if any(asked) and self._models is None and asked not in self._looked:
+                self._looked.add(asked)
+                self._look(self._job)
+
+    def _look(self, job: Job) -> None:
+        """Ask its nodes as a page would have it, for some seconds: until they have said all, or that it runs."""
+        has_all, until = threading.Event(), time.monotonic() + _LOOK_LIMIT_S
+
+        def take(news: JobNews) -> None:
+            if news.status.reports:  # else the record knows more than they
+                self._take(job, news)
+            if news.is_last or not (news.status.is_over or news.unreached):
+                has_all.set()
+
+        with self._changing:
+            if self._stop_watching:  # a page has come
+                return
+            stop = self._stop_watching = self._watch(job, take)
+        has_all.wait(_LOOK_LIMIT_S)
+        if self._listing is not None:
+            self._listing.join(max(0.0, until - time.monotonic()))
+        with self._changing:
+            if self._stop_watching is stop:
+                self._stop_watching = None
+        stop()
 
     # ---- what its nodes say, in a thread of the job
 
-    def _watch(self, job: Job) -> Callable[[], None]:
+    def _watch(self, job: Job, take: Callable[[JobNews], None] | None = None) -> Callable[[], None]:
         """A fresh watch begins with what is kept of the logs, so that nothing is shown twice."""
         self._log = LogWindow()
-        return job.on_change(lambda news: self._take(job, news))
+        return job.on_change(take or (lambda news: self._take(job, news)))
 
     def _take(self, job: Job, news: JobNews) -> None:
         if job is not self._job:  # it was restarted meanwhile

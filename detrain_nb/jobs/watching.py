@@ -49,7 +49,7 @@ class JobNews:
 
     ``curves`` are all of what was logged, and grow while the job runs: read them in the call that gives them.
     ``unreached`` nodes are in ``status`` as they were when they answered last. ``begun`` has by node and source the
-    line of a log that has not ended, as a bar that moves.
+    line of a log that has not ended, as a bar that moves. ``is_last``: all nodes have said all, and no more news come.
     """
 
     status: JobStatus
@@ -58,6 +58,7 @@ class JobNews:
     checkpoints: Sequence[Checkpoint]
     parts: Sequence[LogPart]
     begun: Mapping[tuple[str, str], str] = field(default_factory=dict)
+    is_last: bool = False
 
 
 OnNews = Callable[[JobNews], object]
@@ -181,16 +182,16 @@ class Watch:
             with self._lock:
                 is_known = all(each.heard_at is not None or each.why_silent for each in self._watched)
                 is_over = all(each.is_done for each in self._watched)
+                if is_over:  # who comes from now on begins another watch
+                    self._is_over.set()
             if not is_known and (left_s := first_word_by - time.monotonic()) > 0:
                 self._has_news.wait(left_s)
                 self._has_news.set()
                 continue
-            self._tell_all()
-            if is_over:
-                self._is_over.set()
+            self._tell_all(is_last=is_over)
             self._is_over.wait(_TELL_GAP_S)
 
-    def _tell_all(self) -> None:
+    def _tell_all(self, *, is_last: bool) -> None:
         with self._lock:
             listeners = [*self._listeners]
             kept = [part for each in self._watched for part in each.kept_parts()]
@@ -213,7 +214,7 @@ class Watch:
         for listener in listeners:
             parts = new if listener.has_heard else kept
             listener.has_heard = True
-            news = JobNews(status, unreached, self._curves, sorted(checkpoints.items()), parts, begun)
+            news = JobNews(status, unreached, self._curves, sorted(checkpoints.items()), parts, begun, is_last)
             try:
                 listener.on_news(news)
             except Exception:  # noqa: BLE001  a fault of one listener is none of the others

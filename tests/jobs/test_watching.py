@@ -297,6 +297,14 @@ def test_who_comes_while_the_last_one_goes_is_told_that_the_watch_is_over(monkey
 
 
 @pytest.mark.timeout(LIMIT_S)
+def test_who_comes_with_the_last_news_is_told_that_the_watch_is_over() -> None:
+    watched, late = watch(LyingNode(answers("ended"), name="gpu1")), list[object]()
+    watched.add(lambda news: late.append(watched.add(Heard())) if news.is_last else None)
+    wait_until_no_thread_is_left()
+    assert late == [None]
+
+
+@pytest.mark.timeout(LIMIT_S)
 def test_node_is_asked_once_a_second_and_less_where_nothing_changes() -> None:
     node = LyingNode(answers("running"), name="gpu1")
     watched = watch(node)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from playwright.sync_api import Dialog, Locator, expect
 
+from .narrow import require_fits
 from .notebook import Notebook
 from .pictures import take_picture
 from .window import Window, set_theme
@@ -46,10 +47,11 @@ HOSTILE = "<img src=x onerror=alert(1)>"
 
 
 def take_pictures(window: Window, view: Locator, state: str, folder: Path) -> None:
-    """In both themes."""
+    """In both themes; a narrow page has room for it, too."""
     for name in ("dark", "light"):
         set_theme(window, dark=name == "dark")
         assert take_picture(view, f"job-{state}-{name}", folder).stat().st_size > 5000
+    require_fits(view)
 
 
 def view_of(nb: Notebook, cell: int) -> Locator:
@@ -214,8 +216,11 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     search.press("Shift+Enter")
     expect(view.locator(".bar2 [role=status]")).to_have_text("22 of 22")
     expect(lines.locator("mark.at")).to_have_text("step 1")
-    search.fill("")
+    expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "polite")
     level = view.get_by_role("combobox", name="Least level")
+    level.select_option("info and up")  # it is drawn anew, as where lines come: nobody has asked what is found
+    expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "off")
+    search.fill("")
     level.select_option("warnings and errors")
     expect(lines.locator(".ln")).to_have_text([re.compile(r"^\d\d:\d\d:\d\drank 1warnWARNING: slow batch$")])
     expect(lines.locator(".tm")).to_have_attribute("title", re.compile(r"^printed \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$"))
@@ -256,6 +261,9 @@ def check_the_model(nb: Notebook, view: Locator, folder: Path) -> None:
     place.fill(str(folder / "saved"))
     place.press("Enter")
     expect(view.locator(".doing")).to_contain_text("saved: 1 file", timeout=LIMIT_MS)
+    heard = view.locator("xpath=following-sibling::*[@role='status']")  # at most once in 5 s
+    expect(heard).to_contain_text("saved: 1 file", timeout=LIMIT_MS)
+    expect(view.locator(".doing").locator("[role=status], [aria-live]")).to_have_count(0)
     for file in (folder / "downloaded.pt", folder / "saved/model.pt"):
         assert torch.equal(torch.load(file)["w"], torch.arange(5.0))
 

@@ -15,6 +15,7 @@ from playwright.sync_api import Locator, Page, WebSocket, expect
 from detrain_nb.spec.nodes_file import read_nodes
 
 from ..testbed.testbed import Testbed
+from .narrow import require_fits
 from .notebook import Notebook
 from .pictures import take_picture
 from .window import Window, set_theme
@@ -52,10 +53,11 @@ def _fill(view: Locator, label: str, **texts: str) -> None:
 
 
 def _look_at(window: Window, view: Locator, name: str, folder: Path, check: CheckAccessibility) -> None:
-    """Pictures in both themes, in which it has to be accessible."""
+    """Pictures in both themes, in which it has to be accessible; a narrow page has room for it, too."""
     for theme in ("dark", "light"):
         set_theme(window, dark=theme == "dark")
         take_picture(view, f"{name}-{theme}", folder)
+    require_fits(view)
     check(view)
 
 

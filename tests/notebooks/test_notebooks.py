@@ -150,6 +150,9 @@ def test_live_views_are_followed_by_what_is_asserted_of_them_and_nothing_is_left
     for number in live:
         assert cells[number].outputs[0].data["text/html"], cells[number].source
         assert re.search(r"^ *assert ", cells[number + 1].source, flags=re.MULTILINE), cells[number + 1].source
+    for number in (live[shown.index("view")], live[shown.index("ended")]):  # no page has shown the job
+        kept = cells[number].outputs[0].data["text/plain"]
+        assert re.search(r": succeeded, .*, step 250 of 250, loss \S+, model model\.safetensors\n", kept), kept
     sources = [cell.source for cell in cells]
     assert sources.count("%distributed stop") == 1 and sources[-2] == "%job rm two-copies"
     assert "folder.cleanup()" in sources[-1]

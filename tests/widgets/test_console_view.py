@@ -215,7 +215,7 @@ def test_run_is_told_as_work_and_then_in_the_list(page: Page) -> None:
     shown.restart()
     page.wait_for_part("job", lambda told: told["command"] != second["command"])
     again = find_job("train")
-    assert page.seen["job"] == {**second, "command": f"%job view {again.id}"} and again.id != job.id
+    assert page.seen["job"] == {**second, "id": again.id, "command": f"%job view {again.id}"} and again.id != job.id
     page.asks("hide_job")
     assert page.open_page()["job"] is None and second["widget"] not in widget_ids()
     ended = {"id": again.id, "word": "succeeded"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import html
 import re
 import sys
 import threading
@@ -12,10 +13,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import nbformat
 import pytest
 from detrain_nb.widgets import Refused, Settled, action, live_view
 from ipywidgets.widgets.widget import _instances
 from jupyter_client.session import Session
+from nbconvert import HTMLExporter
 
 from .page import LIMIT_S, WithPage
 
@@ -332,6 +335,24 @@ def test_settled_is_bounded_and_says_what_is_missing(text: str) -> None:
 
 def test_settled_text_is_escaped_where_there_is_no_html() -> None:
     assert Settled("<b>").bundle(end="live")["text/html"].endswith("&lt;b&gt;</pre><p><em>live</em></p>")
+
+
+@pytest.mark.filterwarnings("ignore:Your element with mimetype")  # that of the live view
+@pytest.mark.parametrize("has_state", [True, False])
+def test_saved_notebook_as_html_has_the_plain_form_of_live_and_settled_views(kind: type[Any], has_state: bool) -> None:
+    live, settled = kind(), kind()
+    settled.settle()
+    shown = [*live.new_display()(), *settled.new_display()()]
+    outputs = [nbformat.v4.new_output("display_data", data=one["data"]) for one in shown]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("views", outputs=outputs)])
+    if has_state:  # as front ends save it that are told to
+        book.metadata["widgets"] = {"application/vnd.jupyter.widget-state+json": live.get_manager_state()}
+    live.close()
+    page = HTMLExporter().from_notebook_node(book)[0]
+    read = re.sub(r"(?s)<(script|style).*?</\1>", "", page[page.index("<body") :])
+    text = html.unescape(re.sub("<[^>]*>", " ", read))
+    assert text.count("<text>") == 2 and text.count("run it again for the live view") == 1
+    assert "widget" not in text.lower(), text
 
 
 def wait_until(is_so: Any) -> None:
