@@ -326,7 +326,8 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     view.get_by_role("button", name="Show job").click()
     shown = nb.cell(1).locator(".dt-shown")
     expect(shown.locator(".dt-job")).to_be_in_viewport(ratio=0.5)  # when it has grown
-    nb.save()
+    plain = nb.save().cells[1].outputs[1].data["text/html"]
+    assert "<details><summary>The spec as TOML</summary>" in plain and "batch_size = 32" in plain
     nb.reload()
     view = nb.cell(1).locator(".dt").first
     expect(view.get_by_label("Batch size")).to_have_value("32")
