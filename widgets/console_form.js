@@ -6,6 +6,14 @@ const FIRST = ["training.batch_size", "parallelism.microbatches", "parallelism.s
 
 const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), text ? h("span", { class: "soft" }, text) : null);
 
+/** Put a cell below the one that shows the widget; false where a front end has no notebook, or hides it. */
+const insert_cell = (manager, widget, source) => {
+  const notebook = manager?.context?.model?.sharedModel;
+  const at = notebook?.cells?.findIndex((cell) => cell.toJSON().outputs?.some((each) => each.data?.["application/vnd.jupyter.widget-view+json"]?.model_id === widget)) ?? -1;
+  if (at >= 0) notebook.insertCell(at + 1, { cell_type: "code", source, metadata: {} });
+  return at >= 0;
+};
+
 /** How the work of the kernel goes; null where there is nothing to say. */
 const work_note = (view, work, on_error) => {
   const close = () => close_button(() => view.call("drop_work"));
@@ -34,7 +42,7 @@ class FormPage extends DraftEditor {
     this.start = view.button([icon("run"), h("span", {}, "Start")], () => this.do_start(), { cls: "go", ...fail });
     this.element = h("div", { hidden: true },
       h("div", { class: "head" }, view.button([icon("left"), "My Pipelines"], () => this.leave(), { cls: "q", ...fail }), this.name, this.file,
-        h("span", { class: "push row" }, view.button("Copy as Python", () => this.copy(), fail), this.save)),
+        h("span", { class: "push row" }, view.button("Insert as code", () => this.insert(), fail), this.save)),
       this.steps, this.notes, this.body, h("div", { class: "foot" }, this.message, h("span", { class: "push row" }, this.back, this.next, this.start)));
     this.tabs = [["general", "General"], ["nodes", "Nodes"], ["source", "Source"], ["review", "Review & start"]].map(([id, title], at) => {
       const [nr, told] = [h("span", { class: "nr" }, `${at + 1}`), h("small")];
@@ -89,12 +97,13 @@ class FormPage extends DraftEditor {
     if (this.digest === null) await this.drawing_review; // else Start came before the page of this step
     try { await this.view.call("start", { digest: this.digest }); } catch (error) { if (this.form) this.draw_review(); throw error; } // it may be another one by now
   }
-  async copy() {
+  async insert() {
     await this.send_all();
     const found = await this.view.call("review");
     if (found.error) { this.complain(`No code yet: ${found.error}`); return; }
-    const is_copied = await copy_text(found.code);
-    this.said = [h("p", {}, is_copied ? "Copied: paste it into a cell; it builds this pipeline and submits it." : "It builds this pipeline and submits it:"), command_box(found.code, "Copy the code")];
+    const does = "it builds this pipeline and submits it.", is_there = insert_cell(this.view.model.widget_manager, found.widget, found.code);
+    const told = is_there ? `Inserted below this cell; run it: ${does}` : (await copy_text(found.code)) ? `Copied: paste it into a cell; ${does}` : `For a cell: ${does}`;
+    this.said = [h("p", {}, told), command_box(found.code, "Copy the code")];
     this.draw_notes();
   }
   complain(text) { this.failure = text; this.draw_notes(); }

@@ -208,13 +208,13 @@ class ConsoleView(NodesEditor):
 
     @action()
     def review(self) -> dict[str, Any]:
-        """Return what would run; ``digest`` is what a page that shows it gives to `start`."""
+        """Return what would run; ``digest`` is what a page gives to `start`, by ``widget`` it finds its cell."""
         with self._guard:
             opened = self._forms[self._open_path()]
         with (form := opened.form).lock:
             if form.spec is None or form.errors:
                 return {"error": "correct what is marked first"}
-            spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest}
+            spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest, "widget": self.model_id}
         return {**review_spec(spec), **told}
 
     @action(digest=text(most=100))

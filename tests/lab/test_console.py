@@ -297,6 +297,13 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     view.get_by_role("button", name="Run: here").click()
     expect(row(view, "here")).to_contain_text("succeeded", timeout=60_000)  # nobody but the list asks
     view.get_by_role("button", name="Open here").click()
+    view.get_by_role("button", name="Insert as code").click()
+    expect(nb.cell(2).locator(".jp-InputArea")).to_contain_text("job = submit(spec)")
+    expect(view.get_by_text("Inserted below this cell; run it")).to_be_visible()
+    view.get_by_role("button", name="Copy the code").click()
+    view.get_by_label("Description").focus()
+    nb.page.keyboard.press("Control+V")
+    expect(view.get_by_label("Description")).to_have_value(re.compile(r"job = submit\(spec\)"))
     view.get_by_label("Batch size").fill("32")
     view.get_by_role("button", name="My Pipelines").click()
     begin_pipeline(view, "other")
