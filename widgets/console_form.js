@@ -25,6 +25,20 @@ const work_note = (view, work, on_error) => {
   return null;
 };
 
+/** Which kind of source: a radio for each. */
+class KindField extends Field {
+  make_input() {
+    const radio = (kind) => h("input", { type: "radio", name: `${this.id}-kind`, value: kind });
+    return h("fieldset", { class: "kinds" }, h("legend", { class: "sr" }, "Source"), Object.entries(KINDS).map(([kind, [word, told]]) => h("label", {}, h("b", {}, radio(kind), word), h("small", {}, told))));
+  }
+  get radios() { return [...this.input.querySelectorAll("input")]; }
+  read() { return this.radios.find((each) => each.checked)?.value ?? ""; }
+  put(kind) { for (const each of this.radios) each.checked = each.value === kind; }
+  focus() { (this.radios.find((each) => each.checked) ?? this.radios[0]).focus(); }
+  typed() { super.typed(); this.editor.draw_source(); }
+  update(form) { super.update(form); this.editor.draw_source(); }
+}
+
 class FormPage extends DraftEditor {
   constructor(view) {
     super(view);
@@ -78,14 +92,14 @@ class FormPage extends DraftEditor {
       section("Rendezvous", "how ranks find each other; the defaults suit most"), this.grid(this.of_step("nodes", [])));
   }
   make_source() {
-    this.kinds = h("fieldset", { class: "kinds" }, h("legend", { class: "sr" }, "Source"), Object.entries(KINDS).map(([kind, [word, told]]) => h("label", {}, h("b", {},
-      h("input", { type: "radio", name: `${this.view.id}-kind`, value: kind, onchange: () => this.edit("source.kind", kind) }), word), h("small", {}, told))));
+    this.kind = new KindField(this, "source.kind", this.info_of("source.kind"), { is_bare: true });
+    this.kind.hint.className = "sr"; this.fields.set("source.kind", this.kind);
     const of_kind = (kind) => (kind === "git" ? ["source.git.url", "source.git.ref", "source.entry", "source.git.folder", "source.git.token", "source.git.ssh_key", "source.git.how"] : [`source.${kind}`]);
     this.by_kind = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, h("div", { class: "grid12" }, of_kind(kind).filter((path) => path !== "source.entry").map((path) => this.field(path).element))]));
     this.entry = h("div", { class: "grid12", style: "margin-top:10px" }, this.field("source.entry").element);
-    this.kind_error = h("div", { class: "err", role: "status", hidden: true });
+    this.kind.err.setAttribute("role", "status");
     const rest = this.of_step("source", ["source.kind", ...Object.keys(KINDS).map((kind) => `source.${kind}`), "source.entry", "data", "checkpoint", "env", "secrets", "artifacts"]);
-    return h("div", {}, this.kinds, this.kind_error, ...Object.values(this.by_kind), this.entry, section("How it is called"), this.grid(rest), section("Data and checkpoints"),
+    return h("div", {}, this.kind.input, this.kind.err, this.kind.hint, ...Object.values(this.by_kind), this.entry, section("How it is called"), this.grid(rest), section("Data and checkpoints"),
       this.grid(["data.url", "checkpoint.url"]), this.fold("More of data and checkpoints", this.of_step("source", ["source", "env", "secrets", "artifacts", "data.url", "checkpoint.url"])),
       section("Environment", "a line NAME=value for each; secrets go by their names alone"), this.grid(["env", "secrets", "artifacts"]));
   }
@@ -119,16 +133,15 @@ class FormPage extends DraftEditor {
     if (form === null) return;
     this.update_fields(form); this.list.update();
     set_text(this.name, typed_at(form, "name") || "without a name"); set_text(this.file, `${form.file} · ${form.is_changed ? "changed" : `saved ${form.saved}`}`);
-    this.draw_source(); this.draw_mesh(); this.draw_steps(); this.draw_notes();
+    this.draw_mesh(); this.draw_steps(); this.draw_notes();
     if (this.step === "review" && this.reviewed !== form.revision) this.draw_review();
   }
   draw_source() {
-    const kind = typed_at(this.form, "source.kind");
-    for (const radio of this.kinds.querySelectorAll("input")) radio.checked = radio.value === kind;
+    const kind = this.kind.read();
     for (const [each, grid] of Object.entries(this.by_kind)) grid.hidden = each !== kind;
     this.entry.hidden = !["git", "path"].includes(kind);
-    const error = this.form.errors.source;
-    show_fault(this.kind_error, error ?? this.form.warnings.source, !error);
+    const { errors, warnings } = this.form, error = errors["source.kind"] ?? errors.source;
+    show_fault(this.kind.err, error ?? warnings.source, !error);
   }
   draw_mesh() {
     const found = this.form.mesh, mesh = found?.error ? null : found, sizes = Object.fromEntries(mesh?.axes ?? []);

@@ -445,7 +445,7 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     theirs = "mine.save(mine.open('train'), {**mine.open('train').data, 'training': {'steps': 7}}); None"
     again = "mine.save(mine.open('train'), {**mine.open('train').data, 'description': 'theirs'}); None"
     unheard = "view.publish = lambda *told: None; view.form.edit('env', 'A=1'); del view.publish"
-    nb = notebook(_BEGIN, make, "view = widgets.console(); view", theirs, again, unheard)
+    nb = notebook(_BEGIN, make, "view = widgets.console(); view", theirs, again, unheard, _TELL_OLDER)
     for index in range(3):
         nb.run(index)
     nb.save()
@@ -469,12 +469,44 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
         _type_into_both(one, two)
         assert window.errors == []
 
-    one.get_by_role("button", name="Review & start").click()
+    _choose_while_older_news_comes(nb, one)
+    one.get_by_role("button", name="Next: Review & start").click()
     expect(one.locator(".plan")).to_contain_text("rank 0")
     nb.run(5)  # its news has not come when Start is pressed
     one.get_by_role("button", name="Start on this machine").click()
     expect(one.get_by_role("alert")).to_contain_text("was changed after this page showed it, and was not started")
     expect(one.get_by_role("tabpanel", name="Written out")).to_contain_text('A = "1"')
+
+
+# Before an edit is done pages are told an older form, which has another name.
+_TELL_OLDER = """
+import time
+edit, older = view.form.edit, view.describe_form()
+older["draft"]["name"], until = "older", time.monotonic() + 60
+def edit_late(*given, **named):
+    view.publish("form", older)
+    while not Path("shown").exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return edit(*given, **named)
+view.form.edit = edit_late
+"""
+
+
+def _choose_while_older_news_comes(nb: Notebook, view: Locator) -> None:
+    """The kind of source that is chosen stays so all the time."""
+    nb.run(6)
+    view.get_by_role("button", name="Source").click()
+    module, text = view.get_by_role("radio", name="Module"), view.get_by_role("radio", name="Text")
+    expect(text).to_be_checked()
+    module.check()
+    expect(view.get_by_role("heading", name="older")).to_be_visible()
+    expect(view.get_by_label("Module", exact=True).and_(view.get_by_role("textbox"))).to_be_visible()
+    assert module.is_checked()
+    (nb.path.parent / "shown").touch()
+    expect(view.get_by_role("heading", name="train")).to_be_visible()
+    expect(module).to_be_checked()
+    text.check()
+    expect(view.locator(".steps li").last).to_contain_text("ready")
 
 
 def _steps(view: Locator) -> Locator:
