@@ -121,6 +121,17 @@ def test_fault_is_found_by_the_path_of_its_field(path: str, typed: str, where: s
     assert form.typed(path) == typed
 
 
+@pytest.mark.parametrize(("path", "typed"), [("name", ""), ("training.steps", "x"), ("env", "TOKEN")])
+def test_fault_of_a_script_is_told_while_other_fields_are_wrong(path: str, typed: str) -> None:
+    form = SpecForm(RIGHT)
+    form.edit(path, typed)
+    form.edit("source.script_text", "x = 1\ndef")
+    assert [*form.errors] == [path, "source.script_text"]
+    assert form.errors["source.script_text"].startswith("the text, line 2: is not Python")
+    form.edit("source.script_text", "x = 1")
+    assert [*form.errors] == [path]
+
+
 def test_warning_of_a_check_names_the_node_by_its_place() -> None:
     nodes = [{"host": "gpu1", "ranks": 1}, {"host": "gpu2", "ranks": 1, "relative_speed": 1.0}]
     form = SpecForm({**RIGHT, "nodes": nodes})
