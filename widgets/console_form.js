@@ -6,6 +6,15 @@ const FIRST = ["training.batch_size", "parallelism.microbatches", "parallelism.s
 
 const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), text ? h("span", { class: "soft" }, text) : null);
 
+/** What would run, in one line of few words. */
+const facts_of = ({ nodes, ranks, mesh, batch, stages, schedule }) => {
+  const axes = Object.entries(mesh).filter(([, size]) => size > 1).map(([axis, size]) => `${axis} ${size}`).join(" × ");
+  const parts = batch && [[batch.size / batch.replica, "replica"], [batch.replica / batch.micro, "microbatch"]].filter(([count]) => count > 1).map(([count, word]) => count_of(count, word));
+  const told = { Ranks: `${grouped(ranks)} on ${count_of(nodes.length, "node")}`, Mesh: axes || "no axis above 1",
+    Batch: batch ? [grouped(batch.size), ...(parts.length ? [`= ${[...parts, batch.micro].join(" × ")}`] : [])].join(" ") : "not given", Schedule: schedule ? `${schedule}, ${count_of(stages, "stage")}` : "none, one stage" };
+  return h("div", { class: "gist", role: "group", "aria-label": "Summary" }, Object.entries(told).map(([word, value]) => h("div", {}, h("span", {}, word), h("b", {}, value))));
+};
+
 /** Put a cell below the one that shows the widget; false where a front end has no notebook, or hides it. */
 const insert_cell = (manager, widget, source) => {
   const notebook = manager?.context?.model?.sharedModel;
@@ -210,7 +219,8 @@ class FormPage extends DraftEditor {
     const pick = (name) => { this.picked = name; text.textContent = shown[name]; for (const tab of tabs.children) tab.setAttribute("aria-selected", `${tab.textContent === name}`); };
     pick(this.picked in shown ? this.picked : "TOML");
     roving(tabs, { on_move: (tab) => tab.click() });
-    page.replaceChildren(section("Plan", plan.error ? null : `${count_of(plan.nodes.length, "node")}, ${count_of(plan.ranks, "rank")}, ${count_of(plan.stages, "stage")}${plan.bubble === null ? "" : `; ranks wait at least ${Math.round(100 * plan.bubble)} % of each step, as little as that where all stages take equally long`}`),
+    page.replaceChildren(plan.error ? "" : facts_of(plan),
+      section("Plan", plan.error || plan.bubble === null ? null : `ranks wait at least ${Math.round(100 * plan.bubble)} % of each step, as little as that where all stages take equally long`),
       plan.error ? h("p", { class: "soft" }, plan.error) : h("div", { class: "plan" }, plan.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), h("div", {}, ranks(node))])),
       section("Commands", "what runs on each node"), commands.error ? note("bad", h("p", {}, commands.error)) : h("div", { class: "cmds" }, commands.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), command_box(node.command)])),
       ...(commands.warnings ?? []).map((each) => note("warn", h("p", {}, each))), section("Spec"), tabs, text,

@@ -453,6 +453,7 @@ def test_review_says_what_each_node_would_run(home: Path) -> None:
         "stages": [1],
     }
     assert found["plan"]["bubble"] == 1 / (4 + 1), "two stages, four microbatches"
+    assert found["plan"]["schedule"] == "1F1B" and review_spec(PipelineSpec.from_dict(RIGHT))["plan"]["schedule"] == ""
     assert [each["name"] for each in found["commands"]["nodes"]] == ["gpu1", "gpu2"]
     assert "--nnodes=2" in found["commands"]["nodes"][0]["command"]
     assert 'name = "train"' in found["documents"]["toml"]
