@@ -429,7 +429,7 @@ def _read_review(nb: Notebook, view: Locator, folder: Path) -> None:
     expect(view.get_by_role("button", name="Review & start")).to_be_focused()
     expect(view.locator(".cmds")).to_contain_text("--nproc-per-node=2")
     summary = view.get_by_role("group", name="Summary").locator("> div")
-    batch = "Batch32 = 4 microbatches × 8"
+    batch = "Batch32 = 4 microbatches \u00d7 8"
     expect(summary).to_have_text(["Ranks2 on 1 node", "Meshpp 2", batch, "Schedule1F1B, 2 stages"])
     tab_to(view.get_by_role("tab", name="TOML"))
     nb.page.keyboard.press("ArrowRight")
