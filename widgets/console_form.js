@@ -1,7 +1,7 @@
 // The form of a pipeline. The kernel says what is right; here fields are drawn, and what is typed is sent there.
 
 const AXES = { pp: "Stages: layers one after the other", dp_replicate: "Whole copies, other data", dp_shard: "Shards of all parameters, other data", tp: "Each layer cut, same data" }; // as in the mesh
-const KINDS = { script: ["Script", "A .py file"], script_text: ["Text", "Typed here"], notebook: ["Notebook", "Cells tagged job"], git: ["Git", "A repository"], path: ["Folder", "Local or s3://"], module: ["Module", "python -m name"] };
+const KINDS = { script: ["Script", "A .py file"], script_text: ["Text", "Typed here"], notebook: ["Notebook", "Cells tagged job"], git: ["Git", "Cloned, then pulled"], path: ["Folder", "Local or s3://"], module: ["Module", "python -m name"] };
 const FIRST = ["training.batch_size", "parallelism.microbatches", "parallelism.schedule", "parallelism.precision", "training.steps", "training.learning_rate", "training.optimizer", "training.warmup_steps", "training.clip", "training.seed"];
 
 const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), text ? h("span", { class: "soft" }, text) : null);

@@ -19,7 +19,7 @@ from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.pipelines import EXAMPLES, SpecForm, draft_form, review_spec
 from detrain_nb.pipelines.form import number_nodes
-from detrain_nb.pipelines.form_fields import FIELDS, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
+from detrain_nb.pipelines.form_fields import FIELDS, HOW_OF, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
 from detrain_nb.spec import Finding, Node, PipelineSpec
 
 RIGHT: dict[str, Any] = {"name": "train", "source": {"script_text": "print('ran')"}}
@@ -57,6 +57,7 @@ def test_every_field_of_a_spec_is_in_one_step_and_described() -> None:
     assert {name: each.title for name, each in NODE_FIELDS.items()} == {
         name: field.title for name, field in Node.model_fields.items()
     }, "a node's fields are called as in the form of nodes"
+    assert HOW_OF.keys() <= FIELDS.keys() and "--model_name" in FIELDS["name"].to_json()["how"]
     port, seed = NODE_FIELDS["port"], FIELDS["training.seed"]
     assert (port.low, port.high, port.kind, port.is_required) == (1, 65535, "number", False)
     assert (seed.low, seed.high) == (0, (1 << 32) - 1)
