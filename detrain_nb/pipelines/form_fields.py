@@ -42,6 +42,8 @@ HOW_OF: Mapping[str, str] = {  # by path, of a field whose hint does not say wha
     "needs a token (https) or a key (ssh)",
     "source.git.ref": "a branch, a tag or a commit; each start takes what is there then, and fetches only what is new: "
     "a pull, not another clone",
+    "source.git.how": '"clone": each node asks the git host; "bundle": this machine does, and sends it to the nodes; '
+    '"auto": "clone", or "bundle" where a node does not reach that host',
     "source.git.token": "of a private repository, by https: the name of an environment variable here that holds a "
     "token; never the token itself",
     "source.git.ssh_key": "of a private repository, by ssh: the path of a private key on the machine that clones; "
