@@ -1,10 +1,27 @@
 // The form of a pipeline. The kernel says what is right; here fields are drawn, and what is typed is sent there.
 
 const AXES = { pp: "Stages: layers one after the other", dp_replicate: "Whole copies, other data", dp_shard: "Shards of all parameters, other data", tp: "Each layer cut, same data" }; // as in the mesh
-const KINDS = { script: ["Script", "A .py file"], script_text: ["Text", "Typed here"], notebook: ["Notebook", "Cells tagged job"], git: ["Git", "A repository"], path: ["Folder", "Local or s3://"], module: ["Module", "python -m name"] };
+const KINDS = { script: ["Script", "A .py file"], script_text: ["Text", "Typed here"], notebook: ["Notebook", "Cells tagged job"], git: ["Git", "Cloned, then pulled"], path: ["Folder", "Local or s3://"], module: ["Module", "python -m name"] };
 const FIRST = ["training.batch_size", "parallelism.microbatches", "parallelism.schedule", "parallelism.precision", "training.steps", "training.learning_rate", "training.optimizer", "training.warmup_steps", "training.clip", "training.seed"];
 
 const section = (title, text) => h("div", { class: "sec" }, h("h4", {}, title), text ? h("span", { class: "soft" }, text) : null);
+
+/** What would run, in one line of few words. */
+const facts_of = ({ nodes, ranks, mesh, batch, stages, schedule }) => {
+  const axes = Object.entries(mesh).filter(([, size]) => size > 1).map(([axis, size]) => `${axis} ${size}`).join(" × ");
+  const parts = batch && [[batch.size / batch.replica, "replica"], [batch.replica / batch.micro, "microbatch"]].filter(([count]) => count > 1).map(([count, word]) => count_of(count, word));
+  const told = { Ranks: `${grouped(ranks)} on ${count_of(nodes.length, "node")}`, Mesh: axes || "no axis above 1",
+    Batch: batch ? [grouped(batch.size), ...(parts.length ? [`= ${[...parts, batch.micro].join(" × ")}`] : [])].join(" ") : "not given", Schedule: schedule ? `${schedule}, ${count_of(stages, "stage")}` : "none, one stage" };
+  return h("div", { class: "gist", role: "group", "aria-label": "Summary" }, Object.entries(told).map(([word, value]) => h("div", {}, h("span", {}, word), h("b", {}, value))));
+};
+
+/** Put a cell below the one that shows the widget; false where a front end has no notebook, or hides it. */
+const insert_cell = (manager, widget, source) => {
+  const notebook = manager?.context?.model?.sharedModel;
+  const at = notebook?.cells?.findIndex((cell) => cell.toJSON().outputs?.some((each) => each.data?.["application/vnd.jupyter.widget-view+json"]?.model_id === widget)) ?? -1;
+  if (at >= 0) notebook.insertCell(at + 1, { cell_type: "code", source, metadata: {} });
+  return at >= 0;
+};
 
 /** How the work of the kernel goes; null where there is nothing to say. */
 const work_note = (view, work, on_error) => {
@@ -16,6 +33,20 @@ const work_note = (view, work, on_error) => {
   if (work?.is === "done" && work.job) return note("ok", h("p", { role: "status" }, `${work.what}: it runs. My Pipelines shows how it is.`), [show(work.job), close()]);
   return null;
 };
+
+/** Which kind of source: a radio for each. */
+class KindField extends Field {
+  make_input() {
+    const radio = (kind) => h("input", { type: "radio", name: `${this.id}-kind`, value: kind });
+    return h("fieldset", { class: "kinds" }, h("legend", { class: "sr" }, "Source"), Object.entries(KINDS).map(([kind, [word, told]]) => h("label", {}, h("b", {}, radio(kind), word), h("small", {}, told))));
+  }
+  get radios() { return [...this.input.querySelectorAll("input")]; }
+  read() { return this.radios.find((each) => each.checked)?.value ?? ""; }
+  put(kind) { for (const each of this.radios) each.checked = each.value === kind; }
+  focus() { (this.radios.find((each) => each.checked) ?? this.radios[0]).focus(); }
+  typed() { super.typed(); this.editor.draw_source(); }
+  update(form) { super.update(form); this.editor.draw_source(); }
+}
 
 class FormPage extends DraftEditor {
   constructor(view) {
@@ -34,7 +65,7 @@ class FormPage extends DraftEditor {
     this.start = view.button([icon("run"), h("span", {}, "Start")], () => this.do_start(), { cls: "go", ...fail });
     this.element = h("div", { hidden: true },
       h("div", { class: "head" }, view.button([icon("left"), "My Pipelines"], () => this.leave(), { cls: "q", ...fail }), this.name, this.file,
-        h("span", { class: "push row" }, view.button("Copy as Python", () => this.copy(), fail), this.save)),
+        h("span", { class: "push row" }, view.button("Insert as code", () => this.insert(), fail), this.save)),
       this.steps, this.notes, this.body, h("div", { class: "foot" }, this.message, h("span", { class: "push row" }, this.back, this.next, this.start)));
     this.tabs = [["general", "General"], ["nodes", "Nodes"], ["source", "Source"], ["review", "Review & start"]].map(([id, title], at) => {
       const [nr, told] = [h("span", { class: "nr" }, `${at + 1}`), h("small")];
@@ -70,14 +101,14 @@ class FormPage extends DraftEditor {
       section("Rendezvous", "how ranks find each other; the defaults suit most"), this.grid(this.of_step("nodes", [])));
   }
   make_source() {
-    this.kinds = h("fieldset", { class: "kinds" }, h("legend", { class: "sr" }, "Source"), Object.entries(KINDS).map(([kind, [word, told]]) => h("label", {}, h("b", {},
-      h("input", { type: "radio", name: `${this.view.id}-kind`, value: kind, onchange: () => this.edit("source.kind", kind) }), word), h("small", {}, told))));
+    this.kind = new KindField(this, "source.kind", this.info_of("source.kind"), { is_bare: true });
+    this.kind.hint.className = "sr"; this.fields.set("source.kind", this.kind);
     const of_kind = (kind) => (kind === "git" ? ["source.git.url", "source.git.ref", "source.entry", "source.git.folder", "source.git.token", "source.git.ssh_key", "source.git.how"] : [`source.${kind}`]);
     this.by_kind = Object.fromEntries(Object.keys(KINDS).map((kind) => [kind, h("div", { class: "grid12" }, of_kind(kind).filter((path) => path !== "source.entry").map((path) => this.field(path).element))]));
     this.entry = h("div", { class: "grid12", style: "margin-top:10px" }, this.field("source.entry").element);
-    this.kind_error = h("div", { class: "err", role: "status", hidden: true });
+    this.kind.err.setAttribute("role", "status");
     const rest = this.of_step("source", ["source.kind", ...Object.keys(KINDS).map((kind) => `source.${kind}`), "source.entry", "data", "checkpoint", "env", "secrets", "artifacts"]);
-    return h("div", {}, this.kinds, this.kind_error, ...Object.values(this.by_kind), this.entry, section("How it is called"), this.grid(rest), section("Data and checkpoints"),
+    return h("div", {}, this.kind.input, this.kind.err, this.kind.hint, ...Object.values(this.by_kind), this.entry, section("How it is called"), this.grid(rest), section("Data and checkpoints"),
       this.grid(["data.url", "checkpoint.url"]), this.fold("More of data and checkpoints", this.of_step("source", ["source", "env", "secrets", "artifacts", "data.url", "checkpoint.url"])),
       section("Environment", "a line NAME=value for each; secrets go by their names alone"), this.grid(["env", "secrets", "artifacts"]));
   }
@@ -89,12 +120,13 @@ class FormPage extends DraftEditor {
     if (this.digest === null) await this.drawing_review; // else Start came before the page of this step
     try { await this.view.call("start", { digest: this.digest }); } catch (error) { if (this.form) this.draw_review(); throw error; } // it may be another one by now
   }
-  async copy() {
+  async insert() {
     await this.send_all();
     const found = await this.view.call("review");
     if (found.error) { this.complain(`No code yet: ${found.error}`); return; }
-    const is_copied = await copy_text(found.code);
-    this.said = [h("p", {}, is_copied ? "Copied: paste it into a cell; it builds this pipeline and submits it." : "It builds this pipeline and submits it:"), command_box(found.code, "Copy the code")];
+    const does = "it builds this pipeline and submits it.", is_there = insert_cell(this.view.model.widget_manager, found.widget, found.code);
+    const told = is_there ? `Inserted below this cell; run it: ${does}` : (await copy_text(found.code)) ? `Copied: paste it into a cell; ${does}` : `For a cell: ${does}`;
+    this.said = [h("p", {}, told), command_box(found.code, "Copy the code")];
     this.draw_notes();
   }
   complain(text) { this.failure = text; this.draw_notes(); }
@@ -110,16 +142,15 @@ class FormPage extends DraftEditor {
     if (form === null) return;
     this.update_fields(form); this.list.update();
     set_text(this.name, typed_at(form, "name") || "without a name"); set_text(this.file, `${form.file} · ${form.is_changed ? "changed" : `saved ${form.saved}`}`);
-    this.draw_source(); this.draw_mesh(); this.draw_steps(); this.draw_notes();
+    this.draw_mesh(); this.draw_steps(); this.draw_notes();
     if (this.step === "review" && this.reviewed !== form.revision) this.draw_review();
   }
   draw_source() {
-    const kind = typed_at(this.form, "source.kind");
-    for (const radio of this.kinds.querySelectorAll("input")) radio.checked = radio.value === kind;
+    const kind = this.kind.read();
     for (const [each, grid] of Object.entries(this.by_kind)) grid.hidden = each !== kind;
     this.entry.hidden = !["git", "path"].includes(kind);
-    const error = this.form.errors.source;
-    show_fault(this.kind_error, error ?? this.form.warnings.source, !error);
+    const { errors, warnings } = this.form, error = errors["source.kind"] ?? errors.source;
+    show_fault(this.kind.err, error ?? warnings.source, !error);
   }
   draw_mesh() {
     const found = this.form.mesh, mesh = found?.error ? null : found, sizes = Object.fromEntries(mesh?.axes ?? []);
@@ -188,7 +219,8 @@ class FormPage extends DraftEditor {
     const pick = (name) => { this.picked = name; text.textContent = shown[name]; for (const tab of tabs.children) tab.setAttribute("aria-selected", `${tab.textContent === name}`); };
     pick(this.picked in shown ? this.picked : "TOML");
     roving(tabs, { on_move: (tab) => tab.click() });
-    page.replaceChildren(section("Plan", plan.error ? null : `${count_of(plan.nodes.length, "node")}, ${count_of(plan.ranks, "rank")}, ${count_of(plan.stages, "stage")}${plan.bubble === null ? "" : `; ranks wait at least ${Math.round(100 * plan.bubble)} % of each step, as little as that where all stages take equally long`}`),
+    page.replaceChildren(plan.error ? "" : facts_of(plan),
+      section("Plan", plan.error || plan.bubble === null ? null : `ranks wait at least ${Math.round(100 * plan.bubble)} % of each step, as little as that where all stages take equally long`),
       plan.error ? h("p", { class: "soft" }, plan.error) : h("div", { class: "plan" }, plan.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), h("div", {}, ranks(node))])),
       section("Commands", "what runs on each node"), commands.error ? note("bad", h("p", {}, commands.error)) : h("div", { class: "cmds" }, commands.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), command_box(node.command)])),
       ...(commands.warnings ?? []).map((each) => note("warn", h("p", {}, each))), section("Spec"), tabs, text,

@@ -1,19 +1,22 @@
-"""The list of pipelines as plain JSON for a page, and as it stays in a saved notebook."""
+"""The list of pipelines as plain JSON for a page; it, and a form, as they stay in a saved notebook."""
 
 from __future__ import annotations
 
+import html
 from typing import Any
 
+from ..documents import format_document
 from ..pipelines import EXAMPLES, Entries, Entry
-from ..session.output.safe_output import one_line
-from ..text import html_cells, html_table
-from .displays import Settled
+from ..session.output.safe_output import one_line, show_hidden
+from ..text import HERE, count_of, html_cells, html_table, html_text
+from .displays import Settled, cut_text
 
-__all__ = ["describe_entry", "describe_examples", "settle_list"]
+__all__ = ["describe_entry", "describe_examples", "settle_form", "settle_list"]
 
 _COLUMNS = ("name", "file", "mesh", "nodes", "last job")
 _LEFT = "text-align:left"
 _MOST_ERRORS = 5
+_MOST_SPEC_BYTES = 5000  # of the spec in a saved notebook: its file has all of it
 
 
 def describe_entry(entry: Entry, *, id: str, is_changed: bool) -> dict[str, Any]:
@@ -66,6 +69,28 @@ def settle_list(entries: Entries) -> Settled:
     title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
     head = html_cells(_COLUMNS, tag="th", style=_LEFT)
     return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
+
+
+def settle_form(told: dict[str, Any], spec: dict[str, Any] | None) -> Settled:
+    """Say what a form is, as pages are told of it, with the ``spec`` in a fold.
+
+    What is no spec is None, and is not written out: a password may stand in it that a spec would refuse.
+    """
+    mesh, names = told["mesh"] or {}, [each["label"] for each in told["nodes"].values()]
+    axes = ", ".join(f"{axis} {size}" for axis, size in mesh.get("axes", ()) if size > 1)
+    nodes = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else HERE
+    name = one_line(str(told["draft"].get("name", ""))) or "without a name"
+    cells = [name, told["file"], axes or "-", nodes]
+    head, row = html_cells(_COLUMNS[:4], tag="th", style=_LEFT), html_cells(cells, style=_LEFT)
+    lines = [f"{column}: {cell}" for column, cell in zip(_COLUMNS, cells)]
+    if spec is None:
+        fault = f"{count_of(len(told['errors']), 'field')} to correct"
+        return Settled("\n".join([*lines, fault]), html_table(head, f"<tr>{row}</tr>") + html.escape(fault))
+    parts = [{name: spec[name] for name in spec if name != "source"}, {"source": spec["source"]}]
+    written = "\n".join(format_document(part, ".toml") for part in parts)  # a script may be long: it is last, and cut
+    text = cut_text(show_hidden(written), _MOST_SPEC_BYTES)
+    fold = f"<details><summary>The spec as TOML</summary>{html_text(text)}</details>"
+    return Settled("\n".join([*lines, "", text]), html_table(head, f"<tr>{row}</tr>") + fold)
 
 
 def _status(entry: Entry) -> str:

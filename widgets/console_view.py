@@ -18,7 +18,7 @@ from .actions import Refused, action, flag, one_of, optional, text
 from .console_form import describe_form
 from .console_job import ShownJob
 from .console_jobs import AskedJobs
-from .console_list import describe_entry, describe_examples, settle_list
+from .console_list import describe_entry, describe_examples, settle_form, settle_list
 from .displays import Settled
 from .draft_facts import describe_fields
 from .nodes_editor import NodesEditor
@@ -82,7 +82,14 @@ class ConsoleView(NodesEditor):
             }
 
     def settled(self) -> Settled:
-        return settle_list(self.pipelines.entries())
+        """The form that is open, else the list."""
+        with self._guard:
+            told = self.describe_form()
+            if told is None:
+                return settle_list(self.pipelines.entries())
+            form = self._the_form()
+            with form.lock:
+                return settle_form(told, form.document if form.is_right else None)
 
     def on_pages(self, *, are_there: bool) -> None:
         self._jobs.follow(is_shown=are_there)
@@ -168,6 +175,7 @@ class ConsoleView(NodesEditor):
                 self._forms.pop(self._open)
             self._open, self._conflict = None, None
         self._tell_all()
+        self._displays.renew(self.settled)
 
     @action(anyway=flag, name=optional(text(most=100)))
     def save(self, anyway: bool, name: str | None) -> None:
@@ -186,6 +194,7 @@ class ConsoleView(NodesEditor):
             self._forms[made.path] = _Opened(form, made)
             self._open = made.path
         self._tell_all()
+        self._displays.renew(self.settled)
 
     @action()
     def load_theirs(self) -> None:
@@ -199,13 +208,13 @@ class ConsoleView(NodesEditor):
 
     @action()
     def review(self) -> dict[str, Any]:
-        """Return what would run; ``digest`` is what a page that shows it gives to `start`."""
+        """Return what would run; ``digest`` is what a page gives to `start`, by ``widget`` it finds its cell."""
         with self._guard:
             opened = self._forms[self._open_path()]
         with (form := opened.form).lock:
             if form.spec is None or form.errors:
                 return {"error": "correct what is marked first"}
-            spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest}
+            spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest, "widget": self.model_id}
         return {**review_spec(spec), **told}
 
     @action(digest=text(most=100))
@@ -289,6 +298,7 @@ class ConsoleView(NodesEditor):
                 self._forms.pop(self._open)
             self._open, self._conflict = opened.path, None
         self._tell_all()
+        self._displays.renew(self.settled)
 
     def _is_changed(self, path: Path) -> bool:
         return path in self._forms and self._forms[path].is_changed

@@ -11,12 +11,13 @@ from IPython.display import update_display
 
 from ..text import html_text
 
-__all__ = ["Display", "Displays", "Settled"]
+__all__ = ["Display", "Displays", "Settled", "cut_text"]
 
 _MOST_DISPLAYS = 20
 _MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with all around it, 50 kB of a saved notebook
 _LONGEST_ESCAPE = 6  # bytes of HTML for one of text
 _LIVE = "as it was when this cell ran; run it again for the live view"
+_LIVE_SINCE = "as it was when it was changed last; run this cell again for the live view"
 _CHILD = ".jp-OutputArea-child"
 # Of two outputs in JupyterLab one is shown: the live view, or its plain form and not an error in place of a widget.
 _ONE_OF_BOTH = (
@@ -35,9 +36,9 @@ class Settled:
 
     def bundle(self, *, end: str = "") -> dict[str, str]:
         """The MIME bundle; ``end`` is a line below it. What is too long is cut, and says so."""
-        text, page = _cut(self.text, _MOST_TEXT_BYTES), self.html or html_text(self.text)
+        text, page = cut_text(self.text, _MOST_TEXT_BYTES), self.html or html_text(self.text)
         if len(page.encode()) > _MOST_HTML_BYTES:  # tags cannot be cut: the text takes their place
-            page = html_text(_cut(self.text, _MOST_HTML_BYTES // _LONGEST_ESCAPE))
+            page = html_text(cut_text(self.text, _MOST_HTML_BYTES // _LONGEST_ESCAPE))
         if end:
             text, page = f"{text}\n{end}", f"{page}<p><em>{end}</em></p>"
         return {"text/plain": text, "text/html": page}
@@ -52,8 +53,7 @@ class Display:
 
     def live(self, data: Mapping[str, Any], metadata: Mapping[str, Any], plain: Settled) -> list[dict[str, Any]]:
         """The widget, and below it the plain form: JupyterLab shows no other form of a widget whose kernel has gone."""
-        below = plain.bundle(end=_LIVE)
-        below["text/html"] = f"<div class='dt-plain'>{below['text/html']}</div>{_ONE_OF_BOTH}"
+        below = _below(plain, _LIVE)
         own = {mime: value for mime, value in data.items() if mime not in below}
         return [_output(own, self.live_id, metadata), _output(below, self.plain_id)]
 
@@ -74,6 +74,11 @@ class Displays:
         self._all = [*self._all, made][-_MOST_DISPLAYS:]
         return made
 
+    def renew(self, make_plain: Callable[[], Settled]) -> None:
+        """Put what the plain form is now below each live view, for who saves the notebook."""
+        for each in self._all:
+            update_display(_below(make_plain(), _LIVE_SINCE), raw=True, display_id=each.plain_id)
+
     def settle(self, make_plain: Callable[[], Settled]) -> None:
         """Put the plain form in the place of each, in the saved notebook too."""
         for each in self._all:
@@ -81,7 +86,13 @@ class Displays:
             update_display(_NOTHING, raw=True, display_id=each.plain_id)
 
 
-def _cut(text: str, most_bytes: int) -> str:
+def _below(plain: Settled, end: str) -> dict[str, str]:
+    bundle = plain.bundle(end=end)
+    return {**bundle, "text/html": f"<div class='dt-plain'>{bundle['text/html']}</div>{_ONE_OF_BOTH}"}
+
+
+def cut_text(text: str, most_bytes: int) -> str:
+    """Return so much of its begin, and say how much is not there."""
     written = text.encode()
     if len(written) <= most_bytes:
         return text

@@ -75,7 +75,7 @@ const format_seconds = (seconds) => {
 };
 const format_rate = (per_s) => (per_s >= 100 ? grouped(per_s) : per_s.toPrecision(3));
 const told_node = (name) => (name === "" || name === "localhost" ? "this machine" : name); // as text.py does
-const count_of = (number, noun) => `${grouped(number)} ${noun}${number === 1 ? "" : "s"}`;
+const count_of = (number, noun) => `${grouped(number)} ${noun}${number === 1 ? "" : noun.endsWith("ch") ? "es" : "s"}`;
 
 // ---- parts
 /** A group of buttons (tabs, tiles, choices) as one Tab stop: arrows, Home and End move in it. `columns()` for a grid. */

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..spec import Finding, PipelineSpec
+from ..spec.checking import check_source
 from ..spec.findings import findings_of
 from .draft import document_of
 from .draft_form import DraftForm
@@ -63,11 +64,12 @@ class SpecForm(DraftForm):
         try:
             spec = PipelineSpec.from_dict(self._document)
             if not is_read:
-                return []
+                return check_source(self._document)
             self._spec, self._is_spec = spec, True
             return number_nodes(spec.check(), [node.name for node in spec.nodes])
         except DetrainError as exc:
-            return findings_of(exc) if isinstance(exc, ValueError) else [Finding("", str(exc))]
+            found = findings_of(exc) if isinstance(exc, ValueError) else [Finding("", str(exc))]
+            return [*found, *check_source(self._document)]
 
 
 def number_nodes(findings: Iterable[Finding], names: Iterable[str]) -> list[Finding]:

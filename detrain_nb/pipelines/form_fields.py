@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from ..plan.choices import ONE_OF
 from ..spec import Node, Parallelism, PipelineSpec
 
-__all__ = ["FIELDS", "KIND_PATH", "NODE_FIELDS", "SOURCE_KINDS", "STEPS", "FieldInfo", "Kind", "Step"]
+__all__ = ["FIELDS", "HOW_OF", "KIND_PATH", "NODE_FIELDS", "SOURCE_KINDS", "STEPS", "FieldInfo", "Kind", "Step"]
 
 Kind = Literal["text", "area", "number", "flag", "choice", "list", "words", "lines", "variables"]
 Step = Literal["general", "nodes", "source"]
@@ -34,6 +34,21 @@ _WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are n
     "setup": "lines",
 }
 _HOW: Mapping[Kind, str] = {"variables": "a line NAME=value for each", "words": "as in a shell: --name 'a b' --fast"}
+HOW_OF: Mapping[str, str] = {  # by path, of a field whose hint does not say what it is for
+    "name": "of the file, its jobs and the model (--model_name, in the style detrain); a-z, A-Z, 0-9 and . _ -",
+    "source.argument_style": '"detrain" adds --gpu, --epochs, --batch_size, --lr, --model_name (the name of the '
+    "pipeline), --split_size",
+    "source.git.url": "https://host/path, ssh://host/path, user@host:path or a path; no password in it: a private one "
+    "needs a token (https) or a key (ssh)",
+    "source.git.ref": "a branch, a tag or a commit; each start takes what is there then, and fetches only what is new: "
+    "a pull, not another clone",
+    "source.git.how": '"clone": each node asks the git host; "bundle": this machine does, and sends it to the nodes; '
+    '"auto": "clone", or "bundle" where a node does not reach that host',
+    "source.git.token": "of a private repository, by https: the name of an environment variable here that holds a "
+    "token; never the token itself",
+    "source.git.ssh_key": "of a private repository, by ssh: the path of a private key on the machine that clones; "
+    "none: the keys that ssh finds there",
+}
 _UNITS = {"_mbit_s": " (Mbit/s)", "_ms": " (ms)", "_gb": " (GB)", "_s": " (s)"}
 _TITLES = {
     **{axis: axis for axis in Parallelism().axes},
@@ -75,7 +90,7 @@ class FieldInfo:
         names = ("path", "title", "hint", "kind", "step", "low", "high", "above", "default")
         return {
             **{name: getattr(self, name) for name in names},
-            "how": _HOW.get(self.kind, ""),
+            "how": HOW_OF.get(self.path) or _HOW.get(self.kind, ""),
             "required": self.is_required,
             "whole": self.is_whole,
             "choices": [*self.choices],

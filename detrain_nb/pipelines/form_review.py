@@ -61,6 +61,7 @@ def _plan(plan: Plan, parallelism: Parallelism) -> dict[str, Any]:
         "ranks": plan.world_size,
         "mesh": mesh,
         "stages": sum(map(len, plan.stages)) or 1,
+        "schedule": parallelism.schedule if len(plan.stages) > 1 else "",
         "bubble": _bubble(plan, parallelism),
         "batch": {"size": batch.global_size, "replica": batch.replica_size, "micro": batch.micro_size}
         if batch

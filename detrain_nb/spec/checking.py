@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..errors import SpecError
 from ..guarded import open_file
@@ -43,6 +44,18 @@ def check_spec(spec: PipelineFields) -> list[Finding]:
     )
     findings = (finding for check in checks for finding in check(spec))
     return [*_check_source(spec.source), *_check_hidden(spec.source), *findings]
+
+
+def check_source(document: Mapping[str, Any]) -> list[Finding]:
+    """Return what is wrong with what a source runs, whatever else of the ``document`` of its spec is wrong."""
+    given = document.get("source")
+    if not isinstance(given, Mapping):
+        return []
+    try:
+        source = Source(**{name: given[name] for name in (*_LOOKS, "entry") if name in given})
+    except SpecError:
+        return []  # the spec says of it all that can be said
+    return [*_check_source(source)]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import DetrainError, SpecError
 from detrain_nb.pipelines import EXAMPLES, SpecForm, draft_form, review_spec
 from detrain_nb.pipelines.form import number_nodes
-from detrain_nb.pipelines.form_fields import FIELDS, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
+from detrain_nb.pipelines.form_fields import FIELDS, HOW_OF, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
 from detrain_nb.spec import Finding, Node, PipelineSpec
 
 RIGHT: dict[str, Any] = {"name": "train", "source": {"script_text": "print('ran')"}}
@@ -57,6 +57,7 @@ def test_every_field_of_a_spec_is_in_one_step_and_described() -> None:
     assert {name: each.title for name, each in NODE_FIELDS.items()} == {
         name: field.title for name, field in Node.model_fields.items()
     }, "a node's fields are called as in the form of nodes"
+    assert HOW_OF.keys() <= FIELDS.keys() and "--model_name" in FIELDS["name"].to_json()["how"]
     port, seed = NODE_FIELDS["port"], FIELDS["training.seed"]
     assert (port.low, port.high, port.kind, port.is_required) == (1, 65535, "number", False)
     assert (seed.low, seed.high) == (0, (1 << 32) - 1)
@@ -119,6 +120,17 @@ def test_fault_is_found_by_the_path_of_its_field(path: str, typed: str, where: s
     form.edit(path, typed)
     assert [*form.errors] == [where], form.errors
     assert form.typed(path) == typed
+
+
+@pytest.mark.parametrize(("path", "typed"), [("name", ""), ("training.steps", "x"), ("env", "TOKEN")])
+def test_fault_of_a_script_is_told_while_other_fields_are_wrong(path: str, typed: str) -> None:
+    form = SpecForm(RIGHT)
+    form.edit(path, typed)
+    form.edit("source.script_text", "x = 1\ndef")
+    assert [*form.errors] == [path, "source.script_text"]
+    assert form.errors["source.script_text"].startswith("the text, line 2: is not Python")
+    form.edit("source.script_text", "x = 1")
+    assert [*form.errors] == [path]
 
 
 def test_warning_of_a_check_names_the_node_by_its_place() -> None:
@@ -442,6 +454,7 @@ def test_review_says_what_each_node_would_run(home: Path) -> None:
         "stages": [1],
     }
     assert found["plan"]["bubble"] == 1 / (4 + 1), "two stages, four microbatches"
+    assert found["plan"]["schedule"] == "1F1B" and review_spec(PipelineSpec.from_dict(RIGHT))["plan"]["schedule"] == ""
     assert [each["name"] for each in found["commands"]["nodes"]] == ["gpu1", "gpu2"]
     assert "--nnodes=2" in found["commands"]["nodes"][0]["command"]
     assert 'name = "train"' in found["documents"]["toml"]

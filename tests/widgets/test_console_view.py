@@ -316,3 +316,20 @@ def test_settled_form_is_a_table_of_plain_html(page: Page) -> None:
     settled = page.settled()
     assert "train" in settled.text and "running" in settled.text and "<i>" not in settled.html
     assert settled.html.count("<tr>") == 3 and "\x07" not in settled.text + settled.html
+
+
+def test_settled_form_has_its_spec_in_a_fold_and_nothing_of_what_is_none(page: Page) -> None:
+    script = "# </pre><b>\u202e\n" + "x = 1\n" * 10_000
+    page.pipelines.create({**DATA, "name": "train", "source": {"script_text": script}})
+    page.asks("open_pipeline", id=page.names()["train"])
+    settled = page.settled()
+    assert settled.text.startswith("name: train\nfile: pipelines/train.toml\nmesh: -\nnodes: localhost\n")
+    assert "<details><summary>The spec as TOML</summary>" in settled.html and "&lt;/pre&gt;&lt;b&gt;" in settled.html
+    assert "\u202e" not in settled.html and 'host = "localhost"' in settled.text
+    assert settled.bundle()["text/html"] == settled.html, "short enough to stay in columns"
+    for path, typed in (("source.kind", "git"), ("source.git.url", "https://me:hunter2@example.org/a.git")):
+        page.asks("edit", path=path, typed=typed, revision=99, editor="p")
+    settled = page.settled()
+    assert "1 field to correct" in settled.text and "hunter2" not in settled.text + settled.html
+    page.asks("close_form")
+    assert "My Pipelines" in page.settled().text
