@@ -79,7 +79,7 @@ def test_variables_are_filtered_sorted_and_looked_into(
     expect(view.get_by_role("tabpanel")).to_be_in_viewport(ratio=1)
     expect(view.get_by_role("button", name="Copy %pull")).to_be_visible()
     nb.page.keyboard.press("Escape")
-    view.get_by_role("button", name="tokenizer: preview").click()
+    view.get_by_role("button", name="tokenizer: preview", exact=True).click()
     expect(view.get_by_role("tabpanel")).to_contain_text("its class decides")
     expect(view.get_by_role("button", name="Copy %pull")).to_have_count(0)
     view.get_by_label("Filter names and types").fill("name_49")

@@ -213,6 +213,8 @@ def test_table_is_text_and_html_with_the_same_cells(defined: Session) -> None:
     assert " ".join(own.split()) == "own Tensor [3] float32 cpu 12 B ≠ each its own"
     assert same.endswith("= same on 2")
     assert found._repr_html_().count("<tr>") == 3
+    long = replace(found["own"], value="x" * 1000)
+    assert long.cells()[2] == "x" * 39 + "…" and long.value == "x" * 1000
 
 
 def test_a_tensor_without_dimensions_has_its_number(defined: Session) -> None:
