@@ -34,7 +34,16 @@ if TYPE_CHECKING:
     import numpy
     import torch
 
-__all__ = ["MAX_DESCRIPTION_BYTES", "Announced", "Json", "buffer_sizes", "pack", "read_announcement", "unpack"]
+__all__ = [
+    "MAX_DESCRIPTION_BYTES",
+    "Announced",
+    "Json",
+    "buffer_sizes",
+    "may_travel",
+    "pack",
+    "read_announcement",
+    "unpack",
+]
 
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
@@ -111,6 +120,18 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
     if (total_bytes := sum(buffer.nbytes for buffer in buffers)) > MAX_BYTES:
         raise _too_large(name, total_bytes)
     return description, buffers
+
+
+def may_travel(kind: type) -> bool:
+    """Whether values of a type can be packed, as far as the type tells: what is inside one decides as well.
+
+    Runs nothing of the type.
+    """
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    known: list[type] = [type(None), bool, *_TO_BYTES, list, tuple, set, frozenset, dict, OrderedDict, defaultdict]
+    known += [torch.Size, torch.Tensor, torch.nn.Parameter] if torch else []
+    known += [numpy.ndarray] if numpy else []
+    return any(kind is each for each in known) or bool(numpy) and issubclass(kind, numpy.generic)
 
 
 def _too_large(name: str, size_bytes: int) -> ValueNotSupported:

@@ -95,7 +95,8 @@ def _place(view: RankView, state: str) -> str:
     elif state == "waits":
         said = f"{view.collective}{f' for {format_ranks(view.waits_for)}' if view.waits_for else ''}"
     elif view.line and view.source:
-        said = f"line {view.line}: {view.source}"
+        of = f" of cell {view.earlier_cell}" if view.earlier_cell else ""
+        said = f"line {view.line}{of}: {view.source}"
     else:
         said = view.detail
     return one_line(said, most_chars=_LINE_CHARS)

@@ -61,19 +61,19 @@ class NodeRow {
   show_state(wrong) {
     const { form, known } = this.editor, test = this.list.tests[this.key], start = this.list.start_errors[this.key];
     const doubts = this.is_open ? [] : Object.entries(form.warnings).filter(([path]) => OF_NODE.exec(path)?.[1] === this.key); // else below the field
-    const shown = JSON.stringify([wrong, this.is_open, doubts, test ?? null, start ?? null]);
+    const is_asked = this.list.question !== null, shown = JSON.stringify([wrong, this.is_open, doubts, test ?? null, start ?? null, is_asked]);
     if (shown === this.shown) return;
     this.shown = shown;
-    this.state.replaceChildren(wrong ? state_word("warn", count_of(wrong, "wrong field")) : word_of(test));
+    this.state.replaceChildren(wrong ? state_word("warn", count_of(wrong, "wrong field")) : word_of(test, is_asked));
     if (wrong) this.state.firstChild.classList.replace("is-warn", "is-bad");
     this.find.replaceChildren(...doubts.map(([path, text]) => note("warn", h("p", {}, h("b", {}, `${known.node[OF_NODE.exec(path)[2]]?.title ?? "Node"} `), text))), ...(start ? [note("bad", [h("p", { class: "said" }, h("b", {}, "The start has failed here. "), start)])] : []), ...(this.is_open || has_findings(test) ? findings_of(test) : []));
   }
 }
 const has_findings = (test) => test?.is === "failed" || (test?.is === "done" && test.bad.length + test.warning.length > 0);
 
-const word_of = (test) => {
+const word_of = (test, is_asked) => {
   if (!test) return state_word("idle", "not tested");
-  if (test.is === "running") return state_word("run", "testing");
+  if (test.is === "running") return is_asked ? state_word("wait", "waiting for your passphrase") : state_word("run", "testing");
   if (test.is === "cancelled") return state_word("stopped", "cancelled");
   if (test.is === "failed") return state_word("bad", "test failed");
   const [bad, warning] = [test.bad.length, test.warning.length], old = test.is_old ? h("div", { class: "soft small" }, "before it was changed") : null;
@@ -121,7 +121,7 @@ const import_panel = (list, { hosts, more }) => {
 /** The rows, how they are added, and what is asked meanwhile. */
 class NodeList {
   constructor(editor, none = "No nodes yet") {
-    this.editor = editor; this.rows = new Map(); this.tests = {}; this.start_errors = {};
+    this.editor = editor; this.rows = new Map(); this.tests = {}; this.start_errors = {}; this.question = null; this.line = "";
     const { view } = editor, on_error = this.say = (text) => this.tell("bad", text);
     const button = (content, act, cls = "") => view.button(content, act, { cls, on_error }), add = async () => this.focus_host(await this.change("add"));
     this.facts = h("span", { class: "soft" }); this.testing = h("span", { class: "soft" });
@@ -187,12 +187,14 @@ class NodeList {
   show_tests(tests) { this.tests = tests; if (this.editor.form) for (const row of this.rows.values()) row.update(); }
   show_testing(line) { // in the place of what it says and does else: nothing moves
     const had_focus = [this.test_all, this.cancel_test].includes(document.activeElement);
-    this.is_testing = Boolean(line); this.testing.textContent = line;
+    this.is_testing = Boolean(line); this.line = line; this.tell_testing();
     this.testing.hidden = this.cancel_test.hidden = !line; this.facts.hidden = this.is_testing; this.test_all.hidden = this.is_testing || !this.rows.size;
     if (had_focus) (line ? this.cancel_test : this.test_all).focus();
   }
+  tell_testing() { this.testing.textContent = this.line && this.question ? `waiting for your passphrase of ${this.question.key}` : this.line; }
   show_question(question) {
     const { view } = this.editor;
+    this.question = question ?? null; this.tell_testing(); this.show_tests(this.tests);
     if (!question) {
       const was_here = this.asks.contains(document.activeElement);
       this.asks.replaceChildren();

@@ -30,6 +30,7 @@ from .plan_facts import (
 )
 
 _MOST_ROWS = 64  # of a table that is saved
+_LEFT = "text-align:left"  # which a front end does not do by itself: most of it is words
 _HOW = "give what par.describe_plan returns, JSON of it, the path of a file *.json with it, or what has to_dict()"
 
 
@@ -94,7 +95,10 @@ class PlanView(LiveView):
         notes = [f"Note: {note}" for note in self.plan.notes]
         text = "\n".join([*told, *(line for rows in tables for line in table_lines(rows)), *notes])
         pages = [
-            html_table(html_cells(rows[0], tag="th"), "".join(f"<tr>{html_cells(row)}</tr>" for row in rows[1:]))
+            html_table(
+                html_cells(rows[0], tag="th", style=_LEFT),
+                "".join(f"<tr>{html_cells(row, style=_LEFT)}</tr>" for row in rows[1:]),
+            )
             for rows in tables
         ]
         return Settled(text, "".join([_html_lines(told), *pages, _html_lines(notes)]))
@@ -102,18 +106,20 @@ class PlanView(LiveView):
     def _stage_table(self) -> list[tuple[str, ...]]:
         if self.plan.costs is None:
             return []
+        stages = stage_rows(self.plan.costs)
+        has_nodes = any(row["node"] for row in stages)
         rows = [
             (
                 str(row["stage"]),
-                row["node"] or "-",
+                *([row["node"] or "-"] if has_nodes else []),
                 row["layers"],
                 " ".join(filter(None, (row["time"], row["word"], row["link"] and f"({row['link']})"))),
                 row["memory"] + (", does not fit" if row["is_too_full"] else ""),
                 row["sends"],
             )
-            for row in stage_rows(self.plan.costs)
+            for row in stages
         ]
-        return _cut([("stage", "node", "layers", "time", "memory", "sends"), *rows])
+        return _cut([("stage", *(["node"] if has_nodes else []), "layers", "time", "memory", "sends"), *rows])
 
     def _rank_table(self) -> list[tuple[str, ...]]:
         if self.plan.memory is None:

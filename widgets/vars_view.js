@@ -131,7 +131,8 @@ function make_look(view, wanted, close) {
     replace_children(tabs, row.ranks.map((rank) => [...tabs.children].find((tab) => +tab.textContent === rank) ?? h("button", { type: "button", class: "b", role: "tab", onclick: () => choose(rank) }, `${rank}`)));
     refresh_tabs(); mark();
   };
-  const open = (row) => { panel.replaceChildren(h("p", { class: "soft" }, "Looking…")); draw_tabs(row); ask(); };
+  let is_new = false; // what was opened has not been seen yet
+  const open = (row) => { is_new = true; panel.replaceChildren(h("p", { class: "soft" }, "Looking…")); draw_tabs(row); ask(); };
   const refresh = (row) => { if (row) { draw_tabs(row); ask(); } };
   const take = (told) => {
     if (told.name !== wanted.name || told.rank !== wanted.rank) return;
@@ -139,6 +140,8 @@ function make_look(view, wanted, close) {
     panel.removeAttribute("aria-busy");
     panel.replaceChildren(h("div", {}, told.rows.length ? numbers_table(told) : told.text ? h("pre", { tabIndex: 0 }, told.text) : null,
       h("div", { class: "hint" }, words_below(told))), side(told));
+    if (is_new) line.scrollIntoView({ block: "nearest" });
+    is_new = false;
   };
   return { line, open, refresh, take };
 }
@@ -168,7 +171,7 @@ function side(told) {
     told.sums.length ? h("div", {}, h("div", { class: "group" }, "Checksum per rank"), h("div", { class: "sums" }, told.sums.map(([rank, digest, is_other]) =>
       h("span", { class: is_other ? "x is-wait" : null, title: is_other ? `rank ${rank} differs` : null }, `${rank}:${digest}`)))) : null,
     told.why ? h("div", { class: "hint" }, `Not compared: ${told.why}.`) : null,
-    h("div", { class: "row" }, copy, copied));
+    told.travels ? h("div", { class: "row" }, copy, copied) : null);
 }
 
 function histogram({ bins, facts }) {

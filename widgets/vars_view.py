@@ -213,6 +213,7 @@ def _describe(found: Preview, row: Variable | None) -> dict[str, Any]:
         "infinite": found.infinite,
         "bins": list(found.bins),
         "sampled": found.sampled,
+        "travels": found.travels,
         "layout": ", ".join(filter(None, [layout, part])),
         "why": about.why,
         "sums": [[rank, digest, is_told and digest != common] for rank, digest in list(sums.items())[:_MOST_SUMS]],

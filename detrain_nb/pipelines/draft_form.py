@@ -24,7 +24,7 @@ __all__ = ["MOST_NODES", "DraftForm", "FieldConflict", "build_node", "label_of"]
 MOST_NODES = 256  # to which nodes are added in a form; a file may have more
 _MOST_CHARS = 500_000  # of one text: a script
 _MOST_CHARS_IN_ALL = 4_000_000  # as JSON; a file has 1 MB at most, and all of it is read again at each edit
-_MOST_CONFLICTS = 200
+_MOST_CONFLICTS, _MOST_UNDOS = 200, 20
 _keys = map("n{}".format, itertools.count(1))  # of nodes: each names one, in whatever form and thread
 
 
@@ -44,7 +44,7 @@ class FieldConflict:
 
 @dataclass(frozen=True)
 class _Undo:
-    """What was taken away last, in ``words``; ``bring_back`` returns the key of a node that it brings."""
+    """What was taken away, in ``words``; ``bring_back`` returns the key of a node that it brings."""
 
     words: str
     bring_back: Callable[[], str]
@@ -64,7 +64,7 @@ class DraftForm:
         self._changed: dict[tuple[str | int, ...], tuple[int, str]] = {}  # by the path with a key: when, and by whom
         self._removed: dict[str, tuple[int, Any]] = {}  # rows and where they were, by key
         self._conflicts: dict[tuple[str, str], FieldConflict] = {}
-        self._undo: _Undo | None = None
+        self._undos: list[_Undo] = []
         self._origin: Any = None  # where all nodes are from; it comes back with them
         self.revision = 0
         self.rows: list[str] = []
@@ -110,7 +110,7 @@ class DraftForm:
     @property
     def undo_words(self) -> str:
         """What `undo` would bring back; empty where that is nothing."""
-        return self._undo.words if self._undo else ""
+        return self._undos[-1].words if self._undos else ""
 
     def nodes_by_key(self) -> dict[str, Node | None]:
         """The node of each row, None where it cannot be one."""
@@ -192,7 +192,8 @@ class DraftForm:
         with self.lock:
             typed = _type_nodes(nodes)
             before = self.rows, self._draft.get("nodes", []), self._origin
-            self._undo = _Undo(words, lambda: self._put_nodes(*before)) if words and self.rows else None
+            undo = _Undo(words, lambda: self._put_nodes(*before))
+            self._undos = [*self._undos, undo][-_MOST_UNDOS:] if words and self.rows else []
             self._put_nodes([next(_keys) for _ in typed], typed, origin)
             self._count()
         self._tell()
@@ -214,7 +215,9 @@ class DraftForm:
             self._removed[key] = place, row
             while len(self._removed) > 1 and size_of(self._removed) > _MOST_CHARS_IN_ALL:
                 self._removed.pop(next(iter(self._removed)))
-            self._undo = _Undo(f"{label_of(row)} was removed.", lambda: self._bring_back(key), key)
+            left = [undo for undo in self._undos if not undo.key or undo.key in self._removed]
+            undo = _Undo(f"{label_of(row)} was removed.", lambda: self._bring_back(key), key)
+            self._undos = [*left, undo][-_MOST_UNDOS:]
             self._count()
         self._tell()
 
@@ -230,10 +233,9 @@ class DraftForm:
     def undo(self) -> str:
         """Bring back what was removed or replaced last; returns the key of a node that was. Raises: SpecError."""
         with self.lock:
-            undo, self._undo = self._undo, None
-            if undo is None:
+            if not self._undos:
                 raise SpecError("there is nothing to undo")
-            key = undo.bring_back()
+            key = self._undos.pop().bring_back()
             self._count()
         self._tell()
         return key
@@ -256,7 +258,7 @@ class DraftForm:
         self.rows = [next(_keys) for _ in nodes] if isinstance(nodes, list) else []
         self._removed.clear()
         self._conflicts.clear()
-        self._undo = None
+        self._undos.clear()
         self._changed.clear()
         self._loaded = self.revision + 1, editor
         self._count()
@@ -334,8 +336,7 @@ class DraftForm:
         return any(path.startswith(f"nodes[{key}].") for key in self._removed)
 
     def _bring_back(self, key: str) -> str:
-        if self._undo and self._undo.key == key:
-            self._undo = None
+        self._undos = [undo for undo in self._undos if undo.key != key]
         place, row = self._removed.pop(key)
         return self._insert(row, key, min(place, len(self.rows)))
 

@@ -120,6 +120,7 @@ def test_nodes_over_ssh_are_typed_tested_saved_and_started(
     view.get_by_role("button", name="Test all").click()
     passphrase = view.get_by_label(re.compile("^Passphrase of "))
     expect(passphrase).to_be_focused()
+    expect(_row(view, "h1")).to_contain_text("waiting for your passphrase")
     passphrase.fill(_SECRET)
     passphrase.press("Enter")
     expect(_row(view, "h0").get_by_text("not h1: no answer in time")).to_be_visible(timeout=_LONG_MS)

@@ -69,6 +69,13 @@ def test_variables_are_filtered_sorted_and_looked_into(
     nb.run(4)  # the notebook goes on not far below hundreds of names
     expect(view.locator(".name")).to_have_count(len(NAMES) + 502)
     assert view.evaluate("view => view.clientHeight") < 800
+    view.get_by_role("button", name="name_020: preview").click()  # it is at the edge of what can be seen
+    expect(view.get_by_role("tabpanel")).to_be_in_viewport(ratio=1)
+    expect(view.get_by_role("button", name="Copy %pull")).to_be_visible()
+    nb.page.keyboard.press("Escape")
+    view.get_by_role("button", name="tokenizer: preview", exact=True).click()
+    expect(view.get_by_role("tabpanel")).to_contain_text("its class decides")
+    expect(view.get_by_role("button", name="Copy %pull")).to_have_count(0)
     view.get_by_label("Filter names and types").fill("name_49")
     expect(view.get_by_text("10 of 511 shown")).to_be_visible()
     nb.run(5)  # the style of one view does not reach another

@@ -158,6 +158,15 @@ CASES = [
         missing=(1,),
     ),
     Case(
+        "function of an earlier cell that calls one of this cell, and the other way round",
+        (
+            rank(0, ("<cell 7>:2 <lambda>", "<cell 3>:12 train", CELL), asleep=NANOSLEEP, line=2, function="train"),
+            rank(1, ("<cell 3>:12 train", "<cell 7>:2 go", CELL), asleep=NANOSLEEP, line=2, function="train"),
+        ),
+        ("sleeps", "sleeps"),
+        "rank 0 is in train (line 2); rank 1 is in train (line 12 of cell 3, called at line 2)",
+    ),
+    Case(
         "all_reduce that an ended rank does not come to",
         (rank(0, ALL_REDUCE, **PENDING), IDLE),
         ("waits all_reduce #6", "idle"),
@@ -173,7 +182,10 @@ CASES = [
     ),
     Case(
         "rank that still computes in an earlier cell is told apart",
-        (rank(0, ALL_REDUCE, **PENDING), rank(1, share=1.0, cell=6, function="load_data", line=3)),
+        (
+            rank(0, ALL_REDUCE, **PENDING),
+            rank(1, ("<cell 6>:3 load_data",), share=1.0, cell=6, function="load_data", line=3),
+        ),
         ("waits all_reduce #6", "computes"),
         "rank 0 waits in all_reduce #6 (line 4); rank 1 is computing in load_data (line 3) of cell 6",
         missing=(1,),

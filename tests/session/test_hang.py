@@ -42,7 +42,7 @@ class Watcher(CellObserver):
         self.reports: list[str] = []
 
     def waiting(self, text: str) -> None:
-        text = re.sub(r"#\d+", "#N", text)
+        text = without_numbers(text)
         if self.is_pressed:
             return
         if text not in self.reports[-1:]:
@@ -50,6 +50,11 @@ class Watcher(CellObserver):
         if self.stops_at(text):
             self.is_pressed = True
             raise KeyboardInterrupt
+
+
+def without_numbers(text: str) -> str:
+    """Of collectives and earlier cells, which depend on what was run before."""
+    return re.sub(r"of cell \d+, called", "of cell N, called", re.sub(r"#\d+", "#N", text))
 
 
 def is_report(text: str) -> bool:
@@ -102,7 +107,7 @@ dist.all_reduce(x)
 wait_for("end")
 """
 
-    words = "rank 0 waits in all_reduce #N (line 7); rank 1 is in wait_for (line 3)"
+    words = "rank 0 waits in all_reduce #N (line 7); rank 1 is in wait_for (line 7 of cell N, called at line 3)"
 
     def act(text: str) -> bool:
         if text == words:
@@ -126,7 +131,7 @@ HANGS = {
     ),
     "function of an earlier cell": (
         "if rank == 0: dist.barrier()\n\nelse: load_earlier()",
-        "rank 0 waits in barrier #N (line 1); rank 1 is in load_earlier (line 3)",
+        "rank 0 waits in barrier #N (line 1); rank 1 is in load_earlier (line 9 of cell N, called at line 3)",
     ),
     "function of an own file, below a library": (
         "import own_file, concurrent.futures\nif rank == 0: dist.barrier()\nelse:\n"
@@ -155,11 +160,11 @@ HANGS = {
     ),
     "new_group in the store": (
         "if rank == 1: dist.new_group([0, 1])\nelse: load_earlier()",
-        "rank 1 waits in new_group (line 1); rank 0 is in load_earlier (line 2)",
+        "rank 1 waits in new_group (line 1); rank 0 is in load_earlier (line 9 of cell N, called at line 2)",
     ),
     "default group that is made": (
         "if rank == 1: dist.init_process_group()\nelse: load_earlier()",
-        "rank 1 waits in init_process_group (line 1); rank 0 is in load_earlier (line 2)",
+        "rank 1 waits in init_process_group (line 1); rank 0 is in load_earlier (line 9 of cell N, called at line 2)",
     ),
     "other collective": (
         "x = torch.ones(2)\nif rank == 0: dist.all_reduce(x)\nelse: dist.broadcast(x, 1)",
@@ -174,16 +179,17 @@ HANGS = {
         "model = DistributedDataParallel(torch.nn.Linear(3, 1))\n"
         "for _ in range(2): model(torch.ones(2, 3)).sum().backward()\n"
         "if rank == 0: model(torch.ones(2, 3)).sum().backward()\nelse: load_earlier()",
-        "rank 0 waits in all_reduce #N (line 3); rank 1 is in load_earlier (line 4)",
+        "rank 0 waits in all_reduce #N (line 3); rank 1 is in load_earlier (line 9 of cell N, called at line 4)",
     ),
     "parameters of fully_shard": (
         "model = torch.nn.Linear(4, 4)\nfully_shard(model, mesh=init_device_mesh('cpu', (2,)))\n"
         "if rank == 0: model(torch.ones(2, 4))\nelse: load_earlier()",
-        "rank 0 waits in all_gather #N (line 3); rank 1 is in load_earlier (line 4)",
+        "rank 0 waits in all_gather #N (line 3); rank 1 is in load_earlier (line 9 of cell N, called at line 4)",
     ),
     "group with a number": (
         "group = dist.new_group([0, 1])\nif rank == 0: dist.barrier(group)\nelse: load_earlier()",
-        "rank 0 waits in barrier #N of group 1 (line 2); rank 1 is in load_earlier (line 3)",
+        "rank 0 waits in barrier #N of group 1 (line 2); "
+        "rank 1 is in load_earlier (line 9 of cell N, called at line 3)",
     ),
 }
 # Who has ended, who has another order, another collective or other shapes, a line of the user's in a library's hang.
@@ -399,10 +405,10 @@ class Looking:
 
 def test_where_shows_lines_stacks_and_collectives_from_another_thread(hanging: Session) -> None:
     code = "def f():\n    dist.all_reduce(torch.ones(2))\nif rank == 0:\n    f()\nelse:\n    load_earlier()"
-    words = "rank 0 waits in all_reduce #N (line 2); rank 1 is in load_earlier (line 6)"
+    words = "rank 0 waits in all_reduce #N (line 2); rank 1 is in load_earlier (line 9 of cell N, called at line 6)"
 
     def found(seen: Whereabouts) -> bool:  # a rank that is held up does not say all of itself
-        is_all = re.sub(r"#\d+", "#N", seen.summary) == words
+        is_all = without_numbers(seen.summary) == words
         return is_all and seen.verdicts[0].collective is not None and bool(seen.verdicts[1].evidence.call)
 
     seen = Looking(hanging, code, found).seen
@@ -483,7 +489,8 @@ if rank != 0:
         looking = Looking(session, code, lambda seen: "waits" in seen.summary and "1-3 are in" in seen.summary)
     assert looking.seen.verdicts[0].missing == (1,)
     assert re.fullmatch(
-        r"rank 0 waits in all_reduce #1 of group \d \(mesh_tp\) \(line 4\); ranks 1-3 are in load_earlier \(line 6\)",
+        r"rank 0 waits in all_reduce #1 of group \d \(mesh_tp\) \(line 4\); "
+        r"ranks 1-3 are in load_earlier \(line 9 of cell 1, called at line 6\)",
         looking.seen.summary,
     )
 
@@ -529,7 +536,8 @@ dist.init_process_group()
 if rank == 0: dist.all_reduce(torch.ones(2))
 else: load_earlier()
 """
-    words = with_hosts("rank 0 waits in all_reduce #N (line 4); rank 1 is in load_earlier (line 5)", hanging)
+    words = "rank 0 waits in all_reduce #N (line 4); rank 1 is in load_earlier (line 9 of cell N, called at line 5)"
+    words = with_hosts(words, hanging)
     watcher = Watcher(lambda text: text == words)  # a rank that is held up may be told otherwise
     with pytest.raises(CellInterrupted):
         hanging.run_cell(code, observer=watcher, timeout_s=DEADLINE_S)

@@ -121,6 +121,7 @@ Named.__name__ = Text("Named")
 plain, optimizer = torch.nn.Linear(3, 4), torch.optim.SGD([torch.ones(3)])
 plain.__dict__, optimizer.__dict__ = Getting(plain.__dict__), Getting(optimizer.__dict__)
 named = Named()
+named.evil, named.text = Evil(), Text("x")
 evil, loud, dispatched, module = Evil(), torch.ones(3).as_subclass(Loud), Dispatched(), Net()
 text, keys, inside = Text("x"), Keys(a=1), {"a": [Evil(), Text("y")], "b": (Keys(),)}
 log.clear()
@@ -212,6 +213,8 @@ def test_table_is_text_and_html_with_the_same_cells(defined: Session) -> None:
     assert " ".join(own.split()) == "own Tensor [3] float32 cpu 12 B ≠ each its own"
     assert same.endswith("= same on 2")
     assert found._repr_html_().count("<tr>") == 3
+    long = replace(found["own"], value="x" * 1000)
+    assert long.cells()[2] == "x" * 39 + "…" and long.value == "x" * 1000
 
 
 def test_path_is_written_out(defined: Session) -> None:
@@ -271,7 +274,7 @@ def test_preview_is_a_corner_with_statistics_and_no_more(defined: Session) -> No
         ("__import__('numpy').frombuffer(b'read-only', dtype='u1')", (1, 7), "", "first 6 of 9"),
         ("__import__('numpy').ones((4, 6, 3), dtype='u1')[..., ::-1]", (5, 4), "", "first 5 x 3 of 4 x 6 x 3"),
         ("__import__('numpy').zeros(3, dtype='u1, f4')['f1']", (1, 4), "", "all of 3"),
-        ("torch.nn.Sequential(torch.nn.Linear(2, 3))", (1, 3), "", "all 1 modules"),
+        ("torch.nn.Sequential(torch.nn.Linear(2, 3))", (1, 3), "", "1 module"),
         ("torch.eye(3).to_sparse()", (0, 0), "", "a tensor without numbers, or that is not dense, has no preview"),
         (
             "(shrunk := torch.ones(1 << 22), shrunk.untyped_storage().resize_(16))[0]",
@@ -292,6 +295,38 @@ def test_preview_of(session: Session, code: str, rows: tuple[int, int], text: st
     assert repr(seen).startswith("it on rank 0: ")
 
 
+def test_what_is_no_tensor_and_no_plain_value_is_told_in_short_and_not_offered_to_be_pulled(session: Session) -> None:
+    session.run_cell("""
+import pandas
+from torch.distributed.device_mesh import init_device_mesh
+table = pandas.DataFrame({"a": [1, 2], "b" * 30: 0.5, 3: "x", "d": None})
+series_of_nothing = pandas.DataFrame()
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+optimizer = torch.optim.SGD([torch.ones(3)], lr=0.5)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+optimizer.step(); scheduler.step()
+class Client:
+    def __init__(self):
+        self.retries, self.rate, self.key, self.inner, self._hidden, self.last = 3, 0.1, "sk-secret", table, 1, None
+client = Client()
+""")
+    names = ["table", "series_of_nothing", "mesh", "scheduler", "client"]
+    told = {row.name: row.value for row in session.variables(names).rows}
+    assert told == {
+        "table": "[2, 4] a, bbbbbbbbbbbbbbbbbbb…, 3, …",
+        "series_of_nothing": "[0, 0]",
+        "mesh": "cpu, dp=2 x tp=1",
+        "scheduler": "step=1, lr=0.05",
+        "client": "retries=3, rate=0.1, inner=DataFrame, …",
+    }
+    seen = session.preview("table")
+    assert [row[1] for row in seen.rows][:2] == ["int64", "float64"] and seen.note == "all 4 columns"
+    assert session.preview("client").text == "retries=3, rate=0.1, inner=DataFrame, last=None"
+    assert not any(session.preview(name).travels for name in names)
+    session.run_cell("plain, scalar = [1], __import__('numpy').float32(1)")
+    assert session.preview("plain").travels and session.preview("scalar").travels
+
+
 def test_array_with_a_mask_is_not_compared(session: Session) -> None:
     session.run_cell("import numpy; masked = numpy.ma.array([1, 2], mask=[rank, 1 - rank])")
     row = session.variables("masked")["masked"]
@@ -309,6 +344,7 @@ def test_nothing_of_the_users_classes_is_run(session: Session) -> None:
     assert (found["module"].type, found["module"].value) == ("Net", "16 parameters")
     assert {found[name].words for name in ("evil", "dispatched", "text", "keys", "inside", "Evil")} == {"not compared"}
     assert found["inside"].value == "{'a': [Evil, Text], 'b': (Keys)}"
+    assert found["named"].value == "evil=Evil, text=Text"
     assert found["evil"].on[0].why == "Evil is a class of its own"
     for name in names:
         assert session.preview(name, 0).name == name

@@ -24,15 +24,14 @@ from .soon import assert_soon
 
 pytestmark = pytest.mark.timeout(120)
 _THREAD = "detrain_nb live view"
+WAITS = "while not pathlib.Path(path).exists(): pass"
 
 
 @pytest.fixture(scope="module")
 def session() -> Iterator[Session]:
     """Two ranks here; a test leaves them idle."""
     with Session.start(ranks=2, device="cpu") as started:
-        started.run_cell(
-            "import os, pathlib, time\ndef wait_for(path):\n    while not pathlib.Path(path).exists(): pass"
-        )
+        started.run_cell(f"import os, pathlib, time\ndef wait_for(path):\n    {WAITS}")
         yield started
 
 
@@ -227,12 +226,12 @@ def test_what_is_no_callback_is_refused(session: Session) -> None:
 
 def test_a_cell_that_runs_is_shown_with_its_line(session: Session, running: Callable[[str], None]) -> None:
     running("\n# waits\nprint('step', 7)\nprint('half a \x1b[31mline\x1b[0m', end='', flush=True)\nwait_for(go)")
-    board = board_where(session, lambda board: all(rank.line == 5 for rank in board.ranks))
+    board = board_where(session, lambda board: all(rank.earlier_cell == 1 for rank in board.ranks))
     assert board.cell and board.cell.first_line == "# waits" and board.cell.ranks == (0, 1)
     assert abs(board.cell.began_at - time.time()) < 60
     first = board.ranks[0]
-    assert (first.state, first.source, first.last_line) == ("running", "wait_for(go)", "half a line")
-    assert "line 5" in first.detail or "wait_for" in first.detail
+    assert (first.state, first.source, first.last_line) == ("running", WAITS, "half a line")
+    assert first.line == 3 and first.detail.endswith("in wait_for (line 3 of cell 1, called at line 5)")
     assert board.notes == () and board.over == "" and board.name == session.name
 
 
@@ -260,7 +259,7 @@ def test_a_rank_that_waits_names_the_one_that_it_waits_for(
     assert (waits.state, waits.waits_for, waits.line) == ("waits", (1,), 2)
     assert waits.collective.startswith("all_reduce #") and (waits.waits_s or 0) >= 1
     assert "for rank 1, for" in waits.detail
-    assert (awaited.state, awaited.line) == ("awaited", 1)
+    assert (awaited.state, awaited.line, awaited.earlier_cell) == ("awaited", 3, 1)
     (note,) = board.notes
     assert (note.kind, note.ranks) == ("waits", (0,))
     assert "rank 0 waits in all_reduce #" in note.text and "for rank 1, for" in note.text

@@ -111,6 +111,8 @@ def test_who_waits_for_whom_and_who_has_died_is_said_with_the_ranks_to_act_on() 
     assert (row["word"], row["at"]) == ("waits 34 s", "all_reduce #6 for rank 19")
     row = rank_row(board.ranks[37], {37}, None)
     assert (row["state"], row["at"], row["runs"]) == ("died", "ended with signal 9 (SIGKILL)", False)
+    row = rank_row(made_rank(0, line=12, earlier_cell=2, source="loss.backward()"), (), None)
+    assert row["at"] == "line 12 of cell 2: loss.backward()"
     ready = with_ranks(board, made_rank(37, state="idle"), notes=board.notes[:1])
     assert notes_of(ready)[0]["ready"] and head_of(ready)["counts"]["died"] == 1
     down = with_ranks(board, made_rank(37, state="died"), notes=board.notes[:1])

@@ -279,6 +279,15 @@ def test_rows_are_added_copied_moved_removed_and_brought_back(view: _Collecting)
     assert [row["key"] for row in view.rows] == [first, second, copy]
     view.asks("resolve", path=f"nodes[{second}].host", keep="mine", editor="p")
     assert view.rows[1]["typed"]["host"] == "gpu22"
+    for key in (first, second, copy):
+        view.asks("change_nodes", do="remove", key=key)
+    view._form.restore_node(second)  # brought back by its conflict, as a page may
+    assert [view.asks("change_nodes", do="undo", key="") for _ in range(2)] == [copy, first]
+    assert {row["key"] for row in view.rows} == {first, second, copy}
+    for key in view._form.add_nodes([Node(host=f"n{number}") for number in range(30)]):
+        view.asks("change_nodes", do="remove", key=key)
+    brought = [view.asks("change_nodes", do="undo", key="") for _ in range(20)]
+    assert len(set(brought)) == 20 and len(view.rows) == 23, "no more are kept"
     with pytest.raises(RuntimeError, match="nothing to undo"):
         view.asks("change_nodes", do="undo", key="")
 

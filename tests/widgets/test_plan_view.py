@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,8 +85,8 @@ def test_settled_form_has_numbers_and_a_row_for_each_stage() -> None:
         "Timeline: GPipe, 1 microbatch, 2 s, 50 % bubble",
     ]
     assert "1      gpu1  layers.1  3 ms slowest  40 MB   -" in left.text
-    for cell in ("layers.1", "3 ms slowest", "rank 1", "weights 20 B, gradients 20 B, optimizer 40 B"):
-        assert cell in left.html
+    for cell in ("gpu1", "layers.1", "3 ms slowest", "rank 1", "weights 20 B, gradients 20 B, optimizer 40 B"):
+        assert f"<td style='text-align:left'>{cell}" in left.html
 
 
 def test_settled_form_of_the_largest_plan_fits_into_a_notebook_and_shows_text_as_text() -> None:
@@ -94,6 +95,13 @@ def test_settled_form_of_the_largest_plan_fits_into_a_notebook_and_shows_text_as
     assert sum(map(len, bundle.values())) < 80_000 and len(bundle["text/html"]) < 50_000
     assert "<script" not in bundle["text/html"] and "&lt;script&gt;" in bundle["text/html"]
     assert "... 192 more" in bundle["text/plain"]
+
+
+def test_settled_form_has_no_column_of_nodes_where_there_are_none() -> None:
+    found = costs(1e-3, 3e-3)
+    found = replace(found, stages=tuple(replace(stage, node="") for stage in found.stages))
+    left = widgets.plan(PlanDescription(costs=found)).settled()
+    assert "\nstage  layers " in left.text and "node" not in left.text + left.html
 
 
 def numbers(**parts: Any) -> list[dict[str, str]]:

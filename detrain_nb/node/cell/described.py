@@ -5,6 +5,7 @@ It is plain JSON, bounded, and made without running anything of the value's clas
 
 from __future__ import annotations
 
+import itertools
 import math
 import pathlib
 import sys
@@ -23,12 +24,15 @@ from .untouched import (
     bases_of,
     is_dense,
     is_of,
+    is_table,
     layout_of,
     learning_rates,
+    loaded,
     module_of,
     name_of,
     plain_torch,
     tensors_of,
+    variables_of,
     whole_shape,
 )
 
@@ -72,6 +76,12 @@ def _facts(value: Any) -> Row:
         shape = list(array.shape[:_MOST_DIMS])
         size = _size_of_view(array.shape, array.strides, array.itemsize)
         return {"shape": shape, "dtype": str(array.dtype)[:_TEXT_CHARS], "bytes": size}
+    if is_table(value):
+        names = [label_text(name) for name in itertools.islice(value.columns, _FIRST + 1)]
+        return {
+            "shape": list(value.shape),
+            "value": _cut(", ".join([*names[:_FIRST], *(["…"] * (len(names) > _FIRST))])),
+        }
     if type in bases_of(kind):
         return {"type": "class", "value": f"{module_of(value)}.{name_of(value)}".removeprefix("__main__.")}
     if kind is types.FunctionType:
@@ -81,7 +91,37 @@ def _facts(value: Any) -> Row:
         size = sys.getsizeof(value) if len(value) else 0
         return {"type": f"{kind.__name__}, {len(value):,}", "value": short_text(value), "bytes": size or None}
     is_torch = kind in (torch.dtype, torch.device)
-    return {"type": f"torch.{kind.__name__}" if is_torch else name_of(kind), "value": short_text(value)}
+    return {
+        "type": f"torch.{kind.__name__}" if is_torch else name_of(kind),
+        "value": short_text(value) or object_text(value),
+    }
+
+
+def label_text(label: object) -> str:
+    """The name of a column, in few characters."""
+    return _cut(label, 20) if type(label) is str else short_text(label, most=20, depth=1)
+
+
+def object_text(value: Any, *, most: int = _FIRST) -> str:
+    """Mesh, schedule of a learning rate, or what was set in any other object: no texts, which may be secrets."""
+    if type(value) is loaded("torch.distributed.device_mesh", "DeviceMesh"):
+        sizes = [str(size) for size in value.shape]
+        names = value.mesh_dim_names or ()
+        axes = [f"{name}={size}" for name, size in zip(names, sizes)] if names else sizes
+        return _cut(f"{value.device_type}, {' x '.join(axes)}")
+    own = variables_of(value)
+    if is_of(value, torch.optim.lr_scheduler.LRScheduler):
+        rates, steps = own.get("_last_lr"), own.get("last_epoch")
+        own = {"step": steps, "lr": rates[0] if type(rates) is list and len(rates) == 1 else rates}
+    shown = {name: each for name, each in own.items() if name[:1] != "_" and type(each) not in (str, bytes, bytearray)}
+    words = [f"{name[:40]}={_number_or_type(each)}" for name, each in itertools.islice(shown.items(), most)]
+    return ", ".join([*words, *(["…"] * (len(shown) > most))])
+
+
+def _number_or_type(value: object) -> str:
+    if type(value) is float:
+        return f"{value:.6g}"
+    return short_text(value) if type(value) in (int, *_BY_TEXT) else name_of(type(value))
 
 
 def _of_tensor(value: Any) -> Row:

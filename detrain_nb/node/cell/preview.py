@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from ...values import has_data
-from .described import Row, short_text
+from ...text import count_of
+from ...values import has_data, may_travel
+from .described import Row, label_text, object_text, short_text
 from .digests import SAMPLE, NotCompared, as_bytes, require_done, sample_of
 from .untouched import (
     MOST_PARTS,
@@ -25,6 +26,7 @@ from .untouched import (
     is_dense,
     is_dtensor,
     is_of,
+    is_table,
     name_of,
     plain_torch,
     tensors_of,
@@ -42,10 +44,13 @@ _WIDE = {"g": "f8", "G": "c16"}  # of numpy, which torch has not: what it is rea
 
 
 def preview(value: object, *, deadline: float) -> Row:
-    """A table (``columns``, ``rows``) or ``text``, a ``note`` on what of it that is; of numbers ``facts``, ``bins``."""
+    """A table (``columns``, ``rows``) or ``text``, a ``note`` on what of it that is; of numbers ``facts``, ``bins``.
+
+    ``travels``: its type can be pulled.
+    """
     try:
         with plain_torch():
-            return _preview(value, deadline)
+            return {"travels": may_travel(type(value)), **_preview(value, deadline)}
     except NotCompared as exc:
         return {"note": f"nothing of it can be shown now: {exc}"}
     except Exception as exc:  # noqa: BLE001  torch refuses a layout, another thread changes a dict: the rank lives on
@@ -80,7 +85,12 @@ def _preview(value: Any, deadline: float) -> Row:
         return {"text": text, "note": _first_of(len(head), len(value), "characters" if kind is str else "bytes")}
     if (inside := tensors_of(value)) is not None:
         return _of_parts(value, inside)
-    text = short_text(value, most=_TEXT_CHARS)
+    if is_table(value):
+        kinds = [
+            [label_text(name), str(dtype)[:_ITEM_CHARS]] for name, dtype in zip(value.columns[:_ITEMS], value.dtypes)
+        ]
+        return {"columns": ["column", "dtype"], "rows": kinds, "note": _first_of(len(kinds), value.shape[1], "columns")}
+    text = short_text(value, most=_TEXT_CHARS) or object_text(value, most=_ITEMS)
     return {
         "text": text,
         "note": "" if text else f"what {name_of(kind)} holds is not looked at: its class decides that",
@@ -93,7 +103,9 @@ def _item(value: object) -> str:
 
 def _first_of(shown: int, size: int, what: str, *, is_cut: bool = False) -> str:
     of = f"at least {size:,}" if is_cut else f"{size:,}"
-    return f"first {shown:,} of {of} {what}" if shown < size or is_cut else f"all {of} {what}"
+    if shown < size or is_cut:
+        return f"first {shown:,} of {of} {what}"
+    return f"all {of} {what}" if size > 1 else count_of(size, what[:-1])
 
 
 def _of_parts(value: Any, inside: Inside) -> Row:

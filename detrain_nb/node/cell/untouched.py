@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import sys
+import types
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -61,6 +62,20 @@ def loaded(module: str, name: str) -> Any:
 def is_dtensor(value: object) -> bool:
     """A DTensor itself; a class derived from it is the user's."""
     return type(value) is loaded("torch.distributed.tensor", "DTensor")
+
+
+def is_table(value: object) -> bool:
+    """A DataFrame of pandas or polars itself."""
+    return any(type(value) is loaded(module, "DataFrame") for module in ("pandas", "polars"))
+
+
+def variables_of(value: object) -> dict[str, object]:
+    """What was set in an object by name; nothing where its class keeps it elsewhere."""
+    for base in reversed(bases_of(type(value))):
+        slot = _TYPE["__dict__"].__get__(base).get("__dict__")
+        if type(slot) is types.GetSetDescriptorType:
+            return dict(pairs(slot.__get__(value)))
+    return {}
 
 
 @contextmanager

@@ -57,9 +57,9 @@ class Verdict:
         return self.kind == "waits"
 
     def __str__(self) -> str:
-        line = f" (line {self.evidence.line})" if self.evidence.line else ""
         if self.waits:
-            return f"{self.waits_in}{line}"
+            line = self.evidence.line_words
+            return f"{self.waits_in} ({line})" if line else self.waits_in
         if self.kind == "computes":
             return f"computing {self.evidence.place}"
         if self.kind == "stopped":

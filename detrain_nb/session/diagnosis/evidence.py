@@ -24,6 +24,7 @@ _MAX_NUMBER = 1 << 53  # an int of JSON may have thousands of digits
 _NO_NAME = re.compile(r"[^\w.:/@+<>-]+")  # <lambda> is one
 _TENSORS = re.compile(r"(?:[\w:.]+\[[\d, ]*\](?:, )?)*(?:[\w:.\[\d, ]*\.\.\. \(\d+ tensors\))?")
 _HASH_CHARS = 8  # of the names that torch makes of a group's ranks
+_OF_CELL = re.compile(r"<cell ([0-9]{1,9})>:([0-9]{1,9}) ")
 
 
 @dataclass(frozen=True)
@@ -111,9 +112,25 @@ class Evidence:
         return self.cpu_share is not None and self.cpu_share >= _BUSY_SHARE
 
     @property
+    def cell_line(self) -> tuple[int, int]:
+        """The innermost line of any cell, behind its cell: a function may be of an earlier one than runs."""
+        inner = next(filter(None, map(_OF_CELL.match, self.stack)), None)
+        if inner is None or int(inner[1]) == self.cell:
+            return self.cell, self.line  # which counts from the right line where %%time runs the cell
+        return int(inner[1]), int(inner[2])
+
+    @property
+    def line_words(self) -> str:
+        """That line, and the one that has called what it is in; empty where it is not known."""
+        cell, line = self.cell_line
+        if cell == self.cell:
+            return f"line {line}" if line else ""
+        return f"line {line} of cell {cell}" + (f", called at line {self.line}" if self.line else "")
+
+    @property
     def place(self) -> str:
         """Where it is, in words."""
-        line = f"line {self.line}" if self.line else ""
+        line = self.line_words
         if self.function:
             return f"in {self.function} ({line})" if line else f"in {self.function}"
         return f"at {line}" if line else f"in cell {self.cell}"

@@ -18,8 +18,9 @@ class RankView:
 
     ``node`` is the ``name`` of its `NodeView`. ``state`` is one of ``RANK_STATES``; ``detail`` says more of it in
     words, without the number of the rank.
-    ``line`` is the line of the cell that it is at, ``source`` what stands there. ``collective`` is what it waits in
-    ("all_reduce #6"), ``waits_for`` the ranks that have not come there, ``waits_s`` for how long it has waited.
+    ``line`` is the line of the cell that it is at, ``source`` what stands there; ``earlier_cell`` is the cell of that
+    line where it is in a function of an earlier one, else 0. ``collective`` is what it waits in ("all_reduce #6"),
+    ``waits_for`` the ranks that have not come there, ``waits_s`` for how long it has waited.
 
     ``cpu_percent`` is of one processor, so two busy threads have 200; it and ``rss_bytes`` are those of the rank's own
     process with all its threads, without the processes that it has started. The GPU is the one that the rank was given,
@@ -48,6 +49,7 @@ class RankView:
     steps_per_s: float | None = None
     last_line: str = ""
     exit: str = ""
+    earlier_cell: int = 0
 
 
 @dataclass(frozen=True)

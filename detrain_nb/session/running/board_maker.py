@@ -78,7 +78,7 @@ class _Making:
         state, detail = self._state_of(rank)
         up, verdict, wait = self._state.up.get(rank), self._verdict_of(rank), self._waiting.get(rank)
         is_up = up is not None and rank not in self._lost and not self._over
-        line = verdict.evidence.line if verdict else 0
+        cell, line = verdict.evidence.cell_line if verdict else (0, 0)
         end = self._ends.get(rank) or self._lost.get(rank)
         use = self._use_of(rank) if is_up else RankUse()
         return RankView(
@@ -90,12 +90,13 @@ class _Making:
             one_line(wait.waits_in) if wait else "",
             wait.missing if wait else (),
             round(self._waited_s(rank), 1) if wait else None,
-            source=self._source(self._busy[rank], line) if line and rank in self._busy else "",
+            source=self._source(cell, line) if line and rank in self._busy else "",
             device=up.device if up and is_up else "",
             pid=up.pid if up and is_up else 0,
             **vars(use),
             last_line=self._state.logbook.last_line(rank),
             exit=_exit_of(end) if end else "",
+            earlier_cell=cell if verdict and cell != verdict.evidence.cell else 0,
         )
 
     def _use_of(self, rank: int) -> RankUse:
@@ -125,9 +126,9 @@ class _Making:
             return "awaited", str(verdict or "") if is_running else "has ended the cell"
         return ("running", str(verdict or "")) if is_running else ("idle", "")
 
-    def _source(self, cell: Cell, line: int) -> str:
+    def _source(self, cell: int, line: int) -> str:
         """The line of the cell, as it was written."""
-        code, first_line = self._state.history.code_of(cell.number)
+        code, first_line = self._state.history.code_of(cell)
         lines = _lines_of(code)
         index = line - first_line
         return one_line(lines[index].strip(), most_chars=_LINE_CHARS) if 0 <= index < len(lines) else ""

@@ -48,6 +48,7 @@ def read_preview(said: object, *, name: str, rank: int) -> Preview:
         _whole(fields.get("infinite", 0)),
         tuple(_list(fields.get("bins", []), _whole, _MOST_BINS)),
         _whole(fields.get("sampled", 0)),
+        fields.get("travels", True) is not False,
     )
 
 

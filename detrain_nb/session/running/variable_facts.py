@@ -26,7 +26,7 @@ class Layout:
 @dataclass(frozen=True)
 class RankVariable:
     """A variable as one rank has it: ``value`` is a short text, ``shape`` that of a tensor or an array. A tensor
-    without dimensions has both, where its number is at hand.
+    without dimensions has both, where its number is at hand; a DataFrame has its shape, and the names of columns.
 
     Of a DTensor ``local`` is the shape of the rank's part, and ``bytes`` its size. ``digest`` is the checksum, of a
     sample where ``is_sample``; where there is none, ``why`` says why.
@@ -46,8 +46,10 @@ class RankVariable:
 
     @property
     def text(self) -> str:
-        """Its value in short; of a tensor or an array with dimensions its shape."""
-        return self.value if self.shape is None or self.shape == () and self.value else f"{[*self.shape]}"
+        """Its value in short; of a tensor or an array with dimensions its shape, of a DataFrame both."""
+        if self.shape is None or self.shape == () and self.value:
+            return self.value
+        return f"{[*self.shape]} {self.value}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,7 @@ class Preview:
     """A look into variable ``name`` of ``rank``: ``rows`` below ``columns``, or ``text``; ``note`` says how much.
 
     Of numbers: ``facts`` (min, max, mean, std), how many are ``nans`` or ``infinite``, ``bins`` of a histogram between
-    min and max; of ``sampled`` numbers, where that is not 0.
+    min and max; of ``sampled`` numbers, where that is not 0. ``travels``: its type is one that can be pulled.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Preview:
     infinite: int = 0
     bins: tuple[int, ...] = ()
     sampled: int = 0
+    travels: bool = True
 
     @property
     def title(self) -> str:

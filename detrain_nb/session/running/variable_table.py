@@ -19,6 +19,7 @@ __all__ = ["Variable", "Variables", "describe_silent", "gather_variables"]
 _COLUMNS = ("name", "type", "shape or value", "dtype", "device", "bytes", "ranks")
 _STATES = {"same": "same", "differ": "differ", "own": "own", "shards": "sharded", "partly": "partly", "other": "other"}
 _MOST_SHOWN = 200  # rows; all of them are in ``rows``
+_VALUE_CHARS = 40  # in a table, for what stands behind it; all of it is in ``value``
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,8 @@ class Variable:
 
     def cells(self) -> tuple[str, ...]:
         size = "" if self.bytes is None else format_size(self.bytes)
-        return (self.name, self.type, self.value, self.dtype, self.device, size, f"{SIGNS[self.state]} {self.words}")
+        value = self.value if len(self.value) <= _VALUE_CHARS else f"{self.value[: _VALUE_CHARS - 1]}…"
+        return (self.name, self.type, value, self.dtype, self.device, size, f"{SIGNS[self.state]} {self.words}")
 
 
 @dataclass(frozen=True)
