@@ -131,7 +131,7 @@ def may_travel(kind: type) -> bool:
     known: list[type] = [type(None), bool, *_TO_BYTES, list, tuple, set, frozenset, dict, OrderedDict, defaultdict]
     known += [torch.Size, torch.Tensor, torch.nn.Parameter] if torch else []
     known += [numpy.ndarray] if numpy else []
-    return any(kind is each for each in known) or bool(numpy) and issubclass(kind, numpy.generic)
+    return any(kind is each for each in known) or (numpy is not None and issubclass(kind, numpy.generic))
 
 
 def _too_large(name: str, size_bytes: int) -> ValueNotSupported:
