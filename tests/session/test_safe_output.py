@@ -471,6 +471,7 @@ _READERS: dict[str, tuple[Callable[[str], object], str, list[str]]] = {  # by wh
     "errors.HUNG_UP": (HUNG_UP.search, "c", ["connection ", "broken ", "remote process ", "c"]),
     "evidence._NO_NAME": (evidence._as_name, "a", ["(", "a", "a("]),
     "evidence._TENSORS": (evidence._TENSORS.fullmatch, "Float[", ["1", ", ", "]Float[", "1], Float[", ".", "... (1"]),
+    "evidence._OF_CELL": (evidence._OF_CELL.match, "<cell 1", ["1", ">:1", "<cell 1", " "]),
     "rank_deaths._TIMED_OUT": (_as_silence, "timed out waiting ", ["timed out waiting for 1", "1", "t"]),
     "diagnosis._STANDARD_LIBRARY": (_as_frame, "/lib/python3.", ["/lib64/python3.1", "1", "/lib"]),
     "diagnosis._NO_CALL": (lambda text: diagnosis._NO_CALL.sub("", text), "a", [" ", "\u3164", "a ", "a"]),
