@@ -97,6 +97,13 @@ class Notebook:
         self.window.command("docmanager:save")
         return nbformat.read(self.path, as_version=4)
 
+    def wait_for_answer(self) -> None:
+        """Wait until the kernel runs what it is sent; after a cell that failed it drops what was queued behind it.
+
+        A page that was loaded again is not told when a cell ends that was sent before.
+        """
+        self.page.wait_for_function(_ANSWERS, timeout=PAGE_LIMIT_S * 1000, polling=1000 * _POLL_S)
+
     # ---- what a user sees
 
     def cell(self, index: int) -> Locator:
@@ -152,6 +159,12 @@ _IS_KERNEL_IDLE = """path => {
   const panel = window.jupyterapp.shell.currentWidget, kernel = panel?.sessionContext?.session?.kernel;
   return panel?.context?.path === path && panel.sessionContext.isReady
     && kernel?.connectionStatus === 'connected' && kernel.status === 'idle';
+}"""
+
+_ANSWERS = """async () => {
+  const kernel = window.jupyterapp.shell.currentWidget.sessionContext.session.kernel;
+  const reply = await kernel.requestExecute({code: '', silent: true, store_history: false}).done;
+  return reply.content.status === 'ok';
 }"""
 
 _CLOSE = """async path => {

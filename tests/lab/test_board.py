@@ -170,6 +170,7 @@ def check_hang(nb: Notebook, board: Locator, folder: Path) -> None:
     expect(tile(board, 1)).to_contain_text("has ended the cell")
     board.get_by_role("button", name="Stop cell").first.click()
     expect(board.get_by_text(re.compile(r"idle since .* cell \[5\] failed or was stopped after"))).to_be_visible()
+    nb.wait_for_answer()
 
 
 def check_death(board: Locator) -> None:
