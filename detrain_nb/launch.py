@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from .guarded import RUN_MODULE
 from .plan import Plan
 
-__all__ = ["NodeLaunch", "Program", "RankConfig", "Rendezvous", "launch_job", "launch_node"]
+__all__ = ["NodeLaunch", "Program", "RankConfig", "Rendezvous", "launch_in_operator", "launch_job", "launch_node"]
 
 WORKER_MODULE = "detrain_nb.node.rank.worker"
 LAUNCHER_MODULE = "detrain_nb.node.rank.launcher"
@@ -193,13 +193,27 @@ def launch_job(
     return NodeLaunch(argv, env)
 
 
+def launch_in_operator(program: Program, *, python: str) -> NodeLaunch:
+    """Write the command line of one node where an operator of Kubernetes says all else, in torchrun's own variables.
+
+    These are PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
+    """
+    _check_program(program)
+    argv = [python, "-m", "torch.distributed.run", *_write_program(program)]
+    return NodeLaunch(argv, {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"})
+
+
 def _check_together(rendezvous: Rendezvous, program: Program, nodes: int | tuple[int, int]) -> None:
-    if not program.argv:
-        raise ValueError("the program is empty: name a script, a module or a command")
+    _check_program(program)
     if rendezvous.kind not in _DYNAMIC and not isinstance(nodes, int):
         raise ValueError(f"the {rendezvous.kind} rendezvous takes a fixed number of nodes, not {nodes[0]}:{nodes[1]}")
     if rendezvous.kind == JOB_BACKEND and rendezvous.max_restarts:
         raise ValueError(f"max_restarts={rendezvous.max_restarts} needs the {ELASTIC_BACKEND} rendezvous")
+
+
+def _check_program(program: Program) -> None:
+    if not program.argv:
+        raise ValueError("the program is empty: name a script, a module or a command")
 
 
 def _write_options(

@@ -198,9 +198,9 @@ def _fields(word: str) -> list[str]:
 
 
 def _formats(word: str) -> list[str]:
-    from ..formats import EXPORTERS
+    from ..plan.targets import TARGETS
 
-    return [name for name in EXPORTERS if name.startswith(word)]
+    return [name for name in TARGETS if name.startswith(word)]
 
 
 def _folders(word: str) -> list[str]:

@@ -12,8 +12,8 @@ from IPython.display import display
 
 from ..options.jobs import add_export_options
 from ..plan import Plan
-from ..plan.choices import SLURM_OPTIONS
 from ..plan.fields import take_fields
+from ..plan.targets import OPTIONS
 from .given_spec import SPEC, read_spec, show_findings
 from .guard import guard
 from .options import LineParser
@@ -79,7 +79,7 @@ def _show_console(ipython: Any, folder: str) -> None:
 def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
     from ..formats import export_spec, write_export
 
-    text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in SLURM_OPTIONS})
+    text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in OPTIONS})
     for finding in spec.check():
         print(finding, file=sys.stderr)
     print(text, end="") if args.output is None else print(write_export(text, args.output))

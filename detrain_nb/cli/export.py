@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..options.jobs import FIELDS, add_export_options
-from ..plan.choices import SLURM_OPTIONS
+from ..plan.targets import OPTIONS
 from .job_commands import SPEC, read_spec
 
 __all__ = ["add_export"]
@@ -31,7 +31,7 @@ def _export(args: argparse.Namespace) -> int:
     from ..formats import export_spec, write_export  # it takes its time, and few commands need it
 
     spec = read_spec(args)
-    options = {name: getattr(args, name) for name in SLURM_OPTIONS}
+    options = {name: getattr(args, name) for name in OPTIONS}
     text = export_spec(spec, args.format, gpus=args.gpus, options=options)
     for finding in spec.check():
         print(f"detrain-nb: {finding}", file=sys.stderr)

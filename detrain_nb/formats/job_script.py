@@ -93,6 +93,13 @@ def check_what_is_carried(spec: PipelineSpec) -> None:
         raise SpecError(f"image {spec.image}: a script of a shell starts no container: leave it out")
 
 
+def need_image(spec: PipelineSpec, *, by: str) -> str:
+    """Return the image of the containers that ``by`` starts. Raises: SpecError without one."""
+    if spec.image is None:
+        raise SpecError(f"image: {by} starts a container on every node: give image, as ghcr.io/you/train:1")
+    return spec.image
+
+
 def describe(spec: PipelineSpec, plan: Plan) -> str:
     """Say what the script starts: its first line."""
     nodes = len(plan.nodes)

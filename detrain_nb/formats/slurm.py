@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ..errors import SpecError, count_ranks
+from ..errors import SpecError
 from ..launch import Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
+from .alike import check_alike
 from .job_script import (
     FOLDER,
     NODE,
@@ -26,7 +27,6 @@ from .shell import quote, quote_command
 __all__ = ["export"]
 
 _OPTION = re.compile(r"[A-Za-z0-9._:,@%/+-]{1,200}")
-_SAME = ("python", "workdir", "setup")
 
 
 def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "", account: str = "") -> str:
@@ -35,7 +35,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     ``time``, ``partition`` and ``account`` are those of sbatch. Raises: SpecError for what Slurm cannot do.
     """
     check_what_is_carried(spec)
-    ranks, node = _check_alike(spec, plan)
+    ranks, node = check_alike(spec, plan, by="Slurm")
     program = read_program(spec, plan)
     given = {"time": time, "partition": partition, "account": account}
     for name, value in given.items():
@@ -112,24 +112,3 @@ def _find_first_node(spec: PipelineSpec) -> list[str]:
         host = quote(f"[{settings.endpoint}]" if ":" in settings.endpoint else settings.endpoint)
     port = str(settings.port) if settings.port else "$((20000 + SLURM_JOB_ID % 10000))"
     return [f"export DETRAIN_NB_ENDPOINT={host}:{port}"]
-
-
-def _check_alike(spec: PipelineSpec, plan: Plan) -> tuple[int, Node | None]:
-    """How many ranks every node has, and what else they have in common."""
-    settings = spec.rendezvous
-    if settings.min_nodes is not None or settings.max_nodes is not None:
-        raise SpecError("rendezvous.min_nodes and max_nodes: Slurm gives a job all its nodes at once: leave them out")
-    first = plan.nodes[0]
-    for other in plan.nodes[1:]:
-        if len(other.ranks) != len(first.ranks) or other.device != first.device:
-            raise SpecError(
-                f"Slurm gives every node the same: {first.name} has {count_ranks(len(first.ranks))} on {first.device}, "
-                f"{other.name} has {len(other.ranks)} on {other.device}: give them the same"
-            )
-    for node in spec.nodes[1:]:
-        if differs := [name for name in _SAME if getattr(node, name) != getattr(spec.nodes[0], name)]:
-            raise SpecError(
-                f"Slurm chooses the nodes: {differs[0]} of {spec.nodes[0].name} and {node.name} differ: give them the "
-                "same"
-            )
-    return len(first.ranks), spec.nodes[0] if spec.nodes else None

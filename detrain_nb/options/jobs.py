@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from ..plan.choices import SLURM_OPTIONS
+from ..plan.targets import OPTIONS, TARGETS
 from .parser import OptionParser, not_empty, number, whole
 
 __all__ = [
@@ -130,13 +130,13 @@ def add_follow(parser: OptionParser) -> None:
 
 def add_export_options(parser: OptionParser, *, spec: str) -> None:
     """What an export of a spec takes."""
-    parser.add_argument("format", metavar="FORMAT", help="torchrun or slurm")
+    parser.add_argument("format", metavar="FORMAT", help=f"one of {', '.join(TARGETS)}")
     parser.add_argument("spec", metavar="SPEC", help=spec)
     parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help="how many a node has that names no devices")
-    for name, words in SLURM_OPTIONS.items():
+    for name, words in OPTIONS.items():
         kind = _slurm_time if name == "time" else str
-        parser.add_argument(f"--{name}", type=kind, metavar=name.upper(), help=f"of Slurm: {words}")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=words)
 
 
 def _slurm_time(text: str) -> str:

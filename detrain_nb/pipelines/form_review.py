@@ -9,8 +9,9 @@ from typing import Any
 
 from ..documents import format_document
 from ..errors import DetrainError
-from ..formats import EXPORTERS, export_spec
+from ..formats import export_spec
 from ..plan import Plan, StageLayout
+from ..plan.targets import TARGETS
 from ..spec import Parallelism, PipelineSpec
 from ..text import name_some, printable, told_node
 from .spec_file import leaves
@@ -30,7 +31,7 @@ def review_spec(spec: PipelineSpec) -> dict[str, Any]:
         "plan": _told(lambda: _plan(spec.plan(), spec.parallelism)),
         "commands": _told(lambda: _commands(spec)),
         "documents": {suffix: format_document(spec.to_dict(), f".{suffix}") for suffix in ("toml", "json", "yaml")},
-        "exports": {name: _told(partial(_export, spec, name)) for name in EXPORTERS},
+        "exports": {name: _told(partial(_export, spec, name)) for name in TARGETS},
     }
 
 
@@ -42,7 +43,7 @@ def _told(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def _export(spec: PipelineSpec, to: str) -> dict[str, Any]:
-    return {"text": export_spec(spec, to), "suffix": EXPORTERS[to].suffix, "about": EXPORTERS[to].about}
+    return {"text": export_spec(spec, to), "suffix": TARGETS[to].suffix, "about": TARGETS[to].about}
 
 
 def _plan(plan: Plan, parallelism: Parallelism) -> dict[str, Any]:

@@ -20,11 +20,6 @@ SCHEDULERS: tuple[str, ...] = get_args(SchedulerName)
 ARTIFACTS = ("*.pt", "*.safetensors", "artifacts/")  # what is fetched of a job whose spec says nothing of it
 
 TIMEOUT_S, SILENCE_S = 600.0, 60.0  # within which all nodes of a job come; after which a silent one is lost
-SLURM_OPTIONS = {  # of an export to Slurm, and what to give
-    "time": "the longest time, as sbatch takes it: 02:00:00",
-    "partition": "the name of a partition",
-    "account": "the name of an account",
-}
 
 # Of each line one field at most is given; an override of one leaves out the others.
 ONE_OF: tuple[tuple[str, ...], ...] = (

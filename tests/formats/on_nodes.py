@@ -6,9 +6,10 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # Stands in the place of Python with torch: writes down what it was started with, byte for byte.
 RECORDER = """#!{python} -IS
@@ -49,20 +50,44 @@ def write_recorder(path: Path) -> str:
     return str(path)
 
 
-def _torchrun(shell: str, script: Path, node_rank: int) -> tuple[list[str], dict[str, str], bool]:
-    return [shell, str(script), str(node_rank)], {}, False
+@dataclass(frozen=True)
+class Start:
+    """A command line, what it finds in its environment, and whether it reads the script on its standard input."""
+
+    argv: list[str]
+    env: dict[str, str] = field(default_factory=dict)
+    reads_script: bool = False
 
 
-def _slurm(shell: str, script: Path, node_rank: int) -> tuple[list[str], dict[str, str], bool]:
+@dataclass(frozen=True)
+class Way:
+    """How what was exported is run on a node.
+
+    ``start`` is given a shell, the path of the exported file, beside which it may write more, and the node's number.
+    ``needs`` is what a spec has to have to go there. ``endpoint`` is where a node looks for the first one, of two that
+    are called first and second; None: an operator says it in PET_MASTER_ADDR. ``folder`` is that of the job "train".
+    """
+
+    start: Callable[[str, Path, int], Start]
+    needs: Mapping[str, Any] = field(default_factory=dict)
+    endpoint: Callable[[int], str] | None = lambda node_rank: "first:29500"
+    folder: str = "train.job"
+    is_script: bool = True  # the exported text is one of a shell
+
+
+def _torchrun(shell: str, script: Path, node_rank: int) -> Start:
+    return Start([shell, str(script), str(node_rank)])
+
+
+def _slurm(shell: str, script: Path, node_rank: int) -> Start:
     """As srun does: the script comes on the standard input."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NODEID": str(node_rank), "DETRAIN_NB_ENDPOINT": "first:29500"}
-    return [shell, "-s", "node"], env, True
+    return Start([shell, "-s", "node"], env, reads_script=True)
 
 
-# The command line, the variables, and whether the script is read from the standard input; one for each exporter.
-WAYS: dict[str, Callable[[str, Path, int], tuple[list[str], dict[str, str], bool]]] = {
-    "torchrun": _torchrun,
-    "slurm": _slurm,
+WAYS: Mapping[str, Way] = {
+    "torchrun": Way(_torchrun),
+    "slurm": Way(_slurm, folder="train-7.job"),
 }
 
 
@@ -74,14 +99,14 @@ def run_on_node(
     script, seen_at = folder / "exported", folder / "seen.json"
     script.write_bytes(text.encode())
     seen_at.unlink(missing_ok=True)
-    argv, variables, is_from_stdin = WAYS[exporter](shell, script, node_rank)
+    start = WAYS[exporter].start(shell, script, node_rank)
     around = {"PATH": os.environ["PATH"], "HOME": str(folder), "SEEN_AT": str(seen_at), "LC_ALL": "C.UTF-8"}
     with script.open("rb") as stdin:
         done = subprocess.run(
-            argv,
+            start.argv,
             cwd=folder,
-            env={**around, **variables, **(env or {})},
-            stdin=stdin if is_from_stdin else subprocess.DEVNULL,
+            env={**around, **start.env, **(env or {})},
+            stdin=stdin if start.reads_script else subprocess.DEVNULL,
             capture_output=True,
             timeout=60,
         )

@@ -35,13 +35,13 @@ LINES = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), max_
 NAMES = LINES.map(lambda text: "x" + text.replace("/", "").replace("\\", "") + ".py")
 
 
-def _spec(**fields: Any) -> PipelineSpec:
+def _spec(exporter: str, **fields: Any) -> PipelineSpec:
     source = {"script_text": "print()\n", **fields.pop("source", {})}
-    return PipelineSpec.from_dict({"name": "mnist", "source": source, **fields})
+    return PipelineSpec.from_dict({"name": "mnist", "source": source, **WAYS[exporter].needs, **fields})
 
 
 def _export(exporter: str, spec: PipelineSpec) -> str:
-    return EXPORTERS[exporter].export(spec, spec.plan())
+    return EXPORTERS[exporter](spec, spec.plan())
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +85,7 @@ def test_no_field_is_changed_by_a_shell(
     at = tmp_path / f"work {workdir.replace('/', '')}"
     at.mkdir(exist_ok=True)
     spec = _spec(
+        exporter,
         source={"script_text": None, "script": str(tmp_path / "scripts" / name), "arguments": arguments},
         env={"VALUE": value},
         description=description.replace("\t", ""),
@@ -110,6 +111,7 @@ def test_lines_of_setup_are_run_by_the_shell_before_torchrun(
     exporter: str, shell: str, recorder: str, tmp_path: Path
 ) -> None:
     spec = _spec(
+        exporter,
         source={"setup": ['B="$A more"; export B', "cd /", "if true; then", "  export C='it''s'", "fi"]},
         nodes=[{"host": "first", "python": recorder, "setup": "export A=$VALUE"}],
         env={"VALUE": "some"},
@@ -125,7 +127,7 @@ def test_lines_of_setup_are_run_by_the_shell_before_torchrun(
 def test_home_is_that_of_the_node(exporter: str, shell: str, tmp_path: Path) -> None:
     write_recorder(tmp_path / "my env" / "python")
     (tmp_path / "$x 'y'").mkdir()
-    spec = _spec(nodes=[{"host": "first", "python": "~/my env/python", "workdir": "~/$x 'y'"}])
+    spec = _spec(exporter, nodes=[{"host": "first", "python": "~/my env/python", "workdir": "~/$x 'y'"}])
     seen = run_on_node(exporter, _export(exporter, spec), shell=shell, folder=tmp_path).seen
     assert seen and seen.folder == str(tmp_path / "$x 'y'")
 
@@ -136,7 +138,7 @@ def test_home_is_that_of_the_node(exporter: str, shell: str, tmp_path: Path) -> 
 def test_line_of_setup_that_fails_ends_the_job(
     exporter: str, shell: str, line: str, recorder: str, tmp_path: Path
 ) -> None:
-    spec = _spec(source={"setup": [line]}, nodes=[{"host": "first", "python": recorder}])
+    spec = _spec(exporter, source={"setup": [line]}, nodes=[{"host": "first", "python": recorder}])
     ended = run_on_node(exporter, _export(exporter, spec), shell=shell, folder=tmp_path)
     assert ended.status != 0
     assert ended.seen is None
@@ -148,7 +150,7 @@ def test_secret_is_named_and_never_written(
 ) -> None:
     monkeypatch.setenv("MY_TOKEN", "very-secret")
     monkeypatch.setenv("OTHER_TOKEN", "very-secret")
-    spec = _spec(secrets=["MY_TOKEN"], nodes=[{"host": "first", "python": recorder, "env": ["OTHER_TOKEN"]}])
+    spec = _spec(exporter, secrets=["MY_TOKEN"], nodes=[{"host": "first", "python": recorder, "env": ["OTHER_TOKEN"]}])
     text = _export(exporter, spec)
     assert "very-secret" not in text
     env = {"MY_TOKEN": "a 'b'"}
@@ -162,16 +164,19 @@ def test_secret_is_named_and_never_written(
 @exporters
 def test_every_node_is_told_its_number_and_where_the_first_one_is(exporter: str, recorder: str, tmp_path: Path) -> None:
     nodes = [{"host": host, "python": recorder, "ranks": 2} for host in ("first", "second")]
-    text = _export(exporter, _spec(nodes=nodes, rendezvous={"port": 29500, "timeout_s": 77}))
+    text = _export(exporter, _spec(exporter, nodes=nodes, rendezvous={"port": 29500, "timeout_s": 77}))
     for node_rank in (0, 1):
         seen = run_on_node(exporter, text, shell="sh", folder=tmp_path, node_rank=node_rank).seen
         assert seen
+        if (endpoint := WAYS[exporter].endpoint) is None:
+            assert seen.options == ["-m", "torch.distributed.run"]
+            continue
         assert {
             "--nnodes=2",
             "--nproc-per-node=2",
             f"--node-rank={node_rank}",
             "--rdzv-backend=static",
-            "--rdzv-endpoint=first:29500",
+            f"--rdzv-endpoint={endpoint(node_rank)}",
             "--rdzv-conf=timeout=77",
         } <= set(seen.options)
 
@@ -184,6 +189,7 @@ def test_no_variable_of_a_spec_is_one_of_the_script(exporter: str, kind: str, re
     others = {"SLURM_NODEID": "1", "IFS": "01/"} if kind == "env" else {}
     for restarts in (0, 1):
         spec = _spec(
+            exporter,
             nodes=[
                 {"host": "first", "python": recorder, "address": "10.0.0.1"},
                 {"host": "second", "python": recorder},
@@ -202,7 +208,7 @@ def test_no_variable_of_a_spec_is_one_of_the_script(exporter: str, kind: str, re
 @exporters
 def test_restarts_are_those_of_torchrun(exporter: str, recorder: str, tmp_path: Path) -> None:
     nodes = [{"host": host, "python": recorder} for host in ("first", "second")]
-    text = _export(exporter, _spec(nodes=nodes, rendezvous={"max_restarts": 3, "timeout_s": 77}))
+    text = _export(exporter, _spec(exporter, nodes=nodes, rendezvous={"max_restarts": 3, "timeout_s": 77}))
     for node_rank in (0, 1):
         seen = run_on_node(exporter, text, shell="sh", folder=tmp_path, node_rank=node_rank).seen
         assert seen
@@ -223,7 +229,9 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
         cell("a = 1\n", "job"),
     ]
     path.write_text(json.dumps({"cells": cells, "nbformat": 4}))
-    spec = _spec(source={"script_text": None, "notebook": str(path)}, nodes=[{"host": "first", "python": recorder}])
+    spec = _spec(
+        exporter, source={"script_text": None, "notebook": str(path)}, nodes=[{"host": "first", "python": recorder}]
+    )
     seen = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path / "node").seen
     assert seen and Path(seen.program[0]).name == "my notebook.py"
     assert Path(seen.program[0]).read_text() == "# Cell 2\nimport torch\n\n\n# Cell 4\na = 1\n"
@@ -262,14 +270,14 @@ def test_folder_of_another_user_is_not_that_of_the_job(
 ) -> None:
     (at := tmp_path / "all").mkdir()
     at.chmod(0o1777)
-    (theirs := at / ("train.job" if exporter == "torchrun" else "train-7.job")).mkdir()
+    (theirs := at / WAYS[exporter].folder).mkdir()
     (theirs / "0").mkdir()
     os.chown(theirs, 65534, 65534)
     if kind == "a link":
         theirs.rename(tmp_path / "elsewhere")
         os.chown(tmp_path / "elsewhere", 0, 0)
         theirs.symlink_to(tmp_path / "elsewhere")
-    spec = _spec(name="train", nodes=[{"host": "a", "python": recorder}])
+    spec = _spec(exporter, name="train", nodes=[{"host": "a", "python": recorder}])
     text = _export(exporter, spec)
     ended = run_on_node(exporter, text, shell=shell, folder=at)
     assert (ended.seen, ended.status) == (None, 2)
@@ -290,7 +298,9 @@ def test_repository_is_cloned_at_its_ref(
         ref = found.stdout.strip()
     git = {"url": str(repository), **({"ref": ref} if ref else {}), "folder": "a 'b'"}
     spec = _spec(
-        source={"script_text": None, "git": git, "entry": "train me.py"}, nodes=[{"host": "a", "python": recorder}]
+        exporter,
+        source={"script_text": None, "git": git, "entry": "train me.py"},
+        nodes=[{"host": "a", "python": recorder}],
     )
     for _ in range(2):  # it can be run again
         ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
@@ -298,7 +308,7 @@ def test_repository_is_cloned_at_its_ref(
         assert Path(ended.seen.program[0]).read_text() == text
         assert ended.seen.folder.endswith("/source/a 'b'")
     git["ref"] = "gone"
-    spec = _spec(source={"script_text": None, "git": git, "entry": "train me.py"})
+    spec = _spec(exporter, source={"script_text": None, "git": git, "entry": "train me.py"})
     ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
     assert ended.status != 0 and "gone" in ended.errors
 
@@ -312,7 +322,7 @@ def test_commit_is_no_branch_or_tag_of_that_name(exporter: str, kind: str, recor
         git("update-ref", f"refs/{kind}/{ref}", other, at=work)
         wanted = {"url": str(work), "ref": ref}
         nodes = [{"host": "a", "python": recorder}]
-        spec = _spec(source={"script_text": None, "git": wanted, "entry": "train.py"}, nodes=nodes)
+        spec = _spec(exporter, source={"script_text": None, "git": wanted, "entry": "train.py"}, nodes=nodes)
         ended = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path)
         if ref == pinned:
             assert ended.seen and Path(ended.seen.program[0]).read_text() == "pinned", ended.errors
@@ -326,7 +336,9 @@ def test_token_is_read_where_it_is_and_stands_nowhere(exporter: str, recorder: s
     with git_host(tmp_path / "host", token="very-secret") as host:
         git = {"url": host.publish(tmp_path / "work", "a.git"), "token": "MY_TOKEN"}
         spec = _spec(
-            source={"script_text": None, "git": git, "entry": "train.py"}, nodes=[{"host": "a", "python": recorder}]
+            exporter,
+            source={"script_text": None, "git": git, "entry": "train.py"},
+            nodes=[{"host": "a", "python": recorder}],
         )
         text, folder = _export(exporter, spec), tmp_path / "node"
         ended = run_on_node(exporter, text, shell="sh", folder=folder)
@@ -344,7 +356,7 @@ def test_token_is_read_where_it_is_and_stands_nowhere(exporter: str, recorder: s
 def test_folder_that_all_nodes_have_is_named_by_its_whole_path(exporter: str, recorder: str, tmp_path: Path) -> None:
     folder = tmp_path / "my $folder"
     source = {"script_text": None, "path": str(folder), "entry": "a/train.py"}
-    text = _export(exporter, _spec(source=source, nodes=[{"host": "a", "python": recorder}]))
+    text = _export(exporter, _spec(exporter, source=source, nodes=[{"host": "a", "python": recorder}]))
     ended = run_on_node(exporter, text, shell="sh", folder=tmp_path / "node")
     assert ended.status == 2
     assert ended.errors == f"mnist: source.path: {folder}/a/train.py is not there: every node needs it at this path\n"
@@ -357,7 +369,9 @@ def test_folder_that_all_nodes_have_is_named_by_its_whole_path(exporter: str, re
 @exporters
 def test_module_is_run_as_one(exporter: str, recorder: str, tmp_path: Path) -> None:
     spec = _spec(
-        source={"script_text": None, "module": "a.b", "arguments": ["$x"]}, nodes=[{"host": "a", "python": recorder}]
+        exporter,
+        source={"script_text": None, "module": "a.b", "arguments": ["$x"]},
+        nodes=[{"host": "a", "python": recorder}],
     )
     seen = run_on_node(exporter, _export(exporter, spec), shell="sh", folder=tmp_path).seen
     assert seen and (seen.options[-1], seen.program) == ("-m", ["a.b", "$x"])
@@ -365,7 +379,7 @@ def test_module_is_run_as_one(exporter: str, recorder: str, tmp_path: Path) -> N
 
 @exporters
 def test_folder_for_what_the_script_makes_is_there(exporter: str, recorder: str, tmp_path: Path) -> None:
-    text = _export(exporter, _spec(nodes=[{"host": "a", "python": recorder}]))
+    text = _export(exporter, _spec(exporter, nodes=[{"host": "a", "python": recorder}]))
     seen = run_on_node(exporter, text, shell="sh", folder=tmp_path).seen
     assert seen and Path(seen.env["DETRAIN_NB_ARTIFACTS"]).parent == Path(seen.env["DETRAIN_NB_JOB_SPEC"]).parent
     assert Path(seen.env["DETRAIN_NB_ARTIFACTS"]).is_dir()
@@ -385,7 +399,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"source": {"script_text": None, "path": "s3://bucket/a", "entry": "a.py"}},
         r"source\.path: a script of a shell cannot fetch a URL: give",
     ),
-    "an image": ({"image": "ghcr.io/a/b:1"}, r"image ghcr\.io/a/b:1: .* starts no container"),
     "a script that is gone": ({"source": {"script_text": None, "script": "gone.py"}}, "gone.py cannot be read"),
 }
 
@@ -395,14 +408,21 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_a_script_cannot_do_is_refused_with_one_line(exporter: str, case: str) -> None:
     fields, message = REFUSED[case]
     with pytest.raises(SpecError, match=message) as caught:
-        _export(exporter, _spec(**fields))
+        _export(exporter, _spec(exporter, **fields))
     assert "\n" not in str(caught.value)
 
 
 @exporters
+def test_image_is_needed_where_a_container_is_started_and_refused_elsewhere(exporter: str) -> None:
+    has_one = "image" in WAYS[exporter].needs
+    with pytest.raises(SpecError, match=r"^image: .* give image, " if has_one else r"^image a/b:1: .* no container"):
+        _export(exporter, _spec(exporter, image=None if has_one else "a/b:1"))
+
+
+@pytest.mark.parametrize("exporter", [exporter for exporter, way in WAYS.items() if way.is_script])
 @shells
 def test_shells_take_the_whole_script(exporter: str, shell: str, tmp_path: Path) -> None:
     path = tmp_path / "exported"
-    path.write_text(_export(exporter, _spec(nodes=[{"host": "a", "ranks": 2}, {"host": "b", "ranks": 2}])))
+    path.write_text(_export(exporter, _spec(exporter, nodes=[{"host": "a", "ranks": 2}, {"host": "b", "ranks": 2}])))
     done = subprocess.run([shell, "-n", path], capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")

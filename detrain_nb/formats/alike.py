@@ -1,0 +1,33 @@
+"""Nodes that another one chooses: they are all the same, and come all at once."""
+
+from __future__ import annotations
+
+from ..errors import SpecError, count_ranks
+from ..plan import Plan
+from ..spec import Node, PipelineSpec
+
+_SAME = ("python", "workdir", "setup")
+
+
+def check_alike(spec: PipelineSpec, plan: Plan, *, by: str) -> tuple[int, Node | None]:
+    """Return how many ranks every node has, and what else they have in common; ``by`` chooses them.
+
+    Raises: SpecError where they differ.
+    """
+    settings = spec.rendezvous
+    if settings.min_nodes is not None or settings.max_nodes is not None:
+        raise SpecError(f"rendezvous.min_nodes and max_nodes: {by} gives a job all its nodes at once: leave them out")
+    first = plan.nodes[0]
+    for other in plan.nodes[1:]:
+        if len(other.ranks) != len(first.ranks) or other.device != first.device:
+            raise SpecError(
+                f"{by} gives every node the same: {first.name} has {count_ranks(len(first.ranks))} on {first.device}, "
+                f"{other.name} has {len(other.ranks)} on {other.device}: give them the same"
+            )
+    for node in spec.nodes[1:]:
+        if differs := [name for name in _SAME if getattr(node, name) != getattr(spec.nodes[0], name)]:
+            raise SpecError(
+                f"{by} chooses the nodes: {differs[0]} of {spec.nodes[0].name} and {node.name} differ: give them the "
+                "same"
+            )
+    return len(first.ranks), spec.nodes[0] if spec.nodes else None

@@ -1,0 +1,58 @@
+"""A file of somebody else's, and what of it a spec can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..documents import SUFFIXES, format_document, parse_content
+from ..spec import Node, PipelineSpec
+from ..text import ShownAsText
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What a file says: its text, of bounded size, and its name, with which errors begin."""
+
+    text: str
+    name: str = ""
+
+    @property
+    def suffix(self) -> str:
+        """That of the name where it is one of a document; else empty."""
+        return next((suffix for suffix in SUFFIXES if self.name.lower().endswith(suffix)), "")
+
+    @cached_property
+    def content(self) -> Any:
+        """What the document holds, read by its suffix. Raises: SpecError with the place."""
+        return parse_content(self.text, self.suffix or ".yaml", where=self.name)
+
+
+@dataclass(frozen=True)
+class Imported(ShownAsText):
+    """What was read: a pipeline, or nodes alone; and each thing that neither can hold, by its name, with the reason."""
+
+    kind: str
+    spec: PipelineSpec | None = None
+    nodes: tuple[Node, ...] = ()  # where the file has nothing else
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return format_document(self.to_dict(), ".yaml") + "".join(f"# left out: {line}\n" for line in self.left_out)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the document of its spec, or of its nodes, as a nodes file has them."""
+        if self.spec is not None:
+            return self.spec.to_dict()
+        return {"nodes": [node.to_fields() for node in self.nodes]}
+
+
+@dataclass(frozen=True)
+class Importer:
+    """One kind of file: is it one, and what does it say?"""
+
+    is_one: Callable[[Foreign], bool]
+    read: Callable[[Foreign], Imported]  # Raises: SpecError with the place in the file
+    about: str

@@ -1,0 +1,40 @@
+"""Files of other people as a spec, or as nodes: which kind one is, and what it says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ..documents import read_text
+from ..documents.content import check_size, put_place
+from ..errors import SpecError
+from ..storage import locate
+from .imported import Foreign, Imported, Importer
+
+__all__ = ["IMPORTERS", "import_file", "import_text"]
+
+IMPORTERS: Mapping[str, Importer] = {}  # a file is of the first kind that says so
+
+
+def import_file(where: str | os.PathLike[str], *, kind: str = "") -> Imported:
+    """Read a file of another tool at a path or an fsspec URL; ``kind``: one of `IMPORTERS`, by default found out.
+
+    Raises: SpecError with the place in the file.
+    """
+    location = locate(where)
+    return import_text(read_text(location), name=location.name, kind=kind)
+
+
+def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
+    """Read the text of such a file; ``name`` is the file's, with which errors begin. Raises: SpecError."""
+    try:
+        check_size(text)
+    except SpecError as exc:
+        raise SpecError(put_place(name, str(exc))) from None
+    if kind and kind not in IMPORTERS:
+        raise SpecError(f"{kind!r} is no kind of file to import: give one of {', '.join(IMPORTERS)}")
+    foreign = Foreign(text, name)
+    found = kind or next((each for each, importer in IMPORTERS.items() if importer.is_one(foreign)), "")
+    if not found:
+        raise SpecError(put_place(name, f"is of no kind that can be imported: {', '.join(IMPORTERS)}"))
+    return IMPORTERS[found].read(foreign)

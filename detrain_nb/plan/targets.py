@@ -1,0 +1,33 @@
+"""The formats that a pipeline is exported to, and what can be said of each: for who offers them without making one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Target:
+    """One format: the suffix of its files, what such a file is, and its options with what to give."""
+
+    suffix: str
+    about: str
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+TARGETS: Mapping[str, Target] = {
+    "torchrun": Target(".sh", "a shell script that is run on every node"),
+    "slurm": Target(
+        ".sbatch",
+        "a batch script for sbatch",
+        {
+            "time": "the longest time, as sbatch takes it: 02:00:00",
+            "partition": "the name of a partition",
+            "account": "the name of an account",
+        },
+    ),
+}
+OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that have it
+    name: "; ".join(f"of {kind}: {target.options[name]}" for kind, target in TARGETS.items() if name in target.options)
+    for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
+}
