@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from ..documents import read_text
+from ..documents import parse_content, read_text
 from ..documents.content import check_size, put_place
 from ..errors import SpecError
 from ..storage import locate
@@ -36,5 +36,7 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     foreign = Foreign(text, name)
     found = kind or next((each for each, importer in IMPORTERS.items() if importer.is_one(foreign)), "")
     if not found:
+        if foreign.suffix and foreign.document is None:
+            parse_content(text, foreign.suffix, where=name)
         raise SpecError(put_place(name, f"is of no kind that can be imported: {', '.join(IMPORTERS)}"))
     return IMPORTERS[found].read(foreign)
