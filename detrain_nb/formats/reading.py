@@ -91,11 +91,22 @@ class Part:
             raise self.fault(key, f"{value}: give {advice}")
         return value  # type: ignore[no-any-return]
 
+    def need(self, *keys: str) -> None:
+        """Raises: SpecError where nothing stands there."""
+        for key in keys:
+            if key not in self:
+                raise self.fault(key, "is missing")
+
     def carry(self, key: str, field: str, value: Any = None) -> None:
         """Put what stands there, or the ``value`` that was made of it, into a field of the spec: nodes[0].host."""
+        self.stands_for(key, field)
         if key in self:
             found = self.take(key)
-            self.whole.put(field, found if value is None else value, of=(*self.steps, key))
+            self.whole.put(field, found if value is None else value)
+
+    def stands_for(self, key: str, field: str) -> None:
+        """Have a fault of that field of the spec told at this place."""
+        self.whole.origins[field] = (*self.steps, key)
 
     def leave(self, key: str, reason: str = NO_FIELD) -> None:
         """Name what stands there, with all below it, as left out."""
@@ -126,11 +137,11 @@ class Whole(Part):
         self.used: set[Steps] = set()
         self.left: dict[Steps, str] = {}
         self.notes: list[str] = []  # what the document does not say, and the spec has to have
-        self._origins: dict[str, Steps] = {}
+        self.origins: dict[str, Steps] = {}
         super().__init__(self, content)
 
-    def put(self, field: str, value: Any, *, of: Steps = ()) -> None:
-        """Put a value into a field of the spec; ``of``: where it stands in the document."""
+    def put(self, field: str, value: Any) -> None:
+        """Put a value into a field of the spec, as nodes[0].host."""
         *above, last = [int(step) if step.isdigit() else step for step in _STEP.findall(field)]
         table: Any = self.fields
         for step, below in zip(above, [*above[1:], last], strict=True):
@@ -140,8 +151,6 @@ class Whole(Part):
             else:
                 table = table.setdefault(step, [] if isinstance(below, int) else {})
         table[last] = value
-        if of:
-            self._origins[field] = of
 
     def name_after(self, text: str = "") -> str:
         """Return a name for the pipeline: of the text, else of the file."""
@@ -192,9 +201,9 @@ class Whole(Part):
     def _tell(self, field: str, said: str) -> str:
         """Write a fault of the spec with the place that its value has in the document, or else the field."""
         found = field
-        while found and found not in self._origins:
+        while found and found not in self.origins:
             found = re.sub(r"(?:^|\.)[^.\[\]]+$|\[\d+\]$", "", found)
-        path = f"{_write(self._origins[found])}{field[len(found) :]}" if found else field
+        path = f"{_write(self.origins[found])}{field[len(found) :]}" if found else field
         return put_place(self.where, f"{path}{said}" if path else said.removeprefix(": "))
 
 
