@@ -44,7 +44,7 @@ class Part:
     @property
     def path(self) -> str:
         """Where it stands, as ``state.nodes[0]``."""
-        return _write(self.steps)
+        return write_steps(self.steps)
 
     def part(self, key: str) -> Part:
         """Return the table of that name. Raises: SpecError where something else has the name."""
@@ -158,7 +158,7 @@ class Whole(Part):
 
     def fault(self, steps: Steps | str, said: str) -> SpecError:  # type: ignore[override]  # of any place
         """Make the error that says what is wrong with what stands there."""
-        path = _write(steps if isinstance(steps, tuple) else (steps,))
+        path = write_steps(steps if isinstance(steps, tuple) else (steps,))
         return SpecError(put_place(self.where, put_place(path, said)))
 
     def imported(self, kind: str) -> Imported:
@@ -182,7 +182,7 @@ class Whole(Part):
 
     def list_left_out(self) -> tuple[str, ...]:
         """Name what was neither used nor left for a reason of its own, in the order of the document."""
-        return (*self.notes, *(f"{_write(steps)}: {reason}" for steps, reason in self._walk(self.content, ())))
+        return (*self.notes, *(f"{write_steps(steps)}: {reason}" for steps, reason in self._walk(self.content, ())))
 
     def _walk(self, value: Any, steps: Steps) -> Iterator[tuple[Steps, str]]:
         if steps in self.left:
@@ -203,19 +203,18 @@ class Whole(Part):
         found = field
         while found and found not in self.origins:
             found = re.sub(r"(?:^|\.)[^.\[\]]+$|\[\d+\]$", "", found)
-        path = f"{_write(self.origins[found])}{field[len(found) :]}" if found else field
+        path = f"{write_steps(self.origins[found])}{field[len(found) :]}" if found else field
         return put_place(self.where, f"{path}{said}" if path else said.removeprefix(": "))
 
 
-def _write(steps: Steps) -> str:
+def write_steps(steps: Steps) -> str:
+    """Write a place in a document, as state.nodes[0]."""
     written = (f"[{step}]" if isinstance(step, int) else f".{shown(step, most=60)}" for step in steps)
     return "".join(written).removeprefix(".")
 
 
 def _show(value: Any) -> str:
     """What a message may have of a value that is of another type than it has to be: a secret may stand there."""
-    return (
-        show(value)
-        if isinstance(value, bool | int | float)
-        else {dict: "a table", list: "a list"}.get(type(value), "a text" if isinstance(value, str) else "null")
-    )
+    if isinstance(value, str):
+        return "a text"
+    return {dict: "a table", list: "a list", type(None): "null"}.get(type(value)) or show(value)
