@@ -1,0 +1,209 @@
+"""Scripts of a shell that start torchrun or accelerate, and single command lines, as a spec; nothing of them is run."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..documents.content import put_place
+from ..errors import FieldError, SpecError
+from ..plan.names import make_name
+from ..spec import PipelineSpec
+from ..storage import has_password_of_user, shown
+from .command_import import Launch, describe_nodes, find_launcher, put_devices, put_variable, read_command
+from .imported import Foreign, Imported, Importer
+from .shell_words import Command, Word, split_script
+
+__all__ = ["COMMAND", "import_command"]
+
+_STARTS = re.compile(
+    r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|\baccelerate[ \t]+launch\b|\baccelerate-launch\b"
+    r"|\baccelerate\.commands\.launch\b"
+)
+_SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE)
+_SHELLS = ("sh", "bash", "dash", "zsh")
+_SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
+_WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_MOST_LINES = 5
+
+
+@dataclass
+class _Repository:
+    """What git clone brings to a folder."""
+
+    git: dict[str, Any]
+    folder: str
+
+
+@dataclass
+class _Script:
+    """What the commands of a script have done, up to here."""
+
+    folder: str = ""
+    variables: dict[str, Word] = field(default_factory=dict)
+    repositories: list[_Repository] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    launches: list[tuple[int, Launch]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    others: dict[str, list[int]] = field(default_factory=dict)  # commands that are not carried over, with their lines
+
+
+def import_command(words: Sequence[str]) -> Imported:
+    """Read one command line, which has been split into words. Raises: SpecError."""
+    script = _Script()
+    if len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and re.fullmatch("-[a-z]*c", words[1]):
+        return _read_text(words[2], "")
+    script.launches.append((0, read_command(words)))
+    return _make(script, "")
+
+
+def _is_one(foreign: Foreign) -> bool:
+    return not foreign.suffix and bool(_STARTS.search(foreign.text))
+
+
+def _read(foreign: Foreign) -> Imported:
+    try:
+        return _read_text(foreign.text, foreign.stem)
+    except FieldError as exc:
+        raise FieldError(exc.faults, where=foreign.name) from None
+    except SpecError as exc:
+        raise SpecError(put_place(foreign.name, str(exc))) from None
+
+
+COMMAND = Importer(_is_one, _read, "a command line of torchrun or accelerate launch, or a script of a shell with one")
+
+
+def _read_text(text: str, stem: str) -> Imported:
+    script = _Script()
+    if named := [f"--{name}" if name[1:] else f"-{name}" for name in dict.fromkeys(_SBATCH.findall(text))]:
+        script.left_out.append(f"#SBATCH {', '.join(named)}: for Slurm alone: see the options of export slurm")
+    for command in split_script(text.replace("\r\n", "\n")):
+        _take(script, command)
+    return _make(script, stem)
+
+
+def _take(script: _Script, command: Command) -> None:
+    try:
+        launch = find_launcher(command.words)
+    except SpecError as exc:
+        raise SpecError(f"line {command.line}: {exc}") from None
+    texts = [word.text for word in command.words]
+    name = posixpath.basename(texts[0])
+    if launch:
+        _start(script, launch, command)
+    elif name == "export" or _ASSIGNMENT.fullmatch(texts[-1]):
+        _take_variables(script, command, is_exported=name == "export")
+    elif name == "cd" and len(texts) == 2 and not command.words[1].fills:
+        script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))
+    elif name == "git" and "clone" in texts:
+        _take_clone(script, command)
+    elif name in _SETS_UP and not any(word.fills for word in command.words):
+        script.setup.append(" ".join(texts))
+    elif name not in _WITHOUT_EFFECT:
+        script.others.setdefault(name, []).append(command.line)
+
+
+def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> None:
+    for word in command.words:
+        if match := _ASSIGNMENT.fullmatch(word.text):
+            if is_exported:
+                script.variables[match[1]] = Word(match[2], word.fills)
+            else:
+                script.left_out.append(f"{match[1]}: a variable of the shell alone (line {command.line})")
+
+
+def _take_clone(script: _Script, command: Command) -> None:
+    words = command.words[[word.text for word in command.words].index("clone") + 1 :]
+    git: dict[str, Any] = {}
+    plain: list[Word] = []
+    pending = ""
+    for word in words:
+        if pending:
+            git |= {"ref": word.text} if pending == "ref" else {}
+            pending = ""
+        elif word.text in ("-b", "--branch"):
+            pending = "ref"
+        elif word.text in ("--depth", "-c", "--config", "-o", "--origin", "-j", "--jobs", "--reference"):
+            pending = "passed over"
+        elif word.text.startswith("--branch="):
+            git["ref"] = word.text.partition("=")[2]
+        elif not word.text.startswith("-"):
+            plain.append(word)
+    if not plain or plain[0].fills:
+        script.others.setdefault("git clone", []).append(command.line)
+        return
+    url = plain[0].text
+    if has_password_of_user(url):
+        scheme, _, rest = url.partition("://")
+        url = f"{scheme}://{rest.partition('@')[2]}"
+        script.left_out.append("git clone: the user and password in its URL: give source.git.token")
+    folder = plain[1].text if plain[1:] else posixpath.basename(url.rstrip("/")).removesuffix(".git")
+    script.repositories.append(
+        _Repository({"url": url, **git}, posixpath.normpath(posixpath.join(script.folder, folder)))
+    )
+
+
+def _start(script: _Script, launch: Launch, command: Command) -> None:
+    """Note a command that starts ranks, with what it finds: variables, and the folder that it is in."""
+    own = launch.fields.get("env", {}), launch.fields.get("secrets", ())
+    for name, word in script.variables.items():
+        if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}", word.text):
+            put_devices(launch, word.text)
+        elif name not in own[0] and name not in own[1]:
+            put_variable(launch, name, word)
+    if command.files:
+        launch.left_out.append(f"{shown(command.files[0].text, most=60)}: a job writes its own logs")
+    source = launch.fields["source"]
+    if "script" in source:
+        _place_source(script, source)
+    elif script.folder:
+        launch.left_out.append(f"cd {shown(script.folder, most=60)}: give nodes.workdir")
+    if script.setup:
+        source["setup"] = list(script.setup)
+    script.launches.append((command.line, launch))
+
+
+def _place_source(script: _Script, source: dict[str, Any]) -> None:
+    """Say in which folder, or repository, the script is."""
+    path = posixpath.normpath(posixpath.join(script.folder, source["script"]))
+    for repository in reversed(script.repositories):
+        if not path.startswith(f"{repository.folder}/"):
+            continue
+        below = path.removeprefix(f"{repository.folder}/")
+        folder = script.folder.removeprefix(repository.folder).lstrip("/") if script.folder else ""
+        if folder and script.folder.startswith(f"{repository.folder}/") and below.startswith(f"{folder}/"):
+            below = below.removeprefix(f"{folder}/")
+        else:
+            folder = ""
+        source |= {"git": {**repository.git, **({"folder": folder} if folder else {})}, "entry": below}
+        del source["script"]
+        return
+    if script.folder and not posixpath.isabs(source["script"]):
+        source |= {"path": script.folder, "entry": posixpath.normpath(source.pop("script"))}
+
+
+def _make(script: _Script, stem: str) -> Imported:
+    if not script.launches:
+        raise SpecError("starts neither torchrun nor accelerate: give a script that does")
+    (line, first), *others = script.launches
+    for other_line, other in others:
+        if other.fields != first.fields or other.nodes != first.nodes:
+            raise SpecError(f"line {other_line}: starts something else than line {line}: give a file with one of them")
+    launches = [launch for _, launch in sorted(script.launches, key=lambda each: each[1].node_rank)]
+    if others and len({launch.node_rank for launch in launches}) < len(launches):
+        raise SpecError(f"line {others[0][0]}: starts the same as line {line}: give a file with one of them")
+    nodes, missing = describe_nodes(launches)
+    fields = {"name": first.name or make_name(stem, default="imported"), **first.fields}
+    if nodes:
+        fields["nodes"] = nodes
+    if not others and first.node_rank:
+        missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
+    left_out = [*script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
+    for name, lines in script.others.items():
+        at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
+        left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
+    return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
