@@ -37,7 +37,7 @@ def _is_one(foreign: Foreign) -> bool:
 
 def _read(foreign: Foreign) -> Imported:
     whole = Whole(foreign)
-    whole.put("name", whole.name_after())
+    whole.fields["name"] = whole.name_after()
     whole.put("source.script", _SCRIPT)
     whole.notes.append(f"source: it does not say which script: {_SCRIPT} stands for it: write its path")
     for key, values in _WITHOUT_EFFECT.items():
