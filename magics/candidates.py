@@ -50,6 +50,7 @@ class Candidates:
             "SPEC": lambda word: [*self._own_specs(word), *self._in_time(_specs, word)],
             "FIELD": lambda word: self._in_time(_fields, word),
             "FORMAT": lambda word: self._in_time(_formats, word),
+            "KIND": lambda word: self._in_time(_kinds, word),
             "NODES_FILE": lambda word: self._in_time(_specs, word),
             "DIR": lambda word: self._in_time(_folders, word),
             "FILE": lambda word: self._in_time(_files, word),
@@ -201,6 +202,12 @@ def _formats(word: str) -> list[str]:
     from ..plan.targets import TARGETS
 
     return [name for name in TARGETS if name.startswith(word)]
+
+
+def _kinds(word: str) -> list[str]:
+    from ..formats import IMPORTERS
+
+    return [name for name in IMPORTERS if name.startswith(word)]
 
 
 def _folders(word: str) -> list[str]:

@@ -9,11 +9,22 @@ from ..documents import parse_content, read_text
 from ..documents.content import check_size, put_place
 from ..errors import SpecError
 from ..storage import locate
+from .accelerate_import import ACCELERATE_CONFIG
+from .hosts_import import HOSTFILE
 from .imported import Foreign, Imported, Importer
+from .ravnest_import import RAVNEST
+from .script_import import COMMAND
+from .ssh_config_import import SSH_CONFIG
 
 __all__ = ["IMPORTERS", "import_file", "import_text"]
 
-IMPORTERS: Mapping[str, Importer] = {}  # a file is of the first kind that says so
+IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says so
+    "ravnest": RAVNEST,
+    "accelerate": ACCELERATE_CONFIG,
+    "command": COMMAND,
+    "ssh_config": SSH_CONFIG,
+    "hostfile": HOSTFILE,
+}
 
 
 def import_file(where: str | os.PathLike[str], *, kind: str = "") -> Imported:
