@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from ..plan.targets import OPTIONS, TARGETS
+from ..plan.targets import KINDS, OPTIONS, TARGETS
 from .parser import OptionParser, not_empty, number, whole
 
 __all__ = [
@@ -143,7 +143,8 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
 def add_import_options(parser: OptionParser) -> None:
     """What an import of a file of another tool takes; a command line of its own stands behind ``--``."""
     parser.add_argument("file", metavar="FILE", nargs="?", help="a file of another tool, at a path or a URL")
-    parser.add_argument("--from", dest="kind", default="", metavar="KIND", help="what it is; default: found out")
+    one = f"what it is, one of {', '.join(KINDS)}; default: found out"
+    parser.add_argument("--from", dest="kind", default="", choices=KINDS, metavar="KIND", help=one)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to write the spec, or the nodes: .json, .toml or .yaml"
     )

@@ -18,6 +18,7 @@ from detrain_nb.documents import SUFFIXES, format_document
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import IMPORTERS, import_file, import_text
 from detrain_nb.formats.imported import Foreign
+from detrain_nb.plan.targets import KINDS
 
 SAMPLES: dict[str, tuple[str, str]] = {  # of each kind the name of a file, and its text
     "ravnest": (
@@ -121,7 +122,7 @@ def _import(kind: str, text: str, name: str) -> None:
 
 
 def test_every_importer_has_a_sample_that_it_reads_and_no_other_takes() -> None:
-    assert SAMPLES.keys() == IMPORTERS.keys()
+    assert SAMPLES.keys() == IMPORTERS.keys() == set(KINDS)
     for kind, (name, text) in SAMPLES.items():
         assert import_text(text, name=name).kind == kind
         assert [each for each, importer in IMPORTERS.items() if importer.is_one(Foreign(text, name))] == [kind]
