@@ -34,10 +34,5 @@ OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that hav
     name: "; ".join(f"of {kind}: {target.options[name]}" for kind, target in TARGETS.items() if name in target.options)
     for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
-KINDS = (
-    "ravnest",
-    "accelerate",
-    "command",
-    "ssh_config",
-    "hostfile",
-)  # that are imported; a file is of the first that fits
+# What is imported; a file is of the first kind that fits.
+KINDS = ("ravnest", "accelerate", "command", "ssh_config", "hostfile")
