@@ -27,7 +27,7 @@ _STARTS = re.compile(
     r"|\baccelerate\.commands\.launch\b"
 )
 _SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE)
-_SHELLS = ("sh", "bash", "dash", "zsh")
+_SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
@@ -79,10 +79,15 @@ class _Script:
 def import_command(words: Sequence[str]) -> Imported:
     """Read one command line, which has been split into words. Raises: SpecError."""
     script = _Script()
-    if len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and re.fullmatch("-[a-z]*c", words[1]):
+    if _is_shell(words):
         return _read_text(words[2], "")
     script.launches.append((0, read_command(words)))
     return _make(script, "")
+
+
+def _is_shell(words: Sequence[str]) -> bool:
+    """It is one that runs a text, as ``bash -lc "torchrun train.py"``."""
+    return len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and bool(_RUNS_TEXT.fullmatch(words[1]))
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -126,7 +131,10 @@ def _take_words(script: _Script, command: Command) -> None:
     name = posixpath.basename(texts[0])
     if launch:
         _start(script, launch, command)
-    elif name == "export" or _ASSIGNMENT.fullmatch(texts[-1]):
+    elif _is_shell(texts):
+        for inner in split_script(texts[2]):
+            _take(script, inner)
+    elif name == "export" or all(_ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
     elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or not command.words[1].fills):
         script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))

@@ -126,7 +126,10 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
         "entry": "a.py",
     }
     assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
-    assert _fields("cd x; cd y; torchrun z/a.py")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
+    assert _fields("cd x; bash -lc 'cd y; torchrun z/a.py'")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
+    assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
+        "python (line 1): a command of the shell: give source.setup if needed",
+    )
 
 
 def test_options_of_accelerate_are_read() -> None:
