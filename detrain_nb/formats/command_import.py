@@ -69,7 +69,7 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
             variables[match[1]] = Word(match[2], words[at].fills)
         elif text in _KEYWORDS:
             pass
-        elif posixpath.basename(text) in _WRAPPERS or before:
+        elif posixpath.basename(text) in _WRAPPERS or before or (at and text.startswith("-")):
             before.append(text)
         else:
             return None

@@ -28,7 +28,7 @@ class Foreign:
     @property
     def stem(self) -> str:
         """Its name without what stands behind the first dot."""
-        return self.name.lstrip(".").partition(".")[0]
+        return self.name.replace("\\", "/").rpartition("/")[2].lstrip(".").partition(".")[0]
 
     @cached_property
     def document(self) -> Any:

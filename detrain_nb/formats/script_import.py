@@ -5,16 +5,19 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..documents.content import put_place
 from ..errors import FieldError, SpecError
+from ..launch import Program, Rendezvous, launch_job
+from ..plan.job import JobSpec
 from ..plan.names import make_name
 from ..spec import PipelineSpec
 from ..storage import has_password_of_user, shown
 from .command_import import Launch, describe_nodes, find_launcher, put_devices, put_variable, read_command
 from .imported import Foreign, Imported, Importer
+from .job_script import FOLDER
 from .shell_words import Command, Word, split_script
 
 __all__ = ["COMMAND", "import_command"]
@@ -24,11 +27,15 @@ _STARTS = re.compile(
     r"|\baccelerate\.commands\.launch\b"
 )
 _SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE)
-_SHELLS = ("sh", "bash", "dash", "zsh")
+_SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_LINES = 5
+_SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
+_LAUNCH_ENV = launch_job(  # what every launch sets
+    Rendezvous("c10d", "", ("", 0), max_restarts=1), Program("module", ("a",)), nodes=1, ranks=1, node_rank=0, python=""
+).env
 
 
 @dataclass
@@ -47,18 +54,40 @@ class _Script:
     variables: dict[str, Word] = field(default_factory=dict)
     repositories: list[_Repository] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)  # files that it writes, with their texts
+    needed: list[str] = field(default_factory=list)  # variables without which it does not go on
+    before_case: _Script | None = None
     launches: list[tuple[int, Launch]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     others: dict[str, list[int]] = field(default_factory=dict)  # commands that are not carried over, with their lines
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What a script that we have exported says of its job; empty for any other."""
+        text = self.written.get(_JOB_SPEC)
+        return _read_job(JobSpec.from_json(text)) if text is not None else {}
+
+    def begin_case(self) -> None:
+        self.before_case = replace(self, variables=dict(self.variables), setup=list(self.setup))
+
+    def end_branch(self) -> None:
+        """Forget what a branch of a case has done to the shell: another one runs instead of it."""
+        if (before := self.before_case) is not None:
+            self.folder, self.variables, self.setup = before.folder, dict(before.variables), list(before.setup)
 
 
 def import_command(words: Sequence[str]) -> Imported:
     """Read one command line, which has been split into words. Raises: SpecError."""
     script = _Script()
-    if len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and re.fullmatch("-[a-z]*c", words[1]):
+    if _is_shell(words):
         return _read_text(words[2], "")
     script.launches.append((0, read_command(words)))
     return _make(script, "")
+
+
+def _is_shell(words: Sequence[str]) -> bool:
+    """It is one that runs a text, as ``bash -lc "torchrun train.py"``."""
+    return len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and bool(_RUNS_TEXT.fullmatch(words[1]))
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -87,6 +116,13 @@ def _read_text(text: str, stem: str) -> Imported:
 
 
 def _take(script: _Script, command: Command) -> None:
+    if command.words:
+        _take_words(script, command)
+    if command.ends_branch:
+        script.end_branch()
+
+
+def _take_words(script: _Script, command: Command) -> None:
     try:
         launch = find_launcher(command.words)
     except SpecError as exc:
@@ -95,16 +131,35 @@ def _take(script: _Script, command: Command) -> None:
     name = posixpath.basename(texts[0])
     if launch:
         _start(script, launch, command)
-    elif name == "export" or _ASSIGNMENT.fullmatch(texts[-1]):
+    elif _is_shell(texts):
+        for inner in split_script(texts[2]):
+            _take(script, inner)
+    elif name == "export" or all(_ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
-    elif name == "cd" and len(texts) == 2 and not command.words[1].fills:
+    elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or not command.words[1].fills):
         script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))
     elif name == "git" and "clone" in texts:
         _take_clone(script, command)
     elif name in _SETS_UP and not any(word.fills for word in command.words):
         script.setup.append(" ".join(texts))
-    elif name not in _WITHOUT_EFFECT:
+    elif not _take_ours(script, command, texts) and name not in _WITHOUT_EFFECT:
         script.others.setdefault(name, []).append(command.line)
+
+
+def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
+    """Take what the scripts consist of that we export; say whether that is any."""
+    last = command.words[-1]
+    if texts[0] == "case":
+        script.begin_case()
+    elif texts[:2] == ["printf", "%s"] and len(texts) == 3 and command.files and not last.fills:
+        script.written[command.files[0].text] = texts[2]
+    elif texts[:2] == ["[", "-n"] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
+        script.needed.append(needed[1])
+    elif texts[0] == "eval" and len(texts) == 2 and not last.fills:
+        script.setup += texts[1].split("\n")
+    else:
+        return False
+    return True
 
 
 def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> None:
@@ -153,40 +208,82 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
     for name, word in script.variables.items():
         if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}", word.text):
             put_devices(launch, word.text)
-        elif name not in own[0] and name not in own[1]:
+        elif name not in own[0] and name not in own[1] and word.text != _LAUNCH_ENV.get(name):
             put_variable(launch, name, word)
+    if script.needed:
+        secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]
+        launch.fields["secrets"] = list(dict.fromkeys([*launch.fields.get("secrets", []), *secrets]))
     if command.files:
         launch.left_out.append(f"{shown(command.files[0].text, most=60)}: a job writes its own logs")
     source = launch.fields["source"]
-    if "script" in source:
-        _place_source(script, source)
-    elif script.folder:
-        launch.left_out.append(f"cd {shown(script.folder, most=60)}: give nodes.workdir")
-    if script.setup:
-        source["setup"] = list(script.setup)
+    is_placed = "script" in source and _place_source(script, source)
+    if script.folder and not is_placed and not script.folder.startswith(_SOURCE):
+        if script.folder.startswith(("/", "~")):
+            launch.node["workdir"] = script.folder
+        else:
+            launch.left_out.append(f"cd {shown(script.folder, most=60)}: give nodes.workdir")
+    if setup := [line for line in script.setup if line.strip()]:
+        source["setup"] = setup
     script.launches.append((command.line, launch))
 
 
-def _place_source(script: _Script, source: dict[str, Any]) -> None:
-    """Say in which folder, or repository, the script is."""
-    path = posixpath.normpath(posixpath.join(script.folder, source["script"]))
-    for repository in reversed(script.repositories):
-        if not path.startswith(f"{repository.folder}/"):
-            continue
-        below = path.removeprefix(f"{repository.folder}/")
-        folder = script.folder.removeprefix(repository.folder).lstrip("/") if script.folder else ""
-        if folder and script.folder.startswith(f"{repository.folder}/") and below.startswith(f"{folder}/"):
-            below = below.removeprefix(f"{folder}/")
-        else:
-            folder = ""
-        source |= {"git": {**repository.git, **({"folder": folder} if folder else {})}, "entry": below}
+def _place_source(script: _Script, source: dict[str, Any]) -> bool:
+    """Say in which folder, or repository, the script is; whether that is where its ranks run."""
+    named = source["script"]
+    path = posixpath.normpath(named if named.startswith("$") else posixpath.join(script.folder, named))
+    if path in script.written:
+        source["script_text"] = script.written[path]
         del source["script"]
-        return
-    if script.folder and not posixpath.isabs(source["script"]):
-        source |= {"path": script.folder, "entry": posixpath.normpath(source.pop("script"))}
+        return False
+    for repository in reversed(script.repositories):
+        if path.startswith(f"{repository.folder}/"):
+            _place_in_repository(script, source, repository, path)
+            return True
+    if script.folder and path.startswith(f"{script.folder}/"):
+        source |= {"path": script.folder, "entry": path.removeprefix(f"{script.folder}/")}
+        del source["script"]
+        return True
+    return False
+
+
+def _place_in_repository(script: _Script, source: dict[str, Any], repository: _Repository, path: str) -> None:
+    below = path.removeprefix(f"{repository.folder}/")
+    folder = ""
+    if script.folder.startswith(f"{repository.folder}/"):
+        folder = script.folder.removeprefix(f"{repository.folder}/")
+    if folder and below.startswith(f"{folder}/"):
+        below = below.removeprefix(f"{folder}/")
+        source["git"] = {**repository.git, "folder": folder}
+    else:
+        source["git"] = repository.git
+    source["entry"] = below
+    del source["script"]
 
 
 def _make(script: _Script, stem: str) -> Imported:
+    launches = _order(script)
+    first = launches[0]
+    nodes, missing = describe_nodes(launches)
+    job = script.job
+    fields = {"name": first.name or make_name(stem, default="imported"), **first.fields, **job}
+    for node, name in zip(nodes, job.pop("nodes", ()), strict=False):
+        node["host"] = name or node["host"]
+        missing = []
+    if nodes:
+        fields["nodes"] = nodes
+    if len(launches) == 1 and first.node_rank and not job:
+        missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
+    left_out = [*script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
+    for name, lines in script.others.items():
+        at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
+        left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
+    if job:  # all of it is carried
+        left_out = []
+    return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
+
+
+def _order(script: _Script) -> list[Launch]:
+    """Give the commands that start ranks by their nodes. Raises: SpecError where they are of several jobs."""
     if not script.launches:
         raise SpecError("starts neither torchrun nor accelerate: give a script that does")
     (line, first), *others = script.launches
@@ -194,16 +291,18 @@ def _make(script: _Script, stem: str) -> Imported:
         if other.fields != first.fields or other.nodes != first.nodes:
             raise SpecError(f"line {other_line}: starts something else than line {line}: give a file with one of them")
     launches = [launch for _, launch in sorted(script.launches, key=lambda each: each[1].node_rank)]
-    if others and len({launch.node_rank for launch in launches}) < len(launches):
+    if not script.job and others and len({launch.node_rank for launch in launches}) < len(launches):
         raise SpecError(f"line {others[0][0]}: starts the same as line {line}: give a file with one of them")
-    nodes, missing = describe_nodes(launches)
-    fields = {"name": first.name or make_name(stem, default="imported"), **first.fields}
-    if nodes:
-        fields["nodes"] = nodes
-    if not others and first.node_rank:
-        missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
-    left_out = [*script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
-    for name, lines in script.others.items():
-        at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
-        left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
-    return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
+    return launches
+
+
+def _read_job(job: JobSpec) -> dict[str, Any]:
+    """What of it are fields of a spec, and the names of its nodes."""
+    said = asdict(job)
+    fields = {name: said[name] for name in ("name", "description", "artifacts")}
+    for section in ("parallelism", "training", "data", "model", "checkpoint"):
+        if said[section] is not None:
+            fields[section] = {name: value for name, value in said[section].items() if value is not None}
+    if job.checkpoint is not None and job.checkpoint.keep is None:
+        fields["checkpoint"]["keep"] = "all"
+    return {**fields, "nodes": [node.name for node in job.nodes]}

@@ -47,11 +47,12 @@ class Word:
 
 @dataclass
 class Command:
-    """The words of one command, its line in the script, and the words behind ``<`` and ``>``, which have no part."""
+    """The words of one command, its line in the script, and the words behind ``<`` and ``>``, which are none of it."""
 
     line: int = 0
     words: list[Word] = field(default_factory=list)
     files: list[Word] = field(default_factory=list)
+    ends_branch: bool = False  # of a case: ;; stands behind it, maybe with no word before
 
     def __str__(self) -> str:
         return " ".join(word.text for word in self.words)
@@ -66,7 +67,7 @@ def split_script(text: str) -> list[Command]:
     """Split a script into its commands. Raises: SpecError with the line; so where there are very many of them."""
     found: list[Command] = []
     for command in _Splitter(text).commands():
-        found += [command] if command.words else []
+        found += [command] if command.words or command.ends_branch else []
         if len(found) > _MOST_COMMANDS:
             raise SpecError(f"line {command.line}: has more than {_MOST_COMMANDS:,} commands: give fewer")
     return found
@@ -100,6 +101,7 @@ class _Splitter:
                 is_file = True
                 self._ends += [""] if piece.endswith(("<<", "<<-")) else []
             elif kind == "end":
+                command.ends_branch = piece == ";;"
                 yield command
                 command, is_file = Command(), False
         yield command

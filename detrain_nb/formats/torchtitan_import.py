@@ -9,55 +9,22 @@ from __future__ import annotations
 import posixpath
 from typing import Any
 
-from ..plan.choices import SCHEDULES
+from ..errors import SpecError
+from ..plan.choices import SCHEDULERS, SCHEDULES
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
+from .torchtitan_options import GONE, OPTIONS, name_today
 
 _MODULE = "torchtitan.train"
 _UNKNOWN = "torchtitan 0.2.2 has no such option"
-_OPTIONS = frozenset(
-    f"{section}.{key}"
-    for section, keys in {
-        "job": "dump_folder description",
-    }.items()
-    for key in keys.split()
-)
-# What older generations call otherwise.
-_RENAMED = {
-    "checkpoint.enable_checkpoint": "checkpoint.enable",
-    "checkpoint.model_weights_only": "checkpoint.last_save_model_only",
-    "job.print_args": "job.print_config",
-    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
-    "training.batch_size": "training.local_batch_size",
-    "training.compile": "compile.enable",
-    "training.data_parallel_degree": "parallelism.data_parallel_shard_degree",
-    "training.warmup_steps": "lr_scheduler.warmup_steps",
-    **{
-        f"{section}.{key}": f"parallelism.{key}"
-        for section, keys in {
-            "training": "data_parallel_replicate_degree data_parallel_shard_degree fsdp_reshard_after_forward "
-            "tensor_parallel_degree enable_loss_parallel",
-            "experimental": "context_parallel_degree context_parallel_rotate_method enable_async_tensor_parallel "
-            "pipeline_parallel_degree pipeline_parallel_schedule pipeline_parallel_schedule_csv",
-        }.items()
-        for key in keys.split()
-    },
-}
-_RENAMED_SECTIONS = {"float8.": "quantize.linear.float8."}
-_GONE = {
-    "checkpoint.interval_type": "checkpoints are counted in steps",
-    "job.use_for_integration_test": "of torchtitan's own tests",
-    "model.norm_type": "the model says its own",
-    "model.tokenizer_path": "torchtitan 0.2.2 wants a folder: give --model.hf_assets_path in source.arguments",
-    "training.enable_fp8_linear": "for float8 give --model.converters=quantize.linear.float8 in source.arguments",
-}
+_TOKENIZER = "torchtitan 0.2.2 reads no such file: give --model.hf_assets_path, a folder, in source.arguments"
 # What stands in a field of a spec as it stands there, and in torchtitan where it is not given.
 _FIELDS: dict[str, tuple[str, Any]] = {
     "job.description": ("description", None),
     "metrics.log_freq": ("training.log_every", 10),
     "optimizer.lr": ("training.learning_rate", 8e-4),
     "training.steps": ("training.steps", 10000),
-    "training.seed": ("training.seed", None),
+    "debug.seed": ("training.seed", None),
     "compile.enable": ("parallelism.compile", False),
     "parallelism.data_parallel_replicate_degree": ("parallelism.dp_replicate", 1),
     "parallelism.data_parallel_shard_degree": ("parallelism.dp_shard", -1),
@@ -89,17 +56,15 @@ class _Titan:
             name = f"{above}{key}"
             if isinstance(part.look(key), dict):
                 self._take(part.part(key), f"{name}.")
-            elif name in _GONE:
-                part.leave(key, _GONE[name])
+            elif name in GONE:
+                part.leave(key, GONE[name])
+            elif name == "model.tokenizer_path" and str(part.look(key)).endswith(".model"):
+                part.leave(key, _TOKENIZER)
             else:
-                self._add(part, key, self._name_today(name))
-
-    def _name_today(self, name: str) -> str:
-        section = next((before for before in _RENAMED_SECTIONS if name.startswith(before)), "")
-        return _RENAMED_SECTIONS[section] + name.removeprefix(section) if section else _RENAMED.get(name, name)
+                self._add(part, key, name_today(name))
 
     def _add(self, part: Part, key: str, name: str) -> None:
-        if name not in _OPTIONS:
+        if name not in OPTIONS:
             part.leave(key, _UNKNOWN)
             return
         if name in self._places:
@@ -123,6 +88,11 @@ class _Titan:
     def flag(self, name: str) -> bool:
         part, key = self._places.get(name, (None, ""))
         return part is not None and part.flag(key)
+
+    def fault(self, name: str, said: str) -> SpecError:
+        """Make the error that says what is wrong with an option that is given."""
+        part, key = self._places[name]
+        return part.fault(key, said)
 
     def put(self, name: str, field: str, value: Any) -> None:
         """Put the value that an option makes of a field of the spec."""
@@ -163,9 +133,10 @@ def _read_training(titan: _Titan) -> None:
     warmup = titan.number("lr_scheduler.warmup_steps", 200)
     titan.put("lr_scheduler.warmup_steps", "training.warmup_steps", min(warmup, titan.number("training.steps", 10000)))
     decay = titan.text("lr_scheduler.decay_type", "linear")
-    if titan.look("lr_scheduler.decay_ratio") is not None:
-        decay = "wsd"
-    if decay in ("linear", "cosine", "wsd"):
+    ratio = titan.look("lr_scheduler.decay_ratio")
+    if isinstance(ratio, int | float):  # how much of the steps it decays in
+        decay = "wsd" if ratio else "constant"
+    if decay in SCHEDULERS:
         titan.put("lr_scheduler.decay_type", "training.scheduler", decay)
     norm = titan.look("training.max_norm", 1.0)
     if not isinstance(norm, int | float) or norm > 0:  # 0 and less: none is cut
@@ -176,6 +147,9 @@ def _read_training(titan: _Titan) -> None:
 
 def _read_parallelism(titan: _Titan) -> None:
     axes = [f"parallelism.data_parallel_{kind}_degree" for kind in ("replicate", "shard")]
+    for axis in (*axes, "parallelism.pipeline_parallel_degree", "parallelism.tensor_parallel_degree"):
+        if titan.number(axis, 1) == 0:
+            raise titan.fault(axis, "0: give a number of ranks, or -1 for what is left")
     replicas, shards = titan.number(axes[0], 1), titan.number(axes[1], -1)
     if titan.number("parallelism.context_parallel_degree", 1) > 1:
         shards = -1  # no axis of a spec: these ranks hold shards as well
@@ -209,9 +183,8 @@ def _read_checkpoint(titan: _Titan) -> None:
     titan.put("checkpoint.folder", "checkpoint.url", posixpath.normpath(posixpath.join(*folders)))
     titan.put("checkpoint.interval", "checkpoint.interval", titan.number("checkpoint.interval", 500))
     titan.put("checkpoint.keep_latest_k", "checkpoint.keep", titan.number("checkpoint.keep_latest_k", 10) or "all")
-    titan.put(
-        "checkpoint.async_mode", "checkpoint.asynchronous", titan.text("checkpoint.async_mode") not in ("", "disabled")
-    )
+    mode = titan.text("checkpoint.async_mode", "disabled")
+    titan.put("checkpoint.async_mode", "checkpoint.asynchronous", mode != "disabled")
 
 
 TORCHTITAN = Importer(_is_one, _read, "a configuration of torchtitan in TOML, of 2024 to 0.2.2")
