@@ -11,7 +11,6 @@ from typing import Any
 from ..errors import SpecError
 from .command_import import Launch, find_launcher, put_variable
 from .imported import Foreign, Imported, Importer
-from .job_script_import import read_job_script
 from .reading import Part, Whole
 from .script_import import import_command
 from .shell_words import Word, as_words, split_script
@@ -29,6 +28,7 @@ _MARKET = "of the market of providers: give the price where the spec is exported
 _PORTS = "a lease says at which host and port a node is reached: give host, port and user of each node"
 _OF_GPU = "a spec has the memory of a GPU where ranks use GPUs"
 _NO_PROGRAM = "nodes alone have none: no service starts torchrun, so nothing says what to run"
+_NO_RANKS = "starts no torchrun: it is no node"
 _DIFFERS = "is another than that of {}: a spec has one for all nodes"
 _ITS_KEY = "the image reads it: give ssh_key where the spec is exported"
 
@@ -68,6 +68,11 @@ def _read(foreign: Foreign) -> Imported:
     whole.part("profiles").leave("placement", _MARKET)
     services = list(_list_services(whole))
     started = {service.name: launch for service in services if (launch := _find_program(service))}
+    if started:
+        for service in services:
+            if service.name not in started:
+                whole.part("services").leave(service.name, _NO_RANKS)
+        services = [service for service in services if service.name in started]
     _read_nodes(whole, services, started)
     if started:
         _read_programs(whole, services, started)
@@ -159,8 +164,6 @@ def _find_program(service: _Service) -> Launch | None:
     except SpecError:
         return None  # of another program: whatever it is, it stays named
     try:
-        if is_script and (launch := read_job_script(words[2])):
-            return launch
         if not any(find_launcher(command) for command in commands):
             return None
         found = import_command(words)
@@ -169,8 +172,13 @@ def _find_program(service: _Service) -> Launch | None:
     assert found.spec is not None
     fields = found.spec.to_dict()
     node = (fields.pop("nodes", None) or [{}])[0]
-    known = {key: value for key, value in node.items() if key in ("ranks", "devices", "python")}
+    known = {key: value for key, value in node.items() if key in ("ranks", "devices", "python", "workdir")}
     return Launch(fields, node=known, left_out=list(found.left_out))
+
+
+def _without_meeting(launch: Launch) -> dict[str, Any]:
+    """What is the same on all nodes: the first one is told of its own address otherwise than the others."""
+    return {key: value for key, value in launch.fields.items() if key != "rendezvous"}
 
 
 def _key_of(service: _Service) -> str:
@@ -183,12 +191,15 @@ def _read_programs(whole: Whole, services: list[_Service], started: Mapping[str,
     whole.put("name", whole.name_after())
     for key, value in started[first].fields.items():
         whole.put(key, value)
+    for launch in started.values():
+        for key, value in launch.fields.get("rendezvous", {}).items():
+            whole.put(f"rendezvous.{key}", value)
     for service in services:
-        launch = started.get(service.name)
-        if launch is None or launch.fields != started[first].fields:
+        launch = started[service.name]
+        if _without_meeting(launch) != _without_meeting(started[first]):
             for key in ("command", "args"):
                 service.part.leave(key, _DIFFERS.format(first))
-        if service.name == first and launch:
+        if service.name == first:
             for key in launch.fields:
                 service.part.stands_for(_key_of(service), key)
             whole.notes += [f"{service.part.path}.{_key_of(service)}: {line}" for line in launch.left_out]

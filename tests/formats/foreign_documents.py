@@ -96,6 +96,40 @@ SDL: dict[str, Any] = {
         "others": {"anywhere": {"profile": "large", "count": 2}},
     },
 }
+_TRAIN = (
+    "torchrun --nnodes=2 --nproc-per-node=2 --node-rank={} --master-addr=first --master-port=29501 train.py --lr $$3"
+)
+SDL_WITH_TORCHRUN: dict[str, Any] = {
+    "version": "2.0",
+    "services": {
+        "first": {
+            "image": "ghcr.io/you/train:1",
+            "env": ["MODE=fast", "SSH_PUBKEY=", "HF_TOKEN=hf_secret", "PASSPORT=", "RANK=0", "OWN=1"],
+            "command": ["bash", "-c"],
+            "args": ["nvidia-smi; " + _TRAIN.format(0)],
+            "expose": [{"port": 2222, "as": 2222, "to": [{"global": True}, {"service": "second"}]}],
+        },
+        "second": {
+            "image": "ghcr.io/you/train:1",
+            "env": ["MODE=fast", "SSH_PUBKEY=", "HF_TOKEN=hf_secret", "PASSPORT=", "RANK=0", "OWN=2"],
+            "command": ["bash", "-c"],
+            "args": ["nvidia-smi; " + _TRAIN.format(1)],
+        },
+        "board": {"image": "tensorboard:2", "command": ["tensorboard"]},
+    },
+    "profiles": {
+        "compute": {
+            "node": {"resources": {"cpu": {"units": 8}, "memory": {"size": "64Gi"}, "gpu": {"units": 2}}},
+            "board": {"resources": {"cpu": {"units": 1}, "memory": {"size": "1Gi"}}},
+        },
+        "placement": {"anywhere": {"pricing": {"node": {"denom": "uact", "amount": 1000}}}},
+    },
+    "deployment": {
+        "first": {"anywhere": {"profile": "node", "count": 1}},
+        "second": {"anywhere": {"profile": "node", "count": 1}},
+        "board": {"anywhere": {"profile": "board", "count": 1}},
+    },
+}
 
 RFC: dict[str, Any] = {
     "job_id": "0c9d3f6e-1111-4222-8333-444455556666",
@@ -261,6 +295,7 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "record.json": RECORD,
     "state.json": TENSOR_STATE,
     "agents.yaml": SDL,
+    "train.yaml": SDL_WITH_TORCHRUN,
     "job.json": RFC,
     "scheduler.toml": SCHEDULER,
     "scheduler-docs.toml": SCHEDULER_OF_DOCS,

@@ -23,6 +23,7 @@ from .foreign_documents import (
     RFC_AS_WRITTEN,
     SCHEDULER,
     SDL,
+    SDL_WITH_TORCHRUN,
     TENSOR_STATE,
     TITAN_2024,
     TITAN_LAST,
@@ -32,6 +33,7 @@ KINDS = {
     "record.json": "detrain",
     "state.json": "detrain",
     "agents.yaml": "akash",
+    "train.yaml": "akash",
     "job.json": "hypha",
     "scheduler.toml": "hypha",
     "scheduler-docs.toml": "hypha",
@@ -205,6 +207,29 @@ def test_services_that_start_no_torchrun_are_nodes() -> None:
             {"name": "others-1", "host": "others", "devices": [0, 1]},
         ]
     }
+
+
+def test_services_that_start_torchrun_are_a_spec() -> None:
+    found = _import("train.yaml", SDL_WITH_TORCHRUN)
+    assert found.spec is not None
+    assert found.spec.to_dict() == {
+        "name": "train",
+        "nodes": [
+            {"host": "first", "devices": [0, 1]},
+            {"host": "second", "devices": [0, 1]},
+        ],
+        "source": {"script": "train.py", "arguments": ["--lr", "$3"]},
+        "env": {"MODE": "fast"},
+        "secrets": ["HF_TOKEN", "PASSPORT"],
+        "image": "ghcr.io/you/train:1",
+        "rendezvous": {"port": 29501},
+    }
+    assert "hf_secret" not in str(found), "no secret is carried, and none is shown"
+    for name, reason in {"HF_TOKEN": "secret", "RANK": "is set for every rank", "OWN": "differs"}.items():
+        assert any(".env" in line and f"{name}: " in line and reason in line for line in found.left_out), name
+    named = "\n".join(found.left_out)
+    assert "services.board: starts no torchrun" in named
+    assert "services.first.args: nvidia-smi (line 1)" in named
 
 
 # Hypha
