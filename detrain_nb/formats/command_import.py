@@ -234,9 +234,12 @@ def _read_id(options: Options, launch: Launch) -> dict[str, Any]:
 
 
 def _read_conf(options: Options, launch: Launch) -> None:
-    for pair in filter(None, options.text("rdzv-conf").split(",")):
+    word = options.given.pop("rdzv-conf", Word(""))
+    for pair in filter(None, word.text.split(",")):
         name, _, value = pair.strip().partition("=")
-        if name in ("timeout", "join_timeout"):
+        if "$" in value and word.fills:
+            launch.left_out.append(f"--rdzv-conf {shown(name)}: {_FILLED_IN}")
+        elif name in ("timeout", "join_timeout"):
             if not re.fullmatch(r"[0-9]{1,5}", value) or not 1 <= int(value) <= 86400:
                 raise options.fault("rdzv-conf", pair, "a timeout in seconds, 1 to 86400")
             launch.fields.setdefault("rendezvous", {})["timeout_s"] = float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import posixpath
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -128,7 +129,7 @@ def _take_words(script: _Script, command: Command) -> None:
     except SpecError as exc:
         raise SpecError(f"line {command.line}: {exc}") from None
     texts = [word.text for word in command.words]
-    name = posixpath.basename(texts[0])
+    name = posixpath.basename(next((text for text in texts if not _ASSIGNMENT.fullmatch(text)), texts[0]))
     if launch:
         _start(script, launch, command)
     elif _is_shell(texts):
@@ -140,6 +141,8 @@ def _take_words(script: _Script, command: Command) -> None:
         script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))
     elif name == "git" and "clone" in texts:
         _take_clone(script, command)
+    elif name == "git" and "checkout" in texts and script.repositories and not command.words[-1].fills:
+        script.repositories[-1].git["ref"] = texts[-1].removeprefix("origin/")
     elif name in _SETS_UP and not any(word.fills for word in command.words):
         script.setup.append(" ".join(texts))
     elif not _take_ours(script, command, texts) and name not in _WITHOUT_EFFECT:
@@ -155,6 +158,8 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
         script.written[command.files[0].text] = texts[2]
     elif texts[:2] == ["[", "-n"] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
         script.needed.append(needed[1])
+    elif texts[0] == "unset":
+        script.needed = [name for name in script.needed if name not in texts]
     elif texts[0] == "eval" and len(texts) == 2 and not last.fills:
         script.setup += texts[1].split("\n")
     else:
@@ -173,7 +178,7 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
 
 def _take_clone(script: _Script, command: Command) -> None:
     words = command.words[[word.text for word in command.words].index("clone") + 1 :]
-    git: dict[str, Any] = {}
+    git = _find_key(command)
     plain: list[Word] = []
     pending = ""
     for word in words:
@@ -200,6 +205,16 @@ def _take_clone(script: _Script, command: Command) -> None:
     script.repositories.append(
         _Repository({"url": url, **git}, posixpath.normpath(posixpath.join(script.folder, folder)))
     )
+
+
+def _find_key(command: Command) -> dict[str, Any]:
+    """What a script of ours lets git in with: the name of a variable with a token, or the path of a key."""
+    for word in command.words:
+        if token := re.fullmatch(r'credential\.\S+\.helper=!f\(\) \{ .* "\$(\w+)"; \}; f', word.text):
+            return {"token": token[1]}
+        if word.text.startswith("GIT_SSH_COMMAND=ssh ") and " -i " in word.text:
+            return {"ssh_key": shlex.split(word.text)[-1]}
+    return {}
 
 
 def _start(script: _Script, launch: Launch, command: Command) -> None:

@@ -84,7 +84,7 @@ def test_hosts_of_an_ssh_config_are_nodes_as_ssh_reaches_them(tmp_path: Path, mo
 
 def test_pool_of_ravnest_is_nodes() -> None:
     text = '// a pool\n{"0": {"IP": "10.0.0.1:8080", "benchmarks": {"ram": 8, "bandwidth": 20, "x": 1}},'
-    text += '"1": {"IP": "a:1", "benchmarks": {}}, "2": {"IP": "a:2"}}'
+    text += '"1": {"IP": "a:1"}, "2": {"IP": "a:2"}}'
     imported = import_text(text, name="node_configs.json")
     assert _nodes(imported) == [
         {"host": "10.0.0.1", "bandwidth_mbit_s": 20.0, "memory_gb": 8.0},

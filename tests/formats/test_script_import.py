@@ -26,7 +26,8 @@ SOURCES = st.one_of(
     st.just({"module": "a.b"}),
     st.builds(lambda folder: {"path": f"/data/{folder}x", "entry": "a/b c.py"}, NAMES),
     st.just({"git": {"url": "https://example.org/a.git", "ref": "v1", "folder": "c/d"}, "entry": "train.py"}),
-    st.just({"git": {"url": "https://example.org/a.git"}, "entry": "e/train.py"}),
+    st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/train.py"}),
+    st.just({"git": {"url": "me@example.org:a.git", "ssh_key": "~/a b", "ref": "v1"}, "entry": "e/train.py"}),
 )
 
 
@@ -44,7 +45,8 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
         return data.draw(strategy)
 
     ranks = draw(st.integers(1, 4))
-    nodes = [{"host": host, "ranks": ranks, "devices": "cpu"} for host in draw(HOSTS)]
+    has = {"devices": list(range(ranks))} if to == "torchrun" and draw(st.booleans()) else {"ranks": ranks}
+    nodes = [{"host": host, "python": "/opt/my env/bin/python", **has} for host in draw(HOSTS)]
     spec = PipelineSpec.from_dict(
         {
             "name": draw(NAMES),
@@ -72,6 +74,7 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
                 "artifacts",
                 "nodes.host",
                 "nodes.ranks",
+                "nodes.python",
             ),
             *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
             *("source.setup", "rendezvous.timeout_s", "rendezvous.max_restarts", "parallelism.dp_shard"),
