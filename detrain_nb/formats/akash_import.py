@@ -71,7 +71,8 @@ def _read(foreign: Foreign) -> Imported:
     if started:
         for service in services:
             if service.name not in started:
-                whole.part("services").leave(service.name, _NO_RANKS)
+                for section in ("services", "deployment"):
+                    whole.part(section).leave(service.name, _NO_RANKS)
         services = [service for service in services if service.name in started]
     _read_nodes(whole, services, started)
     if started:
@@ -173,7 +174,9 @@ def _find_program(service: _Service) -> Launch | None:
     fields = found.spec.to_dict()
     node = (fields.pop("nodes", None) or [{}])[0]
     known = {key: value for key, value in node.items() if key in ("ranks", "devices", "python", "workdir")}
-    return Launch(fields, node=known, left_out=list(found.left_out))
+    # which nodes there are, the SDL says
+    left_out = [line for line in found.left_out if not line.startswith(("nodes: ", "node "))]
+    return Launch(fields, node=known, left_out=left_out)
 
 
 def _without_meeting(launch: Launch) -> dict[str, Any]:
