@@ -22,7 +22,10 @@ _MOST_CONTAINERS, _MOST_GPUS = 1000, 64
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kMGTPE]i?)?B?")
 _UNITS = {unit: index + 1 for index, unit in enumerate("kMGTPE")}
 _SHELLS = ("sh", "bash", "dash", "zsh")
-_OF_IMAGE = ("SSH_PUBKEY", "DETRAIN_NB_SECRETS")  # what the entrypoint of an image of ours reads
+_OF_IMAGE = {  # what the entrypoint of an image of ours reads
+    "SSH_PUBKEY": "who may log in: give ssh_key where the spec is exported",
+    "DETRAIN_NB_SECRETS": "the names of the secrets: an export writes it anew",
+}
 _OF_LEASE = "a lease has it: give it as an option where the spec is exported"
 _MARKET = "of the market of providers: give the price where the spec is exported"
 _PORTS = "a lease says at which host and port a node is reached: give host, port and user of each node"
@@ -30,7 +33,6 @@ _OF_GPU = "a spec has the memory of a GPU where ranks use GPUs"
 _NO_PROGRAM = "nodes alone have none: no service starts torchrun, so nothing says what to run"
 _NO_RANKS = "starts no torchrun: it is no node"
 _DIFFERS = "is another than that of {}: a spec has one for all nodes"
-_ITS_KEY = "the image reads it: give ssh_key where the spec is exported"
 
 
 @dataclass(frozen=True)
@@ -225,7 +227,7 @@ def _read_env(whole: Whole, services: list[_Service]) -> None:
         for name, value in given[service.name].items():
             place = f"{service.part.path}.env: {name}"
             if name in _OF_IMAGE:
-                whole.notes.append(f"{place}: {_ITS_KEY}")
+                whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
             elif any(each.get(name) != value for each in given.values()):
                 whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
             elif service is services[0] and value:

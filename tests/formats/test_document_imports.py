@@ -99,7 +99,7 @@ def test_whatever_a_document_says_is_in_the_spec_or_named(name: str) -> None:
             assert other.to_dict() != found.to_dict() or other.left_out != found.left_out, write_steps(steps)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_nothing_but_a_spec_error_comes_of_a_broken_document(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from([*DOCUMENTS]))
