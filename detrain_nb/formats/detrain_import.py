@@ -140,4 +140,4 @@ def _read_source(whole: Whole, form: Part) -> None:
     form.leave("isClone", _OWN_FOLDER)
 
 
-IMPORTER = Importer(_is_one, _read, "a pipeline of DeTrain's console, as MongoDB has it")
+DETRAIN = Importer(_is_one, _read, "a pipeline of DeTrain's console, as MongoDB has it")

@@ -169,4 +169,4 @@ def _read_training(whole: Whole, job: Part) -> None:
         rounds.leave(key, _ROUNDS)
 
 
-IMPORTER = Importer(_is_one, _read, "a job of Hypha: that of its RFC, or of its scheduler")
+HYPHA = Importer(_is_one, _read, "a job of Hypha: that of its RFC, or of its scheduler")

@@ -10,15 +10,23 @@ from ..documents.content import check_size, put_place
 from ..errors import SpecError
 from ..storage import locate
 from .accelerate_import import ACCELERATE_CONFIG
+from .akash_import import AKASH
+from .detrain_import import DETRAIN
 from .hosts_import import HOSTFILE
+from .hypha_import import HYPHA
 from .imported import Foreign, Imported, Importer
 from .ravnest_import import RAVNEST
 from .script_import import COMMAND
 from .ssh_config_import import SSH_CONFIG
+from .torchtitan_import import TORCHTITAN
 
 __all__ = ["IMPORTERS", "import_file", "import_text"]
 
 IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says so
+    "detrain": DETRAIN,
+    "akash": AKASH,
+    "hypha": HYPHA,
+    "torchtitan": TORCHTITAN,
     "ravnest": RAVNEST,
     "accelerate": ACCELERATE_CONFIG,
     "command": COMMAND,

@@ -144,7 +144,7 @@ class Whole(Part):
         """Put a value into a field of the spec, as nodes[0].host."""
         *above, last = [int(step) if step.isdigit() else step for step in _STEP.findall(field)]
         table: Any = self.fields
-        for step, below in zip(above, [*above[1:], last], strict=True):
+        for step, below in zip(above, [*above, last][1:], strict=True):
             if isinstance(table, list):
                 table.extend({} for _ in range(int(step) + 1 - len(table)))
                 table = table[int(step)]

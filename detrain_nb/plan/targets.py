@@ -35,4 +35,14 @@ OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that hav
     for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
 # What is imported; a file is of the first kind that fits.
-KINDS = ("ravnest", "accelerate", "command", "ssh_config", "hostfile")
+KINDS = (
+    "detrain",
+    "akash",
+    "hypha",
+    "torchtitan",
+    "ravnest",
+    "accelerate",
+    "command",
+    "ssh_config",
+    "hostfile",
+)

@@ -20,7 +20,13 @@ from detrain_nb.formats import IMPORTERS, import_file, import_text
 from detrain_nb.formats.imported import Foreign
 from detrain_nb.plan.targets import KINDS
 
+from .foreign_documents import RFC_AS_WRITTEN, SDL_WITH_TORCHRUN, TENSOR_STATE, TITAN_2025
+
 SAMPLES: dict[str, tuple[str, str]] = {  # of each kind the name of a file, and its text
+    "detrain": ("state.json", format_document(TENSOR_STATE, ".json")),
+    "akash": ("train.yaml", format_document(SDL_WITH_TORCHRUN, ".yaml")),
+    "hypha": ("job.json", RFC_AS_WRITTEN),
+    "torchtitan": ("debug.toml", format_document(TITAN_2025, ".toml")),
     "ravnest": (
         "node_configs.json",
         '{"0": {"IP": "10.0.0.1:8080", // the first\n "benchmarks": {"ram": 8, "bandwidth": 20}},\n'
