@@ -57,7 +57,6 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         (["import"], "give a file, or a command line behind --"),
         (["import", "SPEC", "--from", "command"], "my spec.yaml: starts neither torchrun nor accelerate"),
-        (["export", "torchrun", "SPEC", "--", "x"], "-- x: only import and jobs exec take a command"),
         (["export", "torchrn", "SPEC"], "'torchrn' is no format to export to: give one of torchrun, slurm"),
         (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option time: it has no options"),
         (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),

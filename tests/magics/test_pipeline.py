@@ -63,7 +63,7 @@ def test_import_is_returned_or_written(
     (tmp_path / "hosts").write_text("gpu[1-2]\n")
     magics.pipeline(f"import {tmp_path}/hosts --from hostfile -o {tmp_path}/nodes.json")
     assert read_nodes(tmp_path / "nodes.json") == magics.pipeline(f"import {tmp_path}/hosts").nodes
-    assert "# left out: HF_TOKEN: " in repr(magics.pipeline("import -- HF_TOKEN=x torchrun t.py"))
+    assert "# left out: HF_TOKEN: " in str(magics.pipeline("import -- HF_TOKEN=x torchrun t.py"))
 
 
 @pytest.mark.parametrize(
