@@ -331,13 +331,16 @@ def _run_lease(testbed: Testbed, sdl: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.slow
-def test_pipeline_of_a_template_trains_on_two_hosts(testbed: Testbed) -> None:
+@pytest.mark.parametrize(
+    "name, who_tells", [("pipeline-cpu.yaml", 1), pytest.param("tensor-cpu.yaml", 0, marks=pytest.mark.thorough)]
+)
+def test_model_of_a_template_trains_on_two_hosts(name: str, who_tells: int, testbed: Testbed) -> None:
     nodes = [{"host": host.name, "python": sys.executable} for host in testbed.hosts]
-    spec = templates.TEMPLATES["pipeline-cpu.yaml"].spec.with_overrides({"nodes": nodes})
-    first, last = _run_lease(testbed, _export(spec))
-    losses = [float(line.split()[-1]) for line in last.splitlines() if line.startswith("step ")]
+    spec = templates.TEMPLATES[name].spec.with_overrides({"nodes": nodes})
+    said = [text.splitlines() for text in _run_lease(testbed, _export(spec))]
+    losses = [float(line.split()[-1]) for line in said[who_tells] if line.startswith("step ")]
     assert len(losses) > 2 and losses[-1] < losses[0] / 2
-    assert "loss" not in first
+    assert not any(line.startswith("step ") for line in said[1 - who_tells])
 
 
 @pytest.mark.slow
