@@ -61,16 +61,17 @@ def export(
     chosen = {"all": names, "first": names[:1], "others": names[1:]}[part]
     if len(chosen) > _MOST_NODES:
         raise SpecError(f"{len(chosen)} nodes: a lease of Akash has at most {_MOST_NODES}: give fewer, with more ranks")
-    asked, program, mount = Terms(**terms), read_program(spec, plan), _find_mount(spec)
+    asked, mount = Terms(**terms), _find_mount(spec)
+    _check_use(asked, has_gpus=any(plan.nodes[names.index(name)].device == "cuda" for name in chosen), mount=mount)
+    program = read_program(spec, plan) if start == "job" else None
     storage = {SHM: {"mount": "/dev/shm"}, **({CHECKPOINT: {"mount": mount}} if mount else {})}
     services, compute, pricing = {}, {}, {}
     for name in chosen:
         index = names.index(name)
-        script = _write_script(spec, plan, program, index, names) if start == "job" else None
         services[name] = {
             "image": image,
-            **({"args": ["/bin/sh", "-c", script]} if script else {}),
-            "env": _write_env(spec, start, ssh_key),
+            **({"args": ["/bin/sh", "-c", _write_script(spec, plan, program, index, names)]} if program else {}),
+            "env": _write_env(spec, ssh_key, is_job=program is not None),
             "expose": _expose(chosen, name, _port(spec)),
             "params": {"storage": storage},
         }
@@ -83,7 +84,7 @@ def export(
         "profiles": {"compute": compute, "placement": {_PLACEMENT: {"pricing": pricing}}},
         "deployment": {name: {_PLACEMENT: {"profile": name, "count": 1}} for name in chosen},
     }
-    head = _write_head(spec, plan, chosen, is_session=start == "session", has_key=bool(ssh_key))
+    head = _write_head(spec, plan, chosen, is_session=program is None, has_key=bool(ssh_key))
     return "\n".join([*head, format_document(content, ".yaml")])
 
 
@@ -100,6 +101,14 @@ def _check_choices(plan: Plan, start: str, part: str, ssh_key: str) -> None:
         )
     if ssh_key and not _PUBLIC_KEY.fullmatch(ssh_key):
         raise SpecError("ssh_key: is no public key: give the line of a file such as ~/.ssh/id_ed25519.pub")
+
+
+def _check_use(asked: Terms, *, has_gpus: bool, mount: str) -> None:
+    """Raises: SpecError for an option that nothing in this lease has a use for."""
+    if asked.gpu_model and not has_gpus:
+        raise SpecError(f"gpu_model {asked.gpu_model}: no node of this lease has a GPU: leave it out, or give gpus")
+    if asked.volume and not mount:
+        raise SpecError(f"volume {asked.volume}: no checkpoint goes to a path: leave it out, or give checkpoint.url")
 
 
 def _name_services(spec: PipelineSpec, plan: Plan) -> list[str]:
@@ -151,14 +160,14 @@ def _secrets(spec: PipelineSpec) -> list[str]:
     return list(dict.fromkeys([*spec.secrets, *of_nodes, *([token] if token else [])]))
 
 
-def _write_env(spec: PipelineSpec, start: str, ssh_key: str) -> list[str]:
+def _write_env(spec: PipelineSpec, ssh_key: str, *, is_job: bool) -> list[str]:
     """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
-    secrets = _secrets(spec) if start == "job" else []
+    secrets = _secrets(spec) if is_job else []
     env = {
         "SSH_PUBKEY": ssh_key,
         **dict.fromkeys(secrets, ""),
         **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # they are in no file, and no login has them
-        **(spec.env if start == "session" else {}),
+        **({} if is_job else spec.env),
     }
     return [_keep_from_kubernetes(f"{name}={value}") for name, value in env.items()]
 
@@ -210,7 +219,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
 
 def _need_volume(spec: PipelineSpec) -> list[str]:
     mount = quote(_find_mount(spec))
-    fault = f"checkpoint.url: the user of this container cannot write to {_find_mount(spec)}: give a URL of storage"
+    fault = f"checkpoint.url: {_find_mount(spec)} is not this user's to write: give a URL of storage, or a user who can"
     return [f"[ -w {mount} ] || fail {quote(fault)}"] if _find_mount(spec) else []
 
 
@@ -232,8 +241,11 @@ def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_ses
         lines.append(f"# With nodes of another lease there is no process group: {_PORTS}.")
     if to_fill:
         lines.append(f"# Fill in what is empty below: {', '.join(to_fill)}. The provider can read it.")
-    if _find_mount(spec) and len(plan.nodes) > 1:
-        lines.append("# Each node has a volume of its own: where each rank saves a part, give a URL of storage.")
+    if _find_mount(spec):
+        lines.append(
+            "# A volume belongs to root, and is of one node: where another user saves, or each rank a part, give a"
+        )
+        lines.append("# URL of storage as checkpoint.url.")
     return [*lines, *write_left_out(spec, *_list_chosen_there(spec))]
 
 

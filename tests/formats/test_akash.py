@@ -217,7 +217,8 @@ def test_profile_has_what_the_node_has() -> None:
 
 
 def test_session_runs_nothing_and_has_the_variables() -> None:
-    spec = _spec(*GPUS, env={"VALUE": "a $(SSH_PUBKEY)\n$$ b"}, secrets=["HF_TOKEN"], checkpoint={"url": "s3://b/c"})
+    fields = {"source": {"script": "gone.py"}, "secrets": ["HF_TOKEN"], "checkpoint": {"url": "s3://b/c"}}
+    spec = _spec(*GPUS, env={"VALUE": "a $(SSH_PUBKEY)\n$$ b"}, **fields)
     text = export_spec(spec, "akash", options={"start": "session"})
     service = yaml.safe_load(text)["services"]["b"]
     assert "args" not in service
@@ -295,7 +296,13 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a large size": ({}, {"disk": "33000Gi"}, "disk '33000Gi': give a size in GiB, 1Gi to 32768Gi"),
     "processors": ({}, {"cpus": "385"}, "cpus '385': give a whole number, 1 to 384"),
     "a denomination": ({}, {"denom": "usd"}, "denom 'usd': give one of uact, uakt"),
-    "a model": ({}, {"gpu_model": "a100:80GB"}, "gpu_model 'a100:80GB': give models of NVIDIA"),
+    "a model": ({"nodes": GPUS[:1]}, {"gpu_model": "a100:80GB"}, "gpu_model 'a100:80GB': give models of NVIDIA"),
+    "a model of no GPU": ({}, {"gpu_model": "a100"}, "gpu_model a100: no node of this lease has a GPU: leave it out"),
+    "a volume of nothing": (
+        {"checkpoint": {"url": "s3://b/c"}},
+        {"volume": "9Gi"},
+        "volume 9Gi: no checkpoint goes to",
+    ),
     "a private key": (
         {},
         {"ssh_key": "-----BEGIN OPENSSH PRIVATE KEY-----"},
