@@ -23,16 +23,16 @@ _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kMGTPE]i?)?B?")
 _UNITS = {unit: index + 1 for index, unit in enumerate("kMGTPE")}
 _SHELLS = ("sh", "bash", "dash", "zsh")
 _OF_IMAGE = {  # what the entrypoint of an image of ours reads
-    "SSH_PUBKEY": "who may log in: give ssh_key where the spec is exported",
+    "SSH_PUBKEY": "who may log in: give ssh_key as an option of the export",
     "DETRAIN_NB_SECRETS": "the names of the secrets: an export writes it anew",
 }
-_OF_LEASE = "a lease has it: give it as an option where the spec is exported"
-_MARKET = "of the market of providers: give the price where the spec is exported"
-_PORTS = "a lease says at which host and port a node is reached: give host, port and user of each node"
-_OF_GPU = "a spec has the memory of a GPU where ranks use GPUs"
-_NO_PROGRAM = "nodes alone have none: no service starts torchrun, so nothing says what to run"
+_OF_LEASE = "part of the lease: give it as an option of the export"
+_MARKET = "providers and prices: give the price as an option of the export"
+_PORTS = "the lease says where sshd is reached: give host, port and user of each node then"
+_OF_GPU = "memory_gb of a node with GPUs is that of one GPU"
+_NO_PROGRAM = "no service starts torchrun, so only nodes are imported"
 _NO_RANKS = "starts no torchrun: it is no node"
-_DIFFERS = "is another than that of {}: a spec has one for all nodes"
+_DIFFERS = "differs from that of {}: a spec has one for all nodes"
 
 
 @dataclass(frozen=True)

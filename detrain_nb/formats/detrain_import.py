@@ -12,10 +12,10 @@ from .reading import Part, Whole
 
 _NUMBERS = {"$numberInt": int, "$numberLong": int, "$numberDouble": float}  # of MongoDB's extended JSON
 _FORMS = ("parallelForm", "nodesForm", "trainingScriptForm")
-_NO_SSH = "the agent's port, where nothing asks who calls: a node is reached over SSH, give it its ssh port as port"
-_OWN_FOLDER = "every job has a folder of its own, and clones into it"
+_NO_SSH = "the agent's; a node is reached over SSH: give port where sshd does not listen on 22"
+_OWN_FOLDER = "each job clones into a folder of its own"
 _PASSWORD = "a spec keeps no password: give source.git.token, the name of the variable that holds a token"
-_OF_CONSOLE = "the console's own: nothing of a pipeline"
+_OF_CONSOLE = "belongs to the console, not to the pipeline"
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -99,7 +99,7 @@ def _read_nodes(whole: Whole, form: Part, general: Part) -> None:
             whole.put(f"{field}.name", f"node-{index}")
         whole.put(f"{field}.ranks", ranks)
         whole.put(f"{field}.devices", "auto" if node.flag("gpu") else "cpu")
-        node.leave("protocol", "the agent's: a node is reached over SSH")
+        node.leave("protocol", _NO_SSH)
         node.leave("agentPort", _NO_SSH)
 
 
@@ -112,11 +112,11 @@ def _read_meeting(form: Part, *, is_pipeline: bool) -> None:
     else:
         used.carry(host, "rendezvous.endpoint")
     used.carry("port", "rendezvous.port")
-    backend.leave("backend", "jobs choose it themselves: c10d, or static where nodes cannot come and go")
+    backend.leave("backend", "a job chooses c10d or static itself")
     if is_pipeline:
-        form.leave("rendezvousBackend", "of tensor parallelism: the ranks of a pipeline meet at masterNode")
+        form.leave("rendezvousBackend", "for tensor parallelism alone: the ranks of a pipeline meet at masterNode")
     else:
-        form.leave("masterNode", "of a pipeline: here the ranks meet at rendezvousBackend")
+        form.leave("masterNode", "for pipelines alone: the ranks of tensor parallelism meet at rendezvousBackend")
         name = backend.look("id")
         backend.carry("id", "rendezvous.id", str(name) if type(name) is int else name)
 

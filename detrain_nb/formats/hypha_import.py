@@ -10,15 +10,15 @@ from .reading import Part, Steps, Whole, write_steps
 from .relaxed_json import read_relaxed
 
 _SCRIPT = "torch_training.py"  # that of the RFC
-_NO_SCRIPT = f"source: a job of Hypha names no script, its workers have one: write {_SCRIPT}, which reads job_spec()"
-_NOT_YET = 'of the algorithm "diloco", which no spec can have yet: "sync" agrees in every step'
-_ROUNDS = f"{_NOT_YET}; training.steps has as many samples, where the batch is known"
+_NO_SCRIPT = f"source: a Hypha job names no script, since its workers bring their own: write {_SCRIPT}, with job_spec()"
+_NOT_YET = 'belongs to DiLoCo: a spec has the algorithm "sync" alone so far, where replicas agree in every step'
+_ROUNDS = f"{_NOT_YET}; training.steps covers as many samples, if max_batch_size is given"
 _PLACEHOLDER = "a placeholder: nothing is filled in"
 _LEFT_OPEN = "left open"
 _TOKEN = "a spec keeps no token: name the variable that holds it in secrets"
-_MARKET = "of the market of workers: give nodes, each with its host"
-_OF_NETWORK = "of Hypha's own network: nodes are reached over SSH"
-_BY_SCRIPT = "the script chooses it"
+_MARKET = "demands and prices of Hypha's market of workers: give nodes, each with its host"
+_OF_NETWORK = "belongs to Hypha's own network: nodes are reached over SSH"
+_BY_SCRIPT = "the script decides it"
 _NO_SUCH_SCHEDULE = "a spec has no such schedule of the learning rate"
 
 _IS_RFC = re.compile(r"""\btraining_definition["']?\s*:""")
@@ -73,6 +73,7 @@ def _read_rfc(foreign: Foreign) -> Whole:
     _carry_schedule(training, "lr_scheduler")
     if isinstance(training.look("accelerate_config"), dict):
         config = training.part("accelerate_config")
+        config.leave("num_processes", "how many ranks a worker has: give nodes, each with its ranks")
         if precision := _PRECISIONS.get(str(config.look("mixed_precision"))):
             config.carry("mixed_precision", "parallelism.precision", precision)
     return whole

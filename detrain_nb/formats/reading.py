@@ -181,8 +181,11 @@ class Whole(Part):
         return Imported(kind, nodes=tuple(nodes), left_out=self.list_left_out())
 
     def list_left_out(self) -> tuple[str, ...]:
-        """Name what was neither used nor left for a reason of its own, in the order of the document."""
-        return (*self.notes, *(f"{write_steps(steps)}: {reason}" for steps, reason in self._walk(self.content, ())))
+        """Name what was neither used nor left for a reason of its own: by reasons, in the order of the document."""
+        places: dict[str, list[str]] = {}
+        for steps, reason in self._walk(self.content, ()):
+            places.setdefault(reason, []).append(write_steps(steps))
+        return (*self.notes, *(f"{', '.join(some)}: {reason}" for reason, some in places.items()))
 
     def _walk(self, value: Any, steps: Steps) -> Iterator[tuple[Steps, str]]:
         if steps in self.left:

@@ -87,7 +87,7 @@ def test_whatever_a_document_says_is_in_the_spec_or_named(name: str) -> None:
     """A value that is in neither could be another one, and nobody would see it."""
     found = _import(name, DOCUMENTS[name])
     assert found.kind == KINDS[name]
-    named = [line.partition(": ")[0] for line in found.left_out]
+    named = [place for line in found.left_out for place in line.partition(": ")[0].split(", ")]
     for steps in _leaves(DOCUMENTS[name]):
         if any(write_steps(steps[:length]) in named for length in range(1, len(steps) + 1)):
             continue
@@ -184,7 +184,7 @@ def test_pipeline_of_the_console_is_a_spec() -> None:
     }
     assert found.spec.plan(gpus={"10.0.0.2": 2}).world_size == 4
     assert "hunter2" not in str(found), "no password is carried, and none is shown"
-    assert any(line.startswith("state.trainingScriptForm.password: ") for line in found.left_out)
+    assert any("state.trainingScriptForm.password" in line and "source.git.token" in line for line in found.left_out)
 
 
 def test_state_alone_is_read_and_meets_at_the_rendezvous() -> None:
@@ -228,7 +228,7 @@ def test_services_that_start_torchrun_are_a_spec() -> None:
     for name, reason in {"HF_TOKEN": "secret", "RANK": "is set for every rank", "OWN": "differs"}.items():
         assert any(".env" in line and f"{name}: " in line and reason in line for line in found.left_out), name
     named = "\n".join(found.left_out)
-    assert "services.board: starts no torchrun" in named
+    assert "services.board, deployment.board: starts no torchrun" in named
     assert "services.first.args: nvidia-smi (line 1)" in named
 
 
@@ -277,7 +277,7 @@ def test_job_of_the_scheduler_has_as_many_samples_in_its_steps() -> None:
     }
     assert "hf_secret" not in str(found)
     outer = [line for line in found.left_out if "outer_optimizer" in line]
-    assert len(outer) == 2 and all("diloco" in line for line in outer)
+    assert len(outer) == 1 and "DiLoCo" in outer[0] and outer[0].count("outer_optimizer") == 2
 
 
 # torchtitan
@@ -347,4 +347,4 @@ def test_configurations_of_torchtitan_start_the_same_training() -> None:
     assert (last.spec.training.batch_size, last.spec.training.scheduler, last.spec.training.seed) == (64, "wsd", 7)
     assert last.spec.checkpoint is not None and last.spec.checkpoint.keep == "all" and last.spec.checkpoint.asynchronous
     assert "--quantize.linear.float8.filter_fqns=output,router" in last.spec.source.arguments
-    assert {line.partition(":")[0] for line in last.left_out} == {"experimental.no_such_key", "no_such_section.key"}
+    assert last.left_out == ("experimental.no_such_key, no_such_section.key: torchtitan 0.2.2 has no such option",)
