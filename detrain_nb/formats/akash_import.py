@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
-from .command_import import Launch, find_launcher, put_variable
+from .command_import import Launch, find_launcher, put_secret, put_variable
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
 from .script_import import import_command
@@ -230,14 +230,22 @@ def _read_env(whole: Whole, services: list[_Service]) -> None:
                 whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
             elif any(each.get(name) != value for each in given.values()):
                 whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
-            elif service is services[0] and value:
-                put_variable(common, name, Word(value))
-            elif service is services[0] and name not in common.fields["secrets"]:
-                common.fields["secrets"].append(name)  # to be filled in
+            elif service is services[0]:
+                _put_variable(common, service, name, value)
     whole.notes += [f"{services[0].part.path}.env: {line}" for line in common.left_out]
     for key, value in common.fields.items():
         whole.put(key, value)
         services[0].part.stands_for("env", key)
+
+
+def _put_variable(common: Launch, service: _Service, name: str, value: str) -> None:
+    try:
+        if value:
+            put_variable(common, name, Word(value))
+        else:
+            put_secret(common, name)  # its value is to be filled in
+    except SpecError as exc:
+        raise service.part.fault("env", str(exc)) from None
 
 
 def _read_variables(service: _Service) -> Iterator[tuple[str, str]]:

@@ -19,9 +19,10 @@ from .launch_options import ACCELERATE, TORCHRUN, Launcher, Options, read_option
 from .reading import NO_FIELD
 from .shell_words import Word, as_words
 
-__all__ = ["MOST_NODES", "Launch", "describe_nodes", "find_launcher", "put_variable", "read_command"]
+__all__ = ["MOST_NODES", "Launch", "describe_nodes", "find_launcher", "put_secret", "put_variable", "read_command"]
 
 MOST_NODES = 10_000
+_MOST_SECRETS = 1000
 _MODULES = {"torch.distributed.run": TORCHRUN, "torch.distributed.launch": TORCHRUN}
 _MODULES |= {"accelerate.commands.launch": ACCELERATE}
 _KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do", "while", "until", "{", "!")
@@ -125,19 +126,36 @@ def _read(
 
 def put_variable(launch: Launch, name: str, word: Word) -> None:
     """Put an environment variable into a launch; what looks like a secret by its name alone."""
-    try:
-        check_free(name)
-    except ValueError as exc:
-        launch.left_out.append(f"{name}: {shown(str(exc).removeprefix(name + ' '))}")
+    if not _is_free(launch, name):
         return
     if _SECRET.search(name):
-        launch.fields["secrets"] = list(dict.fromkeys([*launch.fields.get("secrets", []), name]))
+        put_secret(launch, name)
         if not word.fills:
             launch.left_out.append(f"{name}: its value may be a secret and stays out of a spec: export it instead")
         return
     if word.fills:
         launch.left_out.append(f"{name}: {word.fills[0]}: {_FILLED_IN}")
     launch.fields.setdefault("env", {})[name] = word.text
+
+
+def put_secret(launch: Launch, name: str) -> None:
+    """Put the name of a variable into a launch, whose value stays out of it. Raises: SpecError where there are many."""
+    secrets = launch.fields.setdefault("secrets", [])
+    if not _is_free(launch, name):
+        return
+    if len(secrets) == _MOST_SECRETS:
+        raise SpecError(f"there are more than {_MOST_SECRETS:,} secrets: give fewer")
+    secrets += [] if name in secrets else [name]
+
+
+def _is_free(launch: Launch, name: str) -> bool:
+    """Whether the variable is the user's to set; else it is named as left out."""
+    try:
+        check_free(name)
+    except ValueError as exc:
+        launch.left_out.append(f"{name}: {shown(str(exc).removeprefix(name + ' '))}")
+        return False
+    return True
 
 
 def _read_program(options: Options, launch: Launch) -> None:

@@ -104,14 +104,14 @@ SDL_WITH_TORCHRUN: dict[str, Any] = {
     "services": {
         "first": {
             "image": "ghcr.io/you/train:1",
-            "env": ["MODE=fast", "SSH_PUBKEY=", "HF_TOKEN=hf_secret", "PASSPORT=", "RANK=0", "OWN=1"],
+            "env": ["MODE=fast", "SSH_PUBKEY=", "HF_TOKEN=hf_secret", "PASSPORT=", "RANK=0", "WORLD_SIZE=", "OWN=1"],
             "command": ["bash", "-c"],
             "args": ["nvidia-smi; " + _TRAIN.format(0)],
             "expose": [{"port": 2222, "as": 2222, "to": [{"global": True}, {"service": "second"}]}],
         },
         "second": {
             "image": "ghcr.io/you/train:1",
-            "env": ["MODE=fast", "SSH_PUBKEY=", "HF_TOKEN=hf_secret", "PASSPORT=", "RANK=0", "OWN=2"],
+            "env": ["MODE=fast", "SSH_PUBKEY=", "HF_TOKEN=hf_secret", "PASSPORT=", "RANK=0", "WORLD_SIZE=", "OWN=2"],
             "command": ["bash", "-c"],
             "args": ["nvidia-smi; " + _TRAIN.format(1)],
         },

@@ -225,7 +225,12 @@ def test_services_that_start_torchrun_are_a_spec() -> None:
         "rendezvous": {"port": 29501},
     }
     assert "hf_secret" not in str(found), "no secret is carried, and none is shown"
-    for name, reason in {"HF_TOKEN": "secret", "RANK": "is set for every rank", "OWN": "differs"}.items():
+    for name, reason in {
+        "HF_TOKEN": "secret",
+        "RANK": "is set for every rank",
+        "WORLD_SIZE": "is set",
+        "OWN": "differs",
+    }.items():
         assert any(".env" in line and f"{name}: " in line and reason in line for line in found.left_out), name
     named = "\n".join(found.left_out)
     assert "services.board, deployment.board: starts no torchrun" in named
