@@ -218,10 +218,10 @@ def _read_meeting(options: Options, launch: Launch, *, address: str, port: str) 
         options.leave("rdzv-backend", f"{shown(backend)}: the nodes of a spec meet at the first one")
     host = options.text(address)
     if endpoint := options.text("rdzv-endpoint"):
-        user, host, number, _ = split_target(endpoint)
-        if user is not None or not _PORT.fullmatch(number or "0"):
+        user, host, digits, _ = split_target(endpoint)
+        if user is not None or not _PORT.fullmatch(digits or "0"):
             raise options.fault("rdzv-endpoint", endpoint, "host:port")
-        options.given[port] = Word(number or "0")
+        options.given[port] = Word(digits or "0")
     if number := options.whole(port, 0, most=65535):
         meeting["port"] = number
     if host not in _HERE:

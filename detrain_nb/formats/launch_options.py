@@ -108,11 +108,12 @@ class Options:
 
 def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
     """Take the options from the begin of ``words``; behind them stands the program. Raises: SpecError."""
-    options, at = Options(launcher), 0
+    options, at, has_end = Options(launcher), 0, False
     while at < len(words) and words[at].text.startswith("-") and words[at].text != "-":
         word = words[at]
         at += 1
         if word.text == "--":
+            has_end = True
             break
         name, value = _take_apart(launcher, word)
         if name in launcher.flags:
@@ -124,6 +125,8 @@ def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
             at += 1
         options.given[name] = value
     options.program = list(words[at:])
+    if not has_end and [word.text for word in words[at + 1 : at + 2]] == ["--"]:  # argparse eats the first one
+        del options.program[1]
     if not options.program:
         raise SpecError(f"{launcher.name}: no program stands behind its options: give a script, or -m and a module")
     return options

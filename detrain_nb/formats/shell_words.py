@@ -60,7 +60,7 @@ class Command:
 
 def as_words(argv: Sequence[str]) -> list[Word]:
     """Take words that a shell, or nobody, has split; a ``$NAME`` in one is told as in a script."""
-    return [Word(text, tuple(_FILLS.findall(text))) for text in argv]
+    return [Word(text, tuple(part for part in _FILLS.findall(text) if part != "$$")) for text in argv]
 
 
 def split_script(text: str) -> list[Command]:

@@ -8,9 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
 
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import import_command, import_text
+from detrain_nb.formats.command_import import read_command
+from detrain_nb.formats.launch_options import TORCHRUN
 from detrain_nb.formats.shell_words import split_script
 from detrain_nb.spec import PipelineSpec
 
@@ -102,6 +105,46 @@ def test_options_of_torchrun_are_read_in_every_spelling(begin: str) -> None:
     assert all(f"{each}: " in named for each in ("--rdzv-conf x", "--role", "--redirects", "--tee", "log"))
     assert "which host is node-1 to node-3" in named
     assert ("srun: " in named) == ("/opt/x/torchrun: " in named) == begin.startswith("srun")
+
+
+def test_options_are_those_of_torchrun_itself() -> None:
+    parser = get_args_parser()
+    flags = {each for action in parser._actions if action.nargs == 0 for each in action.option_strings}
+    valued = {each for action in parser._actions if action.nargs is None for each in action.option_strings}
+    assert {f"--{name}" for name in TORCHRUN.flags} - {"--use-env"} == _long(flags) - {"--help"}
+    assert {f"--{name}" for name in TORCHRUN.valued or ()} == _long(valued)
+    assert {f"-{letter}" for letter in TORCHRUN.letters} == {each for each in flags | valued if each[1] != "-"} - {"-h"}
+
+
+def _long(options: set[str]) -> set[str]:
+    return {each.replace("_", "-") for each in options if each.startswith("--")}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_command_line_is_read_as_torchrun_reads_it(data: st.DataObject) -> None:
+    values = {"nnodes": "1:3", "nproc-per-node": "2", "max-restarts": "1", "master-port": "7", "role": "-m", "tee": "3"}
+    words = []
+    for name in data.draw(st.lists(st.sampled_from([*values]), max_size=5)):
+        spelling = "--" + data.draw(st.sampled_from([name, name.replace("-", "_"), name[: max(3, len(name) - 2)]]))
+        is_joined = name == "role" or data.draw(st.booleans())
+        words += [f"{spelling}={values[name]}"] if is_joined else [spelling, values[name]]
+    is_module = data.draw(st.booleans())
+    words += ["-m"] if is_module else []
+    has_end = data.draw(st.booleans())
+    words += [*(["--"] if has_end else []), "a.b" if is_module else "a.py"]
+    arguments = data.draw(st.lists(st.sampled_from(["--", "-m", "x", "--nnodes", "", "$$"])))
+    words += [each for each in arguments if each != "--" or not has_end]  # it takes no second one
+    read = get_args_parser().parse_args(words)
+    launch = read_command(["torchrun", *words])
+    source = launch.fields["source"]
+    assert (source.get("module"), source.get("script")) == ((read.training_script, None)[:: 1 if is_module else -1])
+    # it takes $$ for $ when it starts the ranks
+    assert source.get("arguments", []) == [each.replace("$$", "$") for each in read.training_script_args]
+    assert ":".join(map(str, dict.fromkeys(launch.nodes))) == read.nnodes.replace("1:1", "1")
+    assert launch.node["ranks"] == int(read.nproc_per_node)
+    rendezvous = launch.fields.get("rendezvous", {})
+    assert rendezvous.get("max_restarts", 0) == read.max_restarts and rendezvous.get("port") == read.master_port
 
 
 def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
