@@ -130,6 +130,7 @@ def test_nothing_but_a_spec_error_comes_of_a_broken_document(data: st.DataObject
     ("name", "steps", "value", "said"),
     [
         ("record.json", ("state", "parallelForm", "nnodes"), 3, "state.parallelForm.nnodes: 3, but state.nodesForm"),
+        ("record.json", ("state", "parallelForm", "nprocPerNode"), True, "state.parallelForm.nprocPerNode: True: give"),
         ("record.json", ("state", "parallelForm", "epochs"), "two", "state.parallelForm.epochs 'two': give a whole"),
         ("record.json", ("state", "parallelForm", "type"), "mixture", "state.parallelForm.type: is neither"),
         ("record.json", ("state", "nodesForm", "nodes", 1, "ip"), "a b", "state.nodesForm.nodes[1].ip 'a b': give"),
