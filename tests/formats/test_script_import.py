@@ -178,6 +178,16 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     )
 
 
+def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
+    fields, left_out = _fields(
+        "module load cuda/12 && source 'my env/bin/activate'\n. $HOME/x\nmake\ntorchrun a.py\n"
+        "exec runai submit -i a/b:1 -g 8"
+    )
+    assert fields["source"] == {"script": "a.py", "setup": ["module load cuda/12", "source 'my env/bin/activate'"]}
+    assert fields["image"] == "a/b:1"
+    assert [line.partition(" ")[0] for line in left_out] == [".", "make", "runai:"]
+
+
 def test_options_of_accelerate_are_read() -> None:
     fields, left_out = _fields(
         "accelerate launch --multi_gpu --num_machines 2 --num-processes=4 --machine_rank 0 --main_process_ip 10.0.0.1 "
