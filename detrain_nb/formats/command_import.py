@@ -22,6 +22,7 @@ from .shell_words import Word, as_words
 __all__ = [
     "KEYWORDS",
     "MOST_NODES",
+    "WRAPPERS",
     "Launch",
     "describe_nodes",
     "find_launcher",
@@ -35,7 +36,7 @@ _MOST_SECRETS = 1000
 _MODULES = {"torch.distributed.run": TORCHRUN, "torch.distributed.launch": TORCHRUN}
 _MODULES |= {"accelerate.commands.launch": ACCELERATE}
 KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do", "while", "until", "{", "!")
-_WRAPPERS = ("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun")
+WRAPPERS = ("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun")
 _PYTHON = re.compile(r"python[0-9.]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSPHRASE|[A-Z]*KEY)(?:_|$)", re.IGNORECASE)
@@ -79,7 +80,7 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
             variables[match[1]] = Word(match[2], words[at].fills)
         elif text in KEYWORDS:
             pass
-        elif posixpath.basename(text) in _WRAPPERS or before or (at and text.startswith("-")):
+        elif posixpath.basename(text) in WRAPPERS or before or (at and text.startswith("-")):
             before.append(text)
         else:
             return None

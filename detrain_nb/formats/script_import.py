@@ -17,7 +17,16 @@ from ..plan.job import JobSpec
 from ..plan.names import make_name
 from ..spec import PipelineSpec
 from ..storage import has_password_of_user, shown
-from .command_import import KEYWORDS, Launch, describe_nodes, find_launcher, put_devices, put_variable, read_command
+from .command_import import (
+    KEYWORDS,
+    WRAPPERS,
+    Launch,
+    describe_nodes,
+    find_launcher,
+    put_devices,
+    put_variable,
+    read_command,
+)
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
 from .shell_words import Command, Word, split_script
@@ -83,15 +92,20 @@ class _Script:
 def import_command(words: Sequence[str]) -> Imported:
     """Read one command line, which has been split into words. Raises: SpecError."""
     script = _Script()
-    if _is_shell(words):
-        return _read_text(words[2], "")
+    if (text := _find_text(words)) is not None:
+        return _read_text(text, "")
     script.launches.append((0, read_command(words)))
     return _make(script, "")
 
 
-def _is_shell(words: Sequence[str]) -> bool:
-    """It is one that runs a text, as ``bash -lc "torchrun train.py"``."""
-    return len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and bool(_RUNS_TEXT.fullmatch(words[1]))
+def _find_text(words: Sequence[str]) -> str | None:
+    """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
+    for at, (word, option) in enumerate(itertools.pairwise(words[:-1])):
+        if posixpath.basename(word) in _SHELLS and _RUNS_TEXT.fullmatch(option):
+            return words[at + 2]
+        if at == 0 and posixpath.basename(word) not in (*KEYWORDS, *WRAPPERS) and not _ASSIGNMENT.fullmatch(word):
+            return None
+    return None
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -136,8 +150,8 @@ def _take_words(script: _Script, command: Command) -> None:
     name = posixpath.basename(next(begun, texts[0]))
     if launch:
         _start(script, launch, command)
-    elif _is_shell(texts):
-        for inner in split_script(texts[2]):
+    elif (text := _find_text(texts)) is not None:
+        for inner in split_script(text):
             _take(script, inner)
     elif name == "export" or all(_ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
