@@ -206,9 +206,8 @@ class Whole(Part):
 
     def _tell(self, field: str, said: str) -> str:
         """Write a fault of the spec with the place that its value has in the document, or else the field."""
-        found = field
-        while found and found not in self.origins:
-            found = re.sub(r"(?:^|\.)[^.\[\]]+$|\[\d+\]$", "", found)
+        ends = [len(field), *reversed([match.start() for match in re.finditer(r"[.\[]", field)])]
+        found = next((field[:end] for end in ends if field[:end] in self.origins), "")
         path = f"{write_steps(self.origins[found])}{field[len(found) :]}" if found else field
         return put_place(self.where, f"{path}{said}" if path else said.removeprefix(": "))
 

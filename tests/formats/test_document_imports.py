@@ -239,6 +239,14 @@ def test_services_that_start_torchrun_are_a_spec() -> None:
     assert "services.first.args: nvidia-smi (line 1)" in named
 
 
+def test_fault_of_a_variable_with_an_odd_name_is_told() -> None:
+    content = copy.deepcopy(SDL_WITH_TORCHRUN)
+    for service in ("first", "second"):
+        content["services"][service]["env"] = ["A]]=x"]
+    with pytest.raises(SpecError, match=r"^train\.yaml: services\.first\.env\.A\]\]: give"):
+        _import("train.yaml", content)
+
+
 # Hypha
 
 
