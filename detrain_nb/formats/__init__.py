@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..errors import SpecError
 from ..plan.targets import TARGETS
-from ..spec import PipelineSpec
+from ..spec import PipelineSpec, nodes_from_lease
 from ..storage import locate
 from . import akash, slurm, torchrun
 from .imported import Imported
@@ -19,6 +19,7 @@ __all__ = [
     "export_spec",
     "import_file",
     "import_text",
+    "nodes_from_lease",
     "write_export",
 ]
 
