@@ -71,7 +71,7 @@ def export(
         services[name] = {
             "image": image,
             **({"args": ["/bin/sh", "-c", _write_script(spec, plan, program, index, names)]} if program else {}),
-            "env": _write_env(spec, ssh_key, is_job=program is not None),
+            "env": _write_env(spec, ssh_key, mount, is_job=program is not None),
             "expose": _expose(chosen, name, _port(spec)),
             "params": {"storage": storage},
         }
@@ -160,13 +160,14 @@ def _secrets(spec: PipelineSpec) -> list[str]:
     return list(dict.fromkeys([*spec.secrets, *of_nodes, *([token] if token else [])]))
 
 
-def _write_env(spec: PipelineSpec, ssh_key: str, *, is_job: bool) -> list[str]:
+def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) -> list[str]:
     """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
     secrets = _secrets(spec) if is_job else []
     env = {
         "SSH_PUBKEY": ssh_key,
         **dict.fromkeys(secrets, ""),
         **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # they are in no file, and no login has them
+        **({"DETRAIN_NB_VOLUME": mount} if mount else {}),  # a provider gives it to root; an image may change that
         **({} if is_job else spec.env),
     }
     return [_keep_from_kubernetes(f"{name}={value}") for name, value in env.items()]
@@ -218,9 +219,9 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
 
 
 def _need_volume(spec: PipelineSpec) -> list[str]:
-    mount = quote(_find_mount(spec))
-    fault = f"checkpoint.url: {_find_mount(spec)} is not this user's to write: give a URL of storage, or a user who can"
-    return [f"[ -w {mount} ] || fail {quote(fault)}"] if _find_mount(spec) else []
+    mount = _find_mount(spec)
+    fault = f"checkpoint.url: this user cannot write to {mount}: give a URL of storage, or an image that starts as root"
+    return [f"[ -w {quote(mount)} ] || fail {quote(fault)}"] if mount else []
 
 
 def _keep_from_kubernetes(text: str) -> str:

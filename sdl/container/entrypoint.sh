@@ -7,6 +7,9 @@
 #
 # It keeps in DETRAIN_NB_STATE (by default ~/.detrain_nb) the key of this host and how the job ended: on a volume that
 # outlives the container both stay. DETRAIN_NB_SECRETS: names of variables that no file may have, with spaces between.
+#
+# An image that starts as root gives trainer the folder DETRAIN_NB_VOLUME, and goes on as trainer: Akash gives volumes
+# to root, and no SDL says otherwise.
 set -u
 
 PORT=2222
@@ -21,6 +24,13 @@ say() { printf 'container: %s\n' "$*"; }
 fail() {
   say "$*" >&2
   exit 2
+}
+
+become_trainer() {
+  if [ -n "${DETRAIN_NB_VOLUME-}" ]; then
+    chown trainer: "$DETRAIN_NB_VOLUME" || fail "DETRAIN_NB_VOLUME: $DETRAIN_NB_VOLUME cannot be given to trainer"
+  fi
+  exec setpriv --reuid=trainer --regid="$(id -g trainer)" --init-groups --no-new-privs "$0" "$@"
 }
 
 find_user() {
@@ -152,6 +162,7 @@ end() {
 }
 
 sshd_pid='' job_pid=''
+if [ "$(id -u)" = 0 ] && id trainer >/dev/null 2>&1; then become_trainer "$@"; fi
 if [ -z "${SSH_PUBKEY-}" ]; then
   [ $# -gt 0 ] || fail "there is nothing to do: give SSH_PUBKEY, the public keys of who may log in, or a command, or both"
   exec "$@"
