@@ -136,6 +136,16 @@ def test_bad_name_of_a_service_and_too_many_of_them_are_found() -> None:
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+URLS = ("/checkpoints", "s3://bucket/x", "/data/my $model 'x'", "file:///c/d/", "//x/é", "/a\u2003b\\")
+OPTIONS = {
+    "ssh_key": [KEY],
+    "gpu_model": ["a100", "a100:80Gi,h100", "rtx4090"],
+    "denom": ["uact", "uakt"],
+    "price": ["1", "10000000"],
+    "cpus": ["1", "384"],
+    **{name: ["1Gi", "64", "2048Gi"] for name in ("memory", "disk", "shm", "volume")},
+}
+ODD = ("0", "-1", "1.5", "x", "1Mi", "4GB", "100000000", "a100:80GB", "-", "usd", "\n", "$")
 
 
 @st.composite
@@ -144,31 +154,23 @@ def _exports(draw: st.DrawFn) -> str:
     hosts = draw(st.lists(st.sampled_from(["a", "gpu-1", "10.0.0.7", "x.example.org", "b2", "localhost"]), unique=True))
     devices = st.sampled_from(["cpu", [0], [3, 1], "auto"])
     nodes = [{"host": host, "devices": draw(devices)} for host in hosts]
-    for node in nodes:
-        if draw(st.booleans()):
-            node["memory_gb"] = draw(st.floats(0.001, 4000))
-    urls = st.sampled_from(["/checkpoints", "s3://bucket/x", "/data/my $model 'x'", "file:///c/d/", "//x/é", "gone"])
-    options = {
-        "start": draw(st.sampled_from(["", "job", "session"])),
-        "part": draw(st.sampled_from(["", "all", "first", "others"])),
-        "ssh_key": draw(st.sampled_from(["", KEY])),
-        "gpu_model": draw(st.sampled_from(["", "a100", "a100:80Gi,h100", "rtx4090", "a100:80GB", "-"])),
-        "denom": draw(st.sampled_from(["", "uact", "uakt", "usd"])),
-        **{name: draw(st.sampled_from(["", "1", "10000000", "0", "x"])) for name in ("price", "cpus")},
-        **{
-            name: draw(st.sampled_from(["", "1Gi", "64", "2048Gi", "1Mi"]))
-            for name in ("memory", "disk", "shm", "volume")
-        },
-    }
-    fields = {
+    if nodes and draw(st.booleans()):
+        nodes[0]["memory_gb"] = draw(st.floats(0.001, 2000))
+    given = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.items() if draw(st.booleans())}
+    if draw(st.booleans()):
+        given |= {"start": "session", "part": draw(st.sampled_from(["all", "first", "others"]))}
+    if draw(st.integers(0, 3)) == 0:
+        given[draw(st.sampled_from([*OPTIONS]))] = draw(st.sampled_from(ODD))
+    fields: dict[str, Any] = {
         "env": {"VALUE": draw(WORDS)},
         "secrets": draw(st.sampled_from([[], ["HF_TOKEN"]])),
-        "rendezvous": {"port": draw(st.sampled_from([0, 80, 2222, 65535])), "max_restarts": draw(st.integers(0, 1))},
-        **({"checkpoint": {"url": draw(urls)}} if draw(st.booleans()) else {}),
+        "rendezvous": {"port": draw(st.sampled_from([0, 80, 65535])), "max_restarts": draw(st.integers(0, 1))},
         "source": {"script_text": draw(WORDS), "arguments": [draw(WORDS)]},
     }
+    if "volume" in given or draw(st.booleans()):
+        fields["checkpoint"] = {"url": draw(st.sampled_from(URLS))}
     try:
-        return export_spec(_spec(*nodes, **fields), "akash", gpus=draw(st.integers(0, 3)), options=options)
+        return export_spec(_spec(*nodes, **fields), "akash", gpus=draw(st.integers(0, 3)), options=given)
     except SpecError:
         return ""
 
