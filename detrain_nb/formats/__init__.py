@@ -8,7 +8,7 @@ from ..errors import SpecError
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec, nodes_from_lease
 from ..storage import locate
-from . import slurm, torchrun
+from . import akash, slurm, torchrun
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
 
@@ -27,6 +27,7 @@ __all__ = [
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
+    "akash": akash.export,
 }
 
 

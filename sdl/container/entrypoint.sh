@@ -7,7 +7,10 @@
 #
 # It keeps in DETRAIN_NB_STATE (by default ~/.detrain_nb) the key of this host and how the job ended: on a volume that
 # outlives the container both stay. DETRAIN_NB_SECRETS: names of variables that no file may have, with spaces between.
-# Started as root it goes on as trainer. A variable of its own begins with _: the container may have any other.
+# A variable of its own begins with _: the container may have any other.
+#
+# An image that starts as root gives trainer the folder DETRAIN_NB_VOLUME, and goes on as trainer: Akash gives volumes
+# to root, and no SDL says otherwise.
 set -u
 
 _port=2222 _trainer=trainer
@@ -25,22 +28,18 @@ fail() {
   exit 2
 }
 
-# A provider mounts volumes for root. Those that are empty become the user's; then all goes on as the user.
-leave_root() {
-  local _folder
+become_trainer() {
+  if [ -n "${DETRAIN_NB_VOLUME-}" ]; then
+    chown "$_trainer:" "$DETRAIN_NB_VOLUME" || fail "DETRAIN_NB_VOLUME: $DETRAIN_NB_VOLUME cannot be given to $_trainer"
+  fi
   export HOME
   HOME=$(getent passwd "$_trainer" | cut -d: -f6)
-  [ -n "$HOME" ] || fail "it runs as root, and has no user $_trainer to go on as: start it as another user"
-  for _folder in $(cut -d' ' -f5 /proc/self/mountinfo); do
-    [[ -d $_folder && ! $_folder =~ ^/((proc|sys|dev|etc|run)(/|$)|$) ]] || continue
-    [ "$(stat -c %u "$_folder")" = 0 ] || continue
-    [ -n "$(find "$_folder" -mindepth 1 -maxdepth 1 ! -name lost+found -print -quit)" ] || chown "$_trainer" "$_folder"
-  done
-  exec setpriv --reuid="$_trainer" --regid="$(id -g "$_trainer")" --init-groups -- "$BASH" "$0" "$@"
+  exec setpriv --reuid="$_trainer" --regid="$(id -g "$_trainer")" --init-groups --no-new-privs "$0" "$@"
 }
 
 find_user() {
   _user=$(id -un 2>/dev/null) || fail "uid $(id -u) is no user of this image: start it as the image's own user, $_trainer"
+  [ "$(id -u)" != 0 ] || fail "it runs as root, and has no user $_trainer to go on as: start it as another user"
 }
 
 make_state() {
@@ -169,7 +168,7 @@ end() {
 }
 
 _sshd_pid='' _job_pid=''
-[ "$(id -u)" != 0 ] || leave_root "$@"
+if [ "$(id -u)" = 0 ] && id "$_trainer" >/dev/null 2>&1; then become_trainer "$@"; fi
 if [ -z "${SSH_PUBKEY-}" ]; then
   [ $# -gt 0 ] || fail "there is nothing to do: give SSH_PUBKEY, the public keys of who may log in, or a command, or both"
   exec "$@"

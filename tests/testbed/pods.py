@@ -45,12 +45,11 @@ class Pod:
         """The user's."""
         return Path(f"{self.host.identity_file}.pub").read_text()
 
-    def start(self, *command: str, is_root: bool = False, **env: str) -> None:
-        """Start the container, or start it again; its image may start as root."""
+    def start(self, *command: str, **env: str) -> None:
+        """Start the container, or start it again."""
         path = f"{Path(sys.executable).parent}:/usr/local/bin:/usr/bin:/bin"
         given = [f"{name}={value}" for name, value in {"PATH": path, "HOME": HOME, "LANG": "C.UTF-8", **env}.items()]
-        become = [] if is_root else ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
-        as_user = [*become, "env", "-i", *given]
+        as_user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups", "env", "-i", *given]
         argv = [*self._testbed.enter(self.host.name), *as_user, "sh", "-c", 'cd && exec "$@"', "sh"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -63,14 +62,10 @@ class Pod:
 
     def stop(self) -> int:
         """Stop the container as its runtime does; returns its exit status."""
+        assert self._process is not None
         running = self._testbed.processes(self.host.name)
         first = min(pid for pid, argv in running.items() if "/run/entrypoint.sh" in argv[:2])
         self._testbed.exec(self.host.name, "kill", str(first), check=True)
-        return self.wait()
-
-    def wait(self) -> int:
-        """Wait for the end of the container; returns its exit status."""
-        assert self._process is not None
         return self._process.wait(_LIMIT_S)
 
     def run(self, *command: str) -> str:
