@@ -26,7 +26,7 @@ __all__ = ["ADVICE", "address_beside", "check_ways", "find_missing_ways", "settl
 ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
 _ONE_LEASE = (
     "a process group needs these ways, on all ports, and a forwarded port is none of them: take nodes of one lease or "
-    "network, or start without a group (--no-init)"
+    "network, or start a session without a group (--no-init)"
 )
 _BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
 _WITHIN_S = 3.0

@@ -1,4 +1,7 @@
-"""The formats that a pipeline is exported to, and what can be said of each: for who offers them without making one."""
+"""The formats that a pipeline is exported to, what can be said of each, and the kinds of files that are imported.
+
+They are for who offers them without making or reading one.
+"""
 
 from __future__ import annotations
 
@@ -48,3 +51,15 @@ OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that hav
     name: "; ".join(f"of {kind}: {target.options[name]}" for kind, target in TARGETS.items() if name in target.options)
     for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
+# What is imported; a file is of the first kind that fits.
+KINDS = (
+    "detrain",
+    "akash",
+    "hypha",
+    "torchtitan",
+    "ravnest",
+    "accelerate",
+    "command",
+    "ssh_config",
+    "hostfile",
+)

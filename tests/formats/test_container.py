@@ -19,20 +19,23 @@ _BLOB = b"\0\0\0\x0bssh-ed25519\0\0\0\x20" + bytes(32)
 _KEY = f"ssh-ed25519 {b64encode(_BLOB).decode()} someone"
 _PRIVATE = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END OPENSSH PRIVATE KEY-----"
 _ODD = " a \"b\" 'c' \\ \\\\ \\' \\\" $HOME `x` #d 日本\t= "
+_PLAIN = {"PORT": "8080", "name": "x", "status": "good", "TOKENIZERS_PARALLELISM": "false"}  # as in a script
 _ENV = {
     "ODD": _ODD,
     "HF_TOKEN": "very-secret",
     "MINE": "very-secret",
     "DETRAIN_NB_SECRETS": "YOURS MINE",
     "LINES": "a\nb",
+    **_PLAIN,
 }
 _STATIC = """
-import torch, torch.distributed as dist
+import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
 sum = torch.ones(1) * (dist.get_rank() + 1)
 dist.all_reduce(sum)
 open("model", "w").write(f"{int(sum)}")
-print("the sum is", int(sum))
+print("the sum is", int(sum), os.environ["PORT"], os.environ["status"], flush=True)
+os._exit(0)  # gloo's threads can hold up the end of Python
 """
 
 
@@ -65,7 +68,7 @@ def test_what_is_no_public_key_is_refused_by_its_line_and_not_shown(keys: str, l
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_user_who_cannot_be_is_refused_with_one_line(tmp_path: Path) -> None:
     for user, env, words in [
-        (0, {}, "it runs as root: start it as a user that is not"),
+        (0, {}, "it runs as root, and has no user trainer to go on as: start it as another user"),
         (54321, {}, "uid 54321 is no user of this image"),
         (65534, {}, "nobody cannot write /nonexistent/.detrain_nb: make it a folder of theirs, or name another one in"),
         (65534, {"DETRAIN_NB_STATE": "/dev/shm/detrain_nb"}, "others than nobody can write /dev/shm, where its keys"),
@@ -95,10 +98,11 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
         pod.start("sh", "-c", f'printf %s "$JOB" >job.py && {job}', SSH_PUBKEY=pod.public_key, JOB=_STATIC, **_ENV)
     for pod in (first, other):
         pod.wait_for("container: the job has ended, with status 0; sshd stays")
-        assert "the sum is 3" in pod.output
+        assert "the sum is 3 8080 good" in pod.output
         assert pod.run("cat", "model") == "3"
     seen = dict(line.partition("=")[::2] for line in first.run("env").splitlines())
     assert (seen["ODD"], seen["HOME"]) == (_ODD, HOME)
+    assert {name: seen[name] for name in _PLAIN} == _PLAIN
     assert "very-secret" not in seen.values() and "LINES" not in seen
     assert "sessions do not get HF_TOKEN: it is a secret" in first.output
     assert first.stop() == 143

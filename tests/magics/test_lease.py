@@ -62,7 +62,7 @@ def test_lease_becomes_a_session(start_kernel: Any, make_testbed: MakeTestbed, t
         refused = kernel.run("%distributed start --nodes lease.json")
         assert refused.status == "error"
         assert "node-0 does not reach node-1 at" in refused.error
-        assert "nodes of one lease or network, or start without a group (--no-init)" in refused.error
+        assert "nodes of one lease or network, or start a session without a group (--no-init)" in refused.error
         started = kernel.run("%distributed start --nodes lease.json --no-init")
         assert started.status == "ok", started.error
         assert kernel.run("%%distributed\nprint(rank, world_size)").text() == "[node-0:0] 0 2\n[node-1:1] 1 2\n"
