@@ -8,7 +8,7 @@ from ..errors import SpecError
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec
 from ..storage import locate
-from . import slurm, torchrun
+from . import accelerate, runai, slurm, torchrun, torchtitan
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
 
@@ -26,6 +26,10 @@ __all__ = [
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
+    "runai": runai.export,
+    "torchtitan": torchtitan.export,
+    "torchtitan-toml": torchtitan.export_toml,
+    "accelerate": accelerate.export,
 }
 
 

@@ -128,19 +128,28 @@ def write_begin(name: str) -> list[str]:
     ]
 
 
+def list_needed(spec: PipelineSpec) -> list[str]:
+    """The variables that a node has to have: their values are written nowhere."""
+    token = spec.source.git.token if spec.source.git else None
+    return list(dict.fromkeys([*_list_for_ranks(spec), *([token] if token else [])]))
+
+
+def _list_for_ranks(spec: PipelineSpec) -> list[str]:
+    return [*spec.secrets, *(name for node in spec.nodes for name in node.env)]
+
+
 def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str]) -> list[str]:
     """Fill the folder of the job on a node, which the shell has in ``FOLDER``, and the environment of its ranks."""
-    for_ranks = dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env)])
     token = spec.source.git.token if spec.source.git else None
     return [
-        *(_need(name) for name in dict.fromkeys([*for_ranks, *([token] if token else [])])),
+        *map(_need, list_needed(spec)),
         # torchrun fills in what has a $ in the path of its program
         f"case \"${FOLDER}\" in *'$'*) fail {quote(_ODD_FOLDER)} ;; esac",
         *_REFUSE_SQUATTED,
         f"mkdir -p {SOURCE} {_ARTIFACTS}",
         write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
         *program.lines,
-        *([f"unset {token}"] if token and token not in for_ranks else []),
+        *([f"unset {token}"] if token and token not in _list_for_ranks(spec) else []),
         f"export {JOB_SPEC_VARIABLE}={_JOB_SPEC}",
         f"export {ARTIFACTS_VARIABLE}={_ARTIFACTS}",
         *(export(name, text) for name, text in {**env, **spec.env}.items()),
@@ -164,3 +173,18 @@ def _source_folder(spec: PipelineSpec) -> str:
         return quote(os.path.abspath(os.path.expanduser(spec.source.path)))
     git = spec.source.git
     return f"{SOURCE}/{quote(git.folder)}" if git and git.folder else SOURCE
+
+
+def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
+    """Return where the first node is reached; a node alone finds a free port. Raises: SpecError."""
+    settings = spec.rendezvous
+    if len(spec.nodes) < 2:
+        return settings.endpoint or "localhost", settings.port
+    first = spec.nodes[0]
+    address = settings.endpoint or first.address
+    if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
+        raise SpecError(
+            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
+            "rendezvous.endpoint"
+        )
+    return address or first.host, settings.port or DEFAULT_PORT

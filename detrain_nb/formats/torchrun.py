@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from ..errors import SpecError
 from ..launch import NodeLaunch, Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
 from .job_script import (
-    DEFAULT_PORT,
     FOLDER,
     NODE,
     JobProgram,
     check_what_is_carried,
     describe,
+    find_first_node,
     read_program,
     write_begin,
     write_left_out,
@@ -60,7 +59,7 @@ def _head(spec: PipelineSpec, plan: Plan) -> list[str]:
     what = f"# {describe(spec, plan)}."
     if len(names) < 2:
         return [what, "# It needs Python with torch, and makes the folder of the job where it is started."]
-    address, port = _endpoint(spec)
+    address, port = find_first_node(spec)
     return [
         f"{what} On each node, at about the same time:",
         *(f"#   sh {spec.name}.sh {name}" for name in names),
@@ -100,7 +99,7 @@ def _launch(spec: PipelineSpec, plan: Plan, program: JobProgram, node_rank: int)
     rendezvous = Rendezvous(
         "static" if is_static else "c10d",
         settings.id or spec.name,
-        _endpoint(spec),
+        find_first_node(spec),
         timeout_s=settings.timeout_s,
         max_restarts=settings.max_restarts,
     )
@@ -112,18 +111,3 @@ def _launch(spec: PipelineSpec, plan: Plan, program: JobProgram, node_rank: int)
         node_rank=node_rank,
         python=spec.python_of(node_rank),
     )
-
-
-def _endpoint(spec: PipelineSpec) -> tuple[str, int]:
-    """Where the first node is reached; a node alone finds a free port."""
-    settings = spec.rendezvous
-    if len(spec.nodes) < 2:
-        return settings.endpoint or "localhost", settings.port
-    first = spec.nodes[0]
-    address = settings.endpoint or first.address
-    if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
-        raise SpecError(
-            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
-            "rendezvous.endpoint"
-        )
-    return address or first.host, settings.port or DEFAULT_PORT

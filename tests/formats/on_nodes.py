@@ -1,9 +1,10 @@
-"""How the script of each exporter is run on one node, and what it has started there."""
+"""How the script of each exporter is run on one node, and what it has started there; and what a spec has to have."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -85,10 +86,31 @@ def _slurm(shell: str, script: Path, node_rank: int) -> Start:
     return Start([shell, "-s", "node"], env, reads_script=True)
 
 
+_RUNAI = str(Path(__file__).with_name("runai_cli.py"))
+
+
+def _runai(shell: str, script: Path, node_rank: int) -> Start:
+    """As a pod does in which the command line of Run:ai has the script run."""
+    runai = script.with_name("bin") / "runai"
+    runai.parent.mkdir(exist_ok=True)
+    runai.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(_RUNAI)} "$@"\n')
+    runai.chmod(0o755)
+    return Start([shell, str(script)], {"PATH": f"{runai.parent}:{os.environ['PATH']}", "POD": str(node_rank)})
+
+
 WAYS: Mapping[str, Way] = {
     "torchrun": Way(_torchrun),
     "slurm": Way(_slurm, folder="train-7.job"),
+    "runai": Way(_runai, needs={"image": "a/b:1"}),
 }
+
+# What another program reads: nothing of it is run here.
+READ: Mapping[str, Mapping[str, Any]] = {
+    "torchtitan": {},
+    "torchtitan-toml": {},
+    "accelerate": {"parallelism": {"dp_replicate": -1, "dp_shard": 1}},
+}
+NEEDS: Mapping[str, Mapping[str, Any]] = {**{name: way.needs for name, way in WAYS.items()}, **READ}
 
 
 def run_on_node(
