@@ -145,8 +145,8 @@ def test_checkpoints_are_those_of_the_spec() -> None:
 
 # The fields that we give to each class: of release 0.3.0, and of the main branch of 2026-08 where they differ.
 _CALLED = {
-    "Trainer.Config": "loss hf_assets_path model_spec optimizer lr_scheduler training dataloader parallelism checkpoint "
-    "activation_checkpoint compile metrics debug validator",
+    "Trainer.Config": "loss hf_assets_path model_spec optimizer lr_scheduler training dataloader parallelism "
+    "checkpoint activation_checkpoint compile metrics debug validator",
     "ChunkedLossWrapper.Config": "loss_fn",
     "CrossEntropyLoss.Config": "global_vocab_size",
     "LRSchedulersContainer.Config": "warmup_steps decay_ratio decay_type",
