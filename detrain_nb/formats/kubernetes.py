@@ -33,7 +33,7 @@ from .job_script import (
 )
 from .kubernetes_words import (
     Options,
-    check_free_of_operator,
+    check_needs,
     check_image,
     check_name,
     find_checkpoint_folder,
@@ -79,7 +79,7 @@ def make_pods(spec: PipelineSpec, plan: Plan, options: Options, *, by: str, long
     """
     image = check_image(spec, by=by)
     check_name(spec.name, longest=longest)
-    check_free_of_operator(spec)
+    check_needs(spec)
     ranks, node = check_alike(spec, plan, by=by)
     checkpoints = find_checkpoint_folder(spec, taken=(WORK_AT, FILES_AT, "/dev/shm"))
     claim = options.claim(spec.name, is_needed=checkpoints is not None)

@@ -12,6 +12,7 @@ from ..spec import PipelineSpec
 from .job_script import list_needed, need_image
 
 _MOST_GPUS = 16  # of a node
+_MOST_VARIABLES, _MOST_KEY_CHARS = 120, 253  # of a Secret that a TrainJob reads, beside what the operator sets
 _MOST_CHARS = 63  # of the name of a pod, which is a host's, too
 _LABEL = re.compile("[a-z](?:[a-z0-9-]*[a-z0-9])?")
 _NAMESPACE = re.compile("[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?")
@@ -78,9 +79,15 @@ def check_name(name: str, *, longest: str) -> None:
         )
 
 
-def check_free_of_operator(spec: PipelineSpec) -> None:
-    """Raises: SpecError for a variable that the operator sets, and a key that no container has."""
-    if taken := [name for name in [*spec.env, *list_needed(spec)] if name in _OF_OPERATOR]:
+def check_needs(spec: PipelineSpec) -> None:
+    """Raises: SpecError for a variable that the operator sets or no Secret has, and a key that no container has."""
+    needed = list_needed(spec)
+    if len(needed) > _MOST_VARIABLES or any(len(name) > _MOST_KEY_CHARS for name in needed):
+        raise SpecError(
+            f"secrets: a container reads at most {_MOST_VARIABLES} of a Secret, of at most {_MOST_KEY_CHARS} "
+            "characters: give fewer, or shorter names"
+        )
+    if taken := [name for name in [*spec.env, *needed] if name in _OF_OPERATOR]:
         raise SpecError(f"{taken[0]} is set by the operator: leave it out of env and secrets")
     if spec.source.git is not None and spec.source.git.ssh_key is not None:
         raise SpecError("source.git.ssh_key: a container has no key file: give source.git.token with an https:// url")

@@ -349,6 +349,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         r"^PET_NNODES is set by the operator: leave it out",
     ),
+    "more variables than a TrainJob has": (
+        {"secrets": [f"TOKEN_{index}" for index in range(129)]},
+        {},
+        r"^secrets: a container reads at most 120 of a Secret, .*: give fewer, or shorter names$",
+    ),
+    "a variable that no Secret can have": ({"secrets": ["T" * 255]}, {}, r"^secrets: .* of at most 253 characters: "),
     "an image that is none": ({"image": "a'b"}, {}, r"^image \"a'b\": give the name of an image, as "),
     "a key file": (
         {"source": {"script_text": None, "git": {"url": "git@a.org:b", "ssh_key": "~/k"}, "entry": "a.py"}},
