@@ -33,9 +33,9 @@ from .job_script import (
 )
 from .kubernetes_words import (
     Options,
-    check_needs,
     check_image,
     check_name,
+    check_needs,
     find_checkpoint_folder,
     find_resources,
 )
