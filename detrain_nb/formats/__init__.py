@@ -8,7 +8,7 @@ from ..errors import SpecError
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec
 from ..storage import locate
-from . import accelerate, runai, slurm, torchrun, torchtitan
+from . import accelerate, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
 
@@ -30,6 +30,8 @@ EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchtitan": torchtitan.export,
     "torchtitan-toml": torchtitan.export_toml,
     "accelerate": accelerate.export,
+    "pytorchjob": pytorchjob.export,
+    "trainjob": trainjob.export,
 }
 
 

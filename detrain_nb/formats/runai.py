@@ -18,18 +18,16 @@ from .job_script import (
     NODE,
     describe,
     list_needed,
-    need_image,
     write_begin,
     write_left_out,
 )
+from .kubernetes_words import check_gpus, check_image, check_name, check_needs, check_word
 from .shell import quote
 
 __all__ = ["export"]
 
 _LIMIT_BYTES = 120_000  # Linux takes 128 KiB as one argument
-_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
-_LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
-_PVC = re.compile(r"(?P<claim>[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?):(?P<path>/[^\s,:]{1,200})")
+_PVC = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^\s,:]{1,200}")
 _RANKS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*")
 # Where the operator of PyTorch jobs says that the first pod is; a pod alone is told nothing.
 _ENDPOINT = f'"${{MASTER_ADDR:-localhost}}:${{MASTER_PORT:-{DEFAULT_PORT}}}"'
@@ -55,20 +53,35 @@ def export(
     Raises: SpecError for what Run:ai cannot do.
     """
     ranks, node = check_alike(spec, plan, by="Run:ai")
-    _check_name(spec, nodes=len(plan.nodes))
+    several = len(plan.nodes) > 1
+    check_name(spec.name, longest=f"-worker-{len(plan.nodes) - 2}" if several else "-0-0")
+    check_needs(spec)
+    check_gpus(ranks, plan.device)
     _check_options(cli=cli, project=project, pvc=pvc, secret=secret, log_ranks=log_ranks, ranks=ranks)
-    shown = (f"--local-ranks-filter={log_ranks}", "--role=rank", "--tee=3") if log_ranks else ()
-    address = _OWN_ADDRESS if spec.rendezvous.max_restarts and len(plan.nodes) > 1 else ""
     words = [
         *_name_workload(spec, len(plan.nodes), cli),
         *([f"-p {project}"] if project else []),
-        f"-i {quote(need_image(spec, by='Run:ai'))}",
+        f"-i {check_image(spec, by='Run:ai')}",
         *_ask_for(ranks, plan.device, cli),
+        "--backoff-limit 0",  # torchrun begins the ranks anew: pods that did so, too, would multiply that
         "--large-shm",  # loaders of torch hand batches over in it
         *([_mount(pvc)] if pvc else []),
         *(_name_secret(name, secret or spec.name, cli) for name in list_needed(spec)),
         f"--command -- {_ITSELF}",
     ]
+    on_node = write_on_node(
+        spec,
+        plan,
+        ranks=ranks,
+        node=node,
+        endpoint=_ENDPOINT,
+        local_address=_OWN_ADDRESS if several and spec.rendezvous.max_restarts else "",
+        options=(f"--local-ranks-filter={log_ranks}", "--role=rank", "--tee=3") if log_ranks else (),
+    )
+    return _write_script(spec, plan, on_node, words)
+
+
+def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: list[str]) -> str:
     lines = [
         "#!/bin/sh",
         f"# {describe(spec, plan)}: sh {spec.name}.sh submits it to Run:ai",
@@ -78,7 +91,7 @@ def export(
         "on_node() {",
         f'{NODE}="${{RANK:-0}}"',
         f'{FOLDER}="$PWD"/{quote(spec.name)}.job/${NODE}',
-        *write_on_node(spec, plan, ranks=ranks, node=node, endpoint=_ENDPOINT, local_address=address, options=shown),
+        *on_node,
         "}",
         "",
         'if [ "${1-}" = node ]; then',
@@ -89,22 +102,11 @@ def export(
     return _check_length("\n".join(lines) + "\n")
 
 
-def _check_name(spec: PipelineSpec, *, nodes: int) -> None:
-    """It is the begin of the names of pods."""
-    most = 63 - len(f"-worker-{nodes - 2}") if nodes > 1 else 63
-    if not _LABEL.fullmatch(spec.name) or len(spec.name) > most:
-        raise SpecError(
-            f"name {spec.name!r}: Run:ai takes a-z, 0-9 and -, at most {most}, the first a letter and the last no -: "
-            "give such a name"
-        )
-
-
 def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:
     if cli not in ("new", "old"):
         raise SpecError(f'cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
-    for name, value in {"project": project, "secret": secret}.items():
-        if value and not _NAME.fullmatch(value):
-            raise SpecError(f"{name} {value!r}: give a name of Kubernetes: a-z, 0-9, - and .")
+    check_word("project", project, rule="namespace")  # its namespace has that name in its own
+    check_word("secret", secret)
     if pvc and not _PVC.fullmatch(pvc):
         raise SpecError(f"pvc {pvc!r}: give the claim and where it is mounted, as my-claim:/mnt/data")
     if log_ranks and not _RANKS.fullmatch(log_ranks):

@@ -19,6 +19,7 @@ _OF_BOTH: Mapping[str, re.Pattern[str] | None] = {
     "-p": _WORD,  # the project; else the default one
     "-i": _WORD,  # the image
     "-g": _WHOLE,  # GPUs of each pod
+    "--backoff-limit": re.compile(r"[0-9]+"),
     "--large-shm": None,  # a flag without a value
     "--existing-pvc": _PVC,
     "--command": None,  # what follows -- stands in the place of the image's entrypoint

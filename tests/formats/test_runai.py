@@ -86,12 +86,18 @@ def test_what_the_cluster_decides_stands_in_a_comment() -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
-    "a name of a file": ({"name": "Train_1"}, {}, r"^name 'Train_1': Run:ai takes a-z, 0-9 and -, at most 63"),
+    "a name of a file": ({"name": "Train_1"}, {}, r"^name Train_1: Kubernetes takes a-z, 0-9 and -, at most 59 here"),
     "a name without room for that of a pod": (
         {"name": "a" * 55, "nodes": [{"host": "a"}, {"host": "b"}]},
         {},
         "at most 54",
     ),
+    "a node that there is not": (
+        {"nodes": [{"host": "a", "devices": [*range(99)]}]},
+        {},
+        "^99 GPUs on a node: .* at most 16",
+    ),
+    "a variable of the operator": ({"env": {"PET_NNODES": "3"}}, {}, "^PET_NNODES is set by the operator"),
     "nodes that differ": (
         {"nodes": [{"host": "a"}, {"host": "b", "ranks": 2}]},
         {},
