@@ -6,7 +6,7 @@ What a service is, which ports lead to it and how the nodes meet is said here; `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..plan import Plan
 from ..spec import PipelineSpec
 from ..spec.node import default_name
 from .akash_terms import CHECKPOINT, SHM, Terms
+from .alike import list_chosen_there
 from .job_script import (
     DEFAULT_PORT,
     FOLDER,
@@ -23,6 +24,7 @@ from .job_script import (
     JobProgram,
     describe,
     launch_on,
+    list_needed,
     need_image,
     read_program,
     write_begin,
@@ -153,16 +155,9 @@ def _port(spec: PipelineSpec) -> int:
     return port
 
 
-def _secrets(spec: PipelineSpec) -> list[str]:
-    """The names of variables whose values are written nowhere."""
-    token = spec.source.git.token if spec.source.git else None
-    of_nodes = [name for node in spec.nodes for name in node.env]
-    return list(dict.fromkeys([*spec.secrets, *of_nodes, *([token] if token else [])]))
-
-
 def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) -> list[str]:
     """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
-    secrets = _secrets(spec) if is_job else []
+    secrets = list_needed(spec) if is_job else []
     env = {
         "SSH_PUBKEY": ssh_key,
         **dict.fromkeys(secrets, ""),
@@ -231,7 +226,7 @@ def _keep_from_kubernetes(text: str) -> str:
 
 def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_session: bool, has_key: bool) -> list[str]:
     is_part = len(chosen) < len(plan.nodes)
-    to_fill = [*([] if has_key else ["SSH_PUBKEY"]), *([] if is_session else _secrets(spec))]
+    to_fill = [*([] if has_key else ["SSH_PUBKEY"]), *([] if is_session else list_needed(spec))]
     lines = [f"# {describe(spec, plan)}. An SDL of Akash{', for ' + ', '.join(chosen) if is_part else ''}."]
     if is_session:
         lines += [
@@ -244,17 +239,7 @@ def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_ses
         lines.append(f"# Fill in what is empty below: {', '.join(to_fill)}. The provider can read it.")
     if _find_mount(spec):
         lines.append(
-            "# A volume belongs to root, and is of one node: where another user saves, or each rank a part, give a"
+            "# Each node has a volume of its own, which belongs to root: the image has to be one that starts as root."
         )
-        lines.append("# URL of storage as checkpoint.url.")
-    return [*lines, *write_left_out(spec, *_list_chosen_there(spec))]
-
-
-def _list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
-    """What the spec says and a lease decides: of devices their kind and number count."""
-    if any(node.address for node in spec.nodes):
-        yield "nodes.address"
-    if any(isinstance(node.devices, tuple) for node in spec.nodes):
-        yield "nodes.devices"
-    if spec.rendezvous.endpoint:
-        yield "rendezvous.endpoint"
+    endpoint = ["rendezvous.endpoint"] if spec.rendezvous.endpoint else []
+    return [*lines, *write_left_out(spec, *list_chosen_there(spec), *endpoint)]
