@@ -110,6 +110,7 @@ OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that hav
 KINDS = (
     "detrain",
     "akash",
+    "lease",
     "hypha",
     "torchtitan",
     "ravnest",

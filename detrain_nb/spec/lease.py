@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..documents import parse_content
+from ..documents.content import put_place
 from ..errors import SpecError
 from ..storage import shown
 from .node import Node
@@ -54,8 +55,7 @@ def nodes_from_lease(content: object, *, where: str = "") -> tuple[Node, ...]:
         faults.append("forwarded_ports: no service has one: is it what lease-status prints?")
     if faults:
         more = [f"and {len(faults) - _MOST_FAULTS:,} more"] if len(faults) > _MOST_FAULTS else []
-        begin = f"{where}: " if where else ""
-        raise SpecError("\n".join([f"{begin}{fault}" for fault in faults[:_MOST_FAULTS]] + more))
+        raise SpecError("\n".join(put_place(where, fault) for fault in [*faults[:_MOST_FAULTS], *more]))
     return name_apart(read)
 
 

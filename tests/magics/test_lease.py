@@ -14,7 +14,7 @@ from ..testbed.fixtures import MakeTestbed
 from ..testbed.pods import HOME, Pod, forwarded
 from ..testbed.testbed import Testbed
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 _ODD = "a \"b\" 'c' \\ \\\\ $HOME #d "
 

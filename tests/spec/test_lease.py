@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from detrain_nb.errors import SpecError
-from detrain_nb.formats import nodes_from_lease
+from detrain_nb.formats import import_text, nodes_from_lease
 from detrain_nb.spec import Node, parse_nodes, read_nodes, write_nodes
 
 _IP = {"IP": "203.0.113.7", "Port": 2222, "ExternalPort": 22, "Protocol": "TCP"}
@@ -90,6 +90,13 @@ def test_odd_lease_is_refused_with_the_place(lease: Any, fault: str) -> None:
     with pytest.raises(SpecError, match=f"^lease.json: .*{fault}") as caught:
         nodes_from_lease(lease, where="lease.json")
     assert "\x1b" not in str(caught.value)
+
+
+def test_lease_that_is_imported_names_its_other_ports() -> None:
+    lease = _lease(a=[_way(80, port=80), _way(), _way(81, port=None)], b=[_way()])
+    imported = import_text(json.dumps([lease]), name="lease.json")
+    assert imported.kind == "lease" and imported.nodes == nodes_from_lease(lease)
+    assert imported.left_out == ("[0].forwarded_ports.a: a node has sshd's port alone, 2222, and not 80, None",)
 
 
 def test_faults_of_a_lease_name_its_file(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from .testbed import Testbed
 
 ENTRYPOINT = Path(__file__).parents[2] / "sdl/container/entrypoint.sh"
 SSH_PORT, USER, HOME = 2222, "trainer", "/run/trainer"
-_LIMIT_S = 60.0
+_LIMIT_S = 120.0
 # /run is the host's own, as is its home, which may hide this Python from other users
 _PREPARE = f"""
 chmod 711 "$HOME" && chmod 755 /run && mkdir {HOME} && chown 12345:12345 {HOME} || exit
