@@ -4,22 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ..documents import format_document, suffix_of
 from ..errors import SpecError
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec
 from ..storage import locate
-from . import accelerate, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
+from . import accelerate, akash, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
+from .script_import import import_command
 
 __all__ = [
     "EXPORTERS",
     "IMPORTERS",
     "Imported",
     "export_spec",
+    "import_command",
     "import_file",
     "import_text",
     "write_export",
+    "write_import",
 ]
 
 # ``export(spec, plan)`` writes the text of a file; the options of its target are more keywords, each a text.
@@ -32,6 +36,7 @@ EXPORTERS: Mapping[str, Callable[..., str]] = {
     "accelerate": accelerate.export,
     "pytorchjob": pytorchjob.export,
     "trainjob": trainjob.export,
+    "akash": akash.export,
 }
 
 
@@ -60,3 +65,11 @@ def write_export(text: str, target: str) -> str:
     before = ", in place of what was there" if place.exists() else ""
     place.write(text.encode("utf-8"))
     return f"wrote {target}{before}"
+
+
+def write_import(imported: Imported, target: str) -> str:
+    """Write what was imported as a spec, or as a nodes file, by the suffix; returns what was done, for people.
+
+    Raises: SpecError, and as `storage.locate`.
+    """
+    return write_export(format_document(imported.to_dict(), suffix_of(target), where=target), target)

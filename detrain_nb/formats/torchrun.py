@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..launch import NodeLaunch, Rendezvous, launch_job
+from ..launch import NodeLaunch
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
 from .job_script import (
@@ -12,6 +12,7 @@ from .job_script import (
     check_what_is_carried,
     describe,
     find_first_node,
+    launch_on,
     read_program,
     write_begin,
     write_left_out,
@@ -31,7 +32,10 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
     """
     check_what_is_carried(spec)
     program = read_program(spec, plan)
-    launches = [_launch(spec, plan, program, node_rank) for node_rank in range(len(plan.nodes))]
+    endpoint = find_first_node(spec)
+    launches = [
+        launch_on(spec, plan, program, node_rank=node_rank, endpoint=endpoint) for node_rank in range(len(plan.nodes))
+    ]
     nodes = [spec.nodes[index] if spec.nodes else None for index in range(len(plan.nodes))]
     lines = [
         "#!/bin/sh",
@@ -91,23 +95,3 @@ def _case(
         f"exec {quote_command(launch.argv, below=program.below)}",
         ";;",
     ]
-
-
-def _launch(spec: PipelineSpec, plan: Plan, program: JobProgram, node_rank: int) -> NodeLaunch:
-    settings, nodes = spec.rendezvous, len(plan.nodes)
-    is_static = nodes > 1 and not settings.is_elastic
-    rendezvous = Rendezvous(
-        "static" if is_static else "c10d",
-        settings.id or spec.name,
-        find_first_node(spec),
-        timeout_s=settings.timeout_s,
-        max_restarts=settings.max_restarts,
-    )
-    return launch_job(
-        rendezvous,
-        program.program,
-        nodes=nodes if is_static else (settings.min_nodes or nodes, settings.max_nodes or nodes),
-        ranks=len(plan.nodes[node_rank].ranks),
-        node_rank=node_rank,
-        python=spec.python_of(node_rank),
-    )

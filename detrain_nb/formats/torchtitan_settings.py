@@ -14,6 +14,7 @@ from ..spec import PipelineSpec
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_DUMP_FOLDER = "outputs/"  # below which torchtitan puts what has no whole path
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
 _USED = (
     *(
@@ -126,7 +127,7 @@ def save(job: JobSpec) -> dict[str, bool | int | str]:
     interval = saved.interval or job.training.steps  # the last step is saved whatever the interval
     return {
         "enable": True,
-        "folder": saved.url,
+        "folder": saved.url.removeprefix("./").removeprefix(_DUMP_FOLDER),
         **({"interval": interval} if interval else {}),
         "keep_latest_k": saved.keep or 0,
         "async_mode": "async" if saved.asynchronous else "disabled",

@@ -1,4 +1,7 @@
-"""The formats that a pipeline is exported to, and what can be said of each: for who offers them without making one."""
+"""The formats that a pipeline is exported to, what can be said of each, and the kinds of files that are imported.
+
+They are for who offers them without making or reading one.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +74,23 @@ TARGETS: Mapping[str, Target] = {
         "a TrainJob for Kubeflow Trainer on Kubernetes",
         {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
     ),
+    "akash": Target(
+        ".sdl.yaml",
+        "an SDL that Akash deploys",
+        {
+            "start": "job, or session: nodes that wait for %distributed start; default: job",
+            "part": "which nodes the lease has: all, first or others; default: all",
+            "ssh_key": "your public key, the line of ~/.ssh/id_ed25519.pub",
+            "gpu_model": "models of NVIDIA, as a100:80Gi,h100; default: any",
+            "price": "the most that a block may cost for a node, a whole number",
+            "denom": "what it is paid in, uact or uakt; default: uact",
+            "cpus": "how many processors a node has",
+            "memory": "the memory of a node, as 32Gi",
+            "disk": "the disk of a node, as 20Gi",
+            "shm": "the shared memory of a node, as 16Gi",
+            "volume": "the volume of a node's checkpoints, as 50Gi",
+        },
+    ),
 }
 
 
@@ -86,3 +106,15 @@ def _describe(name: str) -> str:
 OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that have it
     name: _describe(name) for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
+# What is imported; a file is of the first kind that fits.
+KINDS = (
+    "detrain",
+    "akash",
+    "hypha",
+    "torchtitan",
+    "ravnest",
+    "accelerate",
+    "command",
+    "ssh_config",
+    "hostfile",
+)

@@ -1,0 +1,131 @@
+"""A spec that goes out as somebody else's document comes back with every field that the document can hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detrain_nb.spec import PipelineSpec
+
+from .round_trips import come_back
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+HOSTS = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True), min_size=1, max_size=3, unique=True)
+SOURCES = st.one_of(
+    st.builds(lambda text: {"script_text": f"print()\n{text}"}, TEXTS),
+    st.just({"module": "a.b"}),
+    st.just({"git": {"url": "https://example.org/a.git", "ref": "v1", "folder": "c/d"}, "entry": "train.py"}),
+)
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_sdl_that_was_exported_comes_back(data: st.DataObject) -> None:
+    def draw(strategy: st.SearchStrategy[Any]) -> Any:
+        return data.draw(strategy)
+
+    ranks = draw(st.integers(1, 4))
+    has = draw(st.sampled_from([{"devices": list(range(ranks))}, {"devices": "cpu", "ranks": ranks}]))
+    given = {
+        "name": "train-1",
+        "description": "what it is for",
+        "image": "ghcr.io/you/train:1",
+        "source": {**draw(SOURCES), "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["echo '$$ $(a)'"]},
+        "nodes": [
+            {"host": f"{host}.example.org", "name": host, "python": "/opt/my env/python3", **has}
+            for host in draw(HOSTS)
+        ],
+        "env": draw(st.dictionaries(st.from_regex(r"X[A-Z0-9]{0,8}", fullmatch=True), TEXTS, max_size=2)),
+        "secrets": ["HF_TOKEN"],
+        "training": {"steps": draw(st.integers(1, 100)), "learning_rate": 0.5, "scheduler": "cosine"},
+        "data": {"url": "s3://bucket/data", "chunks": ["0", "1"]},
+        "checkpoint": {"url": draw(st.sampled_from(["/kept", "s3://bucket/kept"])), "keep": "all"},
+        "rendezvous": {"port": 1234, "timeout_s": 77, "max_restarts": draw(st.integers(0, 2))},
+    }
+    come_back(
+        PipelineSpec.from_dict(given),
+        "akash",
+        held=[
+            *("name", "description", "image", "env", "secrets", "training", "data", "checkpoint", "artifacts"),
+            *("source.script_text", "source.module", "source.git", "source.entry", "source.arguments", "source.setup"),
+            *("nodes.name", "nodes.devices", "nodes.ranks", "nodes.python", "parallelism.dp_shard"),
+            *(["rendezvous.port"] if len(given["nodes"]) > 1 else []),
+            *("rendezvous.timeout_s", "rendezvous.max_restarts"),
+        ],
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_toml_of_torchtitan_that_was_exported_comes_back(data: st.DataObject) -> None:
+    def draw(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    pp, tp, dp_shard = draw((1, 1, -1), (1, 2, 8), (4, 2, -1), (2, 1, 8))
+    steps, size = draw(1, 1000), draw(1, 2)
+    several = {"microbatches": 8, "schedule": draw("1F1B", "GPipe", "mine.csv")} if pp > 1 else {}
+    training = {"steps": steps, "warmup_steps": draw(0, 1), "batch_size": 16 * 8 * size, "log_every": draw(1, 10)}
+    spec = PipelineSpec.from_dict(
+        {
+            "name": "train-1",
+            "description": "what it is for",
+            "source": {"module": "torchtitan.train"},
+            "nodes": [{"host": host, "devices": list(range(8))} for host in ("a", "b")],
+            "parallelism": {
+                "pp": pp,
+                "tp": tp,
+                "dp_shard": dp_shard,
+                "precision": draw("bf16", "fp32"),
+                **several,
+                "activations": draw("none", "selective", "full"),
+                "compile": draw(False, True),
+            },
+            "training": {
+                **training,
+                "learning_rate": draw(3e-4, 1.0),
+                "optimizer": draw("adamw", "adam"),
+                "clip": draw(0.5, 1.0),
+                "scheduler": draw("constant", "linear", "cosine", "wsd"),
+                "seed": draw(0, 7),
+                "evaluate_every": draw(None, 5),
+            },
+            "checkpoint": {
+                "url": draw("/data/saved", "outputs/saved"),
+                "interval": draw(1, 500),
+                "keep": draw(2, "all"),
+                "asynchronous": draw(False, True),
+            },
+        }
+    )
+    fields = ["schedule", "activations", "compile", "precision", *(["microbatches"] if pp > 1 else [])]
+    held = ["name", "description", "training", "checkpoint", *(f"parallelism.{name}" for name in fields)]
+    imported = come_back(spec, "torchtitan-toml", held=held)
+    assert imported.spec and imported.spec.parallelism.axes == spec.parallelism.axes
+    assert imported.left_out == ()
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_configuration_of_accelerate_that_was_exported_comes_back(data: st.DataObject) -> None:
+    def draw(*values: Any) -> Any:
+        return data.draw(st.sampled_from(values))
+
+    axes = draw({"dp_shard": -1}, {"dp_shard": 1, "dp_replicate": -1}, {"dp_replicate": 2}, {"tp": 2}, {"tp": 4})
+    spec = PipelineSpec.from_dict(
+        {
+            "name": "train-1",
+            "source": {"script": "train.py"},
+            "nodes": [{"host": host, "ranks": 4} for host in ("node-0", "node-1")[: draw(1, 2)]],
+            "parallelism": {**axes, "precision": draw(None, "bf16"), "compile": draw(False, True)},
+            "rendezvous": {"port": 1234},
+        }
+    )
+    shards = spec.plan(gpus=dict.fromkeys((node.name for node in spec.nodes), 4)).mesh
+    if shards and shards.axes.get("dp_shard", 1) > 1:
+        spec = spec.with_overrides({"parallelism.activations": draw("none", "full")})
+    fields = ("dp_replicate", "dp_shard", "tp", "precision", "compile", "activations")
+    held = ["name", "rendezvous.port", *(f"parallelism.{name}" for name in fields)]
+    imported = come_back(spec, "accelerate", held=held, gpus=4, options={"node": draw("", str(len(spec.nodes) - 1))})
+    assert imported.spec and [len(node.ranks) for node in imported.spec.plan().nodes] == [4] * len(spec.nodes)
