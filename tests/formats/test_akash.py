@@ -301,7 +301,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a volume of nothing": (
         {"checkpoint": {"url": "s3://b/c"}},
         {"volume": "9Gi"},
-        "volume 9Gi: no checkpoint goes to",
+        "volume '9Gi': no checkpoint goes to",
     ),
     "a private key": (
         {},
