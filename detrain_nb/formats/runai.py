@@ -78,10 +78,10 @@ def export(
         local_address=_OWN_ADDRESS if several and spec.rendezvous.max_restarts else "",
         options=(f"--local-ranks-filter={log_ranks}", "--role=rank", "--tee=3") if log_ranks else (),
     )
-    return _write_script(spec, plan, on_node, words)
+    return _write_script(spec, plan, on_node, words, at=pvc.partition(":")[2])
 
 
-def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: list[str]) -> str:
+def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: list[str], *, at: str) -> str:
     lines = [
         "#!/bin/sh",
         f"# {describe(spec, plan)}: sh {spec.name}.sh submits it to Run:ai",
@@ -90,6 +90,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: lis
         "",
         "on_node() {",
         f'{NODE}="${{RANK:-0}}"',
+        *([f"cd {quote(at)}"] if at else []),  # what the job makes stays on the volume
         f'{FOLDER}="$PWD"/{quote(spec.name)}.job/${NODE}',
         *on_node,
         "}",
