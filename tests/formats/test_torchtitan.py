@@ -285,6 +285,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "^training.scheduler 'linear': it ends with the last step: give training.steps",
     ),
     "a bucket": ({"checkpoint.url": "s3://a/b"}, "^checkpoint.url s3://a/b: torchtitan writes into a folder"),
+    "a folder of somebody": ({"checkpoint.url": "~/c"}, "^checkpoint.url ~/c: .*: give its whole path"),
     "one checkpoint": ({"checkpoint.keep": 1}, "^checkpoint.keep 1: torchtitan keeps two or more"),
     "fewer nodes": (
         {"rendezvous.min_nodes": 1},
