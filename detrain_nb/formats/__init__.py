@@ -9,7 +9,7 @@ from ..errors import SpecError
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec
 from ..storage import locate
-from . import akash, slurm, torchrun
+from . import akash, pytorchjob, slurm, torchrun, trainjob
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
 from .script_import import import_command
@@ -31,6 +31,8 @@ EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
     "akash": akash.export,
+    "pytorchjob": pytorchjob.export,
+    "trainjob": trainjob.export,
 }
 
 
