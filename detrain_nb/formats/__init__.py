@@ -9,7 +9,7 @@ from ..errors import SpecError
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec
 from ..storage import locate
-from . import akash, pytorchjob, slurm, torchrun, trainjob
+from . import accelerate, akash, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
 from .script_import import import_command
@@ -30,9 +30,13 @@ __all__ = [
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
-    "akash": akash.export,
+    "runai": runai.export,
+    "torchtitan": torchtitan.export,
+    "torchtitan-toml": torchtitan.export_toml,
+    "accelerate": accelerate.export,
     "pytorchjob": pytorchjob.export,
     "trainjob": trainjob.export,
+    "akash": akash.export,
 }
 
 

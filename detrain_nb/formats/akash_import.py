@@ -79,7 +79,7 @@ def _read(foreign: Foreign) -> Imported:
     _read_nodes(whole, services, started)
     if started:
         _read_programs(whole, services, started)
-        _read_image(whole, services)
+        _read_image(services)
         _read_env(whole, services)
         return whole.imported("akash")
     for service in services:
@@ -210,13 +210,13 @@ def _read_programs(whole: Whole, services: list[_Service], started: Mapping[str,
             whole.notes += [f"{service.part.path}.{_key_of(service)}: {line}" for line in launch.left_out]
 
 
-def _read_image(whole: Whole, services: list[_Service]) -> None:
-    first = next((service for service in services if "image" in service.part), None)
-    for service in services if first else ():
-        if service.part.look("image") == first.part.look("image"):
+def _read_image(services: list[_Service]) -> None:
+    named = [service for service in services if "image" in service.part]
+    for service in named:
+        if service.part.look("image") == named[0].part.look("image"):
             service.part.carry("image", "image")
         else:
-            service.part.leave("image", _DIFFERS.format(first.name))
+            service.part.leave("image", _DIFFERS.format(named[0].name))
 
 
 def _read_env(whole: Whole, services: list[_Service]) -> None:

@@ -215,3 +215,18 @@ def _source_folder(spec: PipelineSpec) -> str:
         return quote(os.path.abspath(os.path.expanduser(spec.source.path)))
     git = spec.source.git
     return f"{SOURCE}/{quote(git.folder)}" if git and git.folder else SOURCE
+
+
+def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
+    """Return where the first node is reached; a node alone finds a free port. Raises: SpecError."""
+    settings = spec.rendezvous
+    if len(spec.nodes) < 2:
+        return settings.endpoint or "localhost", settings.port
+    first = spec.nodes[0]
+    address = settings.endpoint or first.address
+    if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
+        raise SpecError(
+            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
+            "rendezvous.endpoint"
+        )
+    return address or first.host, settings.port or DEFAULT_PORT

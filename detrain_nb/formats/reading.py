@@ -156,7 +156,7 @@ class Whole(Part):
         """Return a name for the pipeline: of the text, else of the file."""
         return make_name(text, default=make_name(self.stem, default="imported"))
 
-    def fault(self, steps: Steps | str, said: str) -> SpecError:  # type: ignore[override]  # of any place
+    def fault(self, steps: Steps | str, said: str) -> SpecError:
         """Make the error that says what is wrong with what stands there."""
         path = write_steps(steps if isinstance(steps, tuple) else (steps,))
         return SpecError(put_place(self.where, put_place(path, said)))

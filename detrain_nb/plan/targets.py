@@ -18,6 +18,13 @@ class Target:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+_TORCHTITAN = {
+    "model": "the name of a model; default: llama3",
+    "flavor": "one of its sizes, as 8B; default: debugmodel",
+    "seq_len": "the length of a sample in tokens; default: 2048",
+    "hf_assets": "the folder with the tokenizer; default: that of torchtitan's tests",
+    "dataset": "the name of a dataset, as c4; default: c4_test",
+}
 _KUBERNETES = {
     "namespace": "its namespace; default: that of kubectl",
     "pvc": "a claim that is there: it keeps what the job makes",
@@ -39,6 +46,34 @@ TARGETS: Mapping[str, Target] = {
             "account": "the name of an account",
         },
     ),
+    "runai": Target(
+        ".sh",
+        "a shell script that submits the job to Run:ai",
+        {
+            "cli": "new, by default, or old: its command line",
+            "project": "the name of a project",
+            "pvc": "a volume that is there, as my-claim:/mnt/data",
+            "secret": "the Kubernetes secret with those of the spec; default: the one of the job's name",
+            "log_ranks": "local ranks whose lines are in the log: 0,1; default: all",
+        },
+    ),
+    "torchtitan": Target(
+        ".py",
+        "a configuration of torchtitan, as a function in Python",
+        {**_TORCHTITAN, "release": "0.3, by default, or main, which is that of 2026-08"},
+    ),
+    "torchtitan-toml": Target(".toml", "a configuration of torchtitan up to v0.2.2", _TORCHTITAN),
+    "accelerate": Target(
+        ".yaml",
+        "a configuration of Hugging Face Accelerate, for one node",
+        {"node": "the name or the number of that node; default: the first"},
+    ),
+    "pytorchjob": Target(".yaml", "a PyTorchJob for Kubeflow's training operator on Kubernetes", _KUBERNETES),
+    "trainjob": Target(
+        ".yaml",
+        "a TrainJob for Kubeflow Trainer on Kubernetes",
+        {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
+    ),
     "akash": Target(
         ".sdl.yaml",
         "an SDL that Akash deploys",
@@ -55,12 +90,6 @@ TARGETS: Mapping[str, Target] = {
             "shm": "the shared memory of a node, as 16Gi",
             "volume": "the volume of a node's checkpoints, as 50Gi",
         },
-    ),
-    "pytorchjob": Target(".yaml", "a PyTorchJob for Kubeflow's training operator on Kubernetes", _KUBERNETES),
-    "trainjob": Target(
-        ".yaml",
-        "a TrainJob for Kubeflow Trainer on Kubernetes",
-        {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
     ),
 }
 

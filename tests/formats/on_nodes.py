@@ -1,10 +1,11 @@
-"""How the script of each exporter is run on one node, and what it has started there."""
+"""How the script of each exporter is run on one node, and what it has started there; and what a spec has to have."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -90,28 +91,16 @@ def _slurm(shell: str, script: Path, node_rank: int) -> Start:
     return Start([shell, "-s", "node"], env, reads_script=True)
 
 
-def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
-    """As a container of the service is started; it knows one address of its own, and one that it is not asked for."""
-    service = [*yaml.safe_load(sdl.read_bytes())["services"].values()][node_rank]
-    bins = sdl.with_name("bin")
-    bins.mkdir(exist_ok=True)
-    (bins / "hostname").write_text('#!/bin/sh\n[ "$*" = -i ] && echo 10.1.2.3 10.4.5.6\n')
-    (bins / "hostname").chmod(0o755)
-    env = {"PATH": f"{bins}:{os.environ['PATH']}"}
-    for line in service["env"]:
-        name, _, value = line.partition("=")
-        env[name] = fill_in(value, env)
-    assert service["args"][0] == "/bin/sh"
-    return Start([shell, *(fill_in(word, env) for word in service["args"][1:])], env)
+_RUNAI = str(Path(__file__).with_name("runai_cli.py"))
 
 
-def fill_in(text: str, env: Mapping[str, str]) -> str:
-    """As Kubernetes does: $(NAME) is the value of a variable that there is, and of two $ one is left."""
-    return re.sub(
-        r"\$(?:\$|\(([^)]*)\))",
-        lambda found: "$" if found[1] is None else env.get(found[1], found[0]),
-        text,
-    )
+def _runai(shell: str, script: Path, node_rank: int) -> Start:
+    """As a pod does in which the command line of Run:ai has the script run."""
+    runai = script.with_name("bin") / "runai"
+    runai.parent.mkdir(exist_ok=True)
+    runai.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(_RUNAI)} "$@"\n')
+    runai.chmod(0o755)
+    return Start([shell, str(script)], {"PATH": f"{runai.parent}:{os.environ['PATH']}", "POD": str(node_rank)})
 
 
 def _pod(shell: str, script: Path, node_rank: int) -> Start:
@@ -137,9 +126,38 @@ def _pod(shell: str, script: Path, node_rank: int) -> Start:
     return Start([shell, at, str(script.parent)], {name: str(value) for name, value in env.items()})
 
 
+def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
+    """As a container of the service is started; it knows one address of its own, and one that it is not asked for."""
+    service = [*yaml.safe_load(sdl.read_bytes())["services"].values()][node_rank]
+    bins = sdl.with_name("bin")
+    bins.mkdir(exist_ok=True)
+    (bins / "hostname").write_text('#!/bin/sh\n[ "$*" = -i ] && echo 10.1.2.3 10.4.5.6\n')
+    (bins / "hostname").chmod(0o755)
+    env = {"PATH": f"{bins}:{os.environ['PATH']}"}
+    for line in service["env"]:
+        name, _, value = line.partition("=")
+        env[name] = fill_in(value, env)
+    assert service["args"][0] == "/bin/sh"
+    return Start([shell, *(fill_in(word, env) for word in service["args"][1:])], env)
+
+
+def fill_in(text: str, env: Mapping[str, str]) -> str:
+    """As Kubernetes does: $(NAME) is the value of a variable that there is, and of two $ one is left."""
+    return re.sub(
+        r"\$(?:\$|\(([^)]*)\))",
+        lambda found: "$" if found[1] is None else env.get(found[1], found[0]),
+        text,
+    )
+
+
 WAYS: Mapping[str, Way] = {
     "torchrun": Way(_torchrun),
     "slurm": Way(_slurm, folder="train-7.job"),
+    "runai": Way(_runai, needs={"image": "a/b:1"}),
+    **{
+        kind: Way(_pod, needs={"image": "ghcr.io/you/train:1"}, endpoint=None, is_script=False)
+        for kind in ("pytorchjob", "trainjob")
+    },
     "akash": Way(
         _akash,
         needs={"image": "ghcr.io/you/train:1"},
@@ -147,11 +165,15 @@ WAYS: Mapping[str, Way] = {
         store=lambda node_rank: "first:29500" if node_rank else "localhost:29500",
         is_script=False,
     ),
-    **{
-        kind: Way(_pod, needs={"image": "ghcr.io/you/train:1"}, endpoint=None, is_script=False)
-        for kind in ("pytorchjob", "trainjob")
-    },
 }
+
+# What another program reads: nothing of it is run here.
+READ: Mapping[str, Mapping[str, Any]] = {
+    "torchtitan": {},
+    "torchtitan-toml": {},
+    "accelerate": {"parallelism": {"dp_replicate": -1, "dp_shard": 1}},
+}
+NEEDS: Mapping[str, Mapping[str, Any]] = {**{name: way.needs for name, way in WAYS.items()}, **READ}
 
 
 def run_on_node(
