@@ -66,9 +66,8 @@ def read_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
         return ConfigManager().parse_args([f"--job.config_file={path}"])
 
     yield read
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "torchtitan":
-            monkeypatch.delitem(sys.modules, name)
+    for name in {name for name in sys.modules if name.startswith("torchtitan.")} - before:
+        del sys.modules[name]
 
 
 def _toml(**values: Any) -> str:
