@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from ..errors import SpecError
 from ..launch import NodeLaunch
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
 from .job_script import (
-    DEFAULT_PORT,
     FOLDER,
     NODE,
     JobProgram,
     check_what_is_carried,
     describe,
+    find_first_node,
     launch_on,
     read_program,
     write_begin,
@@ -33,7 +32,7 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
     """
     check_what_is_carried(spec)
     program = read_program(spec, plan)
-    endpoint = _endpoint(spec)
+    endpoint = find_first_node(spec)
     launches = [
         launch_on(spec, plan, program, node_rank=node_rank, endpoint=endpoint) for node_rank in range(len(plan.nodes))
     ]
@@ -64,7 +63,7 @@ def _head(spec: PipelineSpec, plan: Plan) -> list[str]:
     what = f"# {describe(spec, plan)}."
     if len(names) < 2:
         return [what, "# It needs Python with torch, and makes the folder of the job where it is started."]
-    address, port = _endpoint(spec)
+    address, port = find_first_node(spec)
     return [
         f"{what} On each node, at about the same time:",
         *(f"#   sh {spec.name}.sh {name}" for name in names),
@@ -96,18 +95,3 @@ def _case(
         f"exec {quote_command(launch.argv, below=program.below)}",
         ";;",
     ]
-
-
-def _endpoint(spec: PipelineSpec) -> tuple[str, int]:
-    """Where the first node is reached; a node alone finds a free port."""
-    settings = spec.rendezvous
-    if len(spec.nodes) < 2:
-        return settings.endpoint or "localhost", settings.port
-    first = spec.nodes[0]
-    address = settings.endpoint or first.address
-    if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
-        raise SpecError(
-            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
-            "rendezvous.endpoint"
-        )
-    return address or first.host, settings.port or DEFAULT_PORT

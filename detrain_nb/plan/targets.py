@@ -18,6 +18,23 @@ class Target:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+_TORCHTITAN = {
+    "model": "the name of a model; default: llama3",
+    "flavor": "one of its sizes, as 8B; default: debugmodel",
+    "seq_len": "the length of a sample in tokens; default: 2048",
+    "hf_assets": "the folder with the tokenizer; default: that of torchtitan's tests",
+    "dataset": "the name of a dataset, as c4; default: c4_test",
+}
+_KUBERNETES = {
+    "namespace": "its namespace; default: that of kubectl",
+    "pvc": "a claim that is there: it keeps what the job makes",
+    "pvc_size": "the size of a claim that is made to keep it: 10Gi",
+    "storage_class": "the storage class of a claim that is made",
+    "shm": "how much shared memory a node has: 2Gi",
+    "cpus": "how many processors a node has: 8",
+    "memory": "how much memory a node has: 32Gi",
+    "secret": "the Secret with the variables of secrets; default: the name of the job",
+}
 TARGETS: Mapping[str, Target] = {
     "torchrun": Target(".sh", "a shell script that is run on every node"),
     "slurm": Target(
@@ -46,15 +63,54 @@ TARGETS: Mapping[str, Target] = {
             "volume": "the volume of a node's checkpoints, as 50Gi",
         },
     ),
+    "runai": Target(
+        ".sh",
+        "a shell script that submits the job to Run:ai",
+        {
+            "cli": "new, by default, or old: its command line",
+            "project": "the name of a project",
+            "pvc": "a volume that is there, as my-claim:/mnt/data",
+            "secret": "the Kubernetes secret with those of the spec; default: the one of the job's name",
+            "log_ranks": "local ranks whose lines are in the log: 0,1; default: all",
+        },
+    ),
+    "torchtitan": Target(
+        ".py",
+        "a configuration of torchtitan, as a function in Python",
+        {**_TORCHTITAN, "release": "0.3, by default, or main, which is that of 2026-08"},
+    ),
+    "torchtitan-toml": Target(".toml", "a configuration of torchtitan up to v0.2.2", _TORCHTITAN),
+    "accelerate": Target(
+        ".yaml",
+        "a configuration of Hugging Face Accelerate, for one node",
+        {"node": "the name or the number of that node; default: the first"},
+    ),
+    "pytorchjob": Target(".yaml", "a PyTorchJob for Kubeflow's training operator on Kubernetes", _KUBERNETES),
+    "trainjob": Target(
+        ".yaml",
+        "a TrainJob for Kubeflow Trainer on Kubernetes",
+        {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
+    ),
 }
+
+
+def _describe(name: str) -> str:
+    """Say what is given for an option, once for the formats that say the same of it."""
+    kinds: dict[str, list[str]] = {}
+    for kind, target in TARGETS.items():
+        if name in target.options:
+            kinds.setdefault(target.options[name], []).append(kind)
+    return "; ".join(f"of {', '.join(each)}: {words}" for words, each in kinds.items())
+
+
 OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that have it
-    name: "; ".join(f"of {kind}: {target.options[name]}" for kind, target in TARGETS.items() if name in target.options)
-    for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
+    name: _describe(name) for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
 # What is imported; a file is of the first kind that fits.
 KINDS = (
     "detrain",
     "akash",
+    "lease",
     "hypha",
     "torchtitan",
     "ravnest",

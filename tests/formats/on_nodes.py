@@ -1,10 +1,11 @@
-"""How the script of each exporter is run on one node, and what it has started there."""
+"""How the script of each exporter is run on one node, and what it has started there; and what a spec has to have."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -114,6 +115,41 @@ def fill_in(text: str, env: Mapping[str, str]) -> str:
     )
 
 
+_RUNAI = str(Path(__file__).with_name("runai_cli.py"))
+
+
+def _runai(shell: str, script: Path, node_rank: int) -> Start:
+    """As a pod does in which the command line of Run:ai has the script run."""
+    runai = script.with_name("bin") / "runai"
+    runai.parent.mkdir(exist_ok=True)
+    runai.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(_RUNAI)} "$@"\n')
+    runai.chmod(0o755)
+    return Start([shell, str(script)], {"PATH": f"{runai.parent}:{os.environ['PATH']}", "POD": str(node_rank)})
+
+
+def _pod(shell: str, script: Path, node_rank: int) -> Start:
+    """As an operator of Kubernetes does: the files of the ConfigMap, and torchrun's variables."""
+    config, *_, job = yaml.safe_load_all(script.read_text())
+    (files := script.parent / "files").mkdir(exist_ok=True)
+    for name, text in config["data"].items():
+        (files / name).write_bytes(text.encode())
+    if job["kind"] == "PyTorchJob":
+        replicas = job["spec"]["pytorchReplicaSpecs"]
+        num_nodes, ranks = sum(each["replicas"] for each in replicas.values()), job["spec"]["nprocPerNode"]
+        container = replicas["Worker" if node_rank else "Master"]["template"]["spec"]["containers"][0]
+    else:
+        container = job["spec"]["trainer"]
+        num_nodes, ranks = container["numNodes"], container["numProcPerNode"]
+    env = {"PET_NNODES": num_nodes, "PET_NPROC_PER_NODE": ranks, "PET_NODE_RANK": node_rank}
+    around = {"MASTER_ADDR": "first", "MASTER_PORT": 29500, "RANK": node_rank, "WORLD_SIZE": num_nodes * int(ranks)}
+    env |= around | {"PET_MASTER_ADDR": "first", "PET_MASTER_PORT": 29500}
+    env |= {each["name"]: "127.0.0.1" for each in container.get("env", ()) if "fieldRef" in each["valueFrom"]}
+    program, script_at, work_at = container["command"]
+    assert program == "/bin/sh" and work_at == "/detrain-nb"
+    at = script_at.replace("/etc/detrain-nb", str(files))
+    return Start([shell, at, str(script.parent)], {name: str(value) for name, value in env.items()})
+
+
 WAYS: Mapping[str, Way] = {
     "torchrun": Way(_torchrun),
     "slurm": Way(_slurm, folder="train-7.job"),
@@ -124,7 +160,20 @@ WAYS: Mapping[str, Way] = {
         store=lambda node_rank: "first:29500" if node_rank else "localhost:29500",
         is_script=False,
     ),
+    "runai": Way(_runai, needs={"image": "a/b:1"}),
+    **{
+        kind: Way(_pod, needs={"image": "ghcr.io/you/train:1"}, endpoint=None, is_script=False)
+        for kind in ("pytorchjob", "trainjob")
+    },
 }
+
+# What another program reads: nothing of it is run here.
+READ: Mapping[str, Mapping[str, Any]] = {
+    "torchtitan": {},
+    "torchtitan-toml": {},
+    "accelerate": {"parallelism": {"dp_replicate": -1, "dp_shard": 1}},
+}
+NEEDS: Mapping[str, Mapping[str, Any]] = {**{name: way.needs for name, way in WAYS.items()}, **READ}
 
 
 def run_on_node(
