@@ -100,11 +100,11 @@ def import_command(words: Sequence[str]) -> Imported:
 
 def _find_text(words: Sequence[str]) -> str | None:
     """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
-    for at, (word, option) in enumerate(itertools.pairwise(words[:-1])):
-        if posixpath.basename(word) in _SHELLS and _RUNS_TEXT.fullmatch(option):
-            return words[at + 2]
-        if at == 0 and posixpath.basename(word) not in (*KEYWORDS, *WRAPPERS) and not _ASSIGNMENT.fullmatch(word):
-            return None
+    begun = [at for at, word in enumerate(words) if word not in KEYWORDS and not _ASSIGNMENT.fullmatch(word)]
+    may_follow = bool(begun) and posixpath.basename(words[begun[0]]) in WRAPPERS
+    for at in begun if may_follow else begun[:1]:
+        if posixpath.basename(words[at]) in _SHELLS and _RUNS_TEXT.fullmatch("".join(words[at + 1 : at + 2])):
+            return words[at + 2] if at + 2 < len(words) else None
     return None
 
 
@@ -128,7 +128,7 @@ def _read_text(text: str, stem: str) -> Imported:
     script = _Script()
     if named := [f"--{name}" if name[1:] else f"-{name}" for name in dict.fromkeys(_SBATCH.findall(text))]:
         script.left_out.append(f"#SBATCH {', '.join(named)}: for Slurm alone: see the options of export slurm")
-    for command in split_script(text.replace("\r\n", "\n")):
+    for command in split_script(text):
         _take(script, command)
     return _make(script, stem)
 

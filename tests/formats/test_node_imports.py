@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import Imported, import_text
 from detrain_nb.formats.hosts_import import expand_hosts
+from detrain_nb.spec import PipelineSpec
+
+from .round_trips import come_back
 
 
 def _nodes(imported: Imported) -> list[dict[str, Any]]:
@@ -127,3 +132,38 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
         lines = [line for line in text.splitlines() if not line.startswith(change.partition(":")[0])]
         with pytest.raises(SpecError, match=fault):
             import_text("\n".join([*lines, change]), name="config.yaml")
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_configuration_for_accelerate_brings_back_what_it_holds(data: st.DataObject) -> None:
+    """All but the program, and the hosts that are not the first."""
+    ranks, gpus = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    hosts = data.draw(st.sampled_from([("h0",), ("h0", "node-1"), ("h0", "node-1", "node-2")]))
+    has = {"devices": list(range(ranks))} if gpus else {"devices": "cpu", "ranks": ranks}
+    how = data.draw(st.sampled_from(["sharded", "replicated", "both"])) if gpus else "replicated"
+    replicas = data.draw(st.sampled_from([count for count in range(1, 5) if ranks * len(hosts) % count == 0]))
+    axes = {"sharded": {}, "both": {"dp_replicate": replicas}, "replicated": {"dp_replicate": -1, "dp_shard": 1}}[how]
+    spec = PipelineSpec.from_dict(
+        {
+            "name": data.draw(st.from_regex(r"[A-Za-z][A-Za-z0-9_-]{0,10}", fullmatch=True)),
+            "source": {"script_text": "print()"},
+            "nodes": [{"host": host, **has} for host in hosts],
+            "parallelism": {
+                **axes,
+                "precision": data.draw(st.sampled_from([None, "bf16"])),
+                "compile": data.draw(st.booleans()),
+                "activations": data.draw(st.sampled_from(["none", "full"]))
+                if how == "sharded" and ranks > 1
+                else "none",
+            },
+            "rendezvous": {"port": data.draw(st.integers(1, 65535))},
+        }
+    )
+    held = ["name", "parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.tp", "parallelism.precision"]
+    held += ["parallelism.compile", "parallelism.activations", "rendezvous.port"]
+    held += ["nodes.host"] if len(hosts) > 1 else []
+    held += ["nodes.devices"] if not gpus or len(hosts) == 1 else []
+    imported = come_back(spec, "accelerate", held=held, gpus=ranks if gpus else 0)
+    assert imported.spec and len(imported.spec.nodes) == len(hosts)
+    assert all((node.ranks or len(node.devices)) == ranks for node in imported.spec.nodes)

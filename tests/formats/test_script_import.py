@@ -6,6 +6,7 @@ import shlex
 from typing import Any
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
@@ -13,7 +14,7 @@ from torch.distributed.run import get_args_parser
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import import_command, import_text
 from detrain_nb.formats.command_import import read_command
-from detrain_nb.formats.launch_options import TORCHRUN
+from detrain_nb.formats.launch_options import ACCELERATE, TORCHRUN
 from detrain_nb.formats.shell_words import split_script
 from detrain_nb.spec import PipelineSpec
 
@@ -40,7 +41,7 @@ def _fields(text: str, name: str = "start.sh") -> tuple[dict[str, Any], tuple[st
     return imported.spec.to_dict(), imported.left_out
 
 
-@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+@pytest.mark.parametrize("to", ["torchrun", "slurm", "runai"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject) -> None:
@@ -48,13 +49,15 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
         return data.draw(strategy)
 
     ranks = draw(st.integers(1, 4))
+    source = draw(SOURCES.filter(lambda each: to != "runai" or "ssh_key" not in str(each)))  # no container has a key
     has = {"devices": list(range(ranks))} if to == "torchrun" and draw(st.booleans()) else {"ranks": ranks}
     nodes = [{"host": host, "python": "/opt/my env/bin/python", **has} for host in draw(HOSTS)]
     spec = PipelineSpec.from_dict(
         {
-            "name": draw(NAMES),
+            "name": draw(NAMES) if to != "runai" else draw(st.from_regex(r"[a-z]{1,10}", fullmatch=True)),
+            "image": "a/b:1" if to == "runai" else None,
             "description": draw(LINES),
-            "source": {**draw(SOURCES), "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["module load 'x y'"]},
+            "source": {**source, "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["module load 'x y'"]},
             "nodes": nodes,
             "env": draw(st.dictionaries(VARIABLES, TEXTS, max_size=2)),
             "secrets": ["HF_TOKEN"],
@@ -67,24 +70,14 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
         spec,
         to,
         held=[
-            *(
-                "name",
-                "description",
-                "env",
-                "secrets",
-                "training",
-                "checkpoint",
-                "artifacts",
-                "nodes.host",
-                "nodes.ranks",
-                "nodes.python",
-            ),
+            *("name", "description", "image", "env", "secrets", "training", "checkpoint", "artifacts"),
+            *("nodes.host", "nodes.ranks", "nodes.python"),
             *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
             *("source.setup", "rendezvous.timeout_s", "rendezvous.max_restarts", "parallelism.dp_shard"),
             *(["rendezvous.port", "nodes.devices"] if to == "torchrun" else []),
         ],
     )
-    assert imported.left_out == ()
+    assert [line.partition(":")[0] for line in imported.left_out] == (["runai"] if to == "runai" else [])
 
 
 @pytest.mark.parametrize("begin", ["torchrun", "python3 -u -m torch.distributed.run", "srun -N2 \\\n  /opt/x/torchrun"])
@@ -114,6 +107,14 @@ def test_options_are_those_of_torchrun_itself() -> None:
     assert {f"--{name}" for name in TORCHRUN.flags} - {"--use-env"} == _long(flags) - {"--help"}
     assert {f"--{name}" for name in TORCHRUN.valued or ()} == _long(valued)
     assert {f"-{letter}" for letter in TORCHRUN.letters} == {each for each in flags | valued if each[1] != "-"} - {"-h"}
+
+
+def test_flags_are_those_of_accelerate_itself() -> None:
+    actions = launch_command_parser()._actions
+    flags = {each for action in actions if action.nargs == 0 for each in action.option_strings}
+    assert _long(flags) - {"--help"} <= {f"--{name}" for name in ACCELERATE.flags}
+    valued = {each for action in actions if action.nargs is None for each in action.option_strings}
+    assert not _long(valued) & {f"--{name}" for name in ACCELERATE.flags}
 
 
 def _long(options: set[str]) -> set[str]:
@@ -243,7 +244,7 @@ def test_what_no_spec_can_hold_is_told_in_one_line(command: str, fault: str) -> 
 
 
 @settings(max_examples=60, deadline=None)
-@given(words=st.lists(TEXTS.filter(lambda text: "\r" not in text), min_size=1, max_size=5))
+@given(words=st.lists(TEXTS, min_size=1, max_size=5))
 def test_words_are_those_of_the_shell(words: list[str]) -> None:
     found = split_script(f'a {shlex.join(words)} | b\\\n c#d "$x\'" # e\n')
     assert [word.text for word in found[0].words] == ["a", *words]
@@ -257,6 +258,7 @@ def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
     assert [len(command.words) for command in commands] == [5, 1, 1]
     assert all(word.fills for word in commands[0].words[1:])
     assert [(str(command), command.line) for command in commands[1:]] == [("cat", 2), ("m", 5)]
+    assert [str(each) for each in split_script("a \\\r\n b\r\nc <<E\r\nd\r\nE\r\ne\r\n")] == ["a b", "c", "e"]
     with pytest.raises(SpecError, match=r"^line 2: '\$\(' begins what does not end"):
         split_script("a\n$(b (c)")
     with pytest.raises(SpecError, match=r"^line 2: the text up to 'END' has no end"):
