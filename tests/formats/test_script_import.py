@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from detrain_nb.errors import SpecError
-from detrain_nb.formats import import_command, import_text
+from detrain_nb.formats import export_spec, import_command, import_text
 from detrain_nb.formats.command_import import read_command
 from detrain_nb.formats.launch_options import ACCELERATE, TORCHRUN
 from detrain_nb.formats.shell_words import split_script
@@ -173,6 +173,8 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
         "entry": "a.py",
     }
     assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
+    with pytest.raises(SpecError, match=r"^start\.sh: line 1: git clone: leave the password out of its URL$"):
+        _fields("git clone https://me:sec/ret@example.org/a; torchrun a/a.py")
     assert _fields("cd x; bash -lc 'cd y; torchrun z/a.py'")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
     assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
         "python (line 1): a command of the shell: give source.setup if needed",
@@ -186,7 +188,7 @@ def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
     )
     assert fields["source"] == {"script": "a.py", "setup": ["module load cuda/12", "source 'my env/bin/activate'"]}
     assert fields["image"] == "a/b:1"
-    assert [line.partition(" ")[0] for line in left_out] == [".", "make", "runai:"]
+    assert [line.partition(" ")[0] for line in left_out] == ["runai:", ".", "make"]
 
 
 def test_options_of_accelerate_are_read() -> None:
@@ -206,6 +208,22 @@ def test_options_of_accelerate_are_read() -> None:
     assert _fields("accelerate launch --cpu --num_processes 2 a.py")[0]["nodes"] == [
         {"host": "localhost", "devices": "cpu", "ranks": 2}
     ]
+
+
+def test_gpus_that_are_named_are_those_of_the_node() -> None:
+    gpus = "CUDA_VISIBLE_DEVICES=2,3"
+    assert _fields(f"{gpus} torchrun --nproc-per-node 2 a.py")[0]["nodes"] == [{"host": "localhost", "devices": [2, 3]}]
+    fields, left_out = _fields(f"export {gpus}\ntorchrun --nproc-per-node 3 a.py")
+    assert fields["nodes"] == [{"host": "localhost", "ranks": 3}]
+    assert left_out == ("GPUs 2,3: a node has 3 ranks, and each has a GPU of its own: give nodes.devices",)
+
+
+def test_what_was_added_to_an_exported_script_is_named() -> None:
+    spec = PipelineSpec.from_dict({"name": "a", "source": {"module": "a.b"}, "nodes": [{"host": "h"}, {"host": "i"}]})
+    for to, suffix in [("torchrun", ".sh"), ("slurm", ".sbatch")]:
+        lines = export_spec(spec, to, options={"time": "1:00"} if to == "slurm" else {}).splitlines()
+        _, left_out = _fields("\n".join([*lines[:-2], "pip install x", *lines[-2:]]), f"a{suffix}")
+        assert [line.partition(" ")[0] for line in left_out] == [*(["#SBATCH"] if to == "slurm" else []), "pip"]
 
 
 def test_command_lines_of_several_nodes_are_one_job() -> None:
