@@ -238,7 +238,7 @@ endef
 
 # $(call akash_parser,FROM,FOLDER): install Akash's own parser of SDLs, of the versions in FROM/package-lock.json; no script of a package runs.
 define akash_parser
-( ! cmp -s $(1)/package-lock.json $(2)/installed.json || exit 0; without='the parser of Akash checks no SDL'; \
+( [ "$$(cat $(1)/package-lock.json)" != "$$(cat $(2)/installed.json 2>/dev/null)" ] || exit 0; without='the parser of Akash checks no SDL'; \
   command -v npm >/dev/null || $(call debian,npm,$$without); \
   command -v npm >/dev/null || { echo "without Akash's parser of SDLs (no npm here): $$without"; exit 0; }; \
   rm -rf $(2) && mkdir -p $(2) && cp $(1)/package.json $(1)/package-lock.json $(2) && echo "fetching Akash's parser of SDLs by npm" \

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ..documents import format_document, suffix_of
 from ..errors import SpecError
 from ..plan.targets import TARGETS
-from ..spec import PipelineSpec
+from ..spec import PipelineSpec, nodes_from_lease
 from ..storage import locate
 from . import accelerate, akash, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
 from .imported import Imported
@@ -22,6 +22,7 @@ __all__ = [
     "import_command",
     "import_file",
     "import_text",
+    "nodes_from_lease",
     "write_export",
     "write_import",
 ]
@@ -30,13 +31,13 @@ __all__ = [
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
+    "akash": akash.export,
     "runai": runai.export,
     "torchtitan": torchtitan.export,
     "torchtitan-toml": torchtitan.export_toml,
     "accelerate": accelerate.export,
     "pytorchjob": pytorchjob.export,
     "trainjob": trainjob.export,
-    "akash": akash.export,
 }
 
 

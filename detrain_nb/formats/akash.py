@@ -6,7 +6,7 @@ What a service is, which ports lead to it and how the nodes meet is said here; `
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..plan import Plan
 from ..spec import PipelineSpec
 from ..spec.node import default_name
 from .akash_terms import CHECKPOINT, SHM, Terms
+from .alike import list_chosen_there
 from .job_script import (
     DEFAULT_PORT,
     FOLDER,
@@ -23,6 +24,7 @@ from .job_script import (
     JobProgram,
     describe,
     launch_on,
+    list_needed,
     need_image,
     read_program,
     write_begin,
@@ -71,7 +73,7 @@ def export(
         services[name] = {
             "image": image,
             **({"args": ["/bin/sh", "-c", _write_script(spec, plan, program, index, names)]} if program else {}),
-            "env": _write_env(spec, ssh_key, is_job=program is not None),
+            "env": _write_env(spec, ssh_key, mount, is_job=program is not None),
             "expose": _expose(chosen, name, _port(spec)),
             "params": {"storage": storage},
         }
@@ -153,20 +155,14 @@ def _port(spec: PipelineSpec) -> int:
     return port
 
 
-def _secrets(spec: PipelineSpec) -> list[str]:
-    """The names of variables whose values are written nowhere."""
-    token = spec.source.git.token if spec.source.git else None
-    of_nodes = [name for node in spec.nodes for name in node.env]
-    return list(dict.fromkeys([*spec.secrets, *of_nodes, *([token] if token else [])]))
-
-
-def _write_env(spec: PipelineSpec, ssh_key: str, *, is_job: bool) -> list[str]:
+def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) -> list[str]:
     """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
-    secrets = _secrets(spec) if is_job else []
+    secrets = list_needed(spec) if is_job else []
     env = {
         "SSH_PUBKEY": ssh_key,
         **dict.fromkeys(secrets, ""),
         **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # they are in no file, and no login has them
+        **({"DETRAIN_NB_VOLUME": mount} if mount else {}),  # a provider gives it to root; an image may change that
         **({} if is_job else spec.env),
     }
     return [_keep_from_kubernetes(f"{name}={value}") for name, value in env.items()]
@@ -218,9 +214,9 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
 
 
 def _need_volume(spec: PipelineSpec) -> list[str]:
-    mount = quote(_find_mount(spec))
-    fault = f"checkpoint.url: {_find_mount(spec)} is not this user's to write: give a URL of storage, or a user who can"
-    return [f"[ -w {mount} ] || fail {quote(fault)}"] if _find_mount(spec) else []
+    mount = _find_mount(spec)
+    fault = f"checkpoint.url: this user cannot write to {mount}: give a URL of storage, or an image that starts as root"
+    return [f"[ -w {quote(mount)} ] || fail {quote(fault)}"] if mount else []
 
 
 def _keep_from_kubernetes(text: str) -> str:
@@ -230,7 +226,7 @@ def _keep_from_kubernetes(text: str) -> str:
 
 def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_session: bool, has_key: bool) -> list[str]:
     is_part = len(chosen) < len(plan.nodes)
-    to_fill = [*([] if has_key else ["SSH_PUBKEY"]), *([] if is_session else _secrets(spec))]
+    to_fill = [*([] if has_key else ["SSH_PUBKEY"]), *([] if is_session else list_needed(spec))]
     lines = [f"# {describe(spec, plan)}. An SDL of Akash{', for ' + ', '.join(chosen) if is_part else ''}."]
     if is_session:
         lines += [
@@ -243,17 +239,7 @@ def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_ses
         lines.append(f"# Fill in what is empty below: {', '.join(to_fill)}. The provider can read it.")
     if _find_mount(spec):
         lines.append(
-            "# A volume belongs to root, and is of one node: where another user saves, or each rank a part, give a"
+            "# Each node has a volume of its own, which belongs to root: the image has to be one that starts as root."
         )
-        lines.append("# URL of storage as checkpoint.url.")
-    return [*lines, *write_left_out(spec, *_list_chosen_there(spec))]
-
-
-def _list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
-    """What the spec says and a lease decides: of devices their kind and number count."""
-    if any(node.address for node in spec.nodes):
-        yield "nodes.address"
-    if any(isinstance(node.devices, tuple) for node in spec.nodes):
-        yield "nodes.devices"
-    if spec.rendezvous.endpoint:
-        yield "rendezvous.endpoint"
+    endpoint = ["rendezvous.endpoint"] if spec.rendezvous.endpoint else []
+    return [*lines, *write_left_out(spec, *list_chosen_there(spec), *endpoint)]

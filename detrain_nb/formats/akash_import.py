@@ -25,6 +25,7 @@ _SHELLS = ("sh", "bash", "dash", "zsh")
 _OF_IMAGE = {  # what the entrypoint of an image of ours reads
     "SSH_PUBKEY": "who may log in: give ssh_key as an option of the export",
     "DETRAIN_NB_SECRETS": "the names of the secrets: an export writes it anew",
+    "DETRAIN_NB_VOLUME": "where the volume of checkpoints is: an export writes it anew",
 }
 _OF_LEASE = "part of the lease: give it as an option of the export"
 _MARKET = "providers and prices: give the price as an option of the export"

@@ -15,6 +15,7 @@ from .detrain_import import DETRAIN
 from .hosts_import import HOSTFILE
 from .hypha_import import HYPHA
 from .imported import Foreign, Imported, Importer
+from .lease_import import LEASE
 from .ravnest_import import RAVNEST
 from .script_import import COMMAND
 from .ssh_config_import import SSH_CONFIG
@@ -25,6 +26,7 @@ __all__ = ["IMPORTERS", "import_file", "import_text"]
 IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says so
     "detrain": DETRAIN,
     "akash": AKASH,
+    "lease": LEASE,
     "hypha": HYPHA,
     "torchtitan": TORCHTITAN,
     "ravnest": RAVNEST,

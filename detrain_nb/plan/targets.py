@@ -46,6 +46,23 @@ TARGETS: Mapping[str, Target] = {
             "account": "the name of an account",
         },
     ),
+    "akash": Target(
+        ".sdl.yaml",
+        "an SDL that Akash deploys",
+        {
+            "start": "job, or session: nodes that wait for %distributed start; default: job",
+            "part": "which nodes the lease has: all, first or others; default: all",
+            "ssh_key": "your public key, the line of ~/.ssh/id_ed25519.pub",
+            "gpu_model": "models of NVIDIA, as a100:80Gi,h100; default: any",
+            "price": "the most that a block may cost for a node, a whole number",
+            "denom": "what it is paid in, uact or uakt; default: uact",
+            "cpus": "how many processors a node has",
+            "memory": "the memory of a node, as 32Gi",
+            "disk": "the disk of a node, as 20Gi",
+            "shm": "the shared memory of a node, as 16Gi",
+            "volume": "the volume of a node's checkpoints, as 50Gi",
+        },
+    ),
     "runai": Target(
         ".sh",
         "a shell script that submits the job to Run:ai",
@@ -74,23 +91,6 @@ TARGETS: Mapping[str, Target] = {
         "a TrainJob for Kubeflow Trainer on Kubernetes",
         {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
     ),
-    "akash": Target(
-        ".sdl.yaml",
-        "an SDL that Akash deploys",
-        {
-            "start": "job, or session: nodes that wait for %distributed start; default: job",
-            "part": "which nodes the lease has: all, first or others; default: all",
-            "ssh_key": "your public key, the line of ~/.ssh/id_ed25519.pub",
-            "gpu_model": "models of NVIDIA, as a100:80Gi,h100; default: any",
-            "price": "the most that a block may cost for a node, a whole number",
-            "denom": "what it is paid in, uact or uakt; default: uact",
-            "cpus": "how many processors a node has",
-            "memory": "the memory of a node, as 32Gi",
-            "disk": "the disk of a node, as 20Gi",
-            "shm": "the shared memory of a node, as 16Gi",
-            "volume": "the volume of a node's checkpoints, as 50Gi",
-        },
-    ),
 }
 
 
@@ -110,6 +110,7 @@ OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that hav
 KINDS = (
     "detrain",
     "akash",
+    "lease",
     "hypha",
     "torchtitan",
     "ravnest",

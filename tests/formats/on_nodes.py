@@ -91,6 +91,30 @@ def _slurm(shell: str, script: Path, node_rank: int) -> Start:
     return Start([shell, "-s", "node"], env, reads_script=True)
 
 
+def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
+    """As a container of the service is started; it knows one address of its own, and one that it is not asked for."""
+    service = [*yaml.safe_load(sdl.read_bytes())["services"].values()][node_rank]
+    bins = sdl.with_name("bin")
+    bins.mkdir(exist_ok=True)
+    (bins / "hostname").write_text('#!/bin/sh\n[ "$*" = -i ] && echo 10.1.2.3 10.4.5.6\n')
+    (bins / "hostname").chmod(0o755)
+    env = {"PATH": f"{bins}:{os.environ['PATH']}"}
+    for line in service["env"]:
+        name, _, value = line.partition("=")
+        env[name] = fill_in(value, env)
+    assert service["args"][0] == "/bin/sh"
+    return Start([shell, *(fill_in(word, env) for word in service["args"][1:])], env)
+
+
+def fill_in(text: str, env: Mapping[str, str]) -> str:
+    """As Kubernetes does: $(NAME) is the value of a variable that there is, and of two $ one is left."""
+    return re.sub(
+        r"\$(?:\$|\(([^)]*)\))",
+        lambda found: "$" if found[1] is None else env.get(found[1], found[0]),
+        text,
+    )
+
+
 _RUNAI = str(Path(__file__).with_name("runai_cli.py"))
 
 
@@ -126,38 +150,9 @@ def _pod(shell: str, script: Path, node_rank: int) -> Start:
     return Start([shell, at, str(script.parent)], {name: str(value) for name, value in env.items()})
 
 
-def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
-    """As a container of the service is started; it knows one address of its own, and one that it is not asked for."""
-    service = [*yaml.safe_load(sdl.read_bytes())["services"].values()][node_rank]
-    bins = sdl.with_name("bin")
-    bins.mkdir(exist_ok=True)
-    (bins / "hostname").write_text('#!/bin/sh\n[ "$*" = -i ] && echo 10.1.2.3 10.4.5.6\n')
-    (bins / "hostname").chmod(0o755)
-    env = {"PATH": f"{bins}:{os.environ['PATH']}"}
-    for line in service["env"]:
-        name, _, value = line.partition("=")
-        env[name] = fill_in(value, env)
-    assert service["args"][0] == "/bin/sh"
-    return Start([shell, *(fill_in(word, env) for word in service["args"][1:])], env)
-
-
-def fill_in(text: str, env: Mapping[str, str]) -> str:
-    """As Kubernetes does: $(NAME) is the value of a variable that there is, and of two $ one is left."""
-    return re.sub(
-        r"\$(?:\$|\(([^)]*)\))",
-        lambda found: "$" if found[1] is None else env.get(found[1], found[0]),
-        text,
-    )
-
-
 WAYS: Mapping[str, Way] = {
     "torchrun": Way(_torchrun),
     "slurm": Way(_slurm, folder="train-7.job"),
-    "runai": Way(_runai, needs={"image": "a/b:1"}),
-    **{
-        kind: Way(_pod, needs={"image": "ghcr.io/you/train:1"}, endpoint=None, is_script=False)
-        for kind in ("pytorchjob", "trainjob")
-    },
     "akash": Way(
         _akash,
         needs={"image": "ghcr.io/you/train:1"},
@@ -165,6 +160,11 @@ WAYS: Mapping[str, Way] = {
         store=lambda node_rank: "first:29500" if node_rank else "localhost:29500",
         is_script=False,
     ),
+    "runai": Way(_runai, needs={"image": "a/b:1"}),
+    **{
+        kind: Way(_pod, needs={"image": "ghcr.io/you/train:1"}, endpoint=None, is_script=False)
+        for kind in ("pytorchjob", "trainjob")
+    },
 }
 
 # What another program reads: nothing of it is run here.

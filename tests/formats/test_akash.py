@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from detrain_nb.errors import SpecError
 from detrain_nb.formats import akash, export_spec
 from detrain_nb.spec import PipelineSpec
 
-from ..testbed.testbed import Testbed
+from ..testbed.fixtures import MakeTestbed
+from ..testbed.pods import Pod
 from .akash import templates
 from .akash.parser import find_faults, require_sound
 from .akash.sdl_lint import lint
@@ -135,6 +136,16 @@ def test_bad_name_of_a_service_and_too_many_of_them_are_found() -> None:
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+URLS = ("/checkpoints", "s3://bucket/x", "/data/my $model 'x'", "file:///c/d/", "//x/é", "/a\u2003b\\")
+OPTIONS = {
+    "ssh_key": [KEY],
+    "gpu_model": ["a100", "a100:80Gi,h100", "rtx4090"],
+    "denom": ["uact", "uakt"],
+    "price": ["1", "10000000"],
+    "cpus": ["1", "384"],
+    **{name: ["1Gi", "64", "2048Gi"] for name in ("memory", "disk", "shm", "volume")},
+}
+ODD = ("0", "-1", "1.5", "x", "1Mi", "4GB", "100000000", "a100:80GB", "-", "usd", "\n", "$")
 
 
 @st.composite
@@ -143,31 +154,23 @@ def _exports(draw: st.DrawFn) -> str:
     hosts = draw(st.lists(st.sampled_from(["a", "gpu-1", "10.0.0.7", "x.example.org", "b2", "localhost"]), unique=True))
     devices = st.sampled_from(["cpu", [0], [3, 1], "auto"])
     nodes = [{"host": host, "devices": draw(devices)} for host in hosts]
-    for node in nodes:
-        if draw(st.booleans()):
-            node["memory_gb"] = draw(st.floats(0.001, 4000))
-    urls = st.sampled_from(["/checkpoints", "s3://bucket/x", "/data/my $model 'x'", "file:///c/d/", "//x/é", "gone"])
-    options = {
-        "start": draw(st.sampled_from(["", "job", "session"])),
-        "part": draw(st.sampled_from(["", "all", "first", "others"])),
-        "ssh_key": draw(st.sampled_from(["", KEY])),
-        "gpu_model": draw(st.sampled_from(["", "a100", "a100:80Gi,h100", "rtx4090", "a100:80GB", "-"])),
-        "denom": draw(st.sampled_from(["", "uact", "uakt", "usd"])),
-        **{name: draw(st.sampled_from(["", "1", "10000000", "0", "x"])) for name in ("price", "cpus")},
-        **{
-            name: draw(st.sampled_from(["", "1Gi", "64", "2048Gi", "1Mi"]))
-            for name in ("memory", "disk", "shm", "volume")
-        },
-    }
-    fields = {
+    if nodes and draw(st.booleans()):
+        nodes[0]["memory_gb"] = draw(st.floats(0.001, 2000))
+    given = {name: draw(st.sampled_from(values)) for name, values in OPTIONS.items() if draw(st.booleans())}
+    if draw(st.booleans()):
+        given |= {"start": "session", "part": draw(st.sampled_from(["all", "first", "others"]))}
+    if draw(st.integers(0, 3)) == 0:
+        given[draw(st.sampled_from([*OPTIONS]))] = draw(st.sampled_from(ODD))
+    fields: dict[str, Any] = {
         "env": {"VALUE": draw(WORDS)},
         "secrets": draw(st.sampled_from([[], ["HF_TOKEN"]])),
-        "rendezvous": {"port": draw(st.sampled_from([0, 80, 2222, 65535])), "max_restarts": draw(st.integers(0, 1))},
-        **({"checkpoint": {"url": draw(urls)}} if draw(st.booleans()) else {}),
+        "rendezvous": {"port": draw(st.sampled_from([0, 80, 65535])), "max_restarts": draw(st.integers(0, 1))},
         "source": {"script_text": draw(WORDS), "arguments": [draw(WORDS)]},
     }
+    if "volume" in given or draw(st.booleans()):
+        fields["checkpoint"] = {"url": draw(st.sampled_from(URLS))}
     try:
-        return export_spec(_spec(*nodes, **fields), "akash", gpus=draw(st.integers(0, 3)), options=options)
+        return export_spec(_spec(*nodes, **fields), "akash", gpus=draw(st.integers(0, 3)), options=given)
     except SpecError:
         return ""
 
@@ -321,39 +324,53 @@ def test_what_akash_cannot_do_is_refused_with_one_line(case: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-# For real: the containers' commands on two hosts, whose names are those of the services
+# For real: the image's entrypoint in two pods, whose names are those of the services
 
 
-def _run_lease(testbed: Testbed, sdl: dict[str, Any]) -> list[str]:
-    """Run the command of each service on the host of its name; what they print, by host."""
-
-    def run(name: str) -> str:
-        words = [fill_in(word, {}) for word in sdl["services"][name]["args"]]
-        done = testbed.exec(name, *words, timeout_s=100, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return str(done.stdout)
-
-    with ThreadPoolExecutor() as pool:
-        return list(pool.map(run, sdl["services"]))
+@contextmanager
+def _deployed(spec: PipelineSpec, make_testbed: MakeTestbed, folder: Path) -> Iterator[list[Pod]]:
+    """Start a container for each of two nodes, as the SDL says, and wait until the jobs have ended well."""
+    testbed = make_testbed(2)
+    pods = [Pod(testbed, host.name, folder) for host in testbed.hosts]
+    spec = spec.with_overrides({"nodes": [{"host": host.name} for host in testbed.hosts]})
+    sdl = _export(spec, ssh_key=pods[0].public_key.strip())
+    with ExitStack() as started:
+        for pod, service in zip(pods, sdl["services"].values(), strict=True):
+            env = {name: fill_in(value, {}) for name, _, value in (line.partition("=") for line in service["env"])}
+            pod.start(*(fill_in(word, env) for word in service["args"]), **env)
+            started.callback(pod.stop)
+        for pod in pods:
+            pod.wait_for("container: the job has ended, with status 0; sshd stays")
+        yield pods
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, who_tells", [("pipeline-cpu.yaml", 1), pytest.param("tensor-cpu.yaml", 0, marks=pytest.mark.thorough)]
+    "name, who_tells, model",
+    [
+        ("pipeline-cpu.yaml", 1, "stage-1.pt"),
+        pytest.param("tensor-cpu.yaml", 0, "model.pt", marks=pytest.mark.thorough),
+    ],
 )
-def test_model_of_a_template_trains_on_two_hosts(name: str, who_tells: int, testbed: Testbed) -> None:
-    nodes = [{"host": host.name, "python": sys.executable} for host in testbed.hosts]
-    spec = templates.TEMPLATES[name].spec.with_overrides({"nodes": nodes})
-    said = [text.splitlines() for text in _run_lease(testbed, _export(spec))]
-    losses = [float(line.split()[-1]) for line in said[who_tells] if line.startswith("step ")]
+def test_model_of_a_template_is_trained_in_containers_and_fetched(
+    name: str, who_tells: int, model: str, make_testbed: MakeTestbed, tmp_path: Path
+) -> None:
+    spec = templates.TEMPLATES[name].spec
+    with _deployed(spec, make_testbed, tmp_path) as pods:
+        told = [[line for line in pod.output.splitlines() if line.startswith("step ")] for pod in pods]
+        path = f"{spec.name}.job/{who_tells}/artifacts/{model}"
+        listed = pods[who_tells].run("python3", "-m", "zipfile", "-l", path)
+    losses = [float(line.split()[-1]) for line in told[who_tells]]
     assert len(losses) > 2 and losses[-1] < losses[0] / 2
-    assert not any(line.startswith("step ") for line in said[1 - who_tells])
+    assert not told[1 - who_tells]
+    assert "data.pkl" in listed, "a file of torch.save"
 
 
 @pytest.mark.slow
-def test_ranks_of_two_hosts_begin_anew_together(testbed: Testbed) -> None:
-    nodes = [{"host": host.name, "python": sys.executable} for host in testbed.hosts]
+def test_ranks_in_two_containers_begin_anew_together(make_testbed: MakeTestbed, tmp_path: Path) -> None:
     restarts = {"max_restarts": 2}
-    spec = _spec(*nodes, source={"script_text": ONCE}, env={"MARK": "mark"}, rendezvous=restarts)
-    first, second = (text.splitlines() for text in _run_lease(testbed, _export(spec)))
+    spec = _spec(source={"script_text": ONCE}, env={"MARK": "mark"}, rendezvous=restarts)
+    with _deployed(spec, make_testbed, tmp_path) as pods:
+        told = [pod.output for pod in pods]
+    first, second = ([line for line in text.splitlines() if line.startswith("store at")] for text in told)
     assert first == second and len(first) == 2, "a store for each round"

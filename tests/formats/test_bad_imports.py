@@ -27,6 +27,11 @@ SAMPLES: dict[str, tuple[str, str]] = {  # of each kind the name of a file, and 
     "akash": ("train.yaml", format_document(SDL_WITH_TORCHRUN, ".yaml")),
     "hypha": ("job.json", RFC_AS_WRITTEN),
     "torchtitan": ("debug.toml", format_document(TITAN_2025, ".toml")),
+    "lease": (
+        "lease.json",
+        '{"services": {"a": {"available": 1, "total": 1}}, "ips": {"a": [{"IP": "10.0.0.1", "Port": 1}]},\n'
+        ' "forwarded_ports": {"a": [{"host": "b.org", "port": 2222, "externalPort": 31022}, {"port": 80}]}}\n',
+    ),
     "ravnest": (
         "node_configs.json",
         '{"0": {"IP": "10.0.0.1:8080", // the first\n "benchmarks": {"ram": 8, "bandwidth": 20}},\n'

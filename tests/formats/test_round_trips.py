@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, settings
@@ -57,6 +58,21 @@ def test_sdl_that_was_exported_comes_back(data: st.DataObject) -> None:
     )
 
 
+def _draw_training(draw: Callable[..., Any]) -> dict[str, Any]:
+    return {
+        "steps": draw(1, 1000),
+        "warmup_steps": draw(0, 1),
+        "batch_size": draw(128, 256),
+        "log_every": draw(1, 10),
+        "learning_rate": draw(3e-4, 1.0),
+        "optimizer": draw("adamw", "adam"),
+        "clip": draw(0.5, 1.0),
+        "scheduler": draw("constant", "linear", "cosine", "wsd"),
+        "seed": draw(0, 7),
+        "evaluate_every": draw(None, 5),
+    }
+
+
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_toml_of_torchtitan_that_was_exported_comes_back(data: st.DataObject) -> None:
@@ -64,39 +80,18 @@ def test_toml_of_torchtitan_that_was_exported_comes_back(data: st.DataObject) ->
         return data.draw(st.sampled_from(values))
 
     pp, tp, dp_shard = draw((1, 1, -1), (1, 2, 8), (4, 2, -1), (2, 1, 8))
-    steps, size = draw(1, 1000), draw(1, 2)
     several = {"microbatches": 8, "schedule": draw("1F1B", "GPipe", "mine.csv")} if pp > 1 else {}
-    training = {"steps": steps, "warmup_steps": draw(0, 1), "batch_size": 16 * 8 * size, "log_every": draw(1, 10)}
+    axes = {"pp": pp, "tp": tp, "dp_shard": dp_shard, "precision": draw("bf16", "fp32"), **several}
+    saved = {"url": draw("/data/saved", "outputs/saved"), "interval": draw(1, 500), "keep": draw(2, "all")}
     spec = PipelineSpec.from_dict(
         {
             "name": "train-1",
             "description": "what it is for",
             "source": {"module": "torchtitan.train"},
             "nodes": [{"host": host, "devices": list(range(8))} for host in ("a", "b")],
-            "parallelism": {
-                "pp": pp,
-                "tp": tp,
-                "dp_shard": dp_shard,
-                "precision": draw("bf16", "fp32"),
-                **several,
-                "activations": draw("none", "selective", "full"),
-                "compile": draw(False, True),
-            },
-            "training": {
-                **training,
-                "learning_rate": draw(3e-4, 1.0),
-                "optimizer": draw("adamw", "adam"),
-                "clip": draw(0.5, 1.0),
-                "scheduler": draw("constant", "linear", "cosine", "wsd"),
-                "seed": draw(0, 7),
-                "evaluate_every": draw(None, 5),
-            },
-            "checkpoint": {
-                "url": draw("/data/saved", "outputs/saved"),
-                "interval": draw(1, 500),
-                "keep": draw(2, "all"),
-                "asynchronous": draw(False, True),
-            },
+            "parallelism": {**axes, "activations": draw("none", "selective", "full"), "compile": draw(False, True)},
+            "training": _draw_training(draw),
+            "checkpoint": {**saved, "asynchronous": draw(False, True)},
         }
     )
     fields = ["schedule", "activations", "compile", "precision", *(["microbatches"] if pp > 1 else [])]

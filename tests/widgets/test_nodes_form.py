@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -348,6 +349,15 @@ def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting
     assert [row["typed"]["host"] for row in view.rows] == ["gpu1", "gpu2"]
     view.asks("change_nodes", do="undo", key="")
     assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
+
+
+def test_lease_of_akash_is_opened_as_a_nodes_file(view: _Collecting, tmp_path: Path) -> None:
+    way = {"host": "provider.example.org", "port": 2222, "externalPort": 31022}
+    (lease := tmp_path / "lease.json").write_text(json.dumps({"forwarded_ports": {"node-0": [way]}}))
+    view.asks("open_nodes", path=str(lease), is_added=False)
+    assert view.nodes == [Node(name="node-0", host="provider.example.org", port=31022, user="trainer")]
+    view.asks("save", path=str(tmp_path / "nodes.toml"), over="")
+    assert read_nodes(tmp_path / "nodes.toml") == tuple(view.nodes)
 
 
 def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, tmp_path: Path) -> None:
