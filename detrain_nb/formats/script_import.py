@@ -31,7 +31,7 @@ from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
 from .shell_words import Command, Word, split_script
 
-__all__ = ["COMMAND", "import_command"]
+__all__ = ["COMMAND", "find_text", "import_command"]
 
 _STARTS = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|\baccelerate[ \t]+launch\b|\baccelerate-launch\b"
@@ -93,13 +93,13 @@ class _Script:
 def import_command(words: Sequence[str]) -> Imported:
     """Read one command line, which has been split into words. Raises: SpecError."""
     script = _Script()
-    if (text := _find_text(words)) is not None:
+    if (text := find_text(words)) is not None:
         return _read_text(text, "")
     script.launches.append((0, read_command(words)))
     return _make(script, "")
 
 
-def _find_text(words: Sequence[str]) -> str | None:
+def find_text(words: Sequence[str]) -> str | None:
     """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
     begun = [at for at, word in enumerate(words) if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
     may_follow = bool(begun) and posixpath.basename(words[begun[0]]) in WRAPPERS
@@ -153,7 +153,7 @@ def _take_words(script: _Script, command: Command) -> None:
     name = posixpath.basename(next(begun, texts[0]))
     if launch:
         _start(script, launch, command)
-    elif (text := _find_text(texts)) is not None:
+    elif (text := find_text(texts)) is not None:
         for inner in split_script(text):
             _take(script, inner)
     elif name == "export" or all(ASSIGNMENT.fullmatch(text) for text in texts):
