@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,16 @@ def test_hostfiles_of_slurm_and_mpi_are_nodes() -> None:
     ]
     assert imported.left_out == ("max_slots (line 2): a spec has no field for it",)
     assert expand_hosts("r[1-2]n[09-10],x") == ["r1n09", "r1n10", "r2n09", "r2n10", "x"]
+
+
+@pytest.mark.needs_debian("slurm-client")
+def test_list_of_hosts_is_written_out_as_slurm_does_it(tmp_path: Path) -> None:
+    (config := tmp_path / "slurm.conf").write_text("ClusterName=a\nSlurmctldHost=localhost\n")
+    for text in ("gpu[01-04,07]", "r[1-2]n[09-10],x", "a[8-11],b", "a[098-101]", "a-[1-2]-b[3-4]"):
+        command = ["scontrol", "show", "hostnames", text]
+        env = {"PATH": os.environ["PATH"], "SLURM_CONF": str(config)}
+        shown = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
+        assert expand_hosts(text) == shown.split()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +97,20 @@ def test_hosts_of_an_ssh_config_are_nodes_as_ssh_reaches_them(tmp_path: Path, mo
     ]
     own = import_text(CONFIG, name=str(tmp_path / ".ssh" / "config"))
     assert _nodes(own) == [{"host": host} for host in ("gpu1", "gpu2", "gpu3", "jump.x")]
+
+
+@pytest.mark.needs_debian("openssh-server")
+def test_ssh_itself_reaches_the_hosts_of_an_ssh_config_so(tmp_path: Path) -> None:
+    lines = CONFIG.replace("ProxyCommand", "#").replace("Include", "#").splitlines()
+    lines = [line for line in lines if line not in ('Match exec "touch x"', "  User mallory")]
+    (config := tmp_path / "config").write_text("\n".join(lines) + "\n")
+    for node in import_text(config.read_text(), name="config").nodes:
+        command = ["ssh", "-G", "-F", str(config), node.name]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, check=True, capture_output=True, text=True, timeout=60)
+        said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+        assert (node.host, str(node.port or 22), node.user) == (said["hostname"], said["port"], said["user"])
+        assert node.proxy_jump == said["proxyjump"]
+        assert node.identity_file in (None, said["identityfile"])
 
 
 def test_pool_of_ravnest_is_nodes() -> None:
