@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 from typing import Any
 
 import pytest
@@ -268,6 +270,29 @@ def test_words_are_those_of_the_shell(words: list[str]) -> None:
     assert [word.text for word in found[0].words] == ["a", *words]
     assert not any(word.fills for word in found[0].words)
     assert [(word.text, word.fills) for word in found[1].words] == [("b", ()), ("c#d", ()), ("$x'", ("$x",))]
+
+
+CHARS = st.characters(codec="ascii", min_codepoint=33, max_codepoint=126)
+PLAIN = CHARS.filter(lambda char: char.isalnum() or char in "-+,.:/@%_=#")
+PIECES = st.one_of(
+    st.text(PLAIN, min_size=1, max_size=4),
+    CHARS.map("\\{}".format),
+    st.text(CHARS | st.sampled_from(" \n\\"), max_size=6).map(lambda text: "'" + text.replace("'", "") + "'"),
+    st.text(CHARS | st.sampled_from(" \n\\"), max_size=6).map(
+        lambda text: '"' + re.sub(r'(?<!\\)(["$`])|\\$', "x", text.replace("\\\\", "y")) + '"'
+    ),
+)
+BLANKS = st.sampled_from([" ", "  ", "\t", " \\\n", "\\\n "])
+
+
+@settings(max_examples=40, deadline=None)
+@given(words=st.lists(st.lists(PIECES, min_size=1, max_size=4).map("".join), max_size=4), blank=BLANKS)
+def test_quotes_are_those_of_a_real_shell(words: list[str], blank: str) -> None:
+    script = blank.join(["printf '%s\\0'", *words]) + " # 'x\n"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, check=True, text=True, timeout=60)
+    (command,) = split_script(script)
+    printed = done.stdout.split("\0")[:-1]
+    assert ([word.text for word in command.words[2:]] or [""]) == printed
 
 
 def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
