@@ -11,7 +11,7 @@ from ..errors import SpecError
 from ..storage import locate
 from .imported import Foreign, Imported, Importer
 
-__all__ = ["IMPORTERS", "import_file", "import_text"]
+__all__ = ["IMPORTERS", "find_kind", "import_file", "import_text"]
 
 IMPORTERS: Mapping[str, Importer] = {}  # a file is of the first kind that says so
 
@@ -38,3 +38,9 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     if not found:
         raise SpecError(put_place(name, f"is of no kind that can be imported: {', '.join(IMPORTERS)}"))
     return IMPORTERS[found].read(foreign)
+
+
+def find_kind(text: str, *, name: str = "") -> str:
+    """Return which kind of file a text of that name is; empty where it is none that can be imported."""
+    foreign = Foreign(text, name)
+    return next((kind for kind, importer in IMPORTERS.items() if importer.is_one(foreign)), "")

@@ -149,6 +149,15 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     expect(view.get_by_role("alert")).to_contain_text("it is not there")
     nb.page.keyboard.press("Escape")
     expect(view.get_by_label("Path of a spec file")).to_have_count(0)
+    view.get_by_role("button", name="Import…").click()
+    expect(view.get_by_label("Path or URL of another tool's file")).to_be_focused()
+    nb.page.keyboard.type("gone.json")
+    nb.page.keyboard.press("Enter")
+    expect(view.get_by_role("alert")).to_contain_text("it is not there")
+    view.get_by_text("Paste its text, choose its kind").click()
+    take_pictures(nb, view, "import", tmp_path)
+    view.get_by_label("Text of the file").press("Escape")
+    expect(view.get_by_role("button", name="Import…")).to_be_focused()
 
     (nb.path.parent / "pipelines" / "moe-draft.toml").unlink()
     view.get_by_role("button", name="Open moe-draft").click()
@@ -441,6 +450,40 @@ def _read_review(nb: Notebook, view: Locator, folder: Path) -> None:
     nb.page.keyboard.press("ArrowRight")
     expect(view.get_by_role("tab", name="JSON")).to_have_attribute("aria-selected", "true")
     take_pictures(nb, view, "review", folder)
+    _export(nb, view, folder)
+
+
+def _export(nb: Notebook, view: Locator, folder: Path) -> None:
+    """An option that is wrong is told beside its field, and what was typed for a format stays with it."""
+    keys, exported = nb.page.keyboard, view.get_by_role("region", name="Exported file")
+    time_limit = view.get_by_label("time", exact=True)
+    tab_to(view.get_by_role("radio", name=re.compile("^torchrun")))
+    expect(exported).to_contain_text("--nproc-per-node=2")
+    keys.press("ArrowDown")
+    expect(exported).to_contain_text("#SBATCH --job-name=train")
+    tab_to(time_limit)
+    keys.type("2 h")
+    expect(time_limit).to_have_attribute("aria-invalid", "true")
+    expect(view.get_by_text("time '2 h': give it as sbatch takes it")).to_be_visible()
+    expect(view.get_by_role("button", name="Save as…")).to_have_attribute("aria-disabled", "true")
+    take_pictures(nb, view, "export", folder)
+    keys.press("Control+A")
+    keys.type("02:00:00")
+    expect(exported).to_contain_text("#SBATCH --time=02:00:00")
+    tab_to(view.get_by_role("radio", name=re.compile("^slurm")), back=True)
+    keys.press("ArrowUp")
+    expect(time_limit).to_have_count(0)
+    keys.press("ArrowDown")
+    expect(time_limit).to_have_value("02:00:00")
+    expect(exported).to_contain_text("#SBATCH --time=02:00:00")
+    for said in ("train.sbatch was written.", "train.sbatch is there already."):
+        press(view.get_by_role("button", name="Save as…"))
+        keys.press("Enter")
+        expect(view.get_by_text(said)).to_be_visible()
+    expect(view.get_by_role("button", name="Write over it")).to_be_focused()
+    keys.press("Enter")
+    expect(view.get_by_role("button", name="Save as…")).to_be_focused()
+    assert "#SBATCH --time=02:00:00" in (nb.path.parent / "train.sbatch").read_text()
 
 
 @pytest.mark.slow

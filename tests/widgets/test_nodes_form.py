@@ -328,9 +328,9 @@ def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting
     path = str(tmp_path / "nodes.toml")
     write_nodes(path, [Node(host="gpu1", user="alice"), Node(host="gpu2")])
     view.adds(host="mine")
-    assert view.asks("open_nodes", path=path, is_added=True) == 2
+    assert view.asks("open_nodes", path=path, is_added=True) == {"nodes": 2, "left_out": [], "more": 0}
     assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
-    assert view.asks("open_nodes", path=path, is_added=False) == 2
+    assert view.asks("open_nodes", path=path, is_added=False)["nodes"] == 2
     assert [node.host for node in view.nodes] == ["gpu1", "gpu2"]
     assert "gave way to those of" in view.state()["form"]["undo"]
     assert not view.state()["form"]["is_changed"]
@@ -348,6 +348,25 @@ def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting
     assert [row["typed"]["host"] for row in view.rows] == ["gpu1", "gpu2"]
     view.asks("change_nodes", do="undo", key="")
     assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
+
+
+def test_nodes_of_another_tool_are_read_and_its_file_is_not_written_over(
+    view: _Collecting, tmp_path: Path, host_lists: None
+) -> None:
+    file = tmp_path / "hosts.toml"  # a suffix says nothing of whose it is
+    file.write_text("#hosts\ngpu1 rack=7\ngpu2\n")
+    view.adds(host="mine")
+    added = view.asks("open_nodes", path=str(file), is_added=True)
+    assert added == {"nodes": 2, "left_out": ["rack=7: no field of a node"], "more": 0}
+    assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
+    view.asks("open_nodes", path=str(file), is_added=False)
+    assert [node.host for node in view.nodes] == ["gpu1", "gpu2"] and view.state()["form"]["file"] == ""
+    assert "is there already" in view.asks("save", path=str(file), over="")["ask"]
+    file.write_text("#hosts\n")
+    assert "hosts.toml is of the kind hosts, and has no nodes" in view.refusal(
+        "open_nodes", path=str(file), is_added=True
+    )
+    assert [node.host for node in view.nodes] == ["gpu1", "gpu2"]
 
 
 def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, tmp_path: Path) -> None:

@@ -1,0 +1,54 @@
+"""A pipeline as a file for somebody else's command, as plain JSON for a page: the formats, and the text of one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import DetrainError, SpecError
+from ..formats import export_spec
+from ..plan.targets import TARGETS
+from ..spec import PipelineSpec
+
+__all__ = ["describe_targets", "export_typed", "review_export"]
+
+_GPUS = "gpus"
+_MOST_GPUS = 1_000_000
+
+
+def describe_targets() -> list[dict[str, Any]]:
+    """Return the formats, each with its options and what to give for them; ``gpus`` is an option of all."""
+    gpus = {_GPUS: "how many a node has that names no devices"}
+    return [
+        {"name": name, "about": target.about, "suffix": target.suffix, "options": {**gpus, **target.options}}
+        for name, target in TARGETS.items()
+    ]
+
+
+def export_typed(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> str:
+    """Write a spec in the format ``to``, with the options as they are typed. Raises: SpecError."""
+    given = {name: value.strip() for name, value in options.items()}
+    return export_spec(spec, to, gpus=_read_gpus(given.pop(_GPUS, "")), options=given)
+
+
+def review_export(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return the ``text``, or the ``error`` with the ``option`` that it is about: empty where it is about the spec."""
+    try:
+        return {"text": export_typed(spec, to, options)}
+    except DetrainError as exc:
+        return {"error": str(exc), "option": _find_option(str(exc), to)}
+
+
+def _read_gpus(typed: str) -> int:
+    if not typed:
+        return 0
+    if not re.fullmatch("[0-9]{1,7}", typed) or int(typed) > _MOST_GPUS:
+        raise SpecError(f"{_GPUS} {typed!r:.60}: give a whole number, 0 to {_MOST_GPUS:,}")
+    return int(typed)
+
+
+def _find_option(error: str, to: str) -> str:
+    """An error about an option begins with its name."""
+    first = re.split("[ :,]", error, maxsplit=1)[0].lstrip("-").replace("-", "_")
+    return first if first == _GPUS or to in TARGETS and first in TARGETS[to].options else ""
