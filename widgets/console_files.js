@@ -21,7 +21,7 @@ class ExportPanel {
     this.text = h("pre", { class: "written", tabIndex: 0, role: "region", "aria-label": "Exported file" });
     const fail = { on_error: (text) => this.tell("bad", text) };
     this.copy = view.button([icon("copy"), "Copy the file"], async () => view.announce((await copy_text(this.text.textContent)) ? "Copied" : "It could not be copied"), fail);
-    this.save = view.button([icon("file"), "Save as…"], () => this.ask_path(), fail);
+    this.save = view.button([icon("file"), "Save the file…"], () => this.ask_path(), fail);
     this.asked = h("div"); this.said = h("div");
     this.acts = h("div", { class: "row wrap" }, this.copy, this.save);
     this.element = h("div", { class: "export" }, section("Export", "a file that runs without detrain_nb"), this.formats, this.options, this.fault, this.text, this.acts, this.asked, this.said);
@@ -58,7 +58,7 @@ class ExportPanel {
   tell(state, text, actions = []) { this.said.replaceChildren(note(state, h("p", {}, text), actions)); this.view.announce(text); }
   ask_path() {
     const close = () => { this.asked.replaceChildren(); this.said.replaceChildren(); this.save.focus(); };
-    const { bar, input } = ask_bar(this.view, "Save as", [["Save the file", (path) => this.save_to(path, false)]], close, { value: `${this.name}${this.target.suffix}`, hint: "A path where the kernel runs, or a URL as s3://bucket/name" });
+    const { bar, input } = ask_bar(this.view, "Save as", [["Write it", (path) => this.save_to(path, false)]], close, { value: `${this.name}${this.target.suffix}`, hint: "A path where the kernel runs, or a URL as s3://bucket/name" });
     this.said.replaceChildren(); this.asked.replaceChildren(bar); input.focus(); input.select();
   }
   async save_to(path, anyway) {

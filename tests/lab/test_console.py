@@ -337,7 +337,7 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     _type_source(nb, view, tmp_path)
     press(view.get_by_role("button", name="Next: Review"))
     _read_review(nb, view, tmp_path)
-    press(view.get_by_role("button", name="Save"), back=True)
+    press(view.get_by_role("button", name="Save", exact=True), back=True)
     expect(view.locator(".head >> visible=true")).to_contain_text("saved")
     press(view.get_by_role("button", name="Start on 1 node"))
     expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
@@ -465,7 +465,7 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
     keys.type("2 h")
     expect(time_limit).to_have_attribute("aria-invalid", "true")
     expect(view.get_by_text("time '2 h': give it as sbatch takes it")).to_be_visible()
-    expect(view.get_by_role("button", name="Save as…")).to_have_attribute("aria-disabled", "true")
+    expect(view.get_by_role("button", name="Save the file…")).to_have_attribute("aria-disabled", "true")
     take_pictures(nb, view, "export", folder)
     keys.press("Control+A")
     keys.type("02:00:00")
@@ -477,12 +477,12 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
     expect(time_limit).to_have_value("02:00:00")
     expect(exported).to_contain_text("#SBATCH --time=02:00:00")
     for said in ("train.sbatch was written.", "train.sbatch is there already."):
-        press(view.get_by_role("button", name="Save as…"))
+        press(view.get_by_role("button", name="Save the file…"))
         keys.press("Enter")
         expect(view.get_by_text(said)).to_be_visible()
     expect(view.get_by_role("button", name="Write over it")).to_be_focused()
     keys.press("Enter")
-    expect(view.get_by_role("button", name="Save as…")).to_be_focused()
+    expect(view.get_by_role("button", name="Save the file…")).to_be_focused()
     assert "#SBATCH --time=02:00:00" in (nb.path.parent / "train.sbatch").read_text()
 
 
