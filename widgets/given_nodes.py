@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..documents import read_text
 from ..errors import SpecError
-from ..formats import find_kind, import_text
+from ..formats.importing import find_kind, import_text
 from ..session.output.safe_output import one_line
 from ..spec.node import Node
 from ..spec.nodes_file import read_nodes

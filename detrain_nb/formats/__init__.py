@@ -10,14 +10,13 @@ from ..spec import PipelineSpec
 from ..storage import locate
 from . import slurm, torchrun
 from .imported import Imported
-from .importing import IMPORTERS, find_kind, import_file, import_text
+from .importing import IMPORTERS, import_file, import_text
 
 __all__ = [
     "EXPORTERS",
     "IMPORTERS",
     "Imported",
     "export_spec",
-    "find_kind",
     "import_file",
     "import_text",
     "write_export",
