@@ -26,6 +26,6 @@ def _read(foreign: Foreign) -> Imported:
 
 @pytest.fixture
 def host_lists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files that begin with ``#hosts`` are of the kind hosts."""
-    kind = Importer(lambda foreign: foreign.text.startswith("#hosts"), _read, "a host a line")
+    """Files that begin with ``= hosts`` are of the kind hosts."""
+    kind = Importer(lambda foreign: foreign.text.startswith("= hosts"), _read, "a host a line")
     monkeypatch.setitem(cast(dict[str, Any], IMPORTERS), "hosts", kind)

@@ -344,7 +344,7 @@ def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(
     page: Page, tmp_path: Path, host_lists: None
 ) -> None:
     assert {"name": "hosts", "about": "a host a line"} in page.open_page()["kinds"]
-    (tmp_path / "cluster.txt").write_text("#hosts\ngpu1 rack=7 row=2\ngpu2\n")
+    (tmp_path / "cluster.txt").write_text("= hosts\ngpu1 rack=7 row=2\ngpu2\n")
     ask = {"path": "cluster.txt", "text": "", "kind": ""}
     page.asks("import_pipeline", **ask)
     form = page.wait_for_part("form", bool)
@@ -358,12 +358,12 @@ def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(
     assert page.wait_for_part("form", lambda form: len(form["left_out"]) == 1)["left_out"] == left_out[1:]
     page.asks("dismiss", line=None)
     page.wait_for_part("form", lambda form: form["left_out"] == [])
-    page.asks("import_pipeline", **{**ask, "text": "#hosts\ngpu3\n", "path": ""})
+    page.asks("import_pipeline", **{**ask, "text": "= hosts\ngpu3\n", "path": ""})
     form = page.wait_for_part("form", lambda form: form["draft"]["nodes"] == [{"host": "gpu3"}])
     assert form["file"] == "pipelines/pipeline.toml" and form["left_out"] == []
     page.asks("import_pipeline", **ask)
     assert page.wait_for_part("form", lambda form: len(form["rows"]) == 2)["file"] == "pipelines/cluster-2.toml"
-    (tmp_path / "cluster.txt").write_text("#hosts\n-x\n")
+    (tmp_path / "cluster.txt").write_text("= hosts\n-x\n")
     before = page.names()
     assert "cluster.txt: line 2: " in page.refusal("import_pipeline", **ask)
     assert "is no kind of file to import" in page.refusal("import_pipeline", **{**ask, "kind": "other"})

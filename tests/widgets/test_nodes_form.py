@@ -354,7 +354,7 @@ def test_nodes_of_another_tool_are_read_and_its_file_is_not_written_over(
     view: _Collecting, tmp_path: Path, host_lists: None
 ) -> None:
     file = tmp_path / "hosts.toml"  # a suffix says nothing of whose it is
-    file.write_text("#hosts\ngpu1 rack=7\ngpu2\n")
+    file.write_text("= hosts\ngpu1 rack=7\ngpu2\n")
     view.adds(host="mine")
     added = view.asks("open_nodes", path=str(file), is_added=True)
     assert added == {"nodes": 2, "left_out": ["rack=7: no field of a node"], "more": 0}
@@ -362,7 +362,7 @@ def test_nodes_of_another_tool_are_read_and_its_file_is_not_written_over(
     view.asks("open_nodes", path=str(file), is_added=False)
     assert [node.host for node in view.nodes] == ["gpu1", "gpu2"] and view.state()["form"]["file"] == ""
     assert "is there already" in view.asks("save", path=str(file), over="")["ask"]
-    file.write_text("#hosts\n")
+    file.write_text("= hosts\n")
     assert "hosts.toml is of the kind hosts, and has no nodes" in view.refusal(
         "open_nodes", path=str(file), is_added=True
     )
