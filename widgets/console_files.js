@@ -13,8 +13,8 @@ class OptionField {
 
 /** The export of the open pipeline: which format, its options, and the file. Only the chosen one is asked for. */
 class ExportPanel {
-  constructor(view) {
-    this.view = view; this.fields = new Map(); this.asked_for = 0; this.digest = ""; this.name = "";
+  constructor(view, go_to) {
+    this.view = view; this.go_to = go_to; this.fields = new Map(); this.asked_for = 0; this.digest = ""; this.name = "";
     const format = ({ name, about }) => h("label", {}, h("b", {}, h("input", { type: "radio", name: `${view.id}-target`, value: name, onchange: () => this.pick(name) }), name), h("small", {}, about));
     this.formats = h("fieldset", { class: "kinds targets" }, h("legend", { class: "sr" }, "Format of the export"), view.state.targets.map(format));
     this.options = h("div", { class: "grid12" }); this.fault = h("div", { role: "status" });
@@ -45,13 +45,14 @@ class ExportPanel {
   get given() { return { to: this.target.name, options: Object.fromEntries(this.of_target.map(([option, field]) => [option, field.input.value])) }; }
   async ask() {
     clearTimeout(this.later);
-    const asked_for = ++this.asked_for, found = await this.view.call("export", this.given).catch((error) => ({ error: error.message, option: "" }));
+    const asked_for = ++this.asked_for, found = await this.view.call("export", this.given).catch((error) => ({ error: error.message, option: "", field: "" }));
     if (asked_for === this.asked_for) this.show(found); // else something else was typed meanwhile
   }
-  show({ text, error, option, digest }) {
+  show({ text, error, option, field, digest }) {
     this.digest = digest ?? ""; this.said.replaceChildren();
     for (const [name, field] of this.of_target) field.tell(name === option ? error : "");
-    redraw(this.fault, option ? null : error, () => (error && !option ? [note("bad", h("p", {}, `${this.target.name}: ${error}`))] : []));
+    const go = field ? [h("button", { type: "button", class: "link", onclick: () => this.go_to(field) }, "Go there")] : [];
+    redraw(this.fault, [this.target.name, option, error], () => (error && !option ? [note("bad", h("p", {}, `${this.target.name}: ${error}`), go)] : []));
     this.text.textContent = text ?? ""; this.text.hidden = Boolean(error);
     for (const button of [this.copy, this.save]) disable(button, error ? "Correct what is marked first" : null);
   }

@@ -58,7 +58,7 @@ class FormPage extends DraftEditor {
     this.another = h("input", { class: "in", style: "width:200px", "aria-label": "Name of the other pipeline", spellcheck: "false", autocomplete: "off" });
     this.steps = h("ol", { class: "steps", "aria-label": "Pages of the form" });
     this.notes = h("div", { class: "notes", hidden: true }); this.left_out = new LeftOut(view, () => this.focus_first());
-    this.body = h("div", { class: "body" }); this.would_run = h("div"); this.exporting = new ExportPanel(view);
+    this.body = h("div", { class: "body" }); this.would_run = h("div"); this.exporting = new ExportPanel(view, (path) => this.go_to(path));
     this.message = h("span", { role: "status" });
     this.back = h("button", { type: "button", class: "b", onclick: () => this.go(-1) }, "Back");
     this.next = h("button", { type: "button", class: "b go", onclick: () => this.go(1) });

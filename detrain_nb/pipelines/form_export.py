@@ -10,6 +10,7 @@ from ..errors import DetrainError, SpecError
 from ..formats import export_spec
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec
+from .form_fields import FIELDS
 
 __all__ = ["describe_targets", "export_typed", "review_export"]
 
@@ -33,11 +34,17 @@ def export_typed(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> str
 
 
 def review_export(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ``text``, or the ``error`` with the ``option`` that it is about: empty where it is about the spec."""
+    """Return the ``text``, or the ``error`` with the ``option`` or the ``field`` of the form that it begins with."""
     try:
         return {"text": export_typed(spec, to, options)}
     except DetrainError as exc:
-        return {"error": str(exc), "option": _find_option(str(exc), to)}
+        error = str(exc)
+    about = re.split("[ :,]", error, maxsplit=1)[0]
+    option = about.lstrip("-").replace("-", "_")
+    if option in (_GPUS, *(TARGETS[to].options if to in TARGETS else ())):
+        return {"error": error, "option": option, "field": ""}
+    path = re.split(r"\[", about, maxsplit=1)[0]
+    return {"error": error, "option": "", "field": path if path == "nodes" or path in FIELDS else ""}
 
 
 def _read_gpus(typed: str) -> int:
@@ -46,9 +53,3 @@ def _read_gpus(typed: str) -> int:
     if not re.fullmatch("[0-9]{1,7}", typed) or int(typed) > _MOST_GPUS:
         raise SpecError(f"{_GPUS} {typed!r:.60}: give a whole number, 0 to {_MOST_GPUS:,}")
     return int(typed)
-
-
-def _find_option(error: str, to: str) -> str:
-    """An error about an option begins with its name."""
-    first = re.split("[ :,]", error, maxsplit=1)[0].lstrip("-").replace("-", "_")
-    return first if first == _GPUS or to in TARGETS and first in TARGETS[to].options else ""

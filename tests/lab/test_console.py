@@ -484,6 +484,22 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
     keys.press("Enter")
     expect(view.get_by_role("button", name="Save the file…")).to_be_focused()
     assert "#SBATCH --time=02:00:00" in (nb.path.parent / "train.sbatch").read_text()
+    _export_what_cannot_be(view)
+
+
+def _export_what_cannot_be(view: Locator) -> None:
+    """The fault of a format leads to the field that it is about."""
+    view.get_by_role("button", name="General").click()
+    view.get_by_text("Model that is there already, container image").click()
+    view.get_by_label("Image").fill("ghcr.io/you/train:1")
+    view.get_by_role("button", name="Review & start").click()
+    export = view.locator(".export")
+    expect(export.get_by_text("starts no container: leave it out")).to_be_visible()
+    press(export.get_by_role("button", name="Go there"))
+    expect(view.get_by_label("Image")).to_be_focused()
+    view.get_by_label("Image").fill("")
+    view.get_by_role("button", name="Review & start").click()
+    expect(view.get_by_role("region", name="Exported file")).to_contain_text("#SBATCH")
 
 
 @pytest.mark.slow
