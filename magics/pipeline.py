@@ -99,6 +99,6 @@ def pipeline_parser() -> LineParser:
     check = commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes")
     for looked_at in (plan, check):
         looked_at.add_argument("spec", metavar="SPEC", help=SPEC)
-    export = commands.add_parser("export", help="write it as a shell script for torchrun, or a batch script for Slurm")
+    export = commands.add_parser("export", help="write it as a file of somebody else's, as a batch script of Slurm")
     add_export_options(export, spec=SPEC)
     return parser

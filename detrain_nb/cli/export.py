@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from ..options.jobs import FIELDS, add_export_options
-from ..plan.targets import OPTIONS
+from ..plan.targets import OPTIONS, TARGETS
 from .job_commands import SPEC, read_spec
 
 __all__ = ["add_export"]
@@ -17,9 +17,10 @@ def add_export(commands: Any) -> None:
     """Add `export` to the parser's commands."""
     parser = commands.add_parser(
         "export",
-        help="write a spec as a script of torchrun or Slurm",
-        description="Write a spec as a file that runs without detrain_nb: torchrun is a shell script for every node, "
-        "slurm is a batch script for sbatch.",
+        help="write a spec as a file of somebody else's",
+        description="Write a spec as a file that runs without detrain_nb: "
+        + ", ".join(f"{name} is {target.about}" for name, target in TARGETS.items())
+        + ".",
         epilog=FIELDS,
     )
     add_export_options(parser, spec=SPEC)

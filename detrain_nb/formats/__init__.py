@@ -8,7 +8,7 @@ from ..errors import SpecError
 from ..plan.targets import TARGETS
 from ..spec import PipelineSpec
 from ..storage import locate
-from . import slurm, torchrun
+from . import pytorchjob, slurm, torchrun, trainjob
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
 
@@ -26,6 +26,8 @@ __all__ = [
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
+    "pytorchjob": pytorchjob.export,
+    "trainjob": trainjob.export,
 }
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from ..errors import SpecError, count_ranks
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
+from .job_script import NODE
 
 _SAME = ("python", "workdir", "setup")
 
@@ -31,3 +34,18 @@ def check_alike(spec: PipelineSpec, plan: Plan, *, by: str) -> tuple[int, Node |
                 "same"
             )
     return len(first.ranks), spec.nodes[0] if spec.nodes else None
+
+
+def list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
+    """What the spec says of nodes and another one chooses: of devices their kind and number count."""
+    if any(node.address for node in spec.nodes):
+        yield "nodes.address"
+    if any(isinstance(node.devices, tuple) for node in spec.nodes):
+        yield "nodes.devices"
+
+
+def fill_in_host(spec: PipelineSpec) -> dict[str, str]:
+    """What the shell fills into torchrun's options where ranks may begin anew: the first node hosts the store."""
+    if not spec.rendezvous.max_restarts:
+        return {}
+    return {"--rdzv-conf": f'join_timeout={round(spec.rendezvous.timeout_s)},is_host="$(({NODE} == 0))"'}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import PurePath
+from typing import Protocol
 
 from ..documents import read_text
 from ..errors import SpecError, count_ranks
@@ -25,7 +26,7 @@ DEFAULT_PORT = 29500  # torchrun's own
 # Variables of the script itself: no spec can set one that begins so.
 FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
 SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
-_JOB_SPEC = f'"${FOLDER}/job_spec.json"'
+JOB_SPEC = f'"${FOLDER}/job_spec.json"'
 _ARTIFACTS = f'"${FOLDER}/artifacts"'
 
 # In a folder in which everybody can write, as in /tmp, another user may have made that of the job, or a link there.
@@ -40,6 +41,12 @@ _REFUSE_SQUATTED = (
 _ODD_FOLDER = "a folder above has a $ in its name: start this elsewhere"
 
 
+class Put(Protocol):
+    """Writes the line of the shell by which a text comes to be a file; ``to`` is a word of the shell."""
+
+    def __call__(self, text: str, *, to: str) -> str: ...
+
+
 @dataclass(frozen=True)
 class JobProgram:
     """What the ranks run, in which folder for the shell, and how it comes to the node."""
@@ -49,8 +56,8 @@ class JobProgram:
     lines: list[str] = field(default_factory=list)
 
 
-def read_program(spec: PipelineSpec, plan: Plan) -> JobProgram:
-    """Read what the spec names; a script and the cells of a notebook become a part of the text.
+def read_program(spec: PipelineSpec, plan: Plan, *, put: Put = write_file) -> JobProgram:
+    """Read what the spec names; a script and the cells of a notebook travel by ``put``, by default in the text.
 
     Raises: SpecError for what no script of a shell can bring to a node.
     """
@@ -74,7 +81,7 @@ def read_program(spec: PipelineSpec, plan: Plan) -> JobProgram:
             Program("script", (whole, *arguments)), lines=[f"[ -f {quote(whole)} ] || fail {quote(missing)}"]
         )
     name, text = _read_script(spec)
-    return JobProgram(Program("script", (name, *arguments)), SOURCE, [write_file(text, to=f"{SOURCE}/{quote(name)}")])
+    return JobProgram(Program("script", (name, *arguments)), SOURCE, [put(text, to=f"{SOURCE}/{quote(name)}")])
 
 
 def _read_script(spec: PipelineSpec) -> tuple[str, str]:
@@ -128,20 +135,31 @@ def write_begin(name: str) -> list[str]:
     ]
 
 
-def write_preparation(spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str]) -> list[str]:
+def list_needed(spec: PipelineSpec) -> list[str]:
+    """The variables that a node has to have: their values are written nowhere."""
+    token = spec.source.git.token if spec.source.git else None
+    return list(dict.fromkeys([*_list_for_ranks(spec), *([token] if token else [])]))
+
+
+def _list_for_ranks(spec: PipelineSpec) -> list[str]:
+    return [*spec.secrets, *(name for node in spec.nodes for name in node.env)]
+
+
+def write_preparation(
+    spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str], put: Put = write_file
+) -> list[str]:
     """Fill the folder of the job on a node, which the shell has in ``FOLDER``, and the environment of its ranks."""
-    for_ranks = dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env)])
     token = spec.source.git.token if spec.source.git else None
     return [
-        *(_need(name) for name in dict.fromkeys([*for_ranks, *([token] if token else [])])),
+        *map(_need, list_needed(spec)),
         # torchrun fills in what has a $ in the path of its program
         f"case \"${FOLDER}\" in *'$'*) fail {quote(_ODD_FOLDER)} ;; esac",
         *_REFUSE_SQUATTED,
         f"mkdir -p {SOURCE} {_ARTIFACTS}",
-        write_file(spec.job_spec(plan).to_json() + "\n", to=_JOB_SPEC),
+        put(spec.job_spec(plan).to_json() + "\n", to=JOB_SPEC),
         *program.lines,
-        *([f"unset {token}"] if token and token not in for_ranks else []),
-        f"export {JOB_SPEC_VARIABLE}={_JOB_SPEC}",
+        *([f"unset {token}"] if token and token not in _list_for_ranks(spec) else []),
+        f"export {JOB_SPEC_VARIABLE}={JOB_SPEC}",
         f"export {ARTIFACTS_VARIABLE}={_ARTIFACTS}",
         *(export(name, text) for name, text in {**env, **spec.env}.items()),
     ]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from ..errors import SpecError
 from ..launch import Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
-from .alike import check_alike
+from .alike import check_alike, fill_in_host, list_chosen_there
 from .job_script import (
     FOLDER,
     NODE,
@@ -45,7 +44,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     lines = [
         "#!/bin/bash",
         f"# {describe(spec, plan)}: sbatch {spec.name}.sbatch",
-        *write_left_out(spec, *_list_chosen_there(spec)),
+        *write_left_out(spec, *list_chosen_there(spec)),
         f"#SBATCH --job-name={spec.name}",
         f"#SBATCH --nodes={len(plan.nodes)}",
         "#SBATCH --ntasks-per-node=1",
@@ -86,23 +85,12 @@ def _write_on_node(spec: PipelineSpec, plan: Plan, program: JobProgram, node: No
         node_rank=0,
         python=spec.python_of(0),
     )
-    filled = {"--node-rank": f'"${NODE}"', "--rdzv-endpoint": '"$DETRAIN_NB_ENDPOINT"'}
-    if spec.rendezvous.max_restarts:
-        conf = f"join_timeout={round(spec.rendezvous.timeout_s)},is_host="
-        filled["--rdzv-conf"] = f'{conf}"$(({NODE} == 0))"'
+    filled = {"--node-rank": f'"${NODE}"', "--rdzv-endpoint": '"$DETRAIN_NB_ENDPOINT"', **fill_in_host(spec)}
     return [
         *write_preparation(spec, plan, program, env=launch.env),
         *write_setup(spec, node),
         f"exec {quote_command(launch.argv, options=filled, below=program.below)}",
     ]
-
-
-def _list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
-    """What the spec says of nodes and Slurm chooses itself: of devices their kind and number count."""
-    if any(node.address for node in spec.nodes):
-        yield "nodes.address"
-    if any(isinstance(node.devices, tuple) for node in spec.nodes):
-        yield "nodes.devices"
 
 
 def _find_first_node(spec: PipelineSpec) -> list[str]:

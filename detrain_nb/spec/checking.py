@@ -152,7 +152,7 @@ def _check_checkpoint(spec: PipelineFields) -> Iterator[Finding]:
 
 def _check_image(spec: PipelineFields) -> Iterator[Finding]:
     if spec.image is not None:
-        said = f"{spec.image}: no job starts a container yet: its ranks run in the Python of their nodes"
+        said = f"{spec.image}: no job starts a container yet, exports do: its ranks run in the Python of their nodes"
         yield Finding("image", said, "warning")
 
 

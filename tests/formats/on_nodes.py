@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 # Stands in the place of Python with torch: writes down what it was started with, byte for byte.
 RECORDER = """#!{python} -IS
 import json, os, sys
@@ -85,9 +87,36 @@ def _slurm(shell: str, script: Path, node_rank: int) -> Start:
     return Start([shell, "-s", "node"], env, reads_script=True)
 
 
+def _pod(shell: str, script: Path, node_rank: int) -> Start:
+    """As an operator of Kubernetes does: the files of the ConfigMap, and torchrun's variables."""
+    config, *_, job = yaml.safe_load_all(script.read_text())
+    (files := script.parent / "files").mkdir(exist_ok=True)
+    for name, text in config["data"].items():
+        (files / name).write_bytes(text.encode())
+    if job["kind"] == "PyTorchJob":
+        replicas = job["spec"]["pytorchReplicaSpecs"]
+        num_nodes, ranks = sum(each["replicas"] for each in replicas.values()), job["spec"]["nprocPerNode"]
+        container = replicas["Worker" if node_rank else "Master"]["template"]["spec"]["containers"][0]
+    else:
+        container = job["spec"]["trainer"]
+        num_nodes, ranks = container["numNodes"], container["numProcPerNode"]
+    env = {"PET_NNODES": num_nodes, "PET_NPROC_PER_NODE": ranks, "PET_NODE_RANK": node_rank}
+    around = {"MASTER_ADDR": "first", "MASTER_PORT": 29500, "RANK": node_rank, "WORLD_SIZE": num_nodes * int(ranks)}
+    env |= around | {"PET_MASTER_ADDR": "first", "PET_MASTER_PORT": 29500}
+    env |= {each["name"]: "127.0.0.1" for each in container.get("env", ()) if "fieldRef" in each["valueFrom"]}
+    program, script_at, work_at = container["command"]
+    assert program == "/bin/sh" and work_at == "/detrain-nb"
+    at = script_at.replace("/etc/detrain-nb", str(files))
+    return Start([shell, at, str(script.parent)], {name: str(value) for name, value in env.items()})
+
+
 WAYS: Mapping[str, Way] = {
     "torchrun": Way(_torchrun),
     "slurm": Way(_slurm, folder="train-7.job"),
+    **{
+        kind: Way(_pod, needs={"image": "ghcr.io/you/train:1"}, endpoint=None, is_script=False)
+        for kind in ("pytorchjob", "trainjob")
+    },
 }
 
 

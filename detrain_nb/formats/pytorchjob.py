@@ -1,0 +1,51 @@
+"""A pipeline as a PyTorchJob of Kubeflow's training operator: one YAML that kubectl applies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..plan import Plan
+from ..spec import PipelineSpec
+from .kubernetes import make_pods, write_documents
+from .kubernetes_words import Options
+
+__all__ = ["export"]
+
+
+def export(spec: PipelineSpec, plan: Plan, **options: str) -> str:
+    """Write the documents of a job. Kubernetes chooses nodes; of the spec's, their number counts, and what each has.
+
+    The operator makes a headless Service for each pod. Raises: SpecError for what it cannot do.
+    """
+    workers = len(plan.nodes) - 1
+    longest = f"-worker-{workers - 1}" if workers else "-master-0"
+    pods = make_pods(spec, plan, Options(**options), by="the training operator", longest=longest)
+    container = {
+        "name": "pytorch",  # the operator looks for it
+        **pods.container,
+        **({"resources": pods.resources} if pods.resources else {}),
+        "volumeMounts": pods.mounts,
+    }
+
+    def replicas(count: int) -> dict[str, Any]:
+        # torchrun begins the ranks anew; a pod that did so once more would multiply that
+        pod = {"spec": {"containers": [container], **pods.volumes}}
+        return {"replicas": count, "restartPolicy": "Never", "template": pod}
+
+    job = {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "PyTorchJob",
+        "metadata": pods.metadata,
+        "spec": {
+            "nprocPerNode": str(pods.ranks),
+            "runPolicy": {"cleanPodPolicy": "None", "backoffLimit": 0},
+            "pytorchReplicaSpecs": {"Master": replicas(1), **({"Worker": replicas(workers)} if workers else {})},
+        },
+    }
+    return write_documents(
+        pods,
+        job,
+        needs="Kubeflow's training operator, 1.9",
+        logs=f"logs -f {spec.name}-master-0",
+        first=f"{spec.name}-master-0",
+    )

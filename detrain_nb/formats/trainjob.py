@@ -1,0 +1,54 @@
+"""A pipeline as a TrainJob of Kubeflow Trainer: one YAML that kubectl applies."""
+
+from __future__ import annotations
+
+from ..plan import Plan
+from ..spec import PipelineSpec
+from .kubernetes import make_pods, write_documents
+from .kubernetes_words import Options, check_word
+
+__all__ = ["export"]
+
+_NODE = "node"  # what the runtimes for torch call their job, and its container
+_RANDOM = "-xxxxx"  # ends the name of each pod
+
+
+def export(spec: PipelineSpec, plan: Plan, *, runtime: str = "torch-distributed", **options: str) -> str:
+    """Write the documents of a job. Kubernetes chooses nodes; of the spec's, their number counts, and what each has.
+
+    ``runtime`` is a ClusterTrainingRuntime; it makes a headless Service. Raises: SpecError for what it cannot do.
+    """
+    check_word("runtime", runtime, rule="secret")
+    longest = f"-{_NODE}-0-{len(plan.nodes) - 1}{_RANDOM}"
+    pods = make_pods(spec, plan, Options(**options), by="Kubeflow Trainer", longest=longest)
+    pod = {"containers": [{"name": _NODE, "volumeMounts": pods.mounts}], **pods.volumes}
+    patched = {"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}
+    job = {
+        "apiVersion": "trainer.kubeflow.org/v1alpha1",
+        "kind": "TrainJob",
+        "metadata": pods.metadata,
+        "spec": {
+            "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "ClusterTrainingRuntime", "name": runtime},
+            "trainer": {
+                **pods.container,
+                "numNodes": len(plan.nodes),
+                "numProcPerNode": pods.ranks,
+                **({"resourcesPerNode": pods.resources} if pods.resources else {}),
+            },
+            "runtimePatches": [
+                {
+                    "manager": "detrain-nb/export",
+                    "trainingRuntimeSpec": {"template": {"spec": {"replicatedJobs": [patched]}}},
+                }
+            ],
+        },
+    }
+    rank_0 = f"-l jobset.sigs.k8s.io/jobset-name={spec.name},batch.kubernetes.io/job-completion-index=0"
+    find = f"{pods.kubectl} get pod {rank_0} -o jsonpath='{{.items[0].metadata.name}}'"
+    return write_documents(
+        pods,
+        job,
+        needs=f"Kubeflow Trainer, 2.2 or newer, with its runtime {runtime}",
+        logs=f"logs -f {rank_0}",
+        first=f'"$({find})"',
+    )
