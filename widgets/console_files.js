@@ -19,12 +19,13 @@ class ExportPanel {
     this.formats = h("fieldset", { class: "kinds targets" }, h("legend", { class: "sr" }, "Format of the export"), view.state.targets.map(format));
     this.options = h("div", { class: "grid12" }); this.fault = h("div", { role: "status" });
     this.text = h("pre", { class: "written", tabIndex: 0, role: "region", "aria-label": "Exported file" });
+    this.cut = h("p", { class: "soft", hidden: true });
     const fail = { on_error: (text) => this.tell("bad", text) };
     this.copy = view.button([icon("copy"), "Copy the file"], async () => view.announce((await copy_text(this.text.textContent)) ? "Copied" : "It could not be copied"), fail);
     this.save = view.button([icon("file"), "Save the file…"], () => this.ask_path(), fail);
     this.asked = h("div"); this.said = h("div");
     this.acts = h("div", { class: "row wrap" }, this.copy, this.save);
-    this.element = h("div", { class: "export" }, section("Export", "a file that runs without detrain_nb"), this.formats, this.options, this.fault, this.text, this.acts, this.asked, this.said);
+    this.element = h("div", { class: "export" }, section("Export", "a file that runs without detrain_nb"), this.formats, this.options, this.fault, this.text, this.cut, this.acts, this.asked, this.said);
     this.pick(view.state.targets[0].name);
   }
   pick(name) {
@@ -48,13 +49,15 @@ class ExportPanel {
     const asked_for = ++this.asked_for, found = await this.view.call("export", this.given).catch((error) => ({ error: error.message, option: "", field: "" }));
     if (asked_for === this.asked_for) this.show(found); // else something else was typed meanwhile
   }
-  show({ text, error, option, field, digest }) {
+  show({ text, more, error, option, field, digest }) {
     this.digest = digest ?? ""; this.said.replaceChildren();
     for (const [name, field] of this.of_target) field.tell(name === option ? error : "");
     const go = field ? [h("button", { type: "button", class: "link", onclick: () => this.go_to(field) }, "Go there")] : [];
     redraw(this.fault, [this.target.name, option, error], () => (error && !option ? [note("bad", h("p", {}, `${this.target.name}: ${error}`), go)] : []));
     this.text.textContent = text ?? ""; this.text.hidden = Boolean(error);
-    for (const button of [this.copy, this.save]) disable(button, error ? "Correct what is marked first" : null);
+    const wrong = error ? "Correct what is marked first" : null;
+    this.cut.hidden = !more; set_text(this.cut, more ? `The file has ${grouped(more)} more characters: save it.` : "");
+    disable(this.save, wrong); disable(this.copy, more ? "It is too long to be copied: save it" : wrong);
   }
   tell(state, text, actions = []) { this.said.replaceChildren(note(state, h("p", {}, text), actions)); this.view.announce(text); }
   ask_path() {

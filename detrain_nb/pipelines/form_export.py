@@ -16,6 +16,7 @@ __all__ = ["describe_targets", "export_typed", "review_export"]
 
 _GPUS = "gpus"
 _MOST_GPUS = 1_000_000
+_MOST_SHOWN = 300_000  # characters: a script may stand there once for each node
 
 
 def describe_targets() -> list[dict[str, Any]]:
@@ -34,9 +35,13 @@ def export_typed(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> str
 
 
 def review_export(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ``text``, or the ``error`` with the ``option`` or the ``field`` of the form that it begins with."""
+    """Return the ``text``, and how many ``more`` characters it has where it is long; or the ``error``.
+
+    Beside an error stands the ``option`` or the ``field`` of the form with which it begins; empty: none.
+    """
     try:
-        return {"text": export_typed(spec, to, options)}
+        text = export_typed(spec, to, options)
+        return {"text": text[:_MOST_SHOWN], "more": max(0, len(text) - _MOST_SHOWN)}
     except DetrainError as exc:
         error = str(exc)
     about = re.split("[ :,]", error, maxsplit=1)[0]

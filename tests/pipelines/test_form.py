@@ -470,7 +470,9 @@ def test_export_is_of_one_format_and_an_error_says_which_option_it_is_about() ->
     spec = PipelineSpec.from_dict({**RIGHT, "nodes": two})
     right = review_export(spec, "slurm", {"gpus": " 4 ", "time": "02:00:00", "account": ""})
     assert "#SBATCH --gpus-per-node=4" in right["text"] and "#SBATCH --time=02:00:00" in right["text"]
-    assert "--account" not in right["text"], "what is empty was not given"
+    assert "--account" not in right["text"] and not right["more"], "what is empty was not given"
+    long = review_export(spec.with_overrides({"source": {"script_text": "x = 1\n" * 100_000}}), "slurm", {})
+    assert len(long["text"]) < 310_000 and len(long["text"]) + long["more"] > 600_000
     for option, typed, said in [
         ("time", "2 hours", "time '2 hours': give it as sbatch takes it"),
         ("gpus", "four", "gpus 'four': give a whole number, 0 to"),
