@@ -121,6 +121,7 @@ test-node: $(DONE)/test
 test-deps:
 	@$(call debian,chromium dataset-fashion-mnist iproute2 munge openssh-server slurm-client slurmctld slurmd,the tests that need them are skipped)
 	@$(call axe_core,$(VENV)/share/axe-core)
+	@$(call akash_parser,tests/formats/akash,$(VENV)/share/akash)
 
 lint: ruff mypy ## ruff, then mypy --strict as Python 3.11 and, what runs on a node, as 3.10
 
@@ -180,8 +181,10 @@ $(DONE)/quickstart: $(DONE)/torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[quickstart]'
 	@touch $@
 
+# The last torchtitan that reads TOML: of it the tests use the parser alone, which needs neither a GPU nor a dataset.
 $(DONE)/test: $(DONE)/torch pyproject.toml
 	$(PIP_INSTALL) --editable '.[quickstart,test]'
+	$(PIP_INSTALL) --no-deps torchtitan==0.2.2
 	@touch $@
 
 # What the user of a node installs there.
@@ -231,4 +234,14 @@ define axe_core
     && tar -xzf $(1)/axe-core-*.tgz -C $(1) --strip-components=1 package/axe.min.js package/LICENSE \
     && rm $(1)/axe-core-*.tgz && echo '$(AXE)' > $(1)/version \
     || echo "could not fetch $(AXE): $$without" )
+endef
+
+# $(call akash_parser,FROM,FOLDER): install Akash's own parser of SDLs, of the versions in FROM/package-lock.json; no script of a package runs.
+define akash_parser
+( [ "$$(cat $(1)/package-lock.json)" != "$$(cat $(2)/installed.json 2>/dev/null)" ] || exit 0; without='the parser of Akash checks no SDL'; \
+  command -v npm >/dev/null || $(call debian,npm,$$without); \
+  command -v npm >/dev/null || { echo "without Akash's parser of SDLs (no npm here): $$without"; exit 0; }; \
+  rm -rf $(2) && mkdir -p $(2) && cp $(1)/package.json $(1)/package-lock.json $(2) && echo "fetching Akash's parser of SDLs by npm" \
+    && npm ci --prefix $(2) --ignore-scripts --no-audit --no-fund --silent --fetch-retries=1 --fetch-timeout=30000 </dev/null >/dev/null \
+    && cp $(1)/package-lock.json $(2)/installed.json || echo "could not fetch Akash's parser of SDLs: $$without" )
 endef

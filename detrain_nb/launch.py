@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from .guarded import RUN_MODULE
 from .plan import Plan
@@ -51,6 +51,13 @@ class RankConfig:
     group_timeout_s: float = 0.0  # 0: torch's own
     is_only_node: bool = False  # no rank is on another
     is_work_folder: bool = False  # it was made for the session, and may be nobody else's
+    # Where the nodes do not reach each other, and torchrun knows this one alone: its first rank, and how many in all.
+    first_rank: int = 0
+    world_size: int = 0
+
+    @property
+    def is_apart(self) -> bool:
+        return self.world_size > 0
 
     def to_env(self) -> dict[str, str]:
         return {RANK_CONFIG_VARIABLE: json.dumps(asdict(self))}
@@ -100,7 +107,7 @@ def launch_node(
     node_rank: int,
     python: str,
     run_id: str,
-    store: tuple[str, int],
+    store: tuple[str, int] | None,
     interface: str,
     start: str,
     extra_env: Mapping[str, str],
@@ -109,12 +116,16 @@ def launch_node(
 
     ``start`` is "fork" (torchrun's engine in our launcher, ranks forked) or "exec" (the plain torchrun command).
     ``store`` is where the store listens: an address of node 0, and the port there. ``interface`` is the one that the
-    ranks of this node reach the others through.
+    ranks of this node reach the others through. No ``store``: the nodes do not reach each other, each has one of its
+    own, and no group is made.
     """
-    node = plan.nodes[node_rank]
-    rendezvous = Rendezvous(RENDEZVOUS_BACKEND, run_id, store)
+    node, nodes = plan.nodes[node_rank], len(plan.nodes)
+    if store is None:
+        config = replace(config, first_rank=node.ranks[0], world_size=plan.world_size)
+        node_rank, nodes = 0, 1
+    rendezvous = Rendezvous(RENDEZVOUS_BACKEND, run_id, store or (LOOPBACK, 0))
     options = [
-        *_write_options(rendezvous, nodes=len(plan.nodes), ranks=len(node.ranks), node_rank=node_rank),
+        *_write_options(rendezvous, nodes=nodes, ranks=len(node.ranks), node_rank=node_rank),
         "--start-method=fork",
         "--monitor-interval=0.05",
         "--log-dir=torchelastic",  # in the session's folder, and gone with it

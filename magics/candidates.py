@@ -16,6 +16,7 @@ from typing import Any
 from ..deploy.known import known_sessions, session_names
 from ..documents import SUFFIXES
 from ..errors import DetrainError
+from ..plan.targets import KINDS
 from ..session.session import Session
 from ..transport.ssh_config import list_hosts
 from .options import setting_candidates
@@ -50,6 +51,7 @@ class Candidates:
             "SPEC": lambda word: [*self._own_specs(word), *self._in_time(_specs, word)],
             "FIELD": lambda word: self._in_time(_fields, word),
             "FORMAT": lambda word: self._in_time(_formats, word),
+            "KIND": lambda word: [kind for kind in KINDS if kind.startswith(word)],
             "NODES_FILE": lambda word: self._in_time(_specs, word),
             "DIR": lambda word: self._in_time(_folders, word),
             "FILE": lambda word: self._in_time(_files, word),

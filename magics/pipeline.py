@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from IPython.core.error import UsageError
 from IPython.core.magic import Magics, line_magic, magics_class
 from IPython.display import display
 
-from ..options.jobs import add_export_options
+from ..options.jobs import add_export_options, add_import_options
 from ..plan import Plan
 from ..plan.fields import take_fields
 from ..plan.targets import OPTIONS
@@ -19,7 +20,10 @@ from .guard import guard
 from .options import LineParser
 
 if TYPE_CHECKING:
+    from ..formats import Imported
     from ..spec import PipelineSpec
+
+_MEANT_COMMAND = "a command line stands behind --, as in: import -- {}"
 
 
 @magics_class
@@ -27,7 +31,7 @@ class PipelineMagics(Magics):
     """They need no session, and start nothing."""
 
     @line_magic
-    def pipeline(self, line: str) -> Plan | None:
+    def pipeline(self, line: str) -> Plan | Imported | None:
         """The pipelines beside the notebook; or a spec in a file, or in a variable: what it would do.
 
             %pipeline                                        My Pipelines: a list to open, run and make them from
@@ -37,18 +41,25 @@ class PipelineMagics(Magics):
             %pipeline check train.toml                       what is wrong with it
             %pipeline export slurm train.toml --output train.sbatch --gpus 8 --time 2:00:00
             %pipeline export torchrun train.toml             a shell script for every node, printed
+            %pipeline import node_configs.json -o nodes.toml a file of another tool as a spec, or as nodes
+            %pipeline import -- torchrun --nnodes 2 train.py a command line as a spec
 
-        plan, check and export start nothing, and ask no node: %job submit train.toml starts it.
+        They start nothing, and ask no node: %job submit train.toml starts it.
         %pipeline COMMAND --help has all options.
         """
         return guard("%pipeline", lambda: self._run(line))
 
-    def _run(self, line: str) -> Plan | None:
+    def _run(self, line: str) -> Plan | Imported | None:
         parser = pipeline_parser()
-        fields, words = take_fields(parser.split_line(line))
+        words, command = _split_command(parser.split_line(line))
+        fields, words = take_fields(words)
         args = parser.parse_words(words or ["console"])
         if args.command is None:
-            raise UsageError("%pipeline: no command: give console, plan, check or export (%pipeline --help)")
+            raise UsageError("%pipeline: no command: give console, plan, check, export or import (%pipeline --help)")
+        if args.command == "import":
+            return _import(args, command)
+        if command:
+            raise UsageError(f"%pipeline {args.command}: -- {command[0]}: only import takes a command")
         if args.command == "console":
             _show_console(self.shell, args.folder)
             return None
@@ -85,6 +96,23 @@ def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
     print(text, end="") if args.output is None else print(write_export(text, args.output))
 
 
+def _split_command(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Take apart what stands before and behind ``--``."""
+    end = words.index("--") if "--" in words else len(words)
+    return words[:end], words[end + 1 :]
+
+
+def _import(args: argparse.Namespace, command: Sequence[str]) -> Imported:
+    from ..formats import import_command, import_file, write_import
+
+    if bool(command) == (args.file is not None):
+        raise UsageError("%pipeline import: give a file, or a command line behind --: import -- torchrun train.py")
+    imported = import_command(command) if command else import_file(args.file, kind=args.kind)
+    if args.output is not None:
+        print(write_import(imported, args.output))
+    return imported
+
+
 def pipeline_parser() -> LineParser:
     """``%pipeline COMMAND``."""
     parser = LineParser(
@@ -101,4 +129,8 @@ def pipeline_parser() -> LineParser:
         looked_at.add_argument("spec", metavar="SPEC", help=SPEC)
     export = commands.add_parser("export", help="write it as a file of somebody else's, as a batch script of Slurm")
     add_export_options(export, spec=SPEC)
+    imports = commands.add_parser(
+        "import", help="read a file of another tool, or a command line of torchrun, as a spec", bare=_MEANT_COMMAND
+    )
+    add_import_options(imports)
     return parser

@@ -51,6 +51,7 @@ NEVER_RERUN = {
     "test_storage.py",
     "test_text.py",
     "test_values.py",
+    "formats/test_container.py",
     "formats/test_contract.py",
     "jobs/test_record.py",
     "jobs/test_source.py",

@@ -16,6 +16,7 @@ from ..errors import DetrainError, JobError, SpecError
 from ..options.jobs import FIELDS, add_name_and_nodes
 from ..options.parser import OptionParser, number, whole
 from .export import add_export
+from .importing import add_import, import_from
 from .job_commands import OF_JOB, PROG, add_doctor, add_job_commands, execute_on_nodes, run_spec, split_command
 from .notebook_file import read_notebook, save, summary
 from .notebook_run import FAILED, SIGPIPE, NotebookRun
@@ -32,8 +33,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(words)
     if fields and not hasattr(args, "spec"):
         parser.error(f"{fields[0]}: only a command with a spec takes its fields")
-    if command and args.act is not execute_on_nodes:
-        parser.error(f"-- {command[0]}: only jobs exec takes a command")
+    if command and args.act not in (execute_on_nodes, import_from):
+        parser.error(f"-- {command[0]}: only import and jobs exec take a command")
     args.fields, args.command = fields, command
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -91,6 +92,7 @@ def _command_parser() -> _Parser:
     add_job_commands(commands)
     add_doctor(commands)
     add_export(commands)
+    add_import(commands)
     return parser
 
 

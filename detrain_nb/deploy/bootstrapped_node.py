@@ -26,7 +26,7 @@ from ..text import HERE
 from ..transport import AgentFolders
 from ..transport.connection import Connection
 from ..wire import SILENCE_LIMIT_S
-from .node_facts import NodeFacts, choose_address
+from .node_facts import NodeFacts, choose_address, is_address
 from .remote_program import RemoteProgram, read_program
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class BootstrappedNode(ABC, Generic[_Connection]):
     """
 
     is_this_machine = False
-    is_trusted = False
+    is_trusted = is_forwarded = False
     can_resume = True
     shares_paths = False
 
@@ -272,6 +272,8 @@ class BootstrappedNode(ABC, Generic[_Connection]):
             self.node, facts.addresses, reached_at=facts.reached_at, peer_address=connection.peer_address
         )
         self.reached_from = "" if self.node.address else connection.local_address
+        peer = connection.peer_address
+        self.is_forwarded = not self.node.address and is_address(peer) and peer != self.address
         if not facts.versions.get("torch"):
             install = f"install it there ({facts.python} -m pip install torch)"
             raise LaunchError(f"torch is missing in {facts.python}: {install}, or name another python")

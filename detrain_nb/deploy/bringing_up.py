@@ -6,7 +6,7 @@ import socket
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import DetrainError, LaunchError, SessionError, SpecError
 from ..transport import Transport
@@ -28,13 +28,15 @@ _MOST_HOSTS = 8  # are named
 class End:
     """A byte stream to the agent of a node; one that has ended where the agent is ``absent``, which says why.
 
-    ``why_cold``: why what was kept from the last session could not be used, where something was.
+    ``why_cold``: why what was kept from the last session could not be used, where something was. ``is_apart``: not all
+    nodes reach each other.
     """
 
     transport: Transport
     sock: socket.socket
     absent: str = ""
     why_cold: str = ""
+    is_apart: bool = False
 
 
 def bring_up_agents(
@@ -43,11 +45,12 @@ def bring_up_agents(
     *,
     on_step: OnStep = ignore_step,
     meanwhile: Callable[[], None] | None = None,
+    may_be_apart: bool = False,
 ) -> list[End]:
     """Start the agent of ``session``, a name that was checked, on every node at once; return the byte streams to them.
 
     ``on_step`` is told in the threads of the nodes. ``meanwhile`` is called in this one, again and again; what it
-    raises ends all of it.
+    raises ends all of it. Nodes that ``may_be_apart`` need not reach each other.
     Raises: LaunchError with a line for every node where it failed, SessionError where such a session runs. None is
     left running then.
     """
@@ -66,11 +69,11 @@ def bring_up_agents(
     try:
         reached = [end.transport for end in ends]
         check_same_torch({label(transport): transport.torch for transport in reached})
-        settle_addresses(reached)
+        is_apart = not settle_addresses(reached, may_be_apart=may_be_apart)
     except BaseException:
         give_up_agents(ends)
         raise
-    return ends
+    return [replace(end, is_apart=True) for end in ends] if is_apart else ends
 
 
 def _start_agent(transport: Transport, session: str) -> End:

@@ -13,7 +13,7 @@ from ..errors import LaunchError, TransportError
 from ..spec.node import Node
 from .remote_program import as_text
 
-__all__ = ["NodeFacts", "check_same_torch", "choose_address"]
+__all__ = ["NodeFacts", "check_same_torch", "choose_address", "is_address"]
 
 _MOST_ADDRESSES = 256
 _MOST_NAMED = 8
@@ -48,7 +48,7 @@ class NodeFacts:
                 addresses=tuple(
                     (as_text(name), as_text(at))
                     for name, at in said["addresses"][:_MOST_ADDRESSES]
-                    if _is_address(as_text(at))  # a name would be looked up
+                    if is_address(as_text(at))  # a name would be looked up
                 ),
                 reached_at=as_text(said["reached_at"]),
             )
@@ -63,7 +63,7 @@ def choose_address(
 
     ``addresses`` are those the node has, as (interface, address). Raises: LaunchError.
     """
-    interfaces = {address: name for name, address in addresses if _is_address(address)}
+    interfaces = {address: name for name, address in addresses if is_address(address)}
     wanted = node.address or (reached_at if reached_at in interfaces else peer_address)
     for address in _resolve(wanted):
         if address in interfaces:
@@ -81,8 +81,8 @@ def check_same_torch(versions: Mapping[str, str]) -> None:
         raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")
 
 
-def _is_address(text: str) -> bool:
-    """Of one machine: neither of all, nor of a group, nor of IPv4 in another form."""
+def is_address(text: str) -> bool:
+    """Tell whether it is one of one machine: neither of all, nor of a group, nor of IPv4 in another form."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(text)
         is_of_one = not (found.is_unspecified or found.is_multicast or getattr(found, "ipv4_mapped", None))

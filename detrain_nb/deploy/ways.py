@@ -11,6 +11,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from ..copying.json_lines import Untrue, clean
 from ..errors import LaunchError
@@ -20,9 +21,13 @@ from ..transport import Transport
 from .files import OnProgress, Patience, Stop, label, on_every, open_talk
 from .node_facts import choose_address
 
-__all__ = ["ADVICE", "address_beside", "check_ways", "settle_addresses", "settle_here"]
+__all__ = ["ADVICE", "address_beside", "check_ways", "find_missing_ways", "settle_addresses", "settle_here"]
 
 ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
+_ONE_LEASE = (
+    "a process group needs these ways, on all ports, and a forwarded port is none of them: take nodes of one lease or "
+    "network, or start a session without a group (--no-init)"
+)
 _BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
 _WITHIN_S = 3.0
 _SLACK_S = 20.0
@@ -30,11 +35,15 @@ _MOST_NAMED = 6
 _LONGEST_FAULT = 200
 _TOKEN_BYTES = 16
 
+_MissingWay: TypeAlias = tuple[Transport, Transport, str, str]  # from where, to where, at which address, and why
 
-def settle_addresses(transports: Sequence[Transport]) -> None:
+
+def settle_addresses(transports: Sequence[Transport], *, may_be_apart: bool = False) -> bool:
     """See that the nodes, which have all been reached, can be reached by each other: before anything is launched.
 
-    Where this machine is one of several it gets its ``address`` and ``interface`` now, and all ways are gone once.
+    Where this machine is one of several it gets its ``address`` and ``interface`` now. Then, and where a node is
+    reached through a forwarded port, all ways are gone once; returns False where one is missing and they
+    ``may_be_apart``.
     Raises: LaunchError where one would be reached at an address that means another machine elsewhere, or is not.
     """
     settle_here(transports)
@@ -42,8 +51,12 @@ def settle_addresses(transports: Sequence[Transport]) -> None:
     local = [label(each) for each in transports if ipaddress.ip_address(each.address).is_loopback]
     if local and len(local) < len(transports):
         raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
-    if len(transports) > 1 and any(transport.is_this_machine for transport in transports):
-        check_ways(transports, addresses)
+    if len(transports) == 1 or not any(each.is_this_machine or each.is_forwarded for each in transports):
+        return True
+    missing = find_missing_ways(transports, addresses)
+    if missing and not may_be_apart:
+        raise LaunchError(_describe_missing(missing))
+    return not missing
 
 
 def settle_here(transports: Sequence[Transport]) -> None:
@@ -84,22 +97,32 @@ def check_ways(
     within_s: float = _WITHIN_S,
     slack_s: float = _SLACK_S,
 ) -> None:
+    """As `find_missing_ways`. Raises: LaunchError with a line for each that is missing, which names both ends."""
+    if missing := find_missing_ways(transports, addresses, within_s=within_s, slack_s=slack_s):
+        raise LaunchError(_describe_missing(missing))
+
+
+def find_missing_ways(
+    transports: Sequence[Transport],
+    addresses: Sequence[str],
+    *,
+    within_s: float = _WITHIN_S,
+    slack_s: float = _SLACK_S,
+) -> list[_MissingWay]:
     """Have each node connect once to each other, at the address in its place of ``addresses``, within ``within_s``.
 
     For a moment each of them listens on a port of that address that the system picks. ``slack_s``: for a node to come
-    so far that it listens, and to answer.
-    Raises: LaunchError with a line for each way that there is not, which names both ends; DetrainError.
+    so far that it listens, and to answer. Raises: LaunchError where they do not come so far, DetrainError.
     """
     meeting = _Meeting(transports, addresses, within_s=within_s, slack_s=slack_s)
-    missing = [
+    missing: list[_MissingWay] = [
         (transports[source], transports[target], addresses[target], fault)
         for source, faults in enumerate(on_every(transports, meeting.look))
         for target, fault in faults.items()
     ]
-    if missing:
-        raise LaunchError(_describe_missing(missing))
-    if meeting.is_broken:
+    if meeting.is_broken and not missing:
         raise LaunchError(f"the nodes did not come to listen for each other within {within_s + slack_s:g} s: try again")
+    return missing
 
 
 class _Meeting:
@@ -144,14 +167,16 @@ class _Meeting:
         return {other: fault for other, fault in zip(others, faults) if fault}
 
 
-def _describe_missing(missing: Sequence[tuple[Transport, Transport, str, str]]) -> str:
-    """A line for each way that there is not: from where, to where, at which address, and why; then what to do."""
+def _describe_missing(missing: Sequence[_MissingWay]) -> str:
+    """A line for each way that there is not; then what to do."""
     lines = [
         f"{label(source)} does not reach {label(target)} at {at}: {fault}" for source, target, at, fault in missing
     ]
     more = [f"and {len(lines) - _MOST_NAMED} more ways"] if len(lines) > _MOST_NAMED else []
-    is_here = any(end.is_this_machine for source, target, *_ in missing for end in (source, target))
-    return "\n".join([*lines[:_MOST_NAMED], *more, ADVICE if is_here else _BETWEEN_HOSTS])
+    ends = [end for source, target, *_ in missing for end in (source, target)]
+    is_forwarded = any(end.is_forwarded for end in ends)
+    advice = ADVICE if any(end.is_this_machine for end in ends) else _ONE_LEASE if is_forwarded else _BETWEEN_HOSTS
+    return "\n".join([*lines[:_MOST_NAMED], *more, advice])
 
 
 def _as_port(said: object) -> int:

@@ -152,6 +152,8 @@ def _scalar(value: Any, *, is_key: bool = False) -> Any:
 
 def _is_text_everywhere(text: str) -> bool:
     """By version 1.1, too, where ``no`` is a boolean and ``1:30`` a number."""
+    if _INT.fullmatch(text):  # of which int() takes no more than some digits
+        return False
     return type(_resolve(text)) is str and (
         yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)) == _IS_TEXT
     )

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from ..documents import format_document, suffix_of
 from ..errors import SpecError
 from ..plan.targets import TARGETS
-from ..spec import PipelineSpec
+from ..spec import PipelineSpec, nodes_from_lease
 from ..storage import locate
-from . import pytorchjob, slurm, torchrun, trainjob
+from . import accelerate, akash, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
+from .script_import import import_command
 
 __all__ = [
     "EXPORTERS",
     "IMPORTERS",
     "Imported",
     "export_spec",
+    "import_command",
     "import_file",
     "import_text",
+    "nodes_from_lease",
     "write_export",
+    "write_import",
 ]
 
 # ``export(spec, plan)`` writes the text of a file; the options of its target are more keywords, each a text.
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
+    "akash": akash.export,
+    "runai": runai.export,
+    "torchtitan": torchtitan.export,
+    "torchtitan-toml": torchtitan.export_toml,
+    "accelerate": accelerate.export,
     "pytorchjob": pytorchjob.export,
     "trainjob": trainjob.export,
 }
@@ -56,3 +66,11 @@ def write_export(text: str, target: str) -> str:
     before = ", in place of what was there" if place.exists() else ""
     place.write(text.encode("utf-8"))
     return f"wrote {target}{before}"
+
+
+def write_import(imported: Imported, target: str) -> str:
+    """Write what was imported as a spec, or as a nodes file, by the suffix; returns what was done, for people.
+
+    Raises: SpecError, and as `storage.locate`.
+    """
+    return write_export(format_document(imported.to_dict(), suffix_of(target), where=target), target)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..errors import SpecError, count_ranks
+from ..launch import Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
-from .job_script import NODE
+from .job_script import NODE, read_program, write_preparation, write_setup
+from .shell import quote_command
 
 _SAME = ("python", "workdir", "setup")
 
@@ -49,3 +51,44 @@ def fill_in_host(spec: PipelineSpec) -> dict[str, str]:
     if not spec.rendezvous.max_restarts:
         return {}
     return {"--rdzv-conf": f'join_timeout={round(spec.rendezvous.timeout_s)},is_host="$(({NODE} == 0))"'}
+
+
+def write_on_node(
+    spec: PipelineSpec,
+    plan: Plan,
+    *,
+    ranks: int,
+    node: Node | None,
+    endpoint: str,
+    local_address: str = "",
+    options: Sequence[str] = (),
+) -> list[str]:
+    """Write what every node does that finds its number in ``NODE``: it prepares itself, and becomes torchrun.
+
+    ``endpoint`` is where the first node is reached, and ``local_address`` where this one is: words of the shell.
+    ``options`` are more of torchrun's own. Raises: SpecError.
+    """
+    settings = spec.rendezvous
+    program = read_program(spec, plan)
+    launch = launch_job(
+        Rendezvous(
+            "c10d" if settings.max_restarts else "static",
+            settings.id or spec.name,
+            ("localhost", 0),
+            timeout_s=settings.timeout_s,
+            max_restarts=settings.max_restarts,
+        ),
+        program.program,
+        nodes=len(plan.nodes),
+        ranks=ranks,
+        node_rank=0,
+        python=spec.python_of(0),
+        local_address="localhost" if local_address else "",
+        options=options,
+    )
+    filled = {"--node-rank": f'"${NODE}"', "--rdzv-endpoint": endpoint, "--local-addr": local_address}
+    return [
+        *write_preparation(spec, plan, program, env=launch.env),
+        *write_setup(spec, node),
+        f"exec {quote_command(launch.argv, options=filled | fill_in_host(spec), below=program.below)}",
+    ]

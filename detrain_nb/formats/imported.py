@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..documents import SUFFIXES, format_document, parse_content
+from ..errors import SpecError
 from ..spec import Node, PipelineSpec
 from ..text import ShownAsText
 
@@ -23,6 +24,19 @@ class Foreign:
     def suffix(self) -> str:
         """That of the name where it is one of a document; else empty."""
         return next((suffix for suffix in SUFFIXES if self.name.lower().endswith(suffix)), "")
+
+    @property
+    def stem(self) -> str:
+        """Its name without what stands behind the first dot."""
+        return self.name.replace("\\", "/").rpartition("/")[2].lstrip(".").partition(".")[0]
+
+    @cached_property
+    def document(self) -> Any:
+        """What it holds; None where it can be read as no document: it may be of a kind that is none."""
+        try:
+            return self.content
+        except SpecError:
+            return None
 
     @cached_property
     def content(self) -> Any:

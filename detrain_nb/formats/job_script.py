@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ..documents import read_text
 from ..errors import SpecError, count_ranks
-from ..launch import Program
+from ..launch import NodeLaunch, Program, Rendezvous, launch_job
 from ..plan import Plan
 from ..plan.choices import ARTIFACTS, SILENCE_S
 from ..plan.job import ARTIFACTS_VARIABLE, JOB_SPEC_VARIABLE
@@ -107,6 +107,39 @@ def need_image(spec: PipelineSpec, *, by: str) -> str:
     return spec.image
 
 
+def launch_on(
+    spec: PipelineSpec,
+    plan: Plan,
+    program: JobProgram,
+    *,
+    node_rank: int,
+    endpoint: tuple[str, int],
+    local_address: str = "",
+) -> NodeLaunch:
+    """Write the command line of one node of those that the plan has; ``endpoint`` is where the first one listens.
+
+    ``local_address`` is where the others reach the node; empty: as torch finds it.
+    """
+    settings, nodes = spec.rendezvous, len(plan.nodes)
+    is_static = nodes > 1 and not settings.is_elastic
+    rendezvous = Rendezvous(
+        "static" if is_static else "c10d",
+        settings.id or spec.name,
+        endpoint,
+        timeout_s=settings.timeout_s,
+        max_restarts=settings.max_restarts,
+    )
+    return launch_job(
+        rendezvous,
+        program.program,
+        nodes=nodes if is_static else (settings.min_nodes or nodes, settings.max_nodes or nodes),
+        ranks=len(plan.nodes[node_rank].ranks),
+        node_rank=node_rank,
+        python=spec.python_of(node_rank),
+        local_address=local_address,
+    )
+
+
 def describe(spec: PipelineSpec, plan: Plan) -> str:
     """Say what the script starts: its first line."""
     nodes = len(plan.nodes)
@@ -182,3 +215,18 @@ def _source_folder(spec: PipelineSpec) -> str:
         return quote(os.path.abspath(os.path.expanduser(spec.source.path)))
     git = spec.source.git
     return f"{SOURCE}/{quote(git.folder)}" if git and git.folder else SOURCE
+
+
+def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
+    """Return where the first node is reached; a node alone finds a free port. Raises: SpecError."""
+    settings = spec.rendezvous
+    if len(spec.nodes) < 2:
+        return settings.endpoint or "localhost", settings.port
+    first = spec.nodes[0]
+    address = settings.endpoint or first.address
+    if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
+        raise SpecError(
+            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
+            "rendezvous.endpoint"
+        )
+    return address or first.host, settings.port or DEFAULT_PORT

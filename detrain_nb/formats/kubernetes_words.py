@@ -110,11 +110,16 @@ def find_checkpoint_folder(spec: PipelineSpec, *, taken: tuple[str, ...]) -> str
     return folder
 
 
+def check_gpus(ranks: int, device: str) -> None:
+    """Raises: SpecError for more than there are on any node."""
+    if device == "cuda" and ranks > _MOST_GPUS:
+        raise SpecError(f"{ranks} GPUs on a node: there are nodes with at most {_MOST_GPUS}: name more nodes")
+
+
 def find_resources(spec: PipelineSpec, options: Options, *, ranks: int, device: str) -> dict[str, Any]:
     """Return what each container asks for, and gets no more of. Raises: SpecError."""
     is_cuda = device == "cuda"
-    if is_cuda and ranks > _MOST_GPUS:
-        raise SpecError(f"{ranks} GPUs on a node: there are nodes with at most {_MOST_GPUS}: name more nodes")
+    check_gpus(ranks, device)
     found = {
         **({"nvidia.com/gpu": ranks} if is_cuda else {}),
         **({"cpu": options.cpus} if options.cpus else {}),

@@ -5,23 +5,11 @@ from __future__ import annotations
 import re
 
 from ..errors import SpecError
-from ..launch import Rendezvous, launch_job
 from ..plan import Plan
-from ..spec import Node, PipelineSpec
-from .alike import check_alike, fill_in_host, list_chosen_there
-from .job_script import (
-    FOLDER,
-    NODE,
-    JobProgram,
-    check_what_is_carried,
-    describe,
-    read_program,
-    write_begin,
-    write_left_out,
-    write_preparation,
-    write_setup,
-)
-from .shell import quote, quote_command
+from ..spec import PipelineSpec
+from .alike import check_alike, list_chosen_there, write_on_node
+from .job_script import FOLDER, NODE, check_what_is_carried, describe, write_begin, write_left_out
+from .shell import quote
 
 __all__ = ["export"]
 
@@ -35,7 +23,6 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     """
     check_what_is_carried(spec)
     ranks, node = check_alike(spec, plan, by="Slurm")
-    program = read_program(spec, plan)
     given = {"time": time, "partition": partition, "account": account}
     for name, value in given.items():
         if value and not _OPTION.fullmatch(value):
@@ -56,7 +43,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         "on_node() {",
         f"{NODE}=$SLURM_NODEID",  # the ranks may be given another one
         f'{FOLDER}="$PWD"/{quote(spec.name)}-$SLURM_JOB_ID.job/${NODE}',
-        *_write_on_node(spec, plan, program, node, ranks),
+        *write_on_node(spec, plan, ranks=ranks, node=node, endpoint='"$DETRAIN_NB_ENDPOINT"'),
         "}",
         "",
         'if [ "${1-}" = node ]; then',
@@ -68,29 +55,6 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         f'exec srun --export=ALL --kill-on-bad-exit=1 {needed}={ranks} /bin/bash -s node <"$0"',
     ]
     return "\n".join(lines) + "\n"
-
-
-def _write_on_node(spec: PipelineSpec, plan: Plan, program: JobProgram, node: Node | None, ranks: int) -> list[str]:
-    launch = launch_job(
-        Rendezvous(
-            "c10d" if spec.rendezvous.max_restarts else "static",
-            spec.rendezvous.id or spec.name,
-            ("localhost", 0),
-            timeout_s=spec.rendezvous.timeout_s,
-            max_restarts=spec.rendezvous.max_restarts,
-        ),
-        program.program,
-        nodes=len(plan.nodes),
-        ranks=ranks,
-        node_rank=0,
-        python=spec.python_of(0),
-    )
-    filled = {"--node-rank": f'"${NODE}"', "--rdzv-endpoint": '"$DETRAIN_NB_ENDPOINT"', **fill_in_host(spec)}
-    return [
-        *write_preparation(spec, plan, program, env=launch.env),
-        *write_setup(spec, node),
-        f"exec {quote_command(launch.argv, options=filled, below=program.below)}",
-    ]
 
 
 def _find_first_node(spec: PipelineSpec) -> list[str]:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from ..errors import SpecError
-from ..launch import NodeLaunch, Rendezvous, launch_job
+from ..launch import NodeLaunch
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
 from .job_script import (
-    DEFAULT_PORT,
     FOLDER,
     NODE,
     JobProgram,
     check_what_is_carried,
     describe,
+    find_first_node,
+    launch_on,
     read_program,
     write_begin,
     write_left_out,
@@ -32,7 +32,10 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
     """
     check_what_is_carried(spec)
     program = read_program(spec, plan)
-    launches = [_launch(spec, plan, program, node_rank) for node_rank in range(len(plan.nodes))]
+    endpoint = find_first_node(spec)
+    launches = [
+        launch_on(spec, plan, program, node_rank=node_rank, endpoint=endpoint) for node_rank in range(len(plan.nodes))
+    ]
     nodes = [spec.nodes[index] if spec.nodes else None for index in range(len(plan.nodes))]
     lines = [
         "#!/bin/sh",
@@ -60,7 +63,7 @@ def _head(spec: PipelineSpec, plan: Plan) -> list[str]:
     what = f"# {describe(spec, plan)}."
     if len(names) < 2:
         return [what, "# It needs Python with torch, and makes the folder of the job where it is started."]
-    address, port = _endpoint(spec)
+    address, port = find_first_node(spec)
     return [
         f"{what} On each node, at about the same time:",
         *(f"#   sh {spec.name}.sh {name}" for name in names),
@@ -92,38 +95,3 @@ def _case(
         f"exec {quote_command(launch.argv, below=program.below)}",
         ";;",
     ]
-
-
-def _launch(spec: PipelineSpec, plan: Plan, program: JobProgram, node_rank: int) -> NodeLaunch:
-    settings, nodes = spec.rendezvous, len(plan.nodes)
-    is_static = nodes > 1 and not settings.is_elastic
-    rendezvous = Rendezvous(
-        "static" if is_static else "c10d",
-        settings.id or spec.name,
-        _endpoint(spec),
-        timeout_s=settings.timeout_s,
-        max_restarts=settings.max_restarts,
-    )
-    return launch_job(
-        rendezvous,
-        program.program,
-        nodes=nodes if is_static else (settings.min_nodes or nodes, settings.max_nodes or nodes),
-        ranks=len(plan.nodes[node_rank].ranks),
-        node_rank=node_rank,
-        python=spec.python_of(node_rank),
-    )
-
-
-def _endpoint(spec: PipelineSpec) -> tuple[str, int]:
-    """Where the first node is reached; a node alone finds a free port."""
-    settings = spec.rendezvous
-    if len(spec.nodes) < 2:
-        return settings.endpoint or "localhost", settings.port
-    first = spec.nodes[0]
-    address = settings.endpoint or first.address
-    if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
-        raise SpecError(
-            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
-            "rendezvous.endpoint"
-        )
-    return address or first.host, settings.port or DEFAULT_PORT

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from ..plan.targets import OPTIONS, TARGETS
+from ..plan.targets import KINDS, OPTIONS, TARGETS
 from .parser import OptionParser, not_empty, number, whole
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "SPEC_COMMANDS",
     "add_export_options",
     "add_follow",
+    "add_import_options",
     "add_job_commands",
     "add_name_and_nodes",
     "add_one_job",
@@ -132,11 +133,21 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     """What an export of a spec takes."""
     parser.add_argument("format", metavar="FORMAT", help=f"one of {', '.join(TARGETS)}")
     parser.add_argument("spec", metavar="SPEC", help=spec)
-    parser.add_argument("--output", metavar="FILE", help="where to write it; default: it is printed")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help="how many a node has that names no devices")
     for name, words in OPTIONS.items():
         kind = _slurm_time if name == "time" else str
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=words)
+
+
+def add_import_options(parser: OptionParser) -> None:
+    """What an import of a file of another tool takes; a command line of its own stands behind ``--``."""
+    parser.add_argument("file", metavar="FILE", nargs="?", help="a file of another tool, at a path or a URL")
+    one = f"what it is, one of {', '.join(KINDS)}; default: found out"
+    parser.add_argument("--from", dest="kind", default="", choices=KINDS, metavar="KIND", help=one)
+    parser.add_argument(
+        "-o", "--output", metavar="FILE", help="where to write the spec, or the nodes: .json, .toml or .yaml"
+    )
 
 
 def _slurm_time(text: str) -> str:

@@ -1,4 +1,7 @@
-"""The formats that a pipeline is exported to, and what can be said of each: for who offers them without making one."""
+"""The formats that a pipeline is exported to, what can be said of each, and the kinds of files that are imported.
+
+They are for who offers them without making or reading one.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,13 @@ class Target:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+_TORCHTITAN = {
+    "model": "the name of a model; default: llama3",
+    "flavor": "one of its sizes, as 8B; default: debugmodel",
+    "seq_len": "the length of a sample in tokens; default: 2048",
+    "hf_assets": "the folder with the tokenizer; default: that of torchtitan's tests",
+    "dataset": "the name of a dataset, as c4; default: c4_test",
+}
 _KUBERNETES = {
     "namespace": "its namespace; default: that of kubectl",
     "pvc": "a claim that is there: it keeps what the job makes",
@@ -35,6 +45,45 @@ TARGETS: Mapping[str, Target] = {
             "partition": "the name of a partition",
             "account": "the name of an account",
         },
+    ),
+    "akash": Target(
+        ".sdl.yaml",
+        "an SDL that Akash deploys",
+        {
+            "start": "job, or session: nodes that wait for %distributed start; default: job",
+            "part": "which nodes the lease has: all, first or others; default: all",
+            "ssh_key": "your public key, the line of ~/.ssh/id_ed25519.pub",
+            "gpu_model": "models of NVIDIA, as a100:80Gi,h100; default: any",
+            "price": "the most that a block may cost for a node, a whole number",
+            "denom": "what it is paid in, uact or uakt; default: uact",
+            "cpus": "how many processors a node has",
+            "memory": "the memory of a node, as 32Gi",
+            "disk": "the disk of a node, as 20Gi",
+            "shm": "the shared memory of a node, as 16Gi",
+            "volume": "the volume of a node's checkpoints, as 50Gi",
+        },
+    ),
+    "runai": Target(
+        ".sh",
+        "a shell script that submits the job to Run:ai",
+        {
+            "cli": "new, by default, or old: its command line",
+            "project": "the name of a project",
+            "pvc": "a volume that is there, as my-claim:/mnt/data",
+            "secret": "the Kubernetes secret with those of the spec; default: the one of the job's name",
+            "log_ranks": "local ranks whose lines are in the log: 0,1; default: all",
+        },
+    ),
+    "torchtitan": Target(
+        ".py",
+        "a configuration of torchtitan, as a function in Python",
+        {**_TORCHTITAN, "release": "0.3, by default, or main, which is that of 2026-08"},
+    ),
+    "torchtitan-toml": Target(".toml", "a configuration of torchtitan up to v0.2.2", _TORCHTITAN),
+    "accelerate": Target(
+        ".yaml",
+        "a configuration of Hugging Face Accelerate, for one node",
+        {"node": "the name or the number of that node; default: the first"},
     ),
     "pytorchjob": Target(".yaml", "a PyTorchJob for Kubeflow's training operator on Kubernetes", _KUBERNETES),
     "trainjob": Target(
@@ -57,3 +106,16 @@ def _describe(name: str) -> str:
 OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that have it
     name: _describe(name) for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
+# What is imported; a file is of the first kind that fits.
+KINDS = (
+    "detrain",
+    "akash",
+    "lease",
+    "hypha",
+    "torchtitan",
+    "ravnest",
+    "accelerate",
+    "command",
+    "ssh_config",
+    "hostfile",
+)

@@ -191,7 +191,7 @@ class Session(SlotsOnly):
         files = SessionFiles(transports, folder, project=project, is_synced=sync)
         connecting = _describe_connecting(transports)
         say(connecting)
-        ends = bring_up_agents(transports, name, on_step=on_step, meanwhile=say_again)
+        ends = bring_up_agents(transports, name, on_step=on_step, meanwhile=say_again, may_be_apart=not init)
         transports = [end.transport for end in ends]
         files.reach_by(transports)
         try:
@@ -210,7 +210,8 @@ class Session(SlotsOnly):
                 say(_SENDING)
             for words in [*files.notices, *files.bring(on_step=on_step, meanwhile=lambda: say(_SENDING))]:
                 core.state.notices.add(words)
-            launch(core, how, attached, say=say, on_step=on_step)
+            is_apart = any(end.is_apart for end in ends)
+            launch(core, how, attached, say=say, on_step=on_step, is_apart=is_apart)
         except BaseException:
             session.stop(cold=True)
             raise

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .findings import Finding, worst
+    from .lease import nodes_from_lease
     from .node import Node
     from .nodes_file import parse_nodes, read_nodes, write_nodes
     from .parallelism import Parallelism
@@ -26,6 +27,7 @@ __all__ = [
     "Rendezvous",
     "Source",
     "Training",
+    "nodes_from_lease",
     "parse_nodes",
     "read_nodes",
     "worst",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     **dict.fromkeys(("Finding", "worst"), ".findings"),
     "Node": ".node",
+    "nodes_from_lease": ".lease",
     **dict.fromkeys(("parse_nodes", "read_nodes", "write_nodes"), ".nodes_file"),
     "Parallelism": ".parallelism",
     "PipelineSpec": ".pipeline",

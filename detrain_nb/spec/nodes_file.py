@@ -10,7 +10,8 @@
     host = "gpu2"
     devices = [0, 1]
 
-In JSON: ``{"defaults": {...}, "nodes": [{...}, {...}]}``, or the list alone. In YAML the same.
+In JSON: ``{"defaults": {...}, "nodes": [{...}, {...}]}``, or the list alone. In YAML the same. What Akash says of a
+lease is a nodes file, too (lease.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +27,21 @@ from ..documents import SUFFIXES, format_document, parse_content, read_text, suf
 from ..errors import SpecError
 from ..guarded import can_others_write
 from ..storage import locate, replace_file
+from .lease import is_lease, name_apart, nodes_from_lease
 from .node import OF_HOSTS, THIS_MACHINE, Node, default_name, describe_twice_here, parse_target
 
 _MOST_FAULTS = 20
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
-    """Read nodes from a command line: ``[user@]host[:port]`` with commas between them, or the path of a nodes file.
+    """Read nodes from a command line: ``[user@]host[:port]`` or paths of nodes files, with commas between them.
 
     A path is what ends as a document does (.toml, .json, .yaml) or has a slash. A host that stands there with several
     ports gives nodes that are named host-port. Raises: SpecError.
     """
     text = text.strip()
-    if text.lower().endswith(SUFFIXES) or "/" in text:
-        return read_nodes(Path(os.path.expanduser(text)))
+    if _is_path(text):
+        return _read_files(text)
     try:
         targets = [parse_target(part.strip()) for part in text.split(",")]
     except SpecError as exc:
@@ -60,8 +63,9 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 
 def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
     """Read a nodes file, by its suffix, in the layout above. Raises: SpecError with one line per fault."""
-    suffix = suffix_of(path)
-    content = parse_content(read_text(locate(Path(path))), suffix, where=str(path))
+    content = _read(path)
+    if is_lease(content):
+        return nodes_from_lease(content, where=str(path))
     tables, defaults, faults = _take_apart(content)
     _refuse(faults, where=path)
     _refuse(_build({"host": "any", **defaults})[1], where=f"{path}, defaults")
@@ -98,6 +102,27 @@ def write_nodes(
     except OSError as exc:
         raise SpecError(f"{path}: cannot be written: {exc.strerror}") from exc
     return is_kept
+
+
+def _is_path(text: str) -> bool:
+    return text.lower().endswith(SUFFIXES) or "/" in text
+
+
+def _read_files(text: str) -> tuple[Node, ...]:
+    """Read one file, or several with commas between them; a comma may stand in the name of one. Raises: SpecError."""
+    parts = [part.strip() for part in text.split(",")]
+    if len(parts) == 1 or not all(map(_is_path, parts)) or os.path.exists(os.path.expanduser(text)):
+        return read_nodes(Path(os.path.expanduser(text)))
+    paths = [Path(os.path.expanduser(part)) for part in parts]
+    read = [read_nodes(path) for path in paths]
+    nodes = name_apart(read) if all(is_lease(_read(path)) for path in paths) else tuple(chain(*read))
+    _refuse(find_twins(nodes), where=f"nodes {text!r}")
+    return nodes
+
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    suffix = suffix_of(path)
+    return parse_content(read_text(locate(Path(path))), suffix, where=str(path))
 
 
 def _dump(nodes: Iterable[Node], suffix: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Self
@@ -13,7 +12,7 @@ from ..errors import FieldError
 from ..plan import Plan
 from ..plan.fields import set_fields
 from ..plan.job import JobSpec
-from ..plan.names import MOST_NAME_CHARS
+from ..plan.names import make_name
 from ..storage import shown
 from ..text import ShownAsText
 from .checking import check_spec
@@ -49,8 +48,7 @@ class PipelineSpec(ShownAsText, PipelineFields):
         """
         file = PurePath(url)
         if kind := _RUN_ALONE.get(file.suffix.lower()):
-            name = re.sub(r"[^A-Za-z0-9._-]+", "-", file.stem).lstrip("-._")[:MOST_NAME_CHARS] or kind
-            return cls.from_dict({"name": name, "source": {kind: os.fspath(url)}})
+            return cls.from_dict({"name": make_name(file.stem, default=kind), "source": {kind: os.fspath(url)}})
         try:
             return cls.from_dict(read_document(url))
         except FieldError as exc:

@@ -72,6 +72,7 @@ class LocalTransport:
     address = "127.0.0.1"
     interface = "lo"
     reached_from = ""
+    is_forwarded = False
     account: object = None
     contact: object = None
     folder_state: tuple[object, object] = ("", "")

@@ -30,7 +30,8 @@ class Transport(Protocol):
 
     ``name`` is the user's name for it, empty for this machine; ``node`` is how the user described it, None where there
     is nothing to describe. Other nodes reach it at ``address``, through its ``interface``; its ranks get ``env``. This
-    machine is reached by it at ``reached_from``, where that is known otherwise than by the node's own word.
+    machine is reached by it at ``reached_from``, where that is known otherwise than by the node's own word. It
+    ``is_forwarded`` where this machine reaches it at an address that it does not have, as through a forwarded port.
     ``can_resume``: a connection that breaks says nothing of the agent, which can be connected to again. ``is_trusted``:
     the user lets it show active HTML, as this machine may. ``shares_paths``: a path there is the same file as here, so
     that no folder has to be brought. ``place`` is equal for transports to the same node, by the same way; ``account``
@@ -47,6 +48,7 @@ class Transport(Protocol):
     address: str
     interface: str
     reached_from: str
+    is_forwarded: bool
     project: str
 
     @property

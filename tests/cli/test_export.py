@@ -1,4 +1,4 @@
-"""`detrain-nb export`: the script is printed or written, with the fields that the command line sets."""
+"""`detrain-nb export` and `import`: a script, or a spec, is printed or written, with what the command line sets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from detrain_nb.cli.commands import main
-from detrain_nb.documents import write_document
+from detrain_nb.documents import parse_document, write_document
+from detrain_nb.spec import PipelineSpec
 
 
 @pytest.fixture
@@ -39,9 +40,23 @@ def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=4\n" in text and "--time=01:00:00\n" in text
 
 
+def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["--", "torchrun", "--nproc-per-node=2", "--tee", "3", "a.py", "--training.lr", "1"]
+    assert main(["import", "--as", "toml", *command]) == 0
+    text, errors = capsys.readouterr()
+    assert parse_document(text, ".toml")["source"] == {"script": "a.py", "arguments": ["--training.lr", "1"]}
+    assert errors == "detrain-nb: left out: --tee: a spec has no field for it\n"
+    for before in ("", ", in place of what was there"):
+        assert main(["import", "-o", str(tmp_path / "a.json"), *command]) == 0
+        assert capsys.readouterr() == ("", f"{errors}wrote {tmp_path}/a.json{before}\n")
+    assert PipelineSpec.load(tmp_path / "a.json").source.script == "a.py"
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["import"], "give a file, or a command line behind --"),
+        (["import", "SPEC", "--from", "command"], "my spec.yaml: starts neither torchrun nor accelerate"),
         (["export", "torchrn", "SPEC"], "'torchrn' is no format to export to: give one of torchrun, slurm"),
         (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option time: it has no options"),
         (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),

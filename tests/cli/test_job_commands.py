@@ -224,7 +224,7 @@ def test_wrong_use_is_one_line(
             "jobs list --training.epochs 2",
             "detrain-nb: --training.epochs=2: only a command with a spec takes its fields",
         ),
-        ("jobs list -- ls", "detrain-nb: -- ls: only jobs exec takes a command"),
+        ("jobs list -- ls", "detrain-nb: -- ls: only import and jobs exec take a command"),
         ("jobs", "detrain-nb jobs: the following arguments are required: ACTION"),
         ("jobs shw", "detrain-nb jobs: 'shw' is no command: did you mean show?"),
         ("jobs logs x --rnk 1", "detrain-nb jobs logs: --rnk is no option here: did you mean --rank?"),

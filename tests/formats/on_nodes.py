@@ -1,9 +1,11 @@
-"""How the script of each exporter is run on one node, and what it has started there."""
+"""How the script of each exporter is run on one node, and what it has started there; and what a spec has to have."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -67,12 +69,14 @@ class Way:
 
     ``start`` is given a shell, the path of the exported file, beside which it may write more, and the node's number.
     ``needs`` is what a spec has to have to go there. ``endpoint`` is where a node looks for the first one, of two that
-    are called first and second; None: an operator says it in PET_MASTER_ADDR. ``folder`` is that of the job "train".
+    are called first and second; None: an operator says it in PET_MASTER_ADDR; and ``store`` is that where ranks may
+    begin anew. ``folder`` is that of the job "train".
     """
 
     start: Callable[[str, Path, int], Start]
     needs: Mapping[str, Any] = field(default_factory=dict)
     endpoint: Callable[[int], str] | None = lambda node_rank: "first:29500"
+    store: Callable[[int], str] = lambda node_rank: "first:29500"
     folder: str = "train.job"
     is_script: bool = True  # the exported text is one of a shell
 
@@ -85,6 +89,42 @@ def _slurm(shell: str, script: Path, node_rank: int) -> Start:
     """As srun does: the script comes on the standard input."""
     env = {"SLURM_JOB_ID": "7", "SLURM_NODEID": str(node_rank), "DETRAIN_NB_ENDPOINT": "first:29500"}
     return Start([shell, "-s", "node"], env, reads_script=True)
+
+
+def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
+    """As a container of the service is started; it knows one address of its own, and one that it is not asked for."""
+    service = [*yaml.safe_load(sdl.read_bytes())["services"].values()][node_rank]
+    bins = sdl.with_name("bin")
+    bins.mkdir(exist_ok=True)
+    (bins / "hostname").write_text('#!/bin/sh\n[ "$*" = -i ] && echo 10.1.2.3 10.4.5.6\n')
+    (bins / "hostname").chmod(0o755)
+    env = {"PATH": f"{bins}:{os.environ['PATH']}"}
+    for line in service["env"]:
+        name, _, value = line.partition("=")
+        env[name] = fill_in(value, env)
+    assert service["args"][0] == "/bin/sh"
+    return Start([shell, *(fill_in(word, env) for word in service["args"][1:])], env)
+
+
+def fill_in(text: str, env: Mapping[str, str]) -> str:
+    """As Kubernetes does: $(NAME) is the value of a variable that there is, and of two $ one is left."""
+    return re.sub(
+        r"\$(?:\$|\(([^)]*)\))",
+        lambda found: "$" if found[1] is None else env.get(found[1], found[0]),
+        text,
+    )
+
+
+_RUNAI = str(Path(__file__).with_name("runai_cli.py"))
+
+
+def _runai(shell: str, script: Path, node_rank: int) -> Start:
+    """As a pod does in which the command line of Run:ai has the script run."""
+    runai = script.with_name("bin") / "runai"
+    runai.parent.mkdir(exist_ok=True)
+    runai.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -IS {shlex.quote(_RUNAI)} "$@"\n')
+    runai.chmod(0o755)
+    return Start([shell, str(script)], {"PATH": f"{runai.parent}:{os.environ['PATH']}", "POD": str(node_rank)})
 
 
 def _pod(shell: str, script: Path, node_rank: int) -> Start:
@@ -113,11 +153,27 @@ def _pod(shell: str, script: Path, node_rank: int) -> Start:
 WAYS: Mapping[str, Way] = {
     "torchrun": Way(_torchrun),
     "slurm": Way(_slurm, folder="train-7.job"),
+    "akash": Way(
+        _akash,
+        needs={"image": "ghcr.io/you/train:1"},
+        endpoint=lambda node_rank: "first:29500" if node_rank else "10.1.2.3:29500",
+        store=lambda node_rank: "first:29500" if node_rank else "localhost:29500",
+        is_script=False,
+    ),
+    "runai": Way(_runai, needs={"image": "a/b:1"}),
     **{
         kind: Way(_pod, needs={"image": "ghcr.io/you/train:1"}, endpoint=None, is_script=False)
         for kind in ("pytorchjob", "trainjob")
     },
 }
+
+# What another program reads: nothing of it is run here.
+READ: Mapping[str, Mapping[str, Any]] = {
+    "torchtitan": {},
+    "torchtitan-toml": {},
+    "accelerate": {"parallelism": {"dp_replicate": -1, "dp_shard": 1}},
+}
+NEEDS: Mapping[str, Mapping[str, Any]] = {**{name: way.needs for name, way in WAYS.items()}, **READ}
 
 
 def run_on_node(

@@ -318,6 +318,25 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     view.get_by_role("button", name="My Pipelines").click()
     begin_pipeline(view, "other")
     expect(view.get_by_label("Batch size")).to_have_value("")  # what was typed into another form is not shown in it
+    view.get_by_role("button", name="My Pipelines").click()
+    _import_hosts(nb, view, tmp_path)
+
+
+def _import_hosts(nb: Notebook, view: Locator, folder: Path) -> None:
+    """A list of hosts becomes a draft; what was left out goes line by line, and the focus to the next one."""
+    (nb.path.parent / "cluster").write_text("gpu[1-2] slots=4 rack=7 row=2\n")
+    view.get_by_role("button", name="Import…").click()
+    nb.page.keyboard.type("cluster")
+    nb.page.keyboard.press("Enter")
+    expect(view.get_by_role("heading", name="cluster", exact=True)).to_be_visible()
+    left_out = view.get_by_role("group", name="Left out of the import")
+    expect(left_out.get_by_role("listitem")).to_have_count(2)
+    take_pictures(nb, view, "imported", folder)
+    left_out.get_by_role("button", name="Dismiss: rack").click()
+    expect(left_out.get_by_role("button", name="Dismiss: row")).to_be_focused()
+    nb.page.keyboard.press("Enter")
+    expect(left_out).to_be_hidden()
+    expect(view.get_by_label("Name", exact=True)).to_be_focused()
 
 
 @pytest.mark.slow

@@ -213,6 +213,8 @@ def test_jobs_specs_and_folders_stand_for_their_names(tab: _Tab, home: Path, mon
     assert tab("%%torchrun --fol", after="\n1") == ["--follow"]
     assert tab("%pipeline pl") == ["plan"]
     assert [name for name in tab("%pipeline export ") if name[:2] != "--"] == sorted(TARGETS)
+    assert tab("%pipeline import --from ss") == ["ssh_config"]
+    assert "gpus.json" in tab("%pipeline import ")
     assert tab("%job submit a.toml --trai") == ["--training."]
     assert tab("%job submit --training.lo") == ["--training.log_every", "--training.loss"]
     assert tab("%job submit --checkpoint.k") == ["--checkpoint.keep"]

@@ -1,4 +1,4 @@
-"""%pipeline: a spec in a file or a variable, planned, checked and exported, without a session."""
+"""%pipeline: a spec in a file or a variable, planned, checked, exported and imported, without a session."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ import pytest
 from detrain_nb.magics.pipeline import PipelineMagics
 from IPython.core.error import UsageError
 
+from detrain_nb.formats import Imported
 from detrain_nb.plan import Plan
 from detrain_nb.spec import PipelineSpec
+from detrain_nb.spec.nodes_file import read_nodes
 
 SPEC = PipelineSpec.from_dict(
     {"name": "mnist", "source": {"script_text": "a = 1\n"}, "nodes": [{"host": "a", "ranks": 2}, {"host": "b"}]}
@@ -48,9 +50,32 @@ def test_script_is_printed_or_written(
     assert capsys.readouterr().err.startswith("warning: checkpoint: ranks that begin anew begin at step 0")
 
 
+def test_import_is_returned_or_written(
+    magics: PipelineMagics, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    imported = magics.pipeline(
+        f"import -o {tmp_path}/s.toml -- torchrun --nproc-per-node 2 t.py --training.x '1 2' # x"
+    )
+    assert isinstance(imported, Imported) and imported.spec
+    assert imported.spec.source.arguments == ("--training.x", "1 2")
+    assert capsys.readouterr().out == f"wrote {tmp_path}/s.toml\n"
+    assert PipelineSpec.load(tmp_path / "s.toml") == imported.spec
+    (tmp_path / "hosts").write_text("gpu[1-2]\n")
+    magics.pipeline(f"import {tmp_path}/hosts --from hostfile -o {tmp_path}/nodes.json")
+    assert read_nodes(tmp_path / "nodes.json") == magics.pipeline(f"import {tmp_path}/hosts").nodes
+    assert "# left out: HF_TOKEN: " in str(magics.pipeline("import -- HF_TOKEN=x torchrun t.py"))
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
+        ("import", "give a file, or a command line behind --: import -- torchrun train.py"),
+        ("import a -- torchrun b.py", "give a file, or a command line behind --"),
+        ("import a --from hostfil", "--from 'hostfil': give one of ravnest, accelerate, command, ssh_config, hostfile"),
+        ("import torchrun t.py", "'t.py' is one word too many: a command line stands behind --, as in: import -- t.py"),
+        ("plan spec -- x", "-- x: only import takes a command"),
+        ("import gone.yaml", "gone.yaml cannot be read: it is not there"),
+        ("import -o a.txt -- torchrun t.py", "a.txt: its name ends in none of .json, .toml, .yaml, .yml"),
         ("plan", "the following arguments are required: SPEC"),
         ("plna spec", "'plna' is no command: did you mean plan?"),
         ("plan gone.json", "gone.json cannot be read: it is not there"),

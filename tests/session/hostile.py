@@ -46,6 +46,7 @@ class FakeNode:
     address = "127.0.0.1"
     interface = "lo"
     reached_from = ""
+    is_forwarded = False
     torch = ""
     node = None
     account: object = None

@@ -16,7 +16,7 @@ from ipywidgets import Widget
 from detrain_nb.jobs import find_job
 from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
-from detrain_nb.plan.targets import TARGETS
+from detrain_nb.plan.targets import KINDS, TARGETS
 
 from .page import WithPage
 
@@ -340,16 +340,14 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     assert page.refusal("export", **given) == "correct what is marked first"
 
 
-def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(
-    page: Page, tmp_path: Path, host_lists: None
-) -> None:
-    assert {"name": "hosts", "about": "a host a line"} in page.open_page()["kinds"]
-    (tmp_path / "cluster.txt").write_text("= hosts\ngpu1 rack=7 row=2\ngpu2\n")
+def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(page: Page, tmp_path: Path) -> None:
+    assert [each["name"] for each in page.open_page()["kinds"]] == [*KINDS]
+    (tmp_path / "cluster.txt").write_text("gpu1 rack=7 row=2\ngpu2\n")
     ask = {"path": "cluster.txt", "text": "", "kind": ""}
     page.asks("import_pipeline", **ask)
     form = page.wait_for_part("form", bool)
     assert form["file"] == "pipelines/cluster.toml" and form["draft"]["nodes"] == [{"host": "gpu1"}, {"host": "gpu2"}]
-    left_out = ["rack=7: no field of a node", "row=2: no field of a node"]
+    left_out = [f"{name} (line 1): a spec has no field for it" for name in ("rack", "row")]
     assert form["left_out"] == left_out
     page.asks("close_form")
     page.asks("open_pipeline", id=page.names()["cluster"])
@@ -358,14 +356,14 @@ def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(
     assert page.wait_for_part("form", lambda form: len(form["left_out"]) == 1)["left_out"] == left_out[1:]
     page.asks("dismiss", line=None)
     page.wait_for_part("form", lambda form: form["left_out"] == [])
-    page.asks("import_pipeline", **{**ask, "text": "= hosts\ngpu3\n", "path": ""})
+    page.asks("import_pipeline", **{**ask, "text": "gpu3\n", "path": ""})
     form = page.wait_for_part("form", lambda form: form["draft"]["nodes"] == [{"host": "gpu3"}])
     assert form["file"] == "pipelines/pipeline.toml" and form["left_out"] == []
     page.asks("import_pipeline", **ask)
     assert page.wait_for_part("form", lambda form: len(form["rows"]) == 2)["file"] == "pipelines/cluster-2.toml"
-    (tmp_path / "cluster.txt").write_text("= hosts\n-x\n")
+    (tmp_path / "cluster.txt").write_text("gpu1\ngpu[1-\n")
     before = page.names()
-    assert "cluster.txt: line 2: " in page.refusal("import_pipeline", **ask)
+    assert "cluster.txt: line 2: " in page.refusal("import_pipeline", **{**ask, "kind": "hostfile"})
     assert "is no kind of file to import" in page.refusal("import_pipeline", **{**ask, "kind": "other"})
     assert "it is not there" in page.refusal("import_pipeline", **{**ask, "path": "gone.json"})
     assert page.refusal("import_pipeline", **{**ask, "path": ""}) == "name a file"

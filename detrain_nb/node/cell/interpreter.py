@@ -149,6 +149,7 @@ class _Interpreter:
             device=self._device,
             timeout_s=config.group_timeout_s,
             folder=session_folder if config.is_only_node else None,
+            is_apart=config.is_apart,
         )
         self._generation.take_over_torch()
         speak_before_abort(lambda: describe_last(since_ns=self._generation.started_ns))

@@ -44,7 +44,8 @@ _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 class Generation:
     """The default process group of this rank, and the generation it belongs to.
 
-    ``folder``: where the ranks meet if all are on this node, a folder that only its user can enter.
+    ``folder``: where the ranks meet if all are on this node, a folder that only its user can enter. Where the nodes of
+    all ranks are ``is_apart``, which do not reach each other, none is made.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Generation:
         device: torch.device,
         timeout_s: float = 0.0,
         folder: Path | None = None,
+        is_apart: bool = False,
     ) -> None:
         self.number = 0
         self.is_in_use = False  # the main thread may be in one of its operations
@@ -68,6 +70,7 @@ class Generation:
         self._timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else _GROUP_TIMEOUT
         self._store_address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # cells may set others
         self._folder = folder
+        self._is_apart = is_apart
         self._meeting: Meeting | None = None  # the file that is the store
         self._store: dist.Store | None = None
         self._groups_made = 0
@@ -254,6 +257,8 @@ class Generation:
 
     def _open_store(self) -> dist.Store:
         """What the ranks find each other through. An end that comes from here on ends it too."""
+        if self._is_apart:
+            raise SessionError("there is no process group: the nodes of this session do not reach each other")
         if self._folder is None:
             return dist.TCPStore(*self._store_address, None, is_master=False, timeout=_STORE_TIMEOUT)
         self._meeting = Meeting.next(self._folder, self.number)

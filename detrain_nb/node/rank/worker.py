@@ -88,7 +88,9 @@ def main(umask: int | None = None) -> None:
         os.umask(umask)
     launcher_pid = os.getppid()
     config = RankConfig.from_env(os.environ)
-    rank = int(os.environ["RANK"])
+    rank = config.first_rank + int(os.environ["RANK"])
+    if config.is_apart:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(config.world_size))
     agent = socket.socket(socket.AF_UNIX)
     agent.connect(config.agent_socket)
     close_inherited_sockets(keep={agent.fileno()})

@@ -79,7 +79,7 @@ class RankStart:
             )
 
     def message(
-        self, plan: Plan, node_rank: int, transport: Transport, *, cpus: int, run_id: str, store: tuple[str, int]
+        self, plan: Plan, node_rank: int, transport: Transport, *, cpus: int, run_id: str, store: tuple[str, int] | None
     ) -> Launch:
         """What the agent of a node is told: the launcher's command, and what it remembers for a later notebook."""
         node = plan.nodes[node_rank]
@@ -177,12 +177,20 @@ def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
 
 
 def launch(
-    core: Core, how: RankStart, attached: Mapping[int, Attached], *, say: Say, on_step: OnStep = ignore_step
+    core: Core,
+    how: RankStart,
+    attached: Mapping[int, Attached],
+    *,
+    say: Say,
+    on_step: OnStep = ignore_step,
+    is_apart: bool = False,
 ) -> None:
-    """Start the ranks of all nodes at once. Raises: LaunchError."""
+    """Start the ranks of all nodes at once; where these are ``is_apart`` no group is made. Raises: LaunchError."""
     core.state.groups.want(how.has_group, timeout_s=how.group_timeout_s)
+    if is_apart:
+        core.state.notices.add("the nodes do not reach each other: no process group can be made in this session")
     address = core.transports[0].address if len(core.transports) > 1 else LOOPBACK
-    store = (address, _open_store(core, address))
+    store = None if is_apart else (address, _open_store(core, address))
     run_id = uuid.uuid4().hex
     ranks_up = core.state.expect_ranks()
     for node, transport in enumerate(core.transports):

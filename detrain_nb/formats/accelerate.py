@@ -1,0 +1,115 @@
+"""A pipeline as the configuration of Hugging Face Accelerate, for one of its nodes: `accelerate launch` reads it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..documents import format_document
+from ..errors import SpecError, count_ranks
+from ..plan import Plan
+from ..spec import PipelineSpec
+from .configuration import axis, write_head
+from .job_script import describe, find_first_node
+
+__all__ = ["export"]
+
+_USED = (
+    *(f"parallelism.{name}" for name in ("pp", "dp_replicate", "dp_shard", "tp", "compile", "precision")),
+    *(f"nodes.{name}" for name in ("name", "host", "address", "ranks", "devices")),
+    *(f"rendezvous.{name}" for name in ("endpoint", "port")),
+)
+
+
+def export(spec: PipelineSpec, plan: Plan, *, node: str = "") -> str:
+    """Write the file of the ``node`` with that name or number, by default of the first.
+
+    Raises: SpecError for what Accelerate cannot be told.
+    """
+    number = _number_of(node, plan)
+    _check(spec, plan)
+    kind = _kind(plan)
+    content = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": kind,
+        "machine_rank": number,
+        "main_training_function": "main",
+        "mixed_precision": "bf16" if spec.parallelism.precision == "bf16" else "no",
+        "num_machines": len(plan.nodes),
+        "num_processes": plan.world_size,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": plan.device == "cpu",
+        **_say_first_node(spec, plan),
+        **({"gpu_ids": ",".join(map(str, gpus))} if (gpus := plan.nodes[number].gpus) else {}),
+        **({"dynamo_config": {"dynamo_backend": "INDUCTOR"}} if spec.parallelism.compile else {}),
+        **({"fsdp_config": _say_shards(spec)} if kind == "FSDP" else {}),
+        **_say_mesh(plan),
+    }
+    is_told = kind == "FSDP" and spec.parallelism.activations == "full"
+    what = f"{describe(spec, plan)}. On node {number}: accelerate launch --config_file {spec.name}.yaml SCRIPT"
+    head = write_head(spec, what, used=(*_USED, *(["parallelism.activations"] if is_told else [])), by="Accelerate")
+    if kind == "MULTI_CPU":
+        head.append("# On the CPU it starts one rank: MPI starts several, with mpirun_config here, or by mpirun.")
+    return "\n".join(head) + "\n" + format_document(content, ".yaml")
+
+
+def _number_of(node: str, plan: Plan) -> int:
+    names = [each.name or "localhost" for each in plan.nodes]
+    if not node or node in names:
+        return names.index(node) if node else 0
+    if node.isdecimal() and int(node) < len(names):
+        return int(node)
+    raise SpecError(f"node {node!r}: give the name of a node, one of {', '.join(names)}, or its number from 0")
+
+
+def _check(spec: PipelineSpec, plan: Plan) -> None:
+    first = plan.nodes[0]
+    for other in plan.nodes[1:]:
+        if len(other.ranks) != len(first.ranks) or other.device != first.device:
+            raise SpecError(
+                f"Accelerate starts as many ranks on every node: {first.name} has {count_ranks(len(first.ranks))} on "
+                f"{first.device}, {other.name} has {len(other.ranks)} on {other.device}: give them the same"
+            )
+    if (stages := axis(plan, "pp")) > 1:
+        raise SpecError(f"parallelism.pp {stages}: Accelerate trains no pipeline of stages: give 1")
+    if plan.device == "cpu" and (parts := [name for name in ("dp_shard", "tp") if axis(plan, name) > 1]):
+        raise SpecError(
+            f"parallelism.{parts[0]} {axis(plan, parts[0])}: Accelerate splits a model on GPUs alone: give 1, and "
+            "dp_replicate -1"
+        )
+    if spec.rendezvous.is_elastic:
+        raise SpecError("rendezvous: Accelerate starts its ranks once: leave max_restarts, min_nodes and max_nodes out")
+
+
+def _kind(plan: Plan) -> str:
+    if plan.world_size == 1:
+        return "NO"
+    if plan.device == "cpu":
+        return "MULTI_CPU"
+    return "FSDP" if axis(plan, "dp_shard") > 1 else "MULTI_GPU"
+
+
+def _say_first_node(spec: PipelineSpec, plan: Plan) -> dict[str, Any]:
+    address, port = find_first_node(spec)
+    if len(plan.nodes) > 1:
+        return {"main_process_ip": address, "main_process_port": port}
+    return {"main_process_port": port} if port else {}
+
+
+def _say_shards(spec: PipelineSpec) -> dict[str, Any]:
+    return {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_activation_checkpointing": spec.parallelism.activations == "full",
+    }
+
+
+def _say_mesh(plan: Plan) -> dict[str, Any]:
+    """The mesh, where it has more than one axis along which ranks differ, or parts of layers."""
+    axes = {name: axis(plan, name) for name in ("dp_replicate", "dp_shard", "tp")}
+    if axes["tp"] == 1 and 1 in (axes["dp_replicate"], axes["dp_shard"]):
+        return {}
+    return {"parallelism_config": {f"parallelism_config_{name}_size": size for name, size in axes.items()}}

@@ -1,0 +1,158 @@
+"""The configuration of Hugging Face Accelerate, which `accelerate config` writes, as a spec."""
+
+from __future__ import annotations
+
+import re
+
+from ..plan import MOST_RANKS
+from ..text import count_of
+from .command_import import MOST_NODES
+from .imported import Foreign, Imported, Importer
+from .reading import NO_FIELD, Part, Whole
+
+__all__ = ["ACCELERATE_CONFIG"]
+
+_SCRIPT = "train.py"
+_KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+_WITHOUT_EFFECT = {  # what these say unless somebody has chosen otherwise
+    "compute_environment": ("LOCAL_MACHINE",),
+    "debug": (False,),
+    "downcast_bf16": ("no", False),
+    "enable_cpu_affinity": (False,),
+    "main_training_function": ("main",),
+    "rdzv_backend": ("static", "c10d"),
+    "same_network": (True,),
+    "tpu_env": ([],),
+    "tpu_use_cluster": (False,),
+    "tpu_use_sudo": (False,),
+}
+
+
+def _is_one(foreign: Foreign) -> bool:
+    content = foreign.document
+    return isinstance(content, dict) and (
+        "compute_environment" in content or {"distributed_type", "num_processes"} <= content.keys()
+    )
+
+
+def _read(foreign: Foreign) -> Imported:
+    whole = Whole(foreign)
+    whole.fields["name"] = whole.name_after()
+    whole.put("source.script", _SCRIPT)
+    whole.notes.append(f"source: it does not say which script: {_SCRIPT} stands for it: write its path")
+    for key, values in _WITHOUT_EFFECT.items():
+        if whole.look(key) in values:
+            whole.take(key)
+    kind = whole.text("distributed_type", "NO").upper()
+    if kind not in _KINDS:
+        raise whole.fault(
+            "distributed_type", f"gives ranks a device that specs have not: give one of {', '.join(_KINDS)}"
+        )
+    _read_nodes(whole, is_cpu=whole.flag("use_cpu") or kind == "MULTI_CPU")
+    _read_axes(whole, kind)
+    _read_precision(whole)
+    return whole.imported("accelerate")
+
+
+def _read_nodes(whole: Whole, *, is_cpu: bool) -> None:
+    num_nodes = whole.whole_number("num_machines", 1, least=1, most=MOST_NODES)
+    num_ranks = whole.whole_number("num_processes", num_nodes, least=1, most=MOST_RANKS)
+    own = whole.whole_number("machine_rank", 0, most=MOST_NODES)
+    if own >= num_nodes:
+        raise whole.fault("machine_rank", f"{own}: there are {count_of(num_nodes, 'machine')}, the first is 0")
+    if num_ranks % num_nodes:
+        raise whole.fault("num_processes", f"{num_ranks}: give a multiple of num_machines, which is {num_nodes}")
+    host = whole.text("main_process_ip")
+    whole.carry("main_process_port", "rendezvous.port")
+    gpus = _read_gpus(whole, num_ranks // num_nodes)
+    for index in range(num_nodes):
+        node = f"nodes[{index}]"
+        whole.put(f"{node}.host", f"node-{index}" if num_nodes > 1 else "localhost")
+        if index == own and gpus and not is_cpu:
+            whole.put(f"{node}.devices", gpus)
+        else:
+            whole.put(f"{node}.ranks", num_ranks // num_nodes)
+            if is_cpu:
+                whole.put(f"{node}.devices", "cpu")
+    if host and num_nodes > 1:
+        whole.carry("main_process_ip", "nodes[0].host")
+    if unknown := [f"node-{index}" for index in range(1 if host else 0, num_nodes) if num_nodes > 1]:
+        some = unknown[0] if len(unknown) == 1 else f"{unknown[0]} to {unknown[-1]}"
+        whole.notes.append(f"nodes: it does not say which host is {some}: write their names")
+
+
+def _read_gpus(whole: Whole, ranks: int) -> list[int]:
+    """The indices of the GPUs of its own node, where that is one for each rank."""
+    text = str(whole.look("gpu_ids") if "gpu_ids" in whole else "all")
+    if text == "all":
+        whole.take("gpu_ids")
+    elif re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}", text):
+        gpus = [int(index) for index in text.split(",")]
+        if len(set(gpus)) == len(gpus) == ranks:
+            whole.take("gpu_ids")
+            return gpus
+        whole.leave("gpu_ids", f"a node has {count_of(ranks, 'rank')}, and each has a GPU of its own")
+    else:
+        raise whole.fault("gpu_ids", "give all, or indices as 0,1")
+    return []
+
+
+def _read_axes(whole: Whole, kind: str) -> None:
+    axes: dict[str, int] = {}
+    sizes = whole.part("parallelism_config")
+    for axis in ("dp_replicate", "dp_shard", "tp"):
+        if (key := f"parallelism_config_{axis}_size") in sizes:
+            axes[axis] = sizes.whole_number(key, 1, least=1, most=MOST_RANKS)
+    for axis in ("cp", "sp"):
+        if sizes.look(key := f"parallelism_config_{axis}_size") == 1:
+            sizes.take(key)
+    if kind == "MEGATRON_LM":
+        megatron = whole.part("megatron_lm_config")
+        for axis in ("pp", "tp"):
+            axes[axis] = megatron.whole_number(f"megatron_lm_{axis}_degree", 1, least=1, most=MOST_RANKS)
+        if "megatron_lm_num_micro_batches" in megatron:
+            megatron.carry("megatron_lm_num_micro_batches", "parallelism.microbatches")
+    elif kind == "FSDP":
+        _read_shards(whole.part("fsdp_config"), axes)
+    elif kind == "DEEPSPEED":
+        whole.notes.append("distributed_type DEEPSPEED: ranks of a spec run without DeepSpeed")
+    if kind != "FSDP" and "dp_replicate" not in axes and "dp_shard" not in axes:
+        axes |= {"dp_replicate": -1, "dp_shard": 1}
+    for axis, size in axes.items():
+        whole.put(f"parallelism.{axis}", size)
+
+
+def _read_shards(part: Part, axes: dict[str, int]) -> None:
+    strategy = str(part.look("fsdp_sharding_strategy") or "FULL_SHARD").upper()
+    if strategy in ("FULL_SHARD", "1"):
+        part.take("fsdp_sharding_strategy")
+    elif strategy in ("NO_SHARD", "3"):
+        part.take("fsdp_sharding_strategy")
+        axes |= {"dp_replicate": -1, "dp_shard": 1}
+    else:
+        part.leave("fsdp_sharding_strategy", "shards go to all ranks: give parallelism.dp_replicate and dp_shard")
+    if str(part.look("fsdp_activation_checkpointing")).lower() == "true":
+        part.take("fsdp_activation_checkpointing")
+        part.whole.put("parallelism.activations", "full")
+    elif str(part.look("fsdp_activation_checkpointing")).lower() == "false":
+        part.take("fsdp_activation_checkpointing")
+
+
+def _read_precision(whole: Whole) -> None:
+    precision = str(whole.look("mixed_precision") or "no").lower()
+    if precision == "bf16":
+        whole.take("mixed_precision")
+        whole.put("parallelism.precision", "bf16")
+    elif precision == "no":
+        whole.take("mixed_precision")
+    else:
+        whole.leave("mixed_precision", "a spec has bf16 and fp32")
+    dynamo = whole.part("dynamo_config")
+    if str(dynamo.look("dynamo_backend") or "").upper() == "INDUCTOR":
+        dynamo.take("dynamo_backend")
+        whole.put("parallelism.compile", True)
+    elif "dynamo_backend" in dynamo:
+        dynamo.leave("dynamo_backend", f"ranks compile by inductor alone; {NO_FIELD}")
+
+
+ACCELERATE_CONFIG = Importer(_is_one, _read, "the configuration of Accelerate that `accelerate config` writes")

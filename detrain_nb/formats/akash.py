@@ -1,0 +1,245 @@
+"""A pipeline as an SDL of Akash: each node is a service of one lease, which runs the job, or waits for a session.
+
+What a service is, which ports lead to it and how the nodes meet is said here; `akash_terms` says what it has.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+from ..documents import format_document
+from ..errors import SpecError
+from ..plan import Plan
+from ..spec import PipelineSpec
+from ..spec.node import default_name
+from .akash_terms import CHECKPOINT, SHM, Terms
+from .alike import list_chosen_there
+from .job_script import (
+    DEFAULT_PORT,
+    FOLDER,
+    NODE,
+    JobProgram,
+    describe,
+    launch_on,
+    list_needed,
+    need_image,
+    read_program,
+    write_begin,
+    write_left_out,
+    write_preparation,
+    write_setup,
+)
+from .shell import quote, quote_command
+
+__all__ = ["export"]
+
+SSH_PORT = 2222  # of the container's sshd, which is no root's
+_PLACEMENT = "akash"
+_STARTS, _PARTS = ("job", "session"), ("all", "first", "others")
+_MOST_NODES = 20  # of a lease: validation_config.go of Akash's chain-sdk
+_MOST_SCRIPT_BYTES = (128 << 10) - 1  # Linux passes no longer argument
+# Kubernetes makes other names of it, with up to ten characters behind: a volume's, that of its port.
+_SERVICE = re.compile(r"[a-z](?:[-a-z0-9]{0,50}[a-z0-9])?")
+_PUBLIC_KEY = re.compile(r"(?:ssh|ecdsa|sk)-[!-~]+ [A-Za-z0-9+/=]+(?: [ -~]*)?")
+_OF_SYSTEM = ("/dev", "/proc", "/sys")
+_ADDRESS = "DETRAIN_NB_JOB_ADDRESS"
+_PORTS = "gloo and NCCL listen on ports that no lease forwards"
+
+
+def export(
+    spec: PipelineSpec, plan: Plan, *, start: str = "job", part: str = "all", ssh_key: str = "", **terms: str
+) -> str:
+    """Write the SDL of a lease that has a service for each node.
+
+    ``start`` is "job" or "session": sshd alone, for ``%distributed start``. ``part`` is "all", "first" or "others":
+    which nodes the lease has. ``ssh_key`` is a public one; ``terms`` are the fields of `Terms`. Raises: SpecError.
+    """
+    image = need_image(spec, by="Akash")
+    _check_choices(plan, start, part, ssh_key)
+    names = _name_services(spec, plan)
+    chosen = {"all": names, "first": names[:1], "others": names[1:]}[part]
+    if len(chosen) > _MOST_NODES:
+        raise SpecError(f"{len(chosen)} nodes: a lease of Akash has at most {_MOST_NODES}: give fewer, with more ranks")
+    asked, mount = Terms(**terms), _find_mount(spec)
+    _check_use(asked, has_gpus=any(plan.nodes[names.index(name)].device == "cuda" for name in chosen), mount=mount)
+    program = read_program(spec, plan) if start == "job" else None
+    storage = {SHM: {"mount": "/dev/shm"}, **({CHECKPOINT: {"mount": mount}} if mount else {})}
+    services, compute, pricing = {}, {}, {}
+    for name in chosen:
+        index = names.index(name)
+        services[name] = {
+            "image": image,
+            **({"args": ["/bin/sh", "-c", _write_script(spec, plan, program, index, names)]} if program else {}),
+            "env": _write_env(spec, ssh_key, mount, is_job=program is not None),
+            "expose": _expose(chosen, name, _port(spec)),
+            "params": {"storage": storage},
+        }
+        memory_gb = spec.nodes[index].memory_gb if spec.nodes else None
+        resources = asked.resources_of(plan.nodes[index], memory_gb=memory_gb, has_volume=bool(mount))
+        compute[name], pricing[name] = {"resources": resources}, asked.price_of(plan.nodes[index])
+    content = {
+        "version": "2.0",
+        "services": services,
+        "profiles": {"compute": compute, "placement": {_PLACEMENT: {"pricing": pricing}}},
+        "deployment": {name: {_PLACEMENT: {"profile": name, "count": 1}} for name in chosen},
+    }
+    head = _write_head(spec, plan, chosen, is_session=program is None, has_key=bool(ssh_key))
+    return "\n".join([*head, format_document(content, ".yaml")])
+
+
+def _check_choices(plan: Plan, start: str, part: str, ssh_key: str) -> None:
+    for name, value, values in [("start", start, _STARTS), ("part", part, _PARTS)]:
+        if value not in values:
+            raise SpecError(f"{name} {value!r}: give one of {', '.join(values)}")
+    if part == "others" and len(plan.nodes) < 2:
+        raise SpecError("part others: there is one node: give part all")
+    if start == "job" and part != "all" and len(plan.nodes) > 1:
+        raise SpecError(
+            f"part {part}: the other nodes are another lease then, and a process group across leases hangs in its "
+            f"first collective: {_PORTS}: give part all; or start session, and begin sessions with --no-init"
+        )
+    if ssh_key and not _PUBLIC_KEY.fullmatch(ssh_key):
+        raise SpecError("ssh_key: is no public key: give the line of a file such as ~/.ssh/id_ed25519.pub")
+
+
+def _check_use(asked: Terms, *, has_gpus: bool, mount: str) -> None:
+    """Raises: SpecError for an option that nothing in this lease has a use for."""
+    if asked.gpu_model and not has_gpus:
+        raise SpecError(f"gpu_model {asked.gpu_model}: no node of this lease has a GPU: leave it out, or give gpus")
+    if asked.volume and not mount:
+        raise SpecError(f"volume {asked.volume}: no checkpoint goes to a path: leave it out, or give checkpoint.url")
+
+
+def _name_services(spec: PipelineSpec, plan: Plan) -> list[str]:
+    """Name them as the nodes; all by number where a name that was taken from a host is none for a service."""
+    for index, node in enumerate(spec.nodes):
+        if node.name != default_name(node.host) and not _is_service(node.name):
+            raise SpecError(
+                f"nodes[{index}].name {node.name}: Akash names a service after it: give a-z, 0-9 and -, at most 52, "
+                "the first a letter, the last no -"
+            )
+    names = [node.name for node in spec.nodes]
+    if names and all(map(_is_service, names)):
+        return names
+    return [f"node-{index}" for index in range(len(plan.nodes))]
+
+
+def _is_service(name: str) -> bool:
+    return bool(_SERVICE.fullmatch(name)) and name != "localhost"
+
+
+def _find_mount(spec: PipelineSpec) -> str:
+    """Where the volume of checkpoints is mounted; empty where they go to storage that is elsewhere, or nowhere."""
+    if spec.checkpoint is None:
+        return ""
+    url = spec.checkpoint.url.removeprefix("file://")
+    if "://" in url:
+        return ""
+    path = PurePosixPath(f"/{url.lstrip('/')}")
+    is_odd = not url.startswith("/") or not path.name or ":" in url or ".." in path.parts
+    if is_odd or any(path.is_relative_to(folder) for folder in _OF_SYSTEM):
+        raise SpecError(
+            f"checkpoint.url {spec.checkpoint.url}: Akash mounts a volume there: give the whole path of a folder of "
+            "its own, as /checkpoints, or a URL of storage, as s3://bucket/folder"
+        )
+    return str(path)
+
+
+def _port(spec: PipelineSpec) -> int:
+    port = spec.rendezvous.port or DEFAULT_PORT
+    if port == SSH_PORT:
+        raise SpecError(f"rendezvous.port {port}: the container's sshd listens there: give another, as {DEFAULT_PORT}")
+    return port
+
+
+def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) -> list[str]:
+    """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
+    secrets = list_needed(spec) if is_job else []
+    env = {
+        "SSH_PUBKEY": ssh_key,
+        **dict.fromkeys(secrets, ""),
+        **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # they are in no file, and no login has them
+        **({"DETRAIN_NB_VOLUME": mount} if mount else {}),  # a provider gives it to root; an image may change that
+        **({} if is_job else spec.env),
+    }
+    return [_keep_from_kubernetes(f"{name}={value}") for name, value in env.items()]
+
+
+def _expose(chosen: Sequence[str], name: str, port: int) -> list[dict[str, Any]]:
+    """sshd is reached from everywhere, and the first node's rendezvous by its peers alone."""
+    peers = [{"service": peer} for peer in chosen if peer != name]
+    exposed = [{"port": SSH_PORT, "as": SSH_PORT, "proto": "tcp", "to": [{"global": True}, *peers]}]
+    if peers and name == chosen[0]:
+        exposed.append({"port": port, "as": port, "proto": "tcp", "to": peers})
+    return exposed
+
+
+def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: int, names: Sequence[str]) -> str:
+    """Write the job of one node. Its peers know the first one as a service; that one knows only its own address."""
+    several, is_elastic, port = len(names) > 1, spec.rendezvous.is_elastic, _port(spec)
+    launch = launch_on(
+        spec,
+        plan,
+        program,
+        node_rank=index,
+        endpoint=("localhost" if index == 0 else names[0], port if several else spec.rendezvous.port),
+        local_address=_ADDRESS if several and is_elastic else "",
+    )
+    # a pod may not reach itself through its service, and no peer knows the name that a pod gives itself
+    filled = {"--local-addr": f'"${_ADDRESS}"'}
+    if several and index == 0 and not is_elastic:
+        filled["--rdzv-endpoint"] = f'"${_ADDRESS}":{port}'
+    script = "\n".join(
+        [
+            *write_begin(spec.name),
+            "",
+            f"{NODE}={index}",
+            f'{FOLDER}="$PWD"/{quote(spec.name)}.job/${NODE}',
+            *([f"{_ADDRESS}=$(hostname -i)", f"{_ADDRESS}=${{{_ADDRESS}%% *}}"] if several else []),
+            *write_preparation(spec, plan, program, env=launch.env),
+            *_need_volume(spec),
+            *write_setup(spec, spec.nodes[index] if spec.nodes else None),
+            f"exec {quote_command(launch.argv, options=filled, below=program.below)}",
+        ]
+    )
+    if (size := len(script.encode())) > _MOST_SCRIPT_BYTES:
+        raise SpecError(
+            f"source: the job's script has {size:,} bytes and goes as one argument, which has at most "
+            f"{_MOST_SCRIPT_BYTES:,}: give source.git, or a module of the image"
+        )
+    return _keep_from_kubernetes(script)
+
+
+def _need_volume(spec: PipelineSpec) -> list[str]:
+    mount = _find_mount(spec)
+    fault = f"checkpoint.url: this user cannot write to {mount}: give a URL of storage, or an image that starts as root"
+    return [f"[ -w {quote(mount)} ] || fail {quote(fault)}"] if mount else []
+
+
+def _keep_from_kubernetes(text: str) -> str:
+    """It fills in $(NAME), and makes one $ of two, in arguments and in variables."""
+    return text.replace("$", "$$")
+
+
+def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_session: bool, has_key: bool) -> list[str]:
+    is_part = len(chosen) < len(plan.nodes)
+    to_fill = [*([] if has_key else ["SSH_PUBKEY"]), *([] if is_session else list_needed(spec))]
+    lines = [f"# {describe(spec, plan)}. An SDL of Akash{', for ' + ', '.join(chosen) if is_part else ''}."]
+    if is_session:
+        lines += [
+            "# Its nodes run no job: save what `provider-services lease-status` prints as lease.json, then",
+            f"#   %distributed start --nodes lease.json{' --no-init' if is_part else ''}",
+        ]
+    if is_part:
+        lines.append(f"# With nodes of another lease there is no process group: {_PORTS}.")
+    if to_fill:
+        lines.append(f"# Fill in what is empty below: {', '.join(to_fill)}. The provider can read it.")
+    if _find_mount(spec):
+        lines.append(
+            "# Each node has a volume of its own, which belongs to root: the image has to be one that starts as root."
+        )
+    endpoint = ["rendezvous.endpoint"] if spec.rendezvous.endpoint else []
+    return [*lines, *write_left_out(spec, *list_chosen_there(spec), *endpoint)]

@@ -1,0 +1,116 @@
+"""What a node has of a provider of Akash, and may cost: the options of an export, within what the network takes."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecError
+from ..plan import NodePlan
+
+SHM, CHECKPOINT = "shm", "checkpoint"  # volumes, by name
+_DENOMS = ("uact", "uakt")
+# What the network takes at most of one service: validation_config.go of Akash's chain-sdk.
+_MOST_GPUS, _MOST_CPUS, _MOST_PRICE = 24, 384, 10_000_000
+_MOST_MEMORY_GI, _MOST_STORAGE_GI = 2 << 10, 32 << 10
+_NUMBER = re.compile(r"[0-9]{1,12}")
+_SIZE = re.compile(r"([0-9]{1,9})(?:Gi)?")
+_MODEL = re.compile(r"([a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?)(?::([1-9][0-9]{0,3}Gi))?")
+# A rank on a CPU, a GPU: what a node has for each, unless an option says it.
+_CPUS_FOR_EACH = {"cpu": 2, "cuda": 8}
+_MEMORY_FOR_EACH_GI = {"cpu": 4, "cuda": 32}
+_SHM_GI = {"cpu": 2, "cuda": 16}
+_PRICE = {"cpu": 10_000, "cuda": 100_000}
+
+
+@dataclass(frozen=True)
+class Terms:
+    """The options of an export that say what nodes have, as they were given; empty: what suits a node."""
+
+    gpu_model: str = ""
+    price: str = ""
+    denom: str = ""
+    cpus: str = ""
+    memory: str = ""
+    disk: str = ""
+    shm: str = ""
+    volume: str = ""
+
+    def price_of(self, node: NodePlan) -> dict[str, Any]:
+        """Return what a block may cost at most. Raises: SpecError."""
+        if (denom := self.denom or _DENOMS[0]) not in _DENOMS:
+            raise SpecError(f"denom {denom!r}: give one of {', '.join(_DENOMS)}")
+        advice = f"give a whole number of {denom} for a block, 1 to {_MOST_PRICE}"
+        return {"denom": denom, "amount": _read_number("price", self.price, _PRICE[node.device], _MOST_PRICE, advice)}
+
+    def resources_of(self, node: NodePlan, *, memory_gb: float | None, has_volume: bool) -> dict[str, Any]:
+        """Return the resources of a profile; ``memory_gb`` is what the spec says of it. Raises: SpecError."""
+        return {
+            "cpu": {"units": self._count_cpus(node)},
+            "memory": {"size": self._size_memory(node, memory_gb)},
+            "storage": [
+                {"size": _read_size("disk", self.disk, 20, _MOST_STORAGE_GI)},
+                {
+                    "name": SHM,
+                    "size": _read_size("shm", self.shm, _SHM_GI[node.device], _MOST_MEMORY_GI),
+                    "attributes": {"persistent": False, "class": "ram"},
+                },
+                *self._list_volumes(has_volume),
+            ],
+            **self._gpus_of(node),
+        }
+
+    def _count_cpus(self, node: NodePlan) -> int:
+        usual = min(_MOST_CPUS, _CPUS_FOR_EACH[node.device] * len(node.ranks))
+        return _read_number("cpus", self.cpus, usual, _MOST_CPUS, f"give a whole number, 1 to {_MOST_CPUS}")
+
+    def _size_memory(self, node: NodePlan, memory_gb: float | None) -> str:
+        usual = min(_MOST_MEMORY_GI, _MEMORY_FOR_EACH_GI[node.device] * len(node.ranks))
+        if memory_gb is not None and node.device == "cpu":  # else it is that of a GPU
+            usual = math.ceil(min(memory_gb, 1e9) * 1e9 / (1 << 30))
+            if usual > _MOST_MEMORY_GI and not self.memory:
+                raise SpecError(f"memory_gb {memory_gb:g} of a node: Akash has at most {_MOST_MEMORY_GI}Gi: give less")
+        return _read_size("memory", self.memory, usual, _MOST_MEMORY_GI)
+
+    def _list_volumes(self, has_volume: bool) -> Sequence[dict[str, Any]]:
+        size = _read_size("volume", self.volume, 50, _MOST_STORAGE_GI)
+        persistent = {"persistent": True, "class": "beta3"}  # beta3 is NVMe
+        return [{"name": CHECKPOINT, "size": size, "attributes": persistent}] if has_volume else []
+
+    def _gpus_of(self, node: NodePlan) -> dict[str, Any]:
+        models = _read_models(self.gpu_model)
+        if node.device == "cpu":
+            return {}
+        if (gpus := len(node.ranks)) > _MOST_GPUS:
+            where = f"node {node.name}" if node.name else "one node"
+            raise SpecError(f"{gpus} GPUs on {where}: Akash has at most {_MOST_GPUS}: share them among more nodes")
+        # no interface of a GPU is asked for: providers look for it under a label that nodes do not have
+        return {"gpu": {"units": gpus, "attributes": {"vendor": {"nvidia": models or None}}}}
+
+
+def _read_number(name: str, text: str, usual: int, most: int, advice: str) -> int:
+    number = int(text) if _NUMBER.fullmatch(text) else 0
+    if text and not 1 <= number <= most:
+        raise SpecError(f"{name} {text!r}: {advice}")
+    return number or usual
+
+
+def _read_size(name: str, text: str, usual: int, most: int) -> str:
+    match = _SIZE.fullmatch(text)
+    number = int(match[1]) if match else 0
+    if text and not 1 <= number <= most:
+        raise SpecError(f"{name} {text!r}: give a size in GiB, 1Gi to {most}Gi")
+    return f"{number or usual}Gi"
+
+
+def _read_models(text: str) -> list[dict[str, str]]:
+    """Read ``a100:80Gi,h100``; none: any model."""
+    models = []
+    for word in filter(None, text.split(",")):
+        if not (match := _MODEL.fullmatch(word.strip())):
+            raise SpecError(f"gpu_model {word!r}: give models of NVIDIA as Akash names them, as a100:80Gi,h100")
+        models.append({"model": match[1], **({"ram": match[2]} if match[2] else {})})
+    return models

@@ -1,0 +1,33 @@
+"""What the configurations for other trainers have in common: they say how is trained, and run nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ..plan import Plan
+from ..spec import PipelineSpec
+
+
+def axis(plan: Plan, name: str) -> int:
+    """Return the size of an axis of the mesh; 1 where there is none."""
+    return plan.mesh.axes.get(name, 1) if plan.mesh else 1
+
+
+def write_head(spec: PipelineSpec, what: str, *, used: Collection[str], by: str) -> list[str]:
+    """Say in comments what stands in the file, and which fields of the spec have no place there: ``used`` are those
+    that have.
+    """
+    unused = [name for name in dict.fromkeys(_list_given(spec.to_dict())) if name not in ("name", *used)]
+    return [
+        f"# {what}",
+        *([f"# Left out, as {by} has no place for it: {', '.join(unused)}."] if unused else []),
+    ]
+
+
+def _list_given(document: Mapping[str, Any]) -> Iterator[str]:
+    """Name the fields that a spec gives, as training.steps; those of all nodes have one name each."""
+    for name, value in document.items():
+        for table in value if name == "nodes" else [value]:
+            is_section = isinstance(table, Mapping) and name != "env"
+            yield from (f"{name}.{inner}" for inner in table) if is_section else (name,)

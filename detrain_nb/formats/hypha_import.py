@@ -1,0 +1,173 @@
+"""Hypha's jobs: those of its RFC, as JSON or as the RFC writes it, and those of today's scheduler, in TOML."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from .imported import Foreign, Imported, Importer
+from .reading import Part, Steps, Whole, write_steps
+from .relaxed_json import read_relaxed
+
+_SCRIPT = "torch_training.py"  # that of the RFC
+_NO_SCRIPT = f"source: a Hypha job names no script, since its workers bring their own: write {_SCRIPT}, with job_spec()"
+_NOT_YET = 'belongs to DiLoCo: a spec has the algorithm "sync" alone so far, where replicas agree in every step'
+_ROUNDS = f"{_NOT_YET}; training.steps covers as many samples, if max_batch_size is given"
+_PLACEHOLDER = "a placeholder: nothing is filled in"
+_LEFT_OPEN = "left open"
+_TOKEN = "a spec keeps no token: name the variable that holds it in secrets"
+_MARKET = "demands and prices of Hypha's market of workers: give nodes, each with its host"
+_OF_NETWORK = "belongs to Hypha's own network: nodes are reached over SSH"
+_BY_SCRIPT = "the script decides it"
+_NO_SUCH_SCHEDULE = "a spec has no such schedule of the learning rate"
+
+_IS_RFC = re.compile(r"""\btraining_definition["']?\s*:""")
+_IS_PLACEHOLDER = re.compile(r"<[^<>]*>")
+_SCHEDULES = {
+    "cosine-with-warmup": "cosine",
+    "linear-with-warmup": "linear",
+    **{name: name for name in ("constant", "cosine", "linear", "wsd")},
+}
+_PRECISIONS = {"no": "fp32", "bf16": "bf16"}
+
+
+def _is_one(foreign: Foreign) -> bool:
+    return _is_scheduler(foreign) or (foreign.suffix != ".toml" and bool(_IS_RFC.search(foreign.text)))
+
+
+def _is_scheduler(foreign: Foreign) -> bool:
+    found = foreign.document.get("scheduler") if isinstance(foreign.document, dict) else None
+    return isinstance(found, dict) and "job" in found
+
+
+def _read(foreign: Foreign) -> Imported:
+    whole = _read_scheduler(foreign) if _is_scheduler(foreign) else _read_rfc(foreign)
+    whole.put("source.script", _SCRIPT)
+    whole.notes.append(_NO_SCRIPT)
+    return whole.imported("hypha")
+
+
+# The RFC
+
+
+def _read_rfc(foreign: Foreign) -> Whole:
+    content, left_open = read_relaxed(foreign.text, where=foreign.name)
+    placeholders: list[str] = []
+    whole = Whole(foreign, _without_placeholders(content, (), placeholders))
+    whole.notes += [f"{place}: {_PLACEHOLDER}" for place in dict.fromkeys(placeholders)]
+    whole.notes += [f"{place}: {_LEFT_OPEN}" for place in dict.fromkeys(left_open)]
+    if (driver := whole.text("driver", "torch_distributed")) != "torch_distributed":
+        raise whole.fault("driver", f'{driver[:60]!r}: the RFC has "torch_distributed" alone')
+    job = whole.text("job_id")
+    whole.put("name", whole.name_after(job))
+    if job and whole.fields["name"] != job:
+        whole.leave("job_id", f"is no name of a pipeline: it is called {whole.fields['name']}")
+    whole.carry("model", "model.url")
+    data, training = whole.part("data"), whole.part("training_definition")
+    data.carry("location", "data.url")
+    if "location" in data:
+        data.carry("chunk", "data.chunks")
+    training.carry("loss_fn", "training.loss")
+    training.leave("local_steps", _NOT_YET)
+    training.carry("optimizer", "training.optimizer", training.text("optimizer").lower())
+    _carry_schedule(training, "lr_scheduler")
+    if isinstance(training.look("accelerate_config"), dict):
+        config = training.part("accelerate_config")
+        config.leave("num_processes", "how many ranks a worker has: give nodes, each with its ranks")
+        if precision := _PRECISIONS.get(str(config.look("mixed_precision"))):
+            config.carry("mixed_precision", "parallelism.precision", precision)
+    return whole
+
+
+def _without_placeholders(value: Any, steps: Steps, found: list[str]) -> Any:
+    """Return the value without what is still to be filled in, and name the places."""
+    if isinstance(value, dict):
+        return {key: _without_placeholders(item, (*steps, key), found) for key, item in value.items()}
+    if isinstance(value, list):
+        items = [_without_placeholders(item, steps, found) for item in value]
+        return [item for item in items if item is not None] or None
+    if isinstance(value, str) and _IS_PLACEHOLDER.fullmatch(value):
+        found.append(write_steps(steps))
+        return None
+    return value
+
+
+def _carry_schedule(part: Part, key: str) -> None:
+    name = part.look(key)
+    if isinstance(name, str) and name.lower() in _SCHEDULES:
+        part.carry(key, "training.scheduler", _SCHEDULES[name.lower()])
+    else:
+        part.leave(key, _NO_SUCH_SCHEDULE)
+
+
+# The scheduler of today
+
+
+def _read_scheduler(foreign: Foreign) -> Whole:
+    whole = Whole(foreign)
+    scheduler = whole.part("scheduler")
+    for part, known in ((whole, "scheduler"), (scheduler, "job")):
+        for key in part:
+            if key != known:
+                part.leave(key, _OF_NETWORK)
+    job = scheduler.part("job")
+    if (algorithm := job.text("type", "diloco")) != "diloco":
+        raise job.fault("type", f'{algorithm[:60]!r}: give "diloco", the one that Hypha has')
+    job.leave("type", _NOT_YET)
+    whole.put("name", whole.name_after())
+    _read_model(job)
+    _read_training(whole, job)
+    job.leave("preprocessor", "a spec has no preprocessor: the script makes its own")
+    job.leave("model_destination", "a job uploads nothing: fetch what it wrote, or have the script do so")
+    job.leave("metrics", "a job writes its metrics itself")
+    return whole
+
+
+def _read_model(job: Part) -> None:
+    model, dataset = job.part("model"), job.part("dataset")
+    if "model" in job:
+        model.need("repository")
+        revision = model.text("revision")
+        model.carry("repository", "model.url", f"hf://{model.text('repository')}{revision and '@' + revision}")
+        model.carry("filenames", "model.chunks")
+    model.leave("token", _TOKEN)
+    for key in ("type", "input_names"):
+        model.leave(key, _BY_SCRIPT)
+    for part, key in ((job, "dataset_name"), (dataset, "dataset")):
+        if key in part:
+            part.carry(key, "data.url")  # a data node names it after its folder
+            job.whole.put("data.format", "safetensors")
+
+
+def _read_training(whole: Whole, job: Part) -> None:
+    optimizer, rounds, resources = (job.part(key) for key in ("inner_optimizer", "rounds", "resources"))
+    spellings = [key for key in ("learning-rate", "learning_rate") if key in optimizer]
+    if len(spellings) == 2:
+        raise optimizer.fault("learning_rate", "stands there as learning-rate, too: leave out one")
+    for key in spellings:
+        optimizer.carry(key, "training.learning_rate")
+    if "schedule" in optimizer:
+        _carry_schedule(optimizer, "schedule")
+    optimizer.carry("warmup_steps", "training.warmup_steps")
+    for key in job.part("outer_optimizer"):
+        job.part("outer_optimizer").leave(key, _NOT_YET)
+    workers = resources.whole_number("num_workers", 1, least=1, most=1 << 16)
+    if "num_workers" in resources:
+        whole.put("parallelism", {"dp_replicate": workers, "dp_shard": 1})
+    for key in resources:
+        if key != "num_workers":
+            resources.leave(key, _MARKET)
+    most = rounds.whole_number("max_batch_size", least=1 if "max_batch_size" in rounds else 0)
+    if most:
+        whole.put("training.batch_size", most * workers)
+        rounds.stands_for("max_batch_size", "training.batch_size")
+    keys = ("update_rounds", "avg_samples_between_updates")
+    samples = [rounds.whole_number(key, least=1) for key in keys if key in rounds]
+    if most and len(samples) == 2:
+        whole.put("training.steps", max(1, samples[0] * samples[1] // (most * workers)))
+        rounds.stands_for("update_rounds", "training.steps")
+    for key in keys:
+        rounds.leave(key, _ROUNDS)
+
+
+HYPHA = Importer(_is_one, _read, "a job of Hypha: that of its RFC, or of its scheduler")

@@ -1,0 +1,143 @@
+"""The options of torchrun and of accelerate launch, as they stand on a command line, and the program behind them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import SpecError
+from ..storage import shown
+from .shell_words import Word
+
+__all__ = ["ACCELERATE", "TORCHRUN", "Launcher", "Options", "read_options"]
+
+_WHOLE = re.compile(r"[0-9]{1,15}")
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """One command: its options in the spelling with ``-``, and what its single letters mean.
+
+    ``valued`` are those with a value, which may be cut short as argparse has it; None: all others, which are too many.
+    """
+
+    name: str
+    flags: frozenset[str]
+    valued: frozenset[str] | None
+    letters: Mapping[str, str]
+
+    def find(self, name: str) -> str:
+        """Return the whole name of an option, in the spelling with ``-``. Raises: SpecError."""
+        wanted = name.replace("_", "-")
+        if self.valued is None or wanted in self.flags | self.valued:
+            return wanted
+        begun = sorted(option for option in self.flags | self.valued if option.startswith(wanted))
+        if len(begun) == 1:
+            return begun[0]
+        fault = f"may be {' or '.join('--' + each for each in begun[:4])}" if begun else "is none of its options"
+        raise SpecError(f"{self.name} --{shown(name, most=60)}: {fault}: write an option that it has")
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TORCHRUN = Launcher(  # of torch 2.13; --use-env is torch.distributed.launch's
+    "torchrun",
+    flags=_names("standalone module no-python run-path virtual-local-rank use-env"),
+    valued=_names(
+        "nnodes nproc-per-node rdzv-backend rdzv-endpoint rdzv-id rdzv-conf max-restarts monitor-interval start-method "
+        "event-log-handler role log-dir redirects tee local-ranks-filter duplicate-stdout-filters "
+        "duplicate-stderr-filters node-rank master-addr master-port local-addr logs-specs numa-binding "
+        "signals-to-handle shutdown-timeout"
+    ),
+    letters={"m": "module", "r": "redirects", "t": "tee"},
+)
+ACCELERATE = Launcher(  # of accelerate 1
+    "accelerate launch",
+    flags=_names(
+        "quiet cpu multi-gpu tpu ipex enable-cpu-affinity dynamo-use-fullgraph dynamo-use-dynamic "
+        "dynamo-use-regional-compilation use-deepspeed use-fsdp use-megatron-lm use-xpu use-parallelism-config "
+        "same-network module no-python tpu-cluster no-tpu-cluster tpu-use-sudo downcast-bf16 debug "
+        "fp8-use-autocast-during-eval"
+    ),
+    valued=None,
+    letters={"m": "module", "q": "quiet", "t": "tee"},
+)
+
+
+@dataclass
+class Options:
+    """What stands on one command line; what is not taken is left out."""
+
+    launcher: Launcher
+    given: dict[str, Word] = field(default_factory=dict)
+    program: list[Word] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    def has(self, name: str) -> bool:
+        """Whether a flag is given, which is taken by that."""
+        return self.given.pop(name, None) is not None
+
+    def text(self, name: str, default: str = "") -> str:
+        """Take the value of an option; one that the shell fills in is left out."""
+        word = self.given.pop(name, None)
+        if word is None:
+            return default
+        if word.fills:
+            self.leave(name, f"the shell puts something in the place of {shown(word.fills[0], most=60)}: write it out")
+            return default
+        return word.text
+
+    def whole(self, name: str, default: int, *, least: int = 0, most: int) -> int:
+        """Take a whole number. Raises: SpecError."""
+        text = self.text(name, str(default))
+        if not _WHOLE.fullmatch(text) or not least <= int(text) <= most:
+            raise self.fault(name, text, f"a whole number, {least} to {most:,}")
+        return int(text)
+
+    def fault(self, name: str, text: str, advice: str) -> SpecError:
+        return SpecError(f"{self.launcher.name} --{name} {shown(repr(text), most=60)}: give {advice}")
+
+    def leave(self, name: str, reason: str) -> None:
+        """Name an option as left out; its value may be a secret."""
+        self.given.pop(name, None)
+        self.left_out.append(f"--{name}: {reason}")
+
+
+def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
+    """Take the options from the begin of ``words``; behind them stands the program. Raises: SpecError."""
+    options, at, has_end = Options(launcher), 0, False
+    while at < len(words) and words[at].text.startswith("-") and words[at].text != "-":
+        word = words[at]
+        at += 1
+        if word.text == "--":
+            has_end = True
+            break
+        name, value = _take_apart(launcher, word)
+        if name in launcher.flags:
+            value = Word("")
+        elif value is None:
+            if at == len(words):
+                raise SpecError(f"{launcher.name} --{name} has no value: give one")
+            value = words[at]
+            at += 1
+        options.given[name] = value
+    options.program = list(words[at:])
+    if not has_end and [word.text for word in words[at + 1 : at + 2]] == ["--"]:  # argparse eats the first one
+        del options.program[1]
+    if not options.program:
+        raise SpecError(f"{launcher.name}: no program stands behind its options: give a script, or -m and a module")
+    return options
+
+
+def _take_apart(launcher: Launcher, word: Word) -> tuple[str, Word | None]:
+    if word.text.startswith("--"):
+        name, has_value, value = word.text[2:].partition("=")
+        return launcher.find(name), Word(value, word.fills) if has_value else None
+    letter, value = word.text[1], word.text[2:].removeprefix("=")
+    if letter not in launcher.letters:
+        known = ", ".join(f"-{each}" for each in launcher.letters)
+        raise SpecError(f"{launcher.name} -{shown(letter)}: is none of its options: there are {known}")
+    return launcher.letters[letter], Word(value, word.fills) if value else None

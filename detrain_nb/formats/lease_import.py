@@ -1,0 +1,34 @@
+"""What Akash says of a lease, as nodes; how one is read is in spec/lease.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from ..spec.lease import SSH_PORT, is_lease, nodes_from_lease
+from ..storage import shown
+from .imported import Foreign, Imported, Importer
+
+__all__ = ["LEASE"]
+
+
+def _is_one(foreign: Foreign) -> bool:
+    return is_lease(foreign.document)
+
+
+def _read(foreign: Foreign) -> Imported:
+    nodes = nodes_from_lease(foreign.content, where=foreign.name)
+    return Imported("lease", nodes=nodes, left_out=tuple(_list_other_ports(foreign.content)))
+
+
+def _list_other_ports(content: Any) -> Iterator[str]:
+    """Name those that no node has a use for, of leases that were read."""
+    for number, lease in enumerate(content if isinstance(content, list) else [content]):
+        at = f"[{number}]." if isinstance(content, list) else ""
+        for service, ways in (lease.get("forwarded_ports") or {}).items():
+            ports = [way.get("port") for way in ways or [] if isinstance(way, dict)]
+            if others := ", ".join(shown(str(port), most=20) for port in ports if port != SSH_PORT):
+                yield f"{at}forwarded_ports.{service}: a node has sshd's port alone, {SSH_PORT}, and not {others}"
+
+
+LEASE = Importer(_is_one, _read, "what Akash says of a lease")

@@ -1,0 +1,223 @@
+"""A document of somebody else's, read part by part into a spec: what was not used is named, a fault has its place.
+
+whole = Whole(foreign)
+form = whole.part("state").part("form")
+form.carry("epochs", "training.epochs")      # the spec says what it may be; the fault has the place in the file
+form.leave("wallet", "a spec has no owner")
+return whole.imported("detrain")             # with everything that was neither carried nor left
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..documents.content import put_place
+from ..errors import FieldError, SpecError
+from ..plan.names import make_name
+from ..spec import Node, PipelineSpec
+from ..storage import shown
+from ..text import show
+from .imported import Foreign, Imported
+
+NO_FIELD = "a spec has no field for it"
+_MOST = 10**12
+_STEP = re.compile(r"[^.\[\]]+")
+
+Steps = tuple[str | int, ...]
+
+
+class Part:
+    """A table in a document; one that is not there is empty. None is what is not there."""
+
+    def __init__(self, whole: Whole, table: Mapping[str, Any], steps: Steps = ()) -> None:
+        self.whole, self.steps = whole, steps
+        self._table = {key: value for key, value in table.items() if value is not None}
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._table
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table)
+
+    @property
+    def path(self) -> str:
+        """Where it stands, as ``state.nodes[0]``."""
+        return write_steps(self.steps)
+
+    def part(self, key: str) -> Part:
+        """Return the table of that name. Raises: SpecError where something else has the name."""
+        value = self._table.get(key, {})
+        if not isinstance(value, dict):
+            raise self.fault(key, f"{_show(value)}: give a table of names and values")
+        return Part(self.whole, value, (*self.steps, key))
+
+    def parts(self, key: str) -> list[Part]:
+        """Return the tables in the list of that name. Raises: SpecError."""
+        value = self._table.get(key, [])
+        if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+            raise self.fault(key, f"{_show(value)}: give a list of tables")
+        return [Part(self.whole, item, (*self.steps, key, index)) for index, item in enumerate(value)]
+
+    def look(self, key: str) -> Any:
+        """Return what stands there, whatever it is; it is not used by that."""
+        return self._table.get(key)
+
+    def take(self, key: str) -> Any:
+        """Return what stands there, whatever it is, as used."""
+        self.whole.used.add((*self.steps, key))
+        return self._table.get(key)
+
+    def text(self, key: str, default: str = "") -> str:
+        """Return a text, as used. Raises: SpecError."""
+        return self._only(key, default, str, "a text")  # type: ignore[no-any-return]
+
+    def texts(self, key: str) -> list[str]:
+        """Return the texts in a list, or the only one. Raises: SpecError."""
+        value = self._only(key, [], (str, list), "a list of texts")
+        if not all(isinstance(item, str) for item in value):
+            raise self.fault(key, f"{_show(value)}: give a list of texts")
+        return [value] if isinstance(value, str) else value
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Return true or false, as used. Raises: SpecError."""
+        return self._only(key, default, bool, "true or false")  # type: ignore[no-any-return]
+
+    def whole_number(self, key: str, default: int = 0, *, least: int = 0, most: int = _MOST) -> int:
+        """Return a whole number, as used. Raises: SpecError."""
+        value = self._only(key, default, int, advice := f"a whole number, {least} to {most:,}")
+        if key in self and not least <= value <= most:
+            raise self.fault(key, f"{value}: give {advice}")
+        return value  # type: ignore[no-any-return]
+
+    def need(self, *keys: str) -> None:
+        """Raises: SpecError where nothing stands there."""
+        for key in keys:
+            if key not in self:
+                raise self.fault(key, "is missing")
+
+    def carry(self, key: str, field: str, value: Any = None) -> None:
+        """Put what stands there, or the ``value`` that was made of it, into a field of the spec: nodes[0].host."""
+        self.stands_for(key, field)
+        if key in self:
+            found = self.take(key)
+            self.whole.put(field, found if value is None else value)
+
+    def stands_for(self, key: str, field: str) -> None:
+        """Have a fault of that field of the spec told at this place."""
+        self.whole.origins[field] = (*self.steps, key)
+
+    def leave(self, key: str, reason: str = NO_FIELD) -> None:
+        """Name what stands there, with all below it, as left out."""
+        if key in self:
+            self.whole.left[(*self.steps, key)] = reason
+
+    def fault(self, key: str, said: str) -> SpecError:
+        """Make the error that says what is wrong with what stands there."""
+        return self.whole.fault((*self.steps, key), said)
+
+    def _only(self, key: str, default: Any, kinds: Any, advice: str) -> Any:
+        value = default if key not in self else self.take(key)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and kinds is not bool):
+            raise self.fault(key, f"{_show(value)}: give {advice}")
+        return value
+
+
+class Whole(Part):
+    """A whole document, and the spec that is made of it. Raises: SpecError where the document is no table."""
+
+    def __init__(self, foreign: Foreign, content: Any = None) -> None:
+        self.where, self.stem = foreign.name, foreign.stem
+        content = foreign.content if content is None else content
+        if not isinstance(content, dict):
+            raise SpecError(put_place(self.where, f"{_show(content)}: give a table of names and values"))
+        self.content: dict[str, Any] = content
+        self.fields: dict[str, Any] = {}
+        self.used: set[Steps] = set()
+        self.left: dict[Steps, str] = {}
+        self.notes: list[str] = []  # what the document does not say, and the spec has to have
+        self.origins: dict[str, Steps] = {}
+        super().__init__(self, content)
+
+    def put(self, field: str, value: Any) -> None:
+        """Put a value into a field of the spec, as nodes[0].host."""
+        *above, last = [int(step) if step.isdigit() else step for step in _STEP.findall(field)]
+        table: Any = self.fields
+        for step, below in zip(above, [*above, last][1:], strict=True):
+            if isinstance(table, list):
+                table.extend({} for _ in range(int(step) + 1 - len(table)))
+                table = table[int(step)]
+            else:
+                table = table.setdefault(step, [] if isinstance(below, int) else {})
+        table[last] = value
+
+    def name_after(self, text: str = "") -> str:
+        """Return a name for the pipeline: of the text, else of the file."""
+        return make_name(text, default=make_name(self.stem, default="imported"))
+
+    def fault(self, steps: Steps | str, said: str) -> SpecError:
+        """Make the error that says what is wrong with what stands there."""
+        path = write_steps(steps if isinstance(steps, tuple) else (steps,))
+        return SpecError(put_place(self.where, put_place(path, said)))
+
+    def imported(self, kind: str) -> Imported:
+        """Make the spec, and name what it does not hold. Raises: SpecError with the place in the document."""
+        try:
+            spec = PipelineSpec.from_dict(self.fields)
+        except FieldError as exc:
+            raise SpecError("\n".join(self._tell(each.path, each.said) for each in exc.faults)) from None
+        return Imported(kind, spec, left_out=self.list_left_out())
+
+    def imported_nodes(self, kind: str) -> Imported:
+        """Make the nodes of ``fields`` alone. Raises: SpecError with the place in the document."""
+        nodes = []
+        for index, table in enumerate(self.fields.get("nodes", [])):
+            try:
+                nodes.append(Node(**table))
+            except FieldError as exc:
+                lines = [self._tell(f"nodes[{index}].{each.path}", each.said) for each in exc.faults]
+                raise SpecError("\n".join(lines)) from None
+        return Imported(kind, nodes=tuple(nodes), left_out=self.list_left_out())
+
+    def list_left_out(self) -> tuple[str, ...]:
+        """Name what was neither used nor left for a reason of its own: by reasons, in the order of the document."""
+        places: dict[str, list[str]] = {}
+        for steps, reason in self._walk(self.content, ()):
+            places.setdefault(reason, []).append(write_steps(steps))
+        return (*self.notes, *(f"{', '.join(some)}: {reason}" for reason, some in places.items()))
+
+    def _walk(self, value: Any, steps: Steps) -> Iterator[tuple[Steps, str]]:
+        if steps in self.left:
+            yield steps, self.left[steps]
+        elif steps in self.used or value is None:
+            return
+        elif isinstance(value, dict) and value:
+            for key, item in value.items():
+                yield from self._walk(item, (*steps, key))
+        elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
+            for index, item in enumerate(value):
+                yield from self._walk(item, (*steps, index))
+        else:
+            yield steps, NO_FIELD
+
+    def _tell(self, field: str, said: str) -> str:
+        """Write a fault of the spec with the place that its value has in the document, or else the field."""
+        found = field
+        while found and found not in self.origins:
+            found = re.sub(r"(?:^|\.)[^.\[\]]+$|\[\d+\]$", "", found)
+        path = f"{write_steps(self.origins[found])}{field[len(found) :]}" if found else field
+        return put_place(self.where, f"{path}{said}" if path else said.removeprefix(": "))
+
+
+def write_steps(steps: Steps) -> str:
+    """Write a place in a document, as state.nodes[0]."""
+    written = (f"[{step}]" if isinstance(step, int) else f".{shown(step, most=60)}" for step in steps)
+    return "".join(written).removeprefix(".")
+
+
+def _show(value: Any) -> str:
+    """What a message may have of a value that is of another type than it has to be: a secret may stand there."""
+    if isinstance(value, str):
+        return "a text"
+    return {dict: "a table", list: "a list", type(None): "null"}.get(type(value)) or show(value)

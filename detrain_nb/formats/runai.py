@@ -1,0 +1,155 @@
+"""A pipeline as the command that submits it to Run:ai: as many pods as nodes, and each of them becomes torchrun.
+
+The exported script is also what the pods run: it hands itself over, as one argument of the command.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from ..errors import SpecError
+from ..plan import Plan
+from ..spec import PipelineSpec
+from .alike import check_alike, list_chosen_there, write_on_node
+from .job_script import (
+    DEFAULT_PORT,
+    FOLDER,
+    NODE,
+    describe,
+    list_needed,
+    write_begin,
+    write_left_out,
+)
+from .kubernetes_words import check_gpus, check_image, check_name, check_needs, check_word
+from .shell import quote
+
+__all__ = ["export"]
+
+_LIMIT_BYTES = 120_000  # Linux takes 128 KiB as one argument
+_PVC = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^\s,:]{1,200}")
+_RANKS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*")
+# Where the operator of PyTorch jobs says that the first pod is; a pod alone is told nothing.
+_ENDPOINT = f'"${{MASTER_ADDR:-localhost}}:${{MASTER_PORT:-{DEFAULT_PORT}}}"'
+_OWN_ADDRESS = '"$(hostname -i | cut -d " " -f 1)"'  # the pod's name means nothing to the others
+# Kubernetes reads $$ and $(NAME) in an argument: each $ is doubled for it.
+_ITSELF = r"""sh -c "$(LC_ALL=C sed 's/\$/$$/g' "$0")" sh node"""
+
+
+def export(
+    spec: PipelineSpec,
+    plan: Plan,
+    *,
+    cli: str = "new",
+    project: str = "",
+    pvc: str = "",
+    secret: str = "",
+    log_ranks: str = "",
+) -> str:
+    """Write a script that submits the job: with the ``cli`` "new" by `runai training`, with "old" by `runai submit`.
+
+    ``pvc`` is CLAIM:/path, a volume that is there. ``secret`` is the Kubernetes secret which has those of the spec, by
+    default the one of the job's name. ``log_ranks`` are the local ranks whose lines are in the log of a pod.
+    Raises: SpecError for what Run:ai cannot do.
+    """
+    ranks, node = check_alike(spec, plan, by="Run:ai")
+    several = len(plan.nodes) > 1
+    check_name(spec.name, longest=f"-worker-{len(plan.nodes) - 2}" if several else "-0-0")
+    check_needs(spec)
+    check_gpus(ranks, plan.device)
+    _check_options(cli=cli, project=project, pvc=pvc, secret=secret, log_ranks=log_ranks, ranks=ranks)
+    words = [
+        *_name_workload(spec, len(plan.nodes), cli),
+        *([f"-p {project}"] if project else []),
+        f"-i {check_image(spec, by='Run:ai')}",
+        *_ask_for(ranks, plan.device, cli),
+        "--backoff-limit 0",  # torchrun begins the ranks anew: pods that did so, too, would multiply that
+        "--large-shm",  # loaders of torch hand batches over in it
+        *([_mount(pvc)] if pvc else []),
+        *(_name_secret(name, secret or spec.name, cli) for name in list_needed(spec)),
+        f"--command -- {_ITSELF}",
+    ]
+    on_node = write_on_node(
+        spec,
+        plan,
+        ranks=ranks,
+        node=node,
+        endpoint=_ENDPOINT,
+        local_address=_OWN_ADDRESS if several and spec.rendezvous.max_restarts else "",
+        options=(f"--local-ranks-filter={log_ranks}", "--role=rank", "--tee=3") if log_ranks else (),
+    )
+    return _write_script(spec, plan, on_node, words)
+
+
+def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: list[str]) -> str:
+    lines = [
+        "#!/bin/sh",
+        f"# {describe(spec, plan)}: sh {spec.name}.sh submits it to Run:ai",
+        *write_left_out(spec, *list_chosen_there(spec), *_list_chosen_there(spec)),
+        *write_begin(spec.name),
+        "",
+        "on_node() {",
+        f'{NODE}="${{RANK:-0}}"',
+        f'{FOLDER}="$PWD"/{quote(spec.name)}.job/${NODE}',
+        *on_node,
+        "}",
+        "",
+        'if [ "${1-}" = node ]; then',
+        "  on_node",
+        "fi",
+        "exec " + " \\\n  ".join(words),
+    ]
+    return _check_length("\n".join(lines) + "\n")
+
+
+def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:
+    if cli not in ("new", "old"):
+        raise SpecError(f'cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
+    check_word("project", project, rule="namespace")  # its namespace has that name in its own
+    check_word("secret", secret)
+    if pvc and not _PVC.fullmatch(pvc):
+        raise SpecError(f"pvc {pvc!r}: give the claim and where it is mounted, as my-claim:/mnt/data")
+    if log_ranks and not _RANKS.fullmatch(log_ranks):
+        raise SpecError(f"log_ranks {log_ranks!r}: give local ranks, as 0 or 0,1")
+    if log_ranks and (beyond := [rank for rank in log_ranks.split(",") if int(rank) >= ranks]):
+        raise SpecError(f"log_ranks {log_ranks}: a node has the ranks 0 to {ranks - 1}, and no {beyond[0]}")
+
+
+def _name_workload(spec: PipelineSpec, nodes: int, cli: str) -> list[str]:
+    """Of several pods one is called the master, and the others workers."""
+    workers = [f"--workers {nodes - 1}"] if nodes > 1 else []
+    if cli == "new":
+        return [f"runai training {'pytorch ' if workers else ''}submit {spec.name}", *workers]
+    return [f"runai {'submit-dist pytorch' if workers else 'submit'} --name {spec.name}", *workers]
+
+
+def _ask_for(ranks: int, device: str, cli: str) -> list[str]:
+    if device == "cuda":
+        return [f"-g {ranks}"]
+    return [f"{'--cpu-core-request' if cli == 'new' else '--cpu'} {ranks}"]
+
+
+def _mount(pvc: str) -> str:
+    claim, _, path = pvc.partition(":")
+    return f"--existing-pvc {quote(f'claimname={claim},path={path}')}"
+
+
+def _name_secret(name: str, secret: str, cli: str) -> str:
+    """Have a pod take a variable from the key of that name."""
+    return f"--env-secret {name}={secret},key={name}" if cli == "new" else f"-e {name}=SECRET:{secret},{name}"
+
+
+def _list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
+    if spec.rendezvous.endpoint:
+        yield "rendezvous.endpoint"
+    if spec.rendezvous.port:
+        yield "rendezvous.port"
+
+
+def _check_length(text: str) -> str:
+    if (size := len(text.encode()) + text.count("$")) > _LIMIT_BYTES:
+        raise SpecError(
+            f"source: the script has {size:,} bytes, and Run:ai takes {_LIMIT_BYTES:,} on its command line: give "
+            "source.git, or an image that has the script, and source.module or source.path"
+        )
+    return text

@@ -1,0 +1,323 @@
+"""Scripts of a shell that start torchrun or accelerate, and single command lines, as a spec; nothing of them is run."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from ..documents.content import put_place
+from ..errors import FieldError, SpecError
+from ..launch import Program, Rendezvous, launch_job
+from ..plan.job import JobSpec
+from ..plan.names import make_name
+from ..spec import PipelineSpec
+from ..storage import has_password_of_user, shown
+from .command_import import Launch, describe_nodes, find_launcher, put_devices, put_variable, read_command
+from .imported import Foreign, Imported, Importer
+from .job_script import FOLDER
+from .shell_words import Command, Word, split_script
+
+__all__ = ["COMMAND", "import_command"]
+
+_STARTS = re.compile(
+    r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|\baccelerate[ \t]+launch\b|\baccelerate-launch\b"
+    r"|\baccelerate\.commands\.launch\b"
+)
+_SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE)
+_SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
+_SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
+_WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
+_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_MOST_LINES = 5
+_SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
+_LAUNCH_ENV = launch_job(  # what every launch sets
+    Rendezvous("c10d", "", ("", 0), max_restarts=1), Program("module", ("a",)), nodes=1, ranks=1, node_rank=0, python=""
+).env
+
+
+@dataclass
+class _Repository:
+    """What git clone brings to a folder."""
+
+    git: dict[str, Any]
+    folder: str
+
+
+@dataclass
+class _Script:
+    """What the commands of a script have done, up to here."""
+
+    folder: str = ""
+    variables: dict[str, Word] = field(default_factory=dict)
+    repositories: list[_Repository] = field(default_factory=list)
+    setup: list[str] = field(default_factory=list)
+    written: dict[str, str] = field(default_factory=dict)  # files that it writes, with their texts
+    needed: list[str] = field(default_factory=list)  # variables without which it does not go on
+    before_case: _Script | None = None
+    launches: list[tuple[int, Launch]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    others: dict[str, list[int]] = field(default_factory=dict)  # commands that are not carried over, with their lines
+
+    @property
+    def job(self) -> dict[str, Any]:
+        """What a script that we have exported says of its job; empty for any other."""
+        text = self.written.get(_JOB_SPEC)
+        return _read_job(JobSpec.from_json(text)) if text is not None else {}
+
+    def begin_case(self) -> None:
+        self.before_case = replace(self, variables=dict(self.variables), setup=list(self.setup))
+
+    def end_branch(self) -> None:
+        """Forget what a branch of a case has done to the shell: another one runs instead of it."""
+        if (before := self.before_case) is not None:
+            self.folder, self.variables, self.setup = before.folder, dict(before.variables), list(before.setup)
+
+
+def import_command(words: Sequence[str]) -> Imported:
+    """Read one command line, which has been split into words. Raises: SpecError."""
+    script = _Script()
+    if _is_shell(words):
+        return _read_text(words[2], "")
+    script.launches.append((0, read_command(words)))
+    return _make(script, "")
+
+
+def _is_shell(words: Sequence[str]) -> bool:
+    """It is one that runs a text, as ``bash -lc "torchrun train.py"``."""
+    return len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and bool(_RUNS_TEXT.fullmatch(words[1]))
+
+
+def _is_one(foreign: Foreign) -> bool:
+    return not foreign.suffix and bool(_STARTS.search(foreign.text))
+
+
+def _read(foreign: Foreign) -> Imported:
+    try:
+        return _read_text(foreign.text, foreign.stem)
+    except FieldError as exc:
+        raise FieldError(exc.faults, where=foreign.name) from None
+    except SpecError as exc:
+        raise SpecError(put_place(foreign.name, str(exc))) from None
+
+
+COMMAND = Importer(_is_one, _read, "a command line of torchrun or accelerate launch, or a script of a shell with one")
+
+
+def _read_text(text: str, stem: str) -> Imported:
+    script = _Script()
+    if named := [f"--{name}" if name[1:] else f"-{name}" for name in dict.fromkeys(_SBATCH.findall(text))]:
+        script.left_out.append(f"#SBATCH {', '.join(named)}: for Slurm alone: see the options of export slurm")
+    for command in split_script(text.replace("\r\n", "\n")):
+        _take(script, command)
+    return _make(script, stem)
+
+
+def _take(script: _Script, command: Command) -> None:
+    if command.words:
+        _take_words(script, command)
+    if command.ends_branch:
+        script.end_branch()
+
+
+def _take_words(script: _Script, command: Command) -> None:
+    try:
+        launch = find_launcher(command.words)
+    except SpecError as exc:
+        raise SpecError(f"line {command.line}: {exc}") from None
+    texts = [word.text for word in command.words]
+    name = posixpath.basename(next((text for text in texts if not _ASSIGNMENT.fullmatch(text)), texts[0]))
+    if launch:
+        _start(script, launch, command)
+    elif _is_shell(texts):
+        for inner in split_script(texts[2]):
+            _take(script, inner)
+    elif name == "export" or all(_ASSIGNMENT.fullmatch(text) for text in texts):
+        _take_variables(script, command, is_exported=name == "export")
+    elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or not command.words[1].fills):
+        script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))
+    elif name == "git" and "clone" in texts:
+        _take_clone(script, command)
+    elif name == "git" and "checkout" in texts and script.repositories and not command.words[-1].fills:
+        script.repositories[-1].git["ref"] = texts[-1].removeprefix("origin/")
+    elif name in _SETS_UP and not any(word.fills for word in command.words):
+        script.setup.append(" ".join(texts))
+    elif not _take_ours(script, command, texts) and name not in _WITHOUT_EFFECT:
+        script.others.setdefault(name, []).append(command.line)
+
+
+def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
+    """Take what the scripts consist of that we export; say whether that is any."""
+    last = command.words[-1]
+    if texts[0] == "case":
+        script.begin_case()
+    elif texts[:2] == ["printf", "%s"] and len(texts) == 3 and command.files and not last.fills:
+        script.written[command.files[0].text] = texts[2]
+    elif texts[:2] == ["[", "-n"] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
+        script.needed.append(needed[1])
+    elif texts[0] == "unset":
+        script.needed = [name for name in script.needed if name not in texts]
+    elif texts[0] == "eval" and len(texts) == 2 and not last.fills:
+        script.setup += texts[1].split("\n")
+    else:
+        return False
+    return True
+
+
+def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> None:
+    for word in command.words:
+        if match := _ASSIGNMENT.fullmatch(word.text):
+            if is_exported:
+                script.variables[match[1]] = Word(match[2], word.fills)
+            else:
+                script.left_out.append(f"{match[1]}: a variable of the shell alone (line {command.line})")
+
+
+def _take_clone(script: _Script, command: Command) -> None:
+    words = command.words[[word.text for word in command.words].index("clone") + 1 :]
+    git = _find_key(command)
+    plain: list[Word] = []
+    pending = ""
+    for word in words:
+        if pending:
+            git |= {"ref": word.text} if pending == "ref" else {}
+            pending = ""
+        elif word.text in ("-b", "--branch"):
+            pending = "ref"
+        elif word.text in ("--depth", "-c", "--config", "-o", "--origin", "-j", "--jobs", "--reference"):
+            pending = "passed over"
+        elif word.text.startswith("--branch="):
+            git["ref"] = word.text.partition("=")[2]
+        elif not word.text.startswith("-"):
+            plain.append(word)
+    if not plain or plain[0].fills:
+        script.others.setdefault("git clone", []).append(command.line)
+        return
+    url = plain[0].text
+    if has_password_of_user(url):
+        scheme, _, rest = url.partition("://")
+        url = f"{scheme}://{rest.partition('@')[2]}"
+        script.left_out.append("git clone: the user and password in its URL: give source.git.token")
+    folder = plain[1].text if plain[1:] else posixpath.basename(url.rstrip("/")).removesuffix(".git")
+    script.repositories.append(
+        _Repository({"url": url, **git}, posixpath.normpath(posixpath.join(script.folder, folder)))
+    )
+
+
+def _find_key(command: Command) -> dict[str, Any]:
+    """What a script of ours lets git in with: the name of a variable with a token, or the path of a key."""
+    for word in command.words:
+        if token := re.fullmatch(r'credential\.\S+\.helper=!f\(\) \{ .* "\$(\w+)"; \}; f', word.text):
+            return {"token": token[1]}
+        if word.text.startswith("GIT_SSH_COMMAND=ssh ") and " -i " in word.text:
+            return {"ssh_key": shlex.split(word.text)[-1]}
+    return {}
+
+
+def _start(script: _Script, launch: Launch, command: Command) -> None:
+    """Note a command that starts ranks, with what it finds: variables, and the folder that it is in."""
+    own = launch.fields.get("env", {}), launch.fields.get("secrets", ())
+    for name, word in script.variables.items():
+        if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}", word.text):
+            put_devices(launch, word.text)
+        elif name not in own[0] and name not in own[1] and word.text != _LAUNCH_ENV.get(name):
+            put_variable(launch, name, word)
+    if script.needed:
+        secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]
+        launch.fields["secrets"] = list(dict.fromkeys([*launch.fields.get("secrets", []), *secrets]))
+    if command.files:
+        launch.left_out.append(f"{shown(command.files[0].text, most=60)}: a job writes its own logs")
+    source = launch.fields["source"]
+    is_placed = "script" in source and _place_source(script, source)
+    if script.folder and not is_placed and not script.folder.startswith(_SOURCE):
+        if script.folder.startswith(("/", "~")):
+            launch.node["workdir"] = script.folder
+        else:
+            launch.left_out.append(f"cd {shown(script.folder, most=60)}: give nodes.workdir")
+    if setup := [line for line in script.setup if line.strip()]:
+        source["setup"] = setup
+    script.launches.append((command.line, launch))
+
+
+def _place_source(script: _Script, source: dict[str, Any]) -> bool:
+    """Say in which folder, or repository, the script is; whether that is where its ranks run."""
+    named = source["script"]
+    path = posixpath.normpath(named if named.startswith("$") else posixpath.join(script.folder, named))
+    if path in script.written:
+        source["script_text"] = script.written[path]
+        del source["script"]
+        return False
+    for repository in reversed(script.repositories):
+        if path.startswith(f"{repository.folder}/"):
+            _place_in_repository(script, source, repository, path)
+            return True
+    if script.folder and path.startswith(f"{script.folder}/"):
+        source |= {"path": script.folder, "entry": path.removeprefix(f"{script.folder}/")}
+        del source["script"]
+        return True
+    return False
+
+
+def _place_in_repository(script: _Script, source: dict[str, Any], repository: _Repository, path: str) -> None:
+    below = path.removeprefix(f"{repository.folder}/")
+    folder = ""
+    if script.folder.startswith(f"{repository.folder}/"):
+        folder = script.folder.removeprefix(f"{repository.folder}/")
+    if folder and below.startswith(f"{folder}/"):
+        below = below.removeprefix(f"{folder}/")
+        source["git"] = {**repository.git, "folder": folder}
+    else:
+        source["git"] = repository.git
+    source["entry"] = below
+    del source["script"]
+
+
+def _make(script: _Script, stem: str) -> Imported:
+    launches = _order(script)
+    first = launches[0]
+    nodes, missing = describe_nodes(launches)
+    job = script.job
+    fields = {"name": first.name or make_name(stem, default="imported"), **first.fields, **job}
+    for node, name in zip(nodes, job.pop("nodes", ()), strict=False):
+        node["host"] = name or node["host"]
+        missing = []
+    if nodes:
+        fields["nodes"] = nodes
+    if len(launches) == 1 and first.node_rank and not job:
+        missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
+    left_out = [*script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
+    for name, lines in script.others.items():
+        at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
+        left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
+    if job:  # all of it is carried
+        left_out = []
+    return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
+
+
+def _order(script: _Script) -> list[Launch]:
+    """Give the commands that start ranks by their nodes. Raises: SpecError where they are of several jobs."""
+    if not script.launches:
+        raise SpecError("starts neither torchrun nor accelerate: give a script that does")
+    (line, first), *others = script.launches
+    for other_line, other in others:
+        if other.fields != first.fields or other.nodes != first.nodes:
+            raise SpecError(f"line {other_line}: starts something else than line {line}: give a file with one of them")
+    launches = [launch for _, launch in sorted(script.launches, key=lambda each: each[1].node_rank)]
+    if not script.job and others and len({launch.node_rank for launch in launches}) < len(launches):
+        raise SpecError(f"line {others[0][0]}: starts the same as line {line}: give a file with one of them")
+    return launches
+
+
+def _read_job(job: JobSpec) -> dict[str, Any]:
+    """What of it are fields of a spec, and the names of its nodes."""
+    said = asdict(job)
+    fields = {name: said[name] for name in ("name", "description", "artifacts")}
+    for section in ("parallelism", "training", "data", "model", "checkpoint"):
+        if said[section] is not None:
+            fields[section] = {name: value for name, value in said[section].items() if value is not None}
+    if job.checkpoint is not None and job.checkpoint.keep is None:
+        fields["checkpoint"]["keep"] = "all"
+    return {**fields, "nodes": [node.name for node in job.nodes]}

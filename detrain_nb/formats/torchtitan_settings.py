@@ -1,0 +1,133 @@
+"""What torchtitan is told of a spec, whichever of its forms says it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..errors import SpecError
+from ..plan import Plan
+from ..plan.job import JobSpec
+from ..spec import PipelineSpec
+
+_OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
+_MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_PATH = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
+_USED = (
+    *(
+        f"training.{name}"
+        for name in ("steps", "batch_size", "learning_rate", "optimizer", "loss", "scheduler", "seed")
+    ),
+    *(f"training.{name}" for name in ("warmup_steps", "clip", "log_every", "evaluate_every", "dev")),
+    *(f"parallelism.{name}" for name in ("pp", "dp_replicate", "dp_shard", "tp", "schedule", "microbatches")),
+    *(f"parallelism.{name}" for name in ("activations", "compile", "precision", "algorithm")),
+    *(f"checkpoint.{name}" for name in ("url", "interval", "keep", "asynchronous")),
+    *(f"nodes.{name}" for name in ("name", "host", "ranks", "devices")),  # whoever starts torchtitan knows them
+)
+
+
+def list_used(spec: PipelineSpec) -> list[str]:
+    """Return the fields that torchtitan is told of, or that are its own program."""
+    return [*_USED, *(["source.module"] if spec.source.module == "torchtitan.train" else [])]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What no spec has a field for; empty: as torchtitan has it."""
+
+    model: str = "llama3"
+    flavor: str = "debugmodel"
+    seq_len: int = 2048
+    hf_assets: str = "./tests/assets/tokenizer"
+    dataset: str = "c4_test"
+
+
+def read_options(*, model: str, flavor: str, seq_len: str, hf_assets: str, dataset: str) -> Options:
+    """Raises: SpecError."""
+    for name, value in {"model": model, "flavor": flavor, "dataset": dataset}.items():
+        if value and not (_MODULE if name == "model" else _NAME).fullmatch(value):
+            raise SpecError(f"{name} {value!r}: give a name that torchtitan has, as {getattr(Options, name)}")
+    if seq_len and not re.fullmatch(r"[1-9][0-9]{0,8}", seq_len):
+        raise SpecError(f"seq_len {seq_len!r}: give a number of tokens, as 8192")
+    if hf_assets and not _PATH.fullmatch(hf_assets):
+        raise SpecError(f"hf_assets {hf_assets!r}: give the path of a folder, on one line")
+    return Options(
+        model or Options.model,
+        flavor or Options.flavor,
+        int(seq_len or Options.seq_len),
+        hf_assets or Options.hf_assets,
+        dataset or Options.dataset,
+    )
+
+
+def check(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("adamw", "adam")) -> JobSpec:
+    """Return what is trained, with every number resolved. Raises: SpecError for what torchtitan cannot do."""
+    job = spec.job_spec(plan)
+    how, saved = job.training, job.checkpoint
+    if how.epochs is not None:
+        raise SpecError(f"training.epochs {how.epochs}: torchtitan counts steps: give training.steps")
+    if how.optimizer.lower() not in optimizers:
+        raise SpecError(
+            f"training.optimizer {how.optimizer!r}: torchtitan takes {' or '.join(optimizers)} here: give that"
+        )
+    if how.loss not in (None, "cross_entropy"):
+        raise SpecError(f"training.loss {how.loss!r}: torchtitan trains with cross_entropy: give that, or leave it out")
+    if how.scheduler is not None and how.steps is None:
+        raise SpecError(f"training.scheduler {how.scheduler!r}: it ends with the last step: give training.steps")
+    if saved and "://" in saved.url:
+        raise SpecError(
+            f"checkpoint.url {saved.url}: torchtitan writes into a folder that all ranks see: give its path"
+        )
+    if saved and saved.keep == 1:
+        raise SpecError("checkpoint.keep 1: torchtitan keeps two or more, as the last one may be half written: give 2")
+    if spec.rendezvous.fewest(len(plan.nodes)) < len(plan.nodes):
+        raise SpecError("rendezvous.min_nodes: the axes and the batch of torchtitan are fixed: leave it out")
+    return job
+
+
+def optimizer_of(job: JobSpec) -> str:
+    """Return its name among those of torch."""
+    return _OPTIMIZERS[job.training.optimizer.lower()]
+
+
+def schedule_rate(job: JobSpec) -> dict[str, int | float | str]:
+    """Say how the learning rate goes, in torchtitan's words. Without a scheduler it decays as torchtitan has it."""
+    kinds: dict[str | None, dict[str, int | float | str]] = {
+        "constant": {"decay_ratio": 0.0},
+        "linear": {"decay_type": "linear"},
+        "cosine": {"decay_type": "cosine"},
+        "wsd": {"decay_type": "linear", "decay_ratio": 0.2},  # the last fifth, as with our own
+    }
+    return {"warmup_steps": job.training.warmup_steps, **kinds.get(job.training.scheduler, {})}
+
+
+def lay_out(spec: PipelineSpec, job: JobSpec) -> dict[str, int | str]:
+    """Return the degrees of all axes, and the schedule of a pipeline; what is left stays -1 for shards."""
+    axes = job.parallelism
+    said: dict[str, int | str] = {
+        "data_parallel_replicate_degree": axes.dp_replicate,
+        "data_parallel_shard_degree": -1 if spec.parallelism.dp_shard == -1 else axes.dp_shard,
+        "tensor_parallel_degree": axes.tp,
+        "pipeline_parallel_degree": axes.pp,
+    }
+    if axes.pp > 1:
+        is_file = axes.schedule.endswith(".csv")
+        said["pipeline_parallel_schedule"] = "PipelineScheduleMulti" if is_file else axes.schedule
+        said |= {"pipeline_parallel_schedule_csv": axes.schedule} if is_file else {}
+    return said
+
+
+def save(job: JobSpec) -> dict[str, bool | int | str]:
+    """Say when checkpoints are written, and where: torchtitan goes on from the newest one that is there."""
+    if (saved := job.checkpoint) is None:
+        return {"enable": False}
+    interval = saved.interval or job.training.steps  # the last step is saved whatever the interval
+    return {
+        "enable": True,
+        "folder": saved.url,
+        **({"interval": interval} if interval else {}),
+        "keep_latest_k": saved.keep or 0,
+        "async_mode": "async" if saved.asynchronous else "disabled",
+    }

@@ -1,0 +1,141 @@
+"""Nodes of a lease on Akash: what ``provider-services lease-status`` prints, of one lease, or a list of several.
+
+    {"services": {"node-0": {"available": 1, ...}, ...},
+     "forwarded_ports": {"node-0": [{"host": "provider.org", "port": 2222, "externalPort": 31022, ...}], ...},
+     "ips": {"node-0": [{"IP": "203.0.113.7", "Port": 2222, "ExternalPort": 2222, ...}], ...}}
+
+Each service is a node: sshd listens there on port 2222, for the user of the container that sdl/container makes. From
+outside it is reached at the address of its own, where it has one, else through a forwarded port.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..documents import parse_content
+from ..documents.content import put_place
+from ..errors import SpecError
+from ..storage import shown
+from .node import Node
+from .words import is_node_name
+
+__all__ = ["SSH_PORT", "USER", "is_lease", "name_apart", "nodes_from_lease"]
+
+SSH_PORT, USER = 2222, "trainer"  # as sdl/container has them
+_MOST_SERVICES = 1000  # of a lease; Akash has no more than 20 in a deployment
+_MOST_FAULTS = 20
+_NO_LEASE = "give what lease-status prints"
+_NOT_READY = "is not there yet: ask for the lease's status again when it is"
+_NO_PORT = f"no forwarded port for {SSH_PORT}, that of sshd: expose it in its SDL, with global: true, or leave it out"
+
+
+def is_lease(content: object) -> bool:
+    """Tell whether it is what lease-status prints, of one lease or of several."""
+    first = content[0] if isinstance(content, list) and content else content
+    return isinstance(first, dict) and ("forwarded_ports" in first or {"services", "ips"} <= first.keys())
+
+
+def nodes_from_lease(content: object, *, where: str = "") -> tuple[Node, ...]:
+    """Read the nodes of a lease, or of a list of leases: as text, or what its JSON holds.
+
+    They come by their names, node-2 before node-10, and lease after lease: one whose name an earlier lease has is
+    called as node-0-lease2. ``where`` is what errors begin with. Raises: SpecError with the place of each fault.
+    """
+    if isinstance(content, str):
+        content = parse_content(content, ".json", where=where)
+    leases = content if isinstance(content, list) else [content]
+    faults: list[str] = []
+    read = [
+        _read_lease(lease, f"[{number}]." if isinstance(content, list) else "", faults)
+        for number, lease in enumerate(leases)
+    ]
+    if not faults and not any(read):
+        faults.append("forwarded_ports: no service has one: is it what lease-status prints?")
+    if faults:
+        more = [f"and {len(faults) - _MOST_FAULTS:,} more"] if len(faults) > _MOST_FAULTS else []
+        raise SpecError("\n".join(put_place(where, fault) for fault in [*faults[:_MOST_FAULTS], *more]))
+    return name_apart(read)
+
+
+def name_apart(leases: Iterable[Sequence[Node]]) -> tuple[Node, ...]:
+    """Put the nodes of several leases together, each with a name of its own."""
+    nodes: dict[str, Node] = {}
+    for number, lease in enumerate(leases, 1):
+        for node in lease:
+            name = node.name
+            while name in nodes:
+                name += f"-lease{number}"
+            nodes[name] = node.model_copy(update={"name": name})
+    return tuple(nodes.values())
+
+
+def _read_lease(lease: object, at: str, faults: list[str]) -> list[Node]:
+    if not isinstance(lease, dict):
+        faults.append(f"{at.rstrip('.')}: {_NO_LEASE}" if at else _NO_LEASE)
+        return []
+    tables = {name: lease.get(name) or {} for name in ("services", "forwarded_ports", "ips")}
+    if odd := [name for name, table in tables.items() if not isinstance(table, dict)]:
+        faults += [f"{at}{name}: give a table of services" for name in odd]
+        return []
+    names = sorted({name for table in tables.values() for name in table}, key=_in_order)
+    if len(names) > _MOST_SERVICES:
+        faults.append(f"{at}services: {len(names):,} of them: give at most {_MOST_SERVICES:,}")
+        return []
+    nodes: list[Node] = []
+    for name in names:
+        try:
+            nodes.append(_read_service(name, tables, at))
+        except SpecError as exc:
+            faults += str(exc).splitlines()
+    return nodes
+
+
+def _read_service(name: str, tables: Mapping[str, Mapping[str, Any]], at: str) -> Node:
+    """Raises: SpecError with the place."""
+    label = shown(name, most=60)
+    if not is_node_name(name):
+        raise SpecError(f"{at}services.{label}: is no name of a node")
+    said = tables["services"].get(name)
+    available = said.get("available", 1) if isinstance(said, dict) else 1
+    if type(available) is not int:
+        raise SpecError(f"{at}services.{label}.available: give a whole number")
+    if available < 1:
+        raise SpecError(f"{at}services.{label}: {_NOT_READY}")
+    for table, names in _WAYS.items():
+        entries = tables[table].get(name) or []
+        if not isinstance(entries, list):
+            raise SpecError(f"{at}{table}.{label}: give a list of ports")
+        for number, entry in enumerate(entries):
+            place = f"{at}{table}.{label}[{number}]"
+            if not isinstance(entry, dict):
+                raise SpecError(f"{place}: give a table with {', '.join(names)}")
+            host, port, outside = (entry.get(field) for field in names)
+            if port == SSH_PORT:
+                return _make_node(name, host, outside, place, names)
+    raise SpecError(f"{at}forwarded_ports.{label}: {_NO_PORT}")
+
+
+# An address of a service's own comes first: its port there stays the same.
+_WAYS = {"ips": ("IP", "Port", "ExternalPort"), "forwarded_ports": ("host", "port", "externalPort")}
+
+
+def _make_node(name: str, host: object, port: object, place: str, names: Sequence[str]) -> Node:
+    """Raises: SpecError."""
+    if not isinstance(host, str) or not host:
+        raise SpecError(f"{place}.{names[0]}: give a host as text")
+    if type(port) is not int or not 1 <= port < 1 << 16:
+        raise SpecError(f"{place}.{names[2]}: give a port from 1 to 65535")
+    try:
+        return Node(name=name, host=host, port=port, user=USER)
+    except SpecError as exc:
+        raise SpecError("\n".join(f"{place}: {line}" for line in str(exc).splitlines())) from None
+
+
+def _in_order(name: str) -> list[tuple[str, int, str]]:
+    """Numbers in a name count as such, of whatever length."""
+    return [
+        ("", len(part.lstrip("0")), part.lstrip("0")) if part.isdigit() else (part, 0, "")
+        for part in re.split(r"([0-9]+)", name)
+    ]

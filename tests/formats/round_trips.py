@@ -1,0 +1,48 @@
+"""A spec that goes out as another tool's file and comes back: what that tool can hold is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from detrain_nb.formats import Imported, export_spec, import_text
+from detrain_nb.plan.targets import TARGETS
+from detrain_nb.spec import PipelineSpec
+
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
+
+
+def come_back(
+    spec: PipelineSpec,
+    to: str,
+    *,
+    held: Sequence[str],
+    kind: str = "",
+    options: Mapping[str, str] | None = None,
+    gpus: int = 0,
+) -> Imported:
+    """Export a spec, import that, and compare the fields that are ``held``, as training.epochs or nodes.ranks.
+
+    Axes are compared as the plan has them, where a -1 stands for what is left.
+    """
+    text = export_spec(spec, to, gpus=gpus, options=options)
+    imported = import_text(text, name=f"{spec.name}{TARGETS[to].suffix}", kind=kind)
+    again = imported.spec
+    assert again is not None
+    for field in held:
+        assert _look(again, field, gpus) == _look(spec, field, gpus), (field, text)
+    return imported
+
+
+def _look(spec: PipelineSpec, field: str, gpus: int) -> Any:
+    section, _, name = field.partition(".")
+    if section == "parallelism" and name in AXES:
+        mesh = spec.plan(gpus={node.name: gpus for node in spec.nodes if node.devices == "auto"} if gpus else None).mesh
+        assert mesh is not None
+        return mesh.axes.get(name, 1)
+    if section == "nodes" and name:
+        return [getattr(node, name) for node in spec.nodes]
+    value: Any = spec
+    for step in field.split("."):
+        value = getattr(value, step, None)
+    return value

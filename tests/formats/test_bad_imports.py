@@ -1,0 +1,213 @@
+"""Files that are broken, or were made to do harm: every importer says where and what in a SpecError, and soon.
+
+What is not linear in the length of a text takes minutes on these: the time limit of a test ends it.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from detrain_nb.documents import SUFFIXES, format_document
+from detrain_nb.errors import SpecError
+from detrain_nb.formats import IMPORTERS, import_file, import_text
+from detrain_nb.formats.imported import Foreign
+from detrain_nb.plan.targets import KINDS
+
+from .foreign_documents import RFC_AS_WRITTEN, SDL_WITH_TORCHRUN, TENSOR_STATE, TITAN_2025
+
+SAMPLES: dict[str, tuple[str, str]] = {  # of each kind the name of a file, and its text
+    "detrain": ("state.json", format_document(TENSOR_STATE, ".json")),
+    "akash": ("train.yaml", format_document(SDL_WITH_TORCHRUN, ".yaml")),
+    "hypha": ("job.json", RFC_AS_WRITTEN),
+    "torchtitan": ("debug.toml", format_document(TITAN_2025, ".toml")),
+    "lease": (
+        "lease.json",
+        '{"services": {"a": {"available": 1, "total": 1}}, "ips": {"a": [{"IP": "10.0.0.1", "Port": 1}]},\n'
+        ' "forwarded_ports": {"a": [{"host": "b.org", "port": 2222, "externalPort": 31022}, {"port": 80}]}}\n',
+    ),
+    "ravnest": (
+        "node_configs.json",
+        '{"0": {"IP": "10.0.0.1:8080", // the first\n "benchmarks": {"ram": 8, "bandwidth": 20}},\n'
+        ' "1": {"IP": "10.0.0.2:8080", "benchmarks": {"ram": 16, "bandwidth": 10}}}\n',
+    ),
+    "accelerate": (
+        "config.yaml",
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\nmachine_rank: 1\nmain_process_ip: 10.0.0.1\n"
+        "main_process_port: 29500\nmixed_precision: bf16\nnum_machines: 2\nnum_processes: 4\ngpu_ids: 0,1\n"
+        "fsdp_config:\n  fsdp_sharding_strategy: FULL_SHARD\n  fsdp_activation_checkpointing: true\n"
+        "parallelism_config:\n  parallelism_config_dp_shard_size: 4\n",
+    ),
+    "command": (
+        "start.sh",
+        "#!/bin/bash\n#SBATCH --time=1:00\nexport A='b c' HF_TOKEN=x\ngit clone -b v1 https://u:p@example.org/a/b.git\n"
+        'cd b/c && srun torchrun --nnodes 1:4 --nproc_per_node=2 --rdzv-conf "timeout=3" --rdzv_endpoint=a:1 \\\n'
+        '  --max-restarts 1 train.py "$B" --lr 3 2>&1 | tee log\n',
+    ),
+    "ssh_config": (
+        "config",
+        "Host gpu1 gpu2\n  HostName %h.example.org\n  Port 2222\nHost *\n  User alice\n  ProxyJump a@b:2\n  Foo bar\n",
+    ),
+    "hostfile": ("hostfile", "gpu[01-04,07] slots=8 # five\nlogin1:2\nalice@10.0.0.1\n"),
+}
+NASTY: list[Any] = [None, True, -1, 0, 1 << 62, 1e300, "", "\0", "\ud800", "x" * 5000, "1" * 5000, "$(a)", "[1-9]"]
+NASTY += [[], {}, [[]], [{}], {"a": {}}, [None], "../..", "a\nb", "-x", "é", "99999999999999999999"]
+BAD_TEXTS = {
+    "nothing": "",
+    "blanks": " \n\t\n",
+    "NUL": "a\0b",
+    "signs": "\x01\x1b[2J\x7f",
+    "a list": "[1, 2]",
+    "a null": "null: null",
+    "many digits": '{"a": ' + "1" * 100_000 + "}",
+    "deep": "[" * 100_000,
+    "deep names": '{"a":' * 100_000,
+    "a bomb": "a: &a [x, x]\n" + "".join(f"{b}: &{b} [*{a}, *{a}]\n" for a, b in zip("abcdefgh", "bcdefghi")),
+    "a circle": "a: &a\n  b: *a\n",
+    "an object": "a: !!python/object/apply:os.system [touch x]\n",
+    "two documents": "a: 1\n---\nb: 2\n",
+    "a range": "gpu[1-1000000000]",
+    "many ranges": "gpu[1-2]" + "[1-2]" * 1000,
+    "very many nodes": "torchrun --nnodes 1000000000 train.py",
+}
+LONG = [
+    "a",
+    " ",
+    "\n",
+    "'",
+    '"',
+    "\\",
+    "$",
+    "$(",
+    "${",
+    '"$(',
+    "`",
+    "{",
+    "[",
+    "a[",
+    "-",
+    "=",
+    "a=",
+    ",",
+    "#",
+    "<",
+    "<<",
+    "//",
+]
+LONG += [
+    "/*",
+    "...",
+    "a:",
+    "a.",
+    "a b\n",
+    "a=1 ",
+    "Host *a",
+    "Host *a ",
+    "Host a\n",
+    "*",
+    ";",
+    "1",
+    "torchrun ",
+    "[[a.b]]\n",
+    "\t",
+]
+
+kinds = pytest.mark.parametrize("kind", IMPORTERS)
+
+
+def _import(kind: str, text: str, name: str) -> None:
+    """It is read, or it is told in one line for each fault, which begins with the name of the file."""
+    try:
+        import_text(text, name=name, kind=kind)
+    except SpecError as exc:
+        assert all(line.startswith(name) for line in str(exc).splitlines()), str(exc)
+        assert str(exc).isprintable() or "\n" in str(exc), "signs of a terminal"
+        assert len(str(exc)) < 10_000
+
+
+def test_every_importer_has_a_sample_that_it_reads_and_no_other_takes() -> None:
+    assert SAMPLES.keys() == IMPORTERS.keys() == set(KINDS)
+    for kind, (name, text) in SAMPLES.items():
+        assert import_text(text, name=name).kind == kind
+        assert [each for each, importer in IMPORTERS.items() if importer.is_one(Foreign(text, name))] == [kind]
+
+
+@kinds
+def test_text_that_is_cut_off_anywhere_is_read_or_told(kind: str) -> None:
+    name, text = SAMPLES[kind]
+    for length in range(len(text)):
+        _import(kind, text[:length], name)
+
+
+@kinds
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_whatever_stands_in_the_place_of_a_part_is_read_or_told(kind: str, data: st.DataObject) -> None:
+    name, text = SAMPLES[kind]
+    content = Foreign(text, name).document if name.endswith(SUFFIXES) else None
+    if content is None:
+        words = list(re.finditer(r"[^\s=:,/\"']+", text))
+        place = data.draw(st.sampled_from(words))
+        nasty = data.draw(st.sampled_from([each for each in NASTY if isinstance(each, str)]))
+        _import(kind, text[: place.start()] + nasty + text[place.end() :], name)
+        return
+    table = content
+    while True:
+        key = data.draw(st.sampled_from(list(table) if isinstance(table, dict) else range(len(table))))
+        if not table[key] or not isinstance(table[key], dict | list) or data.draw(st.booleans()):
+            break
+        table = table[key]
+    table[key] = data.draw(st.sampled_from(NASTY))
+    suffix = next(suffix for suffix in SUFFIXES if name.endswith(suffix))
+    try:
+        text = format_document(content, suffix)
+    except SpecError:  # no document has that
+        return
+    _import(kind, text, name)
+
+
+@kinds
+@pytest.mark.parametrize("case", BAD_TEXTS)
+def test_text_of_no_kind_is_told(kind: str, case: str) -> None:
+    name = SAMPLES[kind][0]
+    with pytest.raises(SpecError, match=f"^{re.escape(name)}: "):
+        import_text(BAD_TEXTS[case], name=name)
+    _import(kind, BAD_TEXTS[case], name)
+
+
+@kinds
+def test_long_text_is_told_in_time_by_its_length(kind: str) -> None:
+    name, text = SAMPLES[kind]
+    pieces = LONG[:12] if name.endswith(SUFFIXES) else LONG  # documents have a suite of their own
+    for piece in pieces:
+        _import(kind, text[: len(text) // 2] + piece * (200_000 // len(piece)), name)
+
+
+@pytest.mark.parametrize("suffix", ["", ".json", ".yaml", ".toml", ".sh"])
+def test_file_that_is_no_text_is_never_unpickled_and_never_read_whole(suffix: str, tmp_path: Path) -> None:
+    class Bomb:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "unpickled",)
+
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        (pickled := tmp_path / f"pickled{suffix}").write_bytes(pickle.dumps(Bomb(), protocol))
+        for kind in ("", *IMPORTERS):
+            with pytest.raises(SpecError, match=f"^{re.escape(str(pickled))}: "):
+                import_file(pickled, kind=kind)
+    assert not (tmp_path / "unpickled").exists()
+    with (large := tmp_path / f"large{suffix}").open("wb") as file:
+        file.truncate(50_000_000)
+    with pytest.raises(SpecError, match=f"^{re.escape(str(large))}: larger than 1 MB: give less$"):
+        import_file(large)
+    (binary := tmp_path / f"binary{suffix}").write_bytes(bytes(range(256)))
+    with pytest.raises(SpecError, match=f"^{re.escape(str(binary))}: line 2: is not UTF-8"):
+        import_file(binary)
+    for path in (tmp_path, tmp_path / f"absent{suffix}"):
+        with pytest.raises(SpecError, match=f"^{re.escape(str(path))} cannot be read: "):
+            import_file(path)

@@ -1,0 +1,126 @@
+"""The entrypoint of the image, run for real: what it starts, what it refuses, and that a job is run once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from base64 import b64encode
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from ..testbed.fixtures import MakeTestbed
+from ..testbed.pods import ENTRYPOINT, HOME, Pod
+from ..testbed.testbed import Testbed
+
+_PATH = f"{os.environ['PATH']}:/usr/sbin"
+_BLOB = b"\0\0\0\x0bssh-ed25519\0\0\0\x20" + bytes(32)
+_KEY = f"ssh-ed25519 {b64encode(_BLOB).decode()} someone"
+_PRIVATE = "-----BEGIN OPENSSH PRIVATE KEY-----\nb3BlbnNzaC1rZXktdjEAAAAA\n-----END OPENSSH PRIVATE KEY-----"
+_ODD = " a \"b\" 'c' \\ \\\\ \\' \\\" $HOME `x` #d 日本\t= "
+_PLAIN = {"PORT": "8080", "name": "x", "status": "good", "TOKENIZERS_PARALLELISM": "false"}  # as in a script
+_ENV = {
+    "ODD": _ODD,
+    "HF_TOKEN": "very-secret",
+    "MINE": "very-secret",
+    "DETRAIN_NB_SECRETS": "YOURS MINE",
+    "LINES": "a\nb",
+    **_PLAIN,
+}
+_STATIC = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+sum = torch.ones(1) * (dist.get_rank() + 1)
+dist.all_reduce(sum)
+open("model", "w").write(f"{int(sum)}")
+print("the sum is", int(sum), os.environ["PORT"], os.environ["status"], flush=True)
+os._exit(0)  # gloo's threads may end it otherwise
+"""
+
+
+def _enter(*command: str, env: Mapping[str, str] | None = None, user: int = 65534) -> tuple[int, str]:
+    """Run the entrypoint to its end; returns its status and what it says."""
+    become = ["setpriv", f"--reuid={user}", f"--regid={user}", "--clear-groups"] if os.getuid() == 0 else []
+    given = {"PATH": _PATH, "HOME": "/nonexistent", **(env or {})}
+    argv = [*become, "bash", "-c", ENTRYPOINT.read_text(), "entrypoint.sh", *command]
+    options = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "timeout": 60}
+    done = subprocess.run(argv, env=given, cwd="/", **options)
+    return done.returncode, done.stdout.decode()
+
+
+def test_container_without_a_key_is_its_command() -> None:
+    assert _enter("sh", "-c", 'echo "$A" "$1"; exit 3', "sh", "a  b", env={"A": "x  y"}) == (3, "x  y a  b\n")
+    status, said = _enter()
+    assert status == 2 and "there is nothing to do: give SSH_PUBKEY" in said
+
+
+@pytest.mark.needs_debian("openssh-server")
+@pytest.mark.parametrize("keys, line", [(_PRIVATE, 1), (f"{_KEY}\r\n\n# me\nssh-ed25519 AAAA", 4), ("no key", 1)])
+def test_what_is_no_public_key_is_refused_by_its_line_and_not_shown(keys: str, line: int) -> None:
+    status, said = _enter(env={"SSH_PUBKEY": keys})
+    assert (status, said.count("\n")) == (2, 1)
+    assert f"container: SSH_PUBKEY, line {line}: no public key: give what is in a file" in said
+    assert "b3Blb" not in said and "BEGIN" not in said
+
+
+@pytest.mark.needs_debian("openssh-server")
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+def test_user_who_cannot_be_is_refused_with_one_line(tmp_path: Path) -> None:
+    for user, env, words in [
+        (0, {}, "it runs as root, and has no user trainer to go on as: start it as another user"),
+        (54321, {}, "uid 54321 is no user of this image"),
+        (65534, {}, "nobody cannot write /nonexistent/.detrain_nb: make it a folder of theirs, or name another one in"),
+        (65534, {"DETRAIN_NB_STATE": "/dev/shm/detrain_nb"}, "others than nobody can write /dev/shm, where its keys"),
+    ]:
+        status, said = _enter("true", env={"SSH_PUBKEY": _KEY, **env}, user=user)
+        assert (status, said.count("\n")) == (2, 1), said
+        assert words in said
+    Path("/dev/shm/detrain_nb").rmdir()
+
+
+def _check_that_root_gives_the_volume_away(testbed: Testbed) -> None:
+    """As in an image that starts as root, which has the volume; a folder beside it stays root's."""
+    start = "mkdir '/run/a volume' /run/other && DETRAIN_NB_VOLUME='/run/a volume' exec /run/entrypoint.sh sh -c"
+    job = 'touch "$DETRAIN_NB_VOLUME/x" && id -un && ! touch /run/other/x 2>/dev/null && grep NoNew /proc/self/status'
+    assert testbed.output("h0", f"{start} '{job}'").split() == ["trainer", "NoNewPrivs:", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: MakeTestbed, tmp_path: Path) -> None:
+    testbed = make_testbed(2)
+    first, other = (Pod(testbed, host.name, tmp_path) for host in testbed.hosts)
+    _check_that_root_gives_the_volume_away(testbed)
+    options = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=static --rdzv-endpoint"
+    for rank, (pod, address) in enumerate([(first, "$(hostname -i)"), (other, first.host.hostname)]):
+        job = f'exec python3 -m torch.distributed.run {options}="{address}:29500" --node-rank={rank} job.py'
+        pod.start("sh", "-c", f'printf %s "$JOB" >job.py && {job}', SSH_PUBKEY=pod.public_key, JOB=_STATIC, **_ENV)
+    for pod in (first, other):
+        pod.wait_for("container: the job has ended, with status 0; sshd stays")
+        assert "the sum is 3 8080 good" in pod.output
+        assert pod.run("cat", "model") == "3"
+    seen = dict(line.partition("=")[::2] for line in first.run("env").splitlines())
+    assert (seen["ODD"], seen["HOME"]) == (_ODD, HOME)
+    assert {name: seen[name] for name in _PLAIN} == _PLAIN
+    assert "very-secret" not in seen.values() and "LINES" not in seen
+    assert "sessions do not get HF_TOKEN: it is a secret" in first.output
+    assert first.stop() == 143
+    assert not [port for _, port in testbed.listening("h0") if port == 2222]
+
+    key = first.known_host("h", 1)
+    for _ in range(2):  # as it is started again
+        first.start("sh", "-c", "echo begun; exit 7", SSH_PUBKEY=f"{first.public_key}\n{_KEY}")
+        first.wait_for("the job has ended")
+        first.wait_for("Server listening")
+        assert first.known_host("h", 1) == key, "it is another host for who knows it"
+        is_first_time = "begun" in first.output
+        assert first.stop() == 143
+    assert not is_first_time
+    assert "the job has ended before, with status 7, and is not run again" in first.output
+
+    other.stop()
+    other.start("sh", "-c", "trap 'echo told; exit' TERM; echo waiting; while :; do sleep 0.1; done", SSH_PUBKEY=_KEY)
+    other.wait_for("waiting")
+    assert other.stop() == 143
+    assert "told" in other.output, "SIGTERM comes to the job"

@@ -1,0 +1,129 @@
+"""Lists of hosts, ssh_config, Ravnest's pool and Accelerate's configuration: which nodes and fields they become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from detrain_nb.errors import SpecError
+from detrain_nb.formats import Imported, import_text
+from detrain_nb.formats.hosts_import import expand_hosts
+
+
+def _nodes(imported: Imported) -> list[dict[str, Any]]:
+    return [node.to_fields() for node in imported.nodes]
+
+
+def test_hostfiles_of_slurm_and_mpi_are_nodes() -> None:
+    imported = import_text(
+        "# ours\ngpu[01-02,7] slots=8 max_slots=9\r\n\nlogin1:2 # two\nlogin1:2\nme@cpu\n", name="hosts"
+    )
+    assert _nodes(imported) == [
+        *({"host": f"gpu{number}", "ranks": 8} for number in ("01", "02", "7")),
+        {"host": "login1", "ranks": 4},
+        {"host": "cpu", "user": "me"},
+    ]
+    assert imported.left_out == ("max_slots (line 2): a spec has no field for it",)
+    assert expand_hosts("r[1-2]n[09-10],x") == ["r1n09", "r1n10", "r2n09", "r2n10", "x"]
+
+
+@pytest.mark.parametrize(
+    "text, fault",
+    [
+        ("a\ngpu[1-1000000000]", r"hosts: line 2: \[1-1000000000\]: has more than 10,000 hosts: give fewer"),
+        ("a[1-100][1-100][1-100]", "more than 10,000 hosts"),
+        ("a[3-1]", r"\[3-1\]: give numbers and ranges"),
+        ("a:2222", "line 1: 2222 slots: give a number, 1 to 1,024; a port goes into a nodes file"),
+        ("a b", "line 1: 'a b': give a host, as gpu1"),
+        ("all", "hosts: all: name 'all'"),
+    ],
+)
+def test_fault_in_a_hostfile_has_its_line(text: str, fault: str) -> None:
+    with pytest.raises(SpecError, match=fault):
+        import_text(text, name="hosts", kind="hostfile")
+
+
+CONFIG = """Host gpu1 gpu2
+  HostName %h.example.org # where
+  User alice
+Host *.x !gpu3
+  Port 23
+Match exec "touch x"
+  User mallory
+Host gpu3 jump.x
+  Port=2222
+  ProxyCommand nc %h
+  IdentityFile "~/.ssh/a b"
+Host *
+  User bob
+  ProxyJump me@j:2
+Include more/*
+"""
+
+
+def test_hosts_of_an_ssh_config_are_nodes_as_ssh_reaches_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    imported = import_text(CONFIG, name="/a/config")
+    both = {"user": "bob", "proxy_jump": "me@j:2", "identity_file": "~/.ssh/a b"}
+    assert _nodes(imported) == [
+        {"name": "gpu1", "host": "gpu1.example.org", "user": "alice", "proxy_jump": "me@j:2"},
+        {"name": "gpu2", "host": "gpu2.example.org", "user": "alice", "proxy_jump": "me@j:2"},
+        {"host": "gpu3", "port": 2222, **both},
+        {"host": "jump.x", "port": 23, **both},
+    ]
+    assert [line.partition(":")[0] for line in imported.left_out] == [
+        'Match exec "touch x"',
+        "Include more/*",
+        "proxycommand",
+    ]
+    own = import_text(CONFIG, name=str(tmp_path / ".ssh" / "config"))
+    assert _nodes(own) == [{"host": host} for host in ("gpu1", "gpu2", "gpu3", "jump.x")]
+
+
+def test_pool_of_ravnest_is_nodes() -> None:
+    text = '// a pool\n{"0": {"IP": "10.0.0.1:8080", "benchmarks": {"ram": 8, "bandwidth": 20, "x": 1}},'
+    text += '"1": {"IP": "a:1"}, "2": {"IP": "a:2"}}'
+    imported = import_text(text, name="node_configs.json")
+    assert _nodes(imported) == [
+        {"host": "10.0.0.1", "bandwidth_mbit_s": 20.0, "memory_gb": 8.0},
+        {"host": "a", "name": "node-1"},
+        {"host": "a", "name": "node-2"},
+    ]
+    assert [line.partition(":")[0] for line in imported.left_out] == ["0.IP", "1.IP", "2.IP", "0.benchmarks.x"]
+    assert "gRPC" in imported.left_out[0]
+    with pytest.raises(SpecError, match=r"^n\.json: 0\.benchmarks\.ram 'x': give gigabytes"):
+        import_text('{"0": {"IP": "a:1", "benchmarks": {"ram": "x"}}}', name="n.json")
+    one = '{"node_id": 0, "local_host": "10.0.0.1", "local_port": 18080, "node_type": "root", "rank": 1}'
+    assert _nodes(found := import_text(one, name="node_0.json")) == [{"host": "10.0.0.1"}]
+    assert [line.partition(":")[0] for line in found.left_out] == ["node_id, node_type, rank", "local_port"]
+
+
+def test_configuration_of_accelerate_is_a_spec() -> None:
+    text = (
+        "compute_environment: LOCAL_MACHINE\ndebug: false\ndistributed_type: FSDP\ndowncast_bf16: 'no'\ngpu_ids: 0,1\n"
+        "machine_rank: 1\nmain_process_ip: 10.0.0.1\nmain_process_port: 29500\nmixed_precision: fp16\nnum_machines: 2\n"
+        "num_processes: 4\nsame_network: false\nfsdp_config: {fsdp_offload_params: true}\n"
+        "dynamo_config: {dynamo_backend: INDUCTOR}\n"
+    )
+    imported = import_text(text, name="config.yaml")
+    assert imported.spec and imported.spec.to_dict() == {
+        "name": "config",
+        "parallelism": {"compile": True},
+        "nodes": [{"host": "10.0.0.1", "ranks": 2}, {"host": "node-1", "devices": [0, 1]}],
+        "source": {"script": "train.py"},
+        "rendezvous": {"port": 29500},
+    }
+    assert [line.partition(":")[0] for line in imported.left_out] == [
+        *("source", "nodes", "mixed_precision", "same_network, fsdp_config.fsdp_offload_params"),
+    ]
+    for change, fault in [
+        ("num_processes: 3", "config.yaml: num_processes: 3: give a multiple of num_machines, which is 2"),
+        ("num_processes: x", "config.yaml: num_processes: a text: give a whole number"),
+        ("distributed_type: XLA", "config.yaml: distributed_type: .* give one of NO, "),
+        ("machine_rank: 2", "config.yaml: machine_rank: 2: there are 2 machines"),
+    ]:
+        lines = [line for line in text.splitlines() if not line.startswith(change.partition(":")[0])]
+        with pytest.raises(SpecError, match=fault):
+            import_text("\n".join([*lines, change]), name="config.yaml")

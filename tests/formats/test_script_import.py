@@ -1,0 +1,241 @@
+"""Command lines of torchrun and accelerate, and scripts with one, as a spec: nothing is run, filled in or lost."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.run import get_args_parser
+
+from detrain_nb.errors import SpecError
+from detrain_nb.formats import import_command, import_text
+from detrain_nb.formats.command_import import read_command
+from detrain_nb.formats.launch_options import TORCHRUN
+from detrain_nb.formats.shell_words import split_script
+from detrain_nb.spec import PipelineSpec
+
+from .round_trips import come_back
+
+TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+LINES = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=20)
+NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9._-]{0,10}", fullmatch=True)
+VARIABLES = st.from_regex(r"X[A-Z0-9]{0,8}", fullmatch=True)
+HOSTS = st.lists(st.from_regex(r"h[a-z]{1,6}", fullmatch=True), min_size=1, max_size=3, unique=True)
+SOURCES = st.one_of(
+    st.builds(lambda text: {"script_text": f"print()\n{text}"}, TEXTS),
+    st.just({"module": "a.b"}),
+    st.builds(lambda folder: {"path": f"/data/{folder}x", "entry": "a/b c.py"}, NAMES),
+    st.just({"git": {"url": "https://example.org/a.git", "ref": "v1", "folder": "c/d"}, "entry": "train.py"}),
+    st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/train.py"}),
+    st.just({"git": {"url": "me@example.org:a.git", "ssh_key": "~/a b", "ref": "v1"}, "entry": "e/train.py"}),
+)
+
+
+def _fields(text: str, name: str = "start.sh") -> tuple[dict[str, Any], tuple[str, ...]]:
+    imported = import_text(text, name=name)
+    assert imported.kind == "command" and imported.spec
+    return imported.spec.to_dict(), imported.left_out
+
+
+@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject) -> None:
+    def draw(strategy: st.SearchStrategy[Any]) -> Any:
+        return data.draw(strategy)
+
+    ranks = draw(st.integers(1, 4))
+    has = {"devices": list(range(ranks))} if to == "torchrun" and draw(st.booleans()) else {"ranks": ranks}
+    nodes = [{"host": host, "python": "/opt/my env/bin/python", **has} for host in draw(HOSTS)]
+    spec = PipelineSpec.from_dict(
+        {
+            "name": draw(NAMES),
+            "description": draw(LINES),
+            "source": {**draw(SOURCES), "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["module load 'x y'"]},
+            "nodes": nodes,
+            "env": draw(st.dictionaries(VARIABLES, TEXTS, max_size=2)),
+            "secrets": ["HF_TOKEN"],
+            "training": {"steps": draw(st.integers(1, 100)), "learning_rate": 0.5, "scheduler": "cosine"},
+            "checkpoint": {"url": "s3://bucket/a", "keep": "all"},
+            "rendezvous": {"port": 1234, "timeout_s": 77, "max_restarts": draw(st.integers(0, 2))},
+        }
+    )
+    imported = come_back(
+        spec,
+        to,
+        held=[
+            *(
+                "name",
+                "description",
+                "env",
+                "secrets",
+                "training",
+                "checkpoint",
+                "artifacts",
+                "nodes.host",
+                "nodes.ranks",
+                "nodes.python",
+            ),
+            *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
+            *("source.setup", "rendezvous.timeout_s", "rendezvous.max_restarts", "parallelism.dp_shard"),
+            *(["rendezvous.port", "nodes.devices"] if to == "torchrun" else []),
+        ],
+    )
+    assert imported.left_out == ()
+
+
+@pytest.mark.parametrize("begin", ["torchrun", "python3 -u -m torch.distributed.run", "srun -N2 \\\n  /opt/x/torchrun"])
+def test_options_of_torchrun_are_read_in_every_spelling(begin: str) -> None:
+    fields, left_out = _fields(
+        f"A='b c' PET_MAX_RESTARTS=1 {begin} --nnodes=2:4 --nproc_per_node 2 --rdzv-id=job-7 --rdzv_backend c10d \\\n"
+        "  --rdzv_end=10.0.0.1:29400 --rdzv-conf=join_timeout=60,x=1 --role r --max_restarts=3 -r 1 -t3 \\\n"
+        "  'my train.py' --lr 3 -- '$$x' >log 2>&1 & # in the background\n"
+    )
+    assert fields == {
+        "name": "job-7",
+        "nodes": [{"host": host, "ranks": 2} for host in ("10.0.0.1", "node-1", "node-2", "node-3")],
+        "source": {"script": "my train.py", "arguments": ["--lr", "3", "--", "$x"]},
+        "env": {"A": "b c"},
+        "rendezvous": {"port": 29400, "min_nodes": 2, "max_restarts": 3, "timeout_s": 60.0},
+    }
+    named = " ".join(left_out)
+    assert all(f"{each}: " in named for each in ("--rdzv-conf x", "--role", "--redirects", "--tee", "log"))
+    assert "which host is node-1 to node-3" in named
+    assert ("srun: " in named) == ("/opt/x/torchrun: " in named) == begin.startswith("srun")
+
+
+def test_options_are_those_of_torchrun_itself() -> None:
+    parser = get_args_parser()
+    flags = {each for action in parser._actions if action.nargs == 0 for each in action.option_strings}
+    valued = {each for action in parser._actions if action.nargs is None for each in action.option_strings}
+    assert {f"--{name}" for name in TORCHRUN.flags} - {"--use-env"} == _long(flags) - {"--help"}
+    assert {f"--{name}" for name in TORCHRUN.valued or ()} == _long(valued)
+    assert {f"-{letter}" for letter in TORCHRUN.letters} == {each for each in flags | valued if each[1] != "-"} - {"-h"}
+
+
+def _long(options: set[str]) -> set[str]:
+    return {each.replace("_", "-") for each in options if each.startswith("--")}
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_command_line_is_read_as_torchrun_reads_it(data: st.DataObject) -> None:
+    values = {"nnodes": "1:3", "nproc-per-node": "2", "max-restarts": "1", "master-port": "7", "role": "-m", "tee": "3"}
+    words = []
+    for name in data.draw(st.lists(st.sampled_from([*values]), max_size=5)):
+        spelling = "--" + data.draw(st.sampled_from([name, name.replace("-", "_"), name[: max(3, len(name) - 2)]]))
+        is_joined = name == "role" or data.draw(st.booleans())
+        words += [f"{spelling}={values[name]}"] if is_joined else [spelling, values[name]]
+    is_module = data.draw(st.booleans())
+    words += ["-m"] if is_module else []
+    has_end = data.draw(st.booleans())
+    words += [*(["--"] if has_end else []), "a.b" if is_module else "a.py"]
+    arguments = data.draw(st.lists(st.sampled_from(["--", "-m", "x", "--nnodes", "", "$$"])))
+    words += [each for each in arguments if each != "--" or not has_end]  # it takes no second one
+    read = get_args_parser().parse_args(words)
+    launch = read_command(["torchrun", *words])
+    source = launch.fields["source"]
+    assert (source.get("module"), source.get("script")) == ((read.training_script, None)[:: 1 if is_module else -1])
+    # it takes $$ for $ when it starts the ranks
+    assert source.get("arguments", []) == [each.replace("$$", "$") for each in read.training_script_args]
+    assert ":".join(map(str, dict.fromkeys(launch.nodes))) == read.nnodes.replace("1:1", "1")
+    assert launch.node["ranks"] == int(read.nproc_per_node)
+    rendezvous = launch.fields.get("rendezvous", {})
+    assert rendezvous.get("max_restarts", 0) == read.max_restarts and rendezvous.get("port") == read.master_port
+
+
+def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
+    fields, left_out = _fields(
+        'export LR=1 HF_TOKEN=abc OTHER_KEY=$K\nN=4\necho "$(rm -rf x)" `id`\n'
+        'torchrun --nnodes=$N --nproc-per-node=gpu --master-addr "$HEAD" train.py --lr "$LR" --out $OUT/x\n'
+    )
+    assert fields == {
+        "name": "train",
+        "source": {"script": "train.py", "arguments": ["--lr", "$LR", "--out", "$OUT/x"]},
+        "env": {"LR": "1"},
+        "secrets": ["HF_TOKEN", "OTHER_KEY"],
+    }
+    begins = ("N: ", "$LR: ", "$OUT: ", "--nnodes: ", "--master-addr: ", "HF_TOKEN: ", "echo (line 3): ")
+    assert sorted(each for each in begins if any(line.startswith(each) for line in left_out)) == sorted(begins)
+    assert "abc" not in str(import_text("HF_TOKEN=abc torchrun a.py"))
+
+
+def test_repository_and_folder_are_found_where_the_script_goes() -> None:
+    fields, left_out = _fields(
+        "git clone --depth 1 -b v1 https://me:secret@example.org/a/b.git c; cd c/d && torchrun --nproc-per-node=2 a.py"
+    )
+    assert fields["source"] == {
+        "git": {"url": "https://example.org/a/b.git", "ref": "v1", "folder": "d"},
+        "entry": "a.py",
+    }
+    assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
+    assert _fields("cd x; bash -lc 'cd y; torchrun z/a.py'")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
+    assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
+        "python (line 1): a command of the shell: give source.setup if needed",
+    )
+
+
+def test_options_of_accelerate_are_read() -> None:
+    fields, left_out = _fields(
+        "accelerate launch --multi_gpu --num_machines 2 --num-processes=4 --machine_rank 0 --main_process_ip 10.0.0.1 "
+        "--main_process_port 29501 --mixed_precision bf16 --use_fsdp --fsdp_offload_params true --config_file a.yaml "
+        "-m a.b --x"
+    )
+    assert fields == {
+        "name": "b",
+        "parallelism": {"precision": "bf16"},
+        "nodes": [{"host": "10.0.0.1", "ranks": 2}, {"host": "node-1", "ranks": 2}],
+        "source": {"module": "a.b", "arguments": ["--x"]},
+        "rendezvous": {"port": 29501},
+    }
+    assert sorted(line.partition(":")[0] for line in left_out) == ["--config-file", "--fsdp-offload-params", "nodes"]
+    assert _fields("accelerate launch --cpu --num_processes 2 a.py")[0]["nodes"] == [
+        {"host": "localhost", "devices": "cpu", "ranks": 2}
+    ]
+
+
+def test_command_lines_of_several_nodes_are_one_job() -> None:
+    lines = [
+        f"torchrun --nnodes 2 --node-rank {rank} --nproc-per-node {rank + 1} --master-addr a t.py" for rank in (1, 0)
+    ]
+    fields, _ = _fields("\n".join(lines))
+    assert fields["nodes"] == [{"host": "a", "ranks": 1}, {"host": "node-1", "ranks": 2}]
+    with pytest.raises(SpecError, match=r"^start\.sh: line 2: starts something else than line 1: give a file with one"):
+        _fields("torchrun a.py\ntorchrun b.py")
+
+
+@pytest.mark.parametrize(
+    "command, fault",
+    [
+        ("torchrun --nnodes 0 a.py", r"torchrun --nnodes '0': give a number of nodes, 1 to 10,000, or a range as 1:4"),
+        ("torchrun --nnodes 3:2 a.py", "--nnodes '3:2': give"),
+        ("torchrun --nproc-per-node many a.py", "--nproc-per-node 'many': give auto, gpu, cpu or a number"),
+        ("torchrun --nproc-per-node 99999999 a.py", "--nproc-per-node '99999999': give"),
+        ("torchrun --rdzv a.py", "torchrun --rdzv: may be --rdzv-backend or --rdzv-conf"),
+        ("torchrun --gpus 2 a.py", "torchrun --gpus: is none of its options"),
+        ("torchrun --nnodes", "torchrun --nnodes has no value: give one"),
+        ("torchrun", "torchrun: no program stands behind its options"),
+        ("torchrun --no-python ./a", "--no-python: a spec runs Python"),
+        ("torchrun train", "'train': a spec runs a Python file"),
+        ("torchrun --standalone --nnodes 2 a.py", "--standalone has one node"),
+        ("torchrun --master-port 99999 a.py", "--master-port '99999': give a whole number, 0 to 65,535"),
+        ("accelerate launch --num_machines 2 --num_processes 3 a.py", "give a multiple of --num-machines, which is 2"),
+        ("make all", "'make' starts neither: give a command line of torchrun or accelerate launch"),
+    ],
+)
+def test_what_no_spec_can_hold_is_told_in_one_line(command: str, fault: str) -> None:
+    with pytest.raises(SpecError, match=fault) as caught:
+        import_command(shlex.split(command))
+    assert "\n" not in str(caught.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(words=st.lists(TEXTS.filter(lambda text: "\r" not in text), min_size=1, max_size=5))
+def test_words_are_those_of_the_shell(words: list[str]) -> None:
+    found = split_script(f'a {shlex.join(words)} | b\\\n c#d "$x\'" # e\n')
+    assert [word.text for word in found[0].words] == ["a", *words]
+    assert not any(word.fills for word in found[0].words)
+    assert [(word.text, word.fills) for word in found[1].words] == [("b", ()), ("c#d", ()), ("$x'", ("$x",))]
