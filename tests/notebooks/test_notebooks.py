@@ -60,7 +60,7 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 def test_tour_has_its_notebooks() -> None:
     names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel", "05_tensor_and_fsdp"]
-    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs", "07_console"]]
+    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs", "07_console", "08_anywhere"]]
 
 
 def test_first_cell_says_what_it_shows_what_it_needs_and_how_long_it_takes(notebook: Path) -> None:
