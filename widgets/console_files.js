@@ -25,7 +25,7 @@ class ExportPanel {
     this.save = view.button([icon("file"), "Save the file…"], () => this.ask_path(), fail);
     this.asked = h("div"); this.said = h("div");
     this.acts = h("div", { class: "row wrap" }, this.copy, this.save);
-    this.element = h("div", { class: "export" }, section("Export", "a file that runs without detrain_nb"), this.formats, this.options, this.fault, this.text, this.cut, this.acts, this.asked, this.said);
+    this.element = h("div", { class: "export" }, section("Export", "the pipeline as a file of another tool"), this.formats, this.options, this.fault, this.text, this.cut, this.acts, this.asked, this.said);
     this.pick(view.state.targets[0].name);
   }
   pick(name) {
