@@ -159,7 +159,7 @@ class NodeList {
   clear() { this.message.replaceChildren(); }
   tell(state, text, lines = []) {
     const { view } = this.editor;
-    this.message.replaceChildren(note(state, [h("p", {}, text), lines.length ? h("ul", {}, lines.map((line) => h("li", {}, line))) : null], [view.button("Close", () => this.clear())])); view.announce(text);
+    this.message.replaceChildren(note(state, [h("p", {}, text), lines.length ? h("ul", { tabIndex: 0, "aria-label": "Left out" }, lines.map((line) => h("li", {}, line))) : null], [view.button("Close", () => this.clear())])); view.announce(text);
   }
   // focus
   focus_row(key) { this.when_there(key, (row) => row.toggle.focus()); }
