@@ -108,9 +108,9 @@ def _check_choices(plan: Plan, start: str, part: str, ssh_key: str) -> None:
 def _check_use(asked: Terms, *, has_gpus: bool, mount: str) -> None:
     """Raises: SpecError for an option that nothing in this lease has a use for."""
     if asked.gpu_model and not has_gpus:
-        raise SpecError(f"gpu_model {asked.gpu_model}: no node of this lease has a GPU: leave it out, or give gpus")
+        raise SpecError(f"gpu_model {asked.gpu_model!r}: no node of this lease has a GPU: leave it out, or give gpus")
     if asked.volume and not mount:
-        raise SpecError(f"volume {asked.volume}: no checkpoint goes to a path: leave it out, or give checkpoint.url")
+        raise SpecError(f"volume {asked.volume!r}: no checkpoint goes to a path: leave it out, or give checkpoint.url")
 
 
 def _name_services(spec: PipelineSpec, plan: Plan) -> list[str]:

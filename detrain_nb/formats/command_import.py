@@ -19,14 +19,24 @@ from .launch_options import ACCELERATE, TORCHRUN, Launcher, Options, read_option
 from .reading import NO_FIELD
 from .shell_words import Word, as_words
 
-__all__ = ["MOST_NODES", "Launch", "describe_nodes", "find_launcher", "put_secret", "put_variable", "read_command"]
+__all__ = [
+    "KEYWORDS",
+    "MOST_NODES",
+    "WRAPPERS",
+    "Launch",
+    "describe_nodes",
+    "find_launcher",
+    "put_secret",
+    "put_variable",
+    "read_command",
+]
 
 MOST_NODES = 10_000
 _MOST_SECRETS = 1000
 _MODULES = {"torch.distributed.run": TORCHRUN, "torch.distributed.launch": TORCHRUN}
 _MODULES |= {"accelerate.commands.launch": ACCELERATE}
-_KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do", "while", "until", "{", "!")
-_WRAPPERS = ("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun")
+KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do", "while", "until", "{", "!")
+WRAPPERS = ("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun")
 _PYTHON = re.compile(r"python[0-9.]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSPHRASE|[A-Z]*KEY)(?:_|$)", re.IGNORECASE)
@@ -68,9 +78,9 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
             return _read(launcher, words, at, variables, before)
         if match := _ASSIGNMENT.fullmatch(text):
             variables[match[1]] = Word(match[2], words[at].fills)
-        elif text in _KEYWORDS:
+        elif text in KEYWORDS:
             pass
-        elif posixpath.basename(text) in _WRAPPERS or before or (at and text.startswith("-")):
+        elif posixpath.basename(text) in WRAPPERS or before or (at and text.startswith("-")):
             before.append(text)
         else:
             return None

@@ -76,7 +76,7 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_one(foreign: Foreign) -> bool:
-    if foreign.suffix:
+    if foreign.suffix or foreign.text.startswith("#!") or "#SBATCH" in foreign.text:
         return False
     lines = [line for _, line in _lines(foreign.text)]
     return bool(lines) and all((match := _LINE.fullmatch(line)) and _HOSTS.fullmatch(match[1]) for line in lines)

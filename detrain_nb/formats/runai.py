@@ -53,10 +53,7 @@ def export(
     Raises: SpecError for what Run:ai cannot do.
     """
     ranks, node = check_alike(spec, plan, by="Run:ai")
-    several = len(plan.nodes) > 1
-    check_name(spec.name, longest=f"-worker-{len(plan.nodes) - 2}" if several else "-0-0")
-    check_needs(spec)
-    check_gpus(ranks, plan.device)
+    _check_spec(spec, plan, ranks)
     _check_options(cli=cli, project=project, pvc=pvc, secret=secret, log_ranks=log_ranks, ranks=ranks)
     words = [
         *_name_workload(spec, len(plan.nodes), cli),
@@ -75,13 +72,13 @@ def export(
         ranks=ranks,
         node=node,
         endpoint=_ENDPOINT,
-        local_address=_OWN_ADDRESS if several and spec.rendezvous.max_restarts else "",
+        local_address=_OWN_ADDRESS if len(plan.nodes) > 1 and spec.rendezvous.max_restarts else "",
         options=(f"--local-ranks-filter={log_ranks}", "--role=rank", "--tee=3") if log_ranks else (),
     )
-    return _write_script(spec, plan, on_node, words)
+    return _write_script(spec, plan, on_node, words, at=pvc.partition(":")[2])
 
 
-def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: list[str]) -> str:
+def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: list[str], *, at: str) -> str:
     lines = [
         "#!/bin/sh",
         f"# {describe(spec, plan)}: sh {spec.name}.sh submits it to Run:ai",
@@ -90,6 +87,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: lis
         "",
         "on_node() {",
         f'{NODE}="${{RANK:-0}}"',
+        *([f"cd {quote(at)}"] if at else []),  # what the job makes stays on the volume
         f'{FOLDER}="$PWD"/{quote(spec.name)}.job/${NODE}',
         *on_node,
         "}",
@@ -100,6 +98,13 @@ def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: lis
         "exec " + " \\\n  ".join(words),
     ]
     return _check_length("\n".join(lines) + "\n")
+
+
+def _check_spec(spec: PipelineSpec, plan: Plan, ranks: int) -> None:
+    workers = len(plan.nodes) - 1
+    check_name(spec.name, longest=f"-worker-{workers - 1}" if workers else "-0-0")
+    check_needs(spec)
+    check_gpus(ranks, plan.device)
 
 
 def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
 import shlex
@@ -16,7 +17,16 @@ from ..plan.job import JobSpec
 from ..plan.names import make_name
 from ..spec import PipelineSpec
 from ..storage import has_password_of_user, shown
-from .command_import import Launch, describe_nodes, find_launcher, put_devices, put_variable, read_command
+from .command_import import (
+    KEYWORDS,
+    WRAPPERS,
+    Launch,
+    describe_nodes,
+    find_launcher,
+    put_devices,
+    put_variable,
+    read_command,
+)
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
 from .shell_words import Command, Word, split_script
@@ -57,6 +67,8 @@ class _Script:
     setup: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)  # files that it writes, with their texts
     needed: list[str] = field(default_factory=list)  # variables without which it does not go on
+    image: str = ""
+    of_submission: list[str] = field(default_factory=list)  # what is left out of the command that submits the script
     before_case: _Script | None = None
     launches: list[tuple[int, Launch]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -80,15 +92,20 @@ class _Script:
 def import_command(words: Sequence[str]) -> Imported:
     """Read one command line, which has been split into words. Raises: SpecError."""
     script = _Script()
-    if _is_shell(words):
-        return _read_text(words[2], "")
+    if (text := _find_text(words)) is not None:
+        return _read_text(text, "")
     script.launches.append((0, read_command(words)))
     return _make(script, "")
 
 
-def _is_shell(words: Sequence[str]) -> bool:
-    """It is one that runs a text, as ``bash -lc "torchrun train.py"``."""
-    return len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and bool(_RUNS_TEXT.fullmatch(words[1]))
+def _find_text(words: Sequence[str]) -> str | None:
+    """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
+    for at, (word, option) in enumerate(itertools.pairwise(words[:-1])):
+        if posixpath.basename(word) in _SHELLS and _RUNS_TEXT.fullmatch(option):
+            return words[at + 2]
+        if at == 0 and posixpath.basename(word) not in (*KEYWORDS, *WRAPPERS) and not _ASSIGNMENT.fullmatch(word):
+            return None
+    return None
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -129,11 +146,12 @@ def _take_words(script: _Script, command: Command) -> None:
     except SpecError as exc:
         raise SpecError(f"line {command.line}: {exc}") from None
     texts = [word.text for word in command.words]
-    name = posixpath.basename(next((text for text in texts if not _ASSIGNMENT.fullmatch(text)), texts[0]))
+    begun = (text for text in texts if text not in KEYWORDS and not _ASSIGNMENT.fullmatch(text))
+    name = posixpath.basename(next(begun, texts[0]))
     if launch:
         _start(script, launch, command)
-    elif _is_shell(texts):
-        for inner in split_script(texts[2]):
+    elif (text := _find_text(texts)) is not None:
+        for inner in split_script(text):
             _take(script, inner)
     elif name == "export" or all(_ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
@@ -144,7 +162,9 @@ def _take_words(script: _Script, command: Command) -> None:
     elif name == "git" and "checkout" in texts and script.repositories and not command.words[-1].fills:
         script.repositories[-1].git["ref"] = texts[-1].removeprefix("origin/")
     elif name in _SETS_UP and not any(word.fills for word in command.words):
-        script.setup.append(" ".join(texts))
+        script.setup.append(shlex.join(texts))
+    elif name == "runai":
+        _take_runai(script, texts)
     elif not _take_ours(script, command, texts) and name not in _WITHOUT_EFFECT:
         script.others.setdefault(name, []).append(command.line)
 
@@ -217,6 +237,14 @@ def _find_key(command: Command) -> dict[str, Any]:
     return {}
 
 
+def _take_runai(script: _Script, texts: Sequence[str]) -> None:
+    """Take the image of a command that submits to Run:ai; what else it says is Run:ai's."""
+    for option, value in itertools.pairwise(texts):
+        if option in ("-i", "--image"):
+            script.image = value
+    script.of_submission.append("runai: of what it is given the image alone is carried over")
+
+
 def _start(script: _Script, launch: Launch, command: Command) -> None:
     """Note a command that starts ranks, with what it finds: variables, and the folder that it is in."""
     own = launch.fields.get("env", {}), launch.fields.get("secrets", ())
@@ -286,6 +314,8 @@ def _make(script: _Script, stem: str) -> Imported:
         missing = []
     if nodes:
         fields["nodes"] = nodes
+    if script.image:
+        fields["image"] = script.image
     if len(launches) == 1 and first.node_rank and not job:
         missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
     left_out = [*script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
@@ -294,6 +324,7 @@ def _make(script: _Script, stem: str) -> Imported:
         left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
     if job:  # all of it is carried
         left_out = []
+    left_out += script.of_submission
     return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 from ..documents.content import MOST_VALUES
 from ..errors import SpecError
+from ..storage import shown
 
 __all__ = ["Command", "Word", "as_words", "split_script"]
 
-_MOST_COMMANDS = 10_000
+_MOST_COMMANDS, _MOST_WORDS, _MOST_PIECES = 10_000, MOST_VALUES, 2 * MOST_VALUES
 # What the shell fills in; it ends at the next $ at the latest: all of them are found in one pass.
 _FILLS = re.compile(r"\$\{[^}$]*+\}?|\$\([^)$]*+\)?|\$[A-Za-z_]\w*+|\$[0-9@*#?$!-]|`[^`]*+`?", re.ASCII)
 _PIECE = re.compile(
@@ -25,13 +26,21 @@ _PIECE = re.compile(
   | (?P<end> \n | ;; | && | \|\| | [;&|()] )
   | (?P<redirect> (?:(?<![^\s;&|()]) [0-9]{1,3})? (?: <<-? | >> | [<>]& | >\| | [<>] ) )
   | (?P<single> '[^']*+' )
-  | (?P<double> "(?:[^"\\]|\\.)*+" )
   | (?P<escaped> \\. )
-  | (?P<filled> \$\{[^}]*+\} | \$\([^)]*+\)\)? | \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-] | `[^`]*+` )
+  | (?P<opens> " | \$\( | \$\{ )
+  | (?P<filled> \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-] | `[^`]*+` )
   | (?P<plain> [^\s;&|()<>'"\\$`]++ | \$(?![({]) )
     """,
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
+# What may stand in quotes, in $(...) and in ${...}, each by what ends it, and what ends what begins there.
+_INSIDE = {
+    '"': re.compile(r"""\\.|`[^`]*+`|\$[({]|["]""", re.DOTALL),
+    ")": re.compile(r"""\\.|`[^`]*+`|'[^']*+'|\$[({]|["()]""", re.DOTALL),
+    "}": re.compile(r"""\\.|`[^`]*+`|\$[({]|["}]""", re.DOTALL),
+}
+_CLOSES = {'"': '"', "$(": ")", "(": ")", "${": "}"}
+_MOST_LEVELS = 100
 _OF_WORDS = ("single", "double", "escaped", "filled", "plain")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _IN_QUOTES = re.compile(r"""\\(["\\$`])|\\\n""")
@@ -83,15 +92,17 @@ class _Splitter:
 
     def commands(self) -> Iterator[Command]:
         command, pieces, is_file, num_words = Command(), list[tuple[str, str]](), False, 0
-        for kind, piece, line in self._pieces():
+        for number, (kind, piece, line) in enumerate(self._pieces()):
+            if number == _MOST_PIECES:
+                raise SpecError(f"line {line}: has more than {_MOST_PIECES:,} blanks, quotes and words: give fewer")
             if kind in _OF_WORDS:
                 command.line = command.line or line
                 pieces.append((kind, piece))
                 continue
             if pieces:
                 num_words += 1
-                if num_words > MOST_VALUES:
-                    raise SpecError(f"line {line}: has more than {MOST_VALUES:,} words: give fewer")
+                if num_words > _MOST_WORDS:
+                    raise SpecError(f"line {line}: has more than {_MOST_WORDS:,} words: give fewer")
                 word = _join(pieces)
                 (command.files if is_file else command.words).append(word)
                 if is_file and self._ends and not self._ends[-1]:
@@ -113,22 +124,40 @@ class _Splitter:
                 sign = self._text[self._at]
                 raise SpecError(f"line {self._line}: {sign!r} begins what does not end: close it")
             piece, kind, line = found[0], str(found.lastgroup), self._line
-            self._at = found.end()
+            if kind == "opens":
+                piece, kind = self._read_to_end(piece), "double" if piece == '"' else "filled"
+            self._at += len(piece)
             self._line += piece.count("\n")
             yield kind, piece, line
             if piece == "\n" and self._ends:
                 self._pass_documents()
         yield "end", "\n", self._line
 
+    def _read_to_end(self, opened: str) -> str:
+        """Return what begins here with ``opened``, with all that stands inside of it."""
+        closes, at = [_CLOSES[opened]], self._at + len(opened)
+        while closes:
+            found = _INSIDE[closes[-1]].search(self._text, at)
+            if found is None or len(closes) > _MOST_LEVELS:
+                raise SpecError(f"line {self._line}: {opened!r} begins what does not end: close it")
+            at = found.end()
+            if found[0] == closes[-1]:
+                closes.pop()
+            elif found[0] in _CLOSES:
+                closes.append(_CLOSES[found[0]])
+        return self._text[self._at : at]
+
     def _pass_documents(self) -> None:
         """Go on behind the here-documents that were begun."""
         for end in self._ends:
-            found = re.compile(rf"^\t*{re.escape(end)}$", re.MULTILINE).search(self._text, self._at)
-            if found is None:
-                raise SpecError(f"line {self._line}: the text up to {end!r} has no end: give one")
-            after = min(found.end() + 1, len(self._text))
-            self._line += self._text.count("\n", self._at, after)
-            self._at = after
+            begun, line = self._line, None
+            while line != end:
+                if self._at >= len(self._text):
+                    raise SpecError(f"line {begun}: the text up to {shown(repr(end), most=60)} has no end: give one")
+                after = self._text.find("\n", self._at) + 1 or len(self._text) + 1
+                line = self._text[self._at : after - 1].lstrip("\t")
+                self._at = after
+                self._line += 1
         self._ends.clear()
 
 

@@ -101,9 +101,8 @@ def _count_samples(job: JobSpec, options: Options) -> dict[str, int]:
     said, batch = {"seq_len": options.seq_len}, job.batch
     if batch is None:
         return said
-    if job.parallelism.pp > 1 or batch.microbatches == 1:
-        return {"local_batch_size": batch.replica_size, **said}
-    return {"local_batch_size": batch.micro_size, "global_batch_size": batch.global_size, **said}
+    local = batch.replica_size if job.parallelism.pp > 1 else batch.micro_size
+    return {"local_batch_size": local, "global_batch_size": batch.global_size, **said}
 
 
 def _size_microbatches(job: JobSpec) -> dict[str, int]:
@@ -210,13 +209,15 @@ def _configure(spec: PipelineSpec, job: JobSpec, options: Options, release: str)
 
 
 def _count_tokens(job: JobSpec, options: Options) -> dict[str, int]:
-    """A replica's tokens of one forward pass; without a pipeline gradients are added up to those of a step."""
+    """A replica's tokens of one forward pass, or of a microbatch of its pipeline."""
     said, batch = {"max_context_length": options.seq_len}, job.batch
     if batch is None:
         return said
-    if job.parallelism.pp == 1 and batch.microbatches > 1:
-        said = {"num_tokens_per_train_step": batch.global_size * options.seq_len, **said}
-    return {"num_tokens_per_microbatch_per_dp_rank": batch.micro_size * options.seq_len, **said}
+    counts = {
+        "num_tokens_per_microbatch_per_dp_rank": batch.micro_size,
+        "num_tokens_per_train_step": batch.global_size,
+    }
+    return {**{name: count * options.seq_len for name, count in counts.items()}, **said}
 
 
 def _count_microbatches(job: JobSpec) -> dict[str, int]:

@@ -14,13 +14,11 @@ from ..spec import PipelineSpec
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_DUMP_FOLDER = "outputs/"  # below which torchtitan puts what has no whole path
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
 _USED = (
-    *(
-        f"training.{name}"
-        for name in ("steps", "batch_size", "learning_rate", "optimizer", "loss", "scheduler", "seed")
-    ),
-    *(f"training.{name}" for name in ("warmup_steps", "clip", "log_every", "evaluate_every", "dev")),
+    *(f"training.{name}" for name in ("steps", "batch_size", "learning_rate", "optimizer", "loss", "scheduler")),
+    *(f"training.{name}" for name in ("warmup_steps", "clip", "seed", "log_every", "evaluate_every", "dev")),
     *(f"parallelism.{name}" for name in ("pp", "dp_replicate", "dp_shard", "tp", "schedule", "microbatches")),
     *(f"parallelism.{name}" for name in ("activations", "compile", "precision", "algorithm")),
     *(f"checkpoint.{name}" for name in ("url", "interval", "keep", "asynchronous")),
@@ -76,9 +74,9 @@ def check(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("ada
         raise SpecError(f"training.loss {how.loss!r}: torchtitan trains with cross_entropy: give that, or leave it out")
     if how.scheduler is not None and how.steps is None:
         raise SpecError(f"training.scheduler {how.scheduler!r}: it ends with the last step: give training.steps")
-    if saved and "://" in saved.url:
+    if saved and ("://" in saved.url or saved.url.startswith("~")):
         raise SpecError(
-            f"checkpoint.url {saved.url}: torchtitan writes into a folder that all ranks see: give its path"
+            f"checkpoint.url {saved.url}: torchtitan writes into a folder that all ranks see: give its whole path"
         )
     if saved and saved.keep == 1:
         raise SpecError("checkpoint.keep 1: torchtitan keeps two or more, as the last one may be half written: give 2")
@@ -126,7 +124,7 @@ def save(job: JobSpec) -> dict[str, bool | int | str]:
     interval = saved.interval or job.training.steps  # the last step is saved whatever the interval
     return {
         "enable": True,
-        "folder": saved.url,
+        "folder": saved.url.removeprefix("./").removeprefix(_DUMP_FOLDER),
         **({"interval": interval} if interval else {}),
         "keep_latest_k": saved.keep or 0,
         "async_mode": "async" if saved.asynchronous else "disabled",

@@ -137,7 +137,8 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help="how many a node has that names no devices")
     for name, words in OPTIONS.items():
         kind = _slurm_time if name == "time" else str
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=words)
+        told = words.replace("%", "%%")
+        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=told)
 
 
 def add_import_options(parser: OptionParser) -> None:

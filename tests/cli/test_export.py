@@ -9,6 +9,7 @@ import pytest
 
 from detrain_nb.cli.commands import main
 from detrain_nb.documents import parse_document, write_document
+from detrain_nb.plan.targets import OPTIONS
 from detrain_nb.spec import PipelineSpec
 
 
@@ -38,6 +39,14 @@ def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert capsys.readouterr() == ("", f"wrote {output}, in place of what was there\n")
     text = output.read_text()
     assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=4\n" in text and "--time=01:00:00\n" in text
+
+
+def test_help_names_the_options_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["export", "--help"])
+    text = "".join(capsys.readouterr().out.split())  # lines are also broken at a hyphen
+    for name, words in OPTIONS.items():
+        assert "".join(f"--{name.replace('_', '-')}{name.upper()}{words}".split()) in text
 
 
 def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,7 @@ def test_value_of_a_secret_is_written_nowhere(target: str, monkeypatch: pytest.M
     "target, option", [(target, name) for target, each in TARGETS.items() for name in each.options]
 )
 def test_option_that_is_none_is_refused_with_one_line(target: str, option: str) -> None:
-    with pytest.raises(SpecError, match=f"^{option} ") as caught:
+    with pytest.raises(SpecError, match=f"^{option}[ :]") as caught:
         export_spec(_spec(target), target, options={option: "$(id)\n'b'"})
     assert "\n" not in str(caught.value)
 

@@ -79,6 +79,14 @@ def test_variables_of_the_tutorial_have_their_places(tmp_path: Path) -> None:
     assert seen.env["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
 
 
+def test_what_the_job_makes_is_on_the_volume(tmp_path: Path) -> None:
+    (volume := tmp_path / "volume").mkdir()
+    spec = _spec({"host": "a", "python": write_recorder(tmp_path / "python")})
+    text = export_spec(spec, "runai", options={"pvc": f"data:{volume}"})
+    seen = run_on_node("runai", text, shell="sh", folder=tmp_path / "pod").seen
+    assert seen and seen.env["DETRAIN_NB_ARTIFACTS"] == f"{volume}/train.job/0/artifacts"
+
+
 def test_what_the_cluster_decides_stands_in_a_comment() -> None:
     spec = _spec({"host": "a", "address": "10.0.0.1"}, {"host": "b"}, rendezvous={"endpoint": "a", "port": 77})
     told = "# Left out, as nothing here has a use for it: nodes.address, rendezvous.endpoint, rendezvous.port."

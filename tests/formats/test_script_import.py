@@ -178,6 +178,16 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     )
 
 
+def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
+    fields, left_out = _fields(
+        "module load cuda/12 && source 'my env/bin/activate'\n. $HOME/x\nmake\ntorchrun a.py\n"
+        "exec runai submit -i a/b:1 -g 8"
+    )
+    assert fields["source"] == {"script": "a.py", "setup": ["module load cuda/12", "source 'my env/bin/activate'"]}
+    assert fields["image"] == "a/b:1"
+    assert [line.partition(" ")[0] for line in left_out] == [".", "make", "runai:"]
+
+
 def test_options_of_accelerate_are_read() -> None:
     fields, left_out = _fields(
         "accelerate launch --multi_gpu --num_machines 2 --num-processes=4 --machine_rank 0 --main_process_ip 10.0.0.1 "
@@ -239,3 +249,15 @@ def test_words_are_those_of_the_shell(words: list[str]) -> None:
     assert [word.text for word in found[0].words] == ["a", *words]
     assert not any(word.fills for word in found[0].words)
     assert [(word.text, word.fills) for word in found[1].words] == [("b", ()), ("c#d", ()), ("$x'", ("$x",))]
+
+
+def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
+    text = """a ${X:-$(b "c d" | awk '{print $1}')}e "$(f "g h" (i) ")")" $((1+(2))) `j k`\n<<'END' cat >l\n"""
+    commands = split_script(text + "a 'b\n\tEND\nm\n")
+    assert [len(command.words) for command in commands] == [5, 1, 1]
+    assert all(word.fills for word in commands[0].words[1:])
+    assert [(str(command), command.line) for command in commands[1:]] == [("cat", 2), ("m", 5)]
+    with pytest.raises(SpecError, match=r"^line 2: '\$\(' begins what does not end"):
+        split_script("a\n$(b (c)")
+    with pytest.raises(SpecError, match=r"^line 2: the text up to 'END' has no end"):
+        split_script("a <<END\nb")

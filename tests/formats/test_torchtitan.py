@@ -66,9 +66,8 @@ def read_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
         return ConfigManager().parse_args([f"--job.config_file={path}"])
 
     yield read
-    for name in set(sys.modules) - before:
-        if name.partition(".")[0] == "torchtitan":
-            monkeypatch.delitem(sys.modules, name)
+    for name in {name for name in sys.modules if name.startswith("torchtitan.")} - before:
+        del sys.modules[name]
 
 
 def _toml(**values: Any) -> str:
@@ -285,6 +284,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "^training.scheduler 'linear': it ends with the last step: give training.steps",
     ),
     "a bucket": ({"checkpoint.url": "s3://a/b"}, "^checkpoint.url s3://a/b: torchtitan writes into a folder"),
+    "a folder of somebody": ({"checkpoint.url": "~/c"}, "^checkpoint.url ~/c: .*: give its whole path"),
     "one checkpoint": ({"checkpoint.keep": 1}, "^checkpoint.keep 1: torchtitan keeps two or more"),
     "fewer nodes": (
         {"rendezvous.min_nodes": 1},

@@ -11,6 +11,7 @@ from IPython.core.error import UsageError
 
 from detrain_nb.formats import Imported
 from detrain_nb.plan import Plan
+from detrain_nb.plan.targets import KINDS
 from detrain_nb.spec import PipelineSpec
 from detrain_nb.spec.nodes_file import read_nodes
 
@@ -71,7 +72,7 @@ def test_import_is_returned_or_written(
     [
         ("import", "give a file, or a command line behind --: import -- torchrun train.py"),
         ("import a -- torchrun b.py", "give a file, or a command line behind --"),
-        ("import a --from hostfil", "--from 'hostfil': give one of ravnest, accelerate, command, ssh_config, hostfile"),
+        ("import a --from hostfil", f"--from 'hostfil': give one of {', '.join(KINDS)}"),
         ("import torchrun t.py", "'t.py' is one word too many: a command line stands behind --, as in: import -- t.py"),
         ("plan spec -- x", "-- x: only import takes a command"),
         ("import gone.yaml", "gone.yaml cannot be read: it is not there"),
