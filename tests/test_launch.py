@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from detrain_nb.launch import NodeLaunch, Program, RankConfig, Rendezvous, launch_job, launch_node
-from detrain_nb.plan import plan_one_node
+from detrain_nb.plan import NodeOffer, plan_nodes, plan_one_node
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
@@ -23,6 +23,16 @@ def test_ranks_that_are_started_again_do_not_look_into_the_store_of_those_before
     store = {"store": ("127.0.0.1", 4711), "interface": "lo", "extra_env": {}}
     launch = launch_node(plan, config, node_rank=0, python="python", run_id="mine", start=start, **store)
     assert launch.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_nodes_that_do_not_reach_each_other_have_a_store_each_on_the_loopback() -> None:
+    plan = plan_nodes([NodeOffer(name, (), "cpu", 2) for name in ("a", "b")], device="cpu", backend=None, ranks=None)
+    config = RankConfig("agent.sock", "folder", "cpu", "gloo", seed=0, threads=1)
+    options = {"run_id": "mine", "start": "fork", "store": None, "interface": "eth0", "extra_env": {}}
+    launch = launch_node(plan, config, node_rank=1, python="python", **options)
+    assert {"--nnodes=1", "--rdzv-endpoint=127.0.0.1:0", "--nproc-per-node=2"} <= set(launch.argv)
+    told = RankConfig.from_env(launch.env)
+    assert (told.first_rank, told.world_size, told.is_apart, config.is_apart) == (2, 4, True, False)
 
 
 def _read_back(launch: NodeLaunch, *, local_rank: int) -> list[str]:

@@ -5,8 +5,8 @@
 # is run once, and sshd stays when it has ended, so that what it made can be fetched. Without SSH_PUBKEY there is no sshd:
 # the container is the COMMAND.
 #
-# It keeps in DETRAIN_NB_STATE (by default ~/.detrain_nb) the key of this host and how the job ended: on a volume that
-# outlives the container both stay. DETRAIN_NB_SECRETS: names of variables that no file may have, with spaces between.
+# It keeps in DETRAIN_NB_STATE the key of this host and how the job ended; by default in .detrain_nb of the volume, where
+# both outlive the container, or of the home. DETRAIN_NB_SECRETS: names of variables that no file may have.
 # A variable of its own begins with _: the container may have any other.
 #
 # An image that starts as root gives trainer the folder DETRAIN_NB_VOLUME, and goes on as trainer: Akash gives volumes
@@ -43,26 +43,34 @@ find_user() {
 }
 
 make_state() {
+  local _volume=${DETRAIN_NB_VOLUME-} _loose
   export HOME
   HOME=$(getent passwd "$_user" | cut -d: -f6) # where sessions are, whatever the variable says
-  _state=${DETRAIN_NB_STATE:-$HOME/.detrain_nb}
+  _state=$HOME/.detrain_nb
+  if [[ $_volume =~ ^/[A-Za-z0-9._/-]+$ && -w $_volume ]] && [ -z "$(find_loose "$_volume")" ]; then
+    _state=$_volume/.detrain_nb
+  fi
+  _state=${DETRAIN_NB_STATE:-$_state}
   mkdir -p "$_state" 2>/dev/null && [ -w "$_state" ] ||
     fail "$_user cannot write $_state: make it a folder of theirs, or name another one in DETRAIN_NB_STATE"
   _state=$(cd "$_state" && pwd -P)
   case $_state in *[[:space:]\"\'\\%]*) fail "$_state: sshd reads no such name: name another one in DETRAIN_NB_STATE" ;; esac
-  refuse_loose_folders
+  chmod 700 "$_state" 2>/dev/null
+  _loose=$(find_loose "$_state")
+  [ -z "$_loose" ] ||
+    fail "others than $_user can write $_loose, where its keys are to be: name another folder in DETRAIN_NB_STATE"
 }
 
-# sshd lets nobody in whose keys stand where others can write, and says so in its log alone.
-refuse_loose_folders() {
-  local _folder=$_state _owner
-  chmod 700 "$_state" 2>/dev/null
+# Say which folder on the way others can write: sshd lets nobody in whose keys stand there, and says so in its log alone.
+find_loose() {
+  local _folder=$1 _owner
   while :; do
     _owner=$(stat -c %u "$_folder")
     if [ "$_owner" != 0 ] && [ "$_owner" != "$(id -u)" ] || [ -n "$(find "$_folder" -prune -perm /022)" ]; then
-      fail "others than $_user can write $_folder, where its keys are to be: name another folder in DETRAIN_NB_STATE"
+      echo "$_folder"
+      return
     fi
-    [ "$_folder" != / ] || return 0
+    [ "$_folder" != / ] || return
     _folder=$(dirname "$_folder")
   done
 }

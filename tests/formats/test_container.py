@@ -108,15 +108,19 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
     assert first.stop() == 143
     assert not [port for _, port in testbed.listening("h0") if port == 2222]
 
-    key = first.known_host("h", 1)
-    for _ in range(2):  # as it is started again
-        first.start("sh", "-c", "echo begun; exit 7", SSH_PUBKEY=f"{first.public_key}\n{_KEY}")
+    testbed.exec("h0", "mkdir /run/volume && chown 12345 /run/volume", check=True)
+    keys, begun = set(), []
+    for _ in range(2):  # in a new container the home is empty
+        testbed.exec("h0", f"rm -r {HOME}/.detrain_nb", check=True)
+        job = ("sh", "-c", "echo begun; mkdir ~/.detrain_nb; exit 7")
+        first.start(*job, SSH_PUBKEY=f"{first.public_key}\n{_KEY}", DETRAIN_NB_VOLUME="/run/volume")
         first.wait_for("the job has ended")
         first.wait_for("Server listening")
-        assert first.known_host("h", 1) == key, "it is another host for who knows it"
-        is_first_time = "begun" in first.output
+        keys.add(testbed.output("h0", "cat /run/volume/.detrain_nb/host_key.pub"))
+        begun.append("begun" in first.output)
         assert first.stop() == 143
-    assert not is_first_time
+    assert len(keys) == 1, "it is another host for who knows it"
+    assert begun == [True, False]
     assert "the job has ended before, with status 7, and is not run again" in first.output
 
     other.stop()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from detrain_nb.errors import SpecError
@@ -116,6 +116,7 @@ _ANY_SERVICES = st.dictionaries(st.sampled_from(["a", "n-1", "x" * 99]), st.list
 _ANY_LEASE = st.dictionaries(st.sampled_from(["services", "forwarded_ports", "ips"]), _ANY_SERVICES | _JSON)
 
 
+@settings(deadline=None)
 @given(_ANY_LEASE | _JSON | st.lists(_ANY_LEASE, max_size=3))
 @example({"forwarded_ports": {"9" * 5000: [_way()]}})
 def test_whatever_a_provider_says_is_nodes_or_an_error(content: Any) -> None:
