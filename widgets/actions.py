@@ -128,6 +128,17 @@ def list_of(check_item: Check, *, most: int = 1000) -> Check:
     return check
 
 
+def table_of(check_value: Check, *, most: int = 100) -> Check:
+    """A table of at most ``most`` values by their names, each of which passes ``check_value``."""
+
+    def check(value: object) -> dict[str, Any]:
+        if not isinstance(value, dict) or len(value) > most:
+            raise ValueError(f"a table of at most {most:,} values")
+        return {str(name): check_value(item) for name, item in value.items()}
+
+    return check
+
+
 def optional(check_value: Check) -> Check:
     """Nothing (null), or what passes ``check_value``."""
     return lambda value: None if value is None else check_value(value)

@@ -57,8 +57,8 @@ class FormPage extends DraftEditor {
     this.save = view.button("Save", () => this.do_save(false), fail);
     this.another = h("input", { class: "in", style: "width:200px", "aria-label": "Name of the other pipeline", spellcheck: "false", autocomplete: "off" });
     this.steps = h("ol", { class: "steps", "aria-label": "Pages of the form" });
-    this.notes = h("div", { class: "notes", hidden: true });
-    this.body = h("div", { class: "body" });
+    this.notes = h("div", { class: "notes", hidden: true }); this.left_out = new LeftOut(view, () => this.focus_first());
+    this.body = h("div", { class: "body" }); this.would_run = h("div"); this.exporting = new ExportPanel(view, (path) => this.go_to(path));
     this.message = h("span", { role: "status" });
     this.back = h("button", { type: "button", class: "b", onclick: () => this.go(-1) }, "Back");
     this.next = h("button", { type: "button", class: "b go", onclick: () => this.go(1) });
@@ -66,14 +66,14 @@ class FormPage extends DraftEditor {
     this.element = h("div", { hidden: true },
       h("div", { class: "head" }, view.button([icon("left"), "My Pipelines"], () => this.leave(), { cls: "q", ...fail }), this.name, this.file,
         h("span", { class: "push row" }, view.button("Insert as code", () => this.insert(), fail), this.save)),
-      this.steps, this.notes, this.body, h("div", { class: "foot" }, this.message, h("span", { class: "push row" }, this.back, this.next, this.start)));
+      this.steps, this.notes, this.left_out.element, this.body, h("div", { class: "foot" }, this.message, h("span", { class: "push row" }, this.back, this.next, this.start)));
     this.tabs = [["general", "General"], ["nodes", "Nodes"], ["source", "Source"], ["review", "Review & start"]].map(([id, title], at) => {
       const [nr, told] = [h("span", { class: "nr" }, `${at + 1}`), h("small")];
       const button = h("button", { type: "button", onclick: () => this.show(id) }, nr, h("b", {}, title), told);
       this.steps.append(h("li", {}, button));
       return { id, title, nr, told, button, at };
     });
-    this.pages = { general: this.make_general(), nodes: this.make_nodes(), source: this.make_source(), review: h("div") };
+    this.pages = { general: this.make_general(), nodes: this.make_nodes(), source: this.make_source(), review: h("div", {}, this.would_run, this.exporting.element) };
     this.body.append(...Object.values(this.pages));
     this.show("general", false);
   }
@@ -140,7 +140,7 @@ class FormPage extends DraftEditor {
     }
     this.form = form;
     if (form === null) return;
-    this.update_fields(form); this.list.update();
+    this.update_fields(form); this.list.update(); this.left_out.update(form.left_out);
     set_text(this.name, typed_at(form, "name") || "without a name"); set_text(this.file, `${form.file} · ${form.is_changed ? "changed" : `saved ${form.saved}`}`);
     this.draw_mesh(); this.draw_steps(); this.draw_notes();
     if (this.step === "review" && this.reviewed !== form.revision) this.draw_review();
@@ -208,12 +208,12 @@ class FormPage extends DraftEditor {
   close_button(act) { return close_button(() => { act(); this.draw_notes(); }); }
   async draw_review() {
     this.reviewed = this.form.revision;
-    const page = this.pages.review, found = await this.view.call("review").catch((error) => ({ error: error.message }));
-    this.digest = found.digest ?? "";
+    const page = this.would_run, found = await this.view.call("review").catch((error) => ({ error: error.message }));
+    this.digest = found.digest ?? ""; this.exporting.element.hidden = Boolean(found.error);
     if (found.error) { page.replaceChildren(h("p", { class: "soft" }, `What would run is shown here: ${found.error}.`)); return; }
-    const { plan, commands, documents, exports } = found;
+    const { plan, commands, documents } = found;
     const ranks = (node) => [...node.ranks.map((rank) => h("div", { class: `pr c${(rank.places.pp ?? 0) % 6}` }, h("span", { class: "soft" }, rank.device), h("b", {}, `rank ${rank.rank}`), h("div", {}, Object.entries(rank.places).filter(([axis]) => (Object.fromEntries(Object.entries(plan.mesh))[axis] ?? 1) > 1).map(([axis, at]) => `${axis} ${at}`).join(" · ") || "alone"))), node.more ? h("span", { class: "soft" }, `and ${node.more} more`) : null];
-    const shown = { TOML: documents.toml, JSON: documents.json, YAML: documents.yaml, Python: found.code, ...Object.fromEntries(Object.entries(exports).map(([name, made]) => [name, made.text ?? `It cannot be written: ${made.error}`])) };
+    const shown = { TOML: documents.toml, JSON: documents.json, YAML: documents.yaml, Python: found.code };
     const text = h("pre", { class: "written", tabIndex: 0, role: "tabpanel", "aria-label": "Written out" });
     const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Spec" }, Object.keys(shown).map((name) => h("button", { type: "button", class: "b", role: "tab", onclick: () => pick(name) }, name)));
     const pick = (name) => { this.picked = name; text.textContent = shown[name]; for (const tab of tabs.children) tab.setAttribute("aria-selected", `${tab.textContent === name}`); };
@@ -225,6 +225,7 @@ class FormPage extends DraftEditor {
       section("Commands", "what runs on each node"), commands.error ? note("bad", h("p", {}, commands.error)) : h("div", { class: "cmds" }, commands.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), command_box(node.command)])),
       ...(commands.warnings ?? []).map((each) => note("warn", h("p", {}, each))), section("Spec"), tabs, text,
       h("div", { style: "margin-top:6px" }, this.view.button([icon("copy"), "Copy"], () => copy_text(text.textContent))));
+    this.exporting.update(typed_at(this.form, "name"));
   }
   show(step, has_focus = true) {
     this.send_all();
@@ -254,4 +255,5 @@ class FormPage extends DraftEditor {
     field?.input.closest("details")?.setAttribute("open", "");
     if (field) field.focus(); else this.focus_first();
   }
+  end() { super.end(); this.exporting.end(); }
 }

@@ -124,7 +124,8 @@ class ListPage {
     this.undo = h("div", { class: "undo", hidden: true, role: "status" });
     this.element = h("div", {},
       h("div", { class: "head" }, h("h3", {}, "My Pipelines"), this.count, h("span", { class: "push row wrap" }, this.searching, this.renew,
-        h("button", { type: "button", class: "b", onclick: () => this.ask("file") }, "Open file…"), this.add)),
+        h("button", { type: "button", class: "b", onclick: () => this.ask("file") }, "Open file…"),
+        h("button", { type: "button", class: "b", onclick: () => this.ask("import") }, "Import…"), this.add)),
       this.asked, this.notes, this.table, this.nothing, this.first, this.undo);
     view.complain = (text) => { this.failure = text; this.draw_notes(); };
     this.make_examples();
@@ -155,12 +156,12 @@ class ListPage {
       h("p", {}, "A pipeline is one file: mesh, nodes, source, training. Begin from an example; it is copied to ", h("span", { class: "mono" }, "pipelines/"), " and yours to change."),
       h("div", { class: "ex" }, tiles));
   }
-  /** The row that asks for the path of a file, or the name of a new pipeline. */
+  /** The row that asks for the path of a file, for one of another tool, or the name of a new pipeline. */
   ask(kind) {
     const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
       : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
     const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); asked_by?.focus?.(); };
-    const { bar, input } = ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }]], stop);
+    const { bar, input } = kind === "import" ? import_bar(this.view, stop) : ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }]], stop);
     if (kind === "new" && this.list.entries.length) bar.append(this.other_ways(stop));
     this.asked.replaceChildren(bar);
     input.focus();

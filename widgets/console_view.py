@@ -14,14 +14,15 @@ from ..pipelines import EXAMPLES, Deleted, MyPipelines, SpecFile, SpecForm, revi
 from ..pipelines.draft import make_document, make_draft
 from ..pipelines.form_fields import FIELDS
 from ..session.output.safe_output import one_line
+from ..spec import PipelineSpec
 from .actions import Refused, action, flag, one_of, optional, text
+from .console_files import FilesEditor
 from .console_form import describe_form
 from .console_job import ShownJob
 from .console_jobs import AskedJobs
 from .console_list import describe_entry, describe_examples, settle_form, settle_list
 from .displays import Settled
 from .draft_facts import describe_fields
-from .nodes_editor import NodesEditor
 
 __all__ = ["ConsoleView"]
 
@@ -45,11 +46,11 @@ class _Opened:
         return hashlib.sha256(json.dumps([str(self.file.path), self.form.document]).encode()).hexdigest()
 
 
-class ConsoleView(NodesEditor):
+class ConsoleView(FilesEditor):
     """The list, and the form of one pipeline at a time. A form with changes is kept when another one is opened."""
 
     name = "console_view"
-    more = ("fields", "node_list", "console_form")
+    more = ("fields", "node_list", "console_files", "console_form")
 
     def __init__(self, pipelines: MyPipelines) -> None:
         self.pipelines = pipelines
@@ -79,6 +80,7 @@ class ConsoleView(NodesEditor):
                 "job": self._shown_job.describe(),
                 "fields": describe_fields(FIELDS.values()),
                 "examples": describe_examples(),
+                **self.describe_formats(),
             }
 
     def settled(self) -> Settled:
@@ -118,6 +120,7 @@ class ConsoleView(NodesEditor):
             path = self._path(id)
             self._deleted = self.pipelines.delete(path)
             self._forms.pop(path, None)
+            self._left_out.pop(path, None)
             if self._open == path:  # another tab has opened it meanwhile
                 self._open, self._conflict = None, None
         self._tell_all()
@@ -151,22 +154,22 @@ class ConsoleView(NodesEditor):
     @action(name=text(most=100))
     def create(self, name: str) -> None:
         made = self.pipelines.create({}, name=name)
-        self._show(made)
+        self.show_file(made)
 
     @action(name=one_of(*(each.name for each in EXAMPLES)))
     def create_example(self, name: str) -> None:
         made = self.pipelines.create_example(next(each for each in EXAMPLES if each.name == name))
-        self._show(made)
+        self.show_file(made)
 
     # ---- the form
 
     @action(id=_ID)
     def open_pipeline(self, id: str) -> None:
-        self._show(self.pipelines.open(self._path(id)))
+        self.show_file(self.pipelines.open(self._path(id)))
 
     @action(path=text(most=4096))
     def open_file(self, path: str) -> None:
-        self._show(self.pipelines.open(path))
+        self.show_file(self.pipelines.open(path))
 
     @action()
     def close_form(self) -> None:
@@ -180,7 +183,7 @@ class ConsoleView(NodesEditor):
     @action(anyway=flag, name=optional(text(most=100)))
     def save(self, anyway: bool, name: str | None) -> None:
         with self._guard:
-            form, opened = self._the_form(), self._forms[self._open_path()].file
+            form, opened = self._the_form(), self._forms[self.opened_path()].file
             try:
                 made = self._save(form, opened, anyway=anyway, name=name)
             except Conflict as exc:
@@ -199,7 +202,7 @@ class ConsoleView(NodesEditor):
     @action()
     def load_theirs(self) -> None:
         with self._guard:
-            form, path = self._the_form(), self._open_path()
+            form, path = self._the_form(), self.opened_path()
             found = self.pipelines.open(path)
             form.load(_document_of(found))
             self._forms[path] = _Opened(form, found)
@@ -210,23 +213,36 @@ class ConsoleView(NodesEditor):
     def review(self) -> dict[str, Any]:
         """Return what would run; ``digest`` is what a page gives to `start`, by ``widget`` it finds its cell."""
         with self._guard:
-            opened = self._forms[self._open_path()]
+            opened = self._forms[self.opened_path()]
         with (form := opened.form).lock:
             if form.spec is None or form.errors:
                 return {"error": "correct what is marked first"}
             spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest, "widget": self.model_id}
         return {**review_spec(spec), **told}
 
+    def seen_spec(self, digest: str | None) -> tuple[PipelineSpec, str]:
+        with self._guard:
+            opened = self._forms[self.opened_path()]
+        with opened.form.lock:
+            if opened.form.spec is None or not opened.form.is_right:
+                raise Refused("correct what is marked first")
+            self._require_seen(opened, digest, "written")
+            return opened.form.spec, opened.digest
+
+    def _require_seen(self, opened: _Opened, digest: str | None, done: str) -> None:
+        """Raises: Refused where a page has seen another one."""
+        if digest is not None and opened.digest != digest:
+            fault = f"{one_line(opened.file.path.name)} was changed after this page showed it, and was not {done}"
+            raise Refused(f"{fault}: look at it as it is now, and try again")
+
     @action(digest=text(most=100))
     def start(self, digest: str) -> None:
         """Save it, and submit it as it is shown: not what others have made of its form, or of its file, since."""
         with self._guard:  # no other tab closes it meanwhile
-            form, path = self._the_form(), self._open_path()
+            form, path = self._the_form(), self.opened_path()
             if not form.is_right:
                 raise Refused(f"{len(form.errors)} to correct first")
-            if self._forms[path].digest != digest:
-                fault = f"{one_line(path.name)} was changed after this page showed it, and was not started"
-                raise Refused(f"{fault}: look at it as it is now, and start it then")
+            self._require_seen(self._forms[path], digest, "started")
             if self._is_changed(path):
                 self.save(anyway=False, name=None)
             seen = self._forms[path].file
@@ -285,7 +301,7 @@ class ConsoleView(NodesEditor):
         form.edit("name", made.name)
         return made
 
-    def _show(self, opened: SpecFile) -> None:
+    def show_file(self, opened: SpecFile) -> None:
         """Raises: Refused for a file that is no document."""
         if opened.data is None:
             raise Refused(f"{one_line(opened.path.name)} cannot be opened: {one_line(opened.errors[0])}")
@@ -305,9 +321,9 @@ class ConsoleView(NodesEditor):
 
     def _the_form(self) -> SpecForm:
         with self._guard:
-            return self._forms[self._open_path()].form
+            return self._forms[self.opened_path()].form
 
-    def _open_path(self) -> Path:
+    def opened_path(self) -> Path:
         if self._open is None:
             raise Refused("no pipeline is open: it was closed in another tab")
         return self._open
@@ -354,6 +370,7 @@ class ConsoleView(NodesEditor):
                 **describe_form(form),
                 "file": one_line(f"{opened.path.parent.name}/{opened.path.name}" if is_beside else str(opened.path)),
                 "is_changed": self._is_changed(opened.path),
+                "left_out": self.left_out_of(opened.path),
                 "saved": time.strftime("%H:%M", time.localtime(opened.changed_at)),
                 "conflict": self._conflict
                 and {

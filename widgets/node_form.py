@@ -21,8 +21,9 @@ from ..spec.nodes_file import find_twins, read_nodes, write_nodes
 from ..storage import locate
 from ..text import count_of
 from .draft_facts import describe_draft, describe_nodes, errors_by_key, num_ranks
+from .given_nodes import GivenNodes, full_path, read_given_nodes
 
-__all__ = ["NodeForm", "full_path"]
+__all__ = ["NodeForm"]
 
 _MOST_FAULTS = 50  # are told
 _NOT_KEPT = "; another program may have written it"
@@ -89,13 +90,13 @@ class NodeForm(DraftForm):
 
     # ---- files
 
-    def replace(self, given: str | os.PathLike[str] | Sequence[Node], *, words: str = "") -> None:
+    def replace(self, given: str | os.PathLike[str] | GivenNodes | Sequence[Node], *, words: str = "") -> None:
         """Have the nodes of a file, or of a list, alone; ``words`` let it be undone. Raises: SpecError."""
         if isinstance(given, str | os.PathLike):
-            path = os.fspath(given)
-            text = read_text(locate(full_path(path)))
-            nodes = read_nodes(full_path(path))
-            self.replace_nodes(nodes, words=words, origin=_File(path, _digest(text), nodes))
+            given = read_given_nodes(os.fspath(given))
+        if isinstance(given, GivenNodes):
+            origin = _File() if given.kind else _File(given.path, _digest(given.text), given.nodes)
+            self.replace_nodes(given.nodes, words=words, origin=origin)
             return
         nodes = tuple(given)
         if wrong := [node for node in nodes if not isinstance(node, Node)]:
@@ -123,10 +124,6 @@ class NodeForm(DraftForm):
         self._tell()
         kept = f"; as it was it is {one_line(os.path.join(os.path.dirname(path), before))}" if is_kept else ""
         return {"said": f"{one_line(path)} has {count_of(len(nodes), 'node')}{kept}"}
-
-
-def full_path(path: str) -> str:
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def _text_of(path: str) -> str | None:

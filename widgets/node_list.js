@@ -149,14 +149,17 @@ class NodeList {
   }
   async import() { this.show_bar(import_panel(this, await this.editor.view.call("list_hosts"))); }
   open_file() {
-    const open = (is_added) => async (path) => { const count = await this.editor.view.call("open_nodes", { path, is_added }); this.show_bar(null); this.tell("ok", `${path}: ${count_of(count, "node")}`); };
-    this.ask_path("Open nodes file", [["Open", open(false)], ["Add to the list", open(true)]]);
+    const open = (is_added) => async (path) => {
+      const { nodes, left_out, more } = await this.editor.view.call("open_nodes", { path, is_added }), lines = more ? [...left_out, `and ${more} more`] : left_out;
+      this.show_bar(null); this.tell(lines.length ? "warn" : "ok", `${path}: ${count_of(nodes, "node")}${lines.length ? "; of the file is left out:" : ""}`, lines);
+    };
+    this.ask_path("Open nodes file", [["Open", open(false)], ["Add to the list", open(true)]], "A nodes file, or one of another tool: a lease of Akash, a hostfile, an ssh_config, node_configs.json of Ravnest");
   }
-  ask_path(title, actions) { this.show_bar(ask_bar(this.editor.view, title, actions, () => this.show_bar(null), { value: this.path || "nodes.toml" })); }
+  ask_path(title, actions, hint = null) { this.show_bar(ask_bar(this.editor.view, title, actions, () => this.show_bar(null), { value: this.path || "nodes.toml", hint })); }
   clear() { this.message.replaceChildren(); }
-  tell(state, text) {
+  tell(state, text, lines = []) {
     const { view } = this.editor;
-    this.message.replaceChildren(note(state, h("p", {}, text), [view.button("Close", () => this.clear())])); view.announce(text);
+    this.message.replaceChildren(note(state, [h("p", {}, text), lines.length ? h("ul", { tabIndex: 0, "aria-label": "Left out" }, lines.map((line) => h("li", {}, line))) : null], [view.button("Close", () => this.clear())])); view.announce(text);
   }
   // focus
   focus_row(key) { this.when_there(key, (row) => row.toggle.focus()); }

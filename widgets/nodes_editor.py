@@ -13,12 +13,11 @@ from ..errors import DetrainError
 from ..pipelines.draft_form import MOST_NODES, DraftForm
 from ..session.output.safe_output import one_line
 from ..spec.node import THIS_MACHINE, Node
-from ..spec.nodes_file import read_nodes
 from ..text import count_of
 from .actions import Check, Refused, action, describe_failure, flag, list_of, one_of, secret, text, whole
 from .asking import PassphraseQuestion
+from .given_nodes import GivenNodes, read_given_nodes
 from .live_view import LiveView
-from .node_form import full_path
 from .node_tests import NodeTests
 from .ssh_hosts import count_hosts, describe_hosts, nodes_of_hosts
 
@@ -27,6 +26,7 @@ __all__ = ["Cancelled", "NodesEditor", "given_path", "path_text"]
 _LARGEST = 1 << 53  # a whole number of JavaScript
 _MOST_TYPED = 200_000
 _MOST_CHARS = 2000
+_MOST_LEFT_OUT = 50  # of a file of another tool: lines that are shown
 _FIELD, _EDITOR, _KEY = text(most=300), text(most=64), text(most=20)
 path_text: Check = text(most=1000)
 
@@ -129,16 +129,18 @@ class NodesEditor(LiveView):
         return self._the_form().add_nodes(nodes_of_hosts(names))
 
     @action(path=path_text, is_added=flag)
-    def open_nodes(self, path: str, is_added: bool) -> int:
-        """Read a nodes file, instead of what is there or ``is_added`` to it; returns how many. Raises: SpecError."""
-        form, given = self._the_form(), given_path(path)
+    def open_nodes(self, path: str, is_added: bool) -> dict[str, Any]:
+        """Read a file with nodes, instead of what is there or ``is_added`` to it. Raises: SpecError."""
+        form, given = self._the_form(), read_given_nodes(given_path(path))
         if is_added:
-            return len(form.add_nodes(read_nodes(full_path(given))))
-        self._replace(given, f"{count_of(len(form.rows), 'node')} gave way to those of {one_line(given)}.")
-        return len(form.rows)
+            form.add_nodes(given.nodes)
+        else:
+            self._replace(given, f"{count_of(len(form.rows), 'node')} gave way to those of {one_line(given.path)}.")
+        left_out = [one_line(line, most_chars=_MOST_CHARS) for line in given.left_out[:_MOST_LEFT_OUT]]
+        return {"nodes": len(given.nodes), "left_out": left_out, "more": len(given.left_out) - len(left_out)}
 
-    def _replace(self, path: str, words: str) -> None:
-        self._the_form().replace_nodes(read_nodes(full_path(path)), words=words)
+    def _replace(self, given: GivenNodes, words: str) -> None:
+        self._the_form().replace_nodes(given.nodes, words=words)
 
     # ---- tests
 
@@ -204,5 +206,5 @@ class NodesEditor(LiveView):
 def given_path(path: str) -> str:
     """Raises: Refused where there is none."""
     if not path.strip():
-        raise Refused("name a file: its name ends in .toml, .json or .yaml")
+        raise Refused("name a file")
     return path.strip()

@@ -17,6 +17,7 @@ from ..text import count_of, html_cells, html_table, table_lines
 from .actions import Refused, action, describe_failure, text
 from .displays import Settled
 from .draft_facts import describe_fields
+from .given_nodes import GivenNodes
 from .node_form import NodeForm
 from .node_start import StartTable
 from .nodes_editor import Cancelled, NodesEditor, given_path, path_text
@@ -115,8 +116,8 @@ class NodesView(NodesEditor):
     def save(self, path: str, over: str) -> dict[str, str]:
         return self._form.save(given_path(path), over=over)
 
-    def _replace(self, path: str, words: str) -> None:
-        self._form.replace(path, words=words)
+    def _replace(self, given: GivenNodes, words: str) -> None:
+        self._form.replace(given, words=words)
 
     # ---- a session
 

@@ -21,7 +21,7 @@ from .script_import import COMMAND
 from .ssh_config_import import SSH_CONFIG
 from .torchtitan_import import TORCHTITAN
 
-__all__ = ["IMPORTERS", "import_file", "import_text"]
+__all__ = ["IMPORTERS", "find_kind", "import_file", "import_text"]
 
 IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says so
     "detrain": DETRAIN,
@@ -55,9 +55,18 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     if kind and kind not in IMPORTERS:
         raise SpecError(f"{kind!r} is no kind of file to import: give one of {', '.join(IMPORTERS)}")
     foreign = Foreign(text, name)
-    found = kind or next((each for each, importer in IMPORTERS.items() if importer.is_one(foreign)), "")
+    found = kind or _find_kind(foreign)
     if not found:
         if foreign.suffix and foreign.document is None:
             parse_content(text, foreign.suffix, where=name)
         raise SpecError(put_place(name, f"is of no kind that can be imported: {', '.join(IMPORTERS)}"))
     return IMPORTERS[found].read(foreign)
+
+
+def find_kind(text: str, *, name: str = "") -> str:
+    """Return which kind of file a text of that name is; empty where it is none that can be imported."""
+    return _find_kind(Foreign(text, name))
+
+
+def _find_kind(foreign: Foreign) -> str:
+    return next((kind for kind, importer in IMPORTERS.items() if importer.is_one(foreign)), "")

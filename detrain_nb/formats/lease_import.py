@@ -26,7 +26,8 @@ def _list_other_ports(content: Any) -> Iterator[str]:
     for number, lease in enumerate(content if isinstance(content, list) else [content]):
         at = f"[{number}]." if isinstance(content, list) else ""
         for service, ways in (lease.get("forwarded_ports") or {}).items():
-            ports = [way.get("port") for way in ways or [] if isinstance(way, dict)]
+            found = ways if isinstance(ways, list) else []  # a service with an address of its own needs none of them
+            ports = [way.get("port") for way in found if isinstance(way, dict)]
             if others := ", ".join(shown(str(port), most=20) for port in ports if port != SSH_PORT):
                 yield f"{at}forwarded_ports.{service}: a node has sshd's port alone, {SSH_PORT}, and not {others}"
 

@@ -13,6 +13,7 @@ from .draft_form import FieldConflict
 from .entries import Entries, Entry, LastJob
 from .examples import EXAMPLES, Example
 from .form import SpecForm
+from .form_export import describe_targets, export_typed, review_export
 from .form_review import review_spec
 from .my_pipelines import MyPipelines
 from .recent import RecentFiles
@@ -31,7 +32,10 @@ __all__ = [
     "RecentFiles",
     "SpecFile",
     "SpecForm",
+    "describe_targets",
+    "export_typed",
     "read_spec_file",
+    "review_export",
     "review_spec",
     "write_spec_file",
 ]

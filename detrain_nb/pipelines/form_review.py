@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from ..documents import format_document
 from ..errors import DetrainError
-from ..formats import export_spec
 from ..plan import Plan, StageLayout
-from ..plan.targets import TARGETS
 from ..spec import Parallelism, PipelineSpec
 from ..text import name_some, printable, told_node
 from .spec_file import leaves
@@ -23,7 +20,7 @@ _MOST_FILES, _MOST_HIDDEN = 20, 20
 
 
 def review_spec(spec: PipelineSpec) -> dict[str, Any]:
-    """Return the plan as nodes with their ranks and stages, the commands, the documents and the exports.
+    """Return the plan as nodes with their ranks and stages, the commands and the documents.
 
     No node is asked. What cannot be made says why in its place: ``error`` of the plan and of the commands.
     """
@@ -31,7 +28,6 @@ def review_spec(spec: PipelineSpec) -> dict[str, Any]:
         "plan": _told(lambda: _plan(spec.plan(), spec.parallelism)),
         "commands": _told(lambda: _commands(spec)),
         "documents": {suffix: format_document(spec.to_dict(), f".{suffix}") for suffix in ("toml", "json", "yaml")},
-        "exports": {name: _told(partial(_export, spec, name)) for name in TARGETS},
     }
 
 
@@ -40,10 +36,6 @@ def _told(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return make()
     except DetrainError as exc:
         return {"error": str(exc)}
-
-
-def _export(spec: PipelineSpec, to: str) -> dict[str, Any]:
-    return {"text": export_spec(spec, to), "suffix": TARGETS[to].suffix, "about": TARGETS[to].about}
 
 
 def _plan(plan: Plan, parallelism: Parallelism) -> dict[str, Any]:

@@ -112,6 +112,11 @@ class MyPipelines:
         """Write an example, under its name or the next that is free. Raises: SpecError."""
         return self.create(example.data, name=self._free_name(example.name))
 
+    def add(self, content: PipelineSpec | Mapping[str, Any], *, name: str = "") -> SpecFile:
+        """Write what is from elsewhere, under its name, else ``name``, or the next that is free. Raises: SpecError."""
+        data = document_of(content)
+        return self.create(data, name=self._free_name(_stem(str(data.get("name") or name))))
+
     def save(self, opened: SpecFile, content: PipelineSpec | Mapping[str, Any], *, anyway: bool = False) -> SpecFile:
         """Write what was opened anew; a text with comments or of another layout is kept in ``.trash``.
 

@@ -29,7 +29,8 @@ SAMPLES: dict[str, tuple[str, str]] = {  # of each kind the name of a file, and 
     "torchtitan": ("debug.toml", format_document(TITAN_2025, ".toml")),
     "lease": (
         "lease.json",
-        '{"services": {"a": {"available": 1, "total": 1}}, "ips": {"a": [{"IP": "10.0.0.1", "Port": 1}]},\n'
+        '{"services": {"a": {"available": 1, "total": 1}},\n'
+        ' "ips": {"a": [{"IP": "10.0.0.1", "Port": 2222, "ExternalPort": 22}]},\n'
         ' "forwarded_ports": {"a": [{"host": "b.org", "port": 2222, "externalPort": 31022}, {"port": 80}]}}\n',
     ),
     "ravnest": (

@@ -149,6 +149,15 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     expect(view.get_by_role("alert")).to_contain_text("it is not there")
     nb.page.keyboard.press("Escape")
     expect(view.get_by_label("Path of a spec file")).to_have_count(0)
+    view.get_by_role("button", name="Import…").click()
+    expect(view.get_by_label("Path or URL of another tool's file")).to_be_focused()
+    nb.page.keyboard.type("gone.json")
+    nb.page.keyboard.press("Enter")
+    expect(view.get_by_role("alert")).to_contain_text("it is not there")
+    view.get_by_text("Paste its text, choose its kind").click()
+    take_pictures(nb, view, "import", tmp_path)
+    view.get_by_label("Text of the file").press("Escape")
+    expect(view.get_by_role("button", name="Import…")).to_be_focused()
 
     (nb.path.parent / "pipelines" / "moe-draft.toml").unlink()
     view.get_by_role("button", name="Open moe-draft").click()
@@ -188,6 +197,14 @@ def test_everybody_can_use_it(
     nb.run(1)
     view = nb.cell(1).locator(".dt")
     check_accessibility(view)
+    view.get_by_role("button", name="Import…").click()
+    view.get_by_text("Paste its text, choose its kind").click()
+    view.get_by_label("Text of the file").fill("gpu1 rack=7 row=2")
+    check_accessibility(view)
+    view.get_by_role("button", name="Import", exact=True).click()
+    expect(view.get_by_role("group", name="Left out of the import")).to_be_visible()
+    check_accessibility(view)
+    view.get_by_role("button", name="My Pipelines").click()
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()
     view.get_by_role("button", name="More for sweep-lr").click()
@@ -309,6 +326,25 @@ def test_empty_list_has_examples_and_a_pipeline_runs(notebook: OpenNotebook, tmp
     view.get_by_role("button", name="My Pipelines").click()
     begin_pipeline(view, "other")
     expect(view.get_by_label("Batch size")).to_have_value("")  # what was typed into another form is not shown in it
+    view.get_by_role("button", name="My Pipelines").click()
+    _import_hosts(nb, view, tmp_path)
+
+
+def _import_hosts(nb: Notebook, view: Locator, folder: Path) -> None:
+    """A list of hosts becomes a draft; what was left out goes line by line, and the focus to the next one."""
+    (nb.path.parent / "cluster").write_text("gpu[1-2] slots=4 rack=7 row=2\n")
+    view.get_by_role("button", name="Import…").click()
+    nb.page.keyboard.type("cluster")
+    nb.page.keyboard.press("Enter")
+    expect(view.get_by_role("heading", name="cluster", exact=True)).to_be_visible()
+    left_out = view.get_by_role("group", name="Left out of the import")
+    expect(left_out.get_by_role("listitem")).to_have_count(2)
+    take_pictures(nb, view, "imported", folder)
+    left_out.get_by_role("button", name="Dismiss: rack").click()
+    expect(left_out.get_by_role("button", name="Dismiss: row")).to_be_focused()
+    nb.page.keyboard.press("Enter")
+    expect(left_out).to_be_hidden()
+    expect(view.get_by_label("Name", exact=True)).to_be_focused()
 
 
 @pytest.mark.slow
@@ -328,7 +364,7 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     _type_source(nb, view, tmp_path)
     press(view.get_by_role("button", name="Next: Review"))
     _read_review(nb, view, tmp_path)
-    press(view.get_by_role("button", name="Save"), back=True)
+    press(view.get_by_role("button", name="Save", exact=True), back=True)
     expect(view.locator(".head >> visible=true")).to_contain_text("saved")
     press(view.get_by_role("button", name="Start on 1 node"))
     expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
@@ -441,6 +477,56 @@ def _read_review(nb: Notebook, view: Locator, folder: Path) -> None:
     nb.page.keyboard.press("ArrowRight")
     expect(view.get_by_role("tab", name="JSON")).to_have_attribute("aria-selected", "true")
     take_pictures(nb, view, "review", folder)
+    _export(nb, view, folder)
+
+
+def _export(nb: Notebook, view: Locator, folder: Path) -> None:
+    """An option that is wrong is told beside its field, and what was typed for a format stays with it."""
+    keys, exported = nb.page.keyboard, view.get_by_role("region", name="Exported file")
+    time_limit = view.get_by_label("time", exact=True)
+    tab_to(view.get_by_role("radio", name=re.compile("^torchrun")))
+    expect(exported).to_contain_text("--nproc-per-node=2")
+    keys.press("ArrowDown")
+    expect(exported).to_contain_text("#SBATCH --job-name=train")
+    tab_to(time_limit)
+    keys.type("2 h")
+    expect(time_limit).to_have_attribute("aria-invalid", "true")
+    expect(view.get_by_text("time '2 h': give it as sbatch takes it")).to_be_visible()
+    expect(view.get_by_role("button", name="Save the file…")).to_have_attribute("aria-disabled", "true")
+    take_pictures(nb, view, "export", folder)
+    keys.press("Control+A")
+    keys.type("02:00:00")
+    expect(exported).to_contain_text("#SBATCH --time=02:00:00")
+    tab_to(view.get_by_role("radio", name=re.compile("^slurm")), back=True)
+    keys.press("ArrowUp")
+    expect(time_limit).to_have_count(0)
+    keys.press("ArrowDown")
+    expect(time_limit).to_have_value("02:00:00")
+    expect(exported).to_contain_text("#SBATCH --time=02:00:00")
+    for said in ("train.sbatch was written.", "train.sbatch is there already."):
+        press(view.get_by_role("button", name="Save the file…"))
+        keys.press("Enter")
+        expect(view.get_by_text(said)).to_be_visible()
+    expect(view.get_by_role("button", name="Write over it")).to_be_focused()
+    keys.press("Enter")
+    expect(view.get_by_role("button", name="Save the file…")).to_be_focused()
+    assert "#SBATCH --time=02:00:00" in (nb.path.parent / "train.sbatch").read_text()
+    _export_what_cannot_be(view)
+
+
+def _export_what_cannot_be(view: Locator) -> None:
+    """The fault of a format leads to the field that it is about."""
+    view.get_by_role("button", name="General").click()
+    view.get_by_text("Model that is there already, container image").click()
+    view.get_by_label("Image").fill("ghcr.io/you/train:1")
+    view.get_by_role("button", name="Review & start").click()
+    export = view.locator(".export")
+    expect(export.get_by_text("starts no container: leave it out")).to_be_visible()
+    press(export.get_by_role("button", name="Go there"))
+    expect(view.get_by_label("Image")).to_be_focused()
+    view.get_by_label("Image").fill("")
+    view.get_by_role("button", name="Review & start").click()
+    expect(view.get_by_role("region", name="Exported file")).to_contain_text("#SBATCH")
 
 
 @pytest.mark.slow

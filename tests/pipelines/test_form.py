@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from detrain_nb.documents import format_document, parse_document
 from detrain_nb.errors import DetrainError, SpecError
-from detrain_nb.pipelines import EXAMPLES, SpecForm, draft_form, review_spec
+from detrain_nb.pipelines import EXAMPLES, SpecForm, draft_form, review_export, review_spec
 from detrain_nb.pipelines.form import number_nodes
 from detrain_nb.pipelines.form_fields import FIELDS, HOW_OF, KIND_PATH, NODE_FIELDS, SOURCE_KINDS, STEPS
 from detrain_nb.spec import Finding, Node, PipelineSpec
@@ -458,12 +458,34 @@ def test_review_says_what_each_node_would_run(home: Path) -> None:
     assert [each["name"] for each in found["commands"]["nodes"]] == ["gpu1", "gpu2"]
     assert "--nnodes=2" in found["commands"]["nodes"][0]["command"]
     assert 'name = "train"' in found["documents"]["toml"]
-    assert "--nnodes=2" in found["exports"]["torchrun"]["text"] and "#SBATCH" in found["exports"]["slurm"]["text"]
     unsaid = PipelineSpec.from_dict({**RIGHT, "parallelism": {"pp": 2}, "nodes": nodes})
     split_up = spec.with_overrides({"parallelism.schedule": "ZBVZeroBubble"})
     assert [review_spec(each)["plan"]["bubble"] for each in (unsaid, split_up)] == [None, None], "nothing is guessed"
     unknown = review_spec(spec.with_overrides({"parallelism.pp": 3}))
     assert "mesh" in unknown["plan"]["error"] and "mesh" in unknown["commands"]["error"]
+
+
+def test_export_is_of_one_format_and_an_error_says_which_option_it_is_about() -> None:
+    two = [{"host": "gpu1"}, {"host": "gpu2"}]
+    spec = PipelineSpec.from_dict({**RIGHT, "nodes": two})
+    right = review_export(spec, "slurm", {"gpus": " 4 ", "time": "02:00:00", "account": ""})
+    assert "#SBATCH --gpus-per-node=4" in right["text"] and "#SBATCH --time=02:00:00" in right["text"]
+    assert "--account" not in right["text"] and not right["more"], "what is empty was not given"
+    long = review_export(spec.with_overrides({"source": {"script_text": "x = 1\n" * 100_000}}), "slurm", {})
+    assert len(long["text"]) < 310_000 and len(long["text"]) + long["more"] > 600_000
+    for option, typed, said in [
+        ("time", "2 hours", "time '2 hours': give it as sbatch takes it"),
+        ("gpus", "four", "gpus 'four': give a whole number, 0 to"),
+        ("gpus", "1" * 5000, "give a whole number, 0 to"),
+    ]:
+        wrong = review_export(spec, "slurm", {option: typed})
+        assert said in wrong["error"] and wrong["option"] == option
+    unlike = spec.with_overrides({"nodes": [{"host": "gpu1", "ranks": 1}, {"host": "gpu2", "ranks": 2}]})
+    told = review_export(unlike, "slurm", {})
+    assert "gpu2" in told["error"] and (told["option"], told["field"]) == ("", ""), "it is about the whole"
+    packed = review_export(spec.with_overrides({"image": "a/b:1"}), "torchrun", {})
+    assert "starts no container" in packed["error"] and packed["field"] == "image"
+    assert "no option time" in review_export(spec, "torchrun", {"time": "1"})["error"]
 
 
 def test_review_names_fields_that_look_like_something_else(home: Path) -> None:

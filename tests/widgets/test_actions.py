@@ -14,6 +14,7 @@ from detrain_nb.widgets.actions import (
     one_of,
     optional,
     secret,
+    table_of,
     text,
     whole,
 )
@@ -81,6 +82,9 @@ def test_no_refusal_shows_a_secret_wherever_it_stands(arguments: object) -> None
         (list_of(text(), most=1), ["a", "b"]),
         (list_of(text()), ["a", 1]),
         (list_of(text()), "a"),
+        (table_of(text(most=3)), {"a": "abcd"}),
+        (table_of(text(), most=1), {"a": "", "b": ""}),
+        (table_of(text()), ["a"]),
         (optional(flag), 0),
     ],
 )
@@ -90,6 +94,7 @@ def test_check_refuses(check: Check, value: object) -> None:
 
 
 def test_check_passes_what_it_declares() -> None:
+    assert table_of(flag)({"a": True}) == {"a": True}
     assert optional(flag)(None) is None and list_of(whole(0, 1))([1]) == [1] and one_of("a")("a") == "a"
 
 

@@ -16,6 +16,7 @@ from ipywidgets import Widget
 from detrain_nb.jobs import find_job
 from detrain_nb.jobs.record import Record
 from detrain_nb.pipelines import MyPipelines
+from detrain_nb.plan.targets import KINDS, TARGETS
 
 from .page import WithPage
 
@@ -307,6 +308,66 @@ def test_review_and_code_of_a_right_one(page: Page) -> None:
     found = page.asks("review")
     assert found["commands"]["nodes"][0]["name"] == "this machine" and "submit(spec)" in found["code"]
     assert page.asks("code", id=page.names()["train"]) == found["code"]
+
+
+def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_path: Path) -> None:
+    assert [each["name"] for each in page.open_page()["targets"]] == [*TARGETS]
+    page.pipelines.create({**DATA, "name": "train"})
+    assert page.refusal("export", to="slurm", options={}) == "no pipeline is open: it was closed in another tab"
+    page.asks("open_pipeline", id=page.names()["train"])
+    given = {"to": "slurm", "options": {"time": "02:00:00"}}
+    shown = page.asks("export", **given)
+    assert "#SBATCH --time=02:00:00" in shown["text"]
+    assert page.asks("export", to="slurm", options={"time": "2 h"})["option"] == "time"
+    assert "to has to be one of torchrun, slurm" in page.refusal("export", to="other", options={})
+    assert "options has to be a table" in page.refusal("export", to="slurm", options=["time"])
+    save = {**given, "path": "jobs/train.sbatch", "digest": shown["digest"]}
+    assert page.asks("save_export", **save, anyway=False)["said"].endswith("jobs/train.sbatch was written.")
+    file = tmp_path / "jobs/train.sbatch"
+    assert file.read_text() == shown["text"]
+    file.write_text("theirs")
+    assert page.asks("save_export", **save, anyway=False)["ask"].endswith("jobs/train.sbatch is there already.")
+    assert file.read_text() == "theirs"
+    page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="another tab")
+    assert "was changed after this page showed it, and was not written" in page.refusal(
+        "save_export", **save, anyway=True
+    )
+    save["digest"] = page.asks("export", **given)["digest"]
+    page.asks("save_export", **save, anyway=True)
+    assert "A=1" in file.read_text()
+    assert page.refusal("save_export", **{**save, "path": " "}, anyway=True) == "name a file"
+    page.asks("edit", path="env", typed="RANK=1", revision=1 << 41, editor="p")
+    assert page.refusal("export", **given) == "correct what is marked first"
+
+
+def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(page: Page, tmp_path: Path) -> None:
+    assert [each["name"] for each in page.open_page()["kinds"]] == [*KINDS]
+    (tmp_path / "cluster.txt").write_text("gpu1 rack=7 row=2\ngpu2\n")
+    ask = {"path": "cluster.txt", "text": "", "kind": ""}
+    page.asks("import_pipeline", **ask)
+    form = page.wait_for_part("form", bool)
+    assert form["file"] == "pipelines/cluster.toml" and form["draft"]["nodes"] == [{"host": "gpu1"}, {"host": "gpu2"}]
+    left_out = [f"{name} (line 1): a spec has no field for it" for name in ("rack", "row")]
+    assert form["left_out"] == left_out
+    page.asks("close_form")
+    page.asks("open_pipeline", id=page.names()["cluster"])
+    assert page.open_page()["form"]["left_out"] == left_out, "until it was read"
+    page.asks("dismiss", line=left_out[0])
+    assert page.wait_for_part("form", lambda form: len(form["left_out"]) == 1)["left_out"] == left_out[1:]
+    page.asks("dismiss", line=None)
+    page.wait_for_part("form", lambda form: form["left_out"] == [])
+    page.asks("import_pipeline", **{**ask, "text": "gpu3\n", "path": ""})
+    form = page.wait_for_part("form", lambda form: form["draft"]["nodes"] == [{"host": "gpu3"}])
+    assert form["file"] == "pipelines/pipeline.toml" and form["left_out"] == []
+    page.asks("import_pipeline", **ask)
+    assert page.wait_for_part("form", lambda form: len(form["rows"]) == 2)["file"] == "pipelines/cluster-2.toml"
+    (tmp_path / "cluster.txt").write_text("gpu1\ngpu[1-\n")
+    before = page.names()
+    assert "cluster.txt: line 2: " in page.refusal("import_pipeline", **{**ask, "kind": "hostfile"})
+    assert "is no kind of file to import" in page.refusal("import_pipeline", **{**ask, "kind": "other"})
+    assert "it is not there" in page.refusal("import_pipeline", **{**ask, "path": "gone.json"})
+    assert page.refusal("import_pipeline", **{**ask, "path": ""}) == "name a file"
+    assert page.names() == before
 
 
 def test_settled_form_is_a_table_of_plain_html(page: Page) -> None:

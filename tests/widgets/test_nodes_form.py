@@ -329,9 +329,9 @@ def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting
     path = str(tmp_path / "nodes.toml")
     write_nodes(path, [Node(host="gpu1", user="alice"), Node(host="gpu2")])
     view.adds(host="mine")
-    assert view.asks("open_nodes", path=path, is_added=True) == 2
+    assert view.asks("open_nodes", path=path, is_added=True) == {"nodes": 2, "left_out": [], "more": 0}
     assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
-    assert view.asks("open_nodes", path=path, is_added=False) == 2
+    assert view.asks("open_nodes", path=path, is_added=False)["nodes"] == 2
     assert [node.host for node in view.nodes] == ["gpu1", "gpu2"]
     assert "gave way to those of" in view.state()["form"]["undo"]
     assert not view.state()["form"]["is_changed"]
@@ -351,13 +351,23 @@ def test_file_is_opened_added_and_a_broken_one_changes_nothing(view: _Collecting
     assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
 
 
-def test_lease_of_akash_is_opened_as_a_nodes_file(view: _Collecting, tmp_path: Path) -> None:
+def test_files_of_other_tools_are_opened_and_not_written_over(view: _Collecting, tmp_path: Path) -> None:
+    (hosts := tmp_path / "hostfile").write_text("gpu1 rack=7\ngpu2\n")
+    view.adds(host="mine")
+    added = view.asks("open_nodes", path=str(hosts), is_added=True)
+    assert added == {"nodes": 2, "left_out": ["rack (line 1): a spec has no field for it"], "more": 0}
+    assert [node.host for node in view.nodes] == ["mine", "gpu1", "gpu2"]
     way = {"host": "provider.example.org", "port": 2222, "externalPort": 31022}
     (lease := tmp_path / "lease.json").write_text(json.dumps({"forwarded_ports": {"node-0": [way]}}))
     view.asks("open_nodes", path=str(lease), is_added=False)
     assert view.nodes == [Node(name="node-0", host="provider.example.org", port=31022, user="trainer")]
+    assert view.state()["form"]["file"] == "", "what is saved is no lease"
+    assert "is there already" in view.asks("save", path=str(lease), over="")["ask"]
     view.asks("save", path=str(tmp_path / "nodes.toml"), over="")
     assert read_nodes(tmp_path / "nodes.toml") == tuple(view.nodes)
+    (tmp_path / "job.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nsteps = 3\n')
+    with pytest.raises(RuntimeError, match="is of the kind torchtitan, and has no nodes"):
+        view.asks("open_nodes", path=str(tmp_path / "job.toml"), is_added=True)
 
 
 def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, tmp_path: Path) -> None:

@@ -1,0 +1,97 @@
+"""The console and the files of other tools: a pipeline is exported to one of them, and imported from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..formats import IMPORTERS, Imported, import_file, import_text, write_export
+from ..pipelines import MyPipelines, SpecFile, describe_targets, export_typed, review_export
+from ..plan.targets import TARGETS
+from ..session.output.safe_output import one_line
+from ..spec import PipelineSpec
+from ..storage import locate
+from .actions import action, flag, one_of, optional, table_of, text
+from .nodes_editor import NodesEditor, given_path, path_text
+
+__all__ = ["FilesEditor"]
+
+_MOST_TEXT = 1_000_000  # of a file that is pasted
+_MOST_LEFT_OUT = 200  # lines that are shown
+_MOST_CHARS = 1000
+_TARGET, _OPTIONS, _DIGEST = one_of(*TARGETS), table_of(text(most=10_000)), text(most=100)
+
+
+class FilesEditor(NodesEditor):
+    """A subclass says which spec pages have seen, shows a file that was made, and has `left_out_of` in its form."""
+
+    pipelines: MyPipelines
+
+    def __init__(self) -> None:
+        self._left_out: dict[Path, list[str]] = {}  # of imports, until the user has read it
+        super().__init__()
+
+    def seen_spec(self, digest: str | None) -> tuple[PipelineSpec, str]:
+        """The spec of the open form, and its digest. Raises: Refused where it is none, or not that of ``digest``."""
+        raise NotImplementedError
+
+    def opened_path(self) -> Path:
+        """The file of the open form. Raises: Refused where none is open."""
+        raise NotImplementedError
+
+    def show_file(self, opened: SpecFile) -> None:
+        """Open its form."""
+        raise NotImplementedError
+
+    def describe_formats(self) -> dict[str, Any]:
+        """The parts of the state that say what there is to export to and to import from; they do not change."""
+        kinds = [{"name": name, "about": importer.about} for name, importer in IMPORTERS.items()]
+        return {"targets": describe_targets(), "kinds": kinds}
+
+    # ---- export
+
+    @action(to=_TARGET, options=_OPTIONS)
+    def export(self, to: str, options: dict[str, str]) -> dict[str, Any]:
+        """Return the text of the file; ``digest`` is what a page gives to `save_export`."""
+        spec, digest = self.seen_spec(None)
+        return {**review_export(spec, to, options), "digest": digest}
+
+    @action(to=_TARGET, options=_OPTIONS, path=path_text, digest=_DIGEST, anyway=flag)
+    def save_export(self, to: str, options: dict[str, str], path: str, digest: str, anyway: bool) -> dict[str, str]:
+        """Write what the page shows. Where a file is there it is left, and ``ask`` says so, unless ``anyway``."""
+        spec, _ = self.seen_spec(digest)
+        written, place = export_typed(spec, to, options), locate(given_path(path))
+        if not anyway and place.exists():
+            return {"ask": f"{one_line(place.name)} is there already."}
+        write_export(written, given_path(path))
+        return {"said": f"{one_line(place.name)} was written."}
+
+    # ---- import
+
+    @action(path=path_text, text=text(most=_MOST_TEXT), kind=text(most=40))
+    def import_pipeline(self, path: str, text: str, kind: str) -> None:
+        """Make a draft of a file at a path or URL, or of a ``text``; a path is then its name. Raises: SpecError."""
+        name = Path(path.strip()).name
+        found = import_text(text, name=name, kind=kind) if text.strip() else import_file(given_path(path), kind=kind)
+        made = self.pipelines.add(found.to_dict(), name=name.lstrip(".").partition(".")[0])
+        with self._guard:
+            self._left_out[made.path] = _describe_left_out(found)
+        self.show_file(made)
+
+    @action(line=optional(text(most=2 * _MOST_CHARS)))
+    def dismiss(self, line: str | None) -> None:
+        """Tell no more of one line of what was left out; None: of all."""
+        with self._guard:
+            left = self._left_out.get(path := self.opened_path(), [])
+            self._left_out[path] = [each for each in left if line is not None and each != line]
+        self._tell_form()
+
+    def left_out_of(self, path: Path) -> list[str]:
+        """What was left out of it when it was imported, as far as the user has not dismissed it."""
+        return self._left_out.get(path, [])
+
+
+def _describe_left_out(found: Imported) -> list[str]:
+    lines = list(dict.fromkeys(one_line(line, most_chars=_MOST_CHARS) for line in found.left_out))
+    more = [f"and {len(lines) - _MOST_LEFT_OUT:,} more"] if len(lines) > _MOST_LEFT_OUT else []
+    return [*lines[:_MOST_LEFT_OUT], *more]
