@@ -188,7 +188,10 @@ def _read_program(options: Options, launch: Launch) -> None:
     first, *arguments = options.program
     is_module = options.has("module")
     if not is_module and not first.text.lower().endswith(".py"):
-        raise SpecError(f"{shown(repr(first.text), most=60)}: a spec runs a Python file: give one that ends in .py")
+        said = (
+            "the shell puts something in its place" if first.fills[:1] == (first.text,) else "a spec runs a Python file"
+        )
+        raise SpecError(f"{shown(repr(first.text), most=60)}: {said}: give a file that ends in .py")
     for word in options.program:
         if word.fills:
             launch.left_out.append(f"{shown(word.fills[0], most=60)}: {_FILLED_IN}")
@@ -225,7 +228,7 @@ def _read_torchrun(options: Options, launch: Launch) -> None:
 
 
 def _read_ranks(options: Options, launch: Launch) -> None:
-    ranks = options.text("nproc-per-node", "" if "nproc-per-node" in options.given else "1")
+    ranks = options.text("nproc-per-node", "" if "nproc-per-node" in options.given or options.has_more else "1")
     if ranks == "cpu":
         launch.node["devices"] = "cpu"
         launch.left_out.append("--nproc-per-node cpu: one rank for each processor: give nodes.ranks")
@@ -292,9 +295,15 @@ def _read_conf(options: Options, launch: Launch) -> None:
 
 
 def _read_accelerate(options: Options, launch: Launch) -> None:
+    has_unknown_nodes = bool(options.given.get("num-machines", Word("")).fills)
     nodes = options.whole("num-machines", 1, least=1, most=MOST_NODES)
     launch.nodes = nodes, nodes
-    if "num-processes" in options.given:
+    given = options.given.get("num-processes")
+    if has_unknown_nodes and given:
+        options.leave("num-processes", "how many machines have these ranks, the shell fills in: give nodes.ranks")
+    elif given and given.fills:
+        options.text("num-processes")
+    elif given:
         ranks = options.whole("num-processes", nodes, least=1, most=MOST_RANKS)
         if ranks % nodes:
             raise options.fault("num-processes", str(ranks), f"a multiple of --num-machines, which is {nodes}")

@@ -12,6 +12,7 @@ from .shell_words import Word
 
 __all__ = ["ACCELERATE", "TORCHRUN", "Launcher", "Options", "read_options"]
 
+_MORE_OPTIONS = re.compile(r"\$\{?\w*(?:ARGS|OPTS|OPTIONS|FLAGS)\w*(?:\[[@*]\])?\}?", re.IGNORECASE | re.ASCII)
 _WHOLE = re.compile(r"[0-9]{1,15}")
 
 
@@ -75,6 +76,7 @@ class Options:
     given: dict[str, Word] = field(default_factory=dict)
     program: list[Word] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    has_more: bool = False  # which the shell fills in
 
     def has(self, name: str) -> bool:
         """Whether a flag is given, which is taken by that."""
@@ -109,9 +111,15 @@ class Options:
 def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
     """Take the options from the begin of ``words``; behind them stands the program. Raises: SpecError."""
     options, at, has_end = Options(launcher), 0, False
-    while at < len(words) and words[at].text.startswith("-") and words[at].text != "-":
+    while at < len(words) and _is_option(words[at]):
         word = words[at]
         at += 1
+        if word.fills[:1] == (word.text,):
+            options.left_out.append(
+                f"{shown(word.text, most=60)}: options of {launcher.name} that the shell fills in: write them out"
+            )
+            options.has_more = True
+            continue
         if word.text == "--":
             has_end = True
             break
@@ -130,6 +138,13 @@ def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
     if not options.program:
         raise SpecError(f"{launcher.name}: no program stands behind its options: give a script, or -m and a module")
     return options
+
+
+def _is_option(word: Word) -> bool:
+    """Whether it is one, or by the name of its variable some of them: ``${DISTRIBUTED_ARGS[@]}``."""
+    if word.fills[:1] == (word.text,):
+        return bool(_MORE_OPTIONS.fullmatch(word.text))
+    return word.text.startswith("-") and word.text != "-"
 
 
 def _take_apart(launcher: Launcher, word: Word) -> tuple[str, Word | None]:

@@ -65,6 +65,7 @@ class _Script:
 
     folder: str = ""
     variables: dict[str, Word] = field(default_factory=dict)
+    own: dict[str, tuple[Word, int]] = field(default_factory=dict)  # not exported, with their lines
     repositories: list[_Repository] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
     written: dict[str, str] = field(default_factory=dict)  # files that it writes, with their texts
@@ -153,23 +154,31 @@ def _take_words(script: _Script, command: Command) -> None:
     name = posixpath.basename(next(begun, texts[0]))
     if launch:
         _start(script, launch, command)
+    elif command.array:
+        script.own[command.array] = Word(""), command.line
     elif (text := find_text(texts)) is not None:
         for inner in split_script(text):
+            inner.line = command.line
             _take(script, inner)
     elif name == "export" or all(ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
-    elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or not command.words[1].fills):
+    elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or _is_place(command.words[1])):
         script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))
     elif name == "git" and "clone" in texts:
         _take_clone(script, command)
     elif name == "git" and "checkout" in texts and script.repositories and not command.words[-1].fills:
         script.repositories[-1].git["ref"] = texts[-1].removeprefix("origin/")
-    elif name in _SETS_UP and not any(word.fills for word in command.words):
-        script.setup.append(shlex.join(texts))
+    elif name in _SETS_UP and all(map(_is_place, command.words)):
+        script.setup.append(" ".join(word.written for word in command.words))
     elif name == "runai":
         _take_runai(script, texts)
     elif not _take_ours(script, command, texts) and name not in _WITHOUT_EFFECT:
         script.others.setdefault(name, []).append(command.line)
+
+
+def _is_place(word: Word) -> bool:
+    """Whether a node knows what is meant: nothing is filled in but the home of a user, which it has, too."""
+    return all(fill[0] == "~" for fill in word.fills)
 
 
 def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
@@ -192,11 +201,17 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
 
 def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> None:
     for word in command.words:
+        name, is_added, _ = word.text.partition("+=")
         if match := ASSIGNMENT.fullmatch(word.text):
+            value = Word(match[2], word.fills)
             if is_exported:
-                script.variables[match[1]] = Word(match[2], word.fills)
+                script.variables[match[1]] = value
             else:
-                script.left_out.append(f"{match[1]}: a variable of the shell alone (line {command.line})")
+                script.own[match[1]] = value, command.line
+        elif is_exported and word.text in script.own:
+            script.variables[word.text] = script.own.pop(word.text)[0]
+        elif is_exported and is_added:
+            script.left_out.append(f"{shown(name, most=60)}: more is added to it (line {command.line}): write it out")
 
 
 def _take_clone(script: _Script, command: Command) -> None:
@@ -320,7 +335,8 @@ def _make(script: _Script, stem: str) -> Imported:
         fields["image"] = script.image
     if len(launches) == 1 and first.node_rank and not job:
         missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
-    left_out = [*script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
+    own = [f"{name}: a variable of the shell alone (line {line})" for name, (_, line) in script.own.items()]
+    left_out = [*own, *script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
     for name, lines in script.others.items():
         at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
         if not job or not (name in _OUR_COMMANDS or name.isdecimal() or name in names):

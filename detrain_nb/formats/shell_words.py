@@ -42,16 +42,24 @@ _INSIDE = {
 _CLOSES = {'"': '"', "$(": ")", "(": ")", "${": "}"}
 _MOST_LEVELS = 100
 _OF_WORDS = ("single", "double", "escaped", "filled", "plain")
+# What the shell puts names of files, or several words, in the place of, where no quotes are around it.
+_FILES, _BRACES = re.compile("[*?]"), re.compile(r"\{([^{}]*+)\}")
+_TILDE = re.compile(r"(?:[A-Za-z_]\w*+=(?:[^:~]*+:)*+)?(~[^:]*+)", re.ASCII)
+_ARRAY = re.compile(r"([A-Za-z_]\w*+)\+?=", re.ASCII)
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _IN_QUOTES = re.compile(r"""\\(["\\$`])|\\\n""")
 
 
 @dataclass(frozen=True)
 class Word:
-    """One word as the shell hands it on; ``fills``: the parts of it that the shell would put something in place of."""
+    """One word as the shell hands it on; ``fills``: the parts of it that the shell would put something in place of.
+
+    ``written`` is how it stands in the script, with its quotes.
+    """
 
     text: str
     fills: tuple[str, ...] = ()
+    written: str = field(default="", compare=False)
 
 
 @dataclass
@@ -62,6 +70,7 @@ class Command:
     words: list[Word] = field(default_factory=list)
     files: list[Word] = field(default_factory=list)
     ends_branch: bool = False  # of a case: ;; stands behind it, maybe with no word before
+    array: str = ""  # the name of a variable that has these words, which are then no command
 
     def __str__(self) -> str:
         return " ".join(word.text for word in self.words)
@@ -92,9 +101,13 @@ class _Splitter:
 
     def commands(self) -> Iterator[Command]:
         command, pieces, is_file, num_words = Command(), list[tuple[str, str]](), False, 0
+        redirect = ""
         for number, (kind, piece, line) in enumerate(self._pieces()):
             if number == _MOST_PIECES:
                 raise SpecError(f"line {line}: has more than {_MOST_PIECES:,} blanks, quotes and words: give fewer")
+            if piece == "(" and kind == "end" and not command.words and (name := _name_array(pieces)):
+                command, pieces = Command(line=command.line, array=name), []
+                continue
             if kind in _OF_WORDS:
                 command.line = command.line or line
                 pieces.append((kind, piece))
@@ -104,14 +117,18 @@ class _Splitter:
                 if num_words > _MOST_WORDS:
                     raise SpecError(f"line {line}: has more than {_MOST_WORDS:,} words: give fewer")
                 word = _join(pieces)
-                (command.files if is_file else command.words).append(word)
+                is_copy = redirect[-1:] == "&" and (word.text.isdecimal() or word.text == "-")  # as in 2>&1
+                if not is_file:
+                    command.words.append(word)
+                elif not is_copy:
+                    command.files.append(word)
                 if is_file and self._ends and not self._ends[-1]:
                     self._ends[-1] = word.text
                 pieces, is_file = [], False
             if kind == "redirect":
-                is_file = True
+                is_file, redirect = True, piece
                 self._ends += [""] if piece.endswith(("<<", "<<-")) else []
-            elif kind == "end":
+            elif kind == "end" and (piece != "\n" or not command.array):
                 command.ends_branch = piece == ";;"
                 yield command
                 command, is_file = Command(), False
@@ -161,9 +178,21 @@ class _Splitter:
         self._ends.clear()
 
 
+def _name_array(pieces: Sequence[tuple[str, str]]) -> str:
+    """Return the name of the variable whose list of words begins behind these pieces; empty where none does."""
+    match = _ARRAY.fullmatch(pieces[0][1]) if len(pieces) == 1 and pieces[0][0] == "plain" else None
+    return match[1] if match else ""
+
+
+def _is_expanded(plain: str) -> bool:
+    return bool(_FILES.search(plain)) or any("," in each or ".." in each for each in _BRACES.findall(plain))
+
+
 def _join(pieces: Sequence[tuple[str, str]]) -> Word:
     """Make one word of what stands there without a blank."""
     texts, fills = list[str](), list[str]()
+    if pieces[0][0] == "plain" and (home := _TILDE.match(pieces[0][1])):
+        fills.append(home[1])
     for kind, piece in pieces:
         if kind == "single":
             texts.append(piece[1:-1])
@@ -173,6 +202,6 @@ def _join(pieces: Sequence[tuple[str, str]]) -> Word:
             fills += _FILLS.findall(_ESCAPED.sub("", piece))
             texts.append(_IN_QUOTES.sub(lambda found: found[1] or "", piece[1:-1]))
         else:
-            fills += [piece] if kind == "filled" else []
+            fills += [piece] if kind == "filled" or _is_expanded(piece) else []
             texts.append(piece)
-    return Word("".join(texts), tuple(fills))
+    return Word("".join(texts), tuple(fills), "".join(piece for _, piece in pieces))

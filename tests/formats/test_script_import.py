@@ -166,6 +166,47 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
     assert "abc" not in str(import_text("HF_TOKEN=abc torchrun a.py"))
 
 
+def test_what_the_shell_expands_is_named_and_a_home_in_the_set_up_stays_one() -> None:
+    fields, left_out = _fields(
+        "export HOME_OF_IT=~/x P=/a:~/b Q='~'\nA=1\nexport A B+=2\ncd ~/p\nsource ~/v/bin/activate\n"
+        "torchrun a.py ~/d c*.json {0..7} {x,y} a~ {z} '~/d' \"*\" >log 2>&1\n"
+    )
+    assert fields["source"] == {
+        "path": "~/p",
+        "entry": "a.py",
+        "setup": ["source ~/v/bin/activate"],
+        "arguments": ["~/d", "c*.json", "{0..7}", "{x,y}", "a~", "{z}", "~/d", "*"],
+    }
+    assert fields["env"] == {"HOME_OF_IT": "~/x", "P": "/a:~/b", "Q": "~", "A": "1"}
+    assert [line.partition(": the shell")[0] for line in left_out if ": the shell" in line] == [
+        *("~/d", "c*.json", "{0..7}", "{x,y}", "HOME_OF_IT: ~/x", "P: ~/b")
+    ]
+    assert [line.partition(":")[0] for line in left_out if ": the shell" not in line] == ["B", "log"]
+
+
+def test_options_in_a_variable_are_named_and_the_program_is_found() -> None:
+    fields, left_out = _fields(
+        "RUN_ARGS=(\n  --nnodes 2  # it's two\n)\nMORE=()\nMORE+=(--x)\n"
+        'torchrun ${RUN_ARGS[@]} --tee 3 pretrain.py "${MORE[@]}"\n'
+    )
+    assert fields == {"name": "pretrain", "source": {"script": "pretrain.py", "arguments": ["${MORE[@]}"]}}
+    assert [line.partition(":")[0] for line in left_out] == [
+        "RUN_ARGS",
+        "MORE",
+        "${MORE[@]}",
+        "${RUN_ARGS[@]}",
+        "--tee",
+    ]
+    with pytest.raises(
+        SpecError, match=r"line 1: '\$RUN': the shell puts something in its place: give a file that ends"
+    ):
+        _fields("torchrun $RUN a.py")
+    fields, left_out = _fields("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes $N a.py")
+    assert fields["nodes"] == [{"host": "localhost", "devices": [0, 1]}] and "--num-processes: " in left_out[0]
+    fields, left_out = _fields("accelerate launch --num_machines $N --num_processes 16 a.py")
+    assert "nodes" not in fields and len(left_out) == 2
+
+
 def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     fields, left_out = _fields(
         "git clone --depth 1 -b v1 https://me:secret@example.org/a/b.git c; cd c/d && torchrun --nproc-per-node=2 a.py"
@@ -234,6 +275,7 @@ def test_command_lines_of_several_nodes_are_one_job() -> None:
     ]
     fields, _ = _fields("\n".join(lines))
     assert fields["nodes"] == [{"host": "a", "ranks": 1}, {"host": "node-1", "ranks": 2}]
+    assert "pip (line 2): " in _fields("\nbash -c '\n\npip install x; torchrun a.py'")[1][0]
     with pytest.raises(SpecError, match=r"^start\.sh: line 2: starts something else than line 1: give a file with one"):
         _fields("torchrun a.py\ntorchrun b.py")
 
