@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from ..plan import MOST_RANKS
+from ..storage import shown
 from ..text import count_of
 from .command_import import MOST_NODES
 from .imported import Foreign, Imported, Importer
@@ -46,32 +47,42 @@ def _read(foreign: Foreign) -> Imported:
     kind = whole.text("distributed_type", "NO").upper()
     if kind not in _KINDS:
         raise whole.fault(
-            "distributed_type", f"gives ranks a device that specs have not: give one of {', '.join(_KINDS)}"
+            "distributed_type", f"{shown(kind, most=60)} is none that a spec can have: give one of {', '.join(_KINDS)}"
         )
-    _read_nodes(whole, is_cpu=whole.flag("use_cpu") or kind == "MULTI_CPU")
+    _read_nodes(whole, is_cpu=whole.flag("use_cpu") or kind == "MULTI_CPU", is_alone=kind == "NO")
     _read_axes(whole, kind)
     _read_precision(whole)
     return whole.imported("accelerate")
 
 
-def _read_nodes(whole: Whole, *, is_cpu: bool) -> None:
+def _read_nodes(whole: Whole, *, is_cpu: bool, is_alone: bool) -> None:
     num_nodes = whole.whole_number("num_machines", 1, least=1, most=MOST_NODES)
-    num_ranks = whole.whole_number("num_processes", num_nodes, least=1, most=MOST_RANKS)
+    is_auto = (
+        whole.look("num_processes") in (None, -1) and not is_cpu and not is_alone
+    )  # one for each GPU that is there
+    if whole.look("num_processes") == -1:
+        whole.take("num_processes")
+        num_ranks = num_nodes
+    else:
+        num_ranks = whole.whole_number("num_processes", num_nodes, least=1, most=MOST_RANKS)
     own = whole.whole_number("machine_rank", 0, most=MOST_NODES)
     if own >= num_nodes:
         raise whole.fault("machine_rank", f"{own}: there are {count_of(num_nodes, 'machine')}, the first is 0")
     if num_ranks % num_nodes:
         raise whole.fault("num_processes", f"{num_ranks}: give a multiple of num_machines, which is {num_nodes}")
     host = whole.text("main_process_ip")
-    whole.carry("main_process_port", "rendezvous.port")
-    gpus = _read_gpus(whole, num_ranks // num_nodes)
+    port = whole.look("main_process_port")
+    is_text = isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port)
+    whole.carry("main_process_port", "rendezvous.port", int(port) if is_text else None)
+    gpus = _read_gpus(whole, 0 if is_auto else num_ranks // num_nodes)
     for index in range(num_nodes):
         node = f"nodes[{index}]"
         whole.put(f"{node}.host", f"node-{index}" if num_nodes > 1 else "localhost")
         if index == own and gpus and not is_cpu:
             whole.put(f"{node}.devices", gpus)
         else:
-            whole.put(f"{node}.ranks", num_ranks // num_nodes)
+            if not is_auto:
+                whole.put(f"{node}.ranks", num_ranks // num_nodes)
             if is_cpu:
                 whole.put(f"{node}.devices", "cpu")
     if host and num_nodes > 1:
@@ -82,13 +93,13 @@ def _read_nodes(whole: Whole, *, is_cpu: bool) -> None:
 
 
 def _read_gpus(whole: Whole, ranks: int) -> list[int]:
-    """The indices of the GPUs of its own node, where that is one for each rank."""
+    """The indices of the GPUs of its own node, where that is one for each rank; ``ranks`` 0: as many as there are."""
     text = str(whole.look("gpu_ids") if "gpu_ids" in whole else "all")
     if text == "all":
         whole.take("gpu_ids")
     elif re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}", text):
         gpus = [int(index) for index in text.split(",")]
-        if len(set(gpus)) == len(gpus) == ranks:
+        if len(set(gpus)) == len(gpus) and ranks in (0, len(gpus)):
             whole.take("gpu_ids")
             return gpus
         whole.leave("gpu_ids", f"a node has {count_of(ranks, 'rank')}, and each has a GPU of its own")
@@ -129,7 +140,7 @@ def _read_shards(part: Part, axes: dict[str, int]) -> None:
     elif strategy in ("NO_SHARD", "3"):
         part.take("fsdp_sharding_strategy")
         axes |= {"dp_replicate": -1, "dp_shard": 1}
-    else:
+    elif strategy in ("HYBRID_SHARD", "4", "HYBRID_SHARD_ZERO2", "5"):
         part.leave("fsdp_sharding_strategy", "shards go to all ranks: give parallelism.dp_replicate and dp_shard")
     if str(part.look("fsdp_activation_checkpointing")).lower() == "true":
         part.take("fsdp_activation_checkpointing")

@@ -23,10 +23,14 @@ __all__ = ["SSH_CONFIG"]
 
 _IS_ONE = re.compile(r"^[ \t]*+host(?:[ \t]++|[ \t]*+=[ \t]*+)\S", re.MULTILINE | re.IGNORECASE)
 _LINE = re.compile(r"(\w++)(?:[ \t]*+=[ \t]*+|[ \t]++)(.*)", re.ASCII)
+_WORD = re.compile(r'"([^"]*+)"|([^\s"]++)')
+_JUMP = re.compile(r"ssh[ \t]++(?:-q[ \t]++)?-W[ \t]++(?:%h|\[%h\]):%p[ \t]++([^\s-]\S*+)")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*+")
 _FIELDS = {"hostname": "host", "user": "user", "port": "port"}
 _FIELDS |= {"identityfile": "identity_file", "proxyjump": "proxy_jump"}
+_NO_FIELD = "nodes have no field for it"
 _MOST_PATTERNS, _MOST_CHARS = 1000, 253  # characters of each
+_MOST_KEYS = 10  # that are named
 _MOST_LOOKS = 100_000  # at a pattern, for a host
 
 
@@ -36,6 +40,7 @@ class _Block:
 
     patterns: list[str]
     options: dict[str, str] = field(default_factory=dict)  # the first of each name holds, as in ssh
+    more_keys: list[str] = field(default_factory=list)  # which ssh tries after the first
 
     @property
     def has_patterns(self) -> bool:
@@ -61,7 +66,7 @@ def _is_one(foreign: Foreign) -> bool:
 
 
 def _read(foreign: Foreign) -> Imported:
-    blocks, left_out = _take_apart(foreign.text)
+    blocks, left_out, unused = _take_apart(foreign.text)
     hosts = list(dict.fromkeys(name for block in blocks for name in block.patterns if _NAME.fullmatch(name)))
     patterns = [pattern for block in blocks if block.has_patterns for pattern in block.patterns]
     if not hosts:
@@ -75,6 +80,7 @@ def _read(foreign: Foreign) -> Imported:
         nodes = [_make(foreign, {"host": host}) for host in hosts]
     else:
         nodes = [_make_node(foreign, host, found, left_out) for host, found in _find_options(blocks, hosts)]
+        left_out += unused.values()
     return Imported("ssh_config", nodes=tuple(nodes), left_out=tuple(dict.fromkeys(left_out)))
 
 
@@ -92,24 +98,36 @@ def _find_options(blocks: list[_Block], hosts: list[str]) -> Iterator[tuple[str,
         holding = own | {number: block for number, block in patterns.items() if block.holds_for(host)}
         options: dict[str, str] = {}
         for number in sorted(holding):
-            options = {**holding[number].options, **options}
+            block = holding[number]
+            keys = [key for key in (block.options.get("identityfile"), *block.more_keys) if key]
+            options = {**block.options, **options, **{f"identityfile {key}": "" for key in keys}}
+        options.pop(f"identityfile {options.get('identityfile')}", None)
         yield host, options
 
 
-def _take_apart(text: str) -> tuple[list[_Block], list[str]]:
+def _take_apart(text: str) -> tuple[list[_Block], list[str], dict[str, str]]:
+    """Return the blocks, what of it is not read, and which options no node has."""
     blocks = [_Block(["*"])]
     left_out: list[str] = []
+    unused: dict[str, str] = {}
     for key, value in _lines(text):
         if key == "host":
-            blocks.append(_Block([word.strip('"') for word in value.split()]))
+            blocks.append(_Block([quoted or plain for quoted, plain in _WORD.findall(value)]))
         elif key == "match":
             left_out.append(f"Match {shown(value, most=60)}: is not decided here: what stands below it is not read")
             blocks.append(_Block([]))
         elif key == "include":
             left_out.append(f"Include {shown(value, most=60)}: import that file, too")
         else:
-            blocks[-1].options.setdefault(key, value.strip('"'))
-    return blocks, left_out
+            if key == "proxycommand" and (jump := _JUMP.fullmatch(value)):
+                key, value = "proxyjump", jump[1]
+            if key not in _FIELDS and key != "proxycommand":
+                unused[key] = f"{shown(key, most=60)}: {_NO_FIELD}"
+                continue
+            value = value.strip('"')
+            if blocks[-1].options.setdefault(key, value) != value and key == "identityfile":
+                blocks[-1].more_keys = [*blocks[-1].more_keys[: _MOST_KEYS - 1], value]
+    return blocks, left_out, unused
 
 
 def _lines(text: str) -> Iterator[tuple[str, str]]:
@@ -124,7 +142,8 @@ def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: l
         if key == "hostname":
             value = value.replace("%h", host)
         if key not in _FIELDS or "%" in value:
-            reason = "write it as ProxyJump" if key == "proxycommand" else "nodes have no field for it"
+            reason = "write it as ProxyJump" if key == "proxycommand" else _NO_FIELD
+            reason = "a node has one key" if key.startswith("identityfile ") else reason
             left_out.append(f"{key}: {reason}")
         elif key != "proxyjump" or value.lower() != "none":
             fields[_FIELDS[key]] = int(value) if key == "port" and re.fullmatch("[0-9]{1,9}", value) else value

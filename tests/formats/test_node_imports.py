@@ -101,6 +101,21 @@ def test_hosts_of_an_ssh_config_are_nodes_as_ssh_reaches_them(tmp_path: Path, mo
     assert _nodes(own) == [{"host": host} for host in ("gpu1", "gpu2", "gpu3", "jump.x")]
 
 
+def test_keys_that_a_node_has_no_place_for_are_named_and_a_jump_by_command_is_one() -> None:
+    text = (
+        "Host a\n  IdentityFile k1\n  IdentityFile k2\n  ProxyCommand ssh -q -W %h:%p me@j\n  ProxyJump other\n"
+        'Host "two words" b\n  ProxyCommand ssh -i k -W %h:%p j\nHost *\n  IdentityFile k3\n'
+    )
+    imported = import_text(text, name="config")
+    assert _nodes(imported) == [
+        {"host": "a", "identity_file": "k1", "proxy_jump": "me@j"},
+        {"host": "b", "identity_file": "k3"},
+    ]
+    assert [line.partition(":")[0] for line in imported.left_out] == [
+        *("identityfile k2", "identityfile k3", "proxycommand")
+    ]
+
+
 @pytest.mark.needs_debian("openssh-server")
 def test_ssh_itself_reaches_the_hosts_of_an_ssh_config_so(tmp_path: Path) -> None:
     lines = CONFIG.replace("ProxyCommand", "#").replace("Include", "#").splitlines()
@@ -151,10 +166,14 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
     assert [line.partition(":")[0] for line in imported.left_out] == [
         *("source", "nodes", "mixed_precision", "same_network, fsdp_config.fsdp_offload_params"),
     ]
+    for few in ("", "num_processes: -1\nmain_process_port: '7'\n"):  # a rank for each GPU that is there
+        spec = import_text(f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n{few}", name="a").spec
+        assert spec and spec.to_dict()["nodes"] == [{"host": "localhost"}]
+    assert spec.rendezvous.port == 7
     for change, fault in [
         ("num_processes: 3", "config.yaml: num_processes: 3: give a multiple of num_machines, which is 2"),
         ("num_processes: x", "config.yaml: num_processes: a text: give a whole number"),
-        ("distributed_type: XLA", "config.yaml: distributed_type: .* give one of NO, "),
+        ("distributed_type: XLA", "config.yaml: distributed_type: XLA is none that .*: give one of NO, "),
         ("machine_rank: 2", "config.yaml: machine_rank: 2: there are 2 machines"),
     ]:
         lines = [line for line in text.splitlines() if not line.startswith(change.partition(":")[0])]
