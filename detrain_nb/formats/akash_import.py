@@ -221,13 +221,14 @@ def _read_image(services: list[_Service]) -> None:
 def _read_env(whole: Whole, services: list[_Service]) -> None:
     """Give the spec the variables that all services have alike, and name the others; a secret has its name alone."""
     given = {service.name: dict(_read_variables(service)) for service in services}
+    alike = set.intersection(*(set(each.items()) for each in given.values()))
     common = Launch({"env": dict(whole.fields.get("env", {})), "secrets": list(whole.fields.get("secrets", []))})
     for service in services:
         for name, value in given[service.name].items():
             place = f"{service.part.path}.env: {name}"
             if name in _OF_IMAGE:
                 whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
-            elif any(each.get(name) != value for each in given.values()):
+            elif (name, value) not in alike:
                 whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
             elif service is services[0]:
                 _put_variable(common, service, name, value)

@@ -39,6 +39,7 @@ _MODULES = {"torch.distributed.run": TORCHRUN, "torch.distributed.launch": TORCH
 _MODULES |= {"accelerate.commands.launch": ACCELERATE}
 KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do", "while", "until", "{", "!")
 WRAPPERS = ("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun")
+WRAPPERS += ("docker", "podman", "singularity", "apptainer", "nsys", "setsid", "ionice")
 _PYTHON = re.compile(r"python[0-9.]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSPHRASE|[A-Z]*KEY)(?:_|$)", re.IGNORECASE)

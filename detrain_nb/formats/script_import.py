@@ -42,6 +42,7 @@ _SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _MOST_LINES = 5
+_MOST_EXPORTS = 200_000  # of variables, each time that ranks are started
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
 _OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "*", "*$*")
 _OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
@@ -172,13 +173,21 @@ def _take_words(script: _Script, command: Command) -> None:
         script.setup.append(" ".join(word.written for word in command.words))
     elif name == "runai":
         _take_runai(script, texts)
-    elif not _take_ours(script, command, texts) and name not in _WITHOUT_EFFECT:
+    elif not _take_ours(script, command, texts) and (name not in _WITHOUT_EFFECT or _sets_variable(texts)):
         script.others.setdefault(name, []).append(command.line)
 
 
 def _is_place(word: Word) -> bool:
     """Whether a node knows what is meant: nothing is filled in but the home of a user, which it has, too."""
     return all(fill[0] == "~" for fill in word.fills)
+
+
+def _sets_variable(texts: Sequence[str]) -> bool:
+    """Whether ``set`` has more than options, as in other shells than those of POSIX, where it sets a variable."""
+    return texts[0] == "set" and any(
+        text[:1] not in ("-", "+") and not (before[-1:] == "o" and before[:1] in ("-", "+"))
+        for before, text in itertools.pairwise(texts)
+    )
 
 
 def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
@@ -268,6 +277,8 @@ def _take_runai(script: _Script, texts: Sequence[str]) -> None:
 
 def _start(script: _Script, launch: Launch, command: Command) -> None:
     """Note a command that starts ranks, with what it finds: variables, and the folder that it is in."""
+    if len(script.variables) * len(script.launches) > _MOST_EXPORTS:
+        raise SpecError(f"line {command.line}: too many variables are exported, and ranks started: give fewer")
     put_variables(launch, {name: word for name, word in script.variables.items() if word.text != _LAUNCH_ENV.get(name)})
     if script.needed:
         secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]
@@ -349,7 +360,7 @@ def _make(script: _Script, stem: str) -> Imported:
 def _order(script: _Script) -> list[Launch]:
     """Give the commands that start ranks by their nodes. Raises: SpecError where they are of several jobs."""
     if not script.launches:
-        raise SpecError("starts neither torchrun nor accelerate: give a script that does")
+        raise SpecError("starts neither torchrun nor accelerate in a command of its own: write that command out")
     (line, first), *others = script.launches
     for other_line, other in others:
         if other.fields != first.fields or other.nodes != first.nodes:

@@ -203,6 +203,12 @@ def test_options_in_a_variable_are_named_and_the_program_is_found() -> None:
         _fields("torchrun $RUN a.py")
     fields, left_out = _fields("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes $N a.py")
     assert fields["nodes"] == [{"host": "localhost", "devices": [0, 1]}] and "--num-processes: " in left_out[0]
+    assert _fields("set -euo pipefail\nset -x A 1\ndocker run -it i torchrun a.py")[1] == (
+        "docker: what stands before torchrun is not carried over",
+        "set (line 2): a command of the shell: give source.setup if needed",
+    )
+    with pytest.raises(SpecError, match="in a command of its own: write that command out"):
+        _fields("# torchrun a.py\nssh h 'torchrun a.py'")
     fields, left_out = _fields("accelerate launch --num_machines $N --num_processes 16 a.py")
     assert "nodes" not in fields and len(left_out) == 2
 
