@@ -164,7 +164,7 @@ def _take_words(script: _Script, command: Command) -> None:
     elif name == "export" or all(ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
     elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or _is_place(command.words[1])):
-        script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))
+        script.folder = _go(script.folder, texts[1])
     elif name == "git" and "clone" in texts:
         _take_clone(script, command)
     elif name == "git" and "checkout" in texts and script.repositories and not command.words[-1].fills:
@@ -175,6 +175,11 @@ def _take_words(script: _Script, command: Command) -> None:
         _take_runai(script, texts)
     elif not _take_ours(script, command, texts) and (name not in _WITHOUT_EFFECT or _sets_variable(texts)):
         script.others.setdefault(name, []).append(command.line)
+
+
+def _go(folder: str, path: str) -> str:
+    """Say where a path leads from that folder; one of a variable or a home is whole."""
+    return posixpath.normpath(path if path.startswith(("$", "~")) else posixpath.join(folder, path))
 
 
 def _is_place(word: Word) -> bool:
@@ -252,9 +257,7 @@ def _take_clone(script: _Script, command: Command) -> None:
         url = f"{scheme}://{server.rpartition('@')[2]}{slash}{path}"
         script.left_out.append("git clone: the user and password in its URL: give source.git.token")
     folder = plain[1].text if plain[1:] else posixpath.basename(url.rstrip("/")).removesuffix(".git")
-    script.repositories.append(
-        _Repository({"url": url, **git}, posixpath.normpath(posixpath.join(script.folder, folder)))
-    )
+    script.repositories.append(_Repository({"url": url, **git}, _go(script.folder, folder)))
 
 
 def _find_key(command: Command) -> dict[str, Any]:
@@ -300,7 +303,7 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
 def _place_source(script: _Script, source: dict[str, Any]) -> bool:
     """Say in which folder, or repository, the script is; whether that is where its ranks run."""
     named = source["script"]
-    path = posixpath.normpath(named if named.startswith("$") else posixpath.join(script.folder, named))
+    path = _go(script.folder, named)
     if path in script.written:
         source["script_text"] = script.written[path]
         del source["script"]
@@ -357,13 +360,21 @@ def _make(script: _Script, stem: str) -> Imported:
     return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
 
 
+def _whole(launch: Launch) -> dict[str, Any]:
+    """Give its fields with the program at one path, from whichever folder it is started."""
+    source = dict(launch.fields["source"])
+    path, entry = source.pop("path", ""), source.pop("entry", "")
+    named = posixpath.join(path, entry) if path else source.pop("script", entry)
+    return {**launch.fields, "source": {**source, "script": named}}
+
+
 def _order(script: _Script) -> list[Launch]:
     """Give the commands that start ranks by their nodes. Raises: SpecError where they are of several jobs."""
     if not script.launches:
         raise SpecError("starts neither torchrun nor accelerate in a command of its own: write that command out")
     (line, first), *others = script.launches
     for other_line, other in others:
-        if other.fields != first.fields or other.nodes != first.nodes:
+        if _whole(other) != _whole(first) or other.nodes != first.nodes:
             raise SpecError(f"line {other_line}: starts something else than line {line}: give a file with one of them")
     launches = [launch for _, launch in sorted(script.launches, key=lambda each: each[1].node_rank)]
     if not script.job and others and len({launch.node_rank for launch in launches}) < len(launches):

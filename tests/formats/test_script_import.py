@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import re
 import shlex
 import subprocess
@@ -265,6 +266,19 @@ def test_gpus_that_are_named_are_those_of_the_node() -> None:
     fields, left_out = _fields(f"export {gpus}\ntorchrun --nproc-per-node 3 a.py")
     assert fields["nodes"] == [{"host": "localhost", "ranks": 3}]
     assert left_out == ("GPUs 2,3: a node has 3 ranks, and each has a GPU of its own: give nodes.devices",)
+
+
+def test_exported_script_comes_back_from_other_folders_too() -> None:
+    git = {"git": {"url": "https://example.org/a.git", "folder": "b"}, "entry": "c.py"}
+    for node in ({"host": "a"}, {"host": "a", "workdir": "/w"}):
+        spec = PipelineSpec.from_dict({"name": "a", "image": "i", "source": git, "nodes": [node]})
+        source = _fields(export_spec(spec, "runai", options={"pvc": "c:/mnt/d"}))[0]["source"]
+        assert posixpath.join(source["git"].get("folder", ""), source["entry"]) == "b/c.py"
+    nodes = [{"host": "a"}, {"host": "b", "workdir": "~/w"}]
+    spec = PipelineSpec.from_dict({"name": "a", "source": {"path": "/p", "entry": "c.py"}, "nodes": nodes})
+    fields, _ = _fields(export_spec(spec, "torchrun"))
+    assert fields["source"] == {"path": "/p", "entry": "c.py"} and fields["nodes"][1]["workdir"] == "~/w"
+    assert _fields("cd x\ncd ~/y\ntorchrun a.py")[0]["source"] == {"path": "~/y", "entry": "a.py"}
 
 
 def test_what_was_added_to_an_exported_script_is_named() -> None:
