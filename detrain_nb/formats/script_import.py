@@ -29,6 +29,7 @@ from .command_import import (
 )
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
+from .shell import show_breaks
 from .shell_words import Command, Word, split_script
 
 __all__ = ["COMMAND", "find_text", "import_command"]
@@ -129,7 +130,7 @@ COMMAND = Importer(_is_one, _read, "a command line of torchrun or accelerate lau
 
 def _read_text(text: str, stem: str) -> Imported:
     script = _Script()
-    for command in split_script(text):
+    for command in split_script(show_breaks(text)):
         _take(script, command)
     named = [name for name in dict.fromkeys(_SBATCH.findall(text)) if not script.job or name not in _OUR_SBATCH]
     if named:

@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 _FOR_ZSH = re.compile(r"(?:^|[=:])=")  # what it takes for the path of a command
+_RETURN, _BREAK = "DETRAIN_NB_RETURN=$(printf '\\r')", "'\"$DETRAIN_NB_RETURN\"'\n"
 _HOME = re.compile(r"(~[A-Za-z0-9._-]*)(?:/(.*))?", re.DOTALL)
 
 
@@ -14,6 +15,19 @@ def quote(text: str) -> str:
     """Write a text as one word; no here-document is used for any: dash loses what looks like the begin of its end."""
     quoted = shlex.quote(text)
     return f"'{text}'" if quoted == text and _FOR_ZSH.search(text) else quoted
+
+
+def hide_breaks(lines: Sequence[str]) -> str:
+    """Write a script of which no line ends as in Windows, as sbatch wants it, though lines in quoted words do."""
+    text = "\n".join(lines) + "\n"
+    if "\r\n" in text:
+        text = text.replace("\r\n", _BREAK).replace("\nset -e\n", f"\nset -e\n{_RETURN}\n", 1)
+    return text
+
+
+def show_breaks(script: str) -> str:
+    """Undo `hide_breaks`; other scripts stay as they are."""
+    return script.replace(_BREAK, "\r\n") if _RETURN in script else script
 
 
 def quote_path(path: str) -> str:

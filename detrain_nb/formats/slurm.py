@@ -9,7 +9,7 @@ from ..plan import Plan
 from ..spec import PipelineSpec
 from .alike import check_alike, list_chosen_there, write_on_node
 from .job_script import FOLDER, NODE, check_what_is_carried, describe, write_begin, write_left_out
-from .shell import quote
+from .shell import hide_breaks, quote
 
 __all__ = ["export"]
 
@@ -54,7 +54,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         # with SBATCH_EXPORT=NONE they would get no variable of it, and no PATH
         f'exec srun --export=ALL --kill-on-bad-exit=1 {needed}={ranks} /bin/bash -s node <"$0"',
     ]
-    return "\n".join(lines) + "\n"
+    return hide_breaks(lines)
 
 
 def _find_first_node(spec: PipelineSpec) -> list[str]:

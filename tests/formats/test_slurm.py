@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,10 +13,10 @@ from typing import Any
 import pytest
 
 from detrain_nb.errors import SpecError
-from detrain_nb.formats import slurm
+from detrain_nb.formats import export_spec, import_text, slurm
 from detrain_nb.spec import PipelineSpec
 
-from .slurm_cluster import SlurmCluster, slurm_cluster
+from .slurm_cluster import PATH, SlurmCluster, slurm_cluster
 from .test_torchrun import ONCE
 
 
@@ -129,6 +130,21 @@ def test_slurm_is_asked_for_what_the_plan_needs() -> None:
         "--account=me",
     ]
     assert "#SBATCH --cpus-per-task=4" in slurm.export(spec, spec.plan()).splitlines()
+
+
+def test_script_of_windows_is_one_that_sbatch_takes(needs_debian: Callable[..., None], tmp_path: Path) -> None:
+    needs_debian("slurm-client")
+    spec = _spec("import sys\r\nprint(1)\r\n", source={"arguments": ["a\r\nb"]}, env={"WORD": "\r\n"})
+    text = export_spec(spec, "slurm")
+    assert "\r\n" not in text and "\r" not in export_spec(_spec("print()"), "slurm")
+    (tmp_path / "slurm.conf").write_text("ClusterName=a\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\n")
+    env = {"PATH": PATH, "SLURM_CONF": str(tmp_path / "slurm.conf")}
+    sent = text.replace("\n", "\r\n").encode()
+    done = subprocess.run(["sbatch"], env=env, input=sent, capture_output=True, timeout=60)
+    assert b"DOS line breaks" in done.stderr
+    imported = import_text(text, name="train.sbatch").spec
+    assert imported and (imported.source.script_text, imported.env) == (spec.source.script_text, spec.env)
+    assert imported.source.arguments == spec.source.arguments
 
 
 def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
