@@ -13,7 +13,7 @@ from ..errors import SpecError
 from ..plan.choices import SCHEDULERS, SCHEDULES
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
-from .torchtitan_options import GONE, OPTIONS, name_today
+from .torchtitan_options import CHOICES, GONE, OPTIONS, name_today
 
 _MODULE = "torchtitan.train"
 _UNKNOWN = "torchtitan 0.2.2 has no such option"
@@ -66,6 +66,9 @@ class _Titan:
     def _add(self, part: Part, key: str, name: str) -> None:
         if name not in OPTIONS:
             part.leave(key, _UNKNOWN)
+            return
+        if name in CHOICES and part.look(key) not in CHOICES[name]:
+            part.leave(key, f"torchtitan 0.2.2 takes {', '.join(CHOICES[name])} alone there")
             return
         if name in self._places:
             other, other_key = self._places[name]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["GONE", "OPTIONS", "name_today"]
+__all__ = ["CHOICES", "GONE", "OPTIONS", "name_today"]
 
 # As ``JobConfig`` of torchtitan 0.2.2 has them, but for those that no word of a command line can say.
 OPTIONS = frozenset(
@@ -49,6 +49,26 @@ OPTIONS = frozenset(
     }.items()
     for key in keys.split()
 )
+CHOICES = {  # of those that take no other value
+    name: tuple(values.split())
+    for name, values in {
+        "optimizer.implementation": "for-loop foreach fused",
+        "lr_scheduler.decay_type": "linear sqrt cosine",
+        "training.dtype": "bfloat16 float32",
+        "training.mixed_precision_param": "bfloat16 float32",
+        "training.mixed_precision_reduce": "float32",
+        "parallelism.fsdp_reshard_after_forward": "default always never",
+        "parallelism.context_parallel_rotate_method": "allgather alltoall",
+        "parallelism.expert_parallel_comm_backend": "standard deepep",
+        "checkpoint.export_dtype": "float16 bfloat16 float32",
+        "checkpoint.async_mode": "disabled async async_with_pinned_mem",
+        "activation_checkpoint.mode": "selective full memory_budget none",
+        "quantize.linear.float8.recipe_name": "tensorwise rowwise rowwise_with_gw_hp",
+        "quantize.linear.mx.mxfp8_dim1_cast_kernel_choice": "triton cuda torch",
+        "quantize.grouped_mm.mx.recipe_name": "mxfp8",
+        "comm.mode": "default fake_backend local_tensor",
+    }.items()
+}
 _RENAMED = {
     "checkpoint.enable_checkpoint": "checkpoint.enable",
     "checkpoint.model_weights_only": "checkpoint.last_save_model_only",

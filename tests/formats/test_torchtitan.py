@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import sys
 import tomllib
 import types
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 
 from detrain_nb.documents import format_document
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import export_spec, import_text
+from detrain_nb.formats.torchtitan_options import CHOICES
 from detrain_nb.spec import PipelineSpec
 
 from .foreign_documents import TITAN_2024, TITAN_2025, TITAN_LAST
@@ -119,6 +121,24 @@ def test_options_that_are_imported_say_what_the_file_says(read_toml: Callable[..
     if content is TITAN_LAST:  # the older ones it reads no more
         known = {name: table for name, table in content.items() if name not in ("experimental", "no_such_section")}
         assert config == read_toml(format_document(known, ".toml"))
+
+
+def test_value_that_torchtitan_does_not_take_is_named(read_toml: Callable[..., Any]) -> None:
+    def list_choices(kind: Any, above: str = "") -> Iterator[tuple[str, tuple[str, ...]]]:
+        for name, hint in get_type_hints(kind).items():
+            plain = [each for each in get_args(hint) if get_origin(each) is Literal]
+            found = hint if get_origin(hint) is Literal else plain[0] if plain else None
+            if dataclasses.is_dataclass(hint):
+                yield from list_choices(hint, f"{above}{name}.")
+            elif found:
+                yield f"{above}{name}", get_args(found)
+
+    config = read_toml("[training]\nsteps = 1\n")
+    assert dict(list_choices(type(config))) == CHOICES
+    text = '[training]\nsteps = 1\nseq_len = 8\nmixed_precision_reduce = "bfloat16"\n'
+    imported = import_text(text, name="train.toml")
+    assert imported.left_out == ("training.mixed_precision_reduce: torchtitan 0.2.2 takes float32 alone there",)
+    assert imported.spec and read_toml("", words=imported.spec.source.arguments).training.steps == 1
 
 
 def test_gradients_in_toml_are_added_up_to_the_batch(read_toml: Callable[[str], Any]) -> None:
