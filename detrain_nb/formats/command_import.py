@@ -23,6 +23,7 @@ __all__ = [
     "ASSIGNMENT",
     "KEYWORDS",
     "MOST_NODES",
+    "SECRET",
     "WRAPPERS",
     "Launch",
     "describe_nodes",
@@ -44,7 +45,7 @@ WRAPPERS = (
 )
 _PYTHON = re.compile(r"python[0-9.]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSPHRASE|[A-Z]*KEY)(?:_|$)", re.IGNORECASE)
+SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSPHRASE|[A-Z]*KEY)(?:_|$)", re.IGNORECASE)
 _RANGE = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 _GPUS = re.compile(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -155,7 +156,7 @@ def put_variable(launch: Launch, name: str, word: Word) -> None:
     """Put an environment variable into a launch; what looks like a secret by its name alone."""
     if not _is_free(launch, name):
         return
-    if _SECRET.search(name):
+    if SECRET.search(name):
         put_secret(launch, name)
         if not word.fills:
             launch.left_out.append(f"{name}: its value may be a secret and stays out of a spec: export it instead")

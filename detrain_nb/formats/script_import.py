@@ -20,6 +20,7 @@ from ..storage import has_password_of_user, shown
 from .command_import import (
     ASSIGNMENT,
     KEYWORDS,
+    SECRET,
     WRAPPERS,
     Launch,
     describe_nodes,
@@ -42,6 +43,7 @@ _SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE
 _SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
+_OF_NODE = ("HOME", "USER")  # variables that every node has
 _MOST_LINES = 5
 _MOST_EXPORTS = 200_000  # of variables, each time that ranks are started
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
@@ -164,13 +166,13 @@ def _take_words(script: _Script, command: Command) -> None:
             _take(script, inner)
     elif name == "export" or all(ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
-    elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or _is_place(command.words[1])):
+    elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or command.words[1].is_known()):
         script.folder = _go(script.folder, texts[1])
     elif name == "git" and "clone" in texts:
         _take_clone(script, command)
     elif name == "git" and "checkout" in texts and script.repositories and not command.words[-1].fills:
         script.repositories[-1].git["ref"] = texts[-1].removeprefix("origin/")
-    elif name in _SETS_UP and all(map(_is_place, command.words)):
+    elif name in _SETS_UP and all(word.is_known(*_OF_NODE) for word in command.words):
         script.setup.append(" ".join(word.written for word in command.words))
     elif name == "runai":
         _take_runai(script, texts)
@@ -181,11 +183,6 @@ def _take_words(script: _Script, command: Command) -> None:
 def _go(folder: str, path: str) -> str:
     """Say where a path leads from that folder; one of a variable or a home is whole."""
     return posixpath.normpath(path if path.startswith(("$", "~")) else posixpath.join(folder, path))
-
-
-def _is_place(word: Word) -> bool:
-    """Whether a node knows what is meant: nothing is filled in but the home of a user, which it has, too."""
-    return all(fill[0] == "~" for fill in word.fills)
 
 
 def _sets_variable(texts: Sequence[str]) -> bool:
@@ -219,7 +216,9 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
         name, is_added, _ = word.text.partition("+=")
         if match := ASSIGNMENT.fullmatch(word.text):
             value = Word(match[2], word.fills)
-            if is_exported:
+            if is_exported and word.fills and word.is_known(*_OF_NODE, match[1]) and not SECRET.search(match[1]):
+                script.setup.append(f"export {word.written}")
+            elif is_exported:
                 script.variables[match[1]] = value
             else:
                 script.own[match[1]] = value, command.line

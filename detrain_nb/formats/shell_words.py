@@ -61,6 +61,10 @@ class Word:
     fills: tuple[str, ...] = ()
     written: str = field(default="", compare=False)
 
+    def is_known(self, *names: str) -> bool:
+        """Whether any shell fills it in alike: with the homes of users, and with variables of these names."""
+        return all(fill[0] == "~" or fill.strip("${}") in names for fill in self.fills)
+
 
 @dataclass
 class Command:

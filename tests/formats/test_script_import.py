@@ -169,18 +169,18 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
 
 def test_what_the_shell_expands_is_named_and_a_home_in_the_set_up_stays_one() -> None:
     fields, left_out = _fields(
-        "export HOME_OF_IT=~/x P=/a:~/b Q='~'\nA=1\nexport A B+=2\ncd ~/p\nsource ~/v/bin/activate\n"
+        "export PATH=~/x:$PATH Q='~' R=$HERE:~ KEY=~\nA=1\nexport A B+=2\ncd ~/p\nsource ~/v/bin/activate\n"
         "torchrun a.py ~/d c*.json {0..7} {x,y} a~ {z} '~/d' \"*\" >log 2>&1\n"
     )
     assert fields["source"] == {
         "path": "~/p",
         "entry": "a.py",
-        "setup": ["source ~/v/bin/activate"],
+        "setup": ["export PATH=~/x:$PATH", "source ~/v/bin/activate"],
         "arguments": ["~/d", "c*.json", "{0..7}", "{x,y}", "a~", "{z}", "~/d", "*"],
     }
-    assert fields["env"] == {"HOME_OF_IT": "~/x", "P": "/a:~/b", "Q": "~", "A": "1"}
+    assert fields["env"] == {"Q": "~", "R": "$HERE:~", "A": "1"} and fields["secrets"] == ["KEY"]
     assert [line.partition(": the shell")[0] for line in left_out if ": the shell" in line] == [
-        *("~/d", "c*.json", "{0..7}", "{x,y}", "HOME_OF_IT: ~/x", "P: ~/b")
+        *("~/d", "c*.json", "{0..7}", "{x,y}", "R: $HERE")
     ]
     assert [line.partition(":")[0] for line in left_out if ": the shell" not in line] == ["B", "log"]
 
@@ -233,7 +233,7 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
 
 def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
     fields, left_out = _fields(
-        "module load cuda/12 && source 'my env/bin/activate'\n. $HOME/x\nmake\ntorchrun a.py\n"
+        "module load cuda/12 && source 'my env/bin/activate'\n. $HERE/x\nmake\ntorchrun a.py\n"
         "exec runai submit -i a/b:1 -g 8"
     )
     assert fields["source"] == {"script": "a.py", "setup": ["module load cuda/12", "source 'my env/bin/activate'"]}
