@@ -55,6 +55,7 @@ NEVER_RERUN = {
     "formats/test_bad_imports.py",
     "formats/test_container.py",
     "formats/test_contract.py",
+    "formats/test_document_imports.py",
     "formats/test_script_import.py",
     "jobs/test_record.py",
     "jobs/test_source.py",

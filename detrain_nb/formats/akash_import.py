@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from ..errors import SpecError
 from .command_import import Launch, find_launcher, put_secret, put_variable
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
-from .script_import import import_command
+from .script_import import find_text, import_command
 from .shell_words import Word, as_words, split_script
 
 __all__ = ["AKASH"]
@@ -21,7 +20,6 @@ _VERSIONS = ("2.0", "2.1")
 _MOST_CONTAINERS, _MOST_GPUS = 1000, 64
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kMGTPE]i?)?B?")
 _UNITS = {unit: index + 1 for index, unit in enumerate("kMGTPE")}
-_SHELLS = ("sh", "bash", "dash", "zsh")
 _OF_IMAGE = {  # what the entrypoint of an image of ours reads
     "SSH_PUBKEY": "who may log in: give ssh_key as an option of the export",
     "DETRAIN_NB_SECRETS": "the names of the secrets: an export writes it anew",
@@ -162,9 +160,9 @@ def _read_size(memory: Part) -> float:
 def _find_program(service: _Service) -> Launch | None:
     """Read what a container starts, where that is torchrun; None where it is something else. Raises: SpecError."""
     words = service.words()
-    is_script = len(words) > 2 and posixpath.basename(words[0]) in _SHELLS and re.fullmatch("-[a-z]*c", words[1])
     try:
-        commands = [command.words for command in split_script(words[2])] if is_script else [as_words(words)]
+        text = find_text(words)
+        commands = [as_words(words)] if text is None else [command.words for command in split_script(text)]
     except SpecError:
         return None  # of another program: whatever it is, it stays named
     try:

@@ -20,6 +20,7 @@ from .reading import NO_FIELD
 from .shell_words import Word, as_words
 
 __all__ = [
+    "ASSIGNMENT",
     "KEYWORDS",
     "MOST_NODES",
     "WRAPPERS",
@@ -28,6 +29,7 @@ __all__ = [
     "find_launcher",
     "put_secret",
     "put_variable",
+    "put_variables",
     "read_command",
 ]
 
@@ -38,9 +40,10 @@ _MODULES |= {"accelerate.commands.launch": ACCELERATE}
 KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do", "while", "until", "{", "!")
 WRAPPERS = ("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun")
 _PYTHON = re.compile(r"python[0-9.]*")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSPHRASE|[A-Z]*KEY)(?:_|$)", re.IGNORECASE)
 _RANGE = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
+_GPUS = re.compile(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _MACRO = re.compile(r"(?<!\$)(?:\$\$)*\$(?:\{\w+\}|[A-Za-z_]\w*)")
 _HERE = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
@@ -76,7 +79,7 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
         text = words[at].text
         if launcher := _find_here(words, at):
             return _read(launcher, words, at, variables, before)
-        if match := _ASSIGNMENT.fullmatch(text):
+        if match := ASSIGNMENT.fullmatch(text):
             variables[match[1]] = Word(match[2], words[at].fills)
         elif text in KEYWORDS:
             pass
@@ -111,16 +114,18 @@ def _read(
     launcher, begin, gives_rank = found
     options = read_options(launcher, words[begin:])
     launch = Launch({"source": {}})
+    others: dict[str, Word] = {}
     for name, word in variables.items():
         option = name.removeprefix("PET_").lower().replace("_", "-")
         if name.startswith("PET_") and launcher is TORCHRUN and option in (launcher.valued or ()):
             options.given.setdefault(option, word)
         else:
-            put_variable(launch, name, word)
+            others[name] = word
     if before:
         launch.left_out.append(f"{before[0]}: what stands before {launcher.name} is not carried over")
     _read_program(options, launch)
     (_read_torchrun if launcher is TORCHRUN else _read_accelerate)(options, launch)
+    put_variables(launch, others)
     if _PYTHON.fullmatch(posixpath.basename(words[at].text)):
         if words[at].text != "python3" and not words[at].fills:
             launch.node["python"] = words[at].text
@@ -132,6 +137,15 @@ def _read(
         options.leave(option, NO_FIELD)
     launch.left_out += options.left_out
     return launch
+
+
+def put_variables(launch: Launch, variables: Mapping[str, Word]) -> None:
+    """Put environment variables into a launch; its own stay as they are, and GPUs are those of its nodes."""
+    for name, word in variables.items():
+        if name == "CUDA_VISIBLE_DEVICES" and _GPUS.fullmatch(word.text):
+            _put_devices(launch, word.text)
+        elif name not in launch.fields.get("env", {}) and name not in launch.fields.get("secrets", ()):
+            put_variable(launch, name, word)
 
 
 def put_variable(launch: Launch, name: str, word: Word) -> None:
@@ -289,8 +303,8 @@ def _read_accelerate(options: Options, launch: Launch) -> None:
     if options.has("cpu"):
         launch.node["devices"] = "cpu"
     gpus = options.text("gpu-ids", "all")
-    if re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}", gpus):
-        put_devices(launch, gpus)
+    if _GPUS.fullmatch(gpus):
+        _put_devices(launch, gpus)
     _read_meeting(options, launch, address="main-process-ip", port="main-process-port")
     _read_conf(options, launch)
     options.has("multi-gpu")
@@ -310,7 +324,7 @@ def _read_accelerate(options: Options, launch: Launch) -> None:
         options.leave("config-file", "what it says is not read: import that file, too")
 
 
-def put_devices(launch: Launch, gpus: str) -> None:
+def _put_devices(launch: Launch, gpus: str) -> None:
     """Give the nodes the GPUs with these indices, where that is as many as they have ranks."""
     indices = [int(index) for index in gpus.split(",")]
     ranks = launch.node.get("ranks", len(indices))

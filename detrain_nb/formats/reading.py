@@ -17,6 +17,7 @@ from ..documents.content import put_place
 from ..errors import FieldError, SpecError
 from ..plan.names import make_name
 from ..spec import Node, PipelineSpec
+from ..spec.nodes_file import find_twins
 from ..storage import shown
 from ..text import show
 from .imported import Foreign, Imported
@@ -178,6 +179,8 @@ class Whole(Part):
             except FieldError as exc:
                 lines = [self._tell(f"nodes[{index}].{each.path}", each.said) for each in exc.faults]
                 raise SpecError("\n".join(lines)) from None
+        if twins := find_twins(nodes):
+            raise SpecError("\n".join(self._tell("nodes", f": {twin}") for twin in twins))
         return Imported(kind, nodes=tuple(nodes), left_out=self.list_left_out())
 
     def list_left_out(self) -> tuple[str, ...]:
@@ -203,9 +206,8 @@ class Whole(Part):
 
     def _tell(self, field: str, said: str) -> str:
         """Write a fault of the spec with the place that its value has in the document, or else the field."""
-        found = field
-        while found and found not in self.origins:
-            found = re.sub(r"(?:^|\.)[^.\[\]]+$|\[\d+\]$", "", found)
+        ends = [len(field), *reversed([match.start() for match in re.finditer(r"[.\[]", field)])]
+        found = next((field[:end] for end in ends if field[:end] in self.origins), "")
         path = f"{write_steps(self.origins[found])}{field[len(found) :]}" if found else field
         return put_place(self.where, f"{path}{said}" if path else said.removeprefix(": "))
 

@@ -18,20 +18,20 @@ from ..plan.names import make_name
 from ..spec import PipelineSpec
 from ..storage import has_password_of_user, shown
 from .command_import import (
+    ASSIGNMENT,
     KEYWORDS,
     WRAPPERS,
     Launch,
     describe_nodes,
     find_launcher,
-    put_devices,
-    put_variable,
+    put_variables,
     read_command,
 )
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
 from .shell_words import Command, Word, split_script
 
-__all__ = ["COMMAND", "import_command"]
+__all__ = ["COMMAND", "find_text", "import_command"]
 
 _STARTS = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|\baccelerate[ \t]+launch\b|\baccelerate-launch\b"
@@ -41,9 +41,11 @@ _SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE
 _SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
-_ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _MOST_LINES = 5
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
+_OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "*", "*$*")
+_OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
+_OUR_SBATCH = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "output")
 _LAUNCH_ENV = launch_job(  # what every launch sets
     Rendezvous("c10d", "", ("", 0), max_restarts=1), Program("module", ("a",)), nodes=1, ranks=1, node_rank=0, python=""
 ).env
@@ -68,7 +70,6 @@ class _Script:
     written: dict[str, str] = field(default_factory=dict)  # files that it writes, with their texts
     needed: list[str] = field(default_factory=list)  # variables without which it does not go on
     image: str = ""
-    of_submission: list[str] = field(default_factory=list)  # what is left out of the command that submits the script
     before_case: _Script | None = None
     launches: list[tuple[int, Launch]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -92,19 +93,19 @@ class _Script:
 def import_command(words: Sequence[str]) -> Imported:
     """Read one command line, which has been split into words. Raises: SpecError."""
     script = _Script()
-    if (text := _find_text(words)) is not None:
+    if (text := find_text(words)) is not None:
         return _read_text(text, "")
     script.launches.append((0, read_command(words)))
     return _make(script, "")
 
 
-def _find_text(words: Sequence[str]) -> str | None:
+def find_text(words: Sequence[str]) -> str | None:
     """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
-    for at, (word, option) in enumerate(itertools.pairwise(words[:-1])):
-        if posixpath.basename(word) in _SHELLS and _RUNS_TEXT.fullmatch(option):
-            return words[at + 2]
-        if at == 0 and posixpath.basename(word) not in (*KEYWORDS, *WRAPPERS) and not _ASSIGNMENT.fullmatch(word):
-            return None
+    begun = [at for at, word in enumerate(words) if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
+    may_follow = bool(begun) and posixpath.basename(words[begun[0]]) in WRAPPERS
+    for at in begun if may_follow else begun[:1]:
+        if posixpath.basename(words[at]) in _SHELLS and _RUNS_TEXT.fullmatch("".join(words[at + 1 : at + 2])):
+            return words[at + 2] if at + 2 < len(words) else None
     return None
 
 
@@ -126,10 +127,12 @@ COMMAND = Importer(_is_one, _read, "a command line of torchrun or accelerate lau
 
 def _read_text(text: str, stem: str) -> Imported:
     script = _Script()
-    if named := [f"--{name}" if name[1:] else f"-{name}" for name in dict.fromkeys(_SBATCH.findall(text))]:
-        script.left_out.append(f"#SBATCH {', '.join(named)}: for Slurm alone: see the options of export slurm")
-    for command in split_script(text.replace("\r\n", "\n")):
+    for command in split_script(text):
         _take(script, command)
+    named = [name for name in dict.fromkeys(_SBATCH.findall(text)) if not script.job or name not in _OUR_SBATCH]
+    if named:
+        options = ", ".join(f"--{name}" if name[1:] else f"-{name}" for name in named)
+        script.left_out.append(f"#SBATCH {options}: for Slurm alone: see the options of export slurm")
     return _make(script, stem)
 
 
@@ -146,14 +149,14 @@ def _take_words(script: _Script, command: Command) -> None:
     except SpecError as exc:
         raise SpecError(f"line {command.line}: {exc}") from None
     texts = [word.text for word in command.words]
-    begun = (text for text in texts if text not in KEYWORDS and not _ASSIGNMENT.fullmatch(text))
+    begun = (text for text in texts if text not in KEYWORDS and not ASSIGNMENT.fullmatch(text))
     name = posixpath.basename(next(begun, texts[0]))
     if launch:
         _start(script, launch, command)
-    elif (text := _find_text(texts)) is not None:
+    elif (text := find_text(texts)) is not None:
         for inner in split_script(text):
             _take(script, inner)
-    elif name == "export" or all(_ASSIGNMENT.fullmatch(text) for text in texts):
+    elif name == "export" or all(ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")
     elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or not command.words[1].fills):
         script.folder = posixpath.normpath(posixpath.join(script.folder, texts[1]))
@@ -189,7 +192,7 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
 
 def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> None:
     for word in command.words:
-        if match := _ASSIGNMENT.fullmatch(word.text):
+        if match := ASSIGNMENT.fullmatch(word.text):
             if is_exported:
                 script.variables[match[1]] = Word(match[2], word.fills)
             else:
@@ -218,8 +221,11 @@ def _take_clone(script: _Script, command: Command) -> None:
         return
     url = plain[0].text
     if has_password_of_user(url):
-        scheme, _, rest = url.partition("://")
-        url = f"{scheme}://{rest.partition('@')[2]}"
+        scheme, slashes, rest = url.partition("://")
+        server, slash, path = rest.partition("/")
+        if not slashes or "@" not in server:  # nobody can say where the password ends
+            raise SpecError(f"line {command.line}: git clone: leave the password out of its URL")
+        url = f"{scheme}://{server.rpartition('@')[2]}{slash}{path}"
         script.left_out.append("git clone: the user and password in its URL: give source.git.token")
     folder = plain[1].text if plain[1:] else posixpath.basename(url.rstrip("/")).removesuffix(".git")
     script.repositories.append(
@@ -242,17 +248,12 @@ def _take_runai(script: _Script, texts: Sequence[str]) -> None:
     for option, value in itertools.pairwise(texts):
         if option in ("-i", "--image"):
             script.image = value
-    script.of_submission.append("runai: of what it is given the image alone is carried over")
+    script.left_out.append("runai: of what it is given the image alone is carried over")
 
 
 def _start(script: _Script, launch: Launch, command: Command) -> None:
     """Note a command that starts ranks, with what it finds: variables, and the folder that it is in."""
-    own = launch.fields.get("env", {}), launch.fields.get("secrets", ())
-    for name, word in script.variables.items():
-        if name == "CUDA_VISIBLE_DEVICES" and re.fullmatch(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}", word.text):
-            put_devices(launch, word.text)
-        elif name not in own[0] and name not in own[1] and word.text != _LAUNCH_ENV.get(name):
-            put_variable(launch, name, word)
+    put_variables(launch, {name: word for name, word in script.variables.items() if word.text != _LAUNCH_ENV.get(name)})
     if script.needed:
         secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]
         launch.fields["secrets"] = list(dict.fromkeys([*launch.fields.get("secrets", []), *secrets]))
@@ -308,8 +309,9 @@ def _make(script: _Script, stem: str) -> Imported:
     first = launches[0]
     nodes, missing = describe_nodes(launches)
     job = script.job
+    names = job.pop("nodes", ())
     fields = {"name": first.name or make_name(stem, default="imported"), **first.fields, **job}
-    for node, name in zip(nodes, job.pop("nodes", ()), strict=False):
+    for node, name in zip(nodes, names, strict=False):
         node["host"] = name or node["host"]
         missing = []
     if nodes:
@@ -321,10 +323,10 @@ def _make(script: _Script, stem: str) -> Imported:
     left_out = [*script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
     for name, lines in script.others.items():
         at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
-        left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
-    if job:  # all of it is carried
-        left_out = []
-    left_out += script.of_submission
+        if not job or not (name in _OUR_COMMANDS or name.isdecimal() or name in names):
+            left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
+    if job:  # what we have written there is carried
+        left_out = [line for line in left_out if not _OUR_OWN.match(line)]
     return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
 
 

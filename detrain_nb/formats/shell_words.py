@@ -29,7 +29,7 @@ _PIECE = re.compile(
   | (?P<escaped> \\. )
   | (?P<opens> " | \$\( | \$\{ )
   | (?P<filled> \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-] | `[^`]*+` )
-  | (?P<plain> [^\s;&|()<>'"\\$`]++ | \$(?![({]) )
+  | (?P<plain> [^ \t\r\n;&|()<>'"\\$`]++ | \$(?![({]) )
     """,
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
@@ -155,7 +155,7 @@ class _Splitter:
                 if self._at >= len(self._text):
                     raise SpecError(f"line {begun}: the text up to {shown(repr(end), most=60)} has no end: give one")
                 after = self._text.find("\n", self._at) + 1 or len(self._text) + 1
-                line = self._text[self._at : after - 1].lstrip("\t")
+                line = self._text[self._at : after - 1].lstrip("\t").removesuffix("\r")
                 self._at = after
                 self._line += 1
         self._ends.clear()

@@ -244,6 +244,7 @@ TITAN_2025: dict[str, Any] = {
         "tensor_parallel_degree": 1,
         "compile": False,
         "dataset": "c4_test",
+        "seed": 3,
     },
     "experimental": {
         "context_parallel_degree": 1,
@@ -266,7 +267,6 @@ TITAN_LAST: dict[str, Any] = {
         "steps": 100,
         "dataset": "c4",
         "mixed_precision_param": "float32",
-        "seed": 7,
     },
     "parallelism": {
         "data_parallel_shard_degree": 2,
@@ -285,6 +285,7 @@ TITAN_LAST: dict[str, Any] = {
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
     "compile": {"enable": True, "components": ["model", "loss"]},
     "quantize": {"linear": {"float8": {"filter_fqns": ["output", "router"]}}},
+    "debug": {"seed": 7},
     "validation": {"enable": True, "dataset": "c4_validation", "freq": 25, "steps": 10},
     "experimental": {"no_such_key": 3},
     "no_such_section": {"key": "value"},

@@ -75,6 +75,7 @@ BAD_TEXTS = {
     "two documents": "a: 1\n---\nb: 2\n",
     "a range": "gpu[1-1000000000]",
     "many ranges": "gpu[1-2]" + "[1-2]" * 1000,
+    "very many secrets": "export " + " ".join(f"A{number}_KEY=x" for number in range(20_000)) + "\ntorchrun a.py",
     "very many nodes": "torchrun --nnodes 1000000000 train.py",
 }
 LONG = [

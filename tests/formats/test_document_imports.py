@@ -130,6 +130,7 @@ def test_nothing_but_a_spec_error_comes_of_a_broken_document(data: st.DataObject
     ("name", "steps", "value", "said"),
     [
         ("record.json", ("state", "parallelForm", "nnodes"), 3, "state.parallelForm.nnodes: 3, but state.nodesForm"),
+        ("record.json", ("state", "parallelForm", "nprocPerNode"), True, "state.parallelForm.nprocPerNode: True: give"),
         ("record.json", ("state", "parallelForm", "epochs"), "two", "state.parallelForm.epochs 'two': give a whole"),
         ("record.json", ("state", "parallelForm", "type"), "mixture", "state.parallelForm.type: is neither"),
         ("record.json", ("state", "nodesForm", "nodes", 1, "ip"), "a b", "state.nodesForm.nodes[1].ip 'a b': give"),
@@ -146,6 +147,7 @@ def test_nothing_but_a_spec_error_comes_of_a_broken_document(data: st.DataObject
             "resources.gpu.units: give",
         ),
         ("agents.yaml", ("profiles", "compute", "small", "resources", "memory", "size"), "4 Gi", "memory.size: give a"),
+        ("agents.yaml", ("deployment", "first", "here"), {"profile": "small"}, "services: nodes 1 and 2 have the same"),
         ("job.json", ("driver",), "spark", "driver: 'spark': the RFC has"),
         ("scheduler.toml", ("scheduler", "job", "type"), "gossip", "scheduler.job.type: 'gossip': give"),
         ("scheduler.toml", ("scheduler", "job", "rounds", "max_batch_size"), 0, "rounds.max_batch_size: 0: give a"),
@@ -235,6 +237,14 @@ def test_services_that_start_torchrun_are_a_spec() -> None:
     named = "\n".join(found.left_out)
     assert "services.board, deployment.board: starts no torchrun" in named
     assert "services.first.args: nvidia-smi (line 1)" in named
+
+
+def test_fault_of_a_variable_with_an_odd_name_is_told() -> None:
+    content = copy.deepcopy(SDL_WITH_TORCHRUN)
+    for service in ("first", "second"):
+        content["services"][service]["env"] = ["A]]=x"]
+    with pytest.raises(SpecError, match=r"^train\.yaml: services\.first\.env\.A\]\]: give"):
+        _import("train.yaml", content)
 
 
 # Hypha

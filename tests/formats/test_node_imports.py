@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import Imported, import_text
 from detrain_nb.formats.hosts_import import expand_hosts
+from detrain_nb.spec import PipelineSpec
+
+from .round_trips import come_back
 
 
 def _nodes(imported: Imported) -> list[dict[str, Any]]:
@@ -26,7 +33,19 @@ def test_hostfiles_of_slurm_and_mpi_are_nodes() -> None:
         {"host": "cpu", "user": "me"},
     ]
     assert imported.left_out == ("max_slots (line 2): a spec has no field for it",)
+    with pytest.raises(SpecError, match=r"^job\.sbatch: is of no kind that can be imported: "):
+        import_text("#!/bin/bash\n#SBATCH --nodes=1\nhostname\n", name="job.sbatch")
     assert expand_hosts("r[1-2]n[09-10],x") == ["r1n09", "r1n10", "r2n09", "r2n10", "x"]
+
+
+@pytest.mark.needs_debian("slurm-client")
+def test_list_of_hosts_is_written_out_as_slurm_does_it(tmp_path: Path) -> None:
+    (config := tmp_path / "slurm.conf").write_text("ClusterName=a\nSlurmctldHost=localhost\n")
+    for text in ("gpu[01-04,07]", "r[1-2]n[09-10],x", "a[8-11],b", "a[098-101]", "a-[1-2]-b[3-4]"):
+        command = ["scontrol", "show", "hostnames", text]
+        env = {"PATH": os.environ["PATH"], "SLURM_CONF": str(config)}
+        shown = subprocess.run(command, env=env, check=True, capture_output=True, text=True, timeout=60).stdout
+        assert expand_hosts(text) == shown.split()
 
 
 @pytest.mark.parametrize(
@@ -82,6 +101,20 @@ def test_hosts_of_an_ssh_config_are_nodes_as_ssh_reaches_them(tmp_path: Path, mo
     assert _nodes(own) == [{"host": host} for host in ("gpu1", "gpu2", "gpu3", "jump.x")]
 
 
+@pytest.mark.needs_debian("openssh-server")
+def test_ssh_itself_reaches_the_hosts_of_an_ssh_config_so(tmp_path: Path) -> None:
+    lines = CONFIG.replace("ProxyCommand", "#").replace("Include", "#").splitlines()
+    lines = [line for line in lines if line not in ('Match exec "touch x"', "  User mallory")]
+    (config := tmp_path / "config").write_text("\n".join(lines) + "\n")
+    for node in import_text(config.read_text(), name="config").nodes:
+        command = ["ssh", "-G", "-F", str(config), node.name]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, check=True, capture_output=True, text=True, timeout=60)
+        said = dict(line.partition(" ")[::2] for line in done.stdout.splitlines())
+        assert (node.host, str(node.port or 22), node.user) == (said["hostname"], said["port"], said["user"])
+        assert node.proxy_jump == said["proxyjump"]
+        assert node.identity_file in (None, said["identityfile"])
+
+
 def test_pool_of_ravnest_is_nodes() -> None:
     text = '// a pool\n{"0": {"IP": "10.0.0.1:8080", "benchmarks": {"ram": 8, "bandwidth": 20, "x": 1}},'
     text += '"1": {"IP": "a:1"}, "2": {"IP": "a:2"}}'
@@ -127,3 +160,38 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
         lines = [line for line in text.splitlines() if not line.startswith(change.partition(":")[0])]
         with pytest.raises(SpecError, match=fault):
             import_text("\n".join([*lines, change]), name="config.yaml")
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_configuration_for_accelerate_brings_back_what_it_holds(data: st.DataObject) -> None:
+    """All but the program, and the hosts that are not the first."""
+    ranks, gpus = data.draw(st.integers(1, 4)), data.draw(st.booleans())
+    hosts = data.draw(st.sampled_from([("h0",), ("h0", "node-1"), ("h0", "node-1", "node-2")]))
+    has = {"devices": list(range(ranks))} if gpus else {"devices": "cpu", "ranks": ranks}
+    how = data.draw(st.sampled_from(["sharded", "replicated", "both"])) if gpus else "replicated"
+    replicas = data.draw(st.sampled_from([count for count in range(1, 5) if ranks * len(hosts) % count == 0]))
+    axes = {"sharded": {}, "both": {"dp_replicate": replicas}, "replicated": {"dp_replicate": -1, "dp_shard": 1}}[how]
+    spec = PipelineSpec.from_dict(
+        {
+            "name": data.draw(st.from_regex(r"[A-Za-z][A-Za-z0-9_-]{0,10}", fullmatch=True)),
+            "source": {"script_text": "print()"},
+            "nodes": [{"host": host, **has} for host in hosts],
+            "parallelism": {
+                **axes,
+                "precision": data.draw(st.sampled_from([None, "bf16"])),
+                "compile": data.draw(st.booleans()),
+                "activations": data.draw(st.sampled_from(["none", "full"]))
+                if how == "sharded" and ranks > 1
+                else "none",
+            },
+            "rendezvous": {"port": data.draw(st.integers(1, 65535))},
+        }
+    )
+    held = ["name", "parallelism.dp_replicate", "parallelism.dp_shard", "parallelism.tp", "parallelism.precision"]
+    held += ["parallelism.compile", "parallelism.activations", "rendezvous.port"]
+    held += ["nodes.host"] if len(hosts) > 1 else []
+    held += ["nodes.devices"] if not gpus or len(hosts) == 1 else []
+    imported = come_back(spec, "accelerate", held=held, gpus=ranks if gpus else 0)
+    assert imported.spec and len(imported.spec.nodes) == len(hosts)
+    assert all((node.ranks or len(node.devices)) == ranks for node in imported.spec.nodes)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import shlex
+import subprocess
 from typing import Any
 
 import pytest
+from accelerate.commands.launch import launch_command_parser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
 from detrain_nb.errors import SpecError
-from detrain_nb.formats import import_command, import_text
+from detrain_nb.formats import export_spec, import_command, import_text
 from detrain_nb.formats.command_import import read_command
-from detrain_nb.formats.launch_options import TORCHRUN
+from detrain_nb.formats.launch_options import ACCELERATE, TORCHRUN
 from detrain_nb.formats.shell_words import split_script
 from detrain_nb.spec import PipelineSpec
 
@@ -40,7 +43,7 @@ def _fields(text: str, name: str = "start.sh") -> tuple[dict[str, Any], tuple[st
     return imported.spec.to_dict(), imported.left_out
 
 
-@pytest.mark.parametrize("to", ["torchrun", "slurm"])
+@pytest.mark.parametrize("to", ["torchrun", "slurm", "runai"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject) -> None:
@@ -48,13 +51,15 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
         return data.draw(strategy)
 
     ranks = draw(st.integers(1, 4))
+    source = draw(SOURCES.filter(lambda each: to != "runai" or "ssh_key" not in str(each)))  # no container has a key
     has = {"devices": list(range(ranks))} if to == "torchrun" and draw(st.booleans()) else {"ranks": ranks}
     nodes = [{"host": host, "python": "/opt/my env/bin/python", **has} for host in draw(HOSTS)]
     spec = PipelineSpec.from_dict(
         {
-            "name": draw(NAMES),
+            "name": draw(NAMES) if to != "runai" else draw(st.from_regex(r"[a-z]{1,10}", fullmatch=True)),
+            "image": "a/b:1" if to == "runai" else None,
             "description": draw(LINES),
-            "source": {**draw(SOURCES), "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["module load 'x y'"]},
+            "source": {**source, "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["module load 'x y'"]},
             "nodes": nodes,
             "env": draw(st.dictionaries(VARIABLES, TEXTS, max_size=2)),
             "secrets": ["HF_TOKEN"],
@@ -67,24 +72,14 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
         spec,
         to,
         held=[
-            *(
-                "name",
-                "description",
-                "env",
-                "secrets",
-                "training",
-                "checkpoint",
-                "artifacts",
-                "nodes.host",
-                "nodes.ranks",
-                "nodes.python",
-            ),
+            *("name", "description", "image", "env", "secrets", "training", "checkpoint", "artifacts"),
+            *("nodes.host", "nodes.ranks", "nodes.python"),
             *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
             *("source.setup", "rendezvous.timeout_s", "rendezvous.max_restarts", "parallelism.dp_shard"),
             *(["rendezvous.port", "nodes.devices"] if to == "torchrun" else []),
         ],
     )
-    assert imported.left_out == ()
+    assert [line.partition(":")[0] for line in imported.left_out] == (["runai"] if to == "runai" else [])
 
 
 @pytest.mark.parametrize("begin", ["torchrun", "python3 -u -m torch.distributed.run", "srun -N2 \\\n  /opt/x/torchrun"])
@@ -114,6 +109,14 @@ def test_options_are_those_of_torchrun_itself() -> None:
     assert {f"--{name}" for name in TORCHRUN.flags} - {"--use-env"} == _long(flags) - {"--help"}
     assert {f"--{name}" for name in TORCHRUN.valued or ()} == _long(valued)
     assert {f"-{letter}" for letter in TORCHRUN.letters} == {each for each in flags | valued if each[1] != "-"} - {"-h"}
+
+
+def test_flags_are_those_of_accelerate_itself() -> None:
+    actions = launch_command_parser()._actions
+    flags = {each for action in actions if action.nargs == 0 for each in action.option_strings}
+    assert _long(flags) - {"--help"} <= {f"--{name}" for name in ACCELERATE.flags}
+    valued = {each for action in actions if action.nargs is None for each in action.option_strings}
+    assert not _long(valued) & {f"--{name}" for name in ACCELERATE.flags}
 
 
 def _long(options: set[str]) -> set[str]:
@@ -172,6 +175,8 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
         "entry": "a.py",
     }
     assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
+    with pytest.raises(SpecError, match=r"^start\.sh: line 1: git clone: leave the password out of its URL$"):
+        _fields("git clone https://me:sec/ret@example.org/a; torchrun a/a.py")
     assert _fields("cd x; bash -lc 'cd y; torchrun z/a.py'")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
     assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
         "python (line 1): a command of the shell: give source.setup if needed",
@@ -185,7 +190,7 @@ def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
     )
     assert fields["source"] == {"script": "a.py", "setup": ["module load cuda/12", "source 'my env/bin/activate'"]}
     assert fields["image"] == "a/b:1"
-    assert [line.partition(" ")[0] for line in left_out] == [".", "make", "runai:"]
+    assert [line.partition(" ")[0] for line in left_out] == ["runai:", ".", "make"]
 
 
 def test_options_of_accelerate_are_read() -> None:
@@ -205,6 +210,22 @@ def test_options_of_accelerate_are_read() -> None:
     assert _fields("accelerate launch --cpu --num_processes 2 a.py")[0]["nodes"] == [
         {"host": "localhost", "devices": "cpu", "ranks": 2}
     ]
+
+
+def test_gpus_that_are_named_are_those_of_the_node() -> None:
+    gpus = "CUDA_VISIBLE_DEVICES=2,3"
+    assert _fields(f"{gpus} torchrun --nproc-per-node 2 a.py")[0]["nodes"] == [{"host": "localhost", "devices": [2, 3]}]
+    fields, left_out = _fields(f"export {gpus}\ntorchrun --nproc-per-node 3 a.py")
+    assert fields["nodes"] == [{"host": "localhost", "ranks": 3}]
+    assert left_out == ("GPUs 2,3: a node has 3 ranks, and each has a GPU of its own: give nodes.devices",)
+
+
+def test_what_was_added_to_an_exported_script_is_named() -> None:
+    spec = PipelineSpec.from_dict({"name": "a", "source": {"module": "a.b"}, "nodes": [{"host": "h"}, {"host": "i"}]})
+    for to, suffix in [("torchrun", ".sh"), ("slurm", ".sbatch")]:
+        lines = export_spec(spec, to, options={"time": "1:00"} if to == "slurm" else {}).splitlines()
+        _, left_out = _fields("\n".join([*lines[:-2], "pip install x", *lines[-2:]]), f"a{suffix}")
+        assert [line.partition(" ")[0] for line in left_out] == [*(["#SBATCH"] if to == "slurm" else []), "pip"]
 
 
 def test_command_lines_of_several_nodes_are_one_job() -> None:
@@ -243,12 +264,35 @@ def test_what_no_spec_can_hold_is_told_in_one_line(command: str, fault: str) -> 
 
 
 @settings(max_examples=60, deadline=None)
-@given(words=st.lists(TEXTS.filter(lambda text: "\r" not in text), min_size=1, max_size=5))
+@given(words=st.lists(TEXTS, min_size=1, max_size=5))
 def test_words_are_those_of_the_shell(words: list[str]) -> None:
     found = split_script(f'a {shlex.join(words)} | b\\\n c#d "$x\'" # e\n')
     assert [word.text for word in found[0].words] == ["a", *words]
     assert not any(word.fills for word in found[0].words)
     assert [(word.text, word.fills) for word in found[1].words] == [("b", ()), ("c#d", ()), ("$x'", ("$x",))]
+
+
+CHARS = st.characters(codec="ascii", min_codepoint=33, max_codepoint=126)
+PLAIN = CHARS.filter(lambda char: char.isalnum() or char in "-+,.:/@%_=#")
+PIECES = st.one_of(
+    st.text(PLAIN, min_size=1, max_size=4),
+    CHARS.map("\\{}".format),
+    st.text(CHARS | st.sampled_from(" \n\\"), max_size=6).map(lambda text: "'" + text.replace("'", "") + "'"),
+    st.text(CHARS | st.sampled_from(" \n\\"), max_size=6).map(
+        lambda text: '"' + re.sub(r'(?<!\\)(["$`])|\\$', "x", text.replace("\\\\", "y")) + '"'
+    ),
+)
+BLANKS = st.sampled_from([" ", "  ", "\t", " \\\n", "\\\n "])
+
+
+@settings(max_examples=40, deadline=None)
+@given(words=st.lists(st.lists(PIECES, min_size=1, max_size=4).map("".join), max_size=4), blank=BLANKS)
+def test_quotes_are_those_of_a_real_shell(words: list[str], blank: str) -> None:
+    script = blank.join(["printf '%s\\0'", *words]) + " # 'x\n"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, check=True, text=True, timeout=60)
+    (command,) = split_script(script)
+    printed = done.stdout.split("\0")[:-1]
+    assert ([word.text for word in command.words[2:]] or [""]) == printed
 
 
 def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
@@ -257,6 +301,7 @@ def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
     assert [len(command.words) for command in commands] == [5, 1, 1]
     assert all(word.fills for word in commands[0].words[1:])
     assert [(str(command), command.line) for command in commands[1:]] == [("cat", 2), ("m", 5)]
+    assert [str(each) for each in split_script("a \\\r\n b\r\nc <<E\r\nd\r\nE\r\ne\r\n")] == ["a b", "c", "e"]
     with pytest.raises(SpecError, match=r"^line 2: '\$\(' begins what does not end"):
         split_script("a\n$(b (c)")
     with pytest.raises(SpecError, match=r"^line 2: the text up to 'END' has no end"):

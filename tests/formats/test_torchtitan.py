@@ -6,15 +6,18 @@ import importlib.util
 import sys
 import tomllib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from detrain_nb.documents import format_document
 from detrain_nb.errors import SpecError
-from detrain_nb.formats import export_spec
+from detrain_nb.formats import export_spec, import_text
 from detrain_nb.spec import PipelineSpec
+
+from .foreign_documents import TITAN_2024, TITAN_2025, TITAN_LAST
 
 EIGHT = {"devices": [0, 1, 2, 3, 4, 5, 6, 7]}
 # Llama 3 8B as torchtitan publishes it, on two nodes of 8 GPUs: of its numbers the last two are options.
@@ -51,7 +54,7 @@ def _spec(**values: Any) -> PipelineSpec:
 
 
 @pytest.fixture
-def read_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[str], Any]]:
+def read_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     """The parser of torchtitan v0.2.2. What its package runs first needs a GPU's compiler, and is left out."""
     before = set(sys.modules)
     found = importlib.util.find_spec("torchtitan")
@@ -60,10 +63,12 @@ def read_toml(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Calla
     monkeypatch.setitem(sys.modules, "torchtitan", importlib.util.module_from_spec(found))
     from torchtitan.config import ConfigManager
 
-    def read(text: str) -> Any:
+    def read(text: str, words: Sequence[str] = ()) -> Any:
         path = tmp_path / "train.toml"
         path.write_text(text)
-        return ConfigManager().parse_args([f"--job.config_file={path}"])
+        config = ConfigManager().parse_args([*words] or [f"--job.config_file={path}"])
+        config.job.config_file = None
+        return config
 
     yield read
     for name in {name for name in sys.modules if name.startswith("torchtitan.")} - before:
@@ -103,6 +108,17 @@ def test_pipeline_in_toml_cuts_the_samples_of_a_replica(read_toml: Callable[[str
     assert (config.compile.enable, config.activation_checkpoint.mode) == (True, "full")
     assert (config.training.mixed_precision_param, config.lr_scheduler.decay_type) == ("float32", "cosine")
     assert (config.validation.enable, config.validation.freq, config.debug.seed) == (True, 100, 3)
+
+
+@pytest.mark.parametrize("content", [TITAN_2024, TITAN_2025, TITAN_LAST])
+def test_options_that_are_imported_say_what_the_file_says(read_toml: Callable[..., Any], content: Any) -> None:
+    imported = import_text(format_document(content, ".toml"), name="train.toml").spec
+    assert imported
+    config = read_toml("", words=imported.source.arguments)
+    assert config.training.steps == content["training"]["steps"]
+    if content is TITAN_LAST:  # the older ones it reads no more
+        known = {name: table for name, table in content.items() if name not in ("experimental", "no_such_section")}
+        assert config == read_toml(format_document(known, ".toml"))
 
 
 def test_gradients_in_toml_are_added_up_to_the_batch(read_toml: Callable[[str], Any]) -> None:
