@@ -20,6 +20,8 @@ import nbformat
 import psutil
 import pytest
 
+from detrain_nb.plan.targets import TARGETS
+
 from ..testbed.fixtures import MakeTestbed
 from ..testbed.nodes import home_with_hosts
 
@@ -60,7 +62,7 @@ def notebook(request: pytest.FixtureRequest) -> Path:
 
 def test_tour_has_its_notebooks() -> None:
     names = ["01_quickstart", "02_never_lost", "03_remote_nodes", "04_pipeline_parallel", "05_tensor_and_fsdp"]
-    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs", "07_console"]]
+    assert list(TOUR) == [f"{name}.ipynb" for name in [*names, "06_pipeline_and_jobs", "07_console", "08_anywhere"]]
 
 
 def test_first_cell_says_what_it_shows_what_it_needs_and_how_long_it_takes(notebook: Path) -> None:
@@ -156,6 +158,12 @@ def test_live_views_are_followed_by_what_is_asserted_of_them_and_nothing_is_left
     sources = [cell.source for cell in cells]
     assert sources.count("%distributed stop") == 1 and sources[-2] == "%job rm two-copies"
     assert "folder.cleanup()" in sources[-1]
+
+
+def test_every_target_is_shown_in_the_notebook_and_in_the_readme() -> None:
+    shown = "\n".join(cell.source for cell in _code_cells(TOUR["08_anywhere.ipynb"]))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert [name for name in TARGETS if f'show("{name}"' not in shown or f"`{name}`" not in readme] == []
 
 
 # ---- what they do
