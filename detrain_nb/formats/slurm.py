@@ -59,8 +59,13 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
 
 def _find_first_node(spec: PipelineSpec) -> list[str]:
     settings = spec.rendezvous
-    host = '"$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"'
+    host = '$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)'
     if settings.endpoint:
         host = quote(f"[{settings.endpoint}]" if ":" in settings.endpoint else settings.endpoint)
     port = str(settings.port) if settings.port else "$((20000 + SLURM_JOB_ID % 10000))"
-    return [f"export DETRAIN_NB_ENDPOINT={host}:{port}"]
+    unknown = "scontrol names no node of this job: start it by sbatch, or give rendezvous.endpoint"
+    return [
+        f"DETRAIN_NB_FIRST={host}",
+        f'[ -n "$DETRAIN_NB_FIRST" ] || fail {quote(unknown)}',
+        f'export DETRAIN_NB_ENDPOINT="$DETRAIN_NB_FIRST":{port}',
+    ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -145,6 +146,14 @@ def test_script_of_windows_is_one_that_sbatch_takes(needs_debian: Callable[..., 
     imported = import_text(text, name="train.sbatch").spec
     assert imported and (imported.source.script_text, imported.env) == (spec.source.script_text, spec.env)
     assert imported.source.arguments == spec.source.arguments
+
+
+def test_script_without_slurm_says_so(tmp_path: Path) -> None:
+    (script := tmp_path / "train.sbatch").write_text(export_spec(_spec("print()", rendezvous={}), "slurm"))
+    (tmp_path / "head").symlink_to(str(shutil.which("head")))
+    env = {"PATH": str(tmp_path), "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "1"}
+    done = subprocess.run(["/bin/bash", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "train: scontrol names no node of this job: start it by sbatch" in done.stderr
 
 
 def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
