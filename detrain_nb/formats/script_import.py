@@ -161,8 +161,10 @@ def _take_words(script: _Script, command: Command) -> None:
     elif command.array:
         script.own[command.array] = Word(""), command.line
     elif (text := find_text(texts)) is not None:
+        if name in WRAPPERS:
+            script.left_out.append(f"{name}: what stands before the text of its shell is not carried over")
         for inner in split_script(text):
-            inner.line = command.line
+            inner.line, inner.files = command.line, [*inner.files, *command.files]
             _take(script, inner)
     elif name == "export" or all(ASSIGNMENT.fullmatch(text) for text in texts):
         _take_variables(script, command, is_exported=name == "export")

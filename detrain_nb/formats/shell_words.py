@@ -21,7 +21,8 @@ _MOST_COMMANDS, _MOST_WORDS, _MOST_PIECES = 10_000, MOST_VALUES, 2 * MOST_VALUES
 _FILLS = re.compile(r"\$\{[^}$]*+\}?|\$\([^)$]*+\)?|\$[A-Za-z_]\w*+|\$[0-9@*#?$!-]|`[^`]*+`?", re.ASCII)
 _PIECE = re.compile(
     r"""
-    (?P<blank> [ \t\r]++ | \\\r?\n )
+    (?P<blank> [ \t\r]++ )
+  | (?P<joined> \\\r?\n )
   | (?P<comment> (?<![^\s;&|()]) \#[^\n]*+ )
   | (?P<end> \n | ;; | && | \|\| | [;&|()] )
   | (?P<redirect> (?:(?<![^\s;&|()]) [0-9]{1,3})? (?: <<-? | >> | [<>]& | >\| | [<>] ) )
@@ -39,6 +40,7 @@ _INSIDE = {
     ")": re.compile(r"""\\.|`[^`]*+`|'[^']*+'|\$[({]|["()]""", re.DOTALL),
     "}": re.compile(r"""\\.|`[^`]*+`|\$[({]|["}]""", re.DOTALL),
 }
+_NO_BEGIN = re.compile("#|[0-9]++")
 _CLOSES = {'"': '"', "$(": ")", "(": ")", "${": "}"}
 _MOST_LEVELS = 100
 _OF_WORDS = ("single", "double", "escaped", "filled", "plain")
@@ -112,6 +114,8 @@ class _Splitter:
             if piece == "(" and kind == "end" and not command.words and (name := _name_array(pieces)):
                 command, pieces = Command(line=command.line, array=name), []
                 continue
+            if kind == "joined":
+                continue
             if kind in _OF_WORDS:
                 command.line = command.line or line
                 pieces.append((kind, piece))
@@ -139,6 +143,7 @@ class _Splitter:
         yield command
 
     def _pieces(self) -> Iterator[tuple[str, str, int]]:
+        is_in_word = False
         while self._at < len(self._text):
             found = _PIECE.match(self._text, self._at)
             if found is None:
@@ -147,6 +152,9 @@ class _Splitter:
             piece, kind, line = found[0], str(found.lastgroup), self._line
             if kind == "opens":
                 piece, kind = self._read_to_end(piece), "double" if piece == '"' else "filled"
+            elif is_in_word and kind in ("comment", "redirect") and (plain := _NO_BEGIN.match(piece)):
+                piece, kind = plain[0], "plain"  # behind an escaped sign, which looks like the end of a word
+            is_in_word = kind in _OF_WORDS or (is_in_word and kind == "joined")
             self._at += len(piece)
             self._line += piece.count("\n")
             yield kind, piece, line

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from accelerate.commands.launch import launch_command_parser
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.distributed.run import get_args_parser
 
@@ -295,7 +295,8 @@ def test_command_lines_of_several_nodes_are_one_job() -> None:
     ]
     fields, _ = _fields("\n".join(lines))
     assert fields["nodes"] == [{"host": "a", "ranks": 1}, {"host": "node-1", "ranks": 2}]
-    assert "pip (line 2): " in _fields("\nbash -c '\n\npip install x; torchrun a.py'")[1][0]
+    text = "\nsrun --container-image=x bash -c '\n\npip install x; torchrun a.py' >log"
+    assert [line.partition(": ")[0] for line in _fields(text)[1]] == ["srun", "log", "pip (line 2)"]
     with pytest.raises(SpecError, match=r"^start\.sh: line 2: starts something else than line 1: give a file with one"):
         _fields("torchrun a.py\ntorchrun b.py")
 
@@ -351,10 +352,17 @@ BLANKS = st.sampled_from([" ", "  ", "\t", " \\\n", "\\\n "])
 @given(words=st.lists(st.lists(PIECES, min_size=1, max_size=4).map("".join), max_size=4), blank=BLANKS)
 def test_quotes_are_those_of_a_real_shell(words: list[str], blank: str) -> None:
     script = blank.join(["printf '%s\\0'", *words]) + " # 'x\n"
+    assume("\n" not in script[:-1] or not any(word.startswith("#") for word in words))  # a comment ends with its line
     done = subprocess.run(["sh", "-c", script], capture_output=True, check=True, text=True, timeout=60)
     (command,) = split_script(script)
     printed = done.stdout.split("\0")[:-1]
     assert ([word.text for word in command.words[2:]] or [""]) == printed
+
+
+def test_words_go_on_behind_an_escaped_sign_and_in_the_next_line() -> None:
+    found = split_script("a \\)#b c\\ 2>d e\\\nf \\\n#g\n")
+    assert [word.text for word in found[0].words] == ["a", ")#b", "c 2", "ef"]
+    assert [word.text for word in found[0].files] == ["d"]
 
 
 def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
