@@ -181,7 +181,8 @@ def _is_free(launch: Launch, name: str) -> bool:
     try:
         check_free(name)
     except ValueError as exc:
-        launch.left_out.append(f"{name}: {shown(str(exc).removeprefix(name + ' '))}")
+        said = str(exc).removeprefix(f"{name} ").partition(": give")[0]  # it was right where it comes from
+        launch.left_out.append(f"{name}: {shown(said)}")
         return False
     return True
 
