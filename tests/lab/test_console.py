@@ -205,6 +205,7 @@ def test_everybody_can_use_it(
     expect(view.get_by_role("group", name="Left out of the import")).to_be_visible()
     check_accessibility(view)
     view.get_by_role("button", name="My Pipelines").click()
+    expect(view.get_by_label("Search name, node, status")).to_be_focused()  # else its cell is the active one again
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()
     view.get_by_role("button", name="More for sweep-lr").click()
