@@ -88,10 +88,10 @@ def _show_console(ipython: Any, folder: str) -> None:
 
 
 def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
-    from ..formats import export_spec, write_export
+    from ..formats import check_export, export_spec, write_export
 
     text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in OPTIONS})
-    for finding in spec.check():
+    for finding in check_export(spec, gpus=args.gpus):
         print(finding, file=sys.stderr)
     print(text, end="") if args.output is None else print(write_export(text, args.output))
 

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from ..plan.targets import KINDS, OPTIONS, TARGETS
+from ..plan.targets import GPUS, KINDS, OPTIONS, TARGETS
 from .parser import OptionParser, not_empty, number, whole
 
 __all__ = [
@@ -134,7 +134,7 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     parser.add_argument("format", metavar="FORMAT", help=f"one of {', '.join(TARGETS)}")
     parser.add_argument("spec", metavar="SPEC", help=spec)
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it; default: it is printed")
-    parser.add_argument("--gpus", type=whole, default=0, metavar="N", help="how many a node has that names no devices")
+    parser.add_argument("--gpus", type=whole, default=0, metavar="N", help=GPUS)
     for name, words in OPTIONS.items():
         kind = _slurm_time if name == "time" else str
         told = words.replace("%", "%%")

@@ -22,11 +22,15 @@ def spec(tmp_path: Path) -> str:
 
 
 def test_script_is_printed(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "torchrun", spec, "--training.epochs", "7", "--rendezvous.port=77"]) == 0
+    words = ["--training.epochs", "7", "--rendezvous.port=77"]
+    assert main(["export", "torchrun", spec, *words]) == 0
     text, errors = capsys.readouterr()
     assert text.startswith("#!/bin/sh\n# mnist: 2 ranks on 2 nodes")
     assert '"epochs": 7' in text and "--rdzv-endpoint=a:77" in text
-    assert errors == ""
+    told = "no GPUs are exported for a, b: where there are some, give gpus, how many each has"
+    assert errors == f"detrain-nb: warning: nodes.devices: {told}\n"
+    assert main(["export", "runai", spec, *words, "--gpus", "2", "--image", "a/b:1"]) == 0
+    assert capsys.readouterr().err == "", "what is said of an image is about jobs of ours"
     assert subprocess.run(["sh", "-n"], input=text, text=True, timeout=60).returncode == 0
 
 
