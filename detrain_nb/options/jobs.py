@@ -135,10 +135,15 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     parser.add_argument("spec", metavar="SPEC", help=spec)
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help=GPUS)
+    parser.usage = "%(prog)s [-o FILE] [--gpus N] [--OPTION VALUE ...] FORMAT SPEC"
+    groups: dict[str, Any] = {}  # by the formats that have these options
     for name, words in OPTIONS.items():
+        kinds = ", ".join(kind for kind, target in TARGETS.items() if name in target.options)
+        if kinds not in groups:
+            groups[kinds] = parser.add_argument_group(f"options of {kinds}")
         kind = _slurm_time if name == "time" else str
         told = words.replace("%", "%%")
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=told)
+        groups[kinds].add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=told)
 
 
 def add_import_options(parser: OptionParser) -> None:

@@ -96,15 +96,17 @@ TARGETS: Mapping[str, Target] = {
 
 
 def _describe(name: str) -> str:
-    """Say what is given for an option, once for the formats that say the same of it."""
+    """Say what is given for an option; of which format, where they do not say the same of it."""
     kinds: dict[str, list[str]] = {}
     for kind, target in TARGETS.items():
         if name in target.options:
             kinds.setdefault(target.options[name], []).append(kind)
+    if len(kinds) == 1:
+        return next(iter(kinds))
     return "; ".join(f"of {', '.join(each)}: {words}" for words, each in kinds.items())
 
 
-OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that have it
+OPTIONS: Mapping[str, str] = {  # of all of them
     name: _describe(name) for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
 # What is imported; a file is of the first kind that fits.

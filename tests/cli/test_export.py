@@ -48,7 +48,10 @@ def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
 def test_help_names_the_options_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["export", "--help"])
-    text = "".join(capsys.readouterr().out.split())  # lines are also broken at a hyphen
+    shown = capsys.readouterr().out
+    slurm = shown.partition("\noptions of slurm:\n")[2].partition("\n\n")[0]
+    assert "--time" in slurm and "--namespace" not in slurm
+    text = "".join(shown.split())  # lines are also broken at a hyphen
     for name, words in OPTIONS.items():
         assert "".join(f"--{name.replace('_', '-')}{name.upper()}{words}".split()) in text
 
