@@ -59,10 +59,20 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     if not found:
         if foreign.suffix and foreign.document is None:
             parse_content(text, foreign.suffix, where=name)
-        if isinstance(foreign.document, dict) and {"name", "source"} <= foreign.document.keys():
-            raise SpecError(put_place(name, "is a spec already: open it as it is, as %pipeline plan FILE does"))
-        raise SpecError(put_place(name, f"is of no kind that can be imported: {', '.join(IMPORTERS)}"))
+        raise SpecError(put_place(name, _say_what_it_is(foreign)))
     return IMPORTERS[found].read(foreign)
+
+
+def _say_what_it_is(foreign: Foreign) -> str:
+    """Say why it is not imported: of what is ours, how it is read."""
+    known = foreign.document if isinstance(foreign.document, dict) else {}
+    if {"name", "source"} <= known.keys():
+        return "is a spec already: open it as it is, as %pipeline plan FILE does"
+    if "nodes" in known:
+        return "is a nodes file already: give it as it is, as --nodes FILE"
+    if foreign.name.lower().endswith(".py"):
+        return "is a program, and none is run to be read: make a spec with it as source.script"
+    return f"is of no kind that can be imported: {', '.join(IMPORTERS)}"
 
 
 def find_kind(text: str, *, name: str = "") -> str:
