@@ -44,7 +44,8 @@ class MyPipelines:
     """The pipelines in ``folder``, by default ``pipelines/`` where the notebook is, and those opened lately elsewhere.
 
     A pipeline is named by its file in the folder without the suffix, or by a path; what has no slash and ends in
-    ``.toml`` is the one in the folder where there is one, else a file where the notebook is. Nothing is made or written before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
+    ``.toml`` is the one in the folder where there is one, else a file where the notebook is. Nothing is made or written
+    before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
     """
 
     def __init__(
