@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
@@ -21,7 +22,7 @@ from .script_import import COMMAND
 from .ssh_config_import import SSH_CONFIG
 from .torchtitan_import import TORCHTITAN
 
-__all__ = ["IMPORTERS", "find_kind", "import_file", "import_text"]
+__all__ = ["IMPORTERS", "explain_no_spec", "find_kind", "import_file", "import_text"]
 
 IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says so
     "detrain": DETRAIN,
@@ -78,6 +79,17 @@ def _say_what_it_is(foreign: Foreign) -> str:
 def find_kind(text: str, *, name: str = "") -> str:
     """Return which kind of file a text of that name is; empty where it is none that can be imported."""
     return _find_kind(Foreign(text, name))
+
+
+def explain_no_spec(where: str | os.PathLike[str], error: SpecError) -> SpecError:
+    """Return the error of a file that is no spec: of one of another tool, that it can be imported, else ``error``."""
+    with contextlib.suppress(SpecError, OSError):
+        location = locate(where)
+        foreign = Foreign(read_text(location), location.name)
+        if isinstance(foreign.document, dict) and "name" not in foreign.document and (kind := _find_kind(foreign)):
+            said = f"is no spec, but of the kind {kind}: make one of it first: import {location.name} -o SPEC"
+            return SpecError(put_place(location.name, said))
+    return error
 
 
 def _find_kind(foreign: Foreign) -> str:

@@ -77,10 +77,17 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option time: it has no options"),
         (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),
         (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it is not there"),
+        (
+            ["export", "slurm", "TITAN"],
+            "titan.toml: is no spec, but of the kind torchtitan: make one of it first: import",
+        ),
     ],
 )
 def test_wrong_line_is_one_line(words: list[str], said: str, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([spec if word == "SPEC" else word for word in words]) == 2
+    titan = Path(spec).with_name("titan.toml")
+    titan.write_text('model.flavor = "8B"\n')
+    files = {"SPEC": spec, "TITAN": str(titan)}
+    assert main([files.get(word, word) for word in words]) == 2
     errors = capsys.readouterr().err
     assert said in errors and errors.startswith("detrain-nb: ") and errors.count("\n") == 1
 
