@@ -27,10 +27,12 @@ def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineS
         raise SpecError(f"the variable {where} is of type {type(named).__name__}, not PipelineSpec")
     try:
         spec = named or PipelineSpec.load(where)
-    except SpecError as exc:
+    except SpecError:
         from ..formats.importing import explain_no_spec
 
-        raise explain_no_spec(where, exc) from None
+        if said := explain_no_spec(where):
+            raise SpecError(said) from None
+        raise
     return spec.with_overrides(PipelineSpec.parse_overrides(fields))
 
 

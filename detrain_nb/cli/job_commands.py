@@ -101,10 +101,12 @@ def read_spec(args: argparse.Namespace) -> PipelineSpec:
     named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
     try:
         spec = PipelineSpec.load(args.spec)
-    except SpecError as exc:
+    except SpecError:
         from ..formats.importing import explain_no_spec
 
-        raise explain_no_spec(args.spec, exc) from None
+        if said := explain_no_spec(args.spec):
+            raise SpecError(said) from None
+        raise
     spec = spec.with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
     return spec if (count := getattr(args, "n", None)) is None else spec.with_ranks(count)
 

@@ -81,15 +81,15 @@ def find_kind(text: str, *, name: str = "") -> str:
     return _find_kind(Foreign(text, name))
 
 
-def explain_no_spec(where: str | os.PathLike[str], error: SpecError) -> SpecError:
-    """Return the error of a file that is no spec: of one of another tool, that it can be imported, else ``error``."""
+def explain_no_spec(where: str | os.PathLike[str]) -> str:
+    """Say of a file that is no spec, but one of another tool, how it is imported; empty of any other."""
     with contextlib.suppress(SpecError, OSError):
         location = locate(where)
         foreign = Foreign(read_text(location), location.name)
         if isinstance(foreign.document, dict) and "name" not in foreign.document and (kind := _find_kind(foreign)):
             said = f"is no spec, but of the kind {kind}: make one of it first: import {location.name} -o SPEC"
-            return SpecError(put_place(location.name, said))
-    return error
+            return put_place(location.name, said)
+    return ""
 
 
 def _find_kind(foreign: Foreign) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..documents import SUFFIXES
 from ..errors import Conflict, DetrainError, SpecError
+from ..formats.importing import explain_no_spec
 from ..jobs.noting import ask_after
 from ..jobs.record import Record
 from ..spec import PipelineSpec
@@ -86,9 +87,11 @@ class MyPipelines:
         return self._with_jobs(list(found.values()), notices), more
 
     def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
-        """Read one, and note down that it was opened. Raises: SpecError where its file cannot be read."""
+        """Read one, and note down that it was opened. Raises: SpecError for another tool's file, too."""
         path = self.find(pipeline)
         found = read_spec_file(path)
+        if found.spec is None and (said := explain_no_spec(path)):
+            raise SpecError(said)
         if not self._is_beside(path):
             self._unsaid = []
             _tried(lambda: self._recent.add(path), self._unsaid)
