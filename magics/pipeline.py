@@ -63,7 +63,8 @@ class PipelineMagics(Magics):
         if args.command == "console":
             _show_console(self.shell, args.folder)
             return None
-        spec = read_spec(self.shell, args.spec, fields)
+        named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
+        spec = read_spec(self.shell, args.spec, [*fields, *named])
         if args.command == "plan":
             return spec.plan()
         if args.command == "check":

@@ -24,7 +24,6 @@ def add_export(commands: Any) -> None:
         epilog=FIELDS,
     )
     add_export_options(parser, spec=SPEC)
-    parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
     parser.set_defaults(act=_export)
 
 

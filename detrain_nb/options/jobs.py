@@ -115,11 +115,8 @@ def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
 
 
 def add_name_and_nodes(parser: OptionParser) -> None:
-    """What is said in place of a spec's."""
-    parser.add_argument("--name", type=not_empty, metavar="NAME", help="the job's name, in place of the spec's")
-    parser.add_argument(
-        "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., in place of the spec's nodes"
-    )
+    """What is said in place of a spec's, and how its source travels."""
+    _add_in_place(parser)
     parser.add_argument(
         "--storage", metavar="URL", help="where the source travels by: s3://BUCKET/FOLDER, or a shared folder"
     )
@@ -135,6 +132,7 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     parser.add_argument("spec", metavar="SPEC", help=spec)
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it; default: it is printed")
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help=GPUS)
+    _add_in_place(parser)
     parser.usage = "%(prog)s [-o FILE] [--gpus N] [--OPTION VALUE ...] FORMAT SPEC"
     groups: dict[str, Any] = {}  # by the formats that have these options
     for name, words in OPTIONS.items():
@@ -153,6 +151,13 @@ def add_import_options(parser: OptionParser) -> None:
     parser.add_argument("--from", dest="kind", default="", choices=KINDS, metavar="KIND", help=one)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to write the spec, or the nodes: .json, .toml or .yaml"
+    )
+
+
+def _add_in_place(parser: OptionParser) -> None:
+    parser.add_argument("--name", type=not_empty, metavar="NAME", help="the job's name, in place of the spec's")
+    parser.add_argument(
+        "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., in place of the spec's nodes"
     )
 
 

@@ -36,13 +36,18 @@ def test_script_is_printed(spec: str, capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "job.sbatch"
-    words = ["--output", str(output), "--gpus", "4", "--time", "01:00:00", "--nodes", "x,y,z"]
+    words = ["--output", str(output), "--gpus", "4", "--time", "01:00:00", "--nodes", "x,y,z", "--name", "other"]
     assert main(["export", "slurm", spec, *words]) == 0
     assert capsys.readouterr() == ("", f"wrote {output}\n")
     assert main(["export", "slurm", spec, *words]) == 0
     assert capsys.readouterr() == ("", f"wrote {output}, in place of what was there\n")
     text = output.read_text()
-    assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=4\n" in text and "--time=01:00:00\n" in text
+    assert (
+        "#SBATCH --nodes=3\n" in text
+        and "--job-name=other\n" in text
+        and "#SBATCH --gpus-per-node=4\n" in text
+        and "--time=01:00:00\n" in text
+    )
 
 
 def test_help_names_the_options_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:

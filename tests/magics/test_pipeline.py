@@ -47,8 +47,10 @@ def test_script_is_printed_or_written(
     magics.pipeline(f"export torchrun spec --training.epochs 7 --output {tmp_path}/job.sh")
     assert (tmp_path / "job.sh").read_text() == text
     assert capsys.readouterr().out == f"wrote {tmp_path}/job.sh\n"
-    magics.pipeline("export torchrun spec --rendezvous.max_restarts 1")
-    assert capsys.readouterr().err.startswith("warning: checkpoint: ranks that begin anew begin at step 0")
+    magics.pipeline("export torchrun spec --rendezvous.max_restarts 1 --name other --nodes x,y,z")
+    said = capsys.readouterr()
+    assert said.err.startswith("warning: checkpoint: ranks that begin anew begin at step 0")
+    assert "# other: 3 ranks on 3 nodes" in said.out
 
 
 def test_import_is_returned_or_written(
