@@ -77,7 +77,9 @@ class ExportPanel {
     if (said) { this.asked.replaceChildren(); this.tell("ok", said); this.save.focus(); return; }
     const fail = { on_error: (text) => this.tell("bad", text) };
     const write = this.view.button("Write over it", () => this.save_to(path, true), { cls: "danger", ...fail });
-    this.tell("warn", ask, [write, this.view.button("Cancel", () => { this.said.replaceChildren(); this.asked.querySelector("input")?.focus(); }, fail)]);
+    const stay = () => { this.said.replaceChildren(); this.asked.querySelector("input")?.focus(); };
+    this.tell("warn", ask, [write, this.view.button("Cancel", stay, fail)]);
+    this.said.firstChild.onkeydown = (event) => { if (event.key === "Escape") { event.stopPropagation(); stay(); } };
     write.focus();
   }
   end() { clearTimeout(this.later); }
