@@ -94,10 +94,9 @@ def _read_script(spec: PipelineSpec) -> tuple[str, str]:
     return PurePath(source.script).name, read_text(locate(source.script))
 
 
-def check_what_is_carried(spec: PipelineSpec) -> None:
-    """Raises: SpecError for what needs more than a shell, Python and torch."""
-    if spec.image is not None:
-        raise SpecError(f"image {spec.image}: a script of a shell starts no container: leave it out")
+def list_image(spec: PipelineSpec) -> list[str]:
+    """Name the image where the script starts no container: its ranks run in the Python of their nodes."""
+    return ["image"] if spec.image is not None else []
 
 
 def need_image(spec: PipelineSpec, *, by: str) -> str:

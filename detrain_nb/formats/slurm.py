@@ -8,7 +8,7 @@ from ..errors import SpecError
 from ..plan import Plan
 from ..spec import PipelineSpec
 from .alike import check_alike, list_chosen_there, write_on_node
-from .job_script import FOLDER, NODE, check_what_is_carried, describe, write_begin, write_left_out
+from .job_script import FOLDER, NODE, describe, list_image, write_begin, write_left_out
 from .shell import hide_breaks, quote
 
 __all__ = ["export"]
@@ -21,7 +21,6 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
 
     ``time``, ``partition`` and ``account`` are those of sbatch. Raises: SpecError for what Slurm cannot do.
     """
-    check_what_is_carried(spec)
     ranks, node = check_alike(spec, plan, by="Slurm")
     given = {"time": time, "partition": partition, "account": account}
     for name, value in given.items():
@@ -31,7 +30,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     lines = [
         "#!/bin/bash",
         f"# {describe(spec, plan)}: sbatch {spec.name}.sbatch",
-        *write_left_out(spec, *list_chosen_there(spec)),
+        *write_left_out(spec, *list_image(spec), *list_chosen_there(spec)),
         f"#SBATCH --job-name={spec.name}",
         f"#SBATCH --nodes={len(plan.nodes)}",
         "#SBATCH --ntasks-per-node=1",

@@ -9,10 +9,10 @@ from .job_script import (
     FOLDER,
     NODE,
     JobProgram,
-    check_what_is_carried,
     describe,
     find_first_node,
     launch_on,
+    list_image,
     read_program,
     write_begin,
     write_left_out,
@@ -30,7 +30,6 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
 
     Raises: SpecError for what such a script cannot do.
     """
-    check_what_is_carried(spec)
     program = read_program(spec, plan)
     endpoint = find_first_node(spec)
     launches = [
@@ -40,7 +39,7 @@ def export(spec: PipelineSpec, plan: Plan) -> str:
     lines = [
         "#!/bin/sh",
         *_head(spec, plan),
-        *write_left_out(spec),
+        *write_left_out(spec, *list_image(spec)),
         *write_begin(spec.name),
         "",
         *_choose_node(plan),

@@ -523,17 +523,14 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
 
 def _export_what_cannot_be(view: Locator) -> None:
     """The fault of a format leads to the field that it is about."""
-    view.get_by_role("button", name="General").click()
-    view.get_by_text("Model that is there already, container image").click()
-    view.get_by_label("Image").fill("ghcr.io/you/train:1")
-    view.get_by_role("button", name="Review & start").click()
     export = view.locator(".export")
-    expect(export.get_by_text("starts no container: leave it out")).to_be_visible()
+    export.get_by_role("radio", name=re.compile("^pytorchjob")).check()
+    expect(export.get_by_text("a container on every node: give image")).to_be_visible()
     press(export.get_by_role("button", name="Go there"))
     expect(view.get_by_label("Image")).to_be_focused()
-    view.get_by_label("Image").fill("")
+    view.get_by_label("Image").fill("ghcr.io/you/train:1")
     view.get_by_role("button", name="Review & start").click()
-    expect(view.get_by_role("region", name="Exported file")).to_contain_text("#SBATCH")
+    expect(view.get_by_role("region", name="Exported file")).to_contain_text("kind: PyTorchJob")
 
 
 @pytest.mark.slow

@@ -483,8 +483,8 @@ def test_export_is_of_one_format_and_an_error_says_which_option_it_is_about() ->
     unlike = spec.with_overrides({"nodes": [{"host": "gpu1", "ranks": 1}, {"host": "gpu2", "ranks": 2}]})
     told = review_export(unlike, "slurm", {})
     assert "gpu2" in told["error"] and (told["option"], told["field"]) == ("", ""), "it is about the whole"
-    packed = review_export(spec.with_overrides({"image": "a/b:1"}), "torchrun", {})
-    assert "starts no container" in packed["error"] and packed["field"] == "image"
+    bare = review_export(spec, "pytorchjob", {})
+    assert "starts a container" in bare["error"] and bare["field"] == "image"
     assert "no option time" in review_export(spec, "torchrun", {"time": "1"})["error"]
 
 
