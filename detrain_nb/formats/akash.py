@@ -37,6 +37,7 @@ from .shell import quote, quote_command
 __all__ = ["export"]
 
 SSH_PORT = 2222  # of the container's sshd, which is no root's
+_KEY = "SSH_PUBKEY"  # the entrypoint lets in who has one of these
 _PLACEMENT = "akash"
 _STARTS, _PARTS = ("job", "session"), ("all", "first", "others")
 _MOST_NODES = 20  # of a lease: validation_config.go of Akash's chain-sdk
@@ -158,8 +159,10 @@ def _port(spec: PipelineSpec) -> int:
 def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) -> list[str]:
     """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
     secrets = list_needed(spec) if is_job else []
+    if _KEY in spec.env or _KEY in list_needed(spec):
+        raise SpecError(f"{_KEY} says who may log in to a node: leave it out of env and secrets, and give ssh_key")
     env = {
-        "SSH_PUBKEY": ssh_key,
+        _KEY: ssh_key,
         **dict.fromkeys(secrets, ""),
         **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # they are in no file, and no login has them
         **({"DETRAIN_NB_VOLUME": mount} if mount else {}),  # a provider gives it to root; an image may change that
@@ -226,7 +229,7 @@ def _keep_from_kubernetes(text: str) -> str:
 
 def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_session: bool, has_key: bool) -> list[str]:
     is_part = len(chosen) < len(plan.nodes)
-    to_fill = [*([] if has_key else ["SSH_PUBKEY"]), *([] if is_session else list_needed(spec))]
+    to_fill = [*([] if has_key else [_KEY]), *([] if is_session else list_needed(spec))]
     lines = [f"# {describe(spec, plan)}. An SDL of Akash{', for ' + ', '.join(chosen) if is_part else ''}."]
     if is_session:
         lines += [

@@ -311,6 +311,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"ssh_key": "-----BEGIN OPENSSH PRIVATE KEY-----"},
         "ssh_key: is no public key: give the line",
     ),
+    "a key of whoever wrote the spec": (
+        {"env": {"SSH_PUBKEY": "ssh-ed25519 AAAA mallory"}},
+        {"start": "session", "ssh_key": KEY},
+        "SSH_PUBKEY says who may log in to a node: leave it out of env and secrets, and give ssh_key",
+    ),
+    "a key that is to be filled in": ({"secrets": ["SSH_PUBKEY"]}, {"ssh_key": KEY}, "SSH_PUBKEY says who may log in"),
     "a start": ({}, {"start": "now"}, "start 'now': give one of job, session"),
     "others of one": ({}, {"part": "others"}, "part others: there is one node: give part all"),
 }
