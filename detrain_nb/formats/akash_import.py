@@ -70,10 +70,11 @@ def _read(foreign: Foreign) -> Imported:
     services = list(_list_services(whole))
     started = {service.name: launch for service in services if (launch := _find_program(service))}
     if started:
-        for service in services:
-            if service.name not in started:
-                for section in ("services", "deployment"):
-                    whole.part(section).leave(service.name, _NO_RANKS)
+        for section in ("services", "deployment"):
+            table = whole.part(section)
+            for service in services:
+                if service.name not in started:
+                    table.leave(service.name, _NO_RANKS)
         services = [service for service in services if service.name in started]
     _read_nodes(whole, services, started)
     if started:
@@ -109,7 +110,7 @@ def _list_services(whole: Whole) -> Iterator[_Service]:
 
 def _read_nodes(whole: Whole, services: list[_Service], started: Mapping[str, Launch]) -> None:
     """Make a node of each container; of a service that has ``started`` ranks, the command line says something, too."""
-    index = 0
+    index, table = 0, whole.part("services")
     for service in services:
         fields = {**(started[service.name].node if service.name in started else {}), **_read_resources(service)}
         if isinstance(fields["devices"], list):
@@ -120,7 +121,7 @@ def _read_nodes(whole: Whole, services: list[_Service], started: Mapping[str, La
         for name in service.node_names():
             for key, value in {"name": name, "host": service.name, **fields}.items():
                 whole.put(f"nodes[{index}].{key}", value)
-                whole.part("services").stands_for(service.name, f"nodes[{index}].{key}")
+                table.stands_for(service.name, f"nodes[{index}].{key}")
             index += 1
     if not index:
         raise whole.fault("services", "there are none")

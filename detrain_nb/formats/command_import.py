@@ -13,7 +13,7 @@ from ..plan import MOST_RANKS
 from ..plan.names import NAME, make_name
 from ..spec.node import is_address
 from ..spec.words import check_free
-from ..storage import shown
+from ..storage import has_password_of_user, shown
 from ..text import count_of, split_target
 from .launch_options import ACCELERATE, TORCHRUN, Launcher, Options, read_options
 from .reading import NO_FIELD
@@ -41,13 +41,16 @@ KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do
 WRAPPERS = ("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun")
 _PYTHON = re.compile(r"python[0-9.]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_SECRET = re.compile(r"(?:^|_)(?:TOKEN|SECRET|PASSWORD|PASSPHRASE|[A-Z]*KEY)(?:_|$)", re.IGNORECASE)
+_SECRET = re.compile(
+    "(?:TOKEN|KEY)(?:_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|_(?:AUTH|PASS|PAT|PWD)$", re.IGNORECASE
+)
 _RANGE = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 _GPUS = re.compile(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _MACRO = re.compile(r"(?<!\$)(?:\$\$)*\$(?:\{\w+\}|[A-Za-z_]\w*)")
 _HERE = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
 _FILLED_IN = "the shell puts something in its place: write it out"
+_EXPANDED = "the shell may put other words in its place, as the home for ~: write them out"
 
 
 @dataclass
@@ -80,7 +83,7 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
         if launcher := _find_here(words, at):
             return _read(launcher, words, at, variables, before)
         if match := ASSIGNMENT.fullmatch(text):
-            variables[match[1]] = Word(match[2], words[at].fills)
+            variables[match[1]] = Word(match[2], words[at].fills, words[at].expanded)
         elif text in KEYWORDS:
             pass
         elif posixpath.basename(text) in WRAPPERS or before or (at and text.startswith("-")):
@@ -149,16 +152,18 @@ def put_variables(launch: Launch, variables: Mapping[str, Word]) -> None:
 
 
 def put_variable(launch: Launch, name: str, word: Word) -> None:
-    """Put an environment variable into a launch; what looks like a secret by its name alone."""
+    """Put an environment variable into a launch; what looks like a secret, or has a password, by its name alone."""
     if not _is_free(launch, name):
         return
-    if _SECRET.search(name):
+    if _SECRET.search(name) or has_password_of_user(word.text):
         put_secret(launch, name)
         if not word.fills:
             launch.left_out.append(f"{name}: its value may be a secret and stays out of a spec: export it instead")
         return
     if word.fills:
-        launch.left_out.append(f"{name}: {word.fills[0]}: {_FILLED_IN}")
+        launch.left_out.append(f"{name}: {shown(word.fills[0], most=60)}: {_FILLED_IN}")
+    elif word.expanded and word.text.startswith("~"):
+        launch.left_out.append(f"{name}: {shown(word.text, most=60)}: {_EXPANDED}")
     launch.fields.setdefault("env", {})[name] = word.text
 
 
@@ -192,6 +197,9 @@ def _read_program(options: Options, launch: Launch) -> None:
     for word in options.program:
         if word.fills:
             launch.left_out.append(f"{shown(word.fills[0], most=60)}: {_FILLED_IN}")
+    for word in arguments:
+        if word.expanded:
+            launch.left_out.append(f"{shown(word.expanded[0], most=60)}: {_EXPANDED}")
     kept = [_fill(word, options, launch) for word in options.program]
     launch.fields["source"] = {"module" if is_module else "script": kept[0]}
     if arguments:

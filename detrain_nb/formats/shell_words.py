@@ -28,7 +28,7 @@ _PIECE = re.compile(
   | (?P<single> '[^']*+' )
   | (?P<escaped> \\. )
   | (?P<opens> " | \$\( | \$\{ )
-  | (?P<filled> \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-] | `[^`]*+` )
+  | (?P<filled> \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-] | `[^`]*+` | \$'(?:[^'\\]|\\.)*+' )
   | (?P<plain> [^ \t\r\n;&|()<>'"\\$`]++ | \$(?![({]) )
     """,
     re.VERBOSE | re.DOTALL | re.ASCII,
@@ -43,15 +43,22 @@ _CLOSES = {'"': '"', "$(": ")", "(": ")", "${": "}"}
 _MOST_LEVELS = 100
 _OF_WORDS = ("single", "double", "escaped", "filled", "plain")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
+# Without quotes: what a shell takes for a home, for names of files, or for several words.
+_EXPANDED = re.compile(r"[*?]|\[[^\[\]]++\]|\{(?=[^{}]*(?:,|\.\.))[^{}]*+\}")
+_HOME = re.compile(r"(?:[A-Za-z_]\w*+=)?~", re.ASCII)
 _IN_QUOTES = re.compile(r"""\\(["\\$`])|\\\n""")
 
 
 @dataclass(frozen=True)
 class Word:
-    """One word as the shell hands it on; ``fills``: the parts of it that the shell would put something in place of."""
+    """One word as the shell hands it on; ``fills``: the parts of it that the shell would put something in place of.
+
+    ``expanded``: those that it may put words in place of, as ``~`` and ``*.pt``.
+    """
 
     text: str
     fills: tuple[str, ...] = ()
+    expanded: tuple[str, ...] = ()
 
 
 @dataclass
@@ -163,8 +170,8 @@ class _Splitter:
 
 def _join(pieces: Sequence[tuple[str, str]]) -> Word:
     """Make one word of what stands there without a blank."""
-    texts, fills = list[str](), list[str]()
-    for kind, piece in pieces:
+    texts, fills, expanded = list[str](), list[str](), list[str]()
+    for number, (kind, piece) in enumerate(pieces):
         if kind == "single":
             texts.append(piece[1:-1])
         elif kind == "escaped":
@@ -174,5 +181,7 @@ def _join(pieces: Sequence[tuple[str, str]]) -> Word:
             texts.append(_IN_QUOTES.sub(lambda found: found[1] or "", piece[1:-1]))
         else:
             fills += [piece] if kind == "filled" else []
+            is_home = not number and _HOME.match(piece)
+            expanded += [piece] if kind == "plain" and (is_home or _EXPANDED.search(piece)) else []
             texts.append(piece)
-    return Word("".join(texts), tuple(fills))
+    return Word("".join(texts), tuple(fills), tuple(expanded))

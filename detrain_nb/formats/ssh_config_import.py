@@ -36,6 +36,7 @@ class _Block:
 
     patterns: list[str]
     options: dict[str, str] = field(default_factory=dict)  # the first of each name holds, as in ssh
+    unused: list[str] = field(default_factory=list)  # options that are none of a node
 
     @property
     def has_patterns(self) -> bool:
@@ -74,6 +75,7 @@ def _read(foreign: Foreign) -> Imported:
     if foreign.name == str(Path.home() / ".ssh" / "config"):
         nodes = [_make(foreign, {"host": host}) for host in hosts]
     else:
+        left_out += [f"{key}: {_reason_of(key)}" for block in blocks for key in block.unused]
         nodes = [_make_node(foreign, host, found, left_out) for host, found in _find_options(blocks, hosts)]
     return Imported("ssh_config", nodes=tuple(nodes), left_out=tuple(dict.fromkeys(left_out)))
 
@@ -107,8 +109,10 @@ def _take_apart(text: str) -> tuple[list[_Block], list[str]]:
             blocks.append(_Block([]))
         elif key == "include":
             left_out.append(f"Include {shown(value, most=60)}: import that file, too")
-        else:
+        elif key in _FIELDS:
             blocks[-1].options.setdefault(key, value.strip('"'))
+        else:
+            blocks[-1].unused.append(key)
     return blocks, left_out
 
 
@@ -123,12 +127,15 @@ def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: l
     for key, value in options.items():
         if key == "hostname":
             value = value.replace("%h", host)
-        if key not in _FIELDS or "%" in value:
-            reason = "write it as ProxyJump" if key == "proxycommand" else "nodes have no field for it"
-            left_out.append(f"{key}: {reason}")
+        if "%" in value:
+            left_out.append(f"{key}: {_reason_of(key)}")
         elif key != "proxyjump" or value.lower() != "none":
             fields[_FIELDS[key]] = int(value) if key == "port" and re.fullmatch("[0-9]{1,9}", value) else value
     return _make(foreign, fields)
+
+
+def _reason_of(key: str) -> str:
+    return "write it as ProxyJump" if key == "proxycommand" else "nodes have no field for it"
 
 
 def _make(foreign: Foreign, fields: dict[str, object]) -> Node:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import tracemalloc
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +122,25 @@ LONG += [
     "\t",
 ]
 
+MANY = " ".join(f"A{number}=" for number in range(20_000))
+ONCE_MORE = "torchrun a.py\n" * 9000
+SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large: a text, and what is said of it
+    "variables of branches": (f"export {MANY}\n" + "case x in\n" * 1000 + "torchrun a.py", "more than 1,000 variables"),
+    "variables of launches": (f"export {MANY[:5000]}\n{ONCE_MORE}", "ranks start yet again"),
+    "secrets of launches": (f"export {MANY[:5000].replace('=', '_KEY=')}\n{ONCE_MORE}", "ranks start yet again"),
+    "a long variable": (f"export A=$({'x' * 800_000})\n{ONCE_MORE}", "ranks start yet again"),
+    "repositories of launches": (
+        "".join(f"git clone https://a.org/{number}\n" for number in range(5000)) + ONCE_MORE[:60_000],
+        "ranks start yet again",
+    ),
+    "colons": (f"git clone https://{':' * 800_000} b\ntorchrun b/a.py\n", "git url"),
+    "hosts": ("a[1-9999]\n" * 1000, "named more than 500,000 times"),
+    "options of hosts": (
+        "Host " + " ".join(f"a{number}" for number in range(3000)) + "\n" + MANY[:20_000].replace("=", " b\n"),
+        "",
+    ),
+}
+
 kinds = pytest.mark.parametrize("kind", IMPORTERS)
 
 
@@ -189,6 +210,26 @@ def test_long_text_is_told_in_time_by_its_length(kind: str) -> None:
     pieces = LONG[:12] if name.endswith(SUFFIXES) else LONG  # documents have a suite of their own
     for piece in pieces:
         _import(kind, text[: len(text) // 2] + piece * (200_000 // len(piece)), name)
+
+
+@pytest.mark.parametrize("case", SQUARES)
+def test_parts_that_are_small_alone_make_nothing_large_together(case: str) -> None:
+    text, said = SQUARES[case]
+    tracemalloc.start()
+    try:
+        with pytest.raises(SpecError, match=said) if said else nullcontext():
+            import_text(text)
+        assert tracemalloc.get_traced_memory()[1] < 200_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_no_part_of_a_file_controls_a_terminal_or_begins_a_line() -> None:
+    text = "export A=$(\n) B='\x1b[2J'\n/a/\x1b[31m/torchrun a.py \"$(x\nsecrets: [A]\n)\"\nx'\x9b'y\n"
+    imported = import_text(text, name="a.sh")
+    assert all(line.isprintable() for line in imported.left_out)
+    assert "\nsecrets: [A]" not in str(imported)
+    assert len(imported.left_out) > 3
 
 
 @pytest.mark.parametrize("suffix", ["", ".json", ".yaml", ".toml", ".sh"])

@@ -161,9 +161,19 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
         "env": {"LR": "1"},
         "secrets": ["HF_TOKEN", "OTHER_KEY"],
     }
+    fields, expanded = _fields(
+        "export D=~/d E='~'\ntorchrun t.py ~/data '~/x' a~ *.pt \"*\" {1,2} {} x[1] $'a\\'b' [ && [ ok"
+    )
+    arguments = ["~/data", "~/x", "a~", "*.pt", "*", "{1,2}", "{}", "x[1]", r"$'a\'b'", "["]
+    assert fields["source"] == {"script": "t.py", "arguments": arguments}
+    assert [line.partition(": ")[0] for line in expanded[:6]] == [r"$'a\'b'", "~/data", "*.pt", "{1,2}", "x[1]", "D"]
     begins = ("N: ", "$LR: ", "$OUT: ", "--nnodes: ", "--master-addr: ", "HF_TOKEN: ", "echo (line 3): ")
     assert sorted(each for each in begins if any(line.startswith(each) for line in left_out)) == sorted(begins)
-    assert "abc" not in str(import_text("HF_TOKEN=abc torchrun a.py"))
+    secrets = ["HF_TOKEN=abc", "PGPASSWORD=abc", "DB_PASS=abc", "AWS_CREDENTIALS=abc", "D=postgres://me:abc@h/d"]
+    shown = str(
+        import_text("\n".join(f"export {each}" for each in secrets) + "\nTOKENIZERS_PARALLELISM=no torchrun a.py")
+    )
+    assert "abc" not in shown and 'TOKENIZERS_PARALLELISM: "no"' in shown
 
 
 def test_repository_and_folder_are_found_where_the_script_goes() -> None:
@@ -177,6 +187,11 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
     with pytest.raises(SpecError, match=r"^start\.sh: line 1: git clone: leave the password out of its URL$"):
         _fields("git clone https://me:sec/ret@example.org/a; torchrun a/a.py")
+    clone = 'GIT_SSH_COMMAND="ssh -i \'" git clone --depth=1 -u evil --template x -c a.b=c -q https://a.org/b'
+    fields, left_out = _fields(f"{clone}\ntorchrun b/a.py")
+    assert fields["source"] == {"git": {"url": "https://a.org/b"}, "entry": "a.py"}
+    named = ["GIT_SSH_COMMAND", "git clone -u", "git clone --template", "git clone -c"]
+    assert [line.partition(":")[0] for line in left_out] == named
     assert _fields("cd x; bash -lc 'cd y; torchrun z/a.py'")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
     assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
         "python (line 1): a command of the shell: give source.setup if needed",
