@@ -28,6 +28,8 @@ _INT = re.compile("[-+]?[0-9]+")
 _BASED = re.compile("0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+# What Go's parser of Kubernetes takes for a boolean, a number, a date, and no other version of YAML does.
+_OF_GO = re.compile("[yYnN]|0[xXoObB].*|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*")
 _IS_TEXT = "tag:yaml.org,2002:str"
 
 
@@ -151,8 +153,9 @@ def _scalar(value: Any, *, is_key: bool = False) -> Any:
 
 
 def _is_text_everywhere(text: str) -> bool:
-    """By version 1.1, too, where ``no`` is a boolean and ``1:30`` a number."""
-    if _INT.fullmatch(text):  # of which int() takes no more than some digits
+    """By version 1.1, too, where ``no`` is a boolean and ``1:30`` a number, and by Kubernetes, where ``y`` is one."""
+    plain = text.replace("_", "")
+    if _INT.fullmatch(plain) or _FLOAT.fullmatch(plain) or _OF_GO.fullmatch(text):  # int() takes some digits alone
         return False
     return type(_resolve(text)) is str and (
         yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)) == _IS_TEXT
