@@ -308,6 +308,8 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
 def _place_source(script: _Script, source: dict[str, Any]) -> bool:
     """Say in which folder, or repository, the script is; whether that is where its ranks run."""
     named = source["script"]
+    if named.startswith(_SOURCE):  # torchrun is told $$ there, for $
+        named = _SOURCE + named.removeprefix(_SOURCE).replace("$$", "$")
     path = posixpath.normpath(named if named.startswith("$") else posixpath.join(script.folder, named))
     if path in script.written:
         source["script_text"] = script.written[path]

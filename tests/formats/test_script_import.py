@@ -32,7 +32,7 @@ SOURCES = st.one_of(
     st.just({"module": "a.b"}),
     st.builds(lambda folder: {"path": f"/data/{folder}x", "entry": "a/b c.py"}, NAMES),
     st.just({"git": {"url": "https://example.org/a.git", "ref": "v1", "folder": "c/d"}, "entry": "train.py"}),
-    st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/train.py"}),
+    st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/$x $$.py"}),
     st.just({"git": {"url": "me@example.org:a.git", "ssh_key": "~/a b", "ref": "v1"}, "entry": "e/train.py"}),
 )
 
