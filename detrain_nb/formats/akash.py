@@ -21,6 +21,7 @@ from .job_script import (
     DEFAULT_PORT,
     FOLDER,
     NODE,
+    OF_SYSTEM,
     JobProgram,
     describe,
     launch_on,
@@ -45,7 +46,6 @@ _MOST_SCRIPT_BYTES = (128 << 10) - 1  # Linux passes no longer argument
 # Kubernetes makes other names of it, with up to ten characters behind: a volume's, that of its port.
 _SERVICE = re.compile(r"[a-z](?:[-a-z0-9]{0,50}[a-z0-9])?")
 _PUBLIC_KEY = re.compile(r"(?:ssh|ecdsa|sk)-[!-~]+ [A-Za-z0-9+/=]+(?: [ -~]*)?")
-_OF_SYSTEM = ("/dev", "/proc", "/sys")
 _ADDRESS = "DETRAIN_NB_JOB_ADDRESS"
 _PORTS = "gloo and NCCL listen on ports that no lease forwards"
 
@@ -141,7 +141,7 @@ def _find_mount(spec: PipelineSpec) -> str:
         return ""
     path = PurePosixPath(f"/{url.lstrip('/')}")
     is_odd = not url.startswith("/") or not path.name or ":" in url or ".." in path.parts
-    if is_odd or any(path.is_relative_to(folder) for folder in _OF_SYSTEM):
+    if is_odd or any(path.is_relative_to(folder) for folder in OF_SYSTEM):
         raise SpecError(
             f"checkpoint.url {spec.checkpoint.url}: Akash mounts a volume there: give the whole path of a folder of "
             "its own, as /checkpoints, or a URL of storage, as s3://bucket/folder"
