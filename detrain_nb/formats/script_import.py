@@ -204,6 +204,7 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
     elif texts[0] == "unset":
         gone = set(texts)
         script.needed = [name for name in script.needed if name not in gone]
+        script.variables = {name: word for name, word in script.variables.items() if name not in gone}
     elif texts[0] == "eval" and len(texts) == 2 and not last.fills:
         script.setup += texts[1].split("\n")
     else:
@@ -214,7 +215,7 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
 def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> None:
     for word in command.words:
         if match := ASSIGNMENT.fullmatch(word.text):
-            if is_exported:
+            if is_exported or match[1] in script.variables:  # which stays exported
                 script.variables[match[1]] = Word(match[2], word.fills, word.expanded)
             else:
                 script.left_out.append(f"{match[1]}: a variable of the shell alone (line {command.line})")

@@ -169,6 +169,7 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
     assert [line.partition(": ")[0] for line in expanded[:6]] == [r"$'a\'b'", "~/data", "*.pt", "{1,2}", "x[1]", "D"]
     begins = ("N: ", "$LR: ", "$OUT: ", "--nnodes: ", "--master-addr: ", "HF_TOKEN: ", "echo (line 3): ")
     assert sorted(each for each in begins if any(line.startswith(each) for line in left_out)) == sorted(begins)
+    assert _fields("export A=1 B=2; A=3; unset B; torchrun a.py")[0]["env"] == {"A": "3"}
     secrets = ["HF_TOKEN=abc", "PGPASSWORD=abc", "DB_PASS=abc", "AWS_CREDENTIALS=abc", "D=postgres://me:abc@h/d"]
     shown = str(
         import_text("\n".join(f"export {each}" for each in secrets) + "\nTOKENIZERS_PARALLELISM=no torchrun a.py")
