@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import signal
 import stat
@@ -52,9 +53,16 @@ def main(argv: list[str] | None = None) -> int:
         return _WRONG_USE if isinstance(exc, SpecError) else FAILED
     except KeyboardInterrupt:  # before there was a kernel, or after
         if argv is None:  # the process ends: a second one would show where that was
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            _ignore_interrupts()
         return 128 + signal.SIGINT
     return status
+
+
+def _ignore_interrupts() -> None:
+    """One that came meanwhile is raised in here: signal() looks for it before it changes anything."""
+    with contextlib.suppress(KeyboardInterrupt):
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Parser(OptionParser):

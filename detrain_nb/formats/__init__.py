@@ -32,12 +32,12 @@ EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
     "akash": akash.export,
+    "pytorchjob": pytorchjob.export,
+    "trainjob": trainjob.export,
     "runai": runai.export,
     "torchtitan": torchtitan.export,
     "torchtitan-toml": torchtitan.export_toml,
     "accelerate": accelerate.export,
-    "pytorchjob": pytorchjob.export,
-    "trainjob": trainjob.export,
 }
 
 
@@ -65,7 +65,7 @@ def write_export(text: str, target: str) -> str:
     place = locate(target)
     before = ", in place of what was there" if place.exists() else ""
     place.write(text.encode("utf-8"))
-    return f"wrote {target}{before}"
+    return f"wrote {place.name}{before}"
 
 
 def write_import(imported: Imported, target: str) -> str:

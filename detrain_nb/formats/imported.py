@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +41,14 @@ class Foreign:
 
     @cached_property
     def content(self) -> Any:
-        """What the document holds, read by its suffix. Raises: SpecError with the place."""
-        return parse_content(self.text, self.suffix or ".yaml", where=self.name)
+        """What the document holds, read by its suffix, else as YAML or as TOML. Raises: SpecError with the place."""
+        try:
+            return parse_content(self.text, self.suffix or ".yaml", where=self.name)
+        except SpecError:
+            if not self.suffix:
+                with contextlib.suppress(SpecError):
+                    return parse_content(self.text, ".toml")
+            raise
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,8 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     if not found:
         if foreign.suffix and foreign.document is None:
             parse_content(text, foreign.suffix, where=name)
+        if isinstance(foreign.document, dict) and {"name", "source"} <= foreign.document.keys():
+            raise SpecError(put_place(name, "is a spec already: open it as it is, as %pipeline plan FILE does"))
         raise SpecError(put_place(name, f"is of no kind that can be imported: {', '.join(IMPORTERS)}"))
     return IMPORTERS[found].read(foreign)
 

@@ -63,6 +63,12 @@ TARGETS: Mapping[str, Target] = {
             "volume": "the volume of a node's checkpoints, as 50Gi",
         },
     ),
+    "pytorchjob": Target(".yaml", "a PyTorchJob for Kubeflow's training operator on Kubernetes", _KUBERNETES),
+    "trainjob": Target(
+        ".yaml",
+        "a TrainJob for Kubeflow Trainer on Kubernetes",
+        {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
+    ),
     "runai": Target(
         ".sh",
         "a shell script that submits the job to Run:ai",
@@ -84,12 +90,6 @@ TARGETS: Mapping[str, Target] = {
         ".yaml",
         "a configuration of Hugging Face Accelerate, for one node",
         {"node": "the name or the number of that node; default: the first"},
-    ),
-    "pytorchjob": Target(".yaml", "a PyTorchJob for Kubeflow's training operator on Kubernetes", _KUBERNETES),
-    "trainjob": Target(
-        ".yaml",
-        "a TrainJob for Kubeflow Trainer on Kubernetes",
-        {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
     ),
 }
 

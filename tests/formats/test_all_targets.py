@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from detrain_nb.errors import SpecError
-from detrain_nb.formats import EXPORTERS, export_spec
+from detrain_nb.formats import EXPORTERS, export_spec, write_export
 from detrain_nb.plan.targets import TARGETS
 from detrain_nb.spec import PipelineSpec
 
@@ -50,3 +50,7 @@ def test_option_that_is_none_is_refused_with_one_line(target: str, option: str) 
 def test_targets_are_those_that_can_be_exported() -> None:
     assert TARGETS.keys() == EXPORTERS.keys() == NEEDS.keys()
     assert all(target.suffix.startswith(".") and target.about for target in TARGETS.values())
+
+
+def test_password_in_the_url_of_a_file_is_not_shown() -> None:
+    assert write_export("text", "memory://me:secret@x/a.sh") == "wrote memory://***@x/a.sh"

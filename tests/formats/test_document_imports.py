@@ -363,3 +363,13 @@ def test_configurations_of_torchtitan_start_the_same_training() -> None:
     assert last.spec.checkpoint is not None and last.spec.checkpoint.keep == "all" and last.spec.checkpoint.asynchronous
     assert "--quantize.linear.float8.filter_fqns=output,router" in last.spec.source.arguments
     assert last.left_out == ("experimental.no_such_key, no_such_section.key: torchtitan 0.2.2 has no such option",)
+
+
+def test_pasted_text_of_toml_is_read_as_such() -> None:
+    text = format_document(TITAN_LAST, ".toml")
+    assert import_text(text).to_dict()["training"] == _import("llama3_8b.toml", TITAN_LAST).to_dict()["training"]
+
+
+def test_spec_of_ours_is_sent_to_where_specs_are_opened() -> None:
+    with pytest.raises(SpecError, match=r"^a\.toml: is a spec already: open it as it is"):
+        _import("a.toml", {"name": "a", "source": {"script": "a.py"}})
