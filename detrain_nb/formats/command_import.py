@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -200,12 +201,23 @@ def _read_program(options: Options, launch: Launch) -> None:
     for word in arguments:
         if word.expanded:
             launch.left_out.append(f"{shown(word.expanded[0], most=60)}: {_EXPANDED}")
+    launch.left_out += _warn_of_secrets([word.text for word in arguments])
     kept = [_fill(word, options, launch) for word in options.program]
     launch.fields["source"] = {"module" if is_module else "script": kept[0]}
     if arguments:
         launch.fields["source"]["arguments"] = kept[1:]
     last = first.text.rpartition(".")[2] if is_module else posixpath.splitext(posixpath.basename(first.text))[0]
     launch.name = make_name(last, default="imported")
+
+
+def _warn_of_secrets(arguments: Sequence[str]) -> Iterator[str]:
+    """Name the arguments that look like secrets: the script needs them, so they are kept."""
+    for before, text in itertools.pairwise(("", *arguments)):
+        option, has_value, value = text.partition("=") if text.startswith("--") else (before, "=", text)
+        name = option if option.startswith("--") else ""
+        if has_value and (_SECRET.search(name.replace("-", "_")) or has_password_of_user(value)):
+            said = "its value may be a secret, and a spec keeps it: have the script read a variable instead"
+            yield f"{shown(name, most=60) or 'an argument'}: {said}"
 
 
 def _fill(word: Word, options: Options, launch: Launch) -> str:

@@ -174,6 +174,9 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
     shown = str(
         import_text("\n".join(f"export {each}" for each in secrets) + "\nTOKENIZERS_PARALLELISM=no torchrun a.py")
     )
+    kept = import_text("torchrun a.py --hf-token abc --db_url=s3://u:abc@h --max-tokens 7 https://u:abc@h/d").left_out
+    assert [line.partition(":")[0] for line in kept] == ["--hf-token", "--db_url", "an argument"]
+    assert "abc" not in str(kept)
     assert "abc" not in shown and 'TOKENIZERS_PARALLELISM: "no"' in shown
 
 
