@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,8 @@ def _read(foreign: Foreign) -> Imported:
     whole.leave("endpoints", _OF_LEASE)
     whole.part("profiles").leave("placement", _MARKET)
     services = list(_list_services(whole))
-    started = {service.name: launch for service in services if (launch := _find_program(service))}
+    each = list({service.name: service for service in services}.values())  # one may be at several placements
+    started = {service.name: launch for service in each if (launch := _find_program(service))}
     if started:
         for section in ("services", "deployment"):
             table = whole.part(section)
@@ -76,11 +78,12 @@ def _read(foreign: Foreign) -> Imported:
                 if service.name not in started:
                     table.leave(service.name, _NO_RANKS)
         services = [service for service in services if service.name in started]
+        each = [service for service in each if service.name in started]
     _read_nodes(whole, services, started)
     if started:
-        _read_programs(whole, services, started)
-        _read_image(services)
-        _read_env(whole, services)
+        _read_programs(whole, each, started)
+        _read_image(each)
+        _read_env(whole, each)
         return whole.imported("akash")
     for service in services:
         for key in ("image", "env", "command", "args"):
@@ -222,13 +225,14 @@ def _read_image(services: list[_Service]) -> None:
 def _read_env(whole: Whole, services: list[_Service]) -> None:
     """Give the spec the variables that all services have alike, and name the others; a secret has its name alone."""
     given = {service.name: dict(_read_variables(service)) for service in services}
+    times = Counter(item for variables in given.values() for item in variables.items())
     common = Launch({"env": dict(whole.fields.get("env", {})), "secrets": list(whole.fields.get("secrets", []))})
     for service in services:
         for name, value in given[service.name].items():
             place = f"{service.part.path}.env: {name}"
             if name in _OF_IMAGE:
                 whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
-            elif any(each.get(name) != value for each in given.values()):
+            elif times[name, value] < len(given):
                 whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
             elif service is services[0]:
                 _put_variable(common, service, name, value)

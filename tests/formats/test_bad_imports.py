@@ -135,6 +135,18 @@ SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large:
     ),
     "colons": (f"git clone https://{':' * 800_000} b\ntorchrun b/a.py\n", "git url"),
     "hosts": ("a[1-9999]\n" * 1000, "named more than 500,000 times"),
+    "placements": (  # whose script is read once
+        format_document(
+            {
+                "version": "2.0",
+                "services": {"a": {"args": ["sh", "-c", "x y\n" * 9000 + "torchrun a.py " + "a " * 40_000]}},
+                "profiles": {"compute": {"c": {}}},
+                "deployment": {"a": {f"p{number}": {"profile": "c"} for number in range(1000)}},
+            },
+            ".json",
+        ),
+        "services: nodes 1 and 2 and 3",
+    ),
     "options of hosts": (
         "Host " + " ".join(f"a{number}" for number in range(3000)) + "\n" + MANY[:20_000].replace("=", " b\n"),
         "",
