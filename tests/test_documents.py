@@ -265,6 +265,7 @@ UNWRITABLE = {
     "a name that is no text": ({"a": {1: 2}}, "a: the name 1 is no text"),
     "half a character": ({"a": "\udcff"}, "a: .* is a text that UTF-8 cannot write"),
     "too much text": ({"a": "x" * 1_000_000}, "larger than 1 MB"),
+    "one text very often": ({"a": ["x" * 900_000] * 300}, "larger than 1 MB"),
 }
 
 

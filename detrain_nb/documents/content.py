@@ -43,10 +43,13 @@ class _Place:
 def check_values(content: object) -> None:
     """Raises: SpecError for what a document cannot hold, or too much of it; a value that holds itself is too deep."""
     todo: list[tuple[object, _Place]] = [(content, _Place())]
-    num_values = 0
+    num_values = num_chars = 0
     while todo:
         value, place = todo.pop()
         num_values += 1
+        num_chars += len(value) if isinstance(value, str) else 0  # before it takes minutes to write them
+        if num_chars > MOST_BYTES:
+            raise SpecError(TOO_LARGE)
         below: Iterator[tuple[str | int, object]] = iter(())
         if type(value) is dict:
             for key in value:

@@ -353,6 +353,8 @@ def _make(script: _Script, stem: str) -> Imported:
         missing = []
     if nodes:
         fields["nodes"] = nodes
+        # the others are as these: what is wrong with a long one is not found thousands of times
+        PipelineSpec.from_dict({**fields, "nodes": nodes[: len(launches) + 1]})
     if script.image:
         fields["image"] = script.image
     if len(launches) == 1 and first.node_rank and not job:

@@ -134,6 +134,10 @@ SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large:
     ),
     "colons": (f"git clone https://{':' * 800_000} b\ntorchrun b/a.py\n", "git url"),
     "hosts": ("a[1-9999]\n" * 1000, "named more than 500,000 times"),
+    "a path of nodes": (
+        f"/{'a' * 900_000}/python3 -m torch.distributed.run --nnodes 10000 a.py\n",
+        r"nodes\[0\]\.python",
+    ),
     "placements": (  # whose script is read once
         format_document(
             {
