@@ -256,6 +256,15 @@ def _laughs() -> dict[str, Any]:
     return data
 
 
+@pytest.mark.parametrize("suffix", [".json", ".toml", ".yaml"])
+def test_text_that_controls_a_terminal_or_turns_the_writing_is_seen(suffix: str) -> None:
+    odd = "a\x7f\x9b2J\u202eb\u2066\u2028 é日"
+    data = {odd: odd, "b": [f"x\n{odd}\ny\n", f"x: '{odd}'\n"]}
+    text = format_document(data, suffix)
+    assert text.replace("\n", "").isprintable() and "é日" in text
+    assert parse_document(text, suffix) == data
+
+
 UNWRITABLE = {
     "itself": (_itself(), "has more than 100 levels"),
     "laughs": (_laughs(), "has more than 100000 values"),

@@ -17,7 +17,7 @@ import yaml
 
 from ..errors import SpecError
 from ..storage import shown
-from .content import MOST_LEVELS, MOST_VALUES, TOO_DEEP, TOO_MANY, float_text, say_twice
+from .content import MOST_LEVELS, MOST_VALUES, TOO_DEEP, TOO_MANY, float_text, say_twice, write_visible
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_IN_YAML = re.compile("[^\t\n\r -~\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -121,7 +121,7 @@ def _resolve(text: str) -> Any:
 def write(value: object) -> str:
     stream = [yaml.StreamStartEvent(), yaml.DocumentStartEvent(explicit=False)]
     stream += [*_events(value), yaml.DocumentEndEvent(explicit=False), yaml.StreamEndEvent()]
-    return str(yaml.emit(stream, allow_unicode=True, width=sys.maxsize))
+    return write_visible(yaml.emit(stream, allow_unicode=True, width=sys.maxsize))
 
 
 def _events(value: Any) -> Iterator[Any]:
