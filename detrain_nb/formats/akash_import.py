@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
+from ..plan.names import VARIABLE
 from .command_import import Launch, find_launcher, put_secret, put_variable
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
@@ -230,7 +231,9 @@ def _read_env(whole: Whole, services: list[_Service]) -> None:
     for service in services:
         for name, value in given[service.name].items():
             place = f"{service.part.path}.env: {name}"
-            if name in _OF_IMAGE:
+            if not name:
+                whole.notes.append(f"{service.part.path}.env: has an entry that names no variable")
+            elif name in _OF_IMAGE:
                 whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
             elif times[name, value] < len(given):
                 whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
@@ -254,8 +257,9 @@ def _put_variable(common: Launch, service: _Service, name: str, value: str) -> N
 
 def _read_variables(service: _Service) -> Iterator[tuple[str, str]]:
     for text in service.part.texts("env"):
-        name, _, value = text.partition("=")
-        yield name, value.replace("$$", "$")
+        name, has_value, value = text.partition("=")
+        # what is no name and has no value may be a secret
+        yield name if has_value or VARIABLE.fullmatch(name) else "", value.replace("$$", "$")
 
 
 AKASH = Importer(_is_one, _read, "an SDL of Akash")

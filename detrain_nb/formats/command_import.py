@@ -32,6 +32,7 @@ __all__ = [
     "put_variable",
     "put_variables",
     "read_command",
+    "warn_of_secrets",
 ]
 
 MOST_NODES = 10_000
@@ -201,7 +202,7 @@ def _read_program(options: Options, launch: Launch) -> None:
     for word in arguments:
         if word.expanded:
             launch.left_out.append(f"{shown(word.expanded[0], most=60)}: {_EXPANDED}")
-    launch.left_out += _warn_of_secrets([word.text for word in arguments])
+    launch.left_out += warn_of_secrets([word.text for word in arguments])
     kept = [_fill(word, options, launch) for word in options.program]
     launch.fields["source"] = {"module" if is_module else "script": kept[0]}
     if arguments:
@@ -210,7 +211,7 @@ def _read_program(options: Options, launch: Launch) -> None:
     launch.name = make_name(last, default="imported")
 
 
-def _warn_of_secrets(arguments: Sequence[str]) -> Iterator[str]:
+def warn_of_secrets(arguments: Sequence[str]) -> Iterator[str]:
     """Name the arguments that look like secrets: the script needs them, so they are kept."""
     for before, text in itertools.pairwise(("", *arguments)):
         option, has_value, value = text.partition("=") if text.startswith("--") else (before, "=", text)
