@@ -242,6 +242,7 @@ define akash_parser
   command -v npm >/dev/null || $(call debian,npm,$$without); \
   command -v npm >/dev/null || { echo "without Akash's parser of SDLs (no npm here): $$without"; exit 0; }; \
   rm -rf $(2) && mkdir -p $(2) && cp $(1)/package.json $(1)/package-lock.json $(2) && echo "fetching Akash's parser of SDLs by npm" \
-    && npm ci --prefix $(2) --ignore-scripts --no-audit --no-fund --silent --fetch-retries=1 --fetch-timeout=30000 </dev/null >/dev/null \
+    && npm ci --prefix $(2) --ignore-scripts --no-audit --no-fund --silent --prefer-offline --fetch-retries=3 --fetch-retry-mintimeout=1000 \
+      --fetch-retry-maxtimeout=5000 --fetch-timeout=30000 </dev/null >/dev/null \
     && cp $(1)/package-lock.json $(2)/installed.json || echo "could not fetch Akash's parser of SDLs: $$without" )
 endef

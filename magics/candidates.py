@@ -108,7 +108,13 @@ class Candidates:
 
 
 def similar_nodes(nodes: str) -> str:
-    """A question about hosts that nobody knows: hosts of ~/.ssh/config, and nodes files, with nearly such a name."""
+    """A question about hosts that nobody knows: hosts of ~/.ssh/config, and nodes files, with nearly such a name.
+
+    Of a file there is none to ask: a nodes file was meant as one, of any other it is said what makes one of it.
+    """
+    if os.path.isfile(os.path.expanduser(nodes)):
+        how = f"{nodes} is a file, but no nodes file: %pipeline import {nodes} -o nodes.toml reads lists of hosts"
+        return "" if nodes.lower().endswith(SUFFIXES) else how
     with contextlib.suppress(OSError, DetrainError):
         known = list_hosts(Path.home() / ".ssh" / "config")
         there = [*known, *_files("", suffixes=SUFFIXES)]

@@ -16,6 +16,7 @@ from IPython.core.error import UsageError
 from IPython.utils.tokenutil import token_at_cursor
 
 from ..errors import SpecError
+from ..plan.targets import OPTIONS, TARGETS
 from ..session.session import Session
 from .candidates import Candidates
 from .job_options import job_parser, torchrun_parser
@@ -115,6 +116,8 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
     if action is not None and action.option_strings:
         return _values(action, word, candidates, words) or [], word
     names = [max(each.option_strings, key=len) for each in parser._actions if each.option_strings]  # the long ones
+    if any(each.dest == "format" for each in parser._actions):
+        names = [name for name in names if name not in _of_other_formats(words)]
     options = sorted(name for name in names if name.startswith(word))
     if word.startswith("--") and any(each.dest == "spec" for each in parser._actions):
         options += candidates.of("FIELD", word) or []
@@ -125,6 +128,13 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
     else:
         values = _values(action, word, candidates, words)
     return [*(values or []), *options], word
+
+
+def _of_other_formats(words: list[str]) -> set[str]:
+    """The options of an export that the format among ``words`` does not have."""
+    target = next((TARGETS[word] for word in words if word in TARGETS), None)
+    others = set(OPTIONS) - set(target.options) if target else set[str]()
+    return {f"--{name.replace('_', '-')}" for name in others}
 
 
 def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:

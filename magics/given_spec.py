@@ -25,7 +25,14 @@ def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineS
     named = ipython.user_ns.get(where) if ipython is not None and where.isidentifier() else None
     if named is not None and not isinstance(named, PipelineSpec):
         raise SpecError(f"the variable {where} is of type {type(named).__name__}, not PipelineSpec")
-    spec = named or PipelineSpec.load(where)
+    try:
+        spec = named or PipelineSpec.load(where)
+    except SpecError:
+        from ..formats.importing import explain_no_spec
+
+        if said := explain_no_spec(where):
+            raise SpecError(said) from None
+        raise
     return spec.with_overrides(PipelineSpec.parse_overrides(fields))
 
 

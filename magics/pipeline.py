@@ -63,7 +63,8 @@ class PipelineMagics(Magics):
         if args.command == "console":
             _show_console(self.shell, args.folder)
             return None
-        spec = read_spec(self.shell, args.spec, fields)
+        named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
+        spec = read_spec(self.shell, args.spec, [*fields, *named])
         if args.command == "plan":
             return spec.plan()
         if args.command == "check":
@@ -88,10 +89,10 @@ def _show_console(ipython: Any, folder: str) -> None:
 
 
 def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
-    from ..formats import export_spec, write_export
+    from ..formats import check_export, export_spec, write_export
 
     text = export_spec(spec, args.format, gpus=args.gpus, options={name: getattr(args, name) for name in OPTIONS})
-    for finding in spec.check():
+    for finding in check_export(spec, gpus=args.gpus):
         print(finding, file=sys.stderr)
     print(text, end="") if args.output is None else print(write_export(text, args.output))
 

@@ -45,6 +45,8 @@ def main() -> None:
             print(f"step {step}: loss {torch.stack(losses).mean().item():.3f}", flush=True)
     torch.save(model.state_dict(), os.path.join(os.environ.get("DETRAIN_NB_ARTIFACTS", "."), f"stage-{rank}.pt"))
     dist.destroy_process_group()
+    if not use_gpu:
+        os._exit(0)  # all is saved, and a thread of gloo that is still awake would abort a Python that ends
 
 
 if __name__ == "__main__":

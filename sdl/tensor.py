@@ -40,6 +40,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         torch.save(whole, os.path.join(os.environ.get("DETRAIN_NB_ARTIFACTS", "."), "model.pt"))
     dist.destroy_process_group()
+    if not use_gpu:
+        os._exit(0)  # all is saved, and a thread of gloo that is still awake would abort a Python that ends
 
 
 if __name__ == "__main__":

@@ -31,14 +31,21 @@ class ExportPanel {
   pick(name) {
     this.target = this.view.state.targets.find((each) => each.name === name);
     for (const radio of this.formats.querySelectorAll("input")) radio.checked = radio.value === name;
-    this.of_target = Object.entries(this.target.options).map(([option, hint]) => {
-      const key = JSON.stringify([option, hint]);
-      if (!this.fields.has(key)) this.fields.set(key, new OptionField(this.view, option, hint, () => this.typed()));
-      return [option, this.fields.get(key)];
-    });
+    this.of_target = Object.entries(this.target.options).map(([option, hint]) => [option, this.field_of(option, hint)]);
     this.options.replaceChildren(...this.of_target.map(([, field]) => field.element));
     this.asked.replaceChildren();
     if (this.name) this.ask();
+  }
+  field_of(option, hint) {
+    const key = JSON.stringify([option, hint]);
+    if (!this.fields.has(key)) this.fields.set(key, new OptionField(this.view, option, hint, () => this.typed()));
+    return this.fields.get(key);
+  }
+  /** Go on with what was chosen and typed before the page was loaded again, or the pipeline was opened again. */
+  resume({ to, options }) {
+    const last = this.view.state.targets.find((each) => each.name === to); // formats share fields: what stands there now was typed for it
+    for (const target of [...this.view.state.targets, last]) for (const [option, typed] of Object.entries(options[target.name] ?? {})) if (option in target.options) this.field_of(option, target.options[option]).input.value = typed;
+    this.pick(to);
   }
   /** Show the export of the pipeline as it is now. */
   update(name) { this.name = name; this.ask(); }
@@ -70,7 +77,9 @@ class ExportPanel {
     if (said) { this.asked.replaceChildren(); this.tell("ok", said); this.save.focus(); return; }
     const fail = { on_error: (text) => this.tell("bad", text) };
     const write = this.view.button("Write over it", () => this.save_to(path, true), { cls: "danger", ...fail });
-    this.tell("warn", ask, [write, this.view.button("Cancel", () => { this.said.replaceChildren(); this.asked.querySelector("input")?.focus(); }, fail)]);
+    const stay = () => { this.said.replaceChildren(); this.asked.querySelector("input")?.focus(); };
+    this.tell("warn", ask, [write, this.view.button("Cancel", stay, fail)]);
+    this.said.firstChild.onkeydown = (event) => { if (event.key === "Escape") { event.stopPropagation(); stay(); } };
     write.focus();
   }
   end() { clearTimeout(this.later); }

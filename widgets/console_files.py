@@ -23,12 +23,13 @@ _TARGET, _OPTIONS, _DIGEST = one_of(*TARGETS), table_of(text(most=10_000)), text
 
 
 class FilesEditor(NodesEditor):
-    """A subclass says which spec pages have seen, shows a file that was made, and has `left_out_of` in its form."""
+    """A subclass says which spec pages have seen, shows a file that was made, and has `describe_file` in its form."""
 
     pipelines: MyPipelines
 
     def __init__(self) -> None:
         self._left_out: dict[Path, list[str]] = {}  # of imports, until the user has read it
+        self._exported: dict[Path, dict[str, Any]] = {}  # the format that was chosen last, and what is typed for each
         super().__init__()
 
     def seen_spec(self, digest: str | None) -> tuple[PipelineSpec, str]:
@@ -54,6 +55,9 @@ class FilesEditor(NodesEditor):
     def export(self, to: str, options: dict[str, str]) -> dict[str, Any]:
         """Return the text of the file; ``digest`` is what a page gives to `save_export`."""
         spec, digest = self.seen_spec(None)
+        with self._guard:
+            before = self._exported.get(path := self.opened_path(), {"options": {}})
+            self._exported[path] = {"to": to, "options": {**before["options"], to: options}}
         return {**review_export(spec, to, options), "digest": digest}
 
     @action(to=_TARGET, options=_OPTIONS, path=path_text, digest=_DIGEST, anyway=flag)
@@ -86,9 +90,14 @@ class FilesEditor(NodesEditor):
             self._left_out[path] = [each for each in left if line is not None and each != line]
         self._tell_form()
 
-    def left_out_of(self, path: Path) -> list[str]:
-        """What was left out of it when it was imported, as far as the user has not dismissed it."""
-        return self._left_out.get(path, [])
+    def describe_file(self, path: Path) -> dict[str, Any]:
+        """What a form of it begins with: what an import left out, if not dismissed; what was typed for its exports."""
+        return {"left_out": self._left_out.get(path, []), "exported": self._exported.get(path)}
+
+    def forget_file(self, path: Path) -> None:
+        """Forget what is known of one that was deleted."""
+        self._left_out.pop(path, None)
+        self._exported.pop(path, None)
 
 
 def _describe_left_out(found: Imported) -> list[str]:

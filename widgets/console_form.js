@@ -137,6 +137,7 @@ class FormPage extends DraftEditor {
     if (this.form?.file !== form?.file) {
       this.failure = this.said = this.reviewed = null; this.list.clear(); this.another.value = "";
       for (const field of this.fields.values()) field.revision = field.seen = 0; // each form counts its own
+      if (form?.exported) this.exporting.resume(form.exported);
     }
     this.form = form;
     if (form === null) return;

@@ -120,7 +120,7 @@ class ConsoleView(FilesEditor):
             path = self._path(id)
             self._deleted = self.pipelines.delete(path)
             self._forms.pop(path, None)
-            self._left_out.pop(path, None)
+            self.forget_file(path)
             if self._open == path:  # another tab has opened it meanwhile
                 self._open, self._conflict = None, None
         self._tell_all()
@@ -370,7 +370,7 @@ class ConsoleView(FilesEditor):
                 **describe_form(form),
                 "file": one_line(f"{opened.path.parent.name}/{opened.path.name}" if is_beside else str(opened.path)),
                 "is_changed": self._is_changed(opened.path),
-                "left_out": self.left_out_of(opened.path),
+                **self.describe_file(opened.path),
                 "saved": time.strftime("%H:%M", time.localtime(opened.changed_at)),
                 "conflict": self._conflict
                 and {

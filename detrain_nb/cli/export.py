@@ -24,17 +24,16 @@ def add_export(commands: Any) -> None:
         epilog=FIELDS,
     )
     add_export_options(parser, spec=SPEC)
-    parser.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of the spec's nodes")
     parser.set_defaults(act=_export)
 
 
 def _export(args: argparse.Namespace) -> int:
-    from ..formats import export_spec, write_export  # it takes its time, and few commands need it
+    from ..formats import check_export, export_spec, write_export  # it takes its time, and few commands need it
 
     spec = read_spec(args)
     options = {name: getattr(args, name) for name in OPTIONS}
     text = export_spec(spec, args.format, gpus=args.gpus, options=options)
-    for finding in spec.check():
+    for finding in check_export(spec, gpus=args.gpus):
         print(f"detrain-nb: {finding}", file=sys.stderr)
     if args.output is None:
         print(text, end="")

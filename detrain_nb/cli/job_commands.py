@@ -99,7 +99,15 @@ def read_spec(args: argparse.Namespace) -> PipelineSpec:
     from ..spec import PipelineSpec
 
     named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
-    spec = PipelineSpec.load(args.spec).with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
+    try:
+        spec = PipelineSpec.load(args.spec)
+    except SpecError:
+        from ..formats.importing import explain_no_spec
+
+        if said := explain_no_spec(args.spec):
+            raise SpecError(said) from None
+        raise
+    spec = spec.with_overrides(PipelineSpec.parse_overrides([*args.fields, *named]))
     return spec if (count := getattr(args, "n", None)) is None else spec.with_ranks(count)
 
 

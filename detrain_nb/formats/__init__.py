@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from ..documents import format_document, suffix_of
 from ..errors import SpecError
 from ..plan.targets import TARGETS
-from ..spec import PipelineSpec, nodes_from_lease
+from ..spec import Finding, PipelineSpec, nodes_from_lease
 from ..storage import locate
+from ..text import name_some
 from . import accelerate, akash, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
 from .imported import Imported
 from .importing import IMPORTERS, import_file, import_text
@@ -18,6 +19,7 @@ __all__ = [
     "EXPORTERS",
     "IMPORTERS",
     "Imported",
+    "check_export",
     "export_spec",
     "import_command",
     "import_file",
@@ -55,9 +57,22 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
         raise SpecError(f"{to} has no option {unknown[0]}: {known}")
     if gpus < 0:
         raise SpecError(f"gpus {gpus}: give 0 or more")
-    names = [node.name for node in spec.nodes if node.devices == "auto"] if spec.nodes else [""]
-    plan = spec.plan(gpus=dict.fromkeys(names, gpus) if gpus else None)
+    plan = spec.plan(gpus=dict.fromkeys(_name_unknown(spec) if spec.nodes else [""], gpus) if gpus else None)
     return EXPORTERS[to](spec, plan, **given)
+
+
+def check_export(spec: PipelineSpec, *, gpus: int = 0) -> list[Finding]:
+    """Return what is wrong with a spec that is exported, and what may be, for who reads the file."""
+    findings = [found for found in spec.check() if found.field != "image"]  # that is about jobs of ours
+    if not gpus and (names := _name_unknown(spec)):
+        said = f"no GPUs are exported for {name_some(names)}: where there are some, give gpus, how many each has"
+        findings.append(Finding("nodes.devices", said, "warning"))
+    return findings
+
+
+def _name_unknown(spec: PipelineSpec) -> list[str]:
+    """The nodes of which nothing says how many GPUs they have."""
+    return [node.name for node in spec.nodes if node.devices == "auto"] if spec.nodes else ["this machine"]
 
 
 def write_export(text: str, target: str) -> str:

@@ -75,8 +75,8 @@ def _check(spec: PipelineSpec, plan: Plan) -> None:
         raise SpecError(f"parallelism.pp {stages}: Accelerate trains no pipeline of stages: give 1")
     if plan.device == "cpu" and (parts := [name for name in ("dp_shard", "tp") if axis(plan, name) > 1]):
         raise SpecError(
-            f"parallelism.{parts[0]} {axis(plan, parts[0])}: Accelerate splits a model on GPUs alone: give 1, and "
-            "dp_replicate -1"
+            f"parallelism.{parts[0]} {axis(plan, parts[0])}: Accelerate splits a model on GPUs alone: give gpus "
+            "if the nodes have some, else 1, and dp_replicate -1"
         )
     if spec.rendezvous.is_elastic:
         raise SpecError("rendezvous: Accelerate starts its ranks once: leave max_restarts, min_nodes and max_nodes out")

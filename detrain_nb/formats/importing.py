@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 
@@ -21,7 +22,7 @@ from .script_import import COMMAND
 from .ssh_config_import import SSH_CONFIG
 from .torchtitan_import import TORCHTITAN
 
-__all__ = ["IMPORTERS", "find_kind", "import_file", "import_text"]
+__all__ = ["IMPORTERS", "explain_no_spec", "find_kind", "import_file", "import_text"]
 
 IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says so
     "detrain": DETRAIN,
@@ -59,15 +60,36 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     if not found:
         if foreign.suffix and foreign.document is None:
             parse_content(text, foreign.suffix, where=name)
-        if isinstance(foreign.document, dict) and {"name", "source"} <= foreign.document.keys():
-            raise SpecError(put_place(name, "is a spec already: open it as it is, as %pipeline plan FILE does"))
-        raise SpecError(put_place(name, f"is of no kind that can be imported: {', '.join(IMPORTERS)}"))
+        raise SpecError(put_place(name, _say_what_it_is(foreign)))
     return IMPORTERS[found].read(foreign)
+
+
+def _say_what_it_is(foreign: Foreign) -> str:
+    """Say why it is not imported: of what is ours, how it is read."""
+    known = foreign.document if isinstance(foreign.document, dict) else {}
+    if {"name", "source"} <= known.keys():
+        return "is a spec already: open it as it is, as %pipeline plan FILE does"
+    if "nodes" in known:
+        return "is a nodes file already: give it as it is, as --nodes FILE"
+    if foreign.name.lower().endswith(".py"):
+        return "is a program, and none is run to be read: make a spec with it as source.script"
+    return f"is of no kind that can be imported: {', '.join(IMPORTERS)}"
 
 
 def find_kind(text: str, *, name: str = "") -> str:
     """Return which kind of file a text of that name is; empty where it is none that can be imported."""
     return _find_kind(Foreign(text, name))
+
+
+def explain_no_spec(where: str | os.PathLike[str]) -> str:
+    """Say of a file that is no spec, but one of another tool, how it is imported; empty of any other."""
+    with contextlib.suppress(SpecError, OSError):
+        location = locate(where)
+        foreign = Foreign(read_text(location), location.name)
+        if isinstance(foreign.document, dict) and "name" not in foreign.document and (kind := _find_kind(foreign)):
+            said = f"is no spec, but of the kind {kind}: make one of it first: import {location.name} -o SPEC"
+            return put_place(location.name, said)
+    return ""
 
 
 def _find_kind(foreign: Foreign) -> str:

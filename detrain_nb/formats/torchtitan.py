@@ -16,7 +16,17 @@ from ..plan.job import JobSpec
 from ..spec import PipelineSpec
 from .configuration import write_head
 from .job_script import describe
-from .torchtitan_settings import Options, check, lay_out, list_used, optimizer_of, read_options, save, schedule_rate
+from .torchtitan_settings import (
+    Options,
+    check,
+    describe_arguments,
+    lay_out,
+    list_used,
+    optimizer_of,
+    read_options,
+    save,
+    schedule_rate,
+)
 
 __all__ = ["export", "export_toml"]
 
@@ -47,18 +57,13 @@ _HOMES = {
 def export_toml(
     spec: PipelineSpec,
     plan: Plan,
-    *,
-    model: str = "",
-    flavor: str = "",
-    seq_len: str = "",
-    hf_assets: str = "",
-    dataset: str = "",
+    **given: str,
 ) -> str:
-    """Write the file for ``--job.config_file``, with the sections of v0.2.2. The options are as torchtitan has them.
+    """Write the file for ``--job.config_file``, with the sections of v0.2.2; ``given`` are options.
 
     Raises: SpecError for what torchtitan cannot do.
     """
-    options = read_options(model=model, flavor=flavor, seq_len=seq_len, hf_assets=hf_assets, dataset=dataset)
+    options = read_options(spec, given)
     job = check(spec, plan)
     how, axes = job.training, job.parallelism
     content: dict[str, Any] = {
@@ -79,7 +84,7 @@ def export_toml(
     head = write_head(
         spec, f"{describe(spec, plan)}. For {run}", used=(*list_used(spec), "description"), by="torchtitan"
     )
-    return "\n".join(head) + "\n" + format_document(content, ".toml")
+    return "\n".join([*head, *describe_arguments(spec)]) + "\n" + format_document(content, ".toml")
 
 
 def _every(steps: int | None) -> dict[str, int]:
@@ -98,9 +103,9 @@ def _train(job: JobSpec) -> dict[str, Any]:
 
 def _count_samples(job: JobSpec, options: Options) -> dict[str, int]:
     """A replica's samples of one forward pass; a pipeline cuts them, and without one gradients are added up."""
-    said, batch = {"seq_len": options.seq_len}, job.batch
+    said, batch, local = {"seq_len": options.seq_len}, job.batch, options.local_batch_size
     if batch is None:
-        return said
+        return {"local_batch_size": local, **said} if local else said
     local = batch.replica_size if job.parallelism.pp > 1 else batch.micro_size
     return {"local_batch_size": local, "global_batch_size": batch.global_size, **said}
 
@@ -117,20 +122,16 @@ def export(
     plan: Plan,
     *,
     release: str = "0.3",
-    model: str = "",
-    flavor: str = "",
-    seq_len: str = "",
-    hf_assets: str = "",
-    dataset: str = "",
+    **given: str,
 ) -> str:
-    """Write a module with a function that makes torchtitan's configuration; the options are as torchtitan has them.
+    """Write a module with a function that makes torchtitan's configuration; ``given`` are options.
 
     ``release`` is "0.3", or "main", whose function counts tokens, no samples. Raises: SpecError for what torchtitan
     cannot do.
     """
     if release not in ("0.3", "main"):
         raise SpecError(f"release {release!r}: give 0.3, or main, which is that of 2026-08")
-    options = read_options(model=model, flavor=flavor, seq_len=seq_len, hf_assets=hf_assets, dataset=dataset)
+    options = read_options(spec, given)
     name, config = _name_function(spec), _configure(spec, check(spec, plan, optimizers=("adamw",)), options, release)
     lines = [
         f"def {name}() -> Trainer.Config:",
@@ -141,7 +142,7 @@ def export(
     run = f"torchrun ... -m torchtitan.train --module NAME_OF_THIS_MODULE --config {name}"
     which = "torchtitan 0.3" if release == "0.3" else "the main branch of torchtitan in 2026-08"
     head = write_head(spec, f"{describe(spec, plan)}. For {which}: {run}", used=list_used(spec), by="torchtitan")
-    return "\n".join([*head, *_write_imports(used, options.model), "", "", *lines]) + "\n"
+    return "\n".join([*head, *describe_arguments(spec), *_write_imports(used, options.model), "", "", *lines]) + "\n"
 
 
 def _name_function(spec: PipelineSpec) -> str:
@@ -210,7 +211,9 @@ def _configure(spec: PipelineSpec, job: JobSpec, options: Options, release: str)
 
 def _count_tokens(job: JobSpec, options: Options) -> dict[str, int]:
     """A replica's tokens of one forward pass, or of a microbatch of its pipeline."""
-    said, batch = {"max_context_length": options.seq_len}, job.batch
+    said, batch, local = {"max_context_length": options.seq_len}, job.batch, options.local_batch_size
+    if batch is None and local and job.parallelism.pp == 1:
+        return {"num_tokens_per_microbatch_per_dp_rank": local * options.seq_len, **said}
     if batch is None:
         return said
     counts = {

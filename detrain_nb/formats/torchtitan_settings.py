@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..errors import SpecError
@@ -14,6 +14,15 @@ from ..spec import PipelineSpec
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
+_PROGRAM = "torchtitan.train"
+_ARGUMENTS = {  # of torchtitan 0.2.2, which no field of a spec stands for
+    "model": "model.name",
+    "flavor": "model.flavor",
+    "seq_len": "training.seq_len",
+    "hf_assets": "model.hf_assets_path",
+    "dataset": "training.dataset",
+    "local_batch_size": "training.local_batch_size",
+}
 _DUMP_FOLDER = "outputs/"  # below which torchtitan puts what has no whole path
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
 _USED = (
@@ -28,7 +37,7 @@ _USED = (
 
 def list_used(spec: PipelineSpec) -> list[str]:
     """Return the fields that torchtitan is told of, or that are its own program."""
-    return [*_USED, *(["source.module"] if spec.source.module == "torchtitan.train" else [])]
+    return [*_USED, *(["source.module"] if spec.source.module == _PROGRAM else [])]
 
 
 @dataclass(frozen=True)
@@ -40,10 +49,14 @@ class Options:
     seq_len: int = 2048
     hf_assets: str = "./tests/assets/tokenizer"
     dataset: str = "c4_test"
+    local_batch_size: int | None = None  # where no batch of all replicas is given
 
 
-def read_options(*, model: str, flavor: str, seq_len: str, hf_assets: str, dataset: str) -> Options:
-    """Raises: SpecError."""
+def read_options(spec: PipelineSpec, given: Mapping[str, str]) -> Options:
+    """Return those ``given``, else those of ``source.arguments`` where it is torchtitan's. Raises: SpecError."""
+    said = {**_said_in_arguments(spec), **{name: value for name, value in given.items() if value}}
+    model, flavor, dataset = (said.get(name, "") for name in ("model", "flavor", "dataset"))
+    seq_len, hf_assets, local = (said.get(name, "") for name in ("seq_len", "hf_assets", "local_batch_size"))
     for name, value in {"model": model, "flavor": flavor, "dataset": dataset}.items():
         if value and not (_MODULE if name == "model" else _NAME).fullmatch(value):
             raise SpecError(f"{name} {value!r}: give a name that torchtitan has, as {getattr(Options, name)}")
@@ -57,7 +70,26 @@ def read_options(*, model: str, flavor: str, seq_len: str, hf_assets: str, datas
         int(seq_len or Options.seq_len),
         hf_assets or Options.hf_assets,
         dataset or Options.dataset,
+        int(local) if re.fullmatch(r"[1-9][0-9]{0,8}", local) else None,
     )
+
+
+def describe_arguments(spec: PipelineSpec) -> list[str]:
+    """Say in a comment which of torchtitan's own arguments stand in the file, as most have no field of a spec."""
+    said = ", ".join(f"--{_ARGUMENTS[name]}" for name in _said_in_arguments(spec))
+    return [f"# Taken from source.arguments, unless an option of the export says otherwise: {said}."] if said else []
+
+
+def _said_in_arguments(spec: PipelineSpec) -> dict[str, str]:
+    """What the arguments say of the options, as ``--model.flavor=8B`` or in two words; the last one holds."""
+    if spec.source.module != _PROGRAM:
+        return {}
+    words = spec.source.arguments
+    said = {}
+    for word, following in zip(words, [*words, ""][1:], strict=True):
+        option, equals, value = word.partition("=")
+        said[option] = value if equals else following
+    return {name: said[f"--{option}"] for name, option in _ARGUMENTS.items() if f"--{option}" in said}
 
 
 def check(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("adamw", "adam")) -> JobSpec:

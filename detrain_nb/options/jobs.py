@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from ..plan.targets import KINDS, OPTIONS, TARGETS
+from ..plan.targets import GPUS, KINDS, OPTIONS, TARGETS
 from .parser import OptionParser, not_empty, number, whole
 
 __all__ = [
@@ -115,11 +115,8 @@ def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
 
 
 def add_name_and_nodes(parser: OptionParser) -> None:
-    """What is said in place of a spec's."""
-    parser.add_argument("--name", type=not_empty, metavar="NAME", help="the job's name, in place of the spec's")
-    parser.add_argument(
-        "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., in place of the spec's nodes"
-    )
+    """What is said in place of a spec's, and how its source travels."""
+    _add_in_place(parser)
     parser.add_argument(
         "--storage", metavar="URL", help="where the source travels by: s3://BUCKET/FOLDER, or a shared folder"
     )
@@ -134,11 +131,17 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
     parser.add_argument("format", metavar="FORMAT", help=f"one of {', '.join(TARGETS)}")
     parser.add_argument("spec", metavar="SPEC", help=spec)
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it; default: it is printed")
-    parser.add_argument("--gpus", type=whole, default=0, metavar="N", help="how many a node has that names no devices")
+    parser.add_argument("--gpus", type=whole, default=0, metavar="N", help=GPUS)
+    _add_in_place(parser)
+    parser.usage = "%(prog)s [-o FILE] [--gpus N] [--OPTION VALUE ...] FORMAT SPEC"
+    groups: dict[str, Any] = {}  # by the formats that have these options
     for name, words in OPTIONS.items():
+        kinds = ", ".join(kind for kind, target in TARGETS.items() if name in target.options)
+        if kinds not in groups:
+            groups[kinds] = parser.add_argument_group(f"options of {kinds}")
         kind = _slurm_time if name == "time" else str
         told = words.replace("%", "%%")
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=told)
+        groups[kinds].add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=told)
 
 
 def add_import_options(parser: OptionParser) -> None:
@@ -148,6 +151,13 @@ def add_import_options(parser: OptionParser) -> None:
     parser.add_argument("--from", dest="kind", default="", choices=KINDS, metavar="KIND", help=one)
     parser.add_argument(
         "-o", "--output", metavar="FILE", help="where to write the spec, or the nodes: .json, .toml or .yaml"
+    )
+
+
+def _add_in_place(parser: OptionParser) -> None:
+    parser.add_argument("--name", type=not_empty, metavar="NAME", help="the job's name, in place of the spec's")
+    parser.add_argument(
+        "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., in place of the spec's nodes"
     )
 
 

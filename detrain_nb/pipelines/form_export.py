@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import DetrainError, SpecError
 from ..formats import export_spec
-from ..plan.targets import TARGETS
+from ..plan.targets import GPUS, TARGETS
 from ..spec import PipelineSpec
 from .form_fields import FIELDS
 
@@ -21,7 +21,7 @@ _MOST_SHOWN = 300_000  # characters: a script may stand there once for each node
 
 def describe_targets() -> list[dict[str, Any]]:
     """Return the formats, each with its options and what to give for them; ``gpus`` is an option of all."""
-    gpus = {_GPUS: "how many a node has that names no devices"}
+    gpus = {_GPUS: GPUS}
     return [
         {"name": name, "about": target.about, "suffix": target.suffix, "options": {**gpus, **target.options}}
         for name, target in TARGETS.items()

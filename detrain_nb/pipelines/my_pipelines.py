@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..documents import SUFFIXES
 from ..errors import Conflict, DetrainError, SpecError
+from ..formats.importing import explain_no_spec
 from ..jobs.noting import ask_after
 from ..jobs.record import Record
 from ..spec import PipelineSpec
@@ -43,8 +44,9 @@ _SCHEMA = "$schema"  # which an editor reads, and no spec has
 class MyPipelines:
     """The pipelines in ``folder``, by default ``pipelines/`` where the notebook is, and those opened lately elsewhere.
 
-    A pipeline is named by its file in the folder without the suffix (``.toml`` may stand there), or by a path. Nothing
-    is made or written before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
+    A pipeline is named by its file in the folder without the suffix, or by a path; what has no slash and ends in
+    ``.toml`` is the one in the folder where there is one, else a file where the notebook is. Nothing is made or written
+    before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
     """
 
     def __init__(
@@ -85,9 +87,11 @@ class MyPipelines:
         return self._with_jobs(list(found.values()), notices), more
 
     def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
-        """Read one, and note down that it was opened. Raises: SpecError where its file cannot be read."""
+        """Read one, and note down that it was opened. Raises: SpecError for another tool's file, too."""
         path = self.find(pipeline)
         found = read_spec_file(path)
+        if found.spec is None and (said := explain_no_spec(path)):
+            raise SpecError(said)
         if not self._is_beside(path):
             self._unsaid = []
             _tried(lambda: self._recent.add(path), self._unsaid)
@@ -100,7 +104,9 @@ class MyPipelines:
             raise SpecError(f"{show(text)} is no pipeline: give the name of one, or a path")
         if "/" in text or os.sep in text or not _is_name(text):
             return Path(os.path.realpath(os.path.expanduser(text)))
-        return self._place(check_name(text))
+        place, beside_notebook = self._place(check_name(text)), Path(os.path.realpath(text))
+        is_there = text.endswith(SUFFIX) and not os.path.lexists(place) and beside_notebook.is_file()
+        return beside_notebook if is_there else place
 
     def create(self, content: PipelineSpec | Mapping[str, Any], *, name: str | None = None) -> SpecFile:
         """Write a new one, under ``name`` or its own; what is no spec yet is a draft. Raises: Conflict, SpecError."""

@@ -18,6 +18,7 @@ class Target:
     options: Mapping[str, str] = field(default_factory=dict)
 
 
+GPUS = "how many GPUs a node has that names no devices; default: none"  # an option of all
 _TORCHTITAN = {
     "model": "the name of a model; default: llama3",
     "flavor": "one of its sizes, as 8B; default: debugmodel",
@@ -26,13 +27,13 @@ _TORCHTITAN = {
     "dataset": "the name of a dataset, as c4; default: c4_test",
 }
 _KUBERNETES = {
-    "namespace": "its namespace; default: that of kubectl",
+    "namespace": "the namespace of the job; default: that of kubectl",
     "pvc": "a claim that is there: it keeps what the job makes",
-    "pvc_size": "the size of a claim that is made to keep it: 10Gi",
+    "pvc_size": "the size of a claim that is made to keep it, as 50Gi",
     "storage_class": "the storage class of a claim that is made",
-    "shm": "how much shared memory a node has: 2Gi",
-    "cpus": "how many processors a node has: 8",
-    "memory": "how much memory a node has: 32Gi",
+    "shm": "how much shared memory a node has, as 16Gi; default: 2Gi",
+    "cpus": "how many processors a node has, as 8",
+    "memory": "how much memory a node has, as 32Gi",
     "secret": "the Secret with the variables of secrets; default: the name of the job",
 }
 TARGETS: Mapping[str, Target] = {
@@ -54,20 +55,20 @@ TARGETS: Mapping[str, Target] = {
             "part": "which nodes the lease has: all, first or others; default: all",
             "ssh_key": "your public key, the line of ~/.ssh/id_ed25519.pub",
             "gpu_model": "models of NVIDIA, as a100:80Gi,h100; default: any",
-            "price": "the most that a block may cost for a node, a whole number",
+            "price": "the most that a block may cost for a node, a whole number; default: 10000, with GPUs 100000",
             "denom": "what it is paid in, uact or uakt; default: uact",
-            "cpus": "how many processors a node has",
-            "memory": "the memory of a node, as 32Gi",
-            "disk": "the disk of a node, as 20Gi",
-            "shm": "the shared memory of a node, as 16Gi",
-            "volume": "the volume of a node's checkpoints, as 50Gi",
+            "cpus": "how many processors a node has; default: 2 for a rank, 8 for one on a GPU",
+            "memory": "the memory of a node, as 64Gi; default: 4Gi for a rank, 32Gi for one on a GPU",
+            "disk": "the disk of a node, as 100Gi; default: 20Gi",
+            "shm": "the shared memory of a node, as 8Gi; default: 2Gi, with GPUs 16Gi",
+            "volume": "the volume of a node's checkpoints, as 200Gi; default: 50Gi",
         },
     ),
     "pytorchjob": Target(".yaml", "a PyTorchJob for Kubeflow's training operator on Kubernetes", _KUBERNETES),
     "trainjob": Target(
         ".yaml",
         "a TrainJob for Kubeflow Trainer on Kubernetes",
-        {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime: torch-distributed"},
+        {**_KUBERNETES, "runtime": "the ClusterTrainingRuntime; default: torch-distributed"},
     ),
     "runai": Target(
         ".sh",
@@ -95,15 +96,17 @@ TARGETS: Mapping[str, Target] = {
 
 
 def _describe(name: str) -> str:
-    """Say what is given for an option, once for the formats that say the same of it."""
+    """Say what is given for an option; of which format, where they do not say the same of it."""
     kinds: dict[str, list[str]] = {}
     for kind, target in TARGETS.items():
         if name in target.options:
             kinds.setdefault(target.options[name], []).append(kind)
+    if len(kinds) == 1:
+        return next(iter(kinds))
     return "; ".join(f"of {', '.join(each)}: {words}" for words, each in kinds.items())
 
 
-OPTIONS: Mapping[str, str] = {  # of all of them, each with the formats that have it
+OPTIONS: Mapping[str, str] = {  # of all of them
     name: _describe(name) for name in dict.fromkeys(name for target in TARGETS.values() for name in target.options)
 }
 # What is imported; a file is of the first kind that fits.

@@ -22,29 +22,41 @@ def spec(tmp_path: Path) -> str:
 
 
 def test_script_is_printed(spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["export", "torchrun", spec, "--training.epochs", "7", "--rendezvous.port=77"]) == 0
+    words = ["--training.epochs", "7", "--rendezvous.port=77"]
+    assert main(["export", "torchrun", spec, *words]) == 0
     text, errors = capsys.readouterr()
     assert text.startswith("#!/bin/sh\n# mnist: 2 ranks on 2 nodes")
     assert '"epochs": 7' in text and "--rdzv-endpoint=a:77" in text
-    assert errors == ""
+    told = "no GPUs are exported for a, b: where there are some, give gpus, how many each has"
+    assert errors == f"detrain-nb: warning: nodes.devices: {told}\n"
+    assert main(["export", "runai", spec, *words, "--gpus", "2", "--image", "a/b:1"]) == 0
+    assert capsys.readouterr().err == "", "what is said of an image is about jobs of ours"
     assert subprocess.run(["sh", "-n"], input=text, text=True, timeout=60).returncode == 0
 
 
 def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "job.sbatch"
-    words = ["--output", str(output), "--gpus", "4", "--time", "01:00:00", "--nodes", "x,y,z"]
+    words = ["--output", str(output), "--gpus", "4", "--time", "01:00:00", "--nodes", "x,y,z", "--name", "other"]
     assert main(["export", "slurm", spec, *words]) == 0
     assert capsys.readouterr() == ("", f"wrote {output}\n")
     assert main(["export", "slurm", spec, *words]) == 0
     assert capsys.readouterr() == ("", f"wrote {output}, in place of what was there\n")
     text = output.read_text()
-    assert "#SBATCH --nodes=3\n" in text and "#SBATCH --gpus-per-node=4\n" in text and "--time=01:00:00\n" in text
+    assert (
+        "#SBATCH --nodes=3\n" in text
+        and "--job-name=other\n" in text
+        and "#SBATCH --gpus-per-node=4\n" in text
+        and "--time=01:00:00\n" in text
+    )
 
 
 def test_help_names_the_options_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["export", "--help"])
-    text = "".join(capsys.readouterr().out.split())  # lines are also broken at a hyphen
+    shown = capsys.readouterr().out
+    slurm = shown.partition("\noptions of slurm:\n")[2].partition("\n\n")[0]
+    assert "--time" in slurm and "--namespace" not in slurm
+    text = "".join(shown.split())  # lines are also broken at a hyphen
     for name, words in OPTIONS.items():
         assert "".join(f"--{name.replace('_', '-')}{name.upper()}{words}".split()) in text
 
@@ -70,10 +82,17 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option time: it has no options"),
         (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),
         (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it is not there"),
+        (
+            ["export", "slurm", "TITAN"],
+            "titan.toml: is no spec, but of the kind torchtitan: make one of it first: import",
+        ),
     ],
 )
 def test_wrong_line_is_one_line(words: list[str], said: str, spec: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([spec if word == "SPEC" else word for word in words]) == 2
+    titan = Path(spec).with_name("titan.toml")
+    titan.write_text('model.flavor = "8B"\n')
+    files = {"SPEC": spec, "TITAN": str(titan)}
+    assert main([files.get(word, word) for word in words]) == 2
     errors = capsys.readouterr().err
     assert said in errors and errors.startswith("detrain-nb: ") and errors.count("\n") == 1
 

@@ -347,11 +347,13 @@ def _deployed(spec: PipelineSpec, make_testbed: MakeTestbed, folder: Path) -> It
             pod.start(*(fill_in(word, env) for word in service["args"]), **env)
             started.callback(pod.stop)
         for pod in pods:
-            pod.wait_for("container: the job has ended, with status 0; sshd stays")
+            pod.wait_for("container: the job has ended, with status")
+            assert "with status 0; sshd stays" in pod.output, pod.output
         yield pods
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name, who_tells, model",
     [
@@ -374,6 +376,7 @@ def test_model_of_a_template_is_trained_in_containers_and_fetched(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_ranks_in_two_containers_begin_anew_together(make_testbed: MakeTestbed, tmp_path: Path) -> None:
     restarts = {"max_restarts": 2}
     spec = _spec(source={"script_text": ONCE}, env={"MARK": "mark"}, rendezvous=restarts)

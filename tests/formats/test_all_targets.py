@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -54,3 +56,12 @@ def test_targets_are_those_that_can_be_exported() -> None:
 
 def test_password_in_the_url_of_a_file_is_not_shown() -> None:
     assert write_export("text", "memory://me:secret@x/a.sh") == "wrote memory://***@x/a.sh"
+
+
+def test_page_of_targets_tells_of_each_and_of_its_options() -> None:
+    page = (Path(__file__).parents[2] / "docs/targets.md").read_text()
+    assert re.findall(r"^(##.*)\n+##? ", page, re.MULTILINE) == [], "headings with nothing below"
+    for name, target in TARGETS.items():
+        assert re.search(rf"(`|export ){name}\b", page), name
+        for option in target.options:
+            assert re.search(rf"`(--)?({option}|{option.replace('_', '-')})\b", page), (name, option)

@@ -376,6 +376,10 @@ def test_pasted_text_of_toml_is_read_as_such() -> None:
     assert import_text(text).to_dict()["training"] == _import("llama3_8b.toml", TITAN_LAST).to_dict()["training"]
 
 
-def test_spec_of_ours_is_sent_to_where_specs_are_opened() -> None:
+def test_file_of_ours_is_sent_to_where_it_is_read() -> None:
     with pytest.raises(SpecError, match=r"^a\.toml: is a spec already: open it as it is"):
         _import("a.toml", {"name": "a", "source": {"script": "a.py"}})
+    with pytest.raises(SpecError, match=r"^a\.toml: is a nodes file already: give it as it is, as --nodes FILE"):
+        _import("a.toml", {"nodes": [{"host": "gpu1"}]})
+    with pytest.raises(SpecError, match=r"^a\.py: is a program, and none is run to be read: make a spec with it"):
+        import_text("import torch\nprint(1)\n", name="a.py")

@@ -177,6 +177,23 @@ def test_what_no_server_takes_is_found(case: str) -> None:
     assert find_faults(documents)
 
 
+CLAIM: dict[str, Callable[[Fields], None]] = {
+    "a misspelt field": lambda claim: _rename(claim["spec"], "accessModes", "accessMode"),
+    "another version": lambda claim: claim.update(apiVersion="v2"),
+    "a text for a list": lambda claim: claim["spec"].update(accessModes="ReadWriteOnce"),
+    "a mode that there is not": lambda claim: claim["spec"].update(accessModes=["ReadWrite"]),
+    "no size": lambda claim: claim["spec"]["resources"].pop("requests"),
+    "another kind": lambda claim: claim.update(kind="VolumeClaim"),
+}
+
+
+@pytest.mark.parametrize("case", CLAIM)
+def test_claim_that_no_server_takes_is_found(case: str) -> None:
+    documents = copy.deepcopy(_export("trainjob", _spec(), pvc_size="1Gi"))
+    CLAIM[case](documents[1])
+    assert find_faults(documents)
+
+
 MEET = """
 import os, sys, torch, torch.distributed as dist
 dist.init_process_group("gloo")

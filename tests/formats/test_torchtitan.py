@@ -140,6 +140,24 @@ def test_learning_rate_goes_as_the_scheduler_says(scheduler: str | None, wanted:
     assert tomllib.loads(_toml(**values))["lr_scheduler"] == {"warmup_steps": 200, **wanted}
 
 
+def test_imported_options_are_exported_where_no_other_is_given(read_toml: Callable[..., Any]) -> None:
+    spec = import_text(format_document(TITAN_2024, ".toml"), name="train.toml").spec
+    assert spec
+    config = read_toml(text := export_spec(spec, "torchtitan-toml", gpus=16))
+    assert (config.model.name, config.model.flavor) == ("llama3", "8B")
+    assert (config.training.dataset, config.training.seq_len) == ("c4", 4096)
+    assert "\n# Taken from source.arguments, unless an option of the export says otherwise: --model." in text
+    unsized = spec.with_overrides({"parallelism.pp": 1, "training.batch_size": None})
+    assert read_toml(export_spec(unsized, "torchtitan-toml", gpus=8)).training.local_batch_size == 2
+    options = {"flavor": "70B"}
+    assert read_toml(export_spec(spec, "torchtitan-toml", gpus=16, options=options)).model.flavor == "70B"
+    words = ["--model.flavor", "8B", "--training.seq_len=16", "--training.seq_len", "32"]
+    two_words = export_spec(_spec(**{"source.arguments": words}), "torchtitan")
+    assert 'model_registry("8B")' in two_words and "seq_len=32" in two_words
+    other = _spec(source={"module": "mine", "arguments": words})
+    assert 'model_registry("debugmodel")' in export_spec(other, "torchtitan")
+
+
 def test_checkpoints_are_those_of_the_spec() -> None:
     def saved(**values: Any) -> dict[str, Any]:
         return dict(tomllib.loads(_toml(**values))["checkpoint"])

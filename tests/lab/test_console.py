@@ -205,6 +205,7 @@ def test_everybody_can_use_it(
     expect(view.get_by_role("group", name="Left out of the import")).to_be_visible()
     check_accessibility(view)
     view.get_by_role("button", name="My Pipelines").click()
+    expect(view.get_by_label("Search name, node, status")).to_be_focused()  # else its cell is the active one again
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()
     view.get_by_role("button", name="More for sweep-lr").click()
@@ -380,6 +381,8 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     expect(view.get_by_label("Batch size")).to_have_value("32")
     expect(shown.locator(".dt-job .head")).to_be_visible()
     assert nb.js(_SCROLLED) == 0, "a page that is loaded again stays where it is"
+    view.get_by_role("button", name="Review & start").click()
+    expect(view.get_by_label("time", exact=True)).to_have_value("02:00:00")  # of the export to Slurm
     open_again = shown.get_by_role("button", name="Open pipeline")
     expect(open_again).to_be_hidden()  # it is open
     view.get_by_role("button", name="My Pipelines").click()
@@ -507,6 +510,10 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
         press(view.get_by_role("button", name="Save the file…"))
         keys.press("Enter")
         expect(view.get_by_text(said)).to_be_visible()
+    expect(view.get_by_role("button", name="Write over it")).to_be_focused()
+    keys.press("Escape")
+    expect(view.get_by_label("Save as")).to_be_focused()
+    keys.press("Enter")
     expect(view.get_by_role("button", name="Write over it")).to_be_focused()
     keys.press("Enter")
     expect(view.get_by_role("button", name="Save the file…")).to_be_focused()

@@ -213,6 +213,8 @@ def test_jobs_specs_and_folders_stand_for_their_names(tab: _Tab, home: Path, mon
     assert tab("%%torchrun --fol", after="\n1") == ["--follow"]
     assert tab("%pipeline pl") == ["plan"]
     assert [name for name in tab("%pipeline export ") if name[:2] != "--"] == sorted(TARGETS)
+    assert tab("%pipeline export akash a.toml --pr") == ["--price"] and tab("%pipeline export slurm --pr") == []
+    assert tab("%pipeline export --pr") == ["--price", "--project"] and tab("%job logs slurm --no") == ["--node"]
     assert tab("%pipeline import --from ss") == ["ssh_config"]
     assert "gpus.json" in tab("%pipeline import ")
     assert tab("%job submit a.toml --trai") == ["--training."]

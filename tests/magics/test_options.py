@@ -184,6 +184,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text("Host gpu1 gpu2 gpu1.invalid\nHost *\n")
     (tmp_path / "nodes.toml").touch()
+    (tmp_path / "cluster").touch()
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("USERPROFILE", str(tmp_path))
@@ -199,6 +200,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("gpu1,gpu22", "did you mean gpu2?"),
         ("alice@gqu2:22", "did you mean gpu2?"),
         ("nodes.tmol", "did you mean nodes.toml?"),
+        ("nodes.toml", ""),
+        (
+            "cluster",
+            "cluster is a file, but no nodes file: %pipeline import cluster -o nodes.toml reads lists of hosts",
+        ),
         ("gpu1", ""),
         ("elsewhere.example.org", ""),
         ("", ""),

@@ -47,8 +47,10 @@ def test_script_is_printed_or_written(
     magics.pipeline(f"export torchrun spec --training.epochs 7 --output {tmp_path}/job.sh")
     assert (tmp_path / "job.sh").read_text() == text
     assert capsys.readouterr().out == f"wrote {tmp_path}/job.sh\n"
-    magics.pipeline("export torchrun spec --rendezvous.max_restarts 1")
-    assert capsys.readouterr().err.startswith("warning: checkpoint: ranks that begin anew begin at step 0")
+    magics.pipeline("export torchrun spec --rendezvous.max_restarts 1 --name other --nodes x,y,z")
+    said = capsys.readouterr()
+    assert said.err.startswith("warning: checkpoint: ranks that begin anew begin at step 0")
+    assert "# other: 3 ranks on 3 nodes" in said.out
 
 
 def test_import_is_returned_or_written(
@@ -80,6 +82,7 @@ def test_import_is_returned_or_written(
         ("plan", "the following arguments are required: SPEC"),
         ("plna spec", "'plna' is no command: did you mean plan?"),
         ("plan gone.json", "gone.json cannot be read: it is not there"),
+        ("plan titan.toml", "titan.toml: is no spec, but of the kind torchtitan: make one of it first: import"),
         ("export torchrn spec", "'torchrn' is no format to export to: give one of torchrun, slurm"),
         ("export slurm spec", "a has 2 ranks on cpu, b has 1 on cpu: give them the same"),
         ("plan spec --parallelism.tp 4", "mesh tp=4"),
@@ -89,7 +92,11 @@ def test_import_is_returned_or_written(
         ("plan 'spec", "No closing quotation"),
     ],
 )
-def test_wrong_line_is_one_line(magics: PipelineMagics, line: str, said: str) -> None:
+def test_wrong_line_is_one_line(
+    magics: PipelineMagics, line: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("titan.toml").write_text('model.flavor = "8B"\n')
     with pytest.raises(UsageError) as caught:
         magics.pipeline(line)
     assert said in str(caught.value) and "\n" not in str(caught.value)

@@ -304,6 +304,17 @@ def test_files_opened_elsewhere_are_listed_and_never_moved(mine: MyPipelines, tm
     assert gone.fault == "it is not there any more"
 
 
+def test_name_with_suffix_is_of_the_folder_else_of_a_file_where_the_notebook_is(mine: MyPipelines) -> None:
+    Path("train.toml").write_text('name = "train"\n[source]\nscript_text = "1"\n')
+    assert mine.open("train.toml").path == Path("train.toml").resolve()
+    assert mine.find("train").parent == mine.find("other.toml").parent == mine.folder
+    created = mine.create({**DATA, "name": "train"})
+    assert mine.open("train.toml").path == created.path
+    Path("titan.toml").write_text('model.flavor = "8B"\n')
+    with pytest.raises(SpecError, match=r"titan\.toml: is no spec, but of the kind torchtitan: make one of it first"):
+        mine.open("titan.toml")
+
+
 def test_list_of_recent_files_that_others_can_write_is_not_believed(mine: MyPipelines, tmp_path: Path) -> None:
     file = tmp_path / "shared.toml"
     file.write_text('name = "shared"\n[source]\nscript_text = "1"\n')

@@ -36,6 +36,13 @@ _GPUS = ("auto", "auto")
 TEMPLATES = {
     "pipeline-cpu.yaml": Template(_spec("pipeline", *_CPUS, script="pipeline.py", pp=2)),
     "pipeline-gpu.yaml": Template(_spec("pipeline", *_GPUS, script="pipeline.py", pp=2), gpus=1),
+    # what DeTrain's templates ask for
+    "pipeline-a100.yaml": Template(
+        _spec("pipeline", *_GPUS, script="pipeline.py", pp=2), {"gpu_model": "a100:40Gi"}, gpus=1
+    ),
+    "pipeline-p100.yaml": Template(
+        _spec("pipeline", *_GPUS, script="pipeline.py", pp=2), {"gpu_model": "p100:16Gi"}, gpus=1
+    ),
     "tensor-cpu.yaml": Template(_spec("tensor", *_CPUS, script="tensor.py", tp=2)),
     "tensor-gpu.yaml": Template(_spec("tensor", *_GPUS, script="tensor.py", tp=2), gpus=1),
     "tensor-a100-h100.yaml": Template(
