@@ -225,7 +225,7 @@ def has_password(where: str) -> bool:
 def has_password_of_user(where: str) -> bool:
     """Whether a URL has a password before its host, or, over http, a user: that may be a token."""
     start, slashes, rest = _PIECES.fullmatch(where).groups(default="")  # type: ignore[union-attr]  # it matches all
-    scheme, user = start.strip().lower(), _USER.match(rest) if slashes else None
+    scheme, user = start.strip().lower(), _find_user(rest) if slashes else None
     if user is None or scheme in ("file:", "local:"):
         return False
     return ":" in user[0] or scheme in ("http:", "https:")
@@ -280,6 +280,11 @@ def _move(files: Any, part: str, target: str) -> None:
         files.mv(part, target)
 
 
+def _find_user(rest: str) -> re.Match[str] | None:
+    """What stands before a host; without an @ there is none, and to look at each colon of a long text takes minutes."""
+    return _USER.match(rest) if "@" in rest else None
+
+
 def _callback(on_progress: OnProgress | None) -> Callback:
     return Callback(hooks={"told": lambda size, done, **_: on_progress(done, size or 0)} if on_progress else None)
 
@@ -289,7 +294,7 @@ def _name(text: str) -> str:
     start, slashes, rest = _PIECES.fullmatch(text).groups(default="")  # type: ignore[union-attr]  # it matches all
     if not slashes:
         return printable(text)
-    user = _USER.match(rest)
+    user = _find_user(rest)
     if ":/" in rest or (user and "?" in user[0]):
         rest = _HIDDEN  # nobody can say where a password ends
     elif user:

@@ -111,6 +111,13 @@ def test_yaml_is_read_by_its_version_1_2() -> None:
     )
 
 
+def test_what_other_parsers_of_yaml_take_for_no_text_is_written_in_quotes() -> None:
+    texts = ["y", "N", "no", "0X1F", "0B1", "0O7", "0o7", "1_0e3", "1_0", "1_" * 9999 + "1", "2001-1-1", "1:30", "1e3"]
+    for text in texts:  # the name of a job, of a namespace, of an image
+        assert format_document({"a": text}, ".yaml") == f'a: "{text}"\n'
+    assert format_document({"yes-1": "2Gi"}, ".yaml") == "yes-1: 2Gi\n"
+
+
 def _bomb() -> str:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 30)]
@@ -249,6 +256,15 @@ def _laughs() -> dict[str, Any]:
     return data
 
 
+@pytest.mark.parametrize("suffix", [".json", ".toml", ".yaml"])
+def test_text_that_controls_a_terminal_or_turns_the_writing_is_seen(suffix: str) -> None:
+    odd = "a\x7f\x9b2J\u202eb\u2066\u2028 é日"
+    data = {odd: odd, "b": [f"x\n{odd}\ny\n", f"x: '{odd}'\n"]}
+    text = format_document(data, suffix)
+    assert text.replace("\n", "").isprintable() and "é日" in text
+    assert parse_document(text, suffix) == data
+
+
 UNWRITABLE = {
     "itself": (_itself(), "has more than 100 levels"),
     "laughs": (_laughs(), "has more than 100000 values"),
@@ -258,6 +274,7 @@ UNWRITABLE = {
     "a name that is no text": ({"a": {1: 2}}, "a: the name 1 is no text"),
     "half a character": ({"a": "\udcff"}, "a: .* is a text that UTF-8 cannot write"),
     "too much text": ({"a": "x" * 1_000_000}, "larger than 1 MB"),
+    "one text very often": ({"a": ["x" * 900_000] * 300}, "larger than 1 MB"),
 }
 
 

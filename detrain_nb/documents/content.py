@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date, time
@@ -13,6 +14,8 @@ from ..storage import shown
 MOST_BYTES = 1_000_000
 MOST_LEVELS = 100
 MOST_VALUES = 100_000
+# What controls a terminal, or turns the writing: a reader would see something else than what stands there.
+_TURNS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 TOO_LARGE = f"larger than {MOST_BYTES // 1_000_000} MB: give less"
 TOO_DEEP = f"has more than {MOST_LEVELS} levels: give fewer"
 TOO_MANY = f"has more than {MOST_VALUES} values: give fewer"
@@ -43,10 +46,13 @@ class _Place:
 def check_values(content: object) -> None:
     """Raises: SpecError for what a document cannot hold, or too much of it; a value that holds itself is too deep."""
     todo: list[tuple[object, _Place]] = [(content, _Place())]
-    num_values = 0
+    num_values = num_chars = 0
     while todo:
         value, place = todo.pop()
         num_values += 1
+        num_chars += len(value) if isinstance(value, str) else 0  # before it takes minutes to write them
+        if num_chars > MOST_BYTES:
+            raise SpecError(TOO_LARGE)
         below: Iterator[tuple[str | int, object]] = iter(())
         if type(value) is dict:
             for key in value:
@@ -97,6 +103,11 @@ def say_twice(name: str) -> str:
 def say_syntax(text: str) -> str:
     """What a parser of the standard library says, as an error of ours begins."""
     return shown(text[:1].lower() + text[1:])
+
+
+def write_visible(text: str) -> str:
+    """Write in the text of a document, where these stand in double quotes alone, what no reader sees."""
+    return _TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def float_text(value: float) -> str:

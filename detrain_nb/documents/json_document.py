@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from ..errors import SpecError
-from .content import say_syntax, say_twice
+from .content import say_syntax, say_twice, write_visible
 
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
 
@@ -55,4 +55,4 @@ def _find_twice(text: str) -> str:
 
 
 def write(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2) + "\n"
+    return write_visible(json.dumps(value, ensure_ascii=False, allow_nan=False, indent=2)) + "\n"

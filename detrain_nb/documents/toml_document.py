@@ -10,7 +10,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..storage import shown
-from .content import float_text, say_syntax
+from .content import float_text, say_syntax, write_visible
 
 _MOST_DOTS = 20  # in a key: TOML's parser takes memory and time by the square of its parts
 # What may have dots and is no key, what stands between keys, a dot.
@@ -73,7 +73,7 @@ def _key(key: str) -> str:
 
 
 def _text(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return write_visible(json.dumps(text, ensure_ascii=False))
 
 
 def _value(value: Any, key: str) -> str:

@@ -17,7 +17,7 @@ import yaml
 
 from ..errors import SpecError
 from ..storage import shown
-from .content import MOST_LEVELS, MOST_VALUES, TOO_DEEP, TOO_MANY, float_text, say_twice
+from .content import MOST_LEVELS, MOST_VALUES, TOO_DEEP, TOO_MANY, float_text, say_twice, write_visible
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_IN_YAML = re.compile("[^\t\n\r -~\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
@@ -28,6 +28,8 @@ _INT = re.compile("[-+]?[0-9]+")
 _BASED = re.compile("0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
+# What Go's parser of Kubernetes takes for a boolean, a number, a date, and no other version of YAML does.
+_OF_GO = re.compile("[yYnN]|0[xXoObB].*|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*")
 _IS_TEXT = "tag:yaml.org,2002:str"
 
 
@@ -119,7 +121,7 @@ def _resolve(text: str) -> Any:
 def write(value: object) -> str:
     stream = [yaml.StreamStartEvent(), yaml.DocumentStartEvent(explicit=False)]
     stream += [*_events(value), yaml.DocumentEndEvent(explicit=False), yaml.StreamEndEvent()]
-    return str(yaml.emit(stream, allow_unicode=True, width=sys.maxsize))
+    return write_visible(yaml.emit(stream, allow_unicode=True, width=sys.maxsize))
 
 
 def _events(value: Any) -> Iterator[Any]:
@@ -151,8 +153,9 @@ def _scalar(value: Any, *, is_key: bool = False) -> Any:
 
 
 def _is_text_everywhere(text: str) -> bool:
-    """By version 1.1, too, where ``no`` is a boolean and ``1:30`` a number."""
-    if _INT.fullmatch(text):  # of which int() takes no more than some digits
+    """By version 1.1, too, where ``no`` is a boolean and ``1:30`` a number, and by Kubernetes, where ``y`` is one."""
+    plain = text.replace("_", "")
+    if _INT.fullmatch(plain) or _FLOAT.fullmatch(plain) or _OF_GO.fullmatch(text):  # int() takes some digits alone
         return False
     return type(_resolve(text)) is str and (
         yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)) == _IS_TEXT

@@ -21,6 +21,7 @@ from .job_script import (
     DEFAULT_PORT,
     FOLDER,
     NODE,
+    OF_SYSTEM,
     JobProgram,
     describe,
     launch_on,
@@ -37,6 +38,7 @@ from .shell import quote, quote_command
 __all__ = ["export"]
 
 SSH_PORT = 2222  # of the container's sshd, which is no root's
+_KEY = "SSH_PUBKEY"  # the entrypoint lets in who has one of these
 _PLACEMENT = "akash"
 _STARTS, _PARTS = ("job", "session"), ("all", "first", "others")
 _MOST_NODES = 20  # of a lease: validation_config.go of Akash's chain-sdk
@@ -44,7 +46,6 @@ _MOST_SCRIPT_BYTES = (128 << 10) - 1  # Linux passes no longer argument
 # Kubernetes makes other names of it, with up to ten characters behind: a volume's, that of its port.
 _SERVICE = re.compile(r"[a-z](?:[-a-z0-9]{0,50}[a-z0-9])?")
 _PUBLIC_KEY = re.compile(r"(?:ssh|ecdsa|sk)-[!-~]+ [A-Za-z0-9+/=]+(?: [ -~]*)?")
-_OF_SYSTEM = ("/dev", "/proc", "/sys")
 _ADDRESS = "DETRAIN_NB_JOB_ADDRESS"
 _PORTS = "gloo and NCCL listen on ports that no lease forwards"
 
@@ -140,7 +141,7 @@ def _find_mount(spec: PipelineSpec) -> str:
         return ""
     path = PurePosixPath(f"/{url.lstrip('/')}")
     is_odd = not url.startswith("/") or not path.name or ":" in url or ".." in path.parts
-    if is_odd or any(path.is_relative_to(folder) for folder in _OF_SYSTEM):
+    if is_odd or any(path.is_relative_to(folder) for folder in OF_SYSTEM):
         raise SpecError(
             f"checkpoint.url {spec.checkpoint.url}: Akash mounts a volume there: give the whole path of a folder of "
             "its own, as /checkpoints, or a URL of storage, as s3://bucket/folder"
@@ -158,8 +159,10 @@ def _port(spec: PipelineSpec) -> int:
 def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) -> list[str]:
     """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
     secrets = list_needed(spec) if is_job else []
+    if _KEY in spec.env or _KEY in list_needed(spec):
+        raise SpecError(f"{_KEY} says who may log in to a node: leave it out of env and secrets, and give ssh_key")
     env = {
-        "SSH_PUBKEY": ssh_key,
+        _KEY: ssh_key,
         **dict.fromkeys(secrets, ""),
         **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # they are in no file, and no login has them
         **({"DETRAIN_NB_VOLUME": mount} if mount else {}),  # a provider gives it to root; an image may change that
@@ -226,7 +229,7 @@ def _keep_from_kubernetes(text: str) -> str:
 
 def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_session: bool, has_key: bool) -> list[str]:
     is_part = len(chosen) < len(plan.nodes)
-    to_fill = [*([] if has_key else ["SSH_PUBKEY"]), *([] if is_session else list_needed(spec))]
+    to_fill = [*([] if has_key else [_KEY]), *([] if is_session else list_needed(spec))]
     lines = [f"# {describe(spec, plan)}. An SDL of Akash{', for ' + ', '.join(chosen) if is_part else ''}."]
     if is_session:
         lines += [

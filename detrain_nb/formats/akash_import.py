@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecError
+from ..plan.names import VARIABLE
 from .command_import import Launch, find_launcher, put_secret, put_variable
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
@@ -68,18 +70,21 @@ def _read(foreign: Foreign) -> Imported:
     whole.leave("endpoints", _OF_LEASE)
     whole.part("profiles").leave("placement", _MARKET)
     services = list(_list_services(whole))
-    started = {service.name: launch for service in services if (launch := _find_program(service))}
+    each = list({service.name: service for service in services}.values())  # one may be at several placements
+    started = {service.name: launch for service in each if (launch := _find_program(service))}
     if started:
-        for service in services:
-            if service.name not in started:
-                for section in ("services", "deployment"):
-                    whole.part(section).leave(service.name, _NO_RANKS)
+        for section in ("services", "deployment"):
+            table = whole.part(section)
+            for service in services:
+                if service.name not in started:
+                    table.leave(service.name, _NO_RANKS)
         services = [service for service in services if service.name in started]
+        each = [service for service in each if service.name in started]
     _read_nodes(whole, services, started)
     if started:
-        _read_programs(whole, services, started)
-        _read_image(services)
-        _read_env(whole, services)
+        _read_programs(whole, each, started)
+        _read_image(each)
+        _read_env(whole, each)
         return whole.imported("akash")
     for service in services:
         for key in ("image", "env", "command", "args"):
@@ -109,7 +114,7 @@ def _list_services(whole: Whole) -> Iterator[_Service]:
 
 def _read_nodes(whole: Whole, services: list[_Service], started: Mapping[str, Launch]) -> None:
     """Make a node of each container; of a service that has ``started`` ranks, the command line says something, too."""
-    index = 0
+    index, table = 0, whole.part("services")
     for service in services:
         fields = {**(started[service.name].node if service.name in started else {}), **_read_resources(service)}
         if isinstance(fields["devices"], list):
@@ -120,7 +125,7 @@ def _read_nodes(whole: Whole, services: list[_Service], started: Mapping[str, La
         for name in service.node_names():
             for key, value in {"name": name, "host": service.name, **fields}.items():
                 whole.put(f"nodes[{index}].{key}", value)
-                whole.part("services").stands_for(service.name, f"nodes[{index}].{key}")
+                table.stands_for(service.name, f"nodes[{index}].{key}")
             index += 1
     if not index:
         raise whole.fault("services", "there are none")
@@ -221,14 +226,16 @@ def _read_image(services: list[_Service]) -> None:
 def _read_env(whole: Whole, services: list[_Service]) -> None:
     """Give the spec the variables that all services have alike, and name the others; a secret has its name alone."""
     given = {service.name: dict(_read_variables(service)) for service in services}
-    alike = set.intersection(*(set(each.items()) for each in given.values()))
+    times = Counter(item for variables in given.values() for item in variables.items())
     common = Launch({"env": dict(whole.fields.get("env", {})), "secrets": list(whole.fields.get("secrets", []))})
     for service in services:
         for name, value in given[service.name].items():
             place = f"{service.part.path}.env: {name}"
-            if name in _OF_IMAGE:
+            if not name:
+                whole.notes.append(f"{service.part.path}.env: has an entry that names no variable")
+            elif name in _OF_IMAGE:
                 whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
-            elif (name, value) not in alike:
+            elif times[name, value] < len(given):
                 whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
             elif service is services[0]:
                 _put_variable(common, service, name, value)
@@ -250,8 +257,9 @@ def _put_variable(common: Launch, service: _Service, name: str, value: str) -> N
 
 def _read_variables(service: _Service) -> Iterator[tuple[str, str]]:
     for text in service.part.texts("env"):
-        name, _, value = text.partition("=")
-        yield name, value.replace("$$", "$")
+        name, has_value, value = text.partition("=")
+        # what is no name and has no value may be a secret
+        yield name if has_value or VARIABLE.fullmatch(name) else "", value.replace("$$", "$")
 
 
 AKASH = Importer(_is_one, _read, "an SDL of Akash")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -90,12 +91,13 @@ def _read_nodes(whole: Whole, form: Part, general: Part) -> None:
     elif count != len(nodes):
         raise general.fault("nnodes", f"{count}, but {form.path}.nodes has {len(nodes)}: give the same number")
     hosts = [node.text("ip") for node in nodes]
+    times = Counter(hosts)
     form.stands_for("nodes", "nodes")
     for index, node in enumerate(nodes):
         field = f"nodes[{index}]"
         node.need("ip")
         node.carry("ip", f"{field}.host")
-        if hosts.count(hosts[index]) > 1 or len(hosts[index]) > MOST_NAME_CHARS:
+        if times[hosts[index]] > 1 or len(hosts[index]) > MOST_NAME_CHARS:
             whole.put(f"{field}.name", f"node-{index}")
         whole.put(f"{field}.ranks", ranks)
         whole.put(f"{field}.devices", "auto" if node.flag("gpu") else "cpu")

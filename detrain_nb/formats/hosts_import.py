@@ -17,6 +17,7 @@ __all__ = ["HOSTFILE", "expand_hosts"]
 
 _MOST_SLOTS = 1024
 _MOST_CHARS = 253  # of a host name
+_MOST_TIMES = 500_000  # that hosts are named
 _LINE = re.compile(r"(\S++)((?:[ \t]++[A-Za-z_][\w-]*+[ \t]*+=[ \t]*+[^\s=]++)*+)[ \t]*+")
 _HOSTS = re.compile(r"(?:\w++@)?(?:[\w.-]|\[[\d,-]++\])++(?:,(?:[\w.-]|\[[\d,-]++\])++)*+(?::\d++)?", re.ASCII)
 _SETTING = re.compile(r"([\w-]++)[ \t]*+=[ \t]*+(\S++)")
@@ -86,9 +87,13 @@ def _read(foreign: Foreign) -> Imported:
     slots: dict[str, int] = {}
     has_slots: set[str] = set()
     left_out: dict[str, int] = {}
+    times = 0
     for number, line in _lines(foreign.text):
         try:
             hosts, count, unused = _read_line(line)
+            times += len(hosts)
+            if times > _MOST_TIMES:
+                raise SpecError(f"hosts are named more than {_MOST_TIMES:,} times: give each once, with its slots")
             for host in hosts:
                 slots[host] = slots.get(host, 0) + (count or 1)
                 has_slots.update([host] if count or slots[host] > 1 else [])

@@ -11,7 +11,7 @@ from typing import Any
 from ..documents import SUFFIXES, format_document, parse_content
 from ..errors import SpecError
 from ..spec import Node, PipelineSpec
-from ..text import ShownAsText
+from ..text import ShownAsText, printable
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,10 @@ class Imported(ShownAsText):
     spec: PipelineSpec | None = None
     nodes: tuple[Node, ...] = ()  # where the file has nothing else
     left_out: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Parts of the file stand there: none of them controls a terminal, or begins a line of the document above."""
+        object.__setattr__(self, "left_out", tuple(map(printable, self.left_out)))
 
     def __str__(self) -> str:
         return format_document(self.to_dict(), ".yaml") + "".join(f"# left out: {line}\n" for line in self.left_out)

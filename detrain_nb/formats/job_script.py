@@ -23,6 +23,8 @@ from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
+# What no volume may hide in a container, or it does not start.
+OF_SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
 # Variables of the script itself: no spec can set one that begins so.
 FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
 SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir

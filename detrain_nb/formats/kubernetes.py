@@ -21,6 +21,7 @@ from .job_script import (
     FOLDER,
     JOB_SPEC,
     NODE,
+    OF_SYSTEM,
     JobProgram,
     Put,
     describe,
@@ -81,7 +82,7 @@ def make_pods(spec: PipelineSpec, plan: Plan, options: Options, *, by: str, long
     check_name(spec.name, longest=longest)
     check_needs(spec)
     ranks, node = check_alike(spec, plan, by=by)
-    checkpoints = find_checkpoint_folder(spec, taken=(WORK_AT, FILES_AT, "/dev/shm"))
+    checkpoints = find_checkpoint_folder(spec, taken=(WORK_AT, *OF_SYSTEM))
     claim = options.claim(spec.name, is_needed=checkpoints is not None)
     files = _Files()
     program = read_program(spec, plan, put=files.put)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..documents.content import put_place
+from ..documents.content import MOST_VALUES, put_place
 from ..errors import FieldError, SpecError
 from ..launch import Program, Rendezvous, launch_job
 from ..plan.job import JobSpec
@@ -30,6 +30,7 @@ from .command_import import (
 )
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
+from .reading import NO_FIELD
 from .shell import show_breaks
 from .shell_words import Command, Word, split_script
 
@@ -42,13 +43,30 @@ _STARTS = re.compile(
 _SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE)
 _SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
+# Options of git clone that have a value behind them, and those of which the same files come.
+_VALUED = (
+    "--depth",
+    "-c",
+    "--config",
+    "-o",
+    "--origin",
+    "-j",
+    "--jobs",
+    "-u",
+    "--upload-pack",
+    "--template",
+    "--filter",
+)
+_ALIKE = ("--depth", "--single-branch", "--filter", "--quiet", "--progress", "--jobs", "--no-tags", "--origin")
+_ALIKE_SHORT = ("-q", "-v", "-j", "-o", "--")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _OF_NODE = ("HOME", "USER")  # variables that every node has
 _MOST_LINES = 5
-_MOST_EXPORTS = 200_000  # of variables, each time that ranks are started
+_MOST_VARIABLES = 1000
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
 _OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "*", "*$*")
 _OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
+_OUR_SSH = re.compile(r"GIT_SSH_COMMAND=ssh (?:-o \w+=\w+ )*-i ((?:[^\s\\'\"]|'[^']*'|\"[^\"\\]*\")+)")
 _OUR_SBATCH = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "output")
 _LAUNCH_ENV = launch_job(  # what every launch sets
     Rendezvous("c10d", "", ("", 0), max_restarts=1), Program("module", ("a",)), nodes=1, ranks=1, node_rank=0, python=""
@@ -76,6 +94,7 @@ class _Script:
     needed: list[str] = field(default_factory=list)  # variables without which it does not go on
     image: str = ""
     before_case: _Script | None = None
+    num_seen: int = 0  # by all that it starts: variables, repositories
     launches: list[tuple[int, Launch]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     others: dict[str, list[int]] = field(default_factory=dict)  # commands that are not carried over, with their lines
@@ -87,7 +106,7 @@ class _Script:
         return _read_job(JobSpec.from_json(text)) if text is not None else {}
 
     def begin_case(self) -> None:
-        self.before_case = replace(self, variables=dict(self.variables), setup=list(self.setup))
+        self.before_case = replace(self, variables=dict(self.variables), setup=list(self.setup), before_case=None)
 
     def end_branch(self) -> None:
         """Forget what a branch of a case has done to the shell: another one runs instead of it."""
@@ -202,10 +221,12 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
         script.begin_case()
     elif texts[:2] == ["printf", "%s"] and len(texts) == 3 and command.files and not last.fills:
         script.written[command.files[0].text] = texts[2]
-    elif texts[:2] == ["[", "-n"] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
+    elif texts[:2] == ["[", "-n"] and texts[2:] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
         script.needed.append(needed[1])
     elif texts[0] == "unset":
-        script.needed = [name for name in script.needed if name not in texts]
+        gone = set(texts)
+        script.needed = [name for name in script.needed if name not in gone]
+        script.variables = {name: word for name, word in script.variables.items() if name not in gone}
     elif texts[0] == "eval" and len(texts) == 2 and not last.fills:
         script.setup += texts[1].split("\n")
     else:
@@ -220,7 +241,7 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
             value = Word(match[2], word.fills)
             if is_exported and word.fills and word.is_known(*_OF_NODE, match[1]) and not SECRET.search(match[1]):
                 script.setup.append(f"export {word.written}")
-            elif is_exported:
+            elif is_exported or match[1] in script.variables:  # which stays exported
                 script.variables[match[1]] = value
             else:
                 script.own[match[1]] = value, command.line
@@ -228,11 +249,13 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
             script.variables[word.text] = script.own.pop(word.text)[0]
         elif is_exported and is_added:
             script.left_out.append(f"{shown(name, most=60)}: more is added to it (line {command.line}): write it out")
+    if len(script.variables) > _MOST_VARIABLES:
+        raise SpecError(f"line {command.line}: there are more than {_MOST_VARIABLES:,} variables: give fewer")
 
 
 def _take_clone(script: _Script, command: Command) -> None:
     words = command.words[[word.text for word in command.words].index("clone") + 1 :]
-    git = _find_key(command)
+    git = _find_key(script, command)
     plain: list[Word] = []
     pending = ""
     for word in words:
@@ -241,12 +264,14 @@ def _take_clone(script: _Script, command: Command) -> None:
             pending = ""
         elif word.text in ("-b", "--branch"):
             pending = "ref"
-        elif word.text in ("--depth", "-c", "--config", "-o", "--origin", "-j", "--jobs", "--reference"):
-            pending = "passed over"
         elif word.text.startswith("--branch="):
             git["ref"] = word.text.partition("=")[2]
         elif not word.text.startswith("-"):
             plain.append(word)
+        else:
+            pending = "passed over" if word.text in _VALUED else ""
+            if word.text not in _ALIKE_SHORT and not word.text.startswith(_ALIKE):
+                script.left_out.append(f"git clone {shown(word.text.partition('=')[0], most=60)}: {NO_FIELD}")
     if not plain or plain[0].fills:
         script.others.setdefault("git clone", []).append(command.line)
         return
@@ -262,13 +287,15 @@ def _take_clone(script: _Script, command: Command) -> None:
     script.repositories.append(_Repository({"url": url, **git}, _go(script.folder, folder)))
 
 
-def _find_key(command: Command) -> dict[str, Any]:
+def _find_key(script: _Script, command: Command) -> dict[str, Any]:
     """What a script of ours lets git in with: the name of a variable with a token, or the path of a key."""
     for word in command.words:
         if token := re.fullmatch(r'credential\.\S+\.helper=!f\(\) \{ .* "\$(\w+)"; \}; f', word.text):
             return {"token": token[1]}
-        if word.text.startswith("GIT_SSH_COMMAND=ssh ") and " -i " in word.text:
-            return {"ssh_key": shlex.split(word.text)[-1]}
+        if key := _OUR_SSH.fullmatch(word.text):
+            return {"ssh_key": "".join(shlex.split(key[1]))}
+        if word.text.startswith("GIT_SSH_COMMAND="):
+            script.left_out.append("GIT_SSH_COMMAND: give source.git.ssh_key")
     return {}
 
 
@@ -281,9 +308,14 @@ def _take_runai(script: _Script, texts: Sequence[str]) -> None:
 
 
 def _start(script: _Script, launch: Launch, command: Command) -> None:
-    """Note a command that starts ranks, with what it finds: variables, and the folder that it is in."""
-    if len(script.variables) * len(script.launches) > _MOST_EXPORTS:
-        raise SpecError(f"line {command.line}: too many variables are exported, and ranks started: give fewer")
+    """Note a command that starts ranks, with what it finds: variables, and the folder that it is in.
+
+    Raises: SpecError where so many are started that it would take minutes.
+    """
+    script.num_seen += len(script.needed) + len(script.repositories)
+    script.num_seen += sum(1 + len(word.text) // 1000 for word in script.variables.values())
+    if script.num_seen > MOST_VALUES:
+        raise SpecError(f"line {command.line}: ranks start yet again, with so many variables: give fewer")
     put_variables(launch, {name: word for name, word in script.variables.items() if word.text != _LAUNCH_ENV.get(name)})
     if script.needed:
         secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]
@@ -305,6 +337,8 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
 def _place_source(script: _Script, source: dict[str, Any]) -> bool:
     """Say in which folder, or repository, the script is; whether that is where its ranks run."""
     named = source["script"]
+    if named.startswith(_SOURCE):  # torchrun is told $$ there, for $
+        named = _SOURCE + named.removeprefix(_SOURCE).replace("$$", "$")
     path = _go(script.folder, named)
     if path in script.written:
         source["script_text"] = script.written[path]
@@ -347,6 +381,8 @@ def _make(script: _Script, stem: str) -> Imported:
         missing = []
     if nodes:
         fields["nodes"] = nodes
+        # the others are as these: what is wrong with a long one is not found thousands of times
+        PipelineSpec.from_dict({**fields, "nodes": nodes[: len(launches) + 1]})
     if script.image:
         fields["image"] = script.image
     if len(launches) == 1 and first.node_rank and not job:

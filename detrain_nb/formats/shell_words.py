@@ -29,7 +29,7 @@ _PIECE = re.compile(
   | (?P<single> '[^']*+' )
   | (?P<escaped> \\. )
   | (?P<opens> " | \$\( | \$\{ )
-  | (?P<filled> \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-] | `[^`]*+` )
+  | (?P<filled> \$[A-Za-z_]\w*+ | \$[0-9@*\#?$!-] | `[^`]*+` | \$'(?:[^'\\]|\\.)*+' )
   | (?P<plain> [^ \t\r\n;&|()<>'"\\$`]++ | \$(?![({]) )
     """,
     re.VERBOSE | re.DOTALL | re.ASCII,
@@ -45,7 +45,7 @@ _CLOSES = {'"': '"', "$(": ")", "(": ")", "${": "}"}
 _MOST_LEVELS = 100
 _OF_WORDS = ("single", "double", "escaped", "filled", "plain")
 # What the shell puts names of files, or several words, in the place of, where no quotes are around it.
-_FILES, _BRACES = re.compile("[*?]"), re.compile(r"\{([^{}]*+)\}")
+_FILES, _BRACES = re.compile(r"[*?]|\[[^\[\]]++\]"), re.compile(r"\{([^{}]*+)\}")
 _TILDE = re.compile(r"(?:[A-Za-z_]\w*+=(?:[^:~]*+:)*+)?(~[^:]*+)", re.ASCII)
 _ARRAY = re.compile(r"([A-Za-z_]\w*+)\+?=", re.ASCII)
 _ESCAPED = re.compile(r"\\.", re.DOTALL)

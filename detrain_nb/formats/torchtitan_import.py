@@ -11,6 +11,7 @@ from typing import Any
 
 from ..errors import SpecError
 from ..plan.choices import SCHEDULERS, SCHEDULES
+from .command_import import warn_of_secrets
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
 from .torchtitan_options import CHOICES, GONE, OPTIONS, name_today
@@ -122,6 +123,7 @@ def _read(foreign: Foreign) -> Imported:
     titan = _Titan(whole)
     whole.put("name", whole.name_after())
     whole.put("source", {"module": _MODULE, "arguments": titan.arguments})
+    whole.notes += warn_of_secrets(titan.arguments)
     for name, (field, usual) in _FIELDS.items():
         if (value := titan.look(name, usual)) is not None:
             titan.put(name, field, value)

@@ -17,6 +17,7 @@ from typing import Any
 from ..documents import parse_content
 from ..documents.content import put_place
 from ..errors import SpecError
+from ..plan.names import MOST_NAME_CHARS
 from ..storage import shown
 from .node import Node
 from .words import is_node_name
@@ -60,13 +61,15 @@ def nodes_from_lease(content: object, *, where: str = "") -> tuple[Node, ...]:
 
 
 def name_apart(leases: Iterable[Sequence[Node]]) -> tuple[Node, ...]:
-    """Put the nodes of several leases together, each with a name of its own."""
+    """Put the nodes of several leases together, each with a name of its own. Raises: SpecError for one too long."""
     nodes: dict[str, Node] = {}
     for number, lease in enumerate(leases, 1):
         for node in lease:
             name = node.name
             while name in nodes:
                 name += f"-lease{number}"
+            if len(name) > MOST_NAME_CHARS:
+                raise SpecError(f"{node.name}: two leases have this service: give it a shorter name in one SDL")
             nodes[name] = node.model_copy(update={"name": name})
     return tuple(nodes.values())
 

@@ -22,6 +22,7 @@ NODE_PATH = rf"(?![A-Za-z]:[\\/]|\\\\){PATH}"
 INSIDE = rf"(?![/~])(?!(?:.*/)?\.\.(?:/|$))(?!.*\\){PATH}"
 MODULE = r"[^\s\d.][^\s.]*(?:\.[^\s\d.][^\s.]*){0,30}"
 PYTHON_FILE = r".*\.[pP][yY]"
+_MOST_PATH_CHARS = 4096
 _OF_WINDOWS = re.compile(r"[A-Za-z]:[\\/]|\\\\")
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*){0,30}")
 
@@ -69,8 +70,8 @@ def is_module(text: str) -> bool:
 
 
 def is_path(text: str) -> bool:
-    """It goes into an argv: it may have spaces, but no control characters, and is no option."""
-    return bool(text.strip()) and not text.startswith("-") and is_one_line(text)
+    """It goes into an argv: it may have spaces, no control characters, is no option, and as long as Linux has them."""
+    return len(text) <= _MOST_PATH_CHARS and bool(text.strip()) and not text.startswith("-") and is_one_line(text)
 
 
 def check_node_path(text: str) -> str:
@@ -87,6 +88,8 @@ def is_inside(text: str) -> bool:
 
 def is_one_line(text: str, *, allowed: str = "") -> bool:
     """No control characters, no ends of lines, nothing that UTF-8 cannot write."""
+    if text.isprintable():  # most are, and it is looked at fast
+        return True
     return not any(unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"} for char in text if char not in allowed)
 
 

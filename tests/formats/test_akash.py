@@ -291,6 +291,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a folder of the job": ({"checkpoint": {"url": "out"}}, {}, r"checkpoint\.url out: .*: give the whole path"),
     "the root": ({"checkpoint": {"url": "/"}}, {}, r"checkpoint\.url /: .*: give the whole path"),
     "shared memory": ({"checkpoint": {"url": "/dev/shm"}}, {}, r"checkpoint\.url /dev/shm: .*: give the whole path"),
+    "the system": ({"checkpoint": {"url": "//usr/lib"}}, {}, r"checkpoint\.url //usr/lib: .*: give the whole path"),
     "a long script": ({"source": {"script_text": "#" * 140_000}}, {}, r"source: .* at most 131,071: give source\.git"),
     "4 TB of memory": ({"nodes": [{"host": "a", "memory_gb": 4000}]}, {}, "memory_gb 4000 of a node: .* 2048Gi"),
     "a price": ({}, {"price": "1.5"}, "price '1.5': give a whole number of uact for a block, 1 to 10000000"),
@@ -311,6 +312,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {"ssh_key": "-----BEGIN OPENSSH PRIVATE KEY-----"},
         "ssh_key: is no public key: give the line",
     ),
+    "a key of whoever wrote the spec": (
+        {"env": {"SSH_PUBKEY": "ssh-ed25519 AAAA mallory"}},
+        {"start": "session", "ssh_key": KEY},
+        "SSH_PUBKEY says who may log in to a node: leave it out of env and secrets, and give ssh_key",
+    ),
+    "a key that is to be filled in": ({"secrets": ["SSH_PUBKEY"]}, {"ssh_key": KEY}, "SSH_PUBKEY says who may log in"),
     "a start": ({}, {"start": "now"}, "start 'now': give one of job, session"),
     "others of one": ({}, {"part": "others"}, "part others: there is one node: give part all"),
 }

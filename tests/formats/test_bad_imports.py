@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 import re
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,37 @@ LONG += [
     "\t",
 ]
 
+MANY = " ".join(f"A{number}=" for number in range(20_000))
+ONCE_MORE = "torchrun a.py\n" * 9000
+SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large: a text, and what is said of it
+    "variables of branches": (f"export {MANY}\n" + "case x in\n" * 1000 + "torchrun a.py", "more than 1,000 variables"),
+    "variables of launches": (f"export {MANY[:5000]}\n{ONCE_MORE}", "ranks start yet again"),
+    "secrets of launches": (f"export {MANY[:5000].replace('=', '_KEY=')}\n{ONCE_MORE}", "ranks start yet again"),
+    "a long variable": (f"export A=$({'x' * 800_000})\n{ONCE_MORE}", "ranks start yet again"),
+    "repositories of launches": (
+        "".join(f"git clone https://a.org/{number}\n" for number in range(5000)) + ONCE_MORE[:60_000],
+        "ranks start yet again",
+    ),
+    "colons": (f"git clone https://{':' * 800_000} b\ntorchrun b/a.py\n", "git url"),
+    "hosts": ("a[1-9999]\n" * 1000, "named more than 500,000 times"),
+    "a path of nodes": (
+        f"/{'a' * 900_000}/python3 -m torch.distributed.run --nnodes 10000 a.py\n",
+        r"nodes\[0\]\.python",
+    ),
+    "placements": (  # whose script is read once
+        format_document(
+            {
+                "version": "2.0",
+                "services": {"a": {"args": ["sh", "-c", "x y\n" * 9000 + "torchrun a.py " + "a " * 40_000]}},
+                "profiles": {"compute": {"c": {}}},
+                "deployment": {"a": {f"p{number}": {"profile": "c"} for number in range(1000)}},
+            },
+            ".json",
+        ),
+        "services: nodes 1 and 2 and 3",
+    ),
+}
+
 kinds = pytest.mark.parametrize("kind", IMPORTERS)
 
 
@@ -199,6 +231,31 @@ def test_many_things_for_each_of_many_others_are_told_in_time() -> None:
     started = "\n".join(f"torchrun --nnodes 4000 --node-rank {number} a.py" for number in range(4000))
     with pytest.raises(SpecError, match=r"^a\.sh: line \d+: too many variables are exported, and ranks started"):
         import_text(f"{exported}\n{started}", name="a.sh")
+
+
+@pytest.mark.parametrize("case", SQUARES)
+def test_parts_that_are_small_alone_make_nothing_large_together(case: str) -> None:
+    text, said = SQUARES[case]
+    with pytest.raises(SpecError, match=said):
+        import_text(text)
+
+
+def test_options_of_many_hosts_are_named_once() -> None:
+    text = "Host " + " ".join(f"a{number}" for number in range(3000)) + "\n" + MANY[:20_000].replace("=", " b\n")
+    tracemalloc.start()
+    try:
+        import_text(text)
+        assert tracemalloc.get_traced_memory()[1] < 200_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_no_part_of_a_file_controls_a_terminal_or_begins_a_line() -> None:
+    text = "export A=$(\n) B='\x1b[2J'\n/a/\x1b[31m/torchrun a.py \"$(x\nsecrets: [A]\n)\"\nx'\x9b'y\n"
+    imported = import_text(text, name="a.sh")
+    assert all(line.isprintable() for line in imported.left_out)
+    assert "\nsecrets: [A]" not in str(imported)
+    assert len(imported.left_out) > 3
 
 
 @pytest.mark.parametrize("suffix", ["", ".json", ".yaml", ".toml", ".sh"])

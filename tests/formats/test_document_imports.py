@@ -245,6 +245,10 @@ def test_fault_of_a_variable_with_an_odd_name_is_told() -> None:
         content["services"][service]["env"] = ["A]]=x"]
     with pytest.raises(SpecError, match=r"^train\.yaml: services\.first\.env\.A\]\]: give"):
         _import("train.yaml", content)
+    content["services"]["first"]["env"] = ["a secret without a name", "HF_TOKEN"]
+    found = _import("train.yaml", content)
+    assert "services.first.env: has an entry that names no variable" in found.left_out
+    assert "a secret" not in str(found) and "services.first.env: HF_TOKEN: differs" in str(found)
 
 
 # Hypha
@@ -355,6 +359,8 @@ def test_configurations_of_torchtitan_start_the_same_training() -> None:
             ],
         },
     }
+    with_password = _import("a.toml", {"training": {"dataset": "c4", "dataset_path": "s3://me:abc@h/d"}})
+    assert any(line.startswith("--training.dataset_path: its value may be") for line in with_password.left_out)
     last = _import("llama3_8b.toml", TITAN_LAST)
     assert last.spec is not None
     how, schedule = last.spec.parallelism, last.spec.parallelism.schedule

@@ -383,6 +383,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         r"^checkpoint\.url checkpoints: .* give a whole path .*, or a URL$",
     ),
+    "a folder of the system": ({"checkpoint": {"url": "/a/../etc"}}, {}, r"^checkpoint\.url /a/\.\./etc: .* path"),
     "a script of 1 MB": (
         {"source": {"script_text": "#" * 1_000_000}},
         {},

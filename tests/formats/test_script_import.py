@@ -33,7 +33,7 @@ SOURCES = st.one_of(
     st.just({"module": "a.b"}),
     st.builds(lambda folder: {"path": f"/data/{folder}x", "entry": "a/b c.py"}, NAMES),
     st.just({"git": {"url": "https://example.org/a.git", "ref": "v1", "folder": "c/d"}, "entry": "train.py"}),
-    st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/train.py"}),
+    st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/$x $$.py"}),
     st.just({"git": {"url": "me@example.org:a.git", "ssh_key": "~/a b", "ref": "v1"}, "entry": "e/train.py"}),
 )
 
@@ -213,6 +213,15 @@ def test_options_in_a_variable_are_named_and_the_program_is_found() -> None:
         _fields("# torchrun a.py\nssh h 'torchrun a.py'")
     fields, left_out = _fields("accelerate launch --num_machines $N --num_processes 16 a.py")
     assert "nodes" not in fields and len(left_out) == 2
+    assert _fields("export A=1 B=2; A=3; unset B; torchrun a.py")[0]["env"] == {"A": "3"}
+    secrets = ["HF_TOKEN=abc", "PGPASSWORD=abc", "DB_PASS=abc", "AWS_CREDENTIALS=abc", "D=postgres://me:abc@h/d"]
+    shown = str(
+        import_text("\n".join(f"export {each}" for each in secrets) + "\nTOKENIZERS_PARALLELISM=no torchrun a.py")
+    )
+    kept = import_text("torchrun a.py --hf-token abc --db_url=s3://u:abc@h --max-tokens 7 https://u:abc@h/d").left_out
+    assert [line.partition(":")[0] for line in kept] == ["--hf-token", "--db_url", "an argument"]
+    assert "abc" not in str(kept)
+    assert "abc" not in shown and 'TOKENIZERS_PARALLELISM: "no"' in shown
 
 
 def test_repository_and_folder_are_found_where_the_script_goes() -> None:
@@ -226,6 +235,11 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
     with pytest.raises(SpecError, match=r"^start\.sh: line 1: git clone: leave the password out of its URL$"):
         _fields("git clone https://me:sec/ret@example.org/a; torchrun a/a.py")
+    clone = 'GIT_SSH_COMMAND="ssh -i \'" git clone --depth=1 -u evil --template x -c a.b=c -q https://a.org/b'
+    fields, left_out = _fields(f"{clone}\ntorchrun b/a.py")
+    assert fields["source"] == {"git": {"url": "https://a.org/b"}, "entry": "a.py"}
+    named = ["GIT_SSH_COMMAND", "git clone -u", "git clone --template", "git clone -c"]
+    assert [line.partition(":")[0] for line in left_out] == named
     assert _fields("cd x; bash -lc 'cd y; torchrun z/a.py'")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
     assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
         "python (line 1): a command of the shell: give source.setup if needed",

@@ -54,6 +54,8 @@ def test_several_leases_have_nodes_of_different_names(tmp_path: Path) -> None:
     assert [node.name for node in parse_nodes(f"{tmp_path}/own.toml,{tmp_path}/b.json")] == ["gpu1", "node-0"]
     with pytest.raises(SpecError, match="nodes 1 and 2 have the same name 'gpu1'"):
         parse_nodes(f"{tmp_path}/own.toml,{tmp_path}/own.toml")
+    with pytest.raises(SpecError, match=f"^{'a' * 63}: two leases have this service: give it a shorter name"):
+        nodes_from_lease([_lease(**{"a" * 63: [_way(1)]})] * 2)
 
 
 @pytest.mark.parametrize(
