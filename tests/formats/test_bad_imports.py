@@ -223,14 +223,10 @@ def test_long_text_is_told_in_time_by_its_length(kind: str) -> None:
         _import(kind, text[: len(text) // 2] + piece * (200_000 // len(piece)), name)
 
 
-def test_many_things_for_each_of_many_others_are_told_in_time() -> None:
+def test_many_options_of_many_hosts_are_told_in_time() -> None:
     hosts = " ".join(f"h{number}" for number in range(9000))
     options = "\n".join(f"  Option{number} x" for number in range(40_000))
     assert len(import_text(f"Host {hosts}\n{options}", name="config").nodes) == 9000
-    exported = "\n".join(f"export A{number}=1" for number in range(4000))
-    started = "\n".join(f"torchrun --nnodes 4000 --node-rank {number} a.py" for number in range(4000))
-    with pytest.raises(SpecError, match=r"^a\.sh: line \d+: too many variables are exported, and ranks started"):
-        import_text(f"{exported}\n{started}", name="a.sh")
 
 
 @pytest.mark.parametrize("case", SQUARES)

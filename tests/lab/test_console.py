@@ -531,6 +531,8 @@ def _export_what_cannot_be(view: Locator) -> None:
     view.get_by_label("Image").fill("ghcr.io/you/train:1")
     view.get_by_role("button", name="Review & start").click()
     expect(view.get_by_role("region", name="Exported file")).to_contain_text("kind: PyTorchJob")
+    export.get_by_role("radio", name=re.compile("^slurm")).check()
+    expect(view.get_by_role("region", name="Exported file")).to_contain_text("#SBATCH")
 
 
 @pytest.mark.slow
