@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import posixpath
 import re
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -16,7 +15,8 @@ from ..launch import Program, Rendezvous, launch_job
 from ..plan.job import JobSpec
 from ..plan.names import make_name
 from ..spec import PipelineSpec
-from ..storage import has_password_of_user, shown
+from ..storage import shown
+from .clone_import import read_clone
 from .command_import import (
     ASSIGNMENT,
     KEYWORDS,
@@ -30,7 +30,6 @@ from .command_import import (
 )
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
-from .reading import NO_FIELD
 from .shell import show_breaks
 from .shell_words import Command, Word, split_script
 
@@ -43,22 +42,6 @@ _STARTS = re.compile(
 _SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE)
 _SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
-# Options of git clone that have a value behind them, and those of which the same files come.
-_VALUED = (
-    "--depth",
-    "-c",
-    "--config",
-    "-o",
-    "--origin",
-    "-j",
-    "--jobs",
-    "-u",
-    "--upload-pack",
-    "--template",
-    "--filter",
-)
-_ALIKE = ("--depth", "--single-branch", "--filter", "--quiet", "--progress", "--jobs", "--no-tags", "--origin")
-_ALIKE_SHORT = ("-q", "-v", "-j", "-o", "--")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _OF_NODE = ("HOME", "USER")  # variables that every node has
 _MOST_LINES = 5
@@ -66,7 +49,6 @@ _MOST_VARIABLES = 1000
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
 _OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "*", "*$*")
 _OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
-_OUR_SSH = re.compile(r"GIT_SSH_COMMAND=ssh (?:-o \w+=\w+ )*-i ((?:[^\s\\'\"]|'[^']*'|\"[^\"\\]*\")+)")
 _OUR_SBATCH = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "output")
 _LAUNCH_ENV = launch_job(  # what every launch sets
     Rendezvous("c10d", "", ("", 0), max_restarts=1), Program("module", ("a",)), nodes=1, ranks=1, node_rank=0, python=""
@@ -254,49 +236,12 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
 
 
 def _take_clone(script: _Script, command: Command) -> None:
-    words = command.words[[word.text for word in command.words].index("clone") + 1 :]
-    git = _find_key(script, command)
-    plain: list[Word] = []
-    pending = ""
-    for word in words:
-        if pending:
-            git |= {"ref": word.text} if pending == "ref" else {}
-            pending = ""
-        elif word.text in ("-b", "--branch"):
-            pending = "ref"
-        elif word.text.startswith("--branch="):
-            git["ref"] = word.text.partition("=")[2]
-        elif not word.text.startswith("-"):
-            plain.append(word)
-        else:
-            pending = "passed over" if word.text in _VALUED else ""
-            if word.text not in _ALIKE_SHORT and not word.text.startswith(_ALIKE):
-                script.left_out.append(f"git clone {shown(word.text.partition('=')[0], most=60)}: {NO_FIELD}")
-    if not plain or plain[0].fills:
+    clone = read_clone(command)
+    script.left_out += clone.left_out
+    if clone.git:
+        script.repositories.append(_Repository(clone.git, _go(script.folder, clone.folder)))
+    else:
         script.others.setdefault("git clone", []).append(command.line)
-        return
-    url = plain[0].text
-    if has_password_of_user(url):
-        scheme, slashes, rest = url.partition("://")
-        server, slash, path = rest.partition("/")
-        if not slashes or "@" not in server:  # nobody can say where the password ends
-            raise SpecError(f"line {command.line}: git clone: leave the password out of its URL")
-        url = f"{scheme}://{server.rpartition('@')[2]}{slash}{path}"
-        script.left_out.append("git clone: the user and password in its URL: give source.git.token")
-    folder = plain[1].text if plain[1:] else posixpath.basename(url.rstrip("/")).removesuffix(".git")
-    script.repositories.append(_Repository({"url": url, **git}, _go(script.folder, folder)))
-
-
-def _find_key(script: _Script, command: Command) -> dict[str, Any]:
-    """What a script of ours lets git in with: the name of a variable with a token, or the path of a key."""
-    for word in command.words:
-        if token := re.fullmatch(r'credential\.\S+\.helper=!f\(\) \{ .* "\$(\w+)"; \}; f', word.text):
-            return {"token": token[1]}
-        if key := _OUR_SSH.fullmatch(word.text):
-            return {"ssh_key": "".join(shlex.split(key[1]))}
-        if word.text.startswith("GIT_SSH_COMMAND="):
-            script.left_out.append("GIT_SSH_COMMAND: give source.git.ssh_key")
-    return {}
 
 
 def _take_runai(script: _Script, texts: Sequence[str]) -> None:

@@ -1,0 +1,91 @@
+"""A git clone of a script of a shell, as a repository of a spec."""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import shlex
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import SpecError
+from ..storage import has_password_of_user, shown
+from .reading import NO_FIELD
+from .shell_words import Command, Word
+
+# Options of git clone that have a value behind them, and those of which the same files come.
+_VALUED = (
+    "--depth",
+    "-c",
+    "--config",
+    "-o",
+    "--origin",
+    "-j",
+    "--jobs",
+    "-u",
+    "--upload-pack",
+    "--template",
+    "--filter",
+)
+_ALIKE = ("--depth", "--single-branch", "--filter", "--quiet", "--progress", "--jobs", "--no-tags", "--origin")
+_ALIKE_SHORT = ("-q", "-v", "-j", "-o", "--")
+_OUR_SSH = re.compile(r"GIT_SSH_COMMAND=ssh (?:-o \w+=\w+ )*-i ((?:[^\s\\'\"]|'[^']*'|\"[^\"\\]*\")+)")
+
+
+@dataclass
+class Clone:
+    """What a git clone brings, and to which folder; no ``git`` where a shell fills in its URL."""
+
+    git: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
+    left_out: list[str] = field(default_factory=list)
+
+
+def read_clone(command: Command) -> Clone:
+    """Read a command that clones a repository. Raises: SpecError."""
+    words = command.words[[word.text for word in command.words].index("clone") + 1 :]
+    clone = Clone()
+    git, plain = _find_key(command, clone), list[Word]()
+    pending = ""
+    for word in words:
+        if pending:
+            git |= {"ref": word.text} if pending == "ref" else {}
+            pending = ""
+        elif word.text in ("-b", "--branch"):
+            pending = "ref"
+        elif word.text.startswith("--branch="):
+            git["ref"] = word.text.partition("=")[2]
+        elif not word.text.startswith("-"):
+            plain.append(word)
+        else:
+            pending = "passed over" if word.text in _VALUED else ""
+            if word.text not in _ALIKE_SHORT and not word.text.startswith(_ALIKE):
+                clone.left_out.append(f"git clone {shown(word.text.partition('=')[0], most=60)}: {NO_FIELD}")
+    if plain and not plain[0].fills:
+        clone.git = {"url": _without_password(plain[0].text, command, clone), **git}
+        base = posixpath.basename(clone.git["url"].rstrip("/")).removesuffix(".git")
+        clone.folder = plain[1].text if plain[1:] else base
+    return clone
+
+
+def _without_password(url: str, command: Command, clone: Clone) -> str:
+    if not has_password_of_user(url):
+        return url
+    scheme, slashes, rest = url.partition("://")
+    server, slash, path = rest.partition("/")
+    if not slashes or "@" not in server:  # nobody can say where the password ends
+        raise SpecError(f"line {command.line}: git clone: leave the password out of its URL")
+    clone.left_out.append("git clone: the user and password in its URL: give source.git.token")
+    return f"{scheme}://{server.rpartition('@')[2]}{slash}{path}"
+
+
+def _find_key(command: Command, clone: Clone) -> dict[str, Any]:
+    """What a script of ours lets git in with: the name of a variable with a token, or the path of a key."""
+    for word in command.words:
+        if token := re.fullmatch(r'credential\.\S+\.helper=!f\(\) \{ .* "\$(\w+)"; \}; f', word.text):
+            return {"token": token[1]}
+        if key := _OUR_SSH.fullmatch(word.text):
+            return {"ssh_key": "".join(shlex.split(key[1]))}
+        if word.text.startswith("GIT_SSH_COMMAND="):
+            clone.left_out.append("GIT_SSH_COMMAND: give source.git.ssh_key")
+    return {}
