@@ -109,7 +109,7 @@ def _read_size(name: str, text: str, usual: int, most: int) -> str:
 def _read_models(text: str) -> list[dict[str, str]]:
     """Read ``a100:80Gi,h100``; none: any model."""
     models = []
-    for word in filter(None, text.split(",")):
+    for word in text.split(",") if text else ():
         if not (match := _MODEL.fullmatch(word.strip())):
             raise SpecError(f"gpu_model {word!r}: give models of NVIDIA as Akash names them, as a100:80Gi,h100")
         models.append({"model": match[1], **({"ram": match[2]} if match[2] else {})})

@@ -43,7 +43,7 @@ def list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
     if any(node.address for node in spec.nodes):
         yield "nodes.address"
     if any(isinstance(node.devices, tuple) for node in spec.nodes):
-        yield "nodes.devices"
+        yield "the numbers in nodes.devices"
 
 
 def fill_in_host(spec: PipelineSpec) -> dict[str, str]:

@@ -20,7 +20,6 @@ _NAME = re.compile(r"(?=.{1,253}$)[a-z0-9](?:[a-z0-9-]*[a-z0-9])?(?:\.[a-z0-9](?
 _SIZE = re.compile("[1-9][0-9]{0,8}(?:[KMGT]i|[kMGT])")
 _CPUS = re.compile("[1-9][0-9]{0,3}|[1-9][0-9]{0,6}m")
 _IMAGE = re.compile("[A-Za-z0-9][A-Za-z0-9._:/@-]{0,499}")
-_OF_OPERATOR = {"PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT"}
 _A_NAME = "give a name of Kubernetes: a-z, 0-9, - and ., the first and the last a letter or a digit"
 _RULES = {
     "namespace": (_NAMESPACE, "give a name of Kubernetes: a-z, 0-9 and -, at most 63"),
@@ -80,15 +79,13 @@ def check_name(name: str, *, longest: str) -> None:
 
 
 def check_needs(spec: PipelineSpec) -> None:
-    """Raises: SpecError for a variable that the operator sets or no Secret has, and a key that no container has."""
+    """Raises: SpecError for a variable that no Secret has, and a key that no container has."""
     needed = list_needed(spec)
     if len(needed) > _MOST_VARIABLES or any(len(name) > _MOST_KEY_CHARS for name in needed):
         raise SpecError(
             f"secrets: a container reads at most {_MOST_VARIABLES} of a Secret, of at most {_MOST_KEY_CHARS} "
             "characters: give fewer, or shorter names"
         )
-    if taken := [name for name in [*spec.env, *needed] if name in _OF_OPERATOR]:
-        raise SpecError(f"{taken[0]} is set by the operator: leave it out of env and secrets")
     if spec.source.git is not None and spec.source.git.ssh_key is not None:
         raise SpecError("source.git.ssh_key: a container has no key file: give source.git.token with an https:// url")
 

@@ -12,7 +12,9 @@ from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema
 from ..plan.names import NAME, VARIABLE
 
 _LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and what looks like it
-_OURS = re.compile(r"DETRAIN_NB_.*|TORCHELASTIC_.*|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)")
+_OURS = re.compile(
+    r"DETRAIN_NB_.*|TORCHELASTIC_.*|PET_.*|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)"
+)
 # What editors look for: the syntax that Python and JavaScript have in common, and no more than the models refuse.
 NODE_NAME = rf"(?!(?:[0-9_-]+|[aA][lL][lL])$){NAME.pattern}"
 FREE_VARIABLE = rf"(?!(?:{_OURS.pattern})$){VARIABLE.pattern}"

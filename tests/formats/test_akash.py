@@ -301,6 +301,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "processors": ({}, {"cpus": "385"}, "cpus '385': give a whole number, 1 to 384"),
     "a denomination": ({}, {"denom": "usd"}, "denom 'usd': give one of uact, uakt"),
     "a model": ({"nodes": GPUS[:1]}, {"gpu_model": "a100:80GB"}, "gpu_model 'a100:80GB': give models of NVIDIA"),
+    "no model": (
+        {"nodes": GPUS[:1]},
+        {"gpu_model": "h100,,a100"},
+        "gpu_model '': give models of NVIDIA",
+    ),
     "a model of no GPU": ({}, {"gpu_model": "a100"}, "gpu_model 'a100': no node of this lease has a GPU: leave it out"),
     "a volume of nothing": (
         {"checkpoint": {"url": "s3://b/c"}},

@@ -162,7 +162,7 @@ def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
     )
     spec = spec.with_overrides({"artifacts": ["*.txt"]})
     lines = slurm.export(spec, spec.plan(gpus={"a": 4, "b": 2})).splitlines()
-    told = "# Left out, as nothing here has a use for it: artifacts, nodes.address, nodes.devices."
+    told = "# Left out, as nothing here has a use for it: artifacts, nodes.address, the numbers in nodes.devices."
     assert told in lines[: lines.index("set -e")]
     assert "Left out" not in slurm.export(_spec("a = 1"), _spec("a = 1").plan())
 
