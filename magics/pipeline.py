@@ -41,8 +41,8 @@ class PipelineMagics(Magics):
             %pipeline check train.toml                       what is wrong with it
             %pipeline export slurm train.toml --output train.sbatch --gpus 8 --time 2:00:00
             %pipeline export torchrun train.toml             a shell script for every node, printed
-            %pipeline import node_configs.json -o nodes.toml a file of another tool as a spec, or as nodes
-            %pipeline import -- torchrun --nnodes 2 train.py a command line as a spec
+            %pipeline import node_configs.json -o nodes.toml  a file of another tool as a spec, or as nodes
+            %pipeline import -- torchrun -m package.train    a command line as a spec
 
         They start nothing, and ask no node: %job submit train.toml starts it.
         %pipeline COMMAND --help has all options.

@@ -51,6 +51,7 @@ NEVER_RERUN = {
     "test_storage.py",
     "test_text.py",
     "test_values.py",
+    "formats/test_akash.py",
     "formats/test_all_targets.py",
     "formats/test_bad_imports.py",
     "formats/test_container.py",

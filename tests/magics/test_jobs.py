@@ -115,7 +115,7 @@ def test_examples_of_the_help_are_lines_that_can_be_typed() -> None:
         elif prog == "%%torchrun":
             parse_torchrun_line(rest)
         else:
-            words = pipeline_parser().split_line(rest)
+            words = pipeline_parser().split_line(rest.partition(" -- ")[0])  # what is behind it, is somebody else's
             pipeline_parser().parse_words(take_fields(words)[1])
 
 
