@@ -191,12 +191,12 @@ def check_the_curves(view: Locator) -> None:
 def check_that_labels_stay_in_their_plots(view: Locator) -> None:
     """Where the view is narrow, too."""
     view.evaluate("view => { view.style.width = '700px'; }")
-    for name in ("Loss", "Throughput"):
+    for name, step in (("Loss", r"step 2\d\d"), ("Throughput", r"step [123]\d\d")):  # of the speed: one a second
         plot = view.get_by_role("slider", name=f"{name} by step")
         box = plot.bounding_box()
         assert box
         plot.hover(position={"x": 0.59 * box["width"], "y": 20})
-        expect(plot.locator(".cross span")).to_have_text(re.compile(r"step [123]\d\d"))  # of the speed: one a second
+        expect(plot.locator(".cross span")).to_have_text(re.compile(step))
         label = plot.locator(".cross span").bounding_box()
         assert label and box["x"] <= label["x"] and label["x"] + label["width"] <= box["x"] + box["width"] + 1, name
     view.evaluate("view => { view.style.width = ''; }")
