@@ -366,7 +366,7 @@ class _Worker:
         words = [line.rpartition("\r")[2] for line in words]
         if crash:
             words.append(f"Fatal Python error: {crash}")
-            if not asked and "  File " not in below:  # a crash in the dump that was asked for has no stack either
+            if not asked and "Stack (most" not in below:  # a crash in the dump that was asked for has no stack either
                 words.append(_NO_PYTHON)
             for line in below.splitlines()[1:]:
                 if not line.strip() or _NOT_THE_USERS.search(line):
