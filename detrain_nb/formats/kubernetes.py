@@ -21,10 +21,10 @@ from .job_script import (
     FOLDER,
     JOB_SPEC,
     NODE,
-    OF_SYSTEM,
     JobProgram,
     Put,
     describe,
+    find_checkpoint_folder,
     list_needed,
     read_program,
     write_begin,
@@ -37,7 +37,6 @@ from .kubernetes_words import (
     check_image,
     check_name,
     check_needs,
-    find_checkpoint_folder,
     find_resources,
 )
 from .shell import quote, quote_command
@@ -82,8 +81,8 @@ def make_pods(spec: PipelineSpec, plan: Plan, options: Options, *, by: str, long
     check_name(spec.name, longest=longest)
     check_needs(spec)
     ranks, node = check_alike(spec, plan, by=by)
-    checkpoints = find_checkpoint_folder(spec, taken=(WORK_AT, *OF_SYSTEM))
-    claim = options.claim(spec.name, is_needed=checkpoints is not None)
+    checkpoints = find_checkpoint_folder(spec, by=by, taken=(WORK_AT,))
+    claim = options.claim(spec.name, is_needed=bool(checkpoints))
     files = _Files()
     program = read_program(spec, plan, put=files.put)
     files.data["run.sh"] = "\n".join(_write_script(spec, plan, program, node, ranks, files.put)) + "\n"
@@ -180,7 +179,7 @@ def _list_left_out(spec: PipelineSpec) -> list[str]:
     ]
 
 
-def _mount(name: str, checkpoints: str | None) -> list[dict[str, Any]]:
+def _mount(name: str, checkpoints: str) -> list[dict[str, Any]]:
     kept = {"name": "checkpoints", "mountPath": checkpoints, "subPath": f"{name}.checkpoints"}
     return [
         {"name": "files", "mountPath": FILES_AT, "readOnly": True},
@@ -190,7 +189,7 @@ def _mount(name: str, checkpoints: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def _list_volumes(name: str, options: Options, *, claim: str, checkpoints: str | None) -> dict[str, Any]:
+def _list_volumes(name: str, options: Options, *, claim: str, checkpoints: str) -> dict[str, Any]:
     work = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     volumes = [
         {"name": "files", "configMap": {"name": name}},

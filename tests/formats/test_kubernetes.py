@@ -374,7 +374,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a folder for checkpoints that is nowhere": (
         {"checkpoint": {"url": "checkpoints"}},
         {},
-        r"^checkpoint\.url checkpoints: .* give a whole path .*, or a URL$",
+        r"^checkpoint\.url checkpoints: .* give the whole path .*, or a URL of storage, as .*$",
     ),
     "a folder of the system": ({"checkpoint": {"url": "/a/../etc"}}, {}, r"^checkpoint\.url /a/\.\./etc: .* path"),
     "a script of 1 MB": (
