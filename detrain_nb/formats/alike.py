@@ -22,6 +22,18 @@ def check_alike(spec: PipelineSpec, plan: Plan, *, by: str) -> tuple[int, Node |
     settings = spec.rendezvous
     if settings.min_nodes is not None or settings.max_nodes is not None:
         raise SpecError(f"rendezvous.min_nodes and max_nodes: {by} gives a job all its nodes at once: leave them out")
+    ranks = check_ranks(plan, by=by)
+    for node in spec.nodes[1:]:
+        if differs := [name for name in _SAME if getattr(node, name) != getattr(spec.nodes[0], name)]:
+            raise SpecError(
+                f"{by} chooses the nodes: {differs[0]} of {spec.nodes[0].name} and {node.name} differ: give them the "
+                "same"
+            )
+    return ranks, spec.nodes[0] if spec.nodes else None
+
+
+def check_ranks(plan: Plan, *, by: str) -> int:
+    """Return how many ranks every node has. Raises: SpecError where they differ in that, or in the device."""
     first = plan.nodes[0]
     for other in plan.nodes[1:]:
         if len(other.ranks) != len(first.ranks) or other.device != first.device:
@@ -29,13 +41,7 @@ def check_alike(spec: PipelineSpec, plan: Plan, *, by: str) -> tuple[int, Node |
                 f"{by} gives every node the same: {first.name} has {count_ranks(len(first.ranks))} on {first.device}, "
                 f"{other.name} has {len(other.ranks)} on {other.device}: give them the same"
             )
-    for node in spec.nodes[1:]:
-        if differs := [name for name in _SAME if getattr(node, name) != getattr(spec.nodes[0], name)]:
-            raise SpecError(
-                f"{by} chooses the nodes: {differs[0]} of {spec.nodes[0].name} and {node.name} differ: give them the "
-                "same"
-            )
-    return len(first.ranks), spec.nodes[0] if spec.nodes else None
+    return len(first.ranks)
 
 
 def list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
@@ -44,6 +50,14 @@ def list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
         yield "nodes.address"
     if any(isinstance(node.devices, tuple) for node in spec.nodes):
         yield "the numbers in nodes.devices"
+
+
+def list_meeting(spec: PipelineSpec) -> Iterator[str]:
+    """What the spec says of where the nodes meet, and an operator says instead."""
+    if spec.rendezvous.endpoint:
+        yield "rendezvous.endpoint"
+    if spec.rendezvous.port:
+        yield "rendezvous.port"
 
 
 def fill_in_host(spec: PipelineSpec) -> dict[str, str]:

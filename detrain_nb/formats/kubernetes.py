@@ -16,7 +16,7 @@ from ..launch import NodeLaunch, Rendezvous, launch_in_operator, launch_job
 from ..plan import Plan
 from ..plan.choices import TIMEOUT_S
 from ..spec import Node, PipelineSpec
-from .alike import check_alike, fill_in_host, list_chosen_there
+from .alike import check_alike, fill_in_host, list_chosen_there, list_meeting
 from .job_script import (
     FOLDER,
     JOB_SPEC,
@@ -173,8 +173,7 @@ def _list_left_out(spec: PipelineSpec) -> list[str]:
     settings = spec.rendezvous
     return [
         *list_chosen_there(spec),
-        *(["rendezvous.endpoint"] if settings.endpoint else []),
-        *(["rendezvous.port"] if settings.port else []),
+        *list_meeting(spec),
         *(["rendezvous.timeout_s"] if settings.timeout_s != TIMEOUT_S and not settings.max_restarts else []),
     ]
 
