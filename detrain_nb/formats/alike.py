@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..errors import SpecError, count_ranks
-from ..launch import Rendezvous, launch_job
+from ..launch import NodeLaunch, Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
-from .job_script import NODE, read_program, write_preparation, write_setup
+from .job_script import NODE, JobProgram, read_program, write_preparation, write_setup
 from .shell import quote_command
 
 _SAME = ("python", "workdir", "setup")
@@ -67,6 +67,39 @@ def fill_in_host(spec: PipelineSpec) -> dict[str, str]:
     return {"--rdzv-conf": f'join_timeout={round(spec.rendezvous.timeout_s)},is_host="$(({NODE} == 0))"'}
 
 
+def launch_alike(
+    spec: PipelineSpec,
+    program: JobProgram,
+    *,
+    nodes: int,
+    ranks: int,
+    is_told_address: bool,
+    options: Sequence[str] = (),
+) -> NodeLaunch:
+    """Write the command line of every node; the shell fills in which one it is, and where the first one is reached.
+
+    Where it ``is_told_address`` the shell fills in its own, too.
+    """
+    settings = spec.rendezvous
+    rendezvous = Rendezvous(
+        "c10d" if settings.max_restarts else "static",
+        settings.id or spec.name,
+        ("localhost", 0),
+        timeout_s=settings.timeout_s,
+        max_restarts=settings.max_restarts,
+    )
+    return launch_job(
+        rendezvous,
+        program.program,
+        nodes=nodes,
+        ranks=ranks,
+        node_rank=0,
+        python=spec.python_of(0),
+        local_address="localhost" if is_told_address else "",
+        options=options,
+    )
+
+
 def write_on_node(
     spec: PipelineSpec,
     plan: Plan,
@@ -82,24 +115,9 @@ def write_on_node(
     ``endpoint`` is where the first node is reached, and ``local_address`` where this one is: words of the shell.
     ``options`` are more of torchrun's own. Raises: SpecError.
     """
-    settings = spec.rendezvous
     program = read_program(spec, plan)
-    launch = launch_job(
-        Rendezvous(
-            "c10d" if settings.max_restarts else "static",
-            settings.id or spec.name,
-            ("localhost", 0),
-            timeout_s=settings.timeout_s,
-            max_restarts=settings.max_restarts,
-        ),
-        program.program,
-        nodes=len(plan.nodes),
-        ranks=ranks,
-        node_rank=0,
-        python=spec.python_of(0),
-        local_address="localhost" if local_address else "",
-        options=options,
-    )
+    is_told = bool(local_address)
+    launch = launch_alike(spec, program, nodes=len(plan.nodes), ranks=ranks, is_told_address=is_told, options=options)
     filled = {"--node-rank": f'"${NODE}"', "--rdzv-endpoint": endpoint, "--local-addr": local_address}
     return [
         *write_preparation(spec, plan, program, env=launch.env),

@@ -12,11 +12,11 @@ from typing import Any
 
 from ..documents import format_document
 from ..errors import SpecError
-from ..launch import NodeLaunch, Rendezvous, launch_in_operator, launch_job
+from ..launch import NodeLaunch, launch_in_operator
 from ..plan import Plan
 from ..plan.choices import TIMEOUT_S
 from ..spec import Node, PipelineSpec
-from .alike import check_alike, fill_in_host, list_chosen_there, list_meeting
+from .alike import check_alike, fill_in_host, launch_alike, list_chosen_there, list_meeting
 from .job_script import (
     FOLDER,
     JOB_SPEC,
@@ -149,24 +149,9 @@ def _write_script(
 
 def _launch(spec: PipelineSpec, program: JobProgram, *, nodes: int, ranks: int) -> NodeLaunch:
     """Where ranks may begin anew, the nodes meet by c10d: what an operator says is for a meeting that is held once."""
-    settings, python = spec.rendezvous, spec.python_of(0)
-    if not settings.max_restarts:
-        return launch_in_operator(program.program, python=python)
-    return launch_job(
-        Rendezvous(
-            "c10d",
-            settings.id or spec.name,
-            ("localhost", 0),
-            timeout_s=settings.timeout_s,
-            max_restarts=settings.max_restarts,
-        ),
-        program.program,
-        nodes=nodes,
-        ranks=ranks,
-        node_rank=0,
-        python=python,
-        local_address="localhost",
-    )
+    if not spec.rendezvous.max_restarts:
+        return launch_in_operator(program.program, python=spec.python_of(0))
+    return launch_alike(spec, program, nodes=nodes, ranks=ranks, is_told_address=True)
 
 
 def _list_left_out(spec: PipelineSpec) -> list[str]:
