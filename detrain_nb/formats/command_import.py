@@ -75,8 +75,12 @@ def read_command(words: Sequence[str]) -> Launch:
     """Read the words of one command line. Raises: SpecError."""
     if found := find_launcher(as_words(words)):
         return found
-    said = f"{shown(repr(words[0]), most=60)} starts neither" if words else "no command was given"
-    raise SpecError(f"{said}: give a command line of torchrun or accelerate launch")
+    said = (
+        f"{shown(repr(words[0]), most=60)} is neither torchrun nor accelerate launch"
+        if words
+        else "no command is given"
+    )
+    raise SpecError(f"{said}: give a command line of one of them")
 
 
 def find_launcher(words: Sequence[Word]) -> Launch | None:

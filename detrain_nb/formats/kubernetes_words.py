@@ -90,9 +90,9 @@ def check_needs(spec: PipelineSpec) -> None:
 
 
 def check_gpus(ranks: int, device: str) -> None:
-    """Raises: SpecError for more than there are on any node."""
+    """Raises: SpecError for more GPUs than any node has."""
     if device == "cuda" and ranks > _MOST_GPUS:
-        raise SpecError(f"{ranks} GPUs on a node: there are nodes with at most {_MOST_GPUS}: name more nodes")
+        raise SpecError(f"{ranks} GPUs on a node: a node has at most {_MOST_GPUS}: share them among more nodes")
 
 
 def find_resources(spec: PipelineSpec, options: Options, *, ranks: int, device: str) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _check_spec(spec: PipelineSpec, plan: Plan, ranks: int) -> None:
 def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:
     if cli not in ("new", "old"):
         raise SpecError(f'cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
-    check_word("project", project, rule="namespace")  # its namespace has that name in its own
+    check_word("project", project, rule="namespace")  # Run:ai makes a namespace for it, runai-PROJECT
     check_word("secret", secret)
     if pvc and not _PVC.fullmatch(pvc):
         raise SpecError(f"pvc {pvc!r}: give the claim and where it is mounted, as my-claim:/mnt/data")
