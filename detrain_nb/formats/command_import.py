@@ -75,12 +75,8 @@ def read_command(words: Sequence[str]) -> Launch:
     """Read the words of one command line. Raises: SpecError."""
     if found := find_launcher(as_words(words)):
         return found
-    said = (
-        f"{shown(repr(words[0]), most=60)} is neither torchrun nor accelerate launch"
-        if words
-        else "no command is given"
-    )
-    raise SpecError(f"{said}: give a command line of one of them")
+    said = f"{shown(repr(words[0]), most=60)} starts no ranks" if words else "no command was given"
+    raise SpecError(f"{said}: give a command line of torchrun or accelerate launch")
 
 
 def find_launcher(words: Sequence[Word]) -> Launch | None:

@@ -332,7 +332,7 @@ def test_command_lines_of_several_nodes_are_one_job() -> None:
         ("torchrun --standalone --nnodes 2 a.py", "--standalone has one node"),
         ("torchrun --master-port 99999 a.py", "--master-port '99999': give a whole number, 0 to 65,535"),
         ("accelerate launch --num_machines 2 --num_processes 3 a.py", "give a multiple of --num-machines, which is 2"),
-        ("make all", "'make' is neither torchrun nor accelerate launch: give a command line of one of them"),
+        ("make all", "'make' starts no ranks: give a command line of torchrun or accelerate launch"),
     ],
 )
 def test_what_no_spec_can_hold_is_told_in_one_line(command: str, fault: str) -> None:
