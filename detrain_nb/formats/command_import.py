@@ -368,7 +368,7 @@ def _put_devices(launch: Launch, gpus: str) -> None:
 def describe_nodes(launches: Sequence[Launch]) -> tuple[list[dict[str, Any]], list[str]]:
     """Write the nodes of a spec that these command lines start, one for all nodes or one for each; and what is missing.
 
-    What no command line says, a host, is called node-1; a node alone is this machine.
+    A host that no command line says is called by its number, as node-1; a node alone is this machine.
     """
     first = launches[0]
     most = first.nodes[1]
