@@ -131,11 +131,8 @@ def export(
     """
     if release not in ("0.3", "main"):
         raise SpecError(f"release {release!r}: give 0.3, or main, which is that of 2026-08")
-    options = read_options(spec, given)
-    name, config = (
-        _name_function(spec),
-        _configure(spec, check_job(spec, plan, optimizers=("adamw",)), options, release),
-    )
+    options, job = read_options(spec, given), check_job(spec, plan, optimizers=("adamw",))
+    name, config = _name_function(spec), _configure(spec, job, options, release)
     lines = [
         f"def {name}() -> Trainer.Config:",
         f"    model_spec = model_registry({_write(options.flavor, indent=0)})",
