@@ -89,7 +89,6 @@ REFUSED = {
     "artifacts outside": ({"artifacts": ["/etc/*"]}, "artifacts[0] '/etc/*': give a list of patterns"),
     "artifacts above": ({"artifacts": ["a/../../b"]}, "artifacts[0] 'a/../../b': give a list of patterns"),
     "a variable of torchrun": ({"env": {"MASTER_ADDR": "x"}}, "env.MASTER_ADDR: MASTER_ADDR is set for every rank"),
-    "an option of torchrun": ({"env": {"PET_NNODES": "3"}}, "env.PET_NNODES: PET_NNODES is set for every rank"),
     "an option of torchrun": ({"env": {"PET_NO_PYTHON": "1"}}, "env.PET_NO_PYTHON: PET_NO_PYTHON is set for every"),
     "a password of data": ({"data": {"url": "s3://AKIA:S3CRET@bucket/d"}}, "data.url: has a user or password in it"),
     "a token of a checkpoint": (
