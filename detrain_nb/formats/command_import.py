@@ -75,7 +75,7 @@ def read_command(words: Sequence[str]) -> Launch:
     """Read the words of one command line. Raises: SpecError."""
     if found := find_launcher(as_words(words)):
         return found
-    said = f"{shown(repr(words[0]), most=60)} starts neither" if words else "no command was given"
+    said = f"{shown(repr(words[0]), most=60)} starts no ranks" if words else "no command was given"
     raise SpecError(f"{said}: give a command line of torchrun or accelerate launch")
 
 
@@ -368,7 +368,7 @@ def _put_devices(launch: Launch, gpus: str) -> None:
 def describe_nodes(launches: Sequence[Launch]) -> tuple[list[dict[str, Any]], list[str]]:
     """Write the nodes of a spec that these command lines start, one for all nodes or one for each; and what is missing.
 
-    What no command line says, a host, is called node-1; a node alone is this machine.
+    A host that no command line says is called by its number, as node-1; a node alone is this machine.
     """
     first = launches[0]
     most = first.nodes[1]

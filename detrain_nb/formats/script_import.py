@@ -260,7 +260,7 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
     script.num_seen += len(script.needed) + len(script.repositories)
     script.num_seen += sum(1 + len(word.text) // 1000 for word in script.variables.values())
     if script.num_seen > MOST_VALUES:
-        raise SpecError(f"line {command.line}: ranks start yet again, with so many variables: give fewer")
+        raise SpecError(f"line {command.line}: the commands up to here start ranks with too many variables: give fewer")
     put_variables(launch, {name: word for name, word in script.variables.items() if word.text != _LAUNCH_ENV.get(name)})
     if script.needed:
         secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]

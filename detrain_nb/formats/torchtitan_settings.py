@@ -92,7 +92,7 @@ def _said_in_arguments(spec: PipelineSpec) -> dict[str, str]:
     return {name: said[f"--{option}"] for name, option in _ARGUMENTS.items() if f"--{option}" in said}
 
 
-def check(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("adamw", "adam")) -> JobSpec:
+def check_job(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("adamw", "adam")) -> JobSpec:
     """Return what is trained, with every number resolved. Raises: SpecError for what torchtitan cannot do."""
     job = spec.job_spec(plan)
     how, saved = job.training, job.checkpoint
@@ -149,7 +149,7 @@ def lay_out(spec: PipelineSpec, job: JobSpec) -> dict[str, int | str]:
     return said
 
 
-def save(job: JobSpec) -> dict[str, bool | int | str]:
+def say_checkpoints(job: JobSpec) -> dict[str, bool | int | str]:
     """Say when checkpoints are written, and where: torchtitan goes on from the newest one that is there."""
     if (saved := job.checkpoint) is None:
         return {"enable": False}
