@@ -112,8 +112,17 @@ def test_keys_that_a_node_has_no_place_for_are_named_and_a_jump_by_command_is_on
         {"host": "b", "identity_file": "k3"},
     ]
     assert [line.partition(":")[0] for line in imported.left_out] == [
-        *("identityfile k2", "identityfile k3", "proxycommand")
+        *("identityfile k2", "identityfile k3", "proxycommand", "Host two words")
     ]
+
+
+def test_blocks_of_an_ssh_config_that_hold_for_no_host_are_named() -> None:
+    text = (
+        "Host a,b\n  User x\nHost pi-* a*\n  User pi\nMatch originalhost a\n  User no\nMatch all\n  Port 7\nHost a1\n"
+    )
+    imported = import_text(text, name="config")
+    assert _nodes(imported) == [{"host": "a1", "user": "pi", "port": 7}]
+    assert [line.partition(":")[0] for line in imported.left_out] == ["Match originalhost a", "Host a,b", "Host pi-*"]
 
 
 @pytest.mark.needs_debian("openssh-server")
