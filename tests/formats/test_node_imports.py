@@ -179,6 +179,13 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
         spec = import_text(f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n{few}", name="a").spec
         assert spec and spec.to_dict()["nodes"] == [{"host": "localhost"}]
     assert spec.rendezvous.port == 7
+    alone = import_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n", name="a")
+    assert alone.to_dict()["nodes"] == [{"host": "localhost", "ranks": 1}], "accelerate starts one process then"
+    assert alone.left_out[-1].startswith("num_processes: ")
+    sizes = "{parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2}"
+    split = import_text(f"{text}parallelism_config: {sizes}\n", name="a")
+    assert split.spec and split.spec.parallelism and split.spec.parallelism.dp_shard == -1, "all four ranks hold shards"
+    assert "parallelism_config.parallelism_config_cp_size: no axis" in split.left_out[-1]
     for change, fault in [
         ("num_processes: 3", "config.yaml: num_processes: 3: give a multiple of num_machines, which is 2"),
         ("num_processes: x", "config.yaml: num_processes: a text: give a whole number"),
