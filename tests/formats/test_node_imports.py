@@ -33,7 +33,7 @@ def test_hostfiles_of_slurm_and_mpi_are_nodes() -> None:
         {"host": "cpu", "user": "me"},
     ]
     assert imported.left_out == ("max_slots (line 2): a spec has no field for it",)
-    with pytest.raises(SpecError, match=r"^job\.sbatch: is of no kind that can be imported: "):
+    with pytest.raises(SpecError, match=r"^job\.sbatch: is a script that starts neither torchrun nor "):
         import_text("#!/bin/bash\n#SBATCH --nodes=1\nhostname\n", name="job.sbatch")
     assert expand_hosts("r[1-2]n[09-10],x") == ["r1n09", "r1n10", "r2n09", "r2n10", "x"]
 
