@@ -168,6 +168,14 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
     assert _fields("MASTER_PORT=1 torchrun a.py")[1] == ("MASTER_PORT: is set for every rank by torchrun or by us",)
 
 
+def test_what_is_true_of_the_first_machine_alone_is_named() -> None:
+    text = "unset OMP_NUM_THREADS\n$HOME/env/bin/python -m torch.distributed.run --rdzv-endpoint 10.0.0.9:1234 a.py\n"
+    fields, left_out = _fields(text)
+    assert fields["nodes"] == [{"host": "localhost", "ranks": 1}] and fields["rendezvous"] == {"port": 1234}
+    named = [line.partition(":")[0] for line in left_out]
+    assert named == ["10.0.0.9", "$HOME/env/bin/python", "unset (line 1)"]
+
+
 def test_what_the_shell_expands_is_named_and_a_home_in_the_set_up_stays_one() -> None:
     fields, left_out = _fields(
         "export PATH=~/x:$PATH Q='~' R=$HERE:~ KEY=~\nA=1\nexport A B+=2\ncd ~/p\nsource ~/v/bin/activate\n"
