@@ -72,7 +72,8 @@ class _Script:
     own: dict[str, tuple[Word, int]] = field(default_factory=dict)  # not exported, with their lines
     repositories: list[_Repository] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
-    written: dict[str, str] = field(default_factory=dict)  # files that it writes, with their texts
+    written: dict[str, tuple[str, int]] = field(default_factory=dict)  # files, with their texts and the lines of these
+    used_lines: set[int] = field(default_factory=set)  # of texts of programs
     needed: list[str] = field(default_factory=list)  # variables without which it does not go on
     image: str = ""
     before_case: _Script | None = None
@@ -84,8 +85,13 @@ class _Script:
     @property
     def job(self) -> dict[str, Any]:
         """What a script that we have exported says of its job; empty for any other."""
-        text = self.written.get(_JOB_SPEC)
-        return _read_job(JobSpec.from_json(text)) if text is not None else {}
+        found = self.written.get(_JOB_SPEC)
+        return _read_job(JobSpec.from_json(found[0])) if found is not None else {}
+
+    def forget(self, path: str) -> None:
+        """Say of a file no more what stands in it: who wrote it is a command that is not carried over."""
+        if (found := self.written.pop(path, None)) is not None:
+            self.others.setdefault("printf", []).append(found[1])
 
     def begin_case(self) -> None:
         self.before_case = replace(self, variables=dict(self.variables), setup=list(self.setup), before_case=None)
@@ -143,6 +149,8 @@ def _read_text(text: str, stem: str) -> Imported:
 
 
 def _take(script: _Script, command: Command) -> None:
+    for path in command.outputs:
+        script.forget(_go(script.folder, path))
     if command.words:
         _take_words(script, command)
     if command.ends_branch:
@@ -201,8 +209,9 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
     last = command.words[-1]
     if texts[0] == "case":
         script.begin_case()
-    elif texts[:2] == ["printf", "%s"] and len(texts) == 3 and command.files and not last.fills:
-        script.written[command.files[0].text] = texts[2]
+    elif texts[:2] == ["printf", "%s"] and len(texts) == 3 and any(command.outputs.values()) and not last.fills:
+        path = next(path for path, is_whole in command.outputs.items() if is_whole)
+        script.written[_go(script.folder, path)] = texts[2], command.line
     elif texts[:2] == ["[", "-n"] and texts[2:] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
         script.needed.append(needed[1])
     elif texts[0] == "unset":
@@ -286,7 +295,8 @@ def _place_source(script: _Script, source: dict[str, Any]) -> bool:
         named = _SOURCE + named.removeprefix(_SOURCE).replace("$$", "$")
     path = _go(script.folder, named)
     if path in script.written:
-        source["script_text"] = script.written[path]
+        source["script_text"], line = script.written[path]
+        script.used_lines.add(line)
         del source["script"]
         return False
     for repository in reversed(script.repositories):
@@ -334,7 +344,11 @@ def _make(script: _Script, stem: str) -> Imported:
         missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
     own = [f"{name}: a variable of the shell alone (line {line})" for name, (_, line) in script.own.items()]
     left_out = [*own, *script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
-    for name, lines in script.others.items():
+    for path in list(script.written):
+        script.forget(path)
+    for name, found in script.others.items():
+        if not (lines := [line for line in sorted(found) if name != "printf" or line not in script.used_lines]):
+            continue
         at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
         if not job or not (name in _OUR_COMMANDS or name.isdecimal() or name in names):
             left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")

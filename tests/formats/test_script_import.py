@@ -246,6 +246,15 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     )
 
 
+def test_text_of_the_program_is_all_that_its_file_has_or_the_command_is_named() -> None:
+    write = "cd d; printf '%s' 'import os'"
+    assert _fields(f"{write} 2>/dev/null 1>train.py\ntorchrun train.py")[0]["source"] == {"script_text": "import os"}
+    for line in (">>train.py", "2>train.py", "<train.py", ">train.py\necho x >>train.py", ">other.py"):
+        fields, left_out = _fields(f"{write} {line}\ntorchrun train.py")
+        assert fields["source"] == {"path": "d", "entry": "train.py"}
+        assert "printf (line 1): a command of the shell: give source.setup if needed" in left_out
+
+
 def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
     fields, left_out = _fields(
         "module load cuda/12 && source 'my env/bin/activate'\n. $HERE/x\nmake\ntorchrun a.py\n"
@@ -381,12 +390,13 @@ def test_words_go_on_behind_an_escaped_sign_and_in_the_next_line() -> None:
 
 
 def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
-    text = """a ${X:-$(b "c d" | awk '{print $1}')}e "$(f "g h" (i) ")")" $((1+(2))) `j k`\n<<'END' cat >l\n"""
+    text = """a ${X:-$(b "c d" | awk '{print $1}')}e "$(f "g h" (i) ")")" $((1+(2))) `j k`\n<<-'END' cat >l\n"""
     commands = split_script(text + "a 'b\n\tEND\nm\n")
     assert [len(command.words) for command in commands] == [5, 1, 1]
     assert all(word.fills for word in commands[0].words[1:])
     assert [(str(command), command.line) for command in commands[1:]] == [("cat", 2), ("m", 5)]
     assert [str(each) for each in split_script("a \\\r\n b\r\nc <<E\r\nd\r\nE\r\ne\r\n")] == ["a b", "c", "e"]
+    assert [str(each) for each in split_script("a <<E\n\tE\nb\nE\nc <<<d &>e\nf\n")] == ["a", "c", "f"]
     with pytest.raises(SpecError, match=r"^line 2: '\$\(' begins what does not end"):
         split_script("a\n$(b (c)")
     with pytest.raises(SpecError, match=r"^line 2: the text up to 'END' has no end"):
