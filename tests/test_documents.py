@@ -148,7 +148,7 @@ FAULTS = {
     "a number that may be octal": (
         ".yaml",
         "a: 1\nb: [0, -012]",
-        "line 2, column 8: a number that begins with 0 is not",
+        "line 2, column 8: a number that begins with 0",
     ),
     "two documents": (".yaml", "a: 1\n---\nb: 2", "line 2, column 1: a second document"),
     "a name that is a number": (".yaml", "1: a", "line 1, column 1: a name is no text"),

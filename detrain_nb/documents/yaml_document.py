@@ -100,9 +100,7 @@ def _make_value(event: Any) -> Any:
     if isinstance(event, yaml.MappingStartEvent):
         return {}
     if event.implicit[0] and _LEADING_ZERO.fullmatch(event.value):  # octal by version 1.1, decimal by 1.2
-        raise _fault_at(
-            event, "a number that begins with 0 is not the same one everywhere: leave out the 0, or quote it"
-        )
+        raise _fault_at(event, "a number that begins with 0 may mean another one: leave out the 0, or quote it")
     return _resolve(event.value) if event.implicit[0] else event.value
 
 

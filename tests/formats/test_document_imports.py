@@ -280,6 +280,7 @@ def test_job_of_the_rfc_is_read_as_json_and_as_the_rfc_writes_it() -> None:
         "training_definition.local_steps",
         "training_definition.optimizer",
     }
+    assert "extra: a spec has no field for it" in str(_import("job.json", {**RFC, "extra": []}))
     assert named >= {"training_definition.accelerate_config", "training_definition"}, "what is left open"
 
 
