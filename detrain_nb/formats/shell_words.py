@@ -14,11 +14,11 @@ from ..documents.content import MOST_VALUES
 from ..errors import SpecError
 from ..storage import shown
 
-__all__ = ["Command", "Word", "as_words", "split_script"]
+__all__ = ["FILLS", "Command", "Word", "as_words", "split_script"]
 
 _MOST_COMMANDS, _MOST_WORDS, _MOST_PIECES = 10_000, MOST_VALUES, 2 * MOST_VALUES
 # What the shell fills in; it ends at the next $ at the latest: all of them are found in one pass.
-_FILLS = re.compile(r"\$\{[^}$]*+\}?|\$\([^)$]*+\)?|\$[A-Za-z_]\w*+|\$[0-9@*#?$!-]|`[^`]*+`?", re.ASCII)
+FILLS = re.compile(r"\$\{[^}$]*+\}?|\$\([^)$]*+\)?|\$[A-Za-z_]\w*+|\$[0-9@*#?$!-]|`[^`]*+`?", re.ASCII)
 _PIECE = re.compile(
     r"""
     (?P<blank> [ \t\r]++ )
@@ -78,6 +78,7 @@ class Command:
     words: list[Word] = field(default_factory=list)
     files: list[Word] = field(default_factory=list)
     outputs: dict[str, bool] = field(default_factory=dict)  # behind >: is what it prints all that they have?
+    is_sure: bool = False  # this shell runs it, unless a keyword says otherwise: no &&, no ||, no pipe, no brackets
     ends_branch: bool = False  # of a case: ;; stands behind it, maybe with no word before
     array: str = ""  # the name of a variable that has these words, which are then no command
 
@@ -87,7 +88,7 @@ class Command:
 
 def as_words(argv: Sequence[str]) -> list[Word]:
     """Take words that a shell, or nobody, has split; a ``$NAME`` in one is told as in a script."""
-    return [Word(text, tuple(part for part in _FILLS.findall(text) if part != "$$")) for text in argv]
+    return [Word(text, tuple(part for part in FILLS.findall(text) if part != "$$")) for text in argv]
 
 
 def split_script(text: str) -> list[Command]:
@@ -110,7 +111,7 @@ class _Splitter:
 
     def commands(self) -> Iterator[Command]:
         command, pieces, is_file, num_words = Command(), list[tuple[str, str]](), False, 0
-        redirect = ""
+        redirect, before, depth = "", "\n", 0
         for number, (kind, piece, line) in enumerate(self._pieces()):
             if number == _MOST_PIECES:
                 raise SpecError(f"line {line}: has more than {_MOST_PIECES:,} blanks, quotes and words: give fewer")
@@ -142,6 +143,10 @@ class _Splitter:
                 is_file, redirect = True, piece
             elif kind == "end" and (piece != "\n" or not command.array):
                 command.ends_branch = piece == ";;"
+                command.is_sure = not depth and before in ("\n", ";", "&") and piece in ("\n", ";")
+                depth = max(0, depth + {"(": 1, ")": -1}.get(piece, 0))
+                if command.words or piece != "\n" or before not in ("&&", "||", "|"):
+                    before = piece
                 yield command
                 command, is_file = Command(), False
         yield command
@@ -216,7 +221,7 @@ def _join(pieces: Sequence[tuple[str, str]]) -> Word:
         elif kind == "escaped":
             texts.append(piece[1:])
         elif kind == "double":
-            fills += _FILLS.findall(_ESCAPED.sub("", piece))
+            fills += FILLS.findall(_ESCAPED.sub("", piece))
             texts.append(_IN_QUOTES.sub(lambda found: found[1] or "", piece[1:-1]))
         else:
             fills += [piece] if kind == "filled" or _is_expanded(piece) else []
