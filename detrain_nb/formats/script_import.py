@@ -138,8 +138,8 @@ def _read_text(text: str, stem: str) -> Imported:
     used = {name for name in options if script.filled.intersection(BATCH_NUMBERS.get(name, ()))}
     named = [name for name in options if name not in used and (not script.job or name not in _OUR_SBATCH)]
     if named:
-        options = ", ".join(f"--{name}" if name[1:] else f"-{name}" for name in named)
-        script.left_out.append(f"#SBATCH {options}: for Slurm alone: see the options of export slurm")
+        shown_names = ", ".join(f"--{name}" if name[1:] else f"-{name}" for name in named)
+        script.left_out.append(f"#SBATCH {shown_names}: for Slurm alone: see the options of export slurm")
     return _make(script, stem)
 
 
