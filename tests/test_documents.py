@@ -105,9 +105,9 @@ def test_script_is_written_as_lines(suffix: str) -> None:
 
 
 def test_yaml_is_read_by_its_version_1_2() -> None:
-    text = "a: no\nb: 012\nc: 0x1F\nd: 0o17\ne: 2020-01-01\nf: 1:30\ng:\nh: ~\ni: .5\nj: 1e3\nk: True\nl: '1'\nm: =\n"
+    text = "a: no\nc: 0x1F\nd: 0o17\ne: 2020-01-01\nf: 1:30\ng:\nh: ~\ni: .5\nj: 1e3\nk: True\nl: '1'\nm: =\n"
     assert repr(list(parse_document(text, ".yml").values())) == (
-        "['no', 12, 31, 15, '2020-01-01', '1:30', None, None, 0.5, 1000.0, True, '1', '=']"
+        "['no', 31, 15, '2020-01-01', '1:30', None, None, 0.5, 1000.0, True, '1', '=']"
     )
 
 
@@ -145,6 +145,11 @@ FAULTS = {
     "a tag that runs code": (".yaml", "a: !!python/object/apply:os.system ['id']", "line 1, column 4: the tag "),
     "a tag": (".yaml", "a: !!str 1", "line 1, column 4: the tag 'tag:yaml.org,2002:str' is refused"),
     "a merge key": (".yaml", "a:\n  <<: {b: 1}", "line 2, column 3: a merge key"),
+    "a number that may be octal": (
+        ".yaml",
+        "a: 1\nb: [0, -012]",
+        "line 2, column 8: a number that begins with 0",
+    ),
     "two documents": (".yaml", "a: 1\n---\nb: 2", "line 2, column 1: a second document"),
     "a name that is a number": (".yaml", "1: a", "line 1, column 1: a name is no text"),
     "a name that is a list": (".yaml", "[a]: b", "line 1, column 1: a name is no text"),

@@ -25,6 +25,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./~](?:[A-Za-z0-9_./~@+=,()*-]| (?=[A-Za-z0-9_.
 _NULL = re.compile("|~|null|Null|NULL")
 _BOOL = re.compile("true|True|TRUE|false|False|FALSE")
 _INT = re.compile("[-+]?[0-9]+")
+_LEADING_ZERO = re.compile("[-+]?0[0-9]+")
 _BASED = re.compile("0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
@@ -98,6 +99,8 @@ def _make_value(event: Any) -> Any:
         return []
     if isinstance(event, yaml.MappingStartEvent):
         return {}
+    if event.implicit[0] and _LEADING_ZERO.fullmatch(event.value):  # octal by version 1.1, decimal by 1.2
+        raise _fault_at(event, "a number that begins with 0 may mean another one: leave out the 0, or quote it")
     return _resolve(event.value) if event.implicit[0] else event.value
 
 

@@ -12,7 +12,7 @@ from ..storage import locate
 from ..text import name_some
 from . import accelerate, akash, pytorchjob, runai, slurm, torchrun, torchtitan, trainjob
 from .imported import Imported
-from .importing import IMPORTERS, import_file, import_text
+from .importing import IMPORTERS, explain_no_host, import_file, import_text
 from .script_import import import_command
 
 __all__ = [
@@ -64,6 +64,8 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
 def check_export(spec: PipelineSpec, *, gpus: int = 0) -> list[Finding]:
     """Return what is wrong with a spec that is exported, and what may be, for who reads the file."""
     findings = [found for found in spec.check() if found.field != "image"]  # that is about jobs of ours
+    if len(spec.nodes) == 1 and (said := explain_no_host(spec.nodes[0].host)):
+        findings.append(Finding("nodes.host", said, "warning"))
     if not gpus and (names := _name_unknown(spec)):
         said = f"no GPUs are exported for {name_some(names)}: where there are some, give gpus, how many each has"
         findings.append(Finding("nodes.devices", said, "warning"))

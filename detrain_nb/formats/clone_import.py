@@ -41,6 +41,24 @@ class Clone:
     left_out: list[str] = field(default_factory=list)
 
 
+@dataclass
+class Repository:
+    """What git clone has brought to a folder."""
+
+    git: dict[str, Any]
+    folder: str
+
+    def place(self, source: dict[str, Any], path: str, *, here: str) -> None:
+        """Say of a script, at a path in that folder, that it comes of the repository; ``here`` is where it starts."""
+        below, folder = path.removeprefix(f"{self.folder}/"), ""
+        if here.startswith(f"{self.folder}/"):
+            folder = here.removeprefix(f"{self.folder}/")
+        is_below = bool(folder) and below.startswith(f"{folder}/")
+        source["git"] = {**self.git, "folder": folder} if is_below else self.git
+        source["entry"] = below.removeprefix(f"{folder}/") if is_below else below
+        del source["script"]
+
+
 def read_clone(command: Command) -> Clone:
     """Read a command that clones a repository. Raises: SpecError."""
     words = command.words[[word.text for word in command.words].index("clone") + 1 :]

@@ -56,8 +56,8 @@ def _read_rfc(foreign: Foreign) -> Whole:
     whole = Whole(foreign, _without_placeholders(content, (), placeholders))
     whole.notes += [f"{place}: {_PLACEHOLDER}" for place in dict.fromkeys(placeholders)]
     whole.notes += [f"{place}: {_LEFT_OPEN}" for place in dict.fromkeys(left_open)]
-    if (driver := whole.text("driver", "torch_distributed")) != "torch_distributed":
-        raise whole.fault("driver", f'{driver[:60]!r}: the RFC has "torch_distributed" alone')
+    if whole.text("driver", "torch_distributed") != "torch_distributed":
+        raise whole.fault("driver", 'a text: give "torch_distributed", the one that the RFC has')
     job = whole.text("job_id")
     whole.put("name", whole.name_after(job))
     if job and whole.fields["name"] != job:
@@ -85,7 +85,7 @@ def _without_placeholders(value: Any, steps: Steps, found: list[str]) -> Any:
         return {key: _without_placeholders(item, (*steps, key), found) for key, item in value.items()}
     if isinstance(value, list):
         items = [_without_placeholders(item, steps, found) for item in value]
-        return [item for item in items if item is not None] or None
+        return [item for item in items if item is not None] or (None if value else value)
     if isinstance(value, str) and _IS_PLACEHOLDER.fullmatch(value):
         found.append(write_steps(steps))
         return None
@@ -111,8 +111,8 @@ def _read_scheduler(foreign: Foreign) -> Whole:
             if key != known:
                 part.leave(key, _OF_NETWORK)
     job = scheduler.part("job")
-    if (algorithm := job.text("type", "diloco")) != "diloco":
-        raise job.fault("type", f'{algorithm[:60]!r}: give "diloco", the one that Hypha has')
+    if job.text("type", "diloco") != "diloco":
+        raise job.fault("type", 'a text: give "diloco", the one that Hypha has')
     job.leave("type", _NOT_YET)
     whole.put("name", whole.name_after())
     _read_model(job)

@@ -23,7 +23,7 @@ from .script_import import COMMAND
 from .ssh_config_import import SSH_CONFIG
 from .torchtitan_import import TORCHTITAN
 
-__all__ = ["IMPORTERS", "explain_no_spec", "find_kind", "import_file", "import_text"]
+__all__ = ["IMPORTERS", "explain_no_host", "explain_no_spec", "find_kind", "import_file", "import_text"]
 
 _NAMES_SCRIPT = re.compile(r"\.(?:sh|bash|sbatch|slurm)$", re.IGNORECASE)
 _BEGINS_SCRIPT = re.compile(r"#!.*sh\b")
@@ -94,6 +94,17 @@ def explain_no_spec(where: str | os.PathLike[str]) -> str:
         if isinstance(foreign.document, dict) and "name" not in foreign.document and (kind := _find_kind(foreign)):
             said = f"is no spec, but of the kind {kind}: make one of it first: import {location.name} -o SPEC"
             return put_place(location.name, said)
+    return ""
+
+
+def explain_no_host(host: str) -> str:
+    """Say of a host that a file here has its name and lists hosts, how that is imported; else empty."""
+    with contextlib.suppress(SpecError):
+        if os.path.isfile(host) and (kind := find_kind(read_text(locate(host)), name=host)) in (
+            "hostfile",
+            "ssh_config",
+        ):
+            return f"{host} is a file, too, of the kind {kind}: for its hosts, import {host} -o nodes.toml first"
     return ""
 
 

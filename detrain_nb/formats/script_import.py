@@ -16,7 +16,7 @@ from ..plan.job import JobSpec
 from ..plan.names import make_name
 from ..spec import PipelineSpec
 from ..storage import shown
-from .clone_import import read_clone
+from .clone_import import Repository, read_clone
 from .command_import import (
     ASSIGNMENT,
     KEYWORDS,
@@ -31,6 +31,7 @@ from .command_import import (
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
 from .shell import show_breaks
+from .shell_values import BATCH_NUMBERS, Values, read_batch_options
 from .shell_words import Command, Word, split_script
 
 __all__ = ["COMMAND", "find_text", "import_command"]
@@ -39,13 +40,11 @@ _STARTS = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|\baccelerate[ \t]+launch\b|\baccelerate-launch\b"
     r"|\baccelerate\.commands\.launch\b"
 )
-_SBATCH = re.compile(r"^#SBATCH[ \t]++-{1,2}([A-Za-z][A-Za-z-]*+)", re.MULTILINE)
 _SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _OF_NODE = ("HOME", "USER")  # variables that every node has
-_MOST_LINES = 5
-_MOST_VARIABLES = 1000
+_MOST_LINES, _MOST_VARIABLES = 5, 1000
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
 _OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "unset", "*", "*$*")
 _OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
@@ -56,23 +55,18 @@ _LAUNCH_ENV = launch_job(  # what every launch sets
 
 
 @dataclass
-class _Repository:
-    """What git clone brings to a folder."""
-
-    git: dict[str, Any]
-    folder: str
-
-
-@dataclass
 class _Script:
     """What the commands of a script have done, up to here."""
 
     folder: str = ""
     variables: dict[str, Word] = field(default_factory=dict)
+    filled: set[str] = field(default_factory=set)  # the names of those whose values are in words now
+    values: Values = field(default_factory=lambda: Values([], {}, used=set()))
     own: dict[str, tuple[Word, int]] = field(default_factory=dict)  # not exported, with their lines
-    repositories: list[_Repository] = field(default_factory=list)
+    repositories: list[Repository] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
-    written: dict[str, str] = field(default_factory=dict)  # files that it writes, with their texts
+    written: dict[str, tuple[str, int]] = field(default_factory=dict)  # files, with their texts and the lines of these
+    used_lines: set[int] = field(default_factory=set)  # of texts of programs
     needed: list[str] = field(default_factory=list)  # variables without which it does not go on
     image: str = ""
     before_case: _Script | None = None
@@ -84,8 +78,13 @@ class _Script:
     @property
     def job(self) -> dict[str, Any]:
         """What a script that we have exported says of its job; empty for any other."""
-        text = self.written.get(_JOB_SPEC)
-        return _read_job(JobSpec.from_json(text)) if text is not None else {}
+        found = self.written.get(_JOB_SPEC)
+        return _read_job(JobSpec.from_json(found[0])) if found is not None else {}
+
+    def forget(self, path: str) -> None:
+        """Say of a file no more what stands in it: who wrote it is a command that is not carried over."""
+        if (found := self.written.pop(path, None)) is not None:
+            self.others.setdefault("printf", []).append(found[1])
 
     def begin_case(self) -> None:
         self.before_case = replace(self, variables=dict(self.variables), setup=list(self.setup), before_case=None)
@@ -133,16 +132,28 @@ COMMAND = Importer(_is_one, _read, "a command line of torchrun or accelerate lau
 
 def _read_text(text: str, stem: str) -> Imported:
     script = _Script()
-    for command in split_script(show_breaks(text)):
-        _take(script, command)
-    named = [name for name in dict.fromkeys(_SBATCH.findall(text)) if not script.job or name not in _OUR_SBATCH]
+    options, numbers = read_batch_options(text)
+    commands = split_script(show_breaks(text))
+    _take_all(script, commands, Values(commands, numbers, used=script.filled))
+    used = {name for name in options if script.filled.intersection(BATCH_NUMBERS.get(name, ()))}
+    named = [name for name in options if name not in used and (not script.job or name not in _OUR_SBATCH)]
     if named:
-        options = ", ".join(f"--{name}" if name[1:] else f"-{name}" for name in named)
-        script.left_out.append(f"#SBATCH {options}: for Slurm alone: see the options of export slurm")
+        shown_names = ", ".join(f"--{name}" if name[1:] else f"-{name}" for name in named)
+        script.left_out.append(f"#SBATCH {shown_names}: for Slurm alone: see the options of export slurm")
     return _make(script, stem)
 
 
+def _take_all(script: _Script, commands: Sequence[Command], values: Values) -> None:
+    """Take the commands of one shell."""
+    outer, script.values = script.values, values
+    for command in commands:
+        _take(script, replace(command, words=values.fill(command.words)))
+    script.values = outer
+
+
 def _take(script: _Script, command: Command) -> None:
+    for path in command.outputs:
+        script.forget(_go(script.folder, path))
     if command.words:
         _take_words(script, command)
     if command.ends_branch:
@@ -164,10 +175,8 @@ def _take_words(script: _Script, command: Command) -> None:
     elif (text := find_text(texts)) is not None:
         if name in WRAPPERS:
             script.left_out.append(f"{name}: what stands before the text of its shell is not carried over")
-        for inner in split_script(text):
-            inner.line, inner.files = command.line, [*inner.files, *command.files]
-            _take(script, inner)
-    elif name == "export" or all(ASSIGNMENT.fullmatch(text) for text in texts):
+        _take_inner(script, command, split_script(text))
+    elif name == "export" or _are_variables(texts):
         _take_variables(script, command, is_exported=name == "export")
     elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or command.words[1].is_known()):
         script.folder = _go(script.folder, texts[1])
@@ -181,6 +190,23 @@ def _take_words(script: _Script, command: Command) -> None:
         _take_runai(script, texts)
     elif not _take_ours(script, command, texts) and (name not in _WITHOUT_EFFECT or _sets_variable(texts)):
         script.others.setdefault(name, []).append(command.line)
+
+
+def _are_variables(texts: Sequence[str]) -> bool:
+    """Whether they give variables values, maybe behind a ``then``."""
+    plain = [text for text in texts if text not in KEYWORDS]
+    return bool(plain) and all(ASSIGNMENT.fullmatch(text.replace("+=", "=", 1)) for text in plain)
+
+
+def _take_inner(script: _Script, command: Command, commands: list[Command]) -> None:
+    """Take what a shell is given as a text: it has what is exported, but for the variables of its own command."""
+    for inner in commands:
+        inner.line, inner.files = command.line, [*inner.files, *command.files]
+    own = {match[1] for word in command.words if (match := ASSIGNMENT.fullmatch(word.text))}
+    exported = {*script.variables, *itertools.chain(*BATCH_NUMBERS.values())} - own
+    known = {name: value for name, value in script.values.known.items() if name in exported}
+    is_whole = not any(word.fills for word in command.words)  # else the outer shell fills in some of it
+    _take_all(script, commands, Values(commands if is_whole else [], known if is_whole else {}, used=script.filled))
 
 
 def _go(folder: str, path: str) -> str:
@@ -201,8 +227,9 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
     last = command.words[-1]
     if texts[0] == "case":
         script.begin_case()
-    elif texts[:2] == ["printf", "%s"] and len(texts) == 3 and command.files and not last.fills:
-        script.written[command.files[0].text] = texts[2]
+    elif texts[:2] == ["printf", "%s"] and len(texts) == 3 and any(command.outputs.values()) and not last.fills:
+        path = next(path for path, is_whole in command.outputs.items() if is_whole)
+        script.written[_go(script.folder, path)] = texts[2], command.line
     elif texts[:2] == ["[", "-n"] and texts[2:] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
         script.needed.append(needed[1])
     elif texts[0] == "unset" and (gone := {*texts} & {*script.needed, *script.variables, *script.own}):
@@ -220,6 +247,7 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
         name, is_added, _ = word.text.partition("+=")
         if match := ASSIGNMENT.fullmatch(word.text):
             value = Word(match[2], word.fills)
+            script.values.note(match[1], value)
             if is_exported and word.fills and word.is_known(*_OF_NODE, match[1]) and not SECRET.search(match[1]):
                 script.setup.append(f"export {word.written}")
             elif is_exported or match[1] in script.variables:  # which stays exported
@@ -228,7 +256,7 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
                 script.own[match[1]] = value, command.line
         elif is_exported and word.text in script.own:
             script.variables[word.text] = script.own.pop(word.text)[0]
-        elif is_exported and is_added:
+        elif is_added:
             script.left_out.append(f"{shown(name, most=60)}: more is added to it (line {command.line}): write it out")
     if len(script.variables) > _MOST_VARIABLES:
         raise SpecError(f"line {command.line}: there are more than {_MOST_VARIABLES:,} variables: give fewer")
@@ -238,7 +266,7 @@ def _take_clone(script: _Script, command: Command) -> None:
     clone = read_clone(command)
     script.left_out += clone.left_out
     if clone.git:
-        script.repositories.append(_Repository(clone.git, _go(script.folder, clone.folder)))
+        script.repositories.append(Repository(clone.git, _go(script.folder, clone.folder)))
     else:
         script.others.setdefault("git clone", []).append(command.line)
 
@@ -285,32 +313,19 @@ def _place_source(script: _Script, source: dict[str, Any]) -> bool:
         named = _SOURCE + named.removeprefix(_SOURCE).replace("$$", "$")
     path = _go(script.folder, named)
     if path in script.written:
-        source["script_text"] = script.written[path]
+        source["script_text"], line = script.written[path]
+        script.used_lines.add(line)
         del source["script"]
         return False
     for repository in reversed(script.repositories):
         if path.startswith(f"{repository.folder}/"):
-            _place_in_repository(script, source, repository, path)
+            repository.place(source, path, here=script.folder)
             return True
     if script.folder and path.startswith(f"{script.folder}/"):
         source |= {"path": script.folder, "entry": path.removeprefix(f"{script.folder}/")}
         del source["script"]
         return True
     return False
-
-
-def _place_in_repository(script: _Script, source: dict[str, Any], repository: _Repository, path: str) -> None:
-    below = path.removeprefix(f"{repository.folder}/")
-    folder = ""
-    if script.folder.startswith(f"{repository.folder}/"):
-        folder = script.folder.removeprefix(f"{repository.folder}/")
-    if folder and below.startswith(f"{folder}/"):
-        below = below.removeprefix(f"{folder}/")
-        source["git"] = {**repository.git, "folder": folder}
-    else:
-        source["git"] = repository.git
-    source["entry"] = below
-    del source["script"]
 
 
 def _make(script: _Script, stem: str) -> Imported:
@@ -331,9 +346,17 @@ def _make(script: _Script, stem: str) -> Imported:
         fields["image"] = script.image
     if len(launches) == 1 and first.node_rank and not job:
         missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
-    own = [f"{name}: a variable of the shell alone (line {line})" for name, (_, line) in script.own.items()]
+    own = [
+        f"{name}: a variable of the shell alone (line {line})"
+        for name, (_, line) in script.own.items()
+        if name not in script.filled
+    ]
     left_out = [*own, *script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
-    for name, lines in script.others.items():
+    for path in list(script.written):
+        script.forget(path)
+    for name, found in script.others.items():
+        if not (lines := [line for line in sorted(found) if name != "printf" or line not in script.used_lines]):
+            continue
         at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
         if not job or not (name in _OUR_COMMANDS or name.isdecimal() or name in names):
             left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")

@@ -14,18 +14,18 @@ from ..documents.content import MOST_VALUES
 from ..errors import SpecError
 from ..storage import shown
 
-__all__ = ["Command", "Word", "as_words", "split_script"]
+__all__ = ["FILLS", "Command", "Word", "as_words", "split_script"]
 
 _MOST_COMMANDS, _MOST_WORDS, _MOST_PIECES = 10_000, MOST_VALUES, 2 * MOST_VALUES
 # What the shell fills in; it ends at the next $ at the latest: all of them are found in one pass.
-_FILLS = re.compile(r"\$\{[^}$]*+\}?|\$\([^)$]*+\)?|\$[A-Za-z_]\w*+|\$[0-9@*#?$!-]|`[^`]*+`?", re.ASCII)
+FILLS = re.compile(r"\$\{[^}$]*+\}?|\$\([^)$]*+\)?|\$[A-Za-z_]\w*+|\$[0-9@*#?$!-]|`[^`]*+`?", re.ASCII)
 _PIECE = re.compile(
     r"""
     (?P<blank> [ \t\r]++ )
   | (?P<joined> \\\r?\n )
   | (?P<comment> (?<![^\s;&|()]) \#[^\n]*+ )
-  | (?P<end> \n | ;; | && | \|\| | [;&|()] )
-  | (?P<redirect> (?:(?<![^\s;&|()]) [0-9]{1,3})? (?: <<-? | >> | [<>]& | >\| | [<>] ) )
+  | (?P<end> \n | ;; | && | \|\| | [;|()] | &(?!>) )
+  | (?P<redirect> &>>? | (?:(?<![^\s;&|()]) [0-9]{1,3})? (?: <<< | <<-? | >> | [<>]& | >\| | [<>] ) )
   | (?P<single> '[^']*+' )
   | (?P<escaped> \\. )
   | (?P<opens> " | \$\( | \$\{ )
@@ -41,6 +41,8 @@ _INSIDE = {
     "}": re.compile(r"""\\.|`[^`]*+`|\$[({]|["}]""", re.DOTALL),
 }
 _NO_BEGIN = re.compile("#|[0-9]++")
+_DOCUMENT = re.compile("[0-9]*<<-?")  # the redirect with which one begins
+_WHOLE = re.compile(r"1?>\|?")  # with which a file gets all that is printed, and nothing else
 _CLOSES = {'"': '"', "$(": ")", "(": ")", "${": "}"}
 _MOST_LEVELS = 100
 _OF_WORDS = ("single", "double", "escaped", "filled", "plain")
@@ -75,6 +77,8 @@ class Command:
     line: int = 0
     words: list[Word] = field(default_factory=list)
     files: list[Word] = field(default_factory=list)
+    outputs: dict[str, bool] = field(default_factory=dict)  # behind >: is what it prints all that they have?
+    is_sure: bool = False  # this shell runs it, unless a keyword says otherwise: no &&, no ||, no pipe, no brackets
     ends_branch: bool = False  # of a case: ;; stands behind it, maybe with no word before
     array: str = ""  # the name of a variable that has these words, which are then no command
 
@@ -84,7 +88,7 @@ class Command:
 
 def as_words(argv: Sequence[str]) -> list[Word]:
     """Take words that a shell, or nobody, has split; a ``$NAME`` in one is told as in a script."""
-    return [Word(text, tuple(part for part in _FILLS.findall(text) if part != "$$")) for text in argv]
+    return [Word(text, tuple(part for part in FILLS.findall(text) if part != "$$")) for text in argv]
 
 
 def split_script(text: str) -> list[Command]:
@@ -103,11 +107,11 @@ class _Splitter:
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
         self._line = 1
-        self._ends: list[str] = []  # of the here-documents that begin behind this line
+        self._ends: list[tuple[str, bool]] = []  # of here-documents; may tabs stand before?
 
     def commands(self) -> Iterator[Command]:
         command, pieces, is_file, num_words = Command(), list[tuple[str, str]](), False, 0
-        redirect = ""
+        redirect, before, depth = "", "\n", 0
         for number, (kind, piece, line) in enumerate(self._pieces()):
             if number == _MOST_PIECES:
                 raise SpecError(f"line {line}: has more than {_MOST_PIECES:,} blanks, quotes and words: give fewer")
@@ -130,14 +134,19 @@ class _Splitter:
                     command.words.append(word)
                 elif not is_copy:
                     command.files.append(word)
-                if is_file and self._ends and not self._ends[-1]:
-                    self._ends[-1] = word.text
+                    if "<" not in redirect:
+                        command.outputs[word.text] = bool(_WHOLE.fullmatch(redirect))
+                if is_file and _DOCUMENT.fullmatch(redirect):
+                    self._ends.append((word.text, redirect.endswith("-")))
                 pieces, is_file = [], False
             if kind == "redirect":
                 is_file, redirect = True, piece
-                self._ends += [""] if piece.endswith(("<<", "<<-")) else []
             elif kind == "end" and (piece != "\n" or not command.array):
                 command.ends_branch = piece == ";;"
+                command.is_sure = not depth and before in ("\n", ";", "&") and piece in ("\n", ";")
+                depth = max(0, depth + {"(": 1, ")": -1}.get(piece, 0))
+                if command.words or piece != "\n" or before not in ("&&", "||", "|"):
+                    before = piece
                 yield command
                 command, is_file = Command(), False
         yield command
@@ -178,13 +187,14 @@ class _Splitter:
 
     def _pass_documents(self) -> None:
         """Go on behind the here-documents that were begun."""
-        for end in self._ends:
+        for end, is_indented in self._ends:
             begun, line = self._line, None
             while line != end:
                 if self._at >= len(self._text):
                     raise SpecError(f"line {begun}: the text up to {shown(repr(end), most=60)} has no end: give one")
                 after = self._text.find("\n", self._at) + 1 or len(self._text) + 1
-                line = self._text[self._at : after - 1].lstrip("\t").removesuffix("\r")
+                line = self._text[self._at : after - 1].removesuffix("\r")
+                line = line.lstrip("\t") if is_indented else line
                 self._at = after
                 self._line += 1
         self._ends.clear()
@@ -211,7 +221,7 @@ def _join(pieces: Sequence[tuple[str, str]]) -> Word:
         elif kind == "escaped":
             texts.append(piece[1:])
         elif kind == "double":
-            fills += _FILLS.findall(_ESCAPED.sub("", piece))
+            fills += FILLS.findall(_ESCAPED.sub("", piece))
             texts.append(_IN_QUOTES.sub(lambda found: found[1] or "", piece[1:-1]))
         else:
             fills += [piece] if kind == "filled" or _is_expanded(piece) else []

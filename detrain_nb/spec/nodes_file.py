@@ -31,6 +31,7 @@ from .lease import is_lease, name_apart, nodes_from_lease
 from .node import OF_HOSTS, THIS_MACHINE, Node, default_name, describe_twice_here, parse_target
 
 _MOST_FAULTS = 20
+_IMPORT = "a nodes file is made of a hostfile or an ssh_config by: import {} -o nodes.toml"
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
@@ -110,7 +111,10 @@ def _read_files(text: str) -> tuple[Node, ...]:
 
 
 def _read(path: str | os.PathLike[str]) -> Any:
-    suffix = suffix_of(path)
+    try:
+        suffix = suffix_of(path)
+    except SpecError as exc:
+        raise SpecError(f"{exc}; {_IMPORT.format(path)}") from None
     return parse_content(read_text(locate(Path(path))), suffix, where=str(path))
 
 

@@ -34,6 +34,20 @@ def test_script_is_printed(spec: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert subprocess.run(["sh", "-n"], input=text, text=True, timeout=60).returncode == 0
 
 
+def test_list_of_hosts_that_is_taken_for_a_host_is_told(
+    spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hostfile").write_text("gpu1\n")
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "slurm", spec, "--gpus", "1", "--nodes", "hostfile"]) == 0
+    said = "hostfile is a file, too, of the kind hostfile: for its hosts, import hostfile -o nodes.toml first"
+    assert capsys.readouterr().err == f"detrain-nb: warning: nodes.host: {said}\n"
+    assert main(["import", "hostfile", "-o", "nodes.toml"]) == 0
+    capsys.readouterr()
+    assert main(["export", "slurm", spec, "--gpus", "1", "--nodes", "nodes.toml"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "job.sbatch"
     words = ["--output", str(output), "--gpus", "4", "--time", "01:00:00", "--nodes", "x,y,z", "--name", "other"]

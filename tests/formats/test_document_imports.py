@@ -148,8 +148,8 @@ def test_nothing_but_a_spec_error_comes_of_a_broken_document(data: st.DataObject
         ),
         ("agents.yaml", ("profiles", "compute", "small", "resources", "memory", "size"), "4 Gi", "memory.size: give a"),
         ("agents.yaml", ("deployment", "first", "here"), {"profile": "small"}, "services: nodes 1 and 2 have the same"),
-        ("job.json", ("driver",), "spark", "driver: 'spark': the RFC has"),
-        ("scheduler.toml", ("scheduler", "job", "type"), "gossip", "scheduler.job.type: 'gossip': give"),
+        ("job.json", ("driver",), "spark", "driver: a text: give"),
+        ("scheduler.toml", ("scheduler", "job", "type"), "gossip", "scheduler.job.type: a text: give"),
         ("scheduler.toml", ("scheduler", "job", "rounds", "max_batch_size"), 0, "rounds.max_batch_size: 0: give a"),
         ("llama3_8b.toml", ("training", "steps"), 0, "training.steps 0: give a whole number"),
         ("llama3_8b.toml", ("training", "batch_size"), 4, "training.batch_size: is the same as training.local_batch"),
@@ -280,6 +280,7 @@ def test_job_of_the_rfc_is_read_as_json_and_as_the_rfc_writes_it() -> None:
         "training_definition.local_steps",
         "training_definition.optimizer",
     }
+    assert "extra: a spec has no field for it" in str(_import("job.json", {**RFC, "extra": []}))
     assert named >= {"training_definition.accelerate_config", "training_definition"}, "what is left open"
 
 

@@ -153,16 +153,16 @@ def test_command_line_is_read_as_torchrun_reads_it(data: st.DataObject) -> None:
 
 def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
     fields, left_out = _fields(
-        'export LR=1 HF_TOKEN=abc OTHER_KEY=$K\nN=4\necho "$(rm -rf x)" `id`\n'
+        'export LR=1 HF_TOKEN=abc OTHER_KEY=$K LR=2\nN=4\nN=8\necho "$(rm -rf x)" `id`\n'
         'torchrun --nnodes=$N --nproc-per-node=gpu --master-addr "$HEAD" train.py --lr "$LR" --out $OUT/x\n'
     )
     assert fields == {
         "name": "train",
         "source": {"script": "train.py", "arguments": ["--lr", "$LR", "--out", "$OUT/x"]},
-        "env": {"LR": "1"},
+        "env": {"LR": "2"},
         "secrets": ["HF_TOKEN", "OTHER_KEY"],
     }
-    begins = ("N: ", "$LR: ", "$OUT: ", "--nnodes: ", "--master-addr: ", "HF_TOKEN: ", "echo (line 3): ")
+    begins = ("N: ", "$LR: ", "$OUT: ", "--nnodes: ", "--master-addr: ", "HF_TOKEN: ", "echo (line 4): ")
     assert sorted(each for each in begins if any(line.startswith(each) for line in left_out)) == sorted(begins)
     assert "abc" not in str(import_text("HF_TOKEN=abc torchrun a.py"))
     assert _fields("MASTER_PORT=1 torchrun a.py")[1] == ("MASTER_PORT: is set for every rank by torchrun or by us",)
@@ -174,6 +174,43 @@ def test_what_is_true_of_the_first_machine_alone_is_named() -> None:
     assert fields["nodes"] == [{"host": "localhost", "ranks": 1}] and fields["rendezvous"] == {"port": 1234}
     named = [line.partition(":")[0] for line in left_out]
     assert named == ["10.0.0.9", "$HOME/env/bin/python", "unset (line 1)"]
+
+
+def test_variables_with_one_plain_value_and_numbers_of_sbatch_are_filled_in() -> None:
+    batch = "#SBATCH -N 2 --time=1:00\n#SBATCH --gres=gpu:a100:8 # all\nNODES=$SLURM_NNODES\n"
+    fields, left_out = _fields(
+        f'{batch}export D=/data\ncd "$D" && torchrun --nnodes $NODES --nproc-per-node "${{SLURM_GPUS_ON_NODE}}"'
+        " a.py $D/x"
+    )
+    assert fields["nodes"] == [{"host": "node-0", "ranks": 8}, {"host": "node-1", "ranks": 8}]
+    assert fields["source"] == {"path": "/data", "entry": "a.py", "arguments": ["/data/x"]}
+    assert [line.partition(":")[0] for line in left_out] == ["#SBATCH --time", "nodes"]
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        *("N=1\nN=4", "x && N=4", "N=4 | x", "(N=4)", "if x\nthen\nN=4\nfi", "if x; then N=4; fi", "f() {\nN=4\n}"),
+        *("for N in 1; do x; done; N=4", "N=4\nN+=1", "N=4; read N", "N=4; ((N++))", "N=4; : ${N:=5}", "N=$(x)"),
+        *("N=4\nunset N", "case x in\na) N=4 ;;\nesac", "#SBATCH -N 4\nN=$SLURM_NNODES\n#SBATCH -N 5", "N='4 x'"),
+    ],
+)
+def test_variable_that_may_have_another_value_is_named(before: str) -> None:
+    fields, left_out = _fields(f"{before}\ntorchrun a.py $N")
+    assert fields["source"]["arguments"] == ["$N"]
+    assert {line.partition(": ")[0] for line in left_out} >= {"$N"}
+
+
+def test_secrets_and_what_another_shell_has_are_not_filled_in() -> None:
+    fields, left_out = _fields(
+        "A_TOKEN=abc\nH=abc\nT_KEY+=abc\ntorchrun a.py $A_TOKEN --api-key $H --api-key=$H '$H'$H \"\\$H\""
+    )
+    assert "abc" not in str(fields) + str(left_out)
+    shell = "bash -c 'torchrun a.py $N'"
+    for before, found in {"N=2\n": "$N", "export N=2\n": "2", "export N=2\nN=3 ": "$N"}.items():
+        assert _fields(before + shell)[0]["source"]["arguments"] == [found]
+    assert _fields('bash -c "N=4; torchrun a.py $N"')[0]["source"]["arguments"] == ["$N"]
+    assert _fields("bash -c 'N=4; torchrun a.py $N'")[0]["source"]["arguments"] == ["4"]
 
 
 def test_what_the_shell_expands_is_named_and_a_home_in_the_set_up_stays_one() -> None:
@@ -252,6 +289,15 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
         "python (line 1): a command of the shell: give source.setup if needed",
     )
+
+
+def test_text_of_the_program_is_all_that_its_file_has_or_the_command_is_named() -> None:
+    write = "cd d; printf '%s' 'import os'"
+    assert _fields(f"{write} 2>/dev/null 1>train.py\ntorchrun train.py")[0]["source"] == {"script_text": "import os"}
+    for line in (">>train.py", "2>train.py", "<train.py", ">train.py\necho x >>train.py", ">other.py"):
+        fields, left_out = _fields(f"{write} {line}\ntorchrun train.py")
+        assert fields["source"] == {"path": "d", "entry": "train.py"}
+        assert "printf (line 1): a command of the shell: give source.setup if needed" in left_out
 
 
 def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
@@ -389,12 +435,13 @@ def test_words_go_on_behind_an_escaped_sign_and_in_the_next_line() -> None:
 
 
 def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
-    text = """a ${X:-$(b "c d" | awk '{print $1}')}e "$(f "g h" (i) ")")" $((1+(2))) `j k`\n<<'END' cat >l\n"""
+    text = """a ${X:-$(b "c d" | awk '{print $1}')}e "$(f "g h" (i) ")")" $((1+(2))) `j k`\n<<-'END' cat >l\n"""
     commands = split_script(text + "a 'b\n\tEND\nm\n")
     assert [len(command.words) for command in commands] == [5, 1, 1]
     assert all(word.fills for word in commands[0].words[1:])
     assert [(str(command), command.line) for command in commands[1:]] == [("cat", 2), ("m", 5)]
     assert [str(each) for each in split_script("a \\\r\n b\r\nc <<E\r\nd\r\nE\r\ne\r\n")] == ["a b", "c", "e"]
+    assert [str(each) for each in split_script("a <<E\n\tE\nb\nE\nc <<<d &>e\nf\n")] == ["a", "c", "f"]
     with pytest.raises(SpecError, match=r"^line 2: '\$\(' begins what does not end"):
         split_script("a\n$(b (c)")
     with pytest.raises(SpecError, match=r"^line 2: the text up to 'END' has no end"):

@@ -99,6 +99,10 @@ def test_lease_that_is_imported_names_its_other_ports() -> None:
     imported = import_text(json.dumps([lease]), name="lease.json")
     assert imported.kind == "lease" and imported.nodes == nodes_from_lease(lease)
     assert imported.left_out == ("[0].forwarded_ports.a: a node has sshd's port alone, 2222, and not 80, None",)
+    odd = {"leases": 1, "services": {"a": {"new": 1}}, "ips": {"a": [{**_IP, "Name": "b"}]}}
+    imported = import_text(json.dumps({**_lease(a=[_way(new=1), _way(port=2222, new=2)]), **odd}))
+    places = ("leases", "services.a.new", "forwarded_ports.a.new", "ips.a.Name")
+    assert imported.left_out == tuple(f"{place}: a spec has no field for it" for place in places)
 
 
 def test_faults_of_a_lease_name_its_file(tmp_path: Path) -> None:

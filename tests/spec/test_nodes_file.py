@@ -236,7 +236,7 @@ def test_command_line_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert parse_nodes(text) == (Node(host="gpu1"),)
     with pytest.raises(SpecError, match=r"/gone\.json cannot be read: it is not there"):
         parse_nodes("gone.json")
-    with pytest.raises(SpecError, match=r"ends in none of \.json"):
+    with pytest.raises(SpecError, match=r"ends in none of \.json.*: import folder/nodes -o nodes\.toml$"):
         parse_nodes("folder/nodes")
 
 
