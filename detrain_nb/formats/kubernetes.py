@@ -48,7 +48,7 @@ POD_IP = "DETRAIN_NB_POD_IP"
 _FILES = "DETRAIN_NB_JOB_FILES"  # in the script: where the ConfigMap is
 _SHM = "2Gi"
 _CLAIM = "10Gi"
-_NO_CLAIM = "# What it makes is gone when its pods end: the option pvc_size makes a claim for it, and pvc names one."
+_NO_CLAIM = "# What it makes is gone when its pods end: --pvc-size makes a claim for it, and --pvc names one."
 _USERS = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}  # whoever the image runs as may write to the claim
 
 

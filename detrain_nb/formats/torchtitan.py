@@ -130,7 +130,7 @@ def export(
     cannot do.
     """
     if release not in ("0.3", "main"):
-        raise SpecError(f"release {release!r}: give 0.3, or main, which is that of 2026-08")
+        raise SpecError(f"--release {release!r}: give 0.3, or main, which is that of 2026-08")
     options = read_options(spec, given)
     name, config = _name_function(spec), _configure(spec, check(spec, plan, optimizers=("adamw",)), options, release)
     lines = [

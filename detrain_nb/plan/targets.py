@@ -95,6 +95,11 @@ TARGETS: Mapping[str, Target] = {
 }
 
 
+def as_typed(option: str) -> str:
+    """Return an option as it is typed in a line, as ``--gpu-model``; errors of exports name it so, too."""
+    return f"--{option.replace('_', '-')}"
+
+
 def _describe(name: str) -> str:
     """Say what is given for an option; of which format, where they do not say the same of it."""
     kinds: dict[str, list[str]] = {}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import EXPORTERS, export_spec
-from detrain_nb.plan.targets import TARGETS
+from detrain_nb.plan.targets import TARGETS, as_typed
 from detrain_nb.spec import PipelineSpec
 
 from ..testbed.machine import free_ports
@@ -397,11 +397,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         r"^source: the script is too large for a ConfigMap, which holds 1 MB: give source\.git, or ",
     ),
-    "a size of no kind": ({}, {"memory": "32GB"}, r"^memory '32GB': give a size of Kubernetes, as 16Gi$"),
+    "a size of no kind": ({}, {"memory": "32GB"}, r"^--memory '32GB': give a size of Kubernetes, as 16Gi$"),
     "a claim that is there and its size": (
         {},
         {"pvc": "a", "pvc_size": "1Gi"},
-        r"^pvc a is a claim .*: leave out pvc_size$",
+        r"^--pvc a is a claim .*: leave out --pvc-size$",
     ),
     "fewer nodes": (
         {"nodes": [{"host": "a"}, {"host": "b"}], "rendezvous": {"min_nodes": 1}},
@@ -423,5 +423,5 @@ def test_targets_have_the_options_of_their_exporters() -> None:
     for kind in KINDS:
         spec = _spec()
         for option in TARGETS[kind].options:
-            with pytest.raises(SpecError, match=f"^{option} "):
+            with pytest.raises(SpecError, match=f"^{as_typed(option)} "):
                 EXPORTERS[kind](spec, spec.plan(), **{option: "\n"})
