@@ -13,6 +13,7 @@ from typing import Any
 from ..documents import format_document
 from ..errors import SpecError
 from ..plan import Plan
+from ..plan.targets import CHOICES
 from ..spec import PipelineSpec
 from ..spec.node import default_name
 from .akash_terms import CHECKPOINT, SHM, Terms
@@ -40,7 +41,6 @@ __all__ = ["export"]
 SSH_PORT = 2222  # of the container's sshd, which is no root's
 _KEY = "SSH_PUBKEY"  # the entrypoint lets in who has one of these
 _PLACEMENT = "akash"
-_STARTS, _PARTS = ("job", "session"), ("all", "first", "others")
 _MOST_NODES = 20  # of a lease: validation_config.go of Akash's chain-sdk
 _MOST_SCRIPT_BYTES = (128 << 10) - 1  # Linux passes no longer argument
 # Kubernetes makes other names of it, with up to ten characters behind: a volume's, that of its port.
@@ -92,9 +92,9 @@ def export(
 
 
 def _check_choices(plan: Plan, start: str, part: str, ssh_key: str) -> None:
-    for name, value, values in [("start", start, _STARTS), ("part", part, _PARTS)]:
-        if value not in values:
-            raise SpecError(f"--{name} {value!r}: give one of {', '.join(values)}")
+    for name, value in {"start": start, "part": part}.items():
+        if value not in CHOICES[name]:
+            raise SpecError(f"--{name} {value!r}: give one of {', '.join(CHOICES[name])}")
     if part == "others" and len(plan.nodes) < 2:
         raise SpecError("--part others: there is one node: give --part all")
     if start == "job" and part != "all" and len(plan.nodes) > 1:

@@ -10,9 +10,9 @@ from typing import Any
 
 from ..errors import SpecError
 from ..plan import NodePlan
+from ..plan.targets import CHOICES
 
 SHM, CHECKPOINT = "shm", "checkpoint"  # volumes, by name
-_DENOMS = ("uact", "uakt")
 # What the network takes at most of one service: validation_config.go of Akash's chain-sdk.
 _MOST_GPUS, _MOST_CPUS, _MOST_PRICE = 24, 384, 10_000_000
 _MOST_MEMORY_GI, _MOST_STORAGE_GI = 2 << 10, 32 << 10
@@ -41,8 +41,8 @@ class Terms:
 
     def price_of(self, node: NodePlan) -> dict[str, Any]:
         """Return what a block may cost at most. Raises: SpecError."""
-        if (denom := self.denom or _DENOMS[0]) not in _DENOMS:
-            raise SpecError(f"--denom {denom!r}: give one of {', '.join(_DENOMS)}")
+        if (denom := self.denom or CHOICES["denom"][0]) not in CHOICES["denom"]:
+            raise SpecError(f"--denom {denom!r}: give one of {', '.join(CHOICES['denom'])}")
         advice = f"give a whole number of {denom} for a block, 1 to {_MOST_PRICE}"
         return {"denom": denom, "amount": _read_number("price", self.price, _PRICE[node.device], _MOST_PRICE, advice)}
 

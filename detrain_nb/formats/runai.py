@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..errors import SpecError
 from ..plan import Plan
+from ..plan.targets import CHOICES
 from ..spec import PipelineSpec
 from .alike import check_alike, list_chosen_there, write_on_node
 from .job_script import (
@@ -108,7 +109,7 @@ def _check_spec(spec: PipelineSpec, plan: Plan, ranks: int) -> None:
 
 
 def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:
-    if cli not in ("new", "old"):
+    if cli not in CHOICES["cli"]:
         raise SpecError(f'--cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
     check_word("project", project, rule="namespace")  # its namespace has that name in its own
     check_word("secret", secret)

@@ -84,7 +84,10 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             ["export", "akash", "SPEC", "--time", "5"],
             "akash has no option --time: it has --start, --part, --ssh-key, --gpu",
         ),
-        (["export", "akash", "SPEC", "--image", "a/b:1", "--gpu-model", "A_1"], "detrain-nb: --gpu-model 'A_1': no node"),
+        (
+            ["export", "akash", "SPEC", "--image", "a/b:1", "--gpu-model", "A_1"],
+            "detrain-nb: --gpu-model 'A_1': no node",
+        ),
         (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),
         (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it is not there"),
         (
