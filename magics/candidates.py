@@ -16,9 +16,10 @@ from typing import Any
 from ..deploy.known import known_sessions, session_names
 from ..documents import SUFFIXES
 from ..errors import DetrainError
-from ..plan.targets import KINDS
+from ..plan.targets import KINDS, TARGETS
 from ..session.session import Session
 from ..transport.ssh_config import list_hosts
+from .given_spec import read_spec
 from .options import setting_candidates
 
 _LIMIT_S = 0.05  # a key was pressed
@@ -65,7 +66,7 @@ class Candidates:
     def of(self, kind: str | None, word: str, before: Sequence[str] = ()) -> list[str] | None:
         """Whole words that begin with ``word``, behind those ``before``; None where nothing is known of the kind."""
         if kind == "NODE":
-            return sorted(self._in_time(lambda word: _nodes_of_job(before, word), word))
+            return sorted(self._in_time(lambda word: self._nodes_named(before, word), word))
         find = self._by_kind.get(kind or "")
         return sorted(find(word)) if find else None
 
@@ -80,6 +81,15 @@ class Candidates:
     def _own_specs(self, word: str) -> list[str]:
         here = list(self._ipython.user_ns.items())
         return [name for name, value in here if type(value).__name__ == "PipelineSpec" and name.startswith(word)]
+
+    def _nodes_named(self, words: Sequence[str], word: str) -> list[str]:
+        """Those of the spec, behind the format of an export; else those of a job."""
+        others = [_ESCAPED.sub(r"\1", name) for name in words if name not in TARGETS]
+        own = self._own_specs("")
+        specs = [name for name in others if name in own or os.path.isfile(os.path.expanduser(name))]
+        if specs and len(others) < len(words):
+            return [node.name for node in read_spec(self._ipython, specs[0]).nodes if node.name.startswith(word)]
+        return _nodes_of_job(words, word)
 
     def _variables(self, word: str) -> list[str]:
         """Those of the first idle rank, for the last place of a list; not the names that Python has everywhere."""
@@ -206,8 +216,6 @@ def _fields(word: str) -> list[str]:
 
 
 def _formats(word: str) -> list[str]:
-    from ..plan.targets import TARGETS
-
     return [name for name in TARGETS if name.startswith(word)]
 
 

@@ -16,7 +16,7 @@ from IPython.core.error import UsageError
 from IPython.utils.tokenutil import token_at_cursor
 
 from ..errors import SpecError
-from ..plan.targets import OPTIONS, TARGETS
+from ..plan.targets import OPTIONS, TARGETS, as_typed
 from ..session.session import Session
 from .candidates import Candidates
 from .job_options import job_parser, torchrun_parser
@@ -134,7 +134,7 @@ def _of_other_formats(words: list[str]) -> set[str]:
     """The options of an export that the format among ``words`` does not have."""
     target = next((TARGETS[word] for word in words if word in TARGETS), None)
     others = set(OPTIONS) - set(target.options) if target else set[str]()
-    return {f"--{name.replace('_', '-')}" for name in others}
+    return {as_typed(name) for name in others}
 
 
 def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ..documents import format_document, suffix_of
 from ..errors import SpecError
-from ..plan.targets import TARGETS
+from ..plan.targets import TARGETS, as_typed
 from ..spec import Finding, PipelineSpec, nodes_from_lease
 from ..storage import locate
 from ..text import name_some
@@ -53,10 +53,10 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
     target = TARGETS[to]
     given = {name: value for name, value in (options or {}).items() if value}
     if unknown := [name for name in given if name not in target.options]:
-        known = f"it has {', '.join(target.options)}" if target.options else "it has no options"
-        raise SpecError(f"{to} has no option {unknown[0]}: {known}")
+        known = f"it has {', '.join(map(as_typed, target.options))}" if target.options else "it has no options"
+        raise SpecError(f"{to} has no option {as_typed(unknown[0])}: {known}")
     if gpus < 0:
-        raise SpecError(f"gpus {gpus}: give 0 or more")
+        raise SpecError(f"--gpus {gpus}: give 0 or more")
     plan = spec.plan(gpus=dict.fromkeys(_name_unknown(spec) if spec.nodes else [""], gpus) if gpus else None)
     return EXPORTERS[to](spec, plan, **given)
 
@@ -67,7 +67,7 @@ def check_export(spec: PipelineSpec, *, gpus: int = 0) -> list[Finding]:
     if len(spec.nodes) == 1 and (said := explain_no_host(spec.nodes[0].host)):
         findings.append(Finding("nodes.host", said, "warning"))
     if not gpus and (names := _name_unknown(spec)):
-        said = f"no GPUs are exported for {name_some(names)}: where there are some, give gpus, how many each has"
+        said = f"no GPUs are exported for {name_some(names)}: where there are some, give --gpus, how many each has"
         findings.append(Finding("nodes.devices", said, "warning"))
     return findings
 

@@ -61,7 +61,7 @@ def _number_of(node: str, plan: Plan) -> int:
         return names.index(node) if node else 0
     if node.isdecimal() and int(node) < len(names):
         return int(node)
-    raise SpecError(f"node {node!r}: give the name of a node, one of {', '.join(names)}, or its number from 0")
+    raise SpecError(f"--node {node!r}: give the name of a node, one of {', '.join(names)}, or its number from 0")
 
 
 def _check(spec: PipelineSpec, plan: Plan) -> None:
@@ -70,7 +70,7 @@ def _check(spec: PipelineSpec, plan: Plan) -> None:
         raise SpecError(f"parallelism.pp {stages}: Accelerate trains no pipeline of stages: give 1")
     if plan.device == "cpu" and (parts := [name for name in ("dp_shard", "tp") if axis(plan, name) > 1]):
         raise SpecError(
-            f"parallelism.{parts[0]} {axis(plan, parts[0])}: Accelerate splits a model on GPUs alone: give gpus "
+            f"parallelism.{parts[0]} {axis(plan, parts[0])}: Accelerate splits a model on GPUs alone: give --gpus "
             "if the nodes have some, else 1, and dp_replicate -1"
         )
     if spec.rendezvous.is_elastic:

@@ -12,6 +12,7 @@ from typing import Any
 from ..documents import format_document
 from ..errors import SpecError
 from ..plan import Plan
+from ..plan.targets import CHOICES
 from ..spec import PipelineSpec
 from ..spec.lease import SSH_PORT
 from ..spec.node import default_name
@@ -39,7 +40,6 @@ __all__ = ["export"]
 
 _KEY = "SSH_PUBKEY"  # the entrypoint lets in who has one of these
 _PLACEMENT = "akash"
-_STARTS, _PARTS = ("job", "session"), ("all", "first", "others")
 _MOST_NODES = 20  # of a lease: validation_config.go of Akash's chain-sdk
 _MOST_SCRIPT_BYTES = (128 << 10) - 1  # Linux passes no longer argument
 # Kubernetes makes other names of it, with up to ten characters behind: a volume's, that of its port.
@@ -91,26 +91,30 @@ def export(
 
 
 def _check_choices(plan: Plan, start: str, part: str, ssh_key: str) -> None:
-    for name, value, values in [("start", start, _STARTS), ("part", part, _PARTS)]:
-        if value not in values:
-            raise SpecError(f"{name} {value!r}: give one of {', '.join(values)}")
+    for name, value in {"start": start, "part": part}.items():
+        if value not in CHOICES[name]:
+            raise SpecError(f"--{name} {value!r}: give one of {', '.join(CHOICES[name])}")
     if part == "others" and len(plan.nodes) < 2:
-        raise SpecError("part others: there is one node: give part all")
+        raise SpecError("--part others: there is one node: give --part all")
     if start == "job" and part != "all" and len(plan.nodes) > 1:
         raise SpecError(
-            f"part {part}: the other nodes are another lease then, and a process group across leases hangs in its "
-            f"first collective: {_PORTS}: give part all; or start session, and begin sessions with --no-init"
+            f"--part {part}: the other nodes are another lease then, and a process group across leases hangs in its "
+            f"first collective: {_PORTS}: give --part all; or --start session, and begin sessions with --no-init"
         )
     if ssh_key and not _PUBLIC_KEY.fullmatch(ssh_key):
-        raise SpecError("ssh_key: is no public key: give the line of a file such as ~/.ssh/id_ed25519.pub")
+        raise SpecError("--ssh-key: is no public key: give the line of a file such as ~/.ssh/id_ed25519.pub")
 
 
 def _check_use(asked: Terms, *, has_gpus: bool, mount: str) -> None:
     """Raises: SpecError for an option that nothing in this lease has a use for."""
     if asked.gpu_model and not has_gpus:
-        raise SpecError(f"gpu_model {asked.gpu_model!r}: no node of this lease has a GPU: leave it out, or give gpus")
+        raise SpecError(
+            f"--gpu-model {asked.gpu_model!r}: no node of this lease has a GPU: leave it out, or give --gpus"
+        )
     if asked.volume and not mount:
-        raise SpecError(f"volume {asked.volume!r}: no checkpoint goes to a path: leave it out, or give checkpoint.url")
+        raise SpecError(
+            f"--volume {asked.volume!r}: no checkpoint goes to a path: leave it out, or give checkpoint.url"
+        )
 
 
 def _name_services(spec: PipelineSpec, plan: Plan) -> list[str]:
@@ -142,7 +146,7 @@ def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) ->
     """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
     secrets = list_needed(spec) if is_job else []
     if _KEY in spec.env or _KEY in list_needed(spec):
-        raise SpecError(f"{_KEY} says who may log in to a node: leave it out of env and secrets, and give ssh_key")
+        raise SpecError(f"{_KEY} says who may log in to a node: leave it out of env and secrets, and give --ssh-key")
     env = {
         _KEY: ssh_key,
         **dict.fromkeys(secrets, ""),

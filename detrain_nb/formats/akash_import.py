@@ -23,7 +23,7 @@ _MOST_CONTAINERS, _MOST_GPUS = 1000, 64
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kMGTPE]i?)?B?")
 _UNITS = {unit: index + 1 for index, unit in enumerate("kMGTPE")}
 _OF_IMAGE = {  # what the entrypoint of an image of ours reads
-    "SSH_PUBKEY": "who may log in: give ssh_key as an option of the export",
+    "SSH_PUBKEY": "who may log in: give --ssh-key to the export",
     "DETRAIN_NB_SECRETS": "the names of the secrets: an export writes it anew",
     "DETRAIN_NB_VOLUME": "where the volume of checkpoints is: an export writes it anew",
 }

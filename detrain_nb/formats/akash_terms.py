@@ -10,9 +10,9 @@ from typing import Any
 
 from ..errors import SpecError
 from ..plan import NodePlan
+from ..plan.targets import CHOICES
 
 SHM, CHECKPOINT = "shm", "checkpoint"  # volumes, by name
-_DENOMS = ("uact", "uakt")
 # What the network takes at most of one service: validation_config.go of Akash's chain-sdk.
 _MOST_GPUS, _MOST_CPUS, _MOST_PRICE = 24, 384, 10_000_000
 _MOST_MEMORY_GI, _MOST_STORAGE_GI = 2 << 10, 32 << 10
@@ -41,8 +41,8 @@ class Terms:
 
     def price_of(self, node: NodePlan) -> dict[str, Any]:
         """Return what a block may cost at most. Raises: SpecError."""
-        if (denom := self.denom or _DENOMS[0]) not in _DENOMS:
-            raise SpecError(f"denom {denom!r}: give one of {', '.join(_DENOMS)}")
+        if (denom := self.denom or CHOICES["denom"][0]) not in CHOICES["denom"]:
+            raise SpecError(f"--denom {denom!r}: give one of {', '.join(CHOICES['denom'])}")
         advice = f"give a whole number of {denom} for a block, 1 to {_MOST_PRICE}"
         return {"denom": denom, "amount": _read_number("price", self.price, _PRICE[node.device], _MOST_PRICE, advice)}
 
@@ -94,7 +94,7 @@ class Terms:
 def _read_number(name: str, text: str, usual: int, most: int, advice: str) -> int:
     number = int(text) if _NUMBER.fullmatch(text) else 0
     if text and not 1 <= number <= most:
-        raise SpecError(f"{name} {text!r}: {advice}")
+        raise SpecError(f"--{name} {text!r}: {advice}")
     return number or usual
 
 
@@ -102,7 +102,7 @@ def _read_size(name: str, text: str, usual: int, most: int) -> str:
     match = _SIZE.fullmatch(text)
     number = int(match[1]) if match else 0
     if text and not 1 <= number <= most:
-        raise SpecError(f"{name} {text!r}: give a size in GiB, 1Gi to {most}Gi")
+        raise SpecError(f"--{name} {text!r}: give a size in GiB, 1Gi to {most}Gi")
     return f"{number or usual}Gi"
 
 
@@ -111,6 +111,6 @@ def _read_models(text: str) -> list[dict[str, str]]:
     models = []
     for word in text.split(",") if text else ():
         if not (match := _MODEL.fullmatch(word.strip())):
-            raise SpecError(f"gpu_model {word!r}: give models of NVIDIA as Akash names them, as a100:80Gi,h100")
+            raise SpecError(f"--gpu-model {word!r}: give models of NVIDIA as Akash names them, as a100:80Gi,h100")
         models.append({"model": match[1], **({"ram": match[2]} if match[2] else {})})
     return models

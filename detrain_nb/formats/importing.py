@@ -91,7 +91,9 @@ def explain_no_spec(where: str | os.PathLike[str]) -> str:
     with contextlib.suppress(SpecError, OSError):
         location = locate(where)
         foreign = Foreign(read_text(location), location.name)
-        if isinstance(foreign.document, dict) and "name" not in foreign.document and (kind := _find_kind(foreign)):
+        is_program = location.name.lower().endswith((".py", ".ipynb"))
+        is_one = "name" not in foreign.document if isinstance(foreign.document, dict) else not foreign.suffix
+        if is_one and not is_program and (kind := _find_kind(foreign)):
             said = f"is no spec, but of the kind {kind}: make one of it first: import {location.name} -o SPEC"
             return put_place(location.name, said)
     return ""

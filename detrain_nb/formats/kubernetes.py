@@ -1,7 +1,7 @@
 """What both of Kubeflow's operators are given: the files of a job as a ConfigMap, a claim for what it makes, its pods.
 
 Every pod runs one node: its container runs a script of the ConfigMap, which becomes torchrun. Where the first node is,
-and which one this is, the operator says in torchrun's own variables.
+and which one this is, the operator says in torchrun's own variables. A Service gives all pods one name of DNS.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ POD_IP = "DETRAIN_NB_POD_IP"
 _FILES = "DETRAIN_NB_JOB_FILES"  # in the script: where the ConfigMap is
 _SHM = "2Gi"
 _CLAIM = "10Gi"
-_NO_CLAIM = "# What it makes is gone when its pods end: the option pvc_size makes a claim for it, and pvc names one."
+_NO_CLAIM = "# What it makes is gone when its pods end: --pvc-size makes a claim for it, and --pvc names one."
 _USERS = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}  # whoever the image runs as may write to the claim
 
 
@@ -72,9 +72,12 @@ class Pods:
         return f"kubectl -n {namespace}" if namespace else "kubectl"
 
 
-def make_pods(spec: PipelineSpec, plan: Plan, options: Options, *, by: str, longest: str) -> Pods:
+def make_pods(
+    spec: PipelineSpec, plan: Plan, options: Options, *, by: str, longest: str, label: str, port: int
+) -> Pods:
     """Read what the spec runs, and write it as pods need it; ``longest`` ends the name of the last pod.
 
+    The operator gives each pod the ``label`` with the job's name, and has nodes meet at the ``port`` of the first.
     Raises: SpecError for what ``by``, or Kubernetes, cannot do.
     """
     image = check_image(spec, by=by)
@@ -93,6 +96,7 @@ def make_pods(spec: PipelineSpec, plan: Plan, options: Options, *, by: str, long
         env.append({"name": POD_IP, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}})
     values = " ".join(f'--from-literal={name}="${name}"' for name in needed)
     config = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": files.data}
+    made = [_claim(metadata, options, nodes=len(plan.nodes))] if claim and not options.pvc else []
     return Pods(
         metadata=metadata,
         ranks=ranks,
@@ -104,7 +108,7 @@ def make_pods(spec: PipelineSpec, plan: Plan, options: Options, *, by: str, long
         resources=find_resources(spec, options, ranks=ranks, device=plan.device),
         mounts=_mount(spec.name, checkpoints),
         volumes=_list_volumes(spec.name, options, claim=claim, checkpoints=checkpoints),
-        documents=[config, *([_claim(metadata, options, nodes=len(plan.nodes))] if claim and not options.pvc else [])],
+        documents=[config, _serve(metadata, label=label, port=port), *made],
         head=[f"# {describe(spec, plan)}.", *write_left_out(spec, *_list_left_out(spec))],
         secret=f"create secret generic {secret} {values}" if needed else "",
         claim=claim,
@@ -185,6 +189,27 @@ def _list_volumes(name: str, options: Options, *, claim: str, checkpoints: str) 
     return {**({"securityContext": _USERS} if claim else {}), "volumes": volumes}
 
 
+def _name_service(job: str) -> str:
+    """Neither operator makes one of this name: theirs are called as the job, or as a pod."""
+    return f"{job}-pods"
+
+
+def _serve(metadata: dict[str, Any], *, label: str, port: int) -> dict[str, Any]:
+    """Make one name of DNS lead to all pods of the job, from their start on."""
+    name = metadata["name"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {**metadata, "name": _name_service(name)},
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {label: name},
+            "ports": [{"name": "rendezvous", "port": port}],
+        },
+    }
+
+
 def _claim(metadata: dict[str, Any], options: Options, *, nodes: int) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
@@ -224,7 +249,7 @@ def _tell(pods: Pods, *, kind: str, needs: str, logs: str, first: str) -> list[s
         f"{kubectl} {logs}",
         f"{kubectl} cp {first}:{made} artifacts   # while it runs",
         *(_tell_claim(pods, kubectl=kubectl, made=made) if pods.claim else [_NO_CLAIM]),
-        f"{kubectl} delete {kind},configmap {name}",
+        f"{kubectl} delete {kind}/{name} configmap/{name} service/{_name_service(name)}",
     ]
 
 

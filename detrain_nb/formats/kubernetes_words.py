@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import SpecError
+from ..plan.targets import as_typed
 from ..spec import PipelineSpec
 from .job_script import list_needed, need_image
 
@@ -45,7 +46,7 @@ class Options:
         for name in (each.name for each in fields(self)):
             check_word(name, getattr(self, name))
         if self.pvc and (other := next((name for name in ("pvc_size", "storage_class") if getattr(self, name)), "")):
-            raise SpecError(f"pvc {self.pvc} is a claim that is there: leave out {other}")
+            raise SpecError(f"--pvc {self.pvc} is a claim that is there: leave out {as_typed(other)}")
 
     def claim(self, name: str, *, is_needed: bool) -> str:
         """Return the claim that is mounted; empty: none. One that is made has the ``name`` of the job."""
@@ -53,10 +54,10 @@ class Options:
 
 
 def check_word(option: str, value: str, *, rule: str = "") -> None:
-    """Raises: SpecError for a value that an option, or another one of the same ``rule``, cannot have."""
+    """Raises: SpecError for a value that an option, or a field of the same ``rule``, cannot have."""
     pattern, advice = _RULES[rule or option]
     if value and not pattern.fullmatch(value):
-        raise SpecError(f"{option} {value!r}: {advice}")
+        raise SpecError(f"{option if '.' in option else as_typed(option)} {value!r}: {advice}")
 
 
 def check_image(spec: PipelineSpec, *, by: str) -> str:

@@ -11,15 +11,18 @@ from .kubernetes_words import Options
 
 __all__ = ["export"]
 
+_LABEL, _PORT = "training.kubeflow.org/job-name", 23456  # the operator's own
+
 
 def export(spec: PipelineSpec, plan: Plan, **options: str) -> str:
     """Write the documents of a job. Kubernetes chooses nodes; of the spec's, their number counts, and what each has.
 
-    The operator makes a headless Service for each pod. Raises: SpecError for what it cannot do.
+    The operator makes one more Service for each pod. Raises: SpecError for what it cannot do.
     """
     workers = len(plan.nodes) - 1
     longest = f"-worker-{workers - 1}" if workers else "-master-0"
-    pods = make_pods(spec, plan, Options(**options), by="the training operator", longest=longest)
+    by = "the training operator"
+    pods = make_pods(spec, plan, Options(**options), by=by, longest=longest, label=_LABEL, port=_PORT)
     container = {
         "name": "pytorch",  # the operator looks for it
         **pods.container,

@@ -9,6 +9,7 @@ import re
 
 from ..errors import SpecError
 from ..plan import Plan
+from ..plan.targets import CHOICES
 from ..spec import PipelineSpec
 from .alike import check_alike, list_chosen_there, list_meeting, write_on_node
 from .job_script import (
@@ -107,16 +108,16 @@ def _check_spec(spec: PipelineSpec, plan: Plan, ranks: int) -> None:
 
 
 def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:
-    if cli not in ("new", "old"):
-        raise SpecError(f'cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
+    if cli not in CHOICES["cli"]:
+        raise SpecError(f'--cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
     check_word("project", project, rule="namespace")  # Run:ai makes a namespace for it, runai-PROJECT
     check_word("secret", secret)
     if pvc and not _PVC.fullmatch(pvc):
-        raise SpecError(f"pvc {pvc!r}: give the claim and where it is mounted, as my-claim:/mnt/data")
+        raise SpecError(f"--pvc {pvc!r}: give the claim and where it is mounted, as my-claim:/mnt/data")
     if log_ranks and not _RANKS.fullmatch(log_ranks):
-        raise SpecError(f"log_ranks {log_ranks!r}: give local ranks, as 0 or 0,1")
+        raise SpecError(f"--log-ranks {log_ranks!r}: give local ranks, as 0 or 0,1")
     if log_ranks and (beyond := [rank for rank in log_ranks.split(",") if int(rank) >= ranks]):
-        raise SpecError(f"log_ranks {log_ranks}: a node has the ranks 0 to {ranks - 1}, and no {beyond[0]}")
+        raise SpecError(f"--log-ranks {log_ranks}: a node has the ranks 0 to {ranks - 1}, and no {beyond[0]}")
 
 
 def _name_workload(spec: PipelineSpec, nodes: int, cli: str) -> list[str]:

@@ -25,7 +25,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     given = {"time": time, "partition": partition, "account": account}
     for name, value in given.items():
         if value and not _OPTION.fullmatch(value):
-            raise SpecError(f"{name} {value!r}: give it as sbatch takes it, without spaces")
+            raise SpecError(f"--{name} {value!r}: give it as sbatch takes it, without spaces")
     needed = "--gpus-per-node" if plan.device == "cuda" else "--cpus-per-task"
     lines = [
         "#!/bin/bash",

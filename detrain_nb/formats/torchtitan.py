@@ -13,6 +13,7 @@ from ..documents import format_document
 from ..errors import SpecError
 from ..plan import Plan
 from ..plan.job import JobSpec
+from ..plan.targets import CHOICES
 from ..spec import PipelineSpec
 from .configuration import write_head
 from .job_script import describe
@@ -129,8 +130,8 @@ def export(
     ``release`` is "0.3", or "main", whose function counts tokens, no samples. Raises: SpecError for what torchtitan
     cannot do.
     """
-    if release not in ("0.3", "main"):
-        raise SpecError(f"release {release!r}: give 0.3, or main, which is that of 2026-08")
+    if release not in CHOICES["release"]:
+        raise SpecError(f"--release {release!r}: give 0.3, or main, which is that of 2026-08")
     options, job = read_options(spec, given), check_job(spec, plan, optimizers=("adamw",))
     name, config = _name_function(spec), _configure(spec, job, options, release)
     lines = [

@@ -64,11 +64,11 @@ def read_options(spec: PipelineSpec, given: Mapping[str, str]) -> Options:
     seq_len, hf_assets, local = (said.get(name, "") for name in ("seq_len", "hf_assets", "local_batch_size"))
     for name, value in {"model": model, "flavor": flavor, "dataset": dataset}.items():
         if value and not (_MODULE if name == "model" else _NAME).fullmatch(value):
-            raise SpecError(f"{name} {value!r}: give a name that torchtitan has, as {getattr(Options, name)}")
+            raise SpecError(f"--{name} {value!r}: give a name that torchtitan has, as {getattr(Options, name)}")
     if seq_len and not re.fullmatch(r"[1-9][0-9]{0,8}", seq_len):
-        raise SpecError(f"seq_len {seq_len!r}: give a number of tokens, as 8192")
+        raise SpecError(f"--seq-len {seq_len!r}: give a number of tokens, as 8192")
     if hf_assets and not _PATH.fullmatch(hf_assets):
-        raise SpecError(f"hf_assets {hf_assets!r}: give the path of a folder, on one line")
+        raise SpecError(f"--hf-assets {hf_assets!r}: give the path of a folder, on one line")
     return Options(
         model or Options.model,
         flavor or Options.flavor,

@@ -11,16 +11,18 @@ __all__ = ["export"]
 
 _NODE = "node"  # what the runtimes for torch call their job, and its container
 _RANDOM = "-xxxxx"  # ends the name of each pod
+_LABEL, _PORT = "jobset.sigs.k8s.io/jobset-name", 29500  # of JobSet, which makes the pods, and of Trainer
 
 
 def export(spec: PipelineSpec, plan: Plan, *, runtime: str = "torch-distributed", **options: str) -> str:
     """Write the documents of a job. Kubernetes chooses nodes; of the spec's, their number counts, and what each has.
 
-    ``runtime`` is a ClusterTrainingRuntime; it makes a headless Service. Raises: SpecError for what it cannot do.
+    ``runtime`` is a ClusterTrainingRuntime; it makes one more Service. Raises: SpecError for what it cannot do.
     """
     check_word("runtime", runtime, rule="secret")
     longest = f"-{_NODE}-0-{len(plan.nodes) - 1}{_RANDOM}"
-    pods = make_pods(spec, plan, Options(**options), by="Kubeflow Trainer", longest=longest)
+    by = "Kubeflow Trainer"
+    pods = make_pods(spec, plan, Options(**options), by=by, longest=longest, label=_LABEL, port=_PORT)
     pod = {"containers": [{"name": _NODE, "volumeMounts": pods.mounts}], **pods.volumes}
     patched = {"name": _NODE, "template": {"spec": {"template": {"spec": pod}}}}
     job = {
@@ -43,7 +45,7 @@ def export(spec: PipelineSpec, plan: Plan, *, runtime: str = "torch-distributed"
             ],
         },
     }
-    rank_0 = f"-l jobset.sigs.k8s.io/jobset-name={spec.name},batch.kubernetes.io/job-completion-index=0"
+    rank_0 = f"-l {_LABEL}={spec.name},batch.kubernetes.io/job-completion-index=0"
     find = f"{pods.kubectl} get pod {rank_0} -o jsonpath='{{.items[0].metadata.name}}'"
     return write_documents(
         pods,

@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
-from ..plan.targets import GPUS, KINDS, OPTIONS, TARGETS
+from ..plan.targets import CHOICES, GPUS, KINDS, OPTIONS, TARGETS, as_typed
 from .parser import OptionParser, not_empty, number, whole
 
 __all__ = [
@@ -141,7 +141,8 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
             groups[kinds] = parser.add_argument_group(f"options of {kinds}")
         kind = _slurm_time if name == "time" else str
         told = words.replace("%", "%%")
-        groups[kinds].add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=name.upper(), help=told)
+        words_of = {"choices": CHOICES[name]} if name in CHOICES else {}
+        groups[kinds].add_argument(as_typed(name), type=kind, metavar=name.upper(), help=told, **words_of)
 
 
 def add_import_options(parser: OptionParser) -> None:

@@ -56,5 +56,5 @@ def _read_gpus(typed: str) -> int:
     if not typed:
         return 0
     if not re.fullmatch("[0-9]{1,7}", typed) or int(typed) > _MOST_GPUS:
-        raise SpecError(f"{_GPUS} {typed!r:.60}: give a whole number, 0 to {_MOST_GPUS:,}")
+        raise SpecError(f"--{_GPUS} {typed!r:.60}: give a whole number, 0 to {_MOST_GPUS:,}")
     return int(typed)

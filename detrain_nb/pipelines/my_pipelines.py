@@ -89,9 +89,13 @@ class MyPipelines:
     def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
         """Read one, and note down that it was opened. Raises: SpecError for another tool's file, too."""
         path = self.find(pipeline)
-        found = read_spec_file(path)
-        if found.spec is None and (said := explain_no_spec(path)):
-            raise SpecError(said)
+        try:
+            found = read_spec_file(path)
+        except SpecError:
+            _refuse_foreign(path)
+            raise
+        if found.spec is None:
+            _refuse_foreign(path)
         if not self._is_beside(path):
             self._unsaid = []
             _tried(lambda: self._recent.add(path), self._unsaid)
@@ -295,6 +299,12 @@ def _stem(text: str) -> str:
 def _unread(path: Path, file: str, error: str, *, is_beside: bool) -> Entry:
     name = printable(path.stem)[:80]
     return Entry(name, path, printable(file), "", (), "", (error,), False, False, is_beside)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Raises: SpecError for a file of another tool."""
+    if said := explain_no_spec(path):
+        raise SpecError(f"{said}, or by Import… in My Pipelines")
 
 
 def _home_as_tilde(path: Path) -> str:

@@ -36,6 +36,14 @@ _KUBERNETES = {
     "memory": "how much memory a node has, as 32Gi",
     "secret": "the Secret with the variables of secrets; default: the name of the job",
 }
+# Of the options that take one of few words: these, the default first.
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "start": ("job", "session"),
+    "part": ("all", "first", "others"),
+    "denom": ("uact", "uakt"),
+    "cli": ("new", "old"),
+    "release": ("0.3", "main"),
+}
 TARGETS: Mapping[str, Target] = {
     "torchrun": Target(".sh", "a shell script that is run on every node"),
     "slurm": Target(
@@ -93,6 +101,11 @@ TARGETS: Mapping[str, Target] = {
         {"node": "the name or the number of that node; default: the first"},
     ),
 }
+
+
+def as_typed(option: str) -> str:
+    """Return an option as it is typed in a line, as ``--gpu-model``; errors of exports name it so, too."""
+    return f"--{option.replace('_', '-')}"
 
 
 def _describe(name: str) -> str:

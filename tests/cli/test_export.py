@@ -27,7 +27,7 @@ def test_script_is_printed(spec: str, capsys: pytest.CaptureFixture[str]) -> Non
     text, errors = capsys.readouterr()
     assert text.startswith("#!/bin/sh\n# mnist: 2 ranks on 2 nodes")
     assert '"epochs": 7' in text and "--rdzv-endpoint=a:77" in text
-    told = "no GPUs are exported for a, b: where there are some, give gpus, how many each has"
+    told = "no GPUs are exported for a, b: where there are some, give --gpus, how many each has"
     assert errors == f"detrain-nb: warning: nodes.devices: {told}\n"
     assert main(["export", "runai", spec, *words, "--gpus", "2", "--image", "a/b:1"]) == 0
     assert capsys.readouterr().err == "", "what is said of an image is about jobs of ours"
@@ -93,7 +93,15 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         (["import"], "give a file, or a command line behind --"),
         (["import", "SPEC", "--from", "command"], "my spec.yaml: starts neither torchrun nor accelerate"),
         (["export", "torchrn", "SPEC"], "'torchrn' is no format to export to: give one of torchrun, slurm"),
-        (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option time: it has no options"),
+        (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option --time: it has no options"),
+        (
+            ["export", "akash", "SPEC", "--time", "5"],
+            "akash has no option --time: it has --start, --part, --ssh-key, --gpu",
+        ),
+        (
+            ["export", "akash", "SPEC", "--image", "a/b:1", "--gpu-model", "A_1"],
+            "detrain-nb: --gpu-model 'A_1': no node",
+        ),
         (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),
         (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it is not there"),
         (

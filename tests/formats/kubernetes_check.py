@@ -18,6 +18,7 @@ MOST_BYTES = 1 << 20  # of the data of a ConfigMap
 VERSIONS = {
     "ConfigMap": "v1",
     "PersistentVolumeClaim": "v1",
+    "Service": "v1",
     "PyTorchJob": "kubeflow.org/v1",
     "TrainJob": "trainer.kubeflow.org/v1alpha1",
 }
@@ -109,10 +110,29 @@ def _check_as_webhooks(document: Fields, documents: list[Fields]) -> Iterator[st
             yield "spec.accessModes"
         if "storage" not in spec.get("resources", {}).get("requests", {}):
             yield "spec.resources.requests"
+    elif document["kind"] == "Service":
+        yield from _check_service(name, spec, documents[-1])
     elif document["kind"] == "PyTorchJob":
         yield from _check_pytorchjob(name, spec, documents)
     elif document["kind"] == "TrainJob":
         yield from _check_trainjob(name, spec, documents)
+
+
+def _check_service(name: str, spec: Fields, job: Fields) -> Iterator[str]:
+    """It leads to the job's pods by the label that the operator gives them, and is none that this makes itself."""
+    of_job = job["metadata"]["name"]
+    label, own, port = {
+        "PyTorchJob": ("training.kubeflow.org/job-name", f"{of_job}-(master|worker)-[0-9]+", 23456),
+        "TrainJob": ("jobset.sigs.k8s.io/jobset-name", of_job, 29500),
+    }[job["kind"]]
+    if re.fullmatch(own, name):
+        yield "metadata.name: the operator's own"
+    if spec.get("clusterIP") != "None" or not spec.get("publishNotReadyAddresses"):
+        yield "spec: the pods have no addresses until all are ready"
+    if spec.get("selector") != {label: of_job}:
+        yield "spec.selector"
+    if [each["port"] for each in spec.get("ports", [])] != [port] or not LABEL.fullmatch(spec["ports"][0]["name"]):
+        yield "spec.ports"
 
 
 def _check_pytorchjob(name: str, spec: Fields, documents: list[Fields]) -> Iterator[str]:

@@ -93,7 +93,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         "a has 4 ranks on cuda, b has 1 on cuda",
     ),
     "restarts": ({"nodes": [FOUR], "rendezvous": {"max_restarts": 1}}, {}, "^rendezvous: .*: leave max_restarts"),
-    "no such node": ({"nodes": [FOUR]}, {"node": "1"}, "^node '1': give the name of a node, one of a, or its number"),
+    "no such node": ({"nodes": [FOUR]}, {"node": "1"}, "^--node '1': give the name of a node, one of a, or its number"),
     "a first node that nobody reaches": (
         {"nodes": [{**FOUR, "host": "localhost"}, {**FOUR, "host": "b"}]},
         {},

@@ -248,7 +248,7 @@ def test_part_of_the_nodes_is_a_lease_for_sessions_without_a_group() -> None:
         text = export_spec(spec, "akash", options={"start": "session", "part": part})
         assert [*yaml.safe_load(text)["services"]] == names
         assert "%distributed start --nodes lease.json --no-init\n" in text
-        with pytest.raises(SpecError, match=rf"^part {part}: .* hangs in its first collective: .* with --no-init$"):
+        with pytest.raises(SpecError, match=rf"^--part {part}: .* hangs in its first collective: .* with --no-init$"):
             export_spec(spec, "akash", options={"part": part})
     assert _export(_spec({"host": "a"}), part="first") == _export(_spec({"host": "a"}))
 
@@ -295,37 +295,41 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "the system": ({"checkpoint": {"url": "//usr/lib"}}, {}, r"checkpoint\.url //usr/lib: .*: give the whole path"),
     "a long script": ({"source": {"script_text": "#" * 140_000}}, {}, r"source: .* at most 131,071: give source\.git"),
     "4 TB of memory": ({"nodes": [{"host": "a", "memory_gb": 4000}]}, {}, "memory_gb 4000 of a node: .* 2048Gi"),
-    "a price": ({}, {"price": "1.5"}, "price '1.5': give a whole number of uact for a block, 1 to 10000000"),
-    "no price": ({}, {"price": "0"}, "price '0': give a whole number"),
-    "a size": ({}, {"memory": "32GB"}, "memory '32GB': give a size in GiB, 1Gi to 2048Gi"),
-    "a large size": ({}, {"disk": "33000Gi"}, "disk '33000Gi': give a size in GiB, 1Gi to 32768Gi"),
-    "processors": ({}, {"cpus": "385"}, "cpus '385': give a whole number, 1 to 384"),
-    "a denomination": ({}, {"denom": "usd"}, "denom 'usd': give one of uact, uakt"),
-    "a model": ({"nodes": GPUS[:1]}, {"gpu_model": "a100:80GB"}, "gpu_model 'a100:80GB': give models of NVIDIA"),
+    "a price": ({}, {"price": "1.5"}, "--price '1.5': give a whole number of uact for a block, 1 to 10000000"),
+    "no price": ({}, {"price": "0"}, "--price '0': give a whole number"),
+    "a size": ({}, {"memory": "32GB"}, "--memory '32GB': give a size in GiB, 1Gi to 2048Gi"),
+    "a large size": ({}, {"disk": "33000Gi"}, "--disk '33000Gi': give a size in GiB, 1Gi to 32768Gi"),
+    "processors": ({}, {"cpus": "385"}, "--cpus '385': give a whole number, 1 to 384"),
+    "a denomination": ({}, {"denom": "usd"}, "--denom 'usd': give one of uact, uakt"),
+    "a model": ({"nodes": GPUS[:1]}, {"gpu_model": "a100:80GB"}, "--gpu-model 'a100:80GB': give models of NVIDIA"),
     "no model": (
         {"nodes": GPUS[:1]},
         {"gpu_model": "h100,,a100"},
-        "gpu_model '': give models of NVIDIA",
+        "--gpu-model '': give models of NVIDIA",
     ),
-    "a model of no GPU": ({}, {"gpu_model": "a100"}, "gpu_model 'a100': no node of this lease has a GPU: leave it out"),
+    "a model of no GPU": (
+        {},
+        {"gpu_model": "a100"},
+        "--gpu-model 'a100': no node of this lease has a GPU: leave it out",
+    ),
     "a volume of nothing": (
         {"checkpoint": {"url": "s3://b/c"}},
         {"volume": "9Gi"},
-        "volume '9Gi': no checkpoint goes to",
+        "--volume '9Gi': no checkpoint goes to",
     ),
     "a private key": (
         {},
         {"ssh_key": "-----BEGIN OPENSSH PRIVATE KEY-----"},
-        "ssh_key: is no public key: give the line",
+        "--ssh-key: is no public key: give the line",
     ),
     "a key of whoever wrote the spec": (
         {"env": {"SSH_PUBKEY": "ssh-ed25519 AAAA mallory"}},
         {"start": "session", "ssh_key": KEY},
-        "SSH_PUBKEY says who may log in to a node: leave it out of env and secrets, and give ssh_key",
+        "SSH_PUBKEY says who may log in to a node: leave it out of env and secrets, and give --ssh-key",
     ),
     "a key that is to be filled in": ({"secrets": ["SSH_PUBKEY"]}, {"ssh_key": KEY}, "SSH_PUBKEY says who may log in"),
-    "a start": ({}, {"start": "now"}, "start 'now': give one of job, session"),
-    "others of one": ({}, {"part": "others"}, "part others: there is one node: give part all"),
+    "a start": ({}, {"start": "now"}, "--start 'now': give one of job, session"),
+    "others of one": ({}, {"part": "others"}, "--part others: there is one node: give --part all"),
 }
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import EXPORTERS, export_spec, write_export
-from detrain_nb.plan.targets import TARGETS
+from detrain_nb.plan.targets import TARGETS, as_typed
 from detrain_nb.spec import PipelineSpec
 
 from .on_nodes import NEEDS
@@ -44,7 +44,7 @@ def test_value_of_a_secret_is_written_nowhere(target: str, monkeypatch: pytest.M
     "target, option", [(target, name) for target, each in TARGETS.items() for name in each.options]
 )
 def test_option_that_is_none_is_refused_with_one_line(target: str, option: str) -> None:
-    with pytest.raises(SpecError, match=f"^{option}[ :]") as caught:
+    with pytest.raises(SpecError, match=f"^{as_typed(option)}[ :]") as caught:
         export_spec(_spec(target), target, options={option: "$(id)\n'b'"})
     assert "\n" not in str(caught.value)
 

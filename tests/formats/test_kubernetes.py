@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from detrain_nb.errors import SpecError
 from detrain_nb.formats import EXPORTERS, export_spec
-from detrain_nb.plan.targets import TARGETS
+from detrain_nb.plan.targets import TARGETS, as_typed
 from detrain_nb.spec import PipelineSpec
 
 from ..testbed.machine import free_ports
@@ -175,20 +175,34 @@ def test_what_no_server_takes_is_found(case: str) -> None:
     assert find_faults(documents)
 
 
-CLAIM: dict[str, Callable[[Fields], None]] = {
-    "a misspelt field": lambda claim: _rename(claim["spec"], "accessModes", "accessMode"),
-    "another version": lambda claim: claim.update(apiVersion="v2"),
-    "a text for a list": lambda claim: claim["spec"].update(accessModes="ReadWriteOnce"),
-    "a mode that there is not": lambda claim: claim["spec"].update(accessModes=["ReadWrite"]),
-    "no size": lambda claim: claim["spec"]["resources"].pop("requests"),
-    "another kind": lambda claim: claim.update(kind="VolumeClaim"),
+BESIDE: dict[str, tuple[str, Callable[[Fields], None]]] = {
+    "a misspelt field": ("PersistentVolumeClaim", lambda claim: _rename(claim["spec"], "accessModes", "accessMode")),
+    "another version": ("PersistentVolumeClaim", lambda claim: claim.update(apiVersion="v2")),
+    "a text for a list": ("PersistentVolumeClaim", lambda claim: claim["spec"].update(accessModes="ReadWriteOnce")),
+    "a mode that there is not": (
+        "PersistentVolumeClaim",
+        lambda claim: claim["spec"].update(accessModes=["ReadWrite"]),
+    ),
+    "no size": ("PersistentVolumeClaim", lambda claim: claim["spec"]["resources"].pop("requests")),
+    "another kind": ("PersistentVolumeClaim", lambda claim: claim.update(kind="VolumeClaim")),
+    "a misspelt field of a Service": ("Service", lambda service: _rename(service["spec"], "clusterIP", "clusterIp")),
+    "another version of a Service": ("Service", lambda service: service.update(apiVersion="v2")),
+    "a text for a port": ("Service", lambda service: service["spec"]["ports"][0].update(port="29500")),
+    "two ports that are one": ("Service", lambda service: service["spec"].update(ports=[{"port": 1}, {"port": 1}])),
+    "the name of the operator's own": ("Service", lambda service: service["metadata"].update(name="train")),
+    "the label of another operator": (
+        "Service",
+        lambda service: service["spec"].update(selector={"training.kubeflow.org/job-name": "train"}),
+    ),
+    "an address of a Service": ("Service", lambda service: service["spec"].pop("clusterIP")),
 }
 
 
-@pytest.mark.parametrize("case", CLAIM)
-def test_claim_that_no_server_takes_is_found(case: str) -> None:
+@pytest.mark.parametrize("case", BESIDE)
+def test_claim_or_service_that_no_server_takes_is_found(case: str) -> None:
+    kind, change = BESIDE[case]
     documents = copy.deepcopy(_export("trainjob", _spec(), pvc_size="1Gi"))
-    CLAIM[case](documents[1])
+    change(next(document for document in documents if document["kind"] == kind))
     assert find_faults(documents)
 
 
@@ -264,10 +278,11 @@ def test_pods_are_given_what_the_plan_and_the_options_say(kind: str) -> None:
         },
     )
     options = {"namespace": "ml", "cpus": "8", "memory": "32Gi", "shm": "4Gi", "secret": "mine"}
-    config, job = _export(kind, spec, **options)
+    config, service, job = _export(kind, spec, **options)
     pod = _pod(job)
     container = pod["containers"][0]
-    assert {document["metadata"]["namespace"] for document in (config, job)} == {"ml"}
+    assert {document["metadata"]["namespace"] for document in (config, service, job)} == {"ml"}
+    assert (service["kind"], service["metadata"]["name"]) == ("Service", "train-pods")
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 4, "cpu": "8", "memory": "32Gi"}
     assert container["resources"]["requests"] == container["resources"]["limits"]
     keys = [(each["name"], each["valueFrom"]["secretKeyRef"]) for each in container["env"]]
@@ -304,7 +319,7 @@ def test_claim_keeps_artifacts_and_checkpoints(kind: str) -> None:
         pod = _pod(documents[-1])
         volumes = {each["name"]: each.get("persistentVolumeClaim") for each in pod["volumes"]}
         mounts = {each["mountPath"]: each for each in pod["containers"][0]["volumeMounts"]}
-        return documents[1:-1], volumes, mounts
+        return documents[2:-1], volumes, mounts
 
     checkpoint: dict[str, Any] | None = {"url": "file:///ckpt/../checkpoints"}
     (made,), volumes, mounts = claim(2, pvc_size="50Gi", storage_class="fast")
@@ -338,7 +353,7 @@ def test_head_says_what_to_do(kind: str) -> None:
         'create secret generic train --from-literal=HF_TOKEN="$HF_TOKEN"',
         "apply --server-side -f train.yaml",
     ]
-    assert commands[-1] == f"delete {kind},configmap train"
+    assert commands[-1] == f"delete {kind}/train configmap/train service/train-pods"
     for command in commands:
         done = subprocess.run(["sh", "-n"], input=command, text=True, capture_output=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
@@ -382,11 +397,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         r"^source: the script is too large for a ConfigMap, which holds 1 MB: give source\.git, or ",
     ),
-    "a size of no kind": ({}, {"memory": "32GB"}, r"^memory '32GB': give a size of Kubernetes, as 16Gi$"),
+    "a size of no kind": ({}, {"memory": "32GB"}, r"^--memory '32GB': give a size of Kubernetes, as 16Gi$"),
     "a claim that is there and its size": (
         {},
         {"pvc": "a", "pvc_size": "1Gi"},
-        r"^pvc a is a claim .*: leave out pvc_size$",
+        r"^--pvc a is a claim .*: leave out --pvc-size$",
     ),
     "fewer nodes": (
         {"nodes": [{"host": "a"}, {"host": "b"}], "rendezvous": {"min_nodes": 1}},
@@ -408,5 +423,5 @@ def test_targets_have_the_options_of_their_exporters() -> None:
     for kind in KINDS:
         spec = _spec()
         for option in TARGETS[kind].options:
-            with pytest.raises(SpecError, match=f"^{option} "):
+            with pytest.raises(SpecError, match=f"^{as_typed(option)} "):
                 EXPORTERS[kind](spec, spec.plan(), **{option: "\n"})

@@ -111,10 +111,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         "^Run:ai gives every node the same",
     ),
     "a long script": ({"source": {"script_text": "#" * 130_000}}, {}, r"^source: the script has 13\d,\d{3} bytes"),
-    "a command line of nobody": ({}, {"cli": "v3"}, "^cli 'v3': give \"new\""),
-    "a claim that is mounted nowhere": ({}, {"pvc": "data"}, "^pvc 'data': give the claim and where it is mounted"),
-    "a path with a comma": ({}, {"pvc": "data:/a,ro"}, "^pvc "),
-    "a rank that no pod has": ({}, {"log_ranks": "0,2"}, r"^log_ranks 0,2: a node has the ranks 0 to 1, and no 2"),
+    "a command line of nobody": ({}, {"cli": "v3"}, "^--cli 'v3': give \"new\""),
+    "a claim that is mounted nowhere": ({}, {"pvc": "data"}, "^--pvc 'data': give the claim and where it is mounted"),
+    "a path with a comma": ({}, {"pvc": "data:/a,ro"}, "^--pvc "),
+    "a rank that no pod has": ({}, {"log_ranks": "0,2"}, r"^--log-ranks 0,2: a node has the ranks 0 to 1, and no 2"),
 }
 
 

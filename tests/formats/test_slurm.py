@@ -170,7 +170,7 @@ def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(id)", "'"])
 def test_option_that_is_none_is_refused(value: str) -> None:
     spec = _spec("a = 1")
-    with pytest.raises(SpecError, match=r"^partition .*: give it as sbatch takes it"):
+    with pytest.raises(SpecError, match=r"^--partition .*: give it as sbatch takes it"):
         slurm.export(spec, spec.plan(), partition=value)
 
 

@@ -215,6 +215,12 @@ def test_jobs_specs_and_folders_stand_for_their_names(tab: _Tab, home: Path, mon
     assert [name for name in tab("%pipeline export ") if name[:2] != "--"] == sorted(TARGETS)
     assert tab("%pipeline export akash a.toml --pr") == ["--price"] and tab("%pipeline export slurm --pr") == []
     assert tab("%pipeline export --pr") == ["--price", "--project"] and tab("%job logs slurm --no") == ["--node"]
+    assert tab("%pipeline export akash a.toml --denom ") == ["uact", "uakt"]
+    assert tab("%pipeline export --start=s") == ["--start=session"]
+    spec = "name = 'a'\nsource.script_text = 'print()'\nnodes = [{host = 'gpu7'}, {host = 'login'}]\n"
+    (home / "work" / "my nodes.toml").write_text(spec)
+    assert tab("%pipeline export accelerate my\\ nodes.toml --node ") == ["gpu7", "login"]
+    assert tab("%job logs far accelerate --node=g") == ["--node=gpu1"]
     assert tab("%pipeline import --from ss") == ["ssh_config"]
     assert "gpus.json" in tab("%pipeline import ")
     assert tab("%job submit a.toml --trai") == ["--training."]

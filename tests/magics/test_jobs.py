@@ -387,7 +387,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         ("%job exec --nodes localhost --timeout 0 -- ls", "UsageError: timeout 0 s: give more than 0"),
         ("%job list --limit 0", "UsageError: limit 0: give 1 to "),
         ("%job rm --older-than -1", "UsageError: older than -1 days: give 0 to 100000"),
-        (f"%pipeline export slurm {spec} --gpus -1", "UsageError: gpus -1: give 0 or more"),
+        (f"%pipeline export slurm {spec} --gpus -1", "UsageError: --gpus -1: give 0 or more"),
         ("%job attach nothing", "JobError: no job 'nothing' was submitted from here: %job list shows those that were"),
     )
     for code, error in wrong:

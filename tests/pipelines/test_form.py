@@ -474,8 +474,8 @@ def test_export_is_of_one_format_and_an_error_says_which_option_it_is_about() ->
     long = review_export(spec.with_overrides({"source": {"script_text": "x = 1\n" * 100_000}}), "slurm", {})
     assert len(long["text"]) < 310_000 and len(long["text"]) + long["more"] > 600_000
     for option, typed, said in [
-        ("time", "2 hours", "time '2 hours': give it as sbatch takes it"),
-        ("gpus", "four", "gpus 'four': give a whole number, 0 to"),
+        ("time", "2 hours", "--time '2 hours': give it as sbatch takes it"),
+        ("gpus", "four", "--gpus 'four': give a whole number, 0 to"),
         ("gpus", "1" * 5000, "give a whole number, 0 to"),
     ]:
         wrong = review_export(spec, "slurm", {option: typed})
@@ -485,7 +485,7 @@ def test_export_is_of_one_format_and_an_error_says_which_option_it_is_about() ->
     assert "gpu2" in told["error"] and (told["option"], told["field"]) == ("", ""), "it is about the whole"
     bare = review_export(spec, "pytorchjob", {})
     assert "starts a container" in bare["error"] and bare["field"] == "image"
-    assert "no option time" in review_export(spec, "torchrun", {"time": "1"})["error"]
+    assert "no option --time" in review_export(spec, "torchrun", {"time": "1"})["error"]
 
 
 def test_review_names_fields_that_look_like_something_else(home: Path) -> None:

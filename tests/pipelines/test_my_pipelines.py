@@ -310,9 +310,19 @@ def test_name_with_suffix_is_of_the_folder_else_of_a_file_where_the_notebook_is(
     assert mine.find("train").parent == mine.find("other.toml").parent == mine.folder
     created = mine.create({**DATA, "name": "train"})
     assert mine.open("train.toml").path == created.path
-    Path("titan.toml").write_text('model.flavor = "8B"\n')
-    with pytest.raises(SpecError, match=r"titan\.toml: is no spec, but of the kind torchtitan: make one of it first"):
-        mine.open("titan.toml")
+    foreign = {
+        "titan.toml": ("torchtitan", 'model.flavor = "8B"\n'),
+        "start.sh": ("command", "torchrun --nnodes 2 train.py\n"),
+        "hosts": ("hostfile", "gpu1\ngpu2\n"),
+    }
+    for name, (kind, content) in foreign.items():
+        Path(name).write_text(content)
+        said = rf"{name}: is no spec, but of the kind {kind}: make one of it first: .*, or by Import… in My Pipelines$"
+        with pytest.raises(SpecError, match=said):
+            mine.open(Path(name).resolve())
+    Path("a.txt").write_text("{ no ]\n")
+    with pytest.raises(SpecError, match="ends in none of"):
+        mine.open(Path("a.txt").resolve())
 
 
 def test_list_of_recent_files_that_others_can_write_is_not_believed(mine: MyPipelines, tmp_path: Path) -> None:
