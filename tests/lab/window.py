@@ -116,4 +116,4 @@ def set_theme(window: Window, *, dark: bool) -> None:
     expect(window.page.locator("body")).to_have_attribute("data-jp-theme-name", name)
     expect(window.page.locator("body")).to_have_attribute("data-jp-theme-light", str(not dark).lower())
     expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)  # the veil over a page whose colours change
-    focused.evaluate("element => { if (document.activeElement === document.body) element.focus({preventScroll: true}); }")
+    focused.evaluate("had => document.activeElement === document.body && had.focus({preventScroll: true})")
