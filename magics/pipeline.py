@@ -128,7 +128,7 @@ def pipeline_parser() -> LineParser:
     check = commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes")
     for looked_at in (plan, check):
         looked_at.add_argument("spec", metavar="SPEC", help=SPEC)
-    export = commands.add_parser("export", help="write it as a file of somebody else's, as a batch script of Slurm")
+    export = commands.add_parser("export", help="write it as a file of another tool, such as a batch script of Slurm")
     add_export_options(export, spec=SPEC)
     imports = commands.add_parser(
         "import", help="read a file of another tool, or a command line of torchrun, as a spec", bare=_MEANT_COMMAND

@@ -1,4 +1,4 @@
-"""`detrain-nb export`: a spec as a file for somebody else's command."""
+"""`detrain-nb export`: a spec as a file of another tool."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def add_export(commands: Any) -> None:
     """Add `export` to the parser's commands."""
     parser = commands.add_parser(
         "export",
-        help="write a spec as a file of somebody else's",
+        help="write a spec as a file of another tool",
         description="Write a spec as a file that runs without detrain_nb: "
         + ", ".join(f"{name} is {target.about}" for name, target in TARGETS.items())
         + ".",

@@ -21,7 +21,7 @@ from ..transport import Transport
 from .files import OnProgress, Patience, Stop, label, on_every, open_talk
 from .node_facts import choose_address
 
-__all__ = ["ADVICE", "address_beside", "check_ways", "find_missing_ways", "settle_addresses", "settle_here"]
+__all__ = ["ADVICE", "address_beside", "check_ways", "settle_addresses", "settle_here"]
 
 ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
 _ONE_LEASE = (
@@ -53,10 +53,10 @@ def settle_addresses(transports: Sequence[Transport], *, may_be_apart: bool = Fa
         raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
     if len(transports) == 1 or not any(each.is_this_machine or each.is_forwarded for each in transports):
         return True
-    missing = find_missing_ways(transports, addresses)
-    if missing and not may_be_apart:
-        raise LaunchError(_describe_missing(missing))
-    return not missing
+    if may_be_apart:
+        return not _find_missing_ways(transports, addresses)
+    check_ways(transports, addresses)
+    return True
 
 
 def settle_here(transports: Sequence[Transport]) -> None:
@@ -97,23 +97,24 @@ def check_ways(
     within_s: float = _WITHIN_S,
     slack_s: float = _SLACK_S,
 ) -> None:
-    """As `find_missing_ways`. Raises: LaunchError with a line for each that is missing, which names both ends."""
-    if missing := find_missing_ways(transports, addresses, within_s=within_s, slack_s=slack_s):
+    """Have each node connect once to each other, at the address in its place of ``addresses``, within ``within_s``.
+
+    For a moment each of them listens on a port of that address that the system picks. ``slack_s``: for a node to come
+    so far that it listens, and to answer.
+    Raises: LaunchError with a line for each way that there is not, which names both ends; DetrainError.
+    """
+    if missing := _find_missing_ways(transports, addresses, within_s=within_s, slack_s=slack_s):
         raise LaunchError(_describe_missing(missing))
 
 
-def find_missing_ways(
+def _find_missing_ways(
     transports: Sequence[Transport],
     addresses: Sequence[str],
     *,
     within_s: float = _WITHIN_S,
     slack_s: float = _SLACK_S,
 ) -> list[_MissingWay]:
-    """Have each node connect once to each other, at the address in its place of ``addresses``, within ``within_s``.
-
-    For a moment each of them listens on a port of that address that the system picks. ``slack_s``: for a node to come
-    so far that it listens, and to answer. Raises: LaunchError where they do not come so far, DetrainError.
-    """
+    """As `check_ways`, but returns what is missing. Raises: LaunchError where no node came to listen; DetrainError."""
     meeting = _Meeting(transports, addresses, within_s=within_s, slack_s=slack_s)
     missing: list[_MissingWay] = [
         (transports[source], transports[target], addresses[target], fault)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from ..documents import format_document
-from ..errors import SpecError, count_ranks
+from ..errors import SpecError
 from ..plan import Plan
 from ..spec import PipelineSpec
+from .alike import check_ranks
 from .configuration import axis, write_head
 from .job_script import describe, find_first_node
 
@@ -64,13 +65,7 @@ def _number_of(node: str, plan: Plan) -> int:
 
 
 def _check(spec: PipelineSpec, plan: Plan) -> None:
-    first = plan.nodes[0]
-    for other in plan.nodes[1:]:
-        if len(other.ranks) != len(first.ranks) or other.device != first.device:
-            raise SpecError(
-                f"Accelerate starts as many ranks on every node: {first.name} has {count_ranks(len(first.ranks))} on "
-                f"{first.device}, {other.name} has {len(other.ranks)} on {other.device}: give them the same"
-            )
+    check_ranks(plan, by="Accelerate")
     if (stages := axis(plan, "pp")) > 1:
         raise SpecError(f"parallelism.pp {stages}: Accelerate trains no pipeline of stages: give 1")
     if plan.device == "cpu" and (parts := [name for name in ("dp_shard", "tp") if axis(plan, name) > 1]):

@@ -65,6 +65,9 @@ def _read_nodes(whole: Whole, *, is_cpu: bool, is_alone: bool) -> None:
         num_ranks = num_nodes
     else:
         num_ranks = whole.whole_number("num_processes", num_nodes, least=1, most=MOST_RANKS)
+    if is_alone and num_ranks > num_nodes:
+        whole.leave("num_processes", "Accelerate starts one process where distributed_type is NO")
+        num_ranks = num_nodes
     own = whole.whole_number("machine_rank", 0, most=MOST_NODES)
     if own >= num_nodes:
         raise whole.fault("machine_rank", f"{own}: there are {count_of(num_nodes, 'machine')}, the first is 0")
@@ -117,6 +120,9 @@ def _read_axes(whole: Whole, kind: str) -> None:
     for axis in ("cp", "sp"):
         if sizes.look(key := f"parallelism_config_{axis}_size") == 1:
             sizes.take(key)
+    if kind == "FSDP" and (key := "parallelism_config_cp_size") in sizes and sizes.look(key) != 1:
+        sizes.leave(key, "no axis of a spec: these ranks hold shards as well")
+        axes["dp_shard"] = -1
     if kind == "MEGATRON_LM":
         megatron = whole.part("megatron_lm_config")
         for axis in ("pp", "tp"):

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 from typing import Any
 
 from ..documents import format_document
 from ..errors import SpecError
 from ..plan import Plan
 from ..spec import PipelineSpec
+from ..spec.lease import SSH_PORT
 from ..spec.node import default_name
 from .akash_terms import CHECKPOINT, SHM, Terms
 from .alike import list_chosen_there
@@ -21,9 +21,9 @@ from .job_script import (
     DEFAULT_PORT,
     FOLDER,
     NODE,
-    OF_SYSTEM,
     JobProgram,
     describe,
+    find_checkpoint_folder,
     launch_on,
     list_needed,
     need_image,
@@ -37,7 +37,6 @@ from .shell import quote, quote_command
 
 __all__ = ["export"]
 
-SSH_PORT = 2222  # of the container's sshd, which is no root's
 _KEY = "SSH_PUBKEY"  # the entrypoint lets in who has one of these
 _PLACEMENT = "akash"
 _STARTS, _PARTS = ("job", "session"), ("all", "first", "others")
@@ -64,7 +63,7 @@ def export(
     chosen = {"all": names, "first": names[:1], "others": names[1:]}[part]
     if len(chosen) > _MOST_NODES:
         raise SpecError(f"{len(chosen)} nodes: a lease of Akash has at most {_MOST_NODES}: give fewer, with more ranks")
-    asked, mount = Terms(**terms), _find_mount(spec)
+    asked, mount = Terms(**terms), find_checkpoint_folder(spec, by="Akash")
     _check_use(asked, has_gpus=any(plan.nodes[names.index(name)].device == "cuda" for name in chosen), mount=mount)
     program = read_program(spec, plan) if start == "job" else None
     storage = {SHM: {"mount": "/dev/shm"}, **({CHECKPOINT: {"mount": mount}} if mount else {})}
@@ -130,23 +129,6 @@ def _name_services(spec: PipelineSpec, plan: Plan) -> list[str]:
 
 def _is_service(name: str) -> bool:
     return bool(_SERVICE.fullmatch(name)) and name != "localhost"
-
-
-def _find_mount(spec: PipelineSpec) -> str:
-    """Where the volume of checkpoints is mounted; empty where they go to storage that is elsewhere, or nowhere."""
-    if spec.checkpoint is None:
-        return ""
-    url = spec.checkpoint.url.removeprefix("file://")
-    if "://" in url:
-        return ""
-    path = PurePosixPath(f"/{url.lstrip('/')}")
-    is_odd = not url.startswith("/") or not path.name or ":" in url or ".." in path.parts
-    if is_odd or any(path.is_relative_to(folder) for folder in OF_SYSTEM):
-        raise SpecError(
-            f"checkpoint.url {spec.checkpoint.url}: Akash mounts a volume there: give the whole path of a folder of "
-            "its own, as /checkpoints, or a URL of storage, as s3://bucket/folder"
-        )
-    return str(path)
 
 
 def _port(spec: PipelineSpec) -> int:
@@ -217,7 +199,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
 
 
 def _need_volume(spec: PipelineSpec) -> list[str]:
-    mount = _find_mount(spec)
+    mount = find_checkpoint_folder(spec, by="Akash")
     fault = f"checkpoint.url: this user cannot write to {mount}: give a URL of storage, or an image that starts as root"
     return [f"[ -w {quote(mount)} ] || fail {quote(fault)}"] if mount else []
 
@@ -240,7 +222,7 @@ def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_ses
         lines.append(f"# With nodes of another lease there is no process group: {_PORTS}.")
     if to_fill:
         lines.append(f"# Fill in what is empty below: {', '.join(to_fill)}. The provider can read it.")
-    if _find_mount(spec):
+    if find_checkpoint_folder(spec, by="Akash"):
         lines.append(
             "# Each node has a volume of its own, which belongs to root: the image has to be one that starts as root."
         )

@@ -75,7 +75,7 @@ def read_command(words: Sequence[str]) -> Launch:
     """Read the words of one command line. Raises: SpecError."""
     if found := find_launcher(as_words(words)):
         return found
-    said = f"{shown(repr(words[0]), most=60)} starts neither" if words else "no command was given"
+    said = f"{shown(repr(words[0]), most=60)} starts no ranks" if words else "no command was given"
     raise SpecError(f"{said}: give a command line of torchrun or accelerate launch")
 
 
@@ -135,7 +135,9 @@ def _read(
     (_read_torchrun if launcher is TORCHRUN else _read_accelerate)(options, launch)
     put_variables(launch, others)
     if _PYTHON.fullmatch(posixpath.basename(words[at].text)):
-        if words[at].text != "python3" and not words[at].fills:
+        if words[at].fills:
+            launch.left_out.append(f"{shown(words[at].text, most=60)}: {_FILLED_IN}, as nodes.python")
+        elif words[at].text != "python3":
             launch.node["python"] = words[at].text
     elif "/" in words[at].text:
         launch.left_out.append(f"{words[at].text}: a spec names the Python of a node: give nodes.python")
@@ -275,6 +277,8 @@ def _read_meeting(options: Options, launch: Launch, *, address: str, port: str) 
         if not is_address(host):
             raise options.fault("rdzv-endpoint" if endpoint else address, host, "the address of a host")
         launch.address = host
+        if launch.nodes[1] == 1:
+            launch.left_out.append(f"{host}: no node of the spec is called so: write it as the host of the first one")
     elif launch.nodes[1] > 1 and host:
         launch.left_out.append(f"{host}: the other nodes do not reach the first one there: give rendezvous.endpoint")
     if restarts := options.whole("max-restarts", 0, most=1000):
@@ -368,7 +372,7 @@ def _put_devices(launch: Launch, gpus: str) -> None:
 def describe_nodes(launches: Sequence[Launch]) -> tuple[list[dict[str, Any]], list[str]]:
     """Write the nodes of a spec that these command lines start, one for all nodes or one for each; and what is missing.
 
-    What no command line says, a host, is called node-1; a node alone is this machine.
+    A host that no command line says is called by its number, as node-1; a node alone is this machine.
     """
     first = launches[0]
     most = first.nodes[1]

@@ -1,4 +1,4 @@
-"""A file of somebody else's, and what of it a spec can hold."""
+"""A file of another tool, and what of it a spec can hold."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Mapping
 
 from ..documents import parse_content, read_text
@@ -24,6 +25,8 @@ from .torchtitan_import import TORCHTITAN
 
 __all__ = ["IMPORTERS", "explain_no_spec", "find_kind", "import_file", "import_text"]
 
+_NAMES_SCRIPT = re.compile(r"\.(?:sh|bash|sbatch|slurm)$", re.IGNORECASE)
+_BEGINS_SCRIPT = re.compile(r"#!.*sh\b")
 IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says so
     "detrain": DETRAIN,
     "akash": AKASH,
@@ -73,6 +76,8 @@ def _say_what_it_is(foreign: Foreign) -> str:
         return "is a nodes file already: give it as it is, as --nodes FILE"
     if foreign.name.lower().endswith(".py"):
         return "is a program, and none is run to be read: make a spec with it as source.script"
+    if _NAMES_SCRIPT.search(foreign.name) or _BEGINS_SCRIPT.match(foreign.text):
+        return "is a script that starts neither torchrun nor accelerate launch: no other is imported"
     return f"is of no kind that can be imported: {', '.join(IMPORTERS)}"
 
 

@@ -6,6 +6,8 @@ It needs a shell, and Python with torch. No secret is written: the node has to h
 from __future__ import annotations
 
 import os
+import posixpath
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Protocol
@@ -24,7 +26,7 @@ from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
 # What no volume may hide in a container, or it does not start.
-OF_SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
+_OF_SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
 # Variables of the script itself: no spec can set one that begins so.
 FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
 SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
@@ -106,6 +108,26 @@ def need_image(spec: PipelineSpec, *, by: str) -> str:
     if spec.image is None:
         raise SpecError(f"image: {by} starts a container on every node: give image, as ghcr.io/you/train:1")
     return spec.image
+
+
+def find_checkpoint_folder(spec: PipelineSpec, *, by: str, taken: Sequence[str] = ()) -> str:
+    """Return the folder of checkpoints, at which ``by`` mounts a volume; empty where none is kept in a folder.
+
+    Raises: SpecError for a folder that hides what the container has: its system, and the folders ``taken``.
+    """
+    if spec.checkpoint is None:
+        return ""
+    scheme, is_url, path = spec.checkpoint.url.rpartition("://")
+    if is_url and scheme.lower() not in ("file", "local"):
+        return ""
+    folder = f"/{posixpath.normpath(path).lstrip('/')}"
+    hides = any(f"{folder}/".startswith(f"{each}/") for each in (*_OF_SYSTEM, *taken))
+    if not path.startswith("/") or folder == "/" or ":" in folder or hides:
+        raise SpecError(
+            f"checkpoint.url {spec.checkpoint.url}: {by} mounts a volume there: give the whole path of a folder of its "
+            "own, as /checkpoints, or a URL of storage, as s3://bucket/folder"
+        )
+    return folder
 
 
 def launch_on(

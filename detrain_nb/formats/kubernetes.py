@@ -12,19 +12,19 @@ from typing import Any
 
 from ..documents import format_document
 from ..errors import SpecError
-from ..launch import NodeLaunch, Rendezvous, launch_in_operator, launch_job
+from ..launch import NodeLaunch, launch_in_operator
 from ..plan import Plan
 from ..plan.choices import TIMEOUT_S
 from ..spec import Node, PipelineSpec
-from .alike import check_alike, fill_in_host, list_chosen_there
+from .alike import check_alike, fill_in_host, launch_alike, list_chosen_there, list_meeting
 from .job_script import (
     FOLDER,
     JOB_SPEC,
     NODE,
-    OF_SYSTEM,
     JobProgram,
     Put,
     describe,
+    find_checkpoint_folder,
     list_needed,
     read_program,
     write_begin,
@@ -37,7 +37,6 @@ from .kubernetes_words import (
     check_image,
     check_name,
     check_needs,
-    find_checkpoint_folder,
     find_resources,
 )
 from .shell import quote, quote_command
@@ -82,8 +81,8 @@ def make_pods(spec: PipelineSpec, plan: Plan, options: Options, *, by: str, long
     check_name(spec.name, longest=longest)
     check_needs(spec)
     ranks, node = check_alike(spec, plan, by=by)
-    checkpoints = find_checkpoint_folder(spec, taken=(WORK_AT, *OF_SYSTEM))
-    claim = options.claim(spec.name, is_needed=checkpoints is not None)
+    checkpoints = find_checkpoint_folder(spec, by=by, taken=(WORK_AT,))
+    claim = options.claim(spec.name, is_needed=bool(checkpoints))
     files = _Files()
     program = read_program(spec, plan, put=files.put)
     files.data["run.sh"] = "\n".join(_write_script(spec, plan, program, node, ranks, files.put)) + "\n"
@@ -150,37 +149,21 @@ def _write_script(
 
 def _launch(spec: PipelineSpec, program: JobProgram, *, nodes: int, ranks: int) -> NodeLaunch:
     """Where ranks may begin anew, the nodes meet by c10d: what an operator says is for a meeting that is held once."""
-    settings, python = spec.rendezvous, spec.python_of(0)
-    if not settings.max_restarts:
-        return launch_in_operator(program.program, python=python)
-    return launch_job(
-        Rendezvous(
-            "c10d",
-            settings.id or spec.name,
-            ("localhost", 0),
-            timeout_s=settings.timeout_s,
-            max_restarts=settings.max_restarts,
-        ),
-        program.program,
-        nodes=nodes,
-        ranks=ranks,
-        node_rank=0,
-        python=python,
-        local_address="localhost",
-    )
+    if not spec.rendezvous.max_restarts:
+        return launch_in_operator(program.program, python=spec.python_of(0))
+    return launch_alike(spec, program, nodes=nodes, ranks=ranks, is_told_address=True)
 
 
 def _list_left_out(spec: PipelineSpec) -> list[str]:
     settings = spec.rendezvous
     return [
         *list_chosen_there(spec),
-        *(["rendezvous.endpoint"] if settings.endpoint else []),
-        *(["rendezvous.port"] if settings.port else []),
+        *list_meeting(spec),
         *(["rendezvous.timeout_s"] if settings.timeout_s != TIMEOUT_S and not settings.max_restarts else []),
     ]
 
 
-def _mount(name: str, checkpoints: str | None) -> list[dict[str, Any]]:
+def _mount(name: str, checkpoints: str) -> list[dict[str, Any]]:
     kept = {"name": "checkpoints", "mountPath": checkpoints, "subPath": f"{name}.checkpoints"}
     return [
         {"name": "files", "mountPath": FILES_AT, "readOnly": True},
@@ -190,7 +173,7 @@ def _mount(name: str, checkpoints: str | None) -> list[dict[str, Any]]:
     ]
 
 
-def _list_volumes(name: str, options: Options, *, claim: str, checkpoints: str | None) -> dict[str, Any]:
+def _list_volumes(name: str, options: Options, *, claim: str, checkpoints: str) -> dict[str, Any]:
     work = {"persistentVolumeClaim": {"claimName": claim}} if claim else {"emptyDir": {}}
     volumes = [
         {"name": "files", "configMap": {"name": name}},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -90,27 +89,10 @@ def check_needs(spec: PipelineSpec) -> None:
         raise SpecError("source.git.ssh_key: a container has no key file: give source.git.token with an https:// url")
 
 
-def find_checkpoint_folder(spec: PipelineSpec, *, taken: tuple[str, ...]) -> str | None:
-    """Return the folder of checkpoints where that is one of the container; it needs a claim. Raises: SpecError."""
-    if spec.checkpoint is None:
-        return None
-    scheme, is_url, path = spec.checkpoint.url.rpartition("://")
-    if is_url and scheme not in ("file", "local"):
-        return None
-    folder = posixpath.normpath(path)
-    is_taken = any(f"{folder}/".startswith(f"{each}/") for each in taken)
-    if not re.fullmatch("/[^/:][^:]*", folder) or is_taken:
-        raise SpecError(
-            f"checkpoint.url {spec.checkpoint.url}: a claim is mounted there: give a whole path that the image has no "
-            "use for, as /checkpoints, or a URL"
-        )
-    return folder
-
-
 def check_gpus(ranks: int, device: str) -> None:
-    """Raises: SpecError for more than there are on any node."""
+    """Raises: SpecError for more GPUs than any node has."""
     if device == "cuda" and ranks > _MOST_GPUS:
-        raise SpecError(f"{ranks} GPUs on a node: there are nodes with at most {_MOST_GPUS}: name more nodes")
+        raise SpecError(f"{ranks} GPUs on a node: a node has at most {_MOST_GPUS}: share them among more nodes")
 
 
 def find_resources(spec: PipelineSpec, options: Options, *, ranks: int, device: str) -> dict[str, Any]:

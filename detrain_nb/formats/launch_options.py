@@ -36,8 +36,10 @@ class Launcher:
         begun = sorted(option for option in self.flags | self.valued if option.startswith(wanted))
         if len(begun) == 1:
             return begun[0]
-        fault = f"may be {' or '.join('--' + each for each in begun[:4])}" if begun else "is none of its options"
-        raise SpecError(f"{self.name} --{shown(name, most=60)}: {fault}: write an option that it has")
+        said = f"{self.name} --{shown(name, most=60)}:"
+        if begun:
+            raise SpecError(f"{said} may be {' or '.join(f'--{each}' for each in begun[:4])}: write it out")
+        raise SpecError(f"{said} it has no such option: correct it, or leave it out")
 
 
 def _names(text: str) -> frozenset[str]:
@@ -154,5 +156,5 @@ def _take_apart(launcher: Launcher, word: Word) -> tuple[str, Word | None]:
     letter, value = word.text[1], word.text[2:].removeprefix("=")
     if letter not in launcher.letters:
         known = ", ".join(f"-{each}" for each in launcher.letters)
-        raise SpecError(f"{launcher.name} -{shown(letter)}: is none of its options: there are {known}")
+        raise SpecError(f"{launcher.name} -{shown(letter)}: it has no such option: give one of {known}")
     return launcher.letters[letter], Word(value, word.fills) if value else None

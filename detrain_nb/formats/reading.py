@@ -1,4 +1,4 @@
-"""A document of somebody else's, read part by part into a spec: what was not used is named, a fault has its place.
+"""A document of another tool, read part by part into a spec: what was not used is named, a fault has its place.
 
 whole = Whole(foreign)
 form = whole.part("state").part("form")

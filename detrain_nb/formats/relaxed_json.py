@@ -82,7 +82,7 @@ class _Reader:
             self._at = end
             found = _TOKEN.match(self._text, end)
             if found is None:
-                raise self._fault(f"{self._text[end]!r} begins nothing that ends")
+                raise self._fault(f"{self._text[end]!r} cannot stand here, or begins what does not end")
             end = found.end()
             if found.lastgroup != "blank":
                 yield str(found.lastgroup), found[0]

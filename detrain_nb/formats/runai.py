@@ -6,12 +6,11 @@ The exported script is also what the pods run: it hands itself over, as one argu
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 from ..errors import SpecError
 from ..plan import Plan
 from ..spec import PipelineSpec
-from .alike import check_alike, list_chosen_there, write_on_node
+from .alike import check_alike, list_chosen_there, list_meeting, write_on_node
 from .job_script import (
     DEFAULT_PORT,
     FOLDER,
@@ -82,7 +81,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: lis
     lines = [
         "#!/bin/sh",
         f"# {describe(spec, plan)}: sh {spec.name}.sh submits it to Run:ai",
-        *write_left_out(spec, *list_chosen_there(spec), *_list_chosen_there(spec)),
+        *write_left_out(spec, *list_chosen_there(spec), *list_meeting(spec)),
         *write_begin(spec.name),
         "",
         "on_node() {",
@@ -110,7 +109,7 @@ def _check_spec(spec: PipelineSpec, plan: Plan, ranks: int) -> None:
 def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:
     if cli not in ("new", "old"):
         raise SpecError(f'cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
-    check_word("project", project, rule="namespace")  # its namespace has that name in its own
+    check_word("project", project, rule="namespace")  # Run:ai makes a namespace for it, runai-PROJECT
     check_word("secret", secret)
     if pvc and not _PVC.fullmatch(pvc):
         raise SpecError(f"pvc {pvc!r}: give the claim and where it is mounted, as my-claim:/mnt/data")
@@ -142,13 +141,6 @@ def _mount(pvc: str) -> str:
 def _name_secret(name: str, secret: str, cli: str) -> str:
     """Have a pod take a variable from the key of that name."""
     return f"--env-secret {name}={secret},key={name}" if cli == "new" else f"-e {name}=SECRET:{secret},{name}"
-
-
-def _list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
-    if spec.rendezvous.endpoint:
-        yield "rendezvous.endpoint"
-    if spec.rendezvous.port:
-        yield "rendezvous.port"
 
 
 def _check_length(text: str) -> str:

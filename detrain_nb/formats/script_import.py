@@ -47,7 +47,7 @@ _OF_NODE = ("HOME", "USER")  # variables that every node has
 _MOST_LINES = 5
 _MOST_VARIABLES = 1000
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
-_OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "*", "*$*")
+_OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "unset", "*", "*$*")
 _OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
 _OUR_SBATCH = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "output")
 _LAUNCH_ENV = launch_job(  # what every launch sets
@@ -205,8 +205,7 @@ def _take_ours(script: _Script, command: Command, texts: list[str]) -> bool:
         script.written[command.files[0].text] = texts[2]
     elif texts[:2] == ["[", "-n"] and texts[2:] and (needed := re.fullmatch(r"\$\{(\w+)-\}", texts[2])):
         script.needed.append(needed[1])
-    elif texts[0] == "unset":
-        gone = set(texts)
+    elif texts[0] == "unset" and (gone := {*texts} & {*script.needed, *script.variables, *script.own}):
         script.needed = [name for name in script.needed if name not in gone]
         script.variables = {name: word for name, word in script.variables.items() if name not in gone}
     elif texts[0] == "eval" and len(texts) == 2 and not last.fills:
@@ -260,7 +259,7 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
     script.num_seen += len(script.needed) + len(script.repositories)
     script.num_seen += sum(1 + len(word.text) // 1000 for word in script.variables.values())
     if script.num_seen > MOST_VALUES:
-        raise SpecError(f"line {command.line}: ranks start yet again, with so many variables: give fewer")
+        raise SpecError(f"line {command.line}: the commands up to here start ranks with too many variables: give fewer")
     put_variables(launch, {name: word for name, word in script.variables.items() if word.text != _LAUNCH_ENV.get(name)})
     if script.needed:
         secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]

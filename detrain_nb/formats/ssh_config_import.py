@@ -80,8 +80,15 @@ def _read(foreign: Foreign) -> Imported:
         nodes = [_make(foreign, {"host": host}) for host in hosts]
     else:
         nodes = [_make_node(foreign, host, found, left_out) for host, found in _find_options(blocks, hosts)]
-        left_out += unused.values()
+        left_out += [*_list_unmatched(patterns, hosts), *unused.values()]
     return Imported("ssh_config", nodes=tuple(nodes), left_out=tuple(dict.fromkeys(left_out)))
+
+
+def _list_unmatched(patterns: list[str], hosts: list[str]) -> Iterator[str]:
+    """Name the patterns that hold for none of the hosts: what stands below them is for hosts that ssh alone knows."""
+    for pattern in patterns:
+        if not pattern.startswith("!") and not any(_is_like(host, pattern) for host in hosts):
+            yield f"Host {shown(pattern, most=60)}: no host is called so: name those that it stands for"
 
 
 def _find_options(blocks: list[_Block], hosts: list[str]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -113,6 +120,8 @@ def _take_apart(text: str) -> tuple[list[_Block], list[str], dict[str, str]]:
     for key, value in _lines(text):
         if key == "host":
             blocks.append(_Block([quoted or plain for quoted, plain in _WORD.findall(value)]))
+        elif key == "match" and value.lower() == "all":
+            blocks.append(_Block(["*"]))
         elif key == "match":
             left_out.append(f"Match {shown(value, most=60)}: is not decided here: what stands below it is not read")
             blocks.append(_Block([]))

@@ -18,13 +18,13 @@ from .configuration import write_head
 from .job_script import describe
 from .torchtitan_settings import (
     Options,
-    check,
+    check_job,
     describe_arguments,
     lay_out,
     list_used,
     optimizer_of,
     read_options,
-    save,
+    say_checkpoints,
     schedule_rate,
 )
 
@@ -64,17 +64,17 @@ def export_toml(
     Raises: SpecError for what torchtitan cannot do.
     """
     options = read_options(spec, given)
-    job = check(spec, plan)
+    job = check_job(spec, plan)
     how, axes = job.training, job.parallelism
     content: dict[str, Any] = {
         "job": {"description": spec.description or spec.name},
         "metrics": {"log_freq": how.log_every},
         "model": {"name": options.model, "flavor": options.flavor, "hf_assets_path": options.hf_assets},
         "optimizer": {"name": optimizer_of(job), "lr": how.learning_rate},
-        "lr_scheduler": schedule_rate(job),
+        "lr_scheduler": schedule_rate(spec, job),
         "training": {**_count_samples(job, options), **_train(job), "dataset": options.dataset},
         "parallelism": {**lay_out(spec, job), **_size_microbatches(job)},
-        "checkpoint": save(job),
+        "checkpoint": say_checkpoints(job),
         "activation_checkpoint": {"mode": axes.activations},
         "compile": {"enable": axes.compile},
         "validation": {"enable": how.evaluate_every is not None, **_every(how.evaluate_every)},
@@ -131,8 +131,8 @@ def export(
     """
     if release not in ("0.3", "main"):
         raise SpecError(f"release {release!r}: give 0.3, or main, which is that of 2026-08")
-    options = read_options(spec, given)
-    name, config = _name_function(spec), _configure(spec, check(spec, plan, optimizers=("adamw",)), options, release)
+    options, job = read_options(spec, given), check_job(spec, plan, optimizers=("adamw",))
+    name, config = _name_function(spec), _configure(spec, job, options, release)
     lines = [
         f"def {name}() -> Trainer.Config:",
         f"    model_spec = model_registry({_write(options.flavor, indent=0)})",
@@ -195,11 +195,11 @@ def _configure(spec: PipelineSpec, job: JobSpec, options: Options, release: str)
         "hf_assets_path": options.hf_assets,
         "model_spec": _Call("model_spec"),
         "optimizer": _Call("default_adamw", {"lr": how.learning_rate}),
-        "lr_scheduler": _Call("LRSchedulersContainer.Config", schedule_rate(job)),
+        "lr_scheduler": _Call("LRSchedulersContainer.Config", schedule_rate(spec, job)),
         "training": _Call("TrainingConfig", {**batch, **_train(job), **without_graphs}),
         "dataloader": data,
         "parallelism": _Call("ParallelismConfig", {**lay_out(spec, job), **microbatches}),
-        "checkpoint": _Call("CheckpointManager.Config", save(job)),
+        "checkpoint": _Call("CheckpointManager.Config", say_checkpoints(job)),
         "activation_checkpoint": kept[axes.activations],
         "compile": _Call("CompileConfig", {"enable": axes.compile}),
         "metrics": _Call("MetricsProcessor.Config", {"log_freq": how.log_every}),

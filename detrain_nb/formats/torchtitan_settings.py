@@ -23,6 +23,11 @@ _ARGUMENTS = {  # of torchtitan 0.2.2, which no field of a spec stands for
     "dataset": "training.dataset",
     "local_batch_size": "training.local_batch_size",
 }
+_RATIO, _DEGREE = re.compile(r"(?:0?\.[0-9]{1,12}|1(?:\.0)?)"), re.compile(r"[1-9][0-9]{0,5}")
+_MORE: dict[str, dict[str, tuple[re.Pattern[str], type]]] = {  # which today's torchtitan calls the same
+    "lr_scheduler": {"decay_ratio": (_RATIO, float), "decay_type": (re.compile("linear|sqrt|cosine"), str)},
+    "parallelism": {f"{axis}_parallel_degree": (_DEGREE, int) for axis in ("context", "expert")},
+}
 _DUMP_FOLDER = "outputs/"  # below which torchtitan puts what has no whole path
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
 _USED = (
@@ -76,23 +81,38 @@ def read_options(spec: PipelineSpec, given: Mapping[str, str]) -> Options:
 
 def describe_arguments(spec: PipelineSpec) -> list[str]:
     """Say in a comment which of torchtitan's own arguments stand in the file, as most have no field of a spec."""
-    said = ", ".join(f"--{_ARGUMENTS[name]}" for name in _said_in_arguments(spec))
+    more = [f"{section}.{name}" for section in _MORE for name in _say_more(spec, section)]
+    said = ", ".join(f"--{name}" for name in [*(_ARGUMENTS[name] for name in _said_in_arguments(spec)), *more])
     return [f"# Taken from source.arguments, unless an option of the export says otherwise: {said}."] if said else []
 
 
 def _said_in_arguments(spec: PipelineSpec) -> dict[str, str]:
-    """What the arguments say of the options, as ``--model.flavor=8B`` or in two words; the last one holds."""
+    """What the arguments say of the options."""
+    said = _read_arguments(spec)
+    return {name: said[option] for name, option in _ARGUMENTS.items() if option in said}
+
+
+def _say_more(spec: PipelineSpec, section: str) -> dict[str, int | float | str]:
+    """What the arguments say of a section of torchtitan's where a field of the spec says less, or nothing."""
+    if section == "lr_scheduler" and spec.training.scheduler != "wsd":
+        return {}
+    said = {name: _read_arguments(spec).get(f"{section}.{name}", "") for name in _MORE[section]}
+    return {name: kind(said[name]) for name, (form, kind) in _MORE[section].items() if form.fullmatch(said[name])}
+
+
+def _read_arguments(spec: PipelineSpec) -> dict[str, str]:
+    """Read those of torchtitan, as ``--model.flavor=8B`` or in two words; the last one holds."""
     if spec.source.module != _PROGRAM:
         return {}
     words = spec.source.arguments
-    said = {}
+    said: dict[str, str] = {}
     for word, following in zip(words, [*words, ""][1:], strict=True):
         option, equals, value = word.partition("=")
-        said[option] = value if equals else following
-    return {name: said[f"--{option}"] for name, option in _ARGUMENTS.items() if f"--{option}" in said}
+        said[option.removeprefix("--")] = value if equals else following
+    return said
 
 
-def check(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("adamw", "adam")) -> JobSpec:
+def check_job(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("adamw", "adam")) -> JobSpec:
     """Return what is trained, with every number resolved. Raises: SpecError for what torchtitan cannot do."""
     job = spec.job_spec(plan)
     how, saved = job.training, job.checkpoint
@@ -122,7 +142,7 @@ def optimizer_of(job: JobSpec) -> str:
     return _OPTIMIZERS[job.training.optimizer.lower()]
 
 
-def schedule_rate(job: JobSpec) -> dict[str, int | float | str]:
+def schedule_rate(spec: PipelineSpec, job: JobSpec) -> dict[str, int | float | str]:
     """Say how the learning rate goes, in torchtitan's words. Without a scheduler it decays as torchtitan has it."""
     kinds: dict[str | None, dict[str, int | float | str]] = {
         "constant": {"decay_ratio": 0.0},
@@ -130,7 +150,8 @@ def schedule_rate(job: JobSpec) -> dict[str, int | float | str]:
         "cosine": {"decay_type": "cosine"},
         "wsd": {"decay_type": "linear", "decay_ratio": 0.2},  # the last fifth, as with our own
     }
-    return {"warmup_steps": job.training.warmup_steps, **kinds.get(job.training.scheduler, {})}
+    kind = {**kinds.get(job.training.scheduler, {}), **_say_more(spec, "lr_scheduler")}
+    return {"warmup_steps": job.training.warmup_steps, **kind}
 
 
 def lay_out(spec: PipelineSpec, job: JobSpec) -> dict[str, int | str]:
@@ -141,6 +162,7 @@ def lay_out(spec: PipelineSpec, job: JobSpec) -> dict[str, int | str]:
         "data_parallel_shard_degree": -1 if spec.parallelism.dp_shard == -1 else axes.dp_shard,
         "tensor_parallel_degree": axes.tp,
         "pipeline_parallel_degree": axes.pp,
+        **_say_more(spec, "parallelism"),  # type: ignore[dict-item]  # degrees, as the others
     }
     if axes.pp > 1:
         is_file = axes.schedule.endswith(".csv")
@@ -149,7 +171,7 @@ def lay_out(spec: PipelineSpec, job: JobSpec) -> dict[str, int | str]:
     return said
 
 
-def save(job: JobSpec) -> dict[str, bool | int | str]:
+def say_checkpoints(job: JobSpec) -> dict[str, bool | int | str]:
     """Say when checkpoints are written, and where: torchtitan goes on from the newest one that is there."""
     if (saved := job.checkpoint) is None:
         return {"enable": False}

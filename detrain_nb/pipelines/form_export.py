@@ -1,4 +1,4 @@
-"""A pipeline as a file for somebody else's command, as plain JSON for a page: the formats, and the text of one."""
+"""A pipeline as a file of another tool, as plain JSON for a page: the formats, and the text of one."""
 
 from __future__ import annotations
 

@@ -63,19 +63,7 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
 
 def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
     """Read a nodes file, by its suffix, in the layout above. Raises: SpecError with one line per fault."""
-    content = _read(path)
-    if is_lease(content):
-        return nodes_from_lease(content, where=str(path))
-    tables, defaults, faults = _take_apart(content)
-    _refuse(faults, where=path)
-    _refuse(_build({"host": "any", **defaults})[1], where=f"{path}, defaults")
-    nodes: list[Node] = []
-    for number, table in enumerate(tables, 1):
-        node, lines = _build({**_defaults_for(table, defaults), **table})
-        faults += [f"{_label(number, table)}: {line}" for line in lines]
-        nodes += [node] if node else []
-    _refuse(faults or find_twins(nodes), where=path)
-    return tuple(nodes)
+    return _make_nodes(_read(path), path)
 
 
 def write_nodes(
@@ -114,8 +102,9 @@ def _read_files(text: str) -> tuple[Node, ...]:
     if len(parts) == 1 or not all(map(_is_path, parts)) or os.path.exists(os.path.expanduser(text)):
         return read_nodes(Path(os.path.expanduser(text)))
     paths = [Path(os.path.expanduser(part)) for part in parts]
-    read = [read_nodes(path) for path in paths]
-    nodes = name_apart(read) if all(is_lease(_read(path)) for path in paths) else tuple(chain(*read))
+    contents = [_read(path) for path in paths]
+    read = [_make_nodes(content, path) for content, path in zip(contents, paths, strict=True)]
+    nodes = name_apart(read) if all(map(is_lease, contents)) else tuple(chain(*read))
     _refuse(find_twins(nodes), where=f"nodes {text!r}")
     return nodes
 
@@ -123,6 +112,21 @@ def _read_files(text: str) -> tuple[Node, ...]:
 def _read(path: str | os.PathLike[str]) -> Any:
     suffix = suffix_of(path)
     return parse_content(read_text(locate(Path(path))), suffix, where=str(path))
+
+
+def _make_nodes(content: object, path: str | os.PathLike[str]) -> tuple[Node, ...]:
+    if is_lease(content):
+        return nodes_from_lease(content, where=str(path))
+    tables, defaults, faults = _take_apart(content)
+    _refuse(faults, where=path)
+    _refuse(_build({"host": "any", **defaults})[1], where=f"{path}, defaults")
+    nodes: list[Node] = []
+    for number, table in enumerate(tables, 1):
+        node, lines = _build({**_defaults_for(table, defaults), **table})
+        faults += [f"{_label(number, table)}: {line}" for line in lines]
+        nodes += [node] if node else []
+    _refuse(faults or find_twins(nodes), where=path)
+    return tuple(nodes)
 
 
 def _dump(nodes: Iterable[Node], suffix: str) -> str:

@@ -136,7 +136,7 @@ def test_bad_name_of_a_service_and_too_many_of_them_are_found() -> None:
 
 
 WORDS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
-URLS = ("/checkpoints", "s3://bucket/x", "/data/my $model 'x'", "file:///c/d/", "//x/é", "/a\u2003b\\")
+URLS = ("/checkpoints", "s3://bucket/x", "/data/my $model 'x'", "file:///c/d/", "local:///c", "//x/é", "/a\u2003b\\")
 OPTIONS = {
     "ssh_key": [KEY],
     "gpu_model": ["a100", "a100:80Gi,h100", "rtx4090"],
@@ -205,7 +205,7 @@ def test_first_node_is_where_the_others_meet_it_and_nobody_else_does() -> None:
 
 def test_profile_has_what_the_node_has() -> None:
     nodes = ({"host": "a", "devices": "cpu", "ranks": 3, "memory_gb": 10}, {"host": "b", "devices": [1, 3]})
-    spec = _spec(*nodes, checkpoint={"url": "/checkpoints"})
+    spec = _spec(*nodes, checkpoint={"url": "local:///checkpoints"})
     sdl = _export(spec, gpu_model="a100:80Gi,h100", cpus="5", disk="30", price="7", denom="uakt")
     of_a, of_b = (sdl["profiles"]["compute"][name]["resources"] for name in "ab")
     assert of_a["cpu"] == {"units": 5} and of_a["memory"] == {"size": "10Gi"} and "gpu" not in of_a
@@ -289,6 +289,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "21 nodes": ({"nodes": [{"host": f"n{each}"} for each in range(21)]}, {}, "21 nodes: .* at most 20: give fewer"),
     "the port of sshd": ({"rendezvous": {"port": 2222}}, {}, r"rendezvous\.port 2222: .*: give another, as 29500"),
     "a folder of the job": ({"checkpoint": {"url": "out"}}, {}, r"checkpoint\.url out: .*: give the whole path"),
+    "no whole path": ({"checkpoint": {"url": "local://c"}}, {}, r"checkpoint\.url local://c: .*: give the whole path"),
     "the root": ({"checkpoint": {"url": "/"}}, {}, r"checkpoint\.url /: .*: give the whole path"),
     "shared memory": ({"checkpoint": {"url": "/dev/shm"}}, {}, r"checkpoint\.url /dev/shm: .*: give the whole path"),
     "the system": ({"checkpoint": {"url": "//usr/lib"}}, {}, r"checkpoint\.url //usr/lib: .*: give the whole path"),

@@ -125,12 +125,15 @@ MANY = " ".join(f"A{number}=" for number in range(20_000))
 ONCE_MORE = "torchrun a.py\n" * 9000
 SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large: a text, and what is said of it
     "variables of branches": (f"export {MANY}\n" + "case x in\n" * 1000 + "torchrun a.py", "more than 1,000 variables"),
-    "variables of launches": (f"export {MANY[:5000]}\n{ONCE_MORE}", "ranks start yet again"),
-    "secrets of launches": (f"export {MANY[:5000].replace('=', '_KEY=')}\n{ONCE_MORE}", "ranks start yet again"),
-    "a long variable": (f"export A=$({'x' * 800_000})\n{ONCE_MORE}", "ranks start yet again"),
+    "variables of launches": (f"export {MANY[:5000]}\n{ONCE_MORE}", "start ranks with too many variables"),
+    "secrets of launches": (
+        f"export {MANY[:5000].replace('=', '_KEY=')}\n{ONCE_MORE}",
+        "start ranks with too many variables",
+    ),
+    "a long variable": (f"export A=$({'x' * 800_000})\n{ONCE_MORE}", "start ranks with too many variables"),
     "repositories of launches": (
         "".join(f"git clone https://a.org/{number}\n" for number in range(5000)) + ONCE_MORE[:60_000],
-        "ranks start yet again",
+        "start ranks with too many variables",
     ),
     "colons": (f"git clone https://{':' * 800_000} b\ntorchrun b/a.py\n", "git url"),
     "hosts": ("a[1-9999]\n" * 1000, "named more than 500,000 times"),

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from detrain_nb.formats.command_import import SECRET
 
 from ..testbed.fixtures import MakeTestbed
 from ..testbed.pods import ENTRYPOINT, HOME, Pod
@@ -24,6 +27,7 @@ _ENV = {
     "ODD": _ODD,
     "HF_TOKEN": "very-secret",
     "MINE": "very-secret",
+    "DB_PASS": "very-secret",
     "DETRAIN_NB_SECRETS": "YOURS MINE",
     "LINES": "a\nb",
     **_PLAIN,
@@ -53,6 +57,11 @@ def test_container_without_a_key_is_its_command() -> None:
     assert _enter("sh", "-c", 'echo "$A" "$1"; exit 3', "sh", "a  b", env={"A": "x  y"}) == (3, "x  y a  b\n")
     status, said = _enter()
     assert status == 2 and "there is nothing to do: give SSH_PUBKEY" in said
+
+
+def test_container_takes_the_same_names_for_secrets_as_imports() -> None:
+    (rule,) = re.findall("^_secret='(.*)'$", ENTRYPOINT.read_text(), re.MULTILINE)
+    assert rule == SECRET.pattern.replace("(?:", "(")
 
 
 @pytest.mark.needs_debian("openssh-server")

@@ -357,7 +357,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "99 GPUs on a node": (
         {"nodes": [{"host": "a", "devices": list(range(99))}]},
         {},
-        r"^99 GPUs on a node: there are nodes with at most 16: name more nodes$",
+        r"^99 GPUs on a node: a node has at most 16: share them among more nodes$",
     ),
     "more variables than a TrainJob has": (
         {"secrets": [f"TOKEN_{index}" for index in range(129)]},
@@ -374,7 +374,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a folder for checkpoints that is nowhere": (
         {"checkpoint": {"url": "checkpoints"}},
         {},
-        r"^checkpoint\.url checkpoints: .* give a whole path .*, or a URL$",
+        r"^checkpoint\.url checkpoints: .* give the whole path .*, or a URL of storage, as .*$",
     ),
     "a folder of the system": ({"checkpoint": {"url": "/a/../etc"}}, {}, r"^checkpoint\.url /a/\.\./etc: .* path"),
     "a script of 1 MB": (

@@ -33,7 +33,7 @@ def test_hostfiles_of_slurm_and_mpi_are_nodes() -> None:
         {"host": "cpu", "user": "me"},
     ]
     assert imported.left_out == ("max_slots (line 2): a spec has no field for it",)
-    with pytest.raises(SpecError, match=r"^job\.sbatch: is of no kind that can be imported: "):
+    with pytest.raises(SpecError, match=r"^job\.sbatch: is a script that starts neither torchrun nor "):
         import_text("#!/bin/bash\n#SBATCH --nodes=1\nhostname\n", name="job.sbatch")
     assert expand_hosts("r[1-2]n[09-10],x") == ["r1n09", "r1n10", "r2n09", "r2n10", "x"]
 
@@ -112,8 +112,17 @@ def test_keys_that_a_node_has_no_place_for_are_named_and_a_jump_by_command_is_on
         {"host": "b", "identity_file": "k3"},
     ]
     assert [line.partition(":")[0] for line in imported.left_out] == [
-        *("identityfile k2", "identityfile k3", "proxycommand")
+        *("identityfile k2", "identityfile k3", "proxycommand", "Host two words")
     ]
+
+
+def test_blocks_of_an_ssh_config_that_hold_for_no_host_are_named() -> None:
+    text = (
+        "Host a,b\n  User x\nHost pi-* a*\n  User pi\nMatch originalhost a\n  User no\nMatch all\n  Port 7\nHost a1\n"
+    )
+    imported = import_text(text, name="config")
+    assert _nodes(imported) == [{"host": "a1", "user": "pi", "port": 7}]
+    assert [line.partition(":")[0] for line in imported.left_out] == ["Match originalhost a", "Host a,b", "Host pi-*"]
 
 
 @pytest.mark.needs_debian("openssh-server")
@@ -170,6 +179,13 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
         spec = import_text(f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\n{few}", name="a").spec
         assert spec and spec.to_dict()["nodes"] == [{"host": "localhost"}]
     assert spec.rendezvous.port == 7
+    alone = import_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n", name="a")
+    assert alone.to_dict()["nodes"] == [{"host": "localhost", "ranks": 1}], "accelerate starts one process then"
+    assert alone.left_out[-1].startswith("num_processes: ")
+    sizes = "{parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2}"
+    split = import_text(f"{text}parallelism_config: {sizes}\n", name="a")
+    assert split.spec and split.spec.parallelism and split.spec.parallelism.dp_shard == -1, "all four ranks hold shards"
+    assert "parallelism_config.parallelism_config_cp_size: no axis" in split.left_out[-1]
     for change, fault in [
         ("num_processes: 3", "config.yaml: num_processes: 3: give a multiple of num_machines, which is 2"),
         ("num_processes: x", "config.yaml: num_processes: a text: give a whole number"),

@@ -105,7 +105,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         "^99 GPUs on a node: .* at most 16",
     ),
-    "a variable of the operator": ({"env": {"PET_NNODES": "3"}}, {}, "^PET_NNODES is set by the operator"),
     "nodes that differ": (
         {"nodes": [{"host": "a"}, {"host": "b", "ranks": 2}]},
         {},

@@ -168,6 +168,14 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
     assert _fields("MASTER_PORT=1 torchrun a.py")[1] == ("MASTER_PORT: is set for every rank by torchrun or by us",)
 
 
+def test_what_is_true_of_the_first_machine_alone_is_named() -> None:
+    text = "unset OMP_NUM_THREADS\n$HOME/env/bin/python -m torch.distributed.run --rdzv-endpoint 10.0.0.9:1234 a.py\n"
+    fields, left_out = _fields(text)
+    assert fields["nodes"] == [{"host": "localhost", "ranks": 1}] and fields["rendezvous"] == {"port": 1234}
+    named = [line.partition(":")[0] for line in left_out]
+    assert named == ["10.0.0.9", "$HOME/env/bin/python", "unset (line 1)"]
+
+
 def test_what_the_shell_expands_is_named_and_a_home_in_the_set_up_stays_one() -> None:
     fields, left_out = _fields(
         "export PATH=~/x:$PATH Q='~' R=$HERE:~ KEY=~\nA=1\nexport A B+=2\ncd ~/p\nsource ~/v/bin/activate\n"
@@ -324,7 +332,7 @@ def test_command_lines_of_several_nodes_are_one_job() -> None:
         ("torchrun --nproc-per-node many a.py", "--nproc-per-node 'many': give auto, gpu, cpu or a number"),
         ("torchrun --nproc-per-node 99999999 a.py", "--nproc-per-node '99999999': give"),
         ("torchrun --rdzv a.py", "torchrun --rdzv: may be --rdzv-backend or --rdzv-conf"),
-        ("torchrun --gpus 2 a.py", "torchrun --gpus: is none of its options"),
+        ("torchrun --gpus 2 a.py", "torchrun --gpus: it has no such option"),
         ("torchrun --nnodes", "torchrun --nnodes has no value: give one"),
         ("torchrun", "torchrun: no program stands behind its options"),
         ("torchrun --no-python ./a", "--no-python: a spec runs Python"),
@@ -332,7 +340,7 @@ def test_command_lines_of_several_nodes_are_one_job() -> None:
         ("torchrun --standalone --nnodes 2 a.py", "--standalone has one node"),
         ("torchrun --master-port 99999 a.py", "--master-port '99999': give a whole number, 0 to 65,535"),
         ("accelerate launch --num_machines 2 --num_processes 3 a.py", "give a multiple of --num-machines, which is 2"),
-        ("make all", "'make' starts neither: give a command line of torchrun or accelerate launch"),
+        ("make all", "'make' starts no ranks: give a command line of torchrun or accelerate launch"),
     ],
 )
 def test_what_no_spec_can_hold_is_told_in_one_line(command: str, fault: str) -> None:

@@ -178,6 +178,24 @@ def test_imported_options_are_exported_where_no_other_is_given(read_toml: Callab
     assert 'model_registry("debugmodel")' in export_spec(other, "torchtitan")
 
 
+def test_axes_and_decay_that_are_imported_are_exported(read_toml: Callable[..., Any]) -> None:
+    text = (
+        '[training]\nsteps = 20\n[model]\nflavor = "8B"\n[lr_scheduler]\ndecay_ratio = 0.8\ndecay_type = "cosine"\n'
+        "[parallelism]\ndata_parallel_shard_degree = 4\ncontext_parallel_degree = 2\nexpert_parallel_degree = 4\n"
+    )
+    spec = import_text(text, name="train.toml").spec
+    assert spec
+    config = read_toml(export_spec(spec, "torchtitan-toml", gpus=8))
+    assert (config.lr_scheduler.decay_ratio, config.lr_scheduler.decay_type) == (0.8, "cosine")
+    assert (config.parallelism.context_parallel_degree, config.parallelism.expert_parallel_degree) == (2, 4)
+    python = export_spec(spec, "torchtitan", gpus=8)
+    assert (
+        "decay_ratio=0.8" in python and "context_parallel_degree=2" in python and "expert_parallel_degree=4" in python
+    )
+    linear = export_spec(spec.with_overrides({"training.scheduler": "linear"}), "torchtitan", gpus=8)
+    assert "decay_ratio" not in linear
+
+
 def test_checkpoints_are_those_of_the_spec() -> None:
     def saved(**values: Any) -> dict[str, Any]:
         return dict(tomllib.loads(_toml(**values))["checkpoint"])

@@ -711,14 +711,28 @@ def test_interrupt_that_comes_before_the_cell_has_begun_is_not_lost(session: Ses
             link.send = send  # type: ignore[method-assign]
 
 
+_CRASH_BESIDE_PYTHON = """
+import ctypes, time
+c = ctypes.CDLL(None)
+c.pthread_create(ctypes.byref(ctypes.c_ulong()), None, ctypes.cast(c.strlen, ctypes.c_void_p), ctypes.c_void_p(1))
+time.sleep(60)
+"""
+
+
 def test_crash_in_c_says_where_down_to_the_cells_line() -> None:
+    def last_words(code: str) -> list[str]:
+        with pytest.raises(RankLost, match="ended with signal 11") as caught:
+            session.run_cell(code)
+        words = str(caught.value).partition("its last words:\n")[2].partition("\nrank 0 is fresh")[0]
+        return [line.removeprefix("  | ") for line in words.splitlines()]
+
     with Session.start(ranks=1, device="cpu", init=False) as session:
         session.run_cell("import sys, ctypes\nprint('of another cell', file=sys.stderr)")
-        with pytest.raises(RankLost, match="ended with signal 11") as caught:
-            session.run_cell("def f():\n    ctypes.string_at(0)\nprint('\\r1%\\r2%', file=sys.stderr)\nf()")
-    words = str(caught.value).partition("its last words:\n")[2].partition("\nrank 0 is fresh")[0].splitlines()
-    assert words[:2] == ["  | 2%", "  | Fatal Python error: Segmentation fault"]
-    assert words[-1].removeprefix("  | ").strip() == 'File "<cell 2>", line 2 in f'
+        words = last_words("def f():\n    ctypes.string_at(0)\nprint('\\r1%\\r2%', file=sys.stderr)\nf()")
+        assert words[:2] == ["2%", "Fatal Python error: Segmentation fault"]
+        assert words[-1].strip() == 'File "<cell 2>", line 2 in f'
+        words = last_words(_CRASH_BESIDE_PYTHON)
+        assert words[0] == "Fatal Python error: Segmentation fault" and "a thread that runs no Python" in words[1]
 
 
 @pytest.mark.slow

@@ -75,6 +75,7 @@ _STDERR_TAIL_BYTES = 4000
 _LAST_LINES = 10
 _CELL_LINE = re.compile(r'File "<cell \d+>", line \d+')
 _NOT_THE_USERS = re.compile(r"^Extension modules: |/detrain_nb/node/")  # in a dump of a crash
+_NO_PYTHON = "  in a thread that runs no Python, as a library has them: gloo, for one"
 _MANY_ENDS = 3  # so many in this time without a cell that ended: no fresh interpreter would fare better
 _MANY_ENDS_S = 60.0
 
@@ -354,7 +355,8 @@ class _Worker:
     def _last_words(self) -> str:
         """The last lines of stderr, each as it stood when last redrawn; where a crash was, down to the cell's line."""
         dump = self._interpreter.locator.read_dump().decode(errors="replace")
-        crash, _, below = dump.partition("Fatal Python error: ")[2].partition("\n\n")
+        asked, _, said = dump.partition("Fatal Python error: ")
+        crash, _, below = said.partition("\n\n")
         words = (
             self._interpreter.stderr_tail.decode(errors="replace")
             .replace("\r\n", "\n")
@@ -364,6 +366,8 @@ class _Worker:
         words = [line.rpartition("\r")[2] for line in words]
         if crash:
             words.append(f"Fatal Python error: {crash}")
+            if not asked and "Stack (most" not in below:  # a crash in the dump that was asked for has no stack either
+                words.append(_NO_PYTHON)
             for line in below.splitlines()[1:]:
                 if not line.strip() or _NOT_THE_USERS.search(line):
                     continue
