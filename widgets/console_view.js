@@ -106,6 +106,9 @@ class Row {
   }
 }
 
+/** Focus what an answer of the kernel leads to, where `had` has still the focus, or has gone: else the user has gone on. */
+const focus_after = (had, next) => { if ([had, document.body].includes(document.activeElement)) next.focus(); };
+
 class ListPage {
   constructor(view) {
     this.view = view; this.rows = new Map(); this.order = []; this.sorted = "job";
@@ -171,19 +174,19 @@ class ListPage {
       this.view.button(each.title, async () => { await this.view.call("create_example", { name: each.name }); stop(); }, { title: each.description, on_error: this.view.complain })));
   }
   async duplicate(entry) {
-    const made = await this.view.call("duplicate", { id: entry.id });
+    const had = document.activeElement, made = await this.view.call("duplicate", { id: entry.id });
     this.view.announce(`${made.name} was made`);
-    this.focus_row(made.id);
+    this.focus_row(made.id, had);
   }
   /** Its row goes, and the focus to what brings it back. */
   async delete(entry) {
-    this.is_deleting = true;
-    try { await this.view.call("delete", { id: entry.id }); } catch (error) { this.is_deleting = false; throw error; }
+    this.deleting = { had: document.activeElement };
+    try { await this.view.call("delete", { id: entry.id }); } catch (error) { this.deleting = null; throw error; }
   }
-  focus_row(id) { this.wanted = id; this.focus_wanted(); } // its row may come later than the answer
+  focus_row(id, had) { this.wanted = { id, had }; this.focus_wanted(); } // its row may come later than the answer
   focus_wanted() {
-    const row = this.wanted && this.rows.get(this.wanted);
-    if (row) { this.wanted = null; row.open.focus(); }
+    const { id, had } = this.wanted ?? {}, row = this.rows.get(id);
+    if (row) { this.wanted = null; focus_after(had, row.open); }
   }
   set_list(list) {
     const is_told_else = JSON.stringify(list.notices) !== JSON.stringify(this.list?.notices);
@@ -226,10 +229,10 @@ class ListPage {
   set_undo(undo) {
     this.undo.hidden = !undo;
     if (!undo) { this.undo.replaceChildren(); return; }
-    const bring_back = this.view.button([icon("undo"), "Undo"], async () => this.focus_row(await this.view.call("undo")), { on_error: this.view.complain });
+    const bring_back = this.view.button([icon("undo"), "Undo"], async () => { const had = document.activeElement; this.focus_row(await this.view.call("undo"), had); }, { on_error: this.view.complain });
     const drop = async () => { await this.view.call("drop_undo"); this.search.focus(); };
     this.undo.replaceChildren(icon("trash"), h("span", {}, undo.told), bring_back, h("span", { class: "push" }, this.view.button(icon("bad"), drop, { cls: "ic q", label: "Close", on_error: this.view.complain })));
-    if (this.is_deleting) { this.is_deleting = false; bring_back.focus(); }
+    if (this.deleting) { focus_after(this.deleting.had, bring_back); this.deleting = null; }
   }
 }
 

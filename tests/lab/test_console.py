@@ -211,8 +211,10 @@ def test_everybody_can_use_it(
     nb.run(2)
     view.get_by_role("button", name="Refresh").click()
     view.get_by_role("button", name="More for sweep-lr").click()
-    view.get_by_role("menuitem", name="Delete").click()
-    view.get_by_role("button", name="More for bert-finetune").click()
+    next_menu = view.get_by_role("button", name="More for bert-finetune").element_handle()
+    view.get_by_role("menuitem", name="Delete").evaluate("(item, menu) => { item.click(); menu.click(); }", next_menu)
+    expect(view.locator(".undo")).to_be_visible()
+    expect(view.get_by_role("menuitem", name="Duplicate")).to_be_focused()  # who has gone on keeps the focus
     check_accessibility(view)
     nb.page.keyboard.press("Escape")
     view.get_by_role("button", name="Open gpt-pretrain").click()

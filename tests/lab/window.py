@@ -106,9 +106,14 @@ class Window:
 
 
 def set_theme(window: Window, *, dark: bool) -> None:
-    """Have JupyterLab show its dark theme, or its light one; return when that is on and can be seen."""
+    """Have JupyterLab show its dark theme, or its light one; return when that is on and can be seen.
+
+    What had the focus has it then: JupyterLab hides all until the next frame, and what is hidden may lose the focus.
+    """
     name = "JupyterLab Dark" if dark else "JupyterLab Light"
+    focused = window.page.evaluate_handle("document.activeElement")
     window.command("apputils:change-theme", theme=name)
     expect(window.page.locator("body")).to_have_attribute("data-jp-theme-name", name)
     expect(window.page.locator("body")).to_have_attribute("data-jp-theme-light", str(not dark).lower())
     expect(window.page.locator("#jupyterlab-splash")).to_have_count(0)  # the veil over a page whose colours change
+    focused.evaluate("had => document.activeElement === document.body && had.focus({preventScroll: true})")
