@@ -24,6 +24,7 @@ _ENV = {
     "ODD": _ODD,
     "HF_TOKEN": "very-secret",
     "MINE": "very-secret",
+    "DB_PASS": "very-secret",
     "DETRAIN_NB_SECRETS": "YOURS MINE",
     "LINES": "a\nb",
     **_PLAIN,
