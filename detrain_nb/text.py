@@ -19,6 +19,7 @@ _RATE_S = 5.0  # what was copied in the last seconds tells the rate
 _BAR_CHARS = 30
 USER = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\\)?[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")  # of a host
 USER_RULE = "a user of letters, digits and . _ @ + -, the first no -; DOMAIN\\ may stand before it"
+_PASSWORD = re.compile(r":[^\s:@/'\"]+@")
 _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 
@@ -66,8 +67,9 @@ def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
 
 
 def show(value: object, *, most: int = 60) -> str:
-    """Write a value for a message: on one line, cut where it is long."""
+    """Write a value for a message: on one line, cut where it is long, without the password of ``user:it@host``."""
     text = " ".join(map(str.strip, repr(value).splitlines()))  # of a text it escapes what does not print
+    text = _PASSWORD.sub(":***@", text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 

@@ -144,6 +144,7 @@ FAULTS = {
     "an anchor": (".yaml", "a: &b c", "line 1, column 4: anchors and aliases are refused"),
     "a tag that runs code": (".yaml", "a: !!python/object/apply:os.system ['id']", "line 1, column 4: the tag "),
     "a tag": (".yaml", "a: !!str 1", "line 1, column 4: the tag 'tag:yaml.org,2002:str' is refused"),
+    "names for tags": (".yaml", "a: 1\n" + "".join(f"%TAG !{n}! x\n" for n in range(50_000)), "line 2: names for tags"),
     "a merge key": (".yaml", "a:\n  <<: {b: 1}", "line 2, column 3: a merge key"),
     "a number that may be octal": (
         ".yaml",

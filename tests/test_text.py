@@ -101,6 +101,7 @@ def test_value_in_a_message_stands_on_one_line() -> None:
 
     assert show(Model()) == "GPT( (wte): Embedding(8, 2) )"
     assert show(" two\nlines ") == r"' two\nlines '"
+    assert show(f"me:{'secret' * 20}@host:22") == "'me:***@host:22'"
 
 
 def test_what_is_shown_as_text_keeps_its_columns_and_has_no_markup_of_its_own() -> None:

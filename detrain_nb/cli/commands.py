@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import stat
@@ -24,6 +25,7 @@ from .notebook_run import FAILED, SIGPIPE, NotebookRun
 
 __all__ = ["main"]
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # a disk, or what the user may have of it
 _WRONG_USE = 2  # what a signal ended has 128 + its number, as in a shell
 
 
@@ -46,6 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:  # as of | head, which has what it wanted
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would complain at its end
         return 128 + SIGPIPE
+    except OSError as exc:
+        if exc.errno not in _FULL:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"detrain-nb: not all could be written: {exc.strerror}", file=sys.stderr)
+        return FAILED
     except DetrainError as exc:
         if isinstance(exc, JobError):
             exc.prog = PROG

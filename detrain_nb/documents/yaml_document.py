@@ -21,6 +21,7 @@ from .content import MOST_LEVELS, MOST_VALUES, TOO_DEEP, TOO_MANY, float_text, s
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_IN_YAML = re.compile("[^\t\n\r -~\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+_TAGS = re.compile("^%TAG", re.MULTILINE)  # of many the library compares each with each
 _PLAIN = re.compile(r"[A-Za-z0-9_./~](?:[A-Za-z0-9_./~@+=,()*-]| (?=[A-Za-z0-9_./~]))*")
 _NULL = re.compile("|~|null|Null|NULL")
 _BOOL = re.compile("true|True|TRUE|false|False|FALSE")
@@ -61,6 +62,9 @@ def read(text: str) -> Any:
     if wrong := _NOT_IN_YAML.search(text):
         line = text.count("\n", 0, wrong.start()) + 1
         raise SpecError(f"line {line}: {wrong[0]!r} may not stand in YAML: write it with a backslash, in double quotes")
+    if tags := _TAGS.search(text):
+        line = text.count("\n", 0, tags.start()) + 1
+        raise SpecError(f"line {line}: names for tags are refused: leave them out")
     documents: list[Any] = []
     opened = [_Open(documents)]
     num_values = 0

@@ -29,6 +29,8 @@ __all__ = [
     "write_import",
 ]
 
+_MOST_OPTION_CHARS = 4096
+
 # ``export(spec, plan)`` writes the text of a file; the options of its target are more keywords, each a text.
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
@@ -55,6 +57,9 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
     if unknown := [name for name in given if name not in target.options]:
         known = f"it has {', '.join(map(as_typed, target.options))}" if target.options else "it has no options"
         raise SpecError(f"{to} has no option {as_typed(unknown[0])}: {known}")
+    if long := [name for name, value in given.items() if len(value) > _MOST_OPTION_CHARS]:
+        said = f"has {len(given[long[0]]):,} characters: give at most {_MOST_OPTION_CHARS:,}"
+        raise SpecError(f"{as_typed(long[0])} {said}")
     if gpus < 0:
         raise SpecError(f"--gpus {gpus}: give 0 or more")
     plan = spec.plan(gpus=dict.fromkeys(_name_unknown(spec) if spec.nodes else [""], gpus) if gpus else None)

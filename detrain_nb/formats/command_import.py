@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import posixpath
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,17 +13,17 @@ from ..plan import MOST_RANKS
 from ..plan.names import NAME, make_name
 from ..spec.node import is_address
 from ..spec.words import check_free
-from ..storage import has_password_of_user, shown
+from ..storage import shown
 from ..text import count_of, split_target
 from .launch_options import ACCELERATE, TORCHRUN, Launcher, Options, read_options
 from .reading import NO_FIELD
+from .secret_words import may_be_secret, warn_of_secrets
 from .shell_words import Word, as_words
 
 __all__ = [
     "ASSIGNMENT",
     "KEYWORDS",
     "MOST_NODES",
-    "SECRET",
     "WRAPPERS",
     "Launch",
     "describe_nodes",
@@ -33,7 +32,6 @@ __all__ = [
     "put_variable",
     "put_variables",
     "read_command",
-    "warn_of_secrets",
 ]
 
 MOST_NODES = 10_000
@@ -47,9 +45,6 @@ WRAPPERS = (
 )
 _PYTHON = re.compile(r"python[0-9.]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-SECRET = re.compile(
-    "(?:TOKEN|KEY)(?:_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|_(?:AUTH|PASS|PAT|PWD)$", re.IGNORECASE
-)
 _RANGE = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 _GPUS = re.compile(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -162,7 +157,7 @@ def put_variable(launch: Launch, name: str, word: Word) -> None:
     """Put an environment variable into a launch; what looks like a secret, or has a password, by its name alone."""
     if not _is_free(launch, name):
         return
-    if SECRET.search(name) or has_password_of_user(word.text):
+    if may_be_secret(name, word.text):
         put_secret(launch, name)
         if not word.fills:
             launch.left_out.append(f"{name}: its value may be a secret and stays out of a spec: export it instead")
@@ -213,16 +208,6 @@ def _read_program(options: Options, launch: Launch) -> None:
         launch.fields["source"]["arguments"] = kept[1:]
     last = first.text.rpartition(".")[2] if is_module else posixpath.splitext(posixpath.basename(first.text))[0]
     launch.name = make_name(last, default="imported")
-
-
-def warn_of_secrets(arguments: Sequence[str]) -> Iterator[str]:
-    """Name the arguments that look like secrets: the script needs them, so they are kept."""
-    for before, text in itertools.pairwise(("", *arguments)):
-        option, has_value, value = text.partition("=") if text.startswith("--") else (before, "=", text)
-        name = option if option.startswith("--") else ""
-        if has_value and (SECRET.search(name.replace("-", "_")) or has_password_of_user(value)):
-            said = "its value may be a secret, and a spec keeps it: have the script read a variable instead"
-            yield f"{shown(name, most=60) or 'an argument'}: {said}"
 
 
 def _fill(word: Word, options: Options, launch: Launch) -> str:

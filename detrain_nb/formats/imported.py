@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,6 +13,8 @@ from ..documents import SUFFIXES, format_document, parse_content
 from ..errors import SpecError
 from ..spec import Node, PipelineSpec
 from ..text import ShownAsText, printable
+
+_PASSWORD = re.compile(r"://[^\s/'\"]*@")
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,11 @@ class Imported(ShownAsText):
     left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Parts of the file stand there: none of them controls a terminal, or begins a line of the document above."""
-        object.__setattr__(self, "left_out", tuple(map(printable, self.left_out)))
+        """Parts of the file stand there: none of them controls a terminal, begins a line of the document above, or is
+        the password of a URL.
+        """
+        left_out = tuple(_PASSWORD.sub("://***@", printable(line)) for line in self.left_out)
+        object.__setattr__(self, "left_out", left_out)
 
     def __str__(self) -> str:
         return format_document(self.to_dict(), ".yaml") + "".join(f"# left out: {line}\n" for line in self.left_out)

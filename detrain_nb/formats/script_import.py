@@ -20,7 +20,6 @@ from .clone_import import Repository, read_clone
 from .command_import import (
     ASSIGNMENT,
     KEYWORDS,
-    SECRET,
     WRAPPERS,
     Launch,
     describe_nodes,
@@ -30,6 +29,7 @@ from .command_import import (
 )
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
+from .secret_words import may_be_secret, warn_of_secrets
 from .shell import show_breaks
 from .shell_values import BATCH_NUMBERS, Values, read_batch_options
 from .shell_words import Command, Word, split_script
@@ -44,7 +44,7 @@ _SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _OF_NODE = ("HOME", "USER")  # variables that every node has
-_MOST_LINES, _MOST_VARIABLES = 5, 1000
+_MOST_LINES, _MOST_VARIABLES, _MOST_PATH_CHARS = 5, 1000, 4096
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
 _OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "unset", "*", "*$*")
 _OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
@@ -180,6 +180,8 @@ def _take_words(script: _Script, command: Command) -> None:
         _take_variables(script, command, is_exported=name == "export")
     elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or command.words[1].is_known()):
         script.folder = _go(script.folder, texts[1])
+        if len(script.folder) > _MOST_PATH_CHARS:
+            raise SpecError(f"line {command.line}: cd leads to a path of more than {_MOST_PATH_CHARS:,} characters")
     elif name == "git" and "clone" in texts:
         _take_clone(script, command)
     elif name == "git" and "checkout" in texts and script.repositories and not command.words[-1].fills:
@@ -248,7 +250,8 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
         if match := ASSIGNMENT.fullmatch(word.text):
             value = Word(match[2], word.fills)
             script.values.note(match[1], value)
-            if is_exported and word.fills and word.is_known(*_OF_NODE, match[1]) and not SECRET.search(match[1]):
+            is_set_up = is_exported and word.fills and word.is_known(*_OF_NODE, match[1])
+            if is_set_up and not may_be_secret(match[1], match[2]):
                 script.setup.append(f"export {word.written}")
             elif is_exported or match[1] in script.variables:  # which stays exported
                 script.variables[match[1]] = value
@@ -303,6 +306,7 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
             launch.left_out.append(f"cd {shown(script.folder, most=60)}: give nodes.workdir")
     if setup := [line for line in script.setup if line.strip()]:
         source["setup"] = setup
+        launch.left_out += [f"source.setup: {said}" for line in setup for said in warn_of_secrets(line.split())]
     script.launches.append((command.line, launch))
 
 

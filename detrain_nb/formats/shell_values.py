@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ..storage import has_password_of_user
-from .command_import import ASSIGNMENT, SECRET, warn_of_secrets
+from .command_import import ASSIGNMENT
+from .secret_words import may_be_secret, warn_of_secrets
 from .shell_words import FILLS, Command, Word
 
 __all__ = ["BATCH_NUMBERS", "Values", "read_batch_options"]
@@ -52,7 +52,7 @@ class Values:
     def note(self, name: str, word: Word) -> None:
         """Take what a command gives a variable, where it keeps that."""
         is_plain = not word.fills and _PLAIN.fullmatch(word.text)
-        if name in self._once and is_plain and not SECRET.search(name) and not has_password_of_user(word.text):
+        if name in self._once and is_plain and not may_be_secret(name, word.text):
             self.known[name] = word.text
 
     def fill(self, words: Sequence[Word]) -> list[Word]:

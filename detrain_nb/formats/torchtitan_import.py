@@ -11,9 +11,9 @@ from typing import Any
 
 from ..errors import SpecError
 from ..plan.choices import SCHEDULERS, SCHEDULES
-from .command_import import warn_of_secrets
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
+from .secret_words import warn_of_secrets
 from .torchtitan_options import CHOICES, GONE, OPTIONS, name_today
 
 _MODULE = "torchtitan.train"

@@ -222,6 +222,8 @@ def parse_target(text: str) -> Target:
     if not (_is_ipv6(host) if has_brackets else _HOST.fullmatch(host)):
         advice = f"write [{text}]" if _is_ipv6(text) else "give [user@]host[:port], an IPv6 address in brackets"
         raise SpecError(f"{show(text)} is no host: {advice}")
+    if user is not None and ":" in user:
+        raise SpecError(f"{show(text)}: a password stands in it: leave it out, keys let you in")
     if user is not None and not USER.fullmatch(user):
         raise SpecError(f"{show(text)}: user {show(user)}: give {USER_RULE}")
     if port is not None and (len(port) > 5 or not 1 <= int(port) <= 65535):

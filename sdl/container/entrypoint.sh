@@ -19,7 +19,7 @@ _most_chars=16384  # of a value that sessions get
 _most_in_all=60000 # sshd hands all values on in one message of 256 KB
 # What a login sets itself, what this shell has set, and what is this script's own.
 _no_sessions='^(HOME|USER|LOGNAME|SHELL|PWD|OLDPWD|SHLVL|_|TERM|MAIL|HOSTNAME|SSH_.*|DETRAIN_NB_(STATE|SECRETS))$'
-# As SECRET in detrain_nb/formats/command_import.py.
+# As SECRET_NAME in detrain_nb/formats/secret_words.py.
 _secret='(TOKEN|KEY)(_|$)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|PRIVATE|_(AUTH|PASS|PAT|PWD)$'
 
 say() { printf 'container: %s\n' "$*"; }

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -62,6 +64,16 @@ def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
         and "#SBATCH --gpus-per-node=4\n" in text
         and "--time=01:00:00\n" in text
     )
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+def test_full_disk_behind_the_output_is_one_line(spec: str) -> None:
+    with open("/dev/full", "wb") as full:
+        argv = [sys.executable, "-m", "detrain_nb", "export", "torchrun", spec]
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "detrain-nb: not all could be written: No space left on device"
+    assert "Traceback" not in done.stderr
 
 
 def test_help_names_the_options_of_every_format(capsys: pytest.CaptureFixture[str]) -> None:

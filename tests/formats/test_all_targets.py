@@ -47,6 +47,8 @@ def test_option_that_is_none_is_refused_with_one_line(target: str, option: str) 
     with pytest.raises(SpecError, match=f"^{as_typed(option)}[ :]") as caught:
         export_spec(_spec(target), target, options={option: "$(id)\n'b'"})
     assert "\n" not in str(caught.value)
+    with pytest.raises(SpecError, match=f"^{as_typed(option)} has 5,000 characters: give at most"):
+        export_spec(_spec(target), target, options={option: "9" * 5000})
 
 
 def test_targets_are_those_that_can_be_exported() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from detrain_nb.formats.command_import import SECRET
+from detrain_nb.formats.secret_words import SECRET_NAME
 
 from ..testbed.fixtures import MakeTestbed
 from ..testbed.pods import ENTRYPOINT, HOME, Pod
@@ -61,7 +61,7 @@ def test_container_without_a_key_is_its_command() -> None:
 
 def test_container_takes_the_same_names_for_secrets_as_imports() -> None:
     (rule,) = re.findall("^_secret='(.*)'$", ENTRYPOINT.read_text(), re.MULTILINE)
-    assert rule == SECRET.pattern.replace("(?:", "(")
+    assert rule == SECRET_NAME.pattern.replace("(?:", "(")
 
 
 @pytest.mark.needs_debian("openssh-server")

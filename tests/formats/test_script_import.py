@@ -263,10 +263,25 @@ def test_options_in_a_variable_are_named_and_the_program_is_found() -> None:
     shown = str(
         import_text("\n".join(f"export {each}" for each in secrets) + "\nTOKENIZERS_PARALLELISM=no torchrun a.py")
     )
-    kept = import_text("torchrun a.py --hf-token abc --db_url=s3://u:abc@h --max-tokens 7 https://u:abc@h/d").left_out
-    assert [line.partition(":")[0] for line in kept] == ["--hf-token", "--db_url", "an argument"]
-    assert "abc" not in str(kept)
     assert "abc" not in shown and 'TOKENIZERS_PARALLELISM: "no"' in shown
+
+
+def test_what_looks_like_a_secret_and_is_kept_is_named_without_its_value() -> None:
+    token = f"hf_{'abc' * 12}"
+    arguments = "--hf-token abc --db_url=s3://u:abc@h --max-tokens 7 https://u:abc@h/d --key=abc x wandb.api_key=abc"
+    kept = import_text(f"torchrun a.py {arguments}").left_out
+    names = ["--hf-token", "--db_url", "an argument", "--key", "wandb.api_key"]
+    assert [line.partition(":")[0] for line in kept] == names
+    assert "abc" not in str(kept)
+    fields, left_out = _fields(
+        "eval 'export MY_TOKEN=abc'\nsource a.sh --token abc\n"
+        f'export P="http://me:abc@proxy/$USER" Q={token}\ntorchrun a.py >https://u:abc@h/log'
+    )
+    assert fields["secrets"] == ["P", "Q"]
+    assert "env" not in fields and fields["source"]["setup"] == ["export MY_TOKEN=abc", "source a.sh --token abc"]
+    named = [line.split(": ")[1] for line in left_out if line.startswith("source.setup: ")]
+    assert named == ["MY_TOKEN", "--token"]
+    assert "abc" not in str(left_out)
 
 
 def test_repository_and_folder_are_found_where_the_script_goes() -> None:

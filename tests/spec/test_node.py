@@ -193,6 +193,8 @@ def test_what_is_no_target_is_refused(text: str) -> None:
         parse_target(text)
 
 
-def test_bare_ipv6_is_told_its_brackets() -> None:
+def test_bare_ipv6_is_told_its_brackets_and_no_password_is_shown() -> None:
     with pytest.raises(SpecError, match=r"write \[2001:db8::1\]"):
         parse_target("2001:db8::1")
+    with pytest.raises(SpecError, match=r"^'me:\*\*\*@host': a password stands in it: leave it out"):
+        parse_target("me:secret@host")
