@@ -7,8 +7,7 @@ import re
 from ..plan import MOST_RANKS
 from ..storage import shown
 from ..text import count_of
-from .command_import import MOST_NODES
-from .imported import Foreign, Imported, Importer
+from .imported import MOST_NODES, Foreign, Imported, Importer
 from .reading import NO_FIELD, Part, Whole
 
 __all__ = ["ACCELERATE_CONFIG"]

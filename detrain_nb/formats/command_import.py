@@ -15,6 +15,7 @@ from ..spec.node import is_address
 from ..spec.words import check_free
 from ..storage import shown
 from ..text import count_of, split_target
+from .imported import MOST_NODES
 from .launch_options import ACCELERATE, TORCHRUN, Launcher, Options, read_options
 from .reading import NO_FIELD
 from .secret_words import may_be_secret, warn_of_secrets
@@ -23,7 +24,6 @@ from .shell_words import Word, as_words
 __all__ = [
     "ASSIGNMENT",
     "KEYWORDS",
-    "MOST_NODES",
     "WRAPPERS",
     "Launch",
     "describe_nodes",
@@ -34,7 +34,6 @@ __all__ = [
     "read_command",
 ]
 
-MOST_NODES = 10_000
 _MOST_SECRETS = 1000
 _MODULES = {"torch.distributed.run": TORCHRUN, "torch.distributed.launch": TORCHRUN}
 _MODULES |= {"accelerate.commands.launch": ACCELERATE}
