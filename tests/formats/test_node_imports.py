@@ -64,6 +64,12 @@ def test_fault_in_a_hostfile_has_its_line(text: str, fault: str) -> None:
         import_text(text, name="hosts", kind="hostfile")
 
 
+def test_hostfile_with_a_bad_line_is_one() -> None:
+    fault = "^hosts: line 2: 'b slots=8max_slots=8': give a host"
+    with pytest.raises(SpecError, match=fault):
+        import_text("a slots=8\nb slots=8max_slots=8\n", name="hosts")
+
+
 CONFIG = """Host gpu1 gpu2
   HostName %h.example.org # where
   User alice
