@@ -73,14 +73,14 @@ class ExportPanel {
     this.said.replaceChildren(); this.asked.replaceChildren(bar); input.focus(); input.select();
   }
   async save_to(path, anyway) {
-    const { ask, said } = await this.view.call("save_export", { ...this.given, path, digest: this.digest, anyway });
-    if (said) { this.asked.replaceChildren(); this.tell("ok", said); this.save.focus(); return; }
+    const had = document.activeElement, { ask, said } = await this.view.call("save_export", { ...this.given, path, digest: this.digest, anyway });
+    if (said) { this.asked.replaceChildren(); this.tell("ok", said); focus_after(had, this.save); return; }
     const fail = { on_error: (text) => this.tell("bad", text) };
     const write = this.view.button("Write over it", () => this.save_to(path, true), { cls: "danger", ...fail });
     const stay = () => { this.said.replaceChildren(); this.asked.querySelector("input")?.focus(); };
     this.tell("warn", ask, [write, this.view.button("Cancel", stay, fail)]);
     this.said.firstChild.onkeydown = (event) => { if (event.key === "Escape") { event.stopPropagation(); stay(); } };
-    write.focus();
+    focus_after(had, write);
   }
   end() { clearTimeout(this.later); }
 }
@@ -109,9 +109,9 @@ class LeftOut {
     return h("li", {}, h("span", {}, line), close);
   }
   async dismiss(line) {
-    const lines = [...this.rows.keys()], at = lines.indexOf(line), next = line === null ? undefined : lines[at + 1] ?? lines[at - 1];
+    const had = document.activeElement, lines = [...this.rows.keys()], at = lines.indexOf(line), next = line === null ? undefined : lines[at + 1] ?? lines[at - 1];
     await this.view.call("dismiss", { line });
-    if (next !== undefined) this.rows.get(next)?.querySelector("button").focus(); else this.on_end();
+    focus_after(had, next === undefined ? { focus: this.on_end } : this.rows.get(next)?.querySelector("button"));
   }
   update(lines) {
     for (const line of [...this.rows.keys()]) if (!lines.includes(line)) this.rows.delete(line);

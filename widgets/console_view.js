@@ -106,9 +106,6 @@ class Row {
   }
 }
 
-/** Focus what an answer of the kernel leads to, where `had` has still the focus, or has gone: else the user has gone on. */
-const focus_after = (had, next) => { if ([had, document.body].includes(document.activeElement)) next.focus(); };
-
 class ListPage {
   constructor(view) {
     this.view = view; this.rows = new Map(); this.order = []; this.sorted = "job";
@@ -163,7 +160,7 @@ class ListPage {
   ask(kind) {
     const [word, label, act] = kind === "new" ? ["Create", "Name of the new pipeline", (text) => this.view.call("create", { name: text })]
       : ["Open", "Path of a spec file: .toml, .yaml or .json", (text) => this.view.call("open_file", { path: text })];
-    const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); asked_by?.focus?.(); };
+    const asked_by = document.activeElement, stop = () => { this.asked.replaceChildren(); focus_after(null, asked_by); };
     const { bar, input } = kind === "import" ? import_bar(this.view, stop) : ask_bar(this.view, label, [[word, async (text) => { await act(text); stop(); }]], stop);
     if (kind === "new" && this.list.entries.length) bar.append(this.other_ways(stop));
     this.asked.replaceChildren(bar);
@@ -230,7 +227,7 @@ class ListPage {
     this.undo.hidden = !undo;
     if (!undo) { this.undo.replaceChildren(); return; }
     const bring_back = this.view.button([icon("undo"), "Undo"], async () => { const had = document.activeElement; this.focus_row(await this.view.call("undo"), had); }, { on_error: this.view.complain });
-    const drop = async () => { await this.view.call("drop_undo"); this.search.focus(); };
+    const drop = async () => { const had = document.activeElement; await this.view.call("drop_undo"); focus_after(had, this.search); };
     this.undo.replaceChildren(icon("trash"), h("span", {}, undo.told), bring_back, h("span", { class: "push" }, this.view.button(icon("bad"), drop, { cls: "ic q", label: "Close", on_error: this.view.complain })));
     if (this.deleting) { focus_after(this.deleting.had, bring_back); this.deleting = null; }
   }

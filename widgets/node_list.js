@@ -11,17 +11,17 @@ class NodeRow {
     this.where = h("span", { class: "mono cut" }); this.offers = h("span", { class: "soft cut" }); this.state = h("span", {});
     this.test = view.button([icon("test"), "Test"], () => list.test_rows([key]), { cls: "q", on_error });
     this.up = small("up", () => this.move("up", this.up)); this.down = small("down", () => this.move("down", this.down));
-    this.copy = small("copy", async () => list.focus_host(await list.change("copy", key)));
+    this.copy = small("copy", () => list.change_to("copy", to_host, key));
     this.trash = small("trash", () => this.remove());
     this.top = h("div", { class: "top" }, this.toggle, this.where, this.offers, this.state, h("span", { class: "acts" }, this.test, this.up, this.down, this.copy, this.trash));
     this.body = h("div", { class: "form", role: "group", hidden: true }); this.find = h("div", { class: "find" });
     this.el = h("div", { class: "node", role: "listitem" }, this.top, this.body, this.find);
   }
-  async move(way, button) { await this.list.change(way, this.key); setTimeout(() => button.focus()); }
+  async move(way, button) { await this.list.change(way, this.key); setTimeout(() => focus_after(button, button)); }
   async remove() {
-    const next = this.list.beside(this.key);
+    const had = document.activeElement, next = this.list.beside(this.key);
     await this.list.change("remove", this.key);
-    (next?.toggle ?? this.list.add).focus();
+    focus_after(had, next?.toggle ?? this.list.add);
   }
   open(is_open) {
     this.is_open = is_open;
@@ -38,13 +38,14 @@ class NodeRow {
     this.body.append(this.whole, this.fields, this.more, helped);
     this.editor.update_fields(this.editor.form);
   }
-  /** Open it, and focus a field of it. */
-  go_to(name) {
+  /** Open it, and return a field of it. */
+  open_at(name) {
     this.open(true);
     const field = this.editor.fields.get(`nodes[${this.key}].${name || "host"}`);
     if (this.more.contains(field.element)) this.more.open = true;
-    field.focus();
+    return field;
   }
+  go_to(name) { this.open_at(name).focus(); }
   update() {
     const { form } = this.editor, at = form.rows.indexOf(this.key), { label, where, offers } = this.told = form.nodes[this.key];
     const wrong = Object.keys(form.errors).filter((path) => OF_NODE.exec(path)?.[1] === this.key).length;
@@ -96,10 +97,13 @@ const findings_of = (test) => {
 };
 
 
+// what has the focus in a row that was made
+const to_toggle = (row) => row.toggle, to_host = (row) => row.open_at("host");
+
 /** The hosts of ~/.ssh/config, to choose among. */
 const import_panel = (list, { hosts, more }) => {
   const { view } = list.editor, chosen = new Set(), said = h("span", { class: "soft" });
-  const add = view.button("Add", async () => { const keys = await view.call("import_hosts", { names: [...chosen] }); list.show_bar(null); list.focus_row(keys[0]); }, { cls: "go", on_error: list.say });
+  const add = view.button("Add", async () => { const [key] = await view.call("import_hosts", { names: [...chosen] }); list.close_bar(); list.focus_made({ key, had: null, find: to_toggle }); }, { cls: "go", on_error: list.say });
   const tell = () => {
     set_text(said, `${count_of(hosts.length + more, "host")}, ${chosen.size} chosen`);
     add.firstChild.textContent = `Add ${count_of(chosen.size, "node")}`; disable(add, chosen.size ? "" : "Choose a host first");
@@ -113,9 +117,9 @@ const import_panel = (list, { hosts, more }) => {
   const head = h("div", { class: "head" }, h("h3", {}, "Import from ", h("span", { class: "mono" }, "~/.ssh/config")), said, h("span", { class: "push search" }, icon("search"), filter));
   const table = h("div", { class: "list", tabIndex: 0, role: "region", "aria-label": "Hosts of ~/.ssh/config" }, h("table", {}, h("thead", {}, h("tr", {}, ["Name", "Where", "Jump host", "Is there"].map((word, i) => h("th", {}, i < 3 ? word : h("span", { class: "sr" }, word))))), h("tbody", {}, rows)));
   const empty = hosts.length ? null : h("div", { class: "body soft" }, "~/.ssh/config names no host. Add a node, or write a Host there.");
-  const foot = h("div", { class: "foot" }, h("span", { class: "soft" }, more ? `${count_of(more, "more host")}: type their names. ` : null, "Match and Include are followed. Keys stay where they are."), h("span", { class: "push row" }, view.button("Cancel", () => list.show_bar(null)), add));
+  const foot = h("div", { class: "foot" }, h("span", { class: "soft" }, more ? `${count_of(more, "more host")}: type their names. ` : null, "Match and Include are followed. Keys stay where they are."), h("span", { class: "push row" }, view.button("Cancel", () => list.leave_bar()), add));
   tell();
-  return { bar: h("div", { class: "importing", onkeydown: (event) => { if (event.key === "Escape") list.show_bar(null); } }, head, hosts.length ? table : empty, foot), input: filter };
+  return { bar: h("div", { class: "importing", onkeydown: (event) => { if (event.key === "Escape") list.leave_bar(); } }, head, hosts.length ? table : empty, foot), input: filter };
 };
 
 /** The rows, how they are added, and what is asked meanwhile. */
@@ -123,7 +127,7 @@ class NodeList {
   constructor(editor, none = "No nodes yet") {
     this.editor = editor; this.rows = new Map(); this.tests = {}; this.start_errors = {}; this.question = null; this.line = "";
     const { view } = editor, on_error = this.say = (text) => this.tell("bad", text);
-    const button = (content, act, cls = "") => view.button(content, act, { cls, on_error }), add = async () => this.focus_host(await this.change("add"));
+    const button = (content, act, cls = "") => view.button(content, act, { cls, on_error }), add = () => this.change_to("add", to_host);
     this.facts = h("span", { class: "soft" }); this.testing = h("span", { class: "soft" });
     this.cancel_test = button("Cancel the test", () => view.call("cancel")); this.test_all = button([icon("test"), "Test all"], () => this.test_rows(editor.form.rows));
     this.head_import = button("Import from ~/.ssh/config", () => this.import()); this.head_open = button("Open nodes file…", () => this.open_file());
@@ -135,36 +139,45 @@ class NodeList {
     this.empty = h("div", { class: "empty" }, h("b", {}, none),
       h("p", { class: "soft" }, "Ranks run on this machine, or on hosts that you reach over SSH with a key. A host needs sshd, Python 3.10 or newer and torch; nothing is installed."),
       h("div", { class: "row wrap" }, num_hosts ? button(`Import from ~/.ssh/config (${count_of(num_hosts, "host")})`, () => this.import(), "go") : null, button([icon("plus"), "Add node"], add),
-        button([icon("file"), "Open nodes file…"], () => this.open_file()), button([icon("plus"), "2 ranks on this machine"], async () => this.focus_row(await this.change("add_here")))));
+        button([icon("file"), "Open nodes file…"], () => this.open_file()), button([icon("plus"), "2 ranks on this machine"], () => this.change_to("add_here", to_toggle))));
     this.el = h("div", {}, this.head, h("div", { class: "bars" }, this.undo, this.message, this.bar), this.list, this.empty, this.adding);
     view.on("testing", (line) => this.show_testing(line));
     view.on("question", (question) => this.show_question(question));
   }
   async change(what, key = "") { await this.editor.send_all(); return this.editor.view.call("change_nodes", { do: what, key }); }
+  /** Change the nodes, and focus what `find(row)` finds in the row that was made. */
+  async change_to(what, find, key = "") {
+    const had = document.activeElement, made = await this.change(what, key);
+    if (made) this.focus_made({ key: made, had, find });
+  }
   async test_rows(keys) { await this.editor.send_all(); await this.editor.view.call("test", { keys }); }
   // what is asked in place
-  show_bar(made) {
-    this.bar.replaceChildren(...(made ? [made.bar] : [])); this.empty.hidden = this.rows.size > 0 || made !== null;
-    if (made) { made.input.focus(); made.input.select(); } else (this.empty.hidden ? this.head_open : this.empty.querySelector("button")).focus();
+  show_bar({ bar, input }, had = document.activeElement) {
+    this.bar.replaceChildren(bar); this.empty.hidden = true;
+    focus_after(had, input); input.select();
   }
-  async import() { this.show_bar(import_panel(this, await this.editor.view.call("list_hosts"))); }
+  close_bar() { this.bar.replaceChildren(); this.empty.hidden = this.rows.size > 0; }
+  leave_bar() { this.close_bar(); focus_after(null, this.empty.hidden ? this.head_open : this.empty.querySelector("button")); }
+  async import() { const had = document.activeElement; this.show_bar(import_panel(this, await this.editor.view.call("list_hosts")), had); }
   open_file() {
     const open = (is_added) => async (path) => {
       const { nodes, left_out, more } = await this.editor.view.call("open_nodes", { path, is_added }), lines = more ? [...left_out, `and ${more} more`] : left_out;
-      this.show_bar(null); this.tell(lines.length ? "warn" : "ok", `${path}: ${count_of(nodes, "node")}${lines.length ? "; of the file is left out:" : ""}`, lines);
+      this.leave_bar(); this.tell(lines.length ? "warn" : "ok", `${path}: ${count_of(nodes, "node")}${lines.length ? "; of the file is left out:" : ""}`, lines);
     };
     this.ask_path("Open nodes file", [["Open", open(false)], ["Add to the list", open(true)]], "A nodes file, or one of another tool: a lease of Akash, a hostfile, an ssh_config, node_configs.json of Ravnest");
   }
-  ask_path(title, actions, hint = null) { this.show_bar(ask_bar(this.editor.view, title, actions, () => this.show_bar(null), { value: this.path || "nodes.toml", hint })); }
+  ask_path(title, actions, hint = null) { this.show_bar(ask_bar(this.editor.view, title, actions, () => this.leave_bar(), { value: this.path || "nodes.toml", hint })); }
   clear() { this.message.replaceChildren(); }
   tell(state, text, lines = []) {
     const { view } = this.editor;
     this.message.replaceChildren(note(state, [h("p", {}, text), lines.length ? h("ul", { tabIndex: 0, "aria-label": "Left out" }, lines.map((line) => h("li", {}, line))) : null], [view.button("Close", () => this.clear())])); view.announce(text);
   }
   // focus
-  focus_row(key) { this.when_there(key, (row) => row.toggle.focus()); }
-  focus_host(key) { this.when_there(key, (row) => row.go_to("host")); }
-  when_there(key, act) { if (this.rows.has(key)) act(this.rows.get(key)); else this.wanted = { key, act }; } // its news may come after the answer
+  focus_made(made) { this.made = made; this.focus_wanted(); } // its news may come after the answer
+  focus_wanted() {
+    const { key, had, find } = this.made ?? {}, row = this.rows.get(key);
+    if (row) { this.made = null; focus_after(had, find(row)); }
+  }
   beside(key) { const all = this.editor.form.rows, at = all.indexOf(key); return this.rows.get(all[at + 1] ?? all[at - 1]); }
   // what the kernel tells
   update() {
@@ -179,12 +192,12 @@ class NodeList {
     for (const button of [this.head_import, this.head_open]) button.hidden = !count;
     this.test_all.hidden = !count || this.is_testing;
     this.show_undo(form.undo);
-    if (this.wanted && this.rows.has(this.wanted.key)) { const { key, act } = this.wanted; this.wanted = null; act(this.rows.get(key)); }
+    this.focus_wanted();
   }
   show_undo(words) {
     if (this.undo.dataset.words === words) return;
     this.undo.dataset.words = words;
-    const bring_back = this.editor.view.button([icon("undo"), "Undo"], async () => { const key = await this.change("undo"); if (key) this.focus_row(key); }, { on_error: this.say });
+    const bring_back = this.editor.view.button([icon("undo"), "Undo"], () => this.change_to("undo", to_toggle), { on_error: this.say });
     this.undo.replaceChildren(...(words ? [note("idle", h("p", {}, words), [bring_back])] : []));
   }
   show_tests(tests) { this.tests = tests; if (this.editor.form) for (const row of this.rows.values()) row.update(); }

@@ -28,13 +28,14 @@ class NodesForm extends DraftEditor {
   }
   ask_where() { this.list.ask_path("Save as", [["Save file", (path) => this.save_to(path, "")]]); }
   async save_to(path, over) {
+    const had = document.activeElement;
     await this.send_all();
     const { view, list } = this, { ask, over: seen, said } = await view.call("save", { path, over });
-    if (said) { list.bar.replaceChildren(); list.tell("ok", said); this.save.focus(); return; }
+    if (said) { list.bar.replaceChildren(); list.tell("ok", said); focus_after(had, this.save); return; }
     const write = view.button("Write over it", () => this.save_to(path, seen), { cls: "danger", on_error: this.complain });
     const other = view.button("Save as…", () => { list.clear(); this.ask_where(); });
     list.message.replaceChildren(note("warn", h("p", {}, ask), [write, other, view.button("Cancel", () => list.clear())]));
-    view.announce(ask); write.focus();
+    view.announce(ask); focus_after(had, write);
   }
   update(form) {
     this.update_fields(form); this.list.path = form.file; this.list.update();

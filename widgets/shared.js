@@ -102,6 +102,8 @@ const replace_children = (parent, wanted) => {
   for (const old of [...parent.childNodes]) if (!wanted.includes(old)) old.remove();
   wanted.forEach((node, i) => { if (parent.childNodes[i] !== node) parent.insertBefore(node, parent.childNodes[i] ?? null); });
 };
+/** Focus what an answer of the kernel leads to, where the focus is still in `had`, or has gone: else the user has gone on. */
+const focus_after = (had, next) => { const at = document.activeElement; if (at === document.body || had?.contains(at)) next?.focus(); };
 /** Draw in `place` what `make()` gives, where `facts` are not those it shows: else a focus in it is lost, and screen readers say it again. */
 const redraw = (place, facts, make) => {
   const key = JSON.stringify(facts);
@@ -138,7 +140,7 @@ const command_box = (text, label = "Copy the command") => {
 const ask_bar = (view, label, actions, close, { value = "", hint = null } = {}) => {
   const id = `${view.id}-asked${serial++}`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
   const input = h("input", { class: "in mono", id, value, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-error` });
-  const fail = (text) => { error.hidden = false; error.replaceChildren(icon("warn"), h("span", {}, text)); input.setAttribute("aria-invalid", "true"); input.focus(); };
+  const fail = (text) => { error.hidden = false; error.replaceChildren(icon("warn"), h("span", {}, text)); input.setAttribute("aria-invalid", "true"); focus_after(bar, input); };
   const buttons = actions.map(([word, act, cls], i) => view.button(word, () => act(input.value.trim()), { cls: cls ?? (i ? "" : "go"), on_error: fail }));
   const onkeydown = (event) => {
     if (event.key === "Escape") close(); else if (event.key === "Enter" && event.target === input) buttons[0].click(); else return;

@@ -7,8 +7,7 @@ import re
 from ..plan import MOST_RANKS
 from ..storage import shown
 from ..text import count_of
-from .command_import import MOST_NODES
-from .imported import Foreign, Imported, Importer
+from .imported import MOST_NODES, Foreign, Imported, Importer
 from .reading import NO_FIELD, Part, Whole
 
 __all__ = ["ACCELERATE_CONFIG"]
@@ -41,8 +40,8 @@ def _read(foreign: Foreign) -> Imported:
     whole.fields["name"] = whole.name_after()
     whole.put("source.script", _SCRIPT)
     whole.notes.append(f"source: it does not say which script: {_SCRIPT} stands for it: write its path")
-    for key, values in _WITHOUT_EFFECT.items():
-        if whole.look(key) in values:
+    for key in whole:
+        if whole.look(key) in (*_WITHOUT_EFFECT.get(key, ()), {}):
             whole.take(key)
     kind = whole.text("distributed_type", "NO").upper()
     if kind not in _KINDS:
@@ -164,11 +163,13 @@ def _read_precision(whole: Whole) -> None:
         whole.take("mixed_precision")
     else:
         whole.leave("mixed_precision", "a spec has bf16 and fp32")
-    dynamo = whole.part("dynamo_config")
-    if str(dynamo.look("dynamo_backend") or "").upper() == "INDUCTOR":
+    dynamo = whole if "dynamo_backend" in whole else whole.part("dynamo_config")  # older ones have it in no table
+    backend = str(dynamo.look("dynamo_backend") or "no").upper()  # YAML reads a bare no as false
+    if backend in ("INDUCTOR", "NO"):
         dynamo.take("dynamo_backend")
-        whole.put("parallelism.compile", True)
-    elif "dynamo_backend" in dynamo:
+        if backend == "INDUCTOR":
+            whole.put("parallelism.compile", True)
+    else:
         dynamo.leave("dynamo_backend", f"ranks compile by inductor alone; {NO_FIELD}")
 
 

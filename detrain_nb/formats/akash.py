@@ -34,14 +34,13 @@ from .job_script import (
     write_preparation,
     write_setup,
 )
-from .shell import quote, quote_command
+from .shell import MOST_ARGUMENT_BYTES, quote, quote_command
 
 __all__ = ["export"]
 
 _KEY = "SSH_PUBKEY"  # the entrypoint lets in who has one of these
 _PLACEMENT = "akash"
 _MOST_NODES = 20  # of a lease: validation_config.go of Akash's chain-sdk
-_MOST_SCRIPT_BYTES = (128 << 10) - 1  # Linux passes no longer argument
 # Kubernetes makes other names of it, with up to ten characters behind: a volume's, that of its port.
 _SERVICE = re.compile(r"[a-z](?:[-a-z0-9]{0,50}[a-z0-9])?")
 _PUBLIC_KEY = re.compile(r"(?:ssh|ecdsa|sk)-[!-~]+ [A-Za-z0-9+/=]+(?: [ -~]*)?")
@@ -194,10 +193,10 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
             f"exec {quote_command(launch.argv, options=filled, below=program.below)}",
         ]
     )
-    if (size := len(script.encode())) > _MOST_SCRIPT_BYTES:
+    if (size := len(script.encode())) > MOST_ARGUMENT_BYTES:
         raise SpecError(
             f"source: the job's script has {size:,} bytes and goes as one argument, which has at most "
-            f"{_MOST_SCRIPT_BYTES:,}: give source.git, or a module of the image"
+            f"{MOST_ARGUMENT_BYTES:,}: give source.git, or a module of the image"
         )
     return _keep_from_kubernetes(script)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from ..spec.node import is_address
 from ..spec.words import check_free
 from ..storage import shown
 from ..text import count_of, split_target
+from .imported import MOST_NODES
 from .launch_options import ACCELERATE, TORCHRUN, Launcher, Options, read_options
 from .reading import NO_FIELD
 from .secret_words import may_be_secret, warn_of_secrets
@@ -23,18 +25,17 @@ from .shell_words import Word, as_words
 __all__ = [
     "ASSIGNMENT",
     "KEYWORDS",
-    "MOST_NODES",
     "WRAPPERS",
     "Launch",
     "describe_nodes",
     "find_launcher",
+    "name_before",
     "put_secret",
     "put_variable",
     "put_variables",
     "read_command",
 ]
 
-MOST_NODES = 10_000
 _MOST_SECRETS = 1000
 _MODULES = {"torch.distributed.run": TORCHRUN, "torch.distributed.launch": TORCHRUN}
 _MODULES |= {"accelerate.commands.launch": ACCELERATE}
@@ -45,6 +46,7 @@ WRAPPERS = (
 )
 _PYTHON = re.compile(r"python[0-9.]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
+_IMAGE = re.compile(r".+\.(?:sif|simg|sqsh)|(?:docker|oras|library|shub)://.+", re.DOTALL)
 _RANGE = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 _GPUS = re.compile(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -94,6 +96,27 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
     return None
 
 
+def name_before(words: Sequence[str], what: str) -> list[str]:
+    """Name what begins a command line before ``what``, as srun, and the image of its container."""
+    begun = [word for word in words if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
+    if not begun:
+        return []
+    image = _find_image(begun)
+    nor_image = f", nor its image {shown(image, most=200)}" if image else ""
+    return [f"{posixpath.basename(begun[0])}: what stands before {what} is not carried over{nor_image}"]
+
+
+def _find_image(words: Sequence[str]) -> str:
+    for word, following in itertools.pairwise([*words, ""]):
+        option, _, value = word.partition("=")
+        if option == "--container-image":
+            return value or following
+        if _IMAGE.fullmatch(word):
+            return word
+    is_run = "run" in words and posixpath.basename(words[0]) in ("docker", "podman")
+    return words[-1] if is_run else ""  # behind its options, before the command
+
+
 def _find_here(words: Sequence[Word], at: int) -> tuple[Launcher, int, bool] | None:
     """Say which launcher begins there, where its options begin, and whether it gives scripts --local-rank."""
     texts = [word.text for word in words[at : at + 8]]
@@ -124,8 +147,7 @@ def _read(
             options.given.setdefault(option, word)
         else:
             others[name] = word
-    if before:
-        launch.left_out.append(f"{before[0]}: what stands before {launcher.name} is not carried over")
+    launch.left_out += name_before(before, launcher.name)
     _read_program(options, launch)
     (_read_torchrun if launcher is TORCHRUN else _read_accelerate)(options, launch)
     put_variables(launch, others)

@@ -9,8 +9,7 @@ from ..documents.content import put_place
 from ..errors import SpecError
 from ..spec import Node
 from ..storage import shown
-from .command_import import MOST_NODES
-from .imported import Foreign, Imported, Importer
+from .imported import MOST_NODES, Foreign, Imported, Importer
 from .reading import NO_FIELD
 
 __all__ = ["HOSTFILE", "expand_hosts"]
@@ -20,6 +19,7 @@ _MOST_CHARS = 253  # of a host name
 _MOST_TIMES = 500_000  # that hosts are named
 _LINE = re.compile(r"(\S++)((?:[ \t]++[A-Za-z_][\w-]*+[ \t]*+=[ \t]*+[^\s=]++)*+)[ \t]*+")
 _HOSTS = re.compile(r"(?:\w++@)?(?:[\w.-]|\[[\d,-]++\])++(?:,(?:[\w.-]|\[[\d,-]++\])++)*+(?::\d++)?", re.ASCII)
+_GIVES_SLOTS = re.compile(r"\S++[ \t]++slots=\d")
 _SETTING = re.compile(r"([\w-]++)[ \t]*+=[ \t]*+(\S++)")
 _PIECE = re.compile(r"[^,\[\]]++|\[[^\[\]]*+\]|,")
 _NUMBERS = re.compile(r"(\d{1,12})(?:-(\d{1,12}))?", re.ASCII)
@@ -77,10 +77,12 @@ def _lines(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _is_one(foreign: Foreign) -> bool:
+    """A line that gives slots is enough: what is wrong with the others is told where they are read."""
     if foreign.suffix or foreign.text.startswith("#!") or "#SBATCH" in foreign.text:
         return False
     lines = [line for _, line in _lines(foreign.text)]
-    return bool(lines) and all((match := _LINE.fullmatch(line)) and _HOSTS.fullmatch(match[1]) for line in lines)
+    is_list = all((match := _LINE.fullmatch(line)) and _HOSTS.fullmatch(match[1]) for line in lines)
+    return bool(lines) and (is_list or any(map(_GIVES_SLOTS.match, lines)))
 
 
 def _read(foreign: Foreign) -> Imported:

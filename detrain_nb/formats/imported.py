@@ -14,6 +14,7 @@ from ..errors import SpecError
 from ..spec import Node, PipelineSpec
 from ..text import ShownAsText, printable
 
+MOST_NODES = 10_000  # that one file names
 _PASSWORD = re.compile(r"://[^\s/'\"]*@")
 
 

@@ -8,8 +8,7 @@ from typing import Any
 from ..documents.content import put_place
 from ..errors import SpecError
 from ..text import count_of, split_target
-from .command_import import MOST_NODES
-from .imported import Foreign, Imported, Importer
+from .imported import MOST_NODES, Foreign, Imported, Importer
 from .reading import Part, Whole
 from .relaxed_json import read_relaxed
 

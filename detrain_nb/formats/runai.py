@@ -22,11 +22,10 @@ from .job_script import (
     write_left_out,
 )
 from .kubernetes_words import check_gpus, check_image, check_name, check_needs, check_word
-from .shell import quote
+from .shell import MOST_ARGUMENT_BYTES, quote
 
 __all__ = ["export"]
 
-_LIMIT_BYTES = 120_000  # Linux takes 128 KiB as one argument
 _PVC = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^\s,:]{1,200}")
 _RANKS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*")
 # Where the operator of PyTorch jobs says that the first pod is; a pod alone is told nothing.
@@ -145,9 +144,9 @@ def _name_secret(name: str, secret: str, cli: str) -> str:
 
 
 def _check_length(text: str) -> str:
-    if (size := len(text.encode()) + text.count("$")) > _LIMIT_BYTES:
+    if (size := len(text.encode()) + text.count("$")) > MOST_ARGUMENT_BYTES:
         raise SpecError(
-            f"source: the script has {size:,} bytes, and Run:ai takes {_LIMIT_BYTES:,} on its command line: give "
-            "source.git, or an image that has the script, and source.module or source.path"
+            f"source: the script has {size:,} bytes, and Run:ai takes {MOST_ARGUMENT_BYTES:,} on its command line: "
+            "give source.git, or an image that has the script, and source.module or source.path"
         )
     return text

@@ -24,6 +24,7 @@ from .command_import import (
     Launch,
     describe_nodes,
     find_launcher,
+    name_before,
     put_variables,
     read_command,
 )
@@ -99,7 +100,8 @@ def import_command(words: Sequence[str]) -> Imported:
     """Read one command line, which has been split into words. Raises: SpecError."""
     script = _Script()
     if (text := find_text(words)) is not None:
-        return _read_text(text, "")
+        found = _read_text(text, "")
+        return replace(found, left_out=(*_name_before_text(words, text), *found.left_out))
     script.launches.append((0, read_command(words)))
     return _make(script, "")
 
@@ -112,6 +114,10 @@ def find_text(words: Sequence[str]) -> str | None:
         if posixpath.basename(words[at]) in _SHELLS and _RUNS_TEXT.fullmatch("".join(words[at + 1 : at + 2])):
             return words[at + 2] if at + 2 < len(words) else None
     return None
+
+
+def _name_before_text(words: Sequence[str], text: str) -> list[str]:
+    return name_before(words[: max(0, words.index(text) - 2)], "the text of its shell")
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -173,8 +179,7 @@ def _take_words(script: _Script, command: Command) -> None:
     elif command.array:
         script.own[command.array] = Word(""), command.line
     elif (text := find_text(texts)) is not None:
-        if name in WRAPPERS:
-            script.left_out.append(f"{name}: what stands before the text of its shell is not carried over")
+        script.left_out += _name_before_text(texts, text)
         _take_inner(script, command, split_script(text))
     elif name == "export" or _are_variables(texts):
         _take_variables(script, command, is_exported=name == "export")

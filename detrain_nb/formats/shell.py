@@ -6,6 +6,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+MOST_ARGUMENT_BYTES = (128 << 10) - 1  # Linux gives each argument of a command 32 pages, and ends it with a zero
 _FOR_ZSH = re.compile(r"(?:^|[=:])=")  # what it takes for the path of a command
 _RETURN, _BREAK = "DETRAIN_NB_RETURN=$(printf '\\r')", "'\"$DETRAIN_NB_RETURN\"'\n"
 _HOME = re.compile(r"(~[A-Za-z0-9._-]*)(?:/(.*))?", re.DOTALL)

@@ -16,8 +16,7 @@ from ..documents.content import put_place
 from ..errors import SpecError
 from ..spec import Node
 from ..storage import shown
-from .command_import import MOST_NODES
-from .imported import Foreign, Imported, Importer
+from .imported import MOST_NODES, Foreign, Imported, Importer
 
 __all__ = ["SSH_CONFIG"]
 

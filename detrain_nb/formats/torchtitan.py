@@ -21,9 +21,9 @@ from .torchtitan_settings import (
     Options,
     check_job,
     describe_arguments,
+    describe_optimizer,
     lay_out,
     list_used,
-    optimizer_of,
     read_options,
     say_checkpoints,
     schedule_rate,
@@ -71,7 +71,7 @@ def export_toml(
         "job": {"description": spec.description or spec.name},
         "metrics": {"log_freq": how.log_every},
         "model": {"name": options.model, "flavor": options.flavor, "hf_assets_path": options.hf_assets},
-        "optimizer": {"name": optimizer_of(job), "lr": how.learning_rate},
+        "optimizer": describe_optimizer(spec, job),
         "lr_scheduler": schedule_rate(spec, job),
         "training": {**_count_samples(job, options), **_train(job), "dataset": options.dataset},
         "parallelism": {**lay_out(spec, job), **_size_microbatches(job)},
@@ -195,7 +195,7 @@ def _configure(spec: PipelineSpec, job: JobSpec, options: Options, release: str)
         "loss": _Call("ChunkedLossWrapper.Config", {"loss_fn": loss}),
         "hf_assets_path": options.hf_assets,
         "model_spec": _Call("model_spec"),
-        "optimizer": _Call("default_adamw", {"lr": how.learning_rate}),
+        "optimizer": _Call("default_adamw", _name_betas(describe_optimizer(spec, job))),
         "lr_scheduler": _Call("LRSchedulersContainer.Config", schedule_rate(spec, job)),
         "training": _Call("TrainingConfig", {**batch, **_train(job), **without_graphs}),
         "dataloader": data,
@@ -208,6 +208,12 @@ def _configure(spec: PipelineSpec, job: JobSpec, options: Options, release: str)
         **({"validator": _Call("Validator.Config", validation)} if how.evaluate_every else {}),
     }
     return _Call("Trainer.Config", keywords)
+
+
+def _name_betas(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the numbers of AdamW as torch has them."""
+    betas = {"betas": (said.get("beta1", 0.9), said.get("beta2", 0.95))} if {"beta1", "beta2"} & said.keys() else {}
+    return {"lr": said["lr"], **betas, **{name: said[name] for name in ("eps", "weight_decay") if name in said}}
 
 
 def _count_tokens(job: JobSpec, options: Options) -> dict[str, int]:

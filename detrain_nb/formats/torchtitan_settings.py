@@ -24,8 +24,14 @@ _ARGUMENTS = {  # of torchtitan 0.2.2, which no field of a spec stands for
     "local_batch_size": "training.local_batch_size",
 }
 _RATIO, _DEGREE = re.compile(r"(?:0?\.[0-9]{1,12}|1(?:\.0)?)"), re.compile(r"[1-9][0-9]{0,5}")
+_NUMBER = re.compile(r"(?:[0-9]{1,6}\.?[0-9]{0,20}|\.[0-9]{1,20})(?:[eE][+-]?[0-9]{1,2})?")
 _MORE: dict[str, dict[str, tuple[re.Pattern[str], type]]] = {  # which today's torchtitan calls the same
-    "lr_scheduler": {"decay_ratio": (_RATIO, float), "decay_type": (re.compile("linear|sqrt|cosine"), str)},
+    "lr_scheduler": {
+        "decay_ratio": (_RATIO, float),
+        "decay_type": (re.compile("linear|sqrt|cosine"), str),
+        "min_lr_factor": (_NUMBER, float),
+    },
+    "optimizer": dict.fromkeys(("beta1", "beta2", "eps", "weight_decay"), (_NUMBER, float)),
     "parallelism": {f"{axis}_parallel_degree": (_DEGREE, int) for axis in ("context", "expert")},
 }
 _DUMP_FOLDER = "outputs/"  # below which torchtitan puts what has no whole path
@@ -94,10 +100,12 @@ def _said_in_arguments(spec: PipelineSpec) -> dict[str, str]:
 
 def _say_more(spec: PipelineSpec, section: str) -> dict[str, int | float | str]:
     """What the arguments say of a section of torchtitan's where a field of the spec says less, or nothing."""
-    if section == "lr_scheduler" and spec.training.scheduler != "wsd":
-        return {}
-    said = {name: _read_arguments(spec).get(f"{section}.{name}", "") for name in _MORE[section]}
-    return {name: kind(said[name]) for name, (form, kind) in _MORE[section].items() if form.fullmatch(said[name])}
+    arguments, said = _read_arguments(spec), {}
+    for name, (form, kind) in _MORE[section].items():
+        value = arguments.get(f"{section}.{name}", "")
+        if form.fullmatch(value) and (spec.training.scheduler == "wsd" or not name.startswith("decay_")):
+            said[name] = kind(value)
+    return said
 
 
 def _read_arguments(spec: PipelineSpec) -> dict[str, str]:
@@ -137,9 +145,10 @@ def check_job(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = (
     return job
 
 
-def optimizer_of(job: JobSpec) -> str:
-    """Return its name among those of torch."""
-    return _OPTIMIZERS[job.training.optimizer.lower()]
+def describe_optimizer(spec: PipelineSpec, job: JobSpec) -> dict[str, int | float | str]:
+    """Return its name among those of torch, and its numbers, in the words of 0.2.2."""
+    name = _OPTIMIZERS[job.training.optimizer.lower()]
+    return {"name": name, "lr": job.training.learning_rate, **_say_more(spec, "optimizer")}
 
 
 def schedule_rate(spec: PipelineSpec, job: JobSpec) -> dict[str, int | float | str]:

@@ -234,7 +234,8 @@ def _run_both(kind: str, spec: PipelineSpec, folder: Path) -> list[list[str]]:
         said = [process.communicate(timeout=100)[0].splitlines() for process in processes]
     finally:
         for process in processes:
-            process.kill()
+            with process:  # whose end waits for it
+                process.kill()
     assert [process.returncode for process in processes] == [0, 0], said
     return said
 

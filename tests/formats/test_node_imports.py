@@ -64,6 +64,12 @@ def test_fault_in_a_hostfile_has_its_line(text: str, fault: str) -> None:
         import_text(text, name="hosts", kind="hostfile")
 
 
+def test_hostfile_with_a_bad_line_is_one() -> None:
+    fault = "^hosts: line 2: 'b slots=8max_slots=8': give a host"
+    with pytest.raises(SpecError, match=fault):
+        import_text("a slots=8\nb slots=8max_slots=8\n", name="hosts")
+
+
 CONFIG = """Host gpu1 gpu2
   HostName %h.example.org # where
   User alice
@@ -182,6 +188,11 @@ def test_configuration_of_accelerate_is_a_spec() -> None:
     alone = import_text("compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 8\n", name="a")
     assert alone.to_dict()["nodes"] == [{"host": "localhost", "ranks": 1}], "accelerate starts one process then"
     assert alone.left_out[-1].startswith("num_processes: ")
+    for nothing in ("dynamo_backend: 'NO'\n", "dynamo_config: {dynamo_backend: no}\nfsdp_config: {}\ntpu_env: []\n"):
+        plain = f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 2\n{nothing}"
+        assert [line.partition(":")[0] for line in import_text(plain, name="a").left_out] == ["source"]
+    older = import_text(text.replace("dynamo_config: {dynamo_backend: INDUCTOR}", "dynamo_backend: INDUCTOR"), name="a")
+    assert older.spec and older.spec.parallelism and older.spec.parallelism.compile
     sizes = "{parallelism_config_dp_shard_size: 2, parallelism_config_cp_size: 2}"
     split = import_text(f"{text}parallelism_config: {sizes}\n", name="a")
     assert split.spec and split.spec.parallelism and split.spec.parallelism.dp_shard == -1, "all four ranks hold shards"

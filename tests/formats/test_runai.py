@@ -110,7 +110,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         "^Run:ai gives every node the same",
     ),
-    "a long script": ({"source": {"script_text": "#" * 130_000}}, {}, r"^source: the script has 13\d,\d{3} bytes"),
+    "a long script": (
+        {"source": {"script_text": "#" * 131_000}},
+        {},
+        r"^source: the script has 13\d,\d{3} bytes, and Run:ai takes 131,071 ",
+    ),
     "a command line of nobody": ({}, {"cli": "v3"}, "^--cli 'v3': give \"new\""),
     "a claim that is mounted nowhere": ({}, {"pvc": "data"}, "^--pvc 'data': give the claim and where it is mounted"),
     "a path with a comma": ({}, {"pvc": "data:/a,ro"}, "^--pvc "),

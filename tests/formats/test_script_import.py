@@ -251,7 +251,7 @@ def test_options_in_a_variable_are_named_and_the_program_is_found() -> None:
     fields, left_out = _fields("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes $N a.py")
     assert fields["nodes"] == [{"host": "localhost", "devices": [0, 1]}] and "--num-processes: " in left_out[0]
     assert _fields("set -euo pipefail\nset -x A 1\ndocker run -it i torchrun a.py")[1] == (
-        "docker: what stands before torchrun is not carried over",
+        "docker: what stands before torchrun is not carried over, nor its image i",
         "set (line 2): a command of the shell: give source.setup if needed",
     )
     with pytest.raises(SpecError, match="in a command of its own: write that command out"):
@@ -371,6 +371,25 @@ def test_what_was_added_to_an_exported_script_is_named() -> None:
         lines = export_spec(spec, to, options={"time": "1:00"} if to == "slurm" else {}).splitlines()
         _, left_out = _fields("\n".join([*lines[:-2], "pip install x", *lines[-2:]]), f"a{suffix}")
         assert [line.partition(" ")[0] for line in left_out] == [*(["#SBATCH"] if to == "slurm" else []), "pip"]
+
+
+@pytest.mark.parametrize(
+    "before, image",
+    [
+        ("srun --container-image nvcr.io#nvidia/pytorch:24.01-py3 -N2", "nvcr.io#nvidia/pytorch:24.01-py3"),
+        ("/usr/bin/srun --container-image=$HOME/a.sqsh", "$HOME/a.sqsh"),
+        ("srun -N2 singularity exec --nv /data/a.sif", "/data/a.sif"),
+        ("apptainer exec docker://me:pw@a.org/b:1", "docker://***@a.org/b:1"),
+        ("A=1 podman run --rm ghcr.io/a/b:1", "ghcr.io/a/b:1"),
+        ("docker exec mine", ""),
+    ],
+)
+def test_image_that_stands_before_a_command_is_named(before: str, image: str) -> None:
+    said = f" is not carried over{f', nor its image {image}' if image else ''}"
+    for command in (f"{before} torchrun a.py", f"{before} bash -lc 'torchrun a.py'"):
+        assert any(line.endswith(said) for line in _fields(command)[1])
+    words = [*before.split(), "bash", "-c", "torchrun a.py"]
+    assert any(line.endswith(said) for line in import_command(words).left_out)
 
 
 def test_command_lines_of_several_nodes_are_one_job() -> None:

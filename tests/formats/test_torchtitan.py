@@ -178,9 +178,12 @@ def test_imported_options_are_exported_where_no_other_is_given(read_toml: Callab
     assert 'model_registry("debugmodel")' in export_spec(other, "torchtitan")
 
 
-def test_axes_and_decay_that_are_imported_are_exported(read_toml: Callable[..., Any]) -> None:
+def test_axes_and_decay_that_are_imported_are_exported(
+    read_toml: Callable[..., Any], run_python: Callable[..., Any]
+) -> None:
     text = (
         '[training]\nsteps = 20\n[model]\nflavor = "8B"\n[lr_scheduler]\ndecay_ratio = 0.8\ndecay_type = "cosine"\n'
+        "min_lr_factor = 0.1\n[optimizer]\nbeta1 = 0.8\neps = 1e-15\nweight_decay = 0\n"
         "[parallelism]\ndata_parallel_shard_degree = 4\ncontext_parallel_degree = 2\nexpert_parallel_degree = 4\n"
     )
     spec = import_text(text, name="train.toml").spec
@@ -188,12 +191,18 @@ def test_axes_and_decay_that_are_imported_are_exported(read_toml: Callable[..., 
     config = read_toml(export_spec(spec, "torchtitan-toml", gpus=8))
     assert (config.lr_scheduler.decay_ratio, config.lr_scheduler.decay_type) == (0.8, "cosine")
     assert (config.parallelism.context_parallel_degree, config.parallelism.expert_parallel_degree) == (2, 4)
+    optimizer = config.optimizer
+    assert (config.lr_scheduler.min_lr_factor, optimizer.weight_decay) == (0.1, 0)
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.8, 0.95, 1e-15)
     python = export_spec(spec, "torchtitan", gpus=8)
+    made = run_python(python, "train")
+    assert (made.lr_scheduler.min_lr_factor, made.optimizer.weight_decay) == (0.1, 0)
+    assert (made.optimizer.betas, made.optimizer.eps) == ((0.8, 0.95), 1e-15)
     assert (
         "decay_ratio=0.8" in python and "context_parallel_degree=2" in python and "expert_parallel_degree=4" in python
     )
     linear = export_spec(spec.with_overrides({"training.scheduler": "linear"}), "torchtitan", gpus=8)
-    assert "decay_ratio" not in linear
+    assert "decay_ratio" not in linear and "min_lr_factor=0.1" in linear
 
 
 def test_checkpoints_are_those_of_the_spec() -> None:
@@ -220,7 +229,7 @@ _CALLED = {
     "checkpoint activation_checkpoint compile metrics debug validator",
     "ChunkedLossWrapper.Config": "loss_fn",
     "CrossEntropyLoss.Config": "global_vocab_size",
-    "LRSchedulersContainer.Config": "warmup_steps decay_ratio decay_type",
+    "LRSchedulersContainer.Config": "warmup_steps decay_ratio decay_type min_lr_factor",
     "CheckpointManager.Config": "enable folder interval keep_latest_k async_mode",
     "CompileConfig": "enable",
     "MetricsProcessor.Config": "log_freq",
@@ -228,12 +237,12 @@ _CALLED = {
     "Validator.Config": "enable freq",
     "SelectiveAC.Config": "",
     "FullAC.Config": "",
-    "default_adamw": "lr",
+    "default_adamw": "lr betas eps weight_decay",
 }
 _TRAINING = "max_norm steps mixed_precision_param disable_cuda_graphs "
 _DEGREES = (
     "data_parallel_replicate_degree data_parallel_shard_degree tensor_parallel_degree pipeline_parallel_degree "
-    "pipeline_parallel_schedule pipeline_parallel_schedule_csv "
+    "pipeline_parallel_schedule pipeline_parallel_schedule_csv context_parallel_degree expert_parallel_degree "
 )
 _OF_RELEASE = {
     "0.3": {

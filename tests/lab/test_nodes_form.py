@@ -280,6 +280,12 @@ def _walk_rows(view: Locator, page: Page) -> None:
     view.get_by_role("button", name="Undo").focus()
     press("Space")
     expect(view.get_by_role("button", name="a: open")).to_be_focused()
+    view.get_by_role("button", name="Remove a").press("Enter")
+    undo, other = view.get_by_role("button", name="Undo"), view.get_by_role("button", name="Test all")
+    undo.evaluate("(undo, other) => { undo.focus(); undo.click(); other.focus(); }", other.element_handle())
+    expect(undo).to_have_count(0)
+    expect(view.get_by_role("button", name="a: open")).to_be_visible()
+    expect(other).to_be_focused()  # who has gone on keeps the focus
 
 
 def _type_in_two_pages(nb: Notebook, view: Locator) -> None:
