@@ -498,7 +498,7 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
     tab_to(time_limit)
     keys.type("2 h")
     expect(time_limit).to_have_attribute("aria-invalid", "true")
-    expect(view.get_by_text("time '2 h': give it as sbatch takes it")).to_be_visible()
+    expect(view.get_by_text("time '2 h': give minutes, HH:MM:SS or DAYS-HH:MM:SS")).to_be_visible()
     expect(view.get_by_role("button", name="Save the file…")).to_have_attribute("aria-disabled", "true")
     take_pictures(nb, view, "export", folder)
     keys.press("Control+A")
