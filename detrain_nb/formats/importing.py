@@ -61,7 +61,7 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     foreign = Foreign(text, name)
     found = kind or _find_kind(foreign)
     if not found:
-        if foreign.suffix and foreign.document is None:
+        if foreign.suffix and foreign.document is None and text.strip():
             parse_content(text, foreign.suffix, where=name)
         raise SpecError(put_place(name, _say_what_it_is(foreign)))
     return IMPORTERS[found].read(foreign)
@@ -74,6 +74,10 @@ def _say_what_it_is(foreign: Foreign) -> str:
         return "is a spec already: open it as it is, as %pipeline plan FILE does"
     if "nodes" in known:
         return "is a nodes file already: give it as it is, as --nodes FILE"
+    if not foreign.text.strip():
+        return "is empty"
+    if foreign.name.lower().endswith(".ipynb"):
+        return "is a notebook, and none is run to be read: make a spec with it as source.notebook"
     if foreign.name.lower().endswith(".py"):
         return "is a program, and none is run to be read: make a spec with it as source.script"
     if _NAMES_SCRIPT.search(foreign.name) or _BEGINS_SCRIPT.match(foreign.text):

@@ -342,9 +342,6 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     assert "jobs is a folder: name a file in it" in page.refusal(
         "save_export", **{**save, "path": "jobs"}, anyway=False
     )
-    assert page.refusal("save_export", **{**save, "path": "jobs"}, anyway=False).endswith(
-        "is a folder: name a file in it"
-    )
     page.asks("edit", path="env", typed="RANK=1", revision=1 << 41, editor="p")
     assert page.refusal("export", **given) == "correct what is marked first"
 
