@@ -7,8 +7,8 @@ that has checked it hands over its file system (transport/ssh.py). No message an
 from __future__ import annotations
 
 import contextlib
-import errno
 import difflib
+import errno
 import os
 import re
 import secrets
@@ -342,7 +342,7 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: 
 
     Its folder is opened once, through a link where that ``may_be_link``, and the file is a new one in there: where
     others can write, nothing is written through what they put in the place of either. A link at ``path`` is replaced.
-    Raises: OSError, also for a device, or a link to one or to a stream as /dev/stdout is, which nothing takes the place of.
+    Raises: OSError, also for a device, or a link to one or to a stream, as /dev/stdout is: nothing takes its place.
     """
     folder, name = os.path.split(os.path.abspath(path))
     staged = f".{secrets.token_hex(8)}{_PART}"
