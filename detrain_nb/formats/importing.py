@@ -39,6 +39,7 @@ IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says s
     "ssh_config": SSH_CONFIG,
     "hostfile": HOSTFILE,
 }
+_OF_NODES = ("lease", "ravnest", "ssh_config", "hostfile")  # no more stands in them
 
 
 def import_file(where: str | os.PathLike[str], *, kind: str = "") -> Imported:
@@ -98,7 +99,10 @@ def explain_no_spec(where: str | os.PathLike[str]) -> str:
         is_program = location.name.lower().endswith((".py", ".ipynb"))
         is_one = "name" not in foreign.document if isinstance(foreign.document, dict) else not foreign.suffix
         if is_one and not is_program and (kind := _find_kind(foreign)):
-            said = f"is no spec, but of the kind {kind}: make one of it first: import {location.name} -o SPEC"
+            to, target = ("one of it first", "SPEC")
+            if kind in _OF_NODES:
+                to, target = ("its nodes those of a spec, by --nodes nodes.toml", "nodes.toml")
+            said = f"is no spec, but of the kind {kind}: make {to}: import {location.name} -o {target}"
             return put_place(location.name, said)
     return ""
 
