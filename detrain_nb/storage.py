@@ -52,7 +52,7 @@ _WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "hf", "oci", "oss", "http", "h
 _TAKEN = {"file", "local", "memory"} | _WHOLE
 
 _PART = ".detrain-part"  # ends the name of what is not whole yet
-_HIDDEN = "***"
+_HIDDEN, _NOT_FOUND = "***", 404  # in the place of secrets; of HTTP
 _URL = re.compile(r"\s*([^/\\~.:][^/\\]+?):(?=[/:])")  # one letter and a colon begin a path of Windows
 _PIECES = re.compile(r"(?:(.*?:)(/+))?(.*)", re.DOTALL)
 _USER = re.compile(r"[^/@]*:(?!\d+(?:[/?#]|$)).*@|[^/?#]*@", re.DOTALL)  # also of a password with / or @ in it
@@ -315,12 +315,12 @@ def named_errors(
     except DetrainError:
         raise
     except Exception as exc:  # they have no common one
-        kind = kind_of(exc)
         if _HIDDEN in name:
-            raise kind(f"{name} cannot be {done}: {type(exc).__name__}") from None
-        absent = "it is not there" if isinstance(exc, FileNotFoundError) else ""
-        reason = absent or getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
-        raise kind(f"{name} cannot be {done}: {shown(reason)}") from exc
+            raise kind_of(exc)(f"{name} cannot be {done}: {type(exc).__name__}") from None
+        why = (isinstance(exc, FileNotFoundError) and exc.__cause__) or exc  # fsspec says it of any fault of HTTP, too
+        is_absent = isinstance(why, FileNotFoundError) or getattr(why, "status", 0) == _NOT_FOUND
+        reason = "it is not there" if is_absent else getattr(why, "strerror", None) or str(why) or type(why).__name__
+        raise kind_of(exc)(f"{name} cannot be {done}: {shown(reason)}") from exc
 
 
 def shown(text: str, *, most: int = 200) -> str:

@@ -588,6 +588,24 @@ def test_store_that_does_not_answer_is_an_error_and_no_absence(monkeypatch: pyte
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
+def test_server_that_refuses_is_not_told_as_a_file_that_is_not_there() -> None:
+    class Refused(Exception):  # as of aiohttp
+        def __init__(self, status: int) -> None:
+            super().__init__(f"{status}, of https://host/x")
+            self.status = status
+
+    class Web(MemoryFileSystem):
+        cachable = False
+
+        def open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+            raise FileNotFoundError(path) from causes.pop(0)  # as fsspec does for all of them
+
+    causes = [OSError(111, "Connect call failed"), Refused(403), Refused(404)]
+    for reason in ("Connect call failed", "403, of https://host/x", "it is not there"):
+        with pytest.raises(DetrainError, match=f"^/x cannot be read: {reason}$"):
+            locate("/x", files=Web()).read(limit_bytes=1)
+
+
 def test_what_is_not_there_is_said(folder: Location, tmp_path: Path) -> None:
     nothing = folder / "nothing"
     for ask, done in {

@@ -21,7 +21,7 @@ class ExportPanel {
     this.text = h("pre", { class: "written", tabIndex: 0, role: "region", "aria-label": "Exported file" });
     this.cut = h("p", { class: "soft", hidden: true });
     const fail = { on_error: (text) => this.tell("bad", text) };
-    this.copy = view.button([icon("copy"), "Copy the file"], async () => view.announce((await copy_text(this.text.textContent)) ? "Copied" : "It could not be copied"), fail);
+    this.copy = view.button([icon("copy"), "Copy the file"], async () => this.tell(...((await copy_text(this.text.textContent)) ? ["ok", "Copied"] : ["warn", "It could not be copied: mark it"])), fail);
     this.save = view.button([icon("file"), "Save the file…"], () => this.ask_path(), fail);
     this.asked = h("div"); this.said = h("div");
     this.acts = h("div", { class: "row wrap" }, this.copy, this.save);

@@ -11,7 +11,7 @@ from ..plan.targets import TARGETS
 from ..session.output.safe_output import one_line
 from ..spec import PipelineSpec
 from ..storage import locate
-from .actions import action, flag, one_of, optional, table_of, text
+from .actions import Refused, action, flag, one_of, optional, table_of, text
 from .nodes_editor import NodesEditor, given_path, path_text
 
 __all__ = ["FilesEditor"]
@@ -65,6 +65,8 @@ class FilesEditor(NodesEditor):
         """Write what the page shows. Where a file is there it is left, and ``ask`` says so, unless ``anyway``."""
         spec, _ = self.seen_spec(digest)
         written, place = export_typed(spec, to, options), locate(given_path(path))
+        if Path(place.name).is_dir():
+            raise Refused(f"{one_line(place.name)} is a folder: name a file in it")
         if not anyway and place.exists():
             return {"ask": f"{one_line(place.name)} is there already."}
         write_export(written, given_path(path))

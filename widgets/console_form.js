@@ -217,7 +217,9 @@ class FormPage extends DraftEditor {
     const shown = { TOML: documents.toml, JSON: documents.json, YAML: documents.yaml, Python: found.code };
     const text = h("pre", { class: "written", tabIndex: 0, role: "tabpanel", "aria-label": "Written out" });
     const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Spec" }, Object.keys(shown).map((name) => h("button", { type: "button", class: "b", role: "tab", onclick: () => pick(name) }, name)));
-    const pick = (name) => { this.picked = name; text.textContent = shown[name]; for (const tab of tabs.children) tab.setAttribute("aria-selected", `${tab.textContent === name}`); };
+    const copied = h("span", { class: "soft", role: "status" });
+    const copy = this.view.button([icon("copy"), "Copy"], async () => set_text(copied, (await copy_text(text.textContent)) ? "Copied" : "Not copied: mark it"));
+    const pick = (name) => { this.picked = name; text.textContent = shown[name]; set_text(copied, ""); for (const tab of tabs.children) tab.setAttribute("aria-selected", `${tab.textContent === name}`); };
     pick(this.picked in shown ? this.picked : "TOML");
     roving(tabs, { on_move: (tab) => tab.click() });
     page.replaceChildren(plan.error ? "" : facts_of(plan),
@@ -225,7 +227,7 @@ class FormPage extends DraftEditor {
       plan.error ? h("p", { class: "soft" }, plan.error) : h("div", { class: "plan" }, plan.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), h("div", {}, ranks(node))])),
       section("Commands", "what runs on each node"), commands.error ? note("bad", h("p", {}, commands.error)) : h("div", { class: "cmds" }, commands.nodes.slice(0, 32).flatMap((node) => [h("b", {}, node.name), command_box(node.command)])),
       ...(commands.warnings ?? []).map((each) => note("warn", h("p", {}, each))), section("Spec"), tabs, text,
-      h("div", { style: "margin-top:6px" }, this.view.button([icon("copy"), "Copy"], () => copy_text(text.textContent))));
+      h("div", { class: "row", style: "margin-top:6px" }, copy, copied));
     this.exporting.update(typed_at(this.form, "name"));
   }
   show(step, has_focus = true) {

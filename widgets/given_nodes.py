@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..documents import read_text
+from ..documents import SUFFIXES, read_text
 from ..errors import SpecError
 from ..formats.importing import find_kind, import_text
 from ..session.output.safe_output import one_line
@@ -33,6 +33,9 @@ def read_given_nodes(path: str) -> GivenNodes:
     place = Path(full_path(path))
     text = read_text(locate(place))
     if not (kind := find_kind(text, name=place.name)):
+        if place.suffix.lower() not in SUFFIXES:
+            others = "and no lease, hostfile, ssh_config or node_configs.json"
+            raise SpecError(f"{one_line(place.name)} is no nodes file ({', '.join(SUFFIXES)}), {others}")
         return GivenNodes(path, text, read_nodes(place))
     found = import_text(text, name=place.name, kind=kind)
     nodes = found.spec.nodes if found.spec else found.nodes

@@ -139,7 +139,8 @@ const command_box = (text, label = "Copy the command") => {
 /** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`; Enter takes the first, Escape and Cancel call `close`. */
 const ask_bar = (view, label, actions, close, { value = "", hint = null } = {}) => {
   const id = `${view.id}-asked${serial++}`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
-  const input = h("input", { class: "in mono", id, value, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-error` });
+  const right = () => { error.hidden = true; input.removeAttribute("aria-invalid"); }; // what was told was about another text
+  const input = h("input", { class: "in mono", id, value, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-error`, oninput: right });
   const fail = (text) => { error.hidden = false; error.replaceChildren(icon("warn"), h("span", {}, text)); input.setAttribute("aria-invalid", "true"); focus_after(bar, input); };
   const buttons = actions.map(([word, act, cls], i) => view.button(word, () => act(input.value.trim()), { cls: cls ?? (i ? "" : "go"), on_error: fail }));
   const onkeydown = (event) => {

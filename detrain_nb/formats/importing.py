@@ -39,6 +39,7 @@ IMPORTERS: Mapping[str, Importer] = {  # a file is of the first kind that says s
     "ssh_config": SSH_CONFIG,
     "hostfile": HOSTFILE,
 }
+_OF_NODES = ("lease", "ravnest", "ssh_config", "hostfile")  # no more stands in them
 
 
 def import_file(where: str | os.PathLike[str], *, kind: str = "") -> Imported:
@@ -61,7 +62,7 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     foreign = Foreign(text, name)
     found = kind or _find_kind(foreign)
     if not found:
-        if foreign.suffix and foreign.document is None:
+        if foreign.suffix and foreign.document is None and text.strip():
             parse_content(text, foreign.suffix, where=name)
         raise SpecError(put_place(name, _say_what_it_is(foreign)))
     return IMPORTERS[found].read(foreign)
@@ -74,6 +75,10 @@ def _say_what_it_is(foreign: Foreign) -> str:
         return "is a spec already: open it as it is, as %pipeline plan FILE does"
     if "nodes" in known:
         return "is a nodes file already: give it as it is, as --nodes FILE"
+    if not foreign.text.strip():
+        return "is empty"
+    if foreign.name.lower().endswith(".ipynb"):
+        return "is a notebook, and none is run to be read: make a spec with it as source.notebook"
     if foreign.name.lower().endswith(".py"):
         return "is a program, and none is run to be read: make a spec with it as source.script"
     if _NAMES_SCRIPT.search(foreign.name) or _BEGINS_SCRIPT.match(foreign.text):
@@ -94,7 +99,10 @@ def explain_no_spec(where: str | os.PathLike[str]) -> str:
         is_program = location.name.lower().endswith((".py", ".ipynb"))
         is_one = "name" not in foreign.document if isinstance(foreign.document, dict) else not foreign.suffix
         if is_one and not is_program and (kind := _find_kind(foreign)):
-            said = f"is no spec, but of the kind {kind}: make one of it first: import {location.name} -o SPEC"
+            to, target = ("one of it first", "SPEC")
+            if kind in _OF_NODES:
+                to, target = ("its nodes those of a spec, by --nodes nodes.toml", "nodes.toml")
+            said = f"is no spec, but of the kind {kind}: make {to}: import {location.name} -o {target}"
             return put_place(location.name, said)
     return ""
 

@@ -14,6 +14,9 @@ from .shell import hide_breaks, quote
 __all__ = ["export"]
 
 _OPTION = re.compile(r"[A-Za-z0-9._:,@%/+-]{1,200}")
+_TIME = re.compile(
+    r"[0-9]{1,9}(?::[0-9]{1,2}){0,2}|[0-9]{1,9}-[0-9]{1,2}(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE
+)
 
 
 def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "", account: str = "") -> str:
@@ -22,6 +25,8 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     ``time``, ``partition`` and ``account`` are those of sbatch. Raises: SpecError for what Slurm cannot do.
     """
     ranks, node = check_alike(spec, plan, by="Slurm")
+    if time and not _TIME.fullmatch(time):
+        raise SpecError(f"--time {time!r}: give minutes, HH:MM:SS or DAYS-HH:MM:SS")
     given = {"time": time, "partition": partition, "account": account}
     for name, value in given.items():
         if value and not _OPTION.fullmatch(value):

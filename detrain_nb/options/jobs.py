@@ -5,8 +5,6 @@ What a number may be says who is given it: here it is only read.
 
 from __future__ import annotations
 
-import argparse
-import re
 from typing import Any
 
 from ..node.job.terms import COMMAND_LIMIT_S, GRACE_S
@@ -27,9 +25,6 @@ __all__ = [
 FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2, --artifacts VALUE one at its top."
 SPEC_COMMANDS = ("submit", "check")  # these take fields
 _NUM_LISTED = 50
-_SLURM_TIME = re.compile(
-    r"[0-9]+(?::[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(?::[0-9]{1,2}){0,2}|UNLIMITED|INFINITE", re.IGNORECASE
-)
 _JOB = "its id, what that begins with, or a name: the newest job of that name"
 
 
@@ -139,10 +134,9 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
         kinds = ", ".join(kind for kind, target in TARGETS.items() if name in target.options)
         if kinds not in groups:
             groups[kinds] = parser.add_argument_group(f"options of {kinds}")
-        kind = _slurm_time if name == "time" else str
         told = words.replace("%", "%%")
         words_of = {"choices": CHOICES[name]} if name in CHOICES else {}
-        groups[kinds].add_argument(as_typed(name), type=kind, metavar=name.upper(), help=told, **words_of)
+        groups[kinds].add_argument(as_typed(name), metavar=name.upper(), help=told, **words_of)
 
 
 def add_import_options(parser: OptionParser) -> None:
@@ -160,12 +154,6 @@ def _add_in_place(parser: OptionParser) -> None:
     parser.add_argument(
         "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., in place of the spec's nodes"
     )
-
-
-def _slurm_time(text: str) -> str:
-    if not _SLURM_TIME.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time for sbatch: write minutes, HH:MM:SS or DAYS-HH:MM:SS")
-    return text
 
 
 def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -> OptionParser:

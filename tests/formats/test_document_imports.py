@@ -384,3 +384,8 @@ def test_file_of_ours_is_sent_to_where_it_is_read() -> None:
         _import("a.toml", {"nodes": [{"host": "gpu1"}]})
     with pytest.raises(SpecError, match=r"^a\.py: is a program, and none is run to be read: make a spec with it"):
         import_text("import torch\nprint(1)\n", name="a.py")
+    with pytest.raises(SpecError, match=r"^a\.ipynb: is a notebook, and none is run to be read: make a spec with it"):
+        import_text('{"cells": []}', name="a.ipynb")
+    for name in ("a.json", "a.toml", "a", "a.ipynb"):
+        with pytest.raises(SpecError, match=rf"^{name}: is empty$"):
+            import_text(" \n", name=name)

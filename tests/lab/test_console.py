@@ -154,6 +154,8 @@ def test_list_is_searched_sorted_and_worked_with_by_keyboard(notebook: OpenNoteb
     nb.page.keyboard.type("gone.json")
     nb.page.keyboard.press("Enter")
     expect(view.get_by_role("alert")).to_contain_text("it is not there")
+    nb.page.keyboard.type("2")
+    expect(view.get_by_text("it is not there")).to_be_hidden()  # nobody has asked for the other one
     view.get_by_text("Paste its text, choose its kind").click()
     take_pictures(nb, view, "import", tmp_path)
     view.get_by_label("Text of the file").press("Escape")
@@ -498,7 +500,7 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
     tab_to(time_limit)
     keys.type("2 h")
     expect(time_limit).to_have_attribute("aria-invalid", "true")
-    expect(view.get_by_text("time '2 h': give it as sbatch takes it")).to_be_visible()
+    expect(view.get_by_text("time '2 h': give minutes, HH:MM:SS or DAYS-HH:MM:SS")).to_be_visible()
     expect(view.get_by_role("button", name="Save the file…")).to_have_attribute("aria-disabled", "true")
     take_pictures(nb, view, "export", folder)
     keys.press("Control+A")
@@ -510,6 +512,8 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
     keys.press("ArrowDown")
     expect(time_limit).to_have_value("02:00:00")
     expect(exported).to_contain_text("#SBATCH --time=02:00:00")
+    press(view.get_by_role("button", name="Copy the file"))
+    expect(view.get_by_text("Copied", exact=True)).to_be_visible()
     for said in ("train.sbatch was written.", "train.sbatch is there already."):
         press(view.get_by_role("button", name="Save the file…"))
         keys.press("Enter")

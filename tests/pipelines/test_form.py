@@ -474,7 +474,8 @@ def test_export_is_of_one_format_and_an_error_says_which_option_it_is_about() ->
     long = review_export(spec.with_overrides({"source": {"script_text": "x = 1\n" * 100_000}}), "slurm", {})
     assert len(long["text"]) < 310_000 and len(long["text"]) + long["more"] > 600_000
     for option, typed, said in [
-        ("time", "2 hours", "--time '2 hours': give it as sbatch takes it"),
+        ("time", "2 hours", "--time '2 hours': give minutes, HH:MM:SS or"),
+        ("time", "abc", "--time 'abc': give minutes, HH:MM:SS or DAYS-HH:MM:SS"),
         ("gpus", "four", "--gpus 'four': give a whole number, 0 to"),
         ("gpus", "1" * 5000, "give a whole number, 0 to"),
     ]:

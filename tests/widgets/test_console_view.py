@@ -339,6 +339,9 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     page.asks("save_export", **save, anyway=True)
     assert "A=1" in file.read_text()
     assert page.refusal("save_export", **{**save, "path": " "}, anyway=True) == "name a file"
+    assert "jobs is a folder: name a file in it" in page.refusal(
+        "save_export", **{**save, "path": "jobs"}, anyway=False
+    )
     page.asks("edit", path="env", typed="RANK=1", revision=1 << 41, editor="p")
     assert page.refusal("export", **given) == "correct what is marked first"
 

@@ -368,6 +368,9 @@ def test_files_of_other_tools_are_opened_and_not_written_over(view: _Collecting,
     (tmp_path / "job.toml").write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nsteps = 3\n')
     with pytest.raises(RuntimeError, match="is of the kind torchtitan, and has no nodes"):
         view.asks("open_nodes", path=str(tmp_path / "job.toml"), is_added=True)
+    (tmp_path / "notes.txt").write_text("hello to all\n")
+    with pytest.raises(RuntimeError, match=r"^notes\.txt is no nodes file \(\.json.*\), and no lease, hostfile"):
+        view.asks("open_nodes", path=str(tmp_path / "notes.txt"), is_added=True)
 
 
 def test_no_file_is_written_over_that_was_not_read_as_it_is(view: _Collecting, tmp_path: Path) -> None:
