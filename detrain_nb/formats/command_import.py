@@ -28,6 +28,7 @@ __all__ = [
     "Launch",
     "describe_nodes",
     "find_launcher",
+    "find_text",
     "put_secret",
     "put_variable",
     "put_variables",
@@ -43,6 +44,7 @@ WRAPPERS = (
     *("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun"),
     *("docker", "podman", "singularity", "apptainer", "nsys", "setsid", "ionice"),
 )
+_SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _PYTHON = re.compile(r"python[0-9.]*")
 ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _RANGE = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
@@ -91,6 +93,16 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
         else:
             return None
         at += 1
+    return None
+
+
+def find_text(words: Sequence[str]) -> str | None:
+    """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
+    begun = [at for at, word in enumerate(words) if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
+    may_follow = bool(begun) and posixpath.basename(words[begun[0]]) in WRAPPERS
+    for at in begun if may_follow else begun[:1]:
+        if posixpath.basename(words[at]) in _SHELLS and _RUNS_TEXT.fullmatch("".join(words[at + 1 : at + 2])):
+            return words[at + 2] if at + 2 < len(words) else None
     return None
 
 

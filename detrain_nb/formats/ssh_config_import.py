@@ -31,6 +31,7 @@ _FIELDS |= {"identityfile": "identity_file", "proxyjump": "proxy_jump"}
 _NO_FIELD = "nodes have no field for it"
 _MOST_PATTERNS, _MOST_CHARS = 1000, 253  # characters of each
 _MOST_KEYS = 10  # that are named
+_MOST_VALUE_CHARS = 4096  # of an option, which may hold for thousands of hosts
 _MOST_LOOKS = 100_000  # at a pattern, for a host
 
 
@@ -66,7 +67,7 @@ def _is_one(foreign: Foreign) -> bool:
 
 
 def _read(foreign: Foreign) -> Imported:
-    blocks, left_out, unused = _take_apart(foreign.text)
+    blocks, left_out, unused = _take_apart(foreign)
     hosts = list(dict.fromkeys(name for block in blocks for name in block.patterns if _NAME.fullmatch(name)))
     patterns = [pattern for block in blocks if block.has_patterns for pattern in block.patterns]
     if not hosts:
@@ -112,12 +113,12 @@ def _find_options(blocks: list[_Block], hosts: list[str]) -> Iterator[tuple[str,
         yield host, options
 
 
-def _take_apart(text: str) -> tuple[list[_Block], list[str], dict[str, str]]:
+def _take_apart(foreign: Foreign) -> tuple[list[_Block], list[str], dict[str, str]]:
     """Return the blocks, what of it is not read, and which options no node has."""
     blocks = [_Block(["*"])]
     left_out: list[str] = []
     unused: dict[str, str] = {}
-    for key, value in _lines(text):
+    for key, value in _lines(foreign.text):
         if key == "host":
             blocks.append(_Block([quoted or plain for quoted, plain in _WORD.findall(value)]))
         elif key == "match" and value.lower() == "all":
@@ -134,6 +135,9 @@ def _take_apart(text: str) -> tuple[list[_Block], list[str], dict[str, str]]:
                 unused[key] = f"{shown(key, most=60)}: {_NO_FIELD}"
                 continue
             value = value.strip('"')
+            if len(value) > _MOST_VALUE_CHARS:
+                fault = f"{key} {shown(value, most=60)}...: give at most {_MOST_VALUE_CHARS:,} characters"
+                raise SpecError(put_place(foreign.name, fault))
             if blocks[-1].options.setdefault(key, value) != value and key == "identityfile":
                 blocks[-1].more_keys = [*blocks[-1].more_keys[: _MOST_KEYS - 1], value]
     return blocks, left_out, unused
@@ -148,7 +152,7 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
 def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: list[str]) -> Node:
     fields: dict[str, object] = {"name": host, "host": host}
     for key, value in options.items():
-        if key == "hostname":
+        if key == "hostname" and len(value) <= _MOST_CHARS:
             value = value.replace("%h", host)
         if key not in _FIELDS or "%" in value:
             reason = "write it as ProxyJump" if key == "proxycommand" else _NO_FIELD
@@ -163,7 +167,8 @@ def _make(foreign: Foreign, fields: dict[str, object]) -> Node:
     try:
         return Node(**fields)  # type: ignore[arg-type]  # the model checks them
     except SpecError as exc:
-        where = f"Host {fields.get('name', fields['host'])}: {str(exc).splitlines()[0]}"
+        name = shown(str(fields.get("name", fields["host"])), most=60)
+        where = f"Host {name}: {str(exc).splitlines()[0]}"
         raise SpecError(put_place(foreign.name, where)) from None
 
 
