@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import os
 import re
 import secrets
@@ -341,7 +342,7 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: 
 
     Its folder is opened once, through a link where that ``may_be_link``, and the file is a new one in there: where
     others can write, nothing is written through what they put in the place of either. A link at ``path`` is replaced.
-    Raises: OSError, also for a pipe or a device that the user has named, which nothing takes the place of.
+    Raises: OSError, also for a device, or a link to one or to a stream, as /dev/stdout is: nothing takes its place.
     """
     folder, name = os.path.split(os.path.abspath(path))
     staged = f".{secrets.token_hex(8)}{_PART}"
@@ -349,8 +350,8 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: 
     if opened is None:
         staged, name = os.path.join(folder, staged), os.path.join(folder, name)
     try:
-        if may_be_link and _is_no_file(name, opened):
-            raise OSError("it is no file")
+        if may_be_link and _is_device(name, opened):
+            raise OSError(errno.EINVAL, "it is no file")
         earlier = _mode_of_own(name, opened)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         made = os.open(staged, flags, 0o666 & mode & (0o666 if earlier is None else earlier), dir_fd=opened)
@@ -372,15 +373,15 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: 
             os.close(opened)
 
 
-def _is_no_file(name: str, opened: int | None) -> bool:
-    """Whether a pipe or a device is there, or a link to one, as /dev/stdout is, wherever that leads now."""
+def _is_device(name: str, opened: int | None) -> bool:
+    """Whether a device is there, or a link to one, or to a stream of a process as /dev/stdout is."""
     try:
         kind = os.stat(name, dir_fd=opened).st_mode
         is_link = stat.S_ISLNK(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode)
         is_stream = is_link and os.readlink(name, dir_fd=opened).startswith("/proc/")
     except OSError:
         return False
-    return is_stream or not (stat.S_ISREG(kind) or stat.S_ISDIR(kind))
+    return is_stream or stat.S_ISCHR(kind) or stat.S_ISBLK(kind)
 
 
 def _mode_of_own(name: str, opened: int | None) -> int | None:
