@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..documents.content import MOST_VALUES
 from ..errors import SpecError
 from ..plan.names import MOST_NAME_CHARS, VARIABLE
 from .command_import import Launch, find_launcher, find_text, put_secret, put_variable
@@ -19,7 +20,7 @@ from .shell_words import Word, as_words, split_script
 __all__ = ["AKASH"]
 
 _VERSIONS = ("2.0", "2.1")
-_MOST_CONTAINERS, _MOST_GPUS, _MOST_COMMANDS = 1000, 64, 20_000
+_MOST_CONTAINERS, _MOST_GPUS = 1000, 64
 _SIZE = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,6})?)([kMGTPE]i?)?B?")
 _UNITS = {unit: index + 1 for index, unit in enumerate("kMGTPE")}
 _OF_IMAGE = {  # what the entrypoint of an image of ours reads
@@ -166,7 +167,7 @@ def _read_size(memory: Part) -> float:
 
 def _find_programs(services: list[_Service]) -> Iterator[tuple[str, Launch]]:
     """Read what each service starts, where that is torchrun. Raises: SpecError."""
-    num_commands = 0
+    num_words = 0
     for service in services:
         words = service.words()
         try:
@@ -174,9 +175,9 @@ def _find_programs(services: list[_Service]) -> Iterator[tuple[str, Launch]]:
             commands = [as_words(words)] if text is None else [command.words for command in split_script(text)]
         except SpecError:
             continue  # of another program: whatever it is, it stays named
-        num_commands += len(commands)
-        if num_commands > _MOST_COMMANDS:
-            said = f"the services up to here have more than {_MOST_COMMANDS:,} commands: give fewer"
+        num_words += sum(4 + len(command) + sum(len(word.fills) for word in command) for command in commands)
+        if num_words > MOST_VALUES:
+            said = "the services up to here have too many commands, or words in them: give fewer"
             raise service.part.fault(_key_of(service), said)
         if launch := _find_program(service, words, commands):
             yield service.name, launch

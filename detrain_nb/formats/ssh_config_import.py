@@ -81,8 +81,8 @@ def _read(foreign: Foreign) -> Imported:
         nodes = [_make(foreign, {"host": host}) for host in hosts]
     else:
         nodes = [_make_node(foreign, host, found, left_out) for host, found in _find_options(blocks, hosts)]
-        left_out += [*_list_unmatched(patterns, hosts), *unused.values()]
-    return Imported("ssh_config", nodes=tuple(nodes), left_out=tuple(dict.fromkeys(left_out)))
+        left_out |= dict.fromkeys([*_list_unmatched(patterns, hosts), *unused.values()])
+    return Imported("ssh_config", nodes=tuple(nodes), left_out=tuple(left_out))
 
 
 def _list_unmatched(patterns: list[str], hosts: list[str]) -> Iterator[str]:
@@ -113,10 +113,10 @@ def _find_options(blocks: list[_Block], hosts: list[str]) -> Iterator[tuple[str,
         yield host, options
 
 
-def _take_apart(foreign: Foreign) -> tuple[list[_Block], list[str], dict[str, str]]:
+def _take_apart(foreign: Foreign) -> tuple[list[_Block], dict[str, None], dict[str, str]]:
     """Return the blocks, what of it is not read, and which options no node has."""
     blocks = [_Block(["*"])]
-    left_out: list[str] = []
+    left_out: dict[str, None] = {}  # each once: there may be thousands of hosts
     unused: dict[str, str] = {}
     for key, value in _lines(foreign.text):
         if key == "host":
@@ -124,10 +124,10 @@ def _take_apart(foreign: Foreign) -> tuple[list[_Block], list[str], dict[str, st
         elif key == "match" and value.lower() == "all":
             blocks.append(_Block(["*"]))
         elif key == "match":
-            left_out.append(f"Match {shown(value, most=60)}: is not decided here: what stands below it is not read")
+            left_out[f"Match {shown(value, most=60)}: is not decided here: what stands below it is not read"] = None
             blocks.append(_Block([]))
         elif key == "include":
-            left_out.append(f"Include {shown(value, most=60)}: import that file, too")
+            left_out[f"Include {shown(value, most=60)}: import that file, too"] = None
         else:
             if key == "proxycommand" and (jump := _JUMP.fullmatch(value)):
                 key, value = "proxyjump", jump[1]
@@ -149,7 +149,7 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
             yield match[1].lower(), match[2].partition(" #")[0].strip()
 
 
-def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: list[str]) -> Node:
+def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: dict[str, None]) -> Node:
     fields: dict[str, object] = {"name": host, "host": host}
     for key, value in options.items():
         if key == "hostname" and len(value) <= _MOST_CHARS:
@@ -157,7 +157,7 @@ def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: l
         if key not in _FIELDS or "%" in value:
             reason = "write it as ProxyJump" if key == "proxycommand" else _NO_FIELD
             reason = "a node has one key" if key.startswith("identityfile ") else reason
-            left_out.append(f"{key}: {reason}")
+            left_out[f"{key}: {reason}"] = None
         elif key != "proxyjump" or value.lower() != "none":
             fields[_FIELDS[key]] = int(value) if key == "port" and re.fullmatch("[0-9]{1,9}", value) else value
     return _make(foreign, fields)

@@ -179,7 +179,7 @@ SQUARES |= {  # these took minutes, or gigabytes
             },
             ".json",
         ),
-        r"services.a66.args: .* more than 20,000 commands",
+        r"services.a66.args: .* too many commands, or words",
     ),
     "a long name of containers": (
         format_document(
