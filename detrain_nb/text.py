@@ -63,6 +63,8 @@ def escape(char: str) -> str:
 
 def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
     """Put something ``instead`` of all that controls a terminal, ends a line, turns the writing, or is no UTF-8."""
+    if text.isprintable():  # most are, and it is looked at fast
+        return text
     return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)
 
 

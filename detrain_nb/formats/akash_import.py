@@ -8,12 +8,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..documents.content import MOST_VALUES
 from ..errors import SpecError
-from ..plan.names import VARIABLE
+from ..plan.names import MOST_NAME_CHARS, VARIABLE
 from .command_import import Launch, find_launcher, put_secret, put_variable
+from .command_words import find_text
 from .imported import Foreign, Imported, Importer
 from .reading import Part, Whole
-from .script_import import find_text, import_command
+from .script_import import import_command
 from .shell_words import Word, as_words, split_script
 
 __all__ = ["AKASH"]
@@ -71,7 +73,7 @@ def _read(foreign: Foreign) -> Imported:
     whole.part("profiles").leave("placement", _MARKET)
     services = list(_list_services(whole))
     each = list({service.name: service for service in services}.values())  # one may be at several placements
-    started = {service.name: launch for service in each if (launch := _find_program(service))}
+    started = dict(_find_programs(each))
     if started:
         for section in ("services", "deployment"):
             table = whole.part(section)
@@ -100,6 +102,8 @@ def _list_services(whole: Whole) -> Iterator[_Service]:
     num_containers = 0
     for name in services:
         deployment.need(name)
+        if len(name) > MOST_NAME_CHARS:  # each of its containers is called after it
+            raise services.fault(name, f"give it a name of at most {MOST_NAME_CHARS} characters")
         for placement in deployment.part(name):
             entry = deployment.part(name).part(placement)
             entry.need("profile")
@@ -162,14 +166,26 @@ def _read_size(memory: Part) -> float:
 # What they run
 
 
-def _find_program(service: _Service) -> Launch | None:
+def _find_programs(services: list[_Service]) -> Iterator[tuple[str, Launch]]:
+    """Read what each service starts, where that is torchrun. Raises: SpecError."""
+    num_words = 0
+    for service in services:
+        words = service.words()
+        try:
+            text = find_text(words)
+            commands = [as_words(words)] if text is None else [command.words for command in split_script(text)]
+        except SpecError:
+            continue  # of another program: whatever it is, it stays named
+        num_words += sum(4 + len(command) + sum(len(word.fills) for word in command) for command in commands)
+        if num_words > MOST_VALUES:
+            said = "the services up to here have too many commands, or words in them: give fewer"
+            raise service.part.fault(_key_of(service), said)
+        if launch := _find_program(service, words, commands):
+            yield service.name, launch
+
+
+def _find_program(service: _Service, words: list[str], commands: list[list[Word]]) -> Launch | None:
     """Read what a container starts, where that is torchrun; None where it is something else. Raises: SpecError."""
-    words = service.words()
-    try:
-        text = find_text(words)
-        commands = [as_words(words)] if text is None else [command.words for command in split_script(text)]
-    except SpecError:
-        return None  # of another program: whatever it is, it stays named
     try:
         if not any(find_launcher(command) for command in commands):
             return None

@@ -11,6 +11,7 @@ from typing import Any
 from ..errors import SpecError
 from ..storage import has_password_of_user, shown
 from .reading import NO_FIELD
+from .secret_words import may_be_secret
 from .shell_words import Command, Word
 
 # Options of git clone that have a value behind them, and those of which the same files come.
@@ -81,6 +82,10 @@ def read_clone(command: Command) -> Clone:
                 clone.left_out.append(f"git clone {shown(word.text.partition('=')[0], most=60)}: {NO_FIELD}")
     if plain and not plain[0].fills:
         clone.git = {"url": _without_password(plain[0].text, command, clone), **git}
+        query = clone.git["url"].partition("?")[2]
+        if any(may_be_secret(*pair.partition("=")[::2]) for pair in query.split("&")):
+            said = "what stands behind the ? of its URL may be a secret, and a spec keeps it: give source.git.token"
+            clone.left_out.append(f"git clone: {said}")
         base = posixpath.basename(clone.git["url"].rstrip("/")).removesuffix(".git")
         clone.folder = plain[1].text if plain[1:] else base
     return clone

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from ..spec.node import is_address
 from ..spec.words import check_free
 from ..storage import shown
 from ..text import count_of, split_target
+from .command_words import ASSIGNMENT, KEYWORDS, WRAPPERS, name_before
 from .imported import MOST_NODES
 from .launch_options import ACCELERATE, TORCHRUN, Launcher, Options, read_options
 from .reading import NO_FIELD
@@ -23,13 +23,9 @@ from .secret_words import may_be_secret, warn_of_secrets
 from .shell_words import Word, as_words
 
 __all__ = [
-    "ASSIGNMENT",
-    "KEYWORDS",
-    "WRAPPERS",
     "Launch",
     "describe_nodes",
     "find_launcher",
-    "name_before",
     "put_secret",
     "put_variable",
     "put_variables",
@@ -39,14 +35,7 @@ __all__ = [
 _MOST_SECRETS = 1000
 _MODULES = {"torch.distributed.run": TORCHRUN, "torch.distributed.launch": TORCHRUN}
 _MODULES |= {"accelerate.commands.launch": ACCELERATE}
-KEYWORDS = ("exec", "nohup", "time", "env", "command", "if", "then", "else", "do", "while", "until", "{", "!")
-WRAPPERS = (
-    *("srun", "numactl", "taskset", "nice", "sudo", "uv", "poetry", "conda", "timeout", "stdbuf", "mpirun"),
-    *("docker", "podman", "singularity", "apptainer", "nsys", "setsid", "ionice"),
-)
 _PYTHON = re.compile(r"python[0-9.]*")
-ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
-_IMAGE = re.compile(r".+\.(?:sif|simg|sqsh)|(?:docker|oras|library|shub)://.+", re.DOTALL)
 _RANGE = re.compile(r"([0-9]{1,9})(?::([0-9]{1,9}))?")
 _GPUS = re.compile(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
@@ -94,27 +83,6 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
             return None
         at += 1
     return None
-
-
-def name_before(words: Sequence[str], what: str) -> list[str]:
-    """Name what begins a command line before ``what``, as srun, and the image of its container."""
-    begun = [word for word in words if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
-    if not begun:
-        return []
-    image = _find_image(begun)
-    nor_image = f", nor its image {shown(image, most=200)}" if image else ""
-    return [f"{posixpath.basename(begun[0])}: what stands before {what} is not carried over{nor_image}"]
-
-
-def _find_image(words: Sequence[str]) -> str:
-    for word, following in itertools.pairwise([*words, ""]):
-        option, _, value = word.partition("=")
-        if option == "--container-image":
-            return value or following
-        if _IMAGE.fullmatch(word):
-            return word
-    is_run = "run" in words and posixpath.basename(words[0]) in ("docker", "podman")
-    return words[-1] if is_run else ""  # behind its options, before the command
 
 
 def _find_here(words: Sequence[Word], at: int) -> tuple[Launcher, int, bool] | None:

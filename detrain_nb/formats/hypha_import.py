@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from .imported import Foreign, Imported, Importer
-from .reading import Part, Steps, Whole, write_steps
+from .reading import Part, Whole, write_step
 from .relaxed_json import read_relaxed
 
 _SCRIPT = "torch_training.py"  # that of the RFC
@@ -53,7 +53,7 @@ def _read(foreign: Foreign) -> Imported:
 def _read_rfc(foreign: Foreign) -> Whole:
     content, left_open = read_relaxed(foreign.text, where=foreign.name)
     placeholders: list[str] = []
-    whole = Whole(foreign, _without_placeholders(content, (), placeholders))
+    whole = Whole(foreign, _without_placeholders(content, "", placeholders))
     whole.notes += [f"{place}: {_PLACEHOLDER}" for place in dict.fromkeys(placeholders)]
     whole.notes += [f"{place}: {_LEFT_OPEN}" for place in dict.fromkeys(left_open)]
     if whole.text("driver", "torch_distributed") != "torch_distributed":
@@ -79,15 +79,15 @@ def _read_rfc(foreign: Foreign) -> Whole:
     return whole
 
 
-def _without_placeholders(value: Any, steps: Steps, found: list[str]) -> Any:
+def _without_placeholders(value: Any, place: str, found: list[str]) -> Any:
     """Return the value without what is still to be filled in, and name the places."""
     if isinstance(value, dict):
-        return {key: _without_placeholders(item, (*steps, key), found) for key, item in value.items()}
+        return {key: _without_placeholders(item, write_step(place, key), found) for key, item in value.items()}
     if isinstance(value, list):
-        items = [_without_placeholders(item, steps, found) for item in value]
+        items = [_without_placeholders(item, place, found) for item in value]
         return [item for item in items if item is not None] or (None if value else value)
     if isinstance(value, str) and _IS_PLACEHOLDER.fullmatch(value):
-        found.append(write_steps(steps))
+        found.append(place)
         return None
     return value
 

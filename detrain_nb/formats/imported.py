@@ -38,21 +38,25 @@ class Foreign:
     @cached_property
     def document(self) -> Any:
         """What it holds; None where it can be read as no document: it may be of a kind that is none."""
-        try:
-            return self.content
-        except SpecError:
-            return None
+        return None if isinstance(self._read, SpecError) else self._read
 
-    @cached_property
+    @property
     def content(self) -> Any:
         """What the document holds, read by its suffix, else as YAML or as TOML. Raises: SpecError with the place."""
+        if isinstance(self._read, SpecError):
+            raise self._read
+        return self._read
+
+    @cached_property
+    def _read(self) -> Any:
+        """What it holds, or the fault: it takes a second to read a long one, so it is done once."""
         try:
             return parse_content(self.text, self.suffix or ".yaml", where=self.name)
-        except SpecError:
+        except SpecError as exc:
             if not self.suffix:
                 with contextlib.suppress(SpecError):
                     return parse_content(self.text, ".toml")
-            raise
+            return exc
 
 
 @dataclass(frozen=True)

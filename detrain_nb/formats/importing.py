@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 
-from ..documents import parse_content, read_text
+from ..documents import read_text
 from ..documents.content import check_size, put_place
 from ..errors import SpecError
 from ..storage import locate
@@ -63,7 +63,7 @@ def import_text(text: str, *, name: str = "", kind: str = "") -> Imported:
     found = kind or _find_kind(foreign)
     if not found:
         if foreign.suffix and foreign.document is None and text.strip():
-            parse_content(text, foreign.suffix, where=name)
+            _ = foreign.content  # which says what is wrong there
         raise SpecError(put_place(name, _say_what_it_is(foreign)))
     return IMPORTERS[found].read(foreign)
 

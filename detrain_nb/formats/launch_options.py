@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ..errors import SpecError
 from ..storage import shown
+from ..text import show
 from .shell_words import Word
 
 __all__ = ["ACCELERATE", "TORCHRUN", "Launcher", "Options", "read_options"]
@@ -102,7 +103,7 @@ class Options:
         return int(text)
 
     def fault(self, name: str, text: str, advice: str) -> SpecError:
-        return SpecError(f"{self.launcher.name} --{name} {shown(repr(text), most=60)}: give {advice}")
+        return SpecError(f"{self.launcher.name} --{name} {show(text)}: give {advice}")
 
     def leave(self, name: str, reason: str) -> None:
         """Name an option as left out; its value may be a secret."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 from ..documents.content import put_place
@@ -24,6 +25,7 @@ from .imported import Foreign, Imported
 
 NO_FIELD = "a spec has no field for it"
 _MOST = 10**12
+_MOST_PLACE_CHARS = 400
 _STEP = re.compile(r"[^.\[\]]+")
 
 Steps = tuple[str | int, ...]
@@ -186,23 +188,23 @@ class Whole(Part):
     def list_left_out(self) -> tuple[str, ...]:
         """Name what was neither used nor left for a reason of its own: by reasons, in the order of the document."""
         places: dict[str, list[str]] = {}
-        for steps, reason in self._walk(self.content, ()):
-            places.setdefault(reason, []).append(write_steps(steps))
+        for place, reason in self._walk(self.content, (), ""):
+            places.setdefault(reason, []).append(place)
         return (*self.notes, *(f"{', '.join(some)}: {reason}" for reason, some in places.items()))
 
-    def _walk(self, value: Any, steps: Steps) -> Iterator[tuple[Steps, str]]:
+    def _walk(self, value: Any, steps: Steps, place: str) -> Iterator[tuple[str, str]]:
         if steps in self.left:
-            yield steps, self.left[steps]
+            yield place, self.left[steps]
         elif steps in self.used or value is None:
             return
         elif isinstance(value, dict) and value:
             for key, item in value.items():
-                yield from self._walk(item, (*steps, key))
+                yield from self._walk(item, (*steps, key), write_step(place, key))
         elif isinstance(value, list) and any(isinstance(item, dict | list) for item in value):
             for index, item in enumerate(value):
-                yield from self._walk(item, (*steps, index))
+                yield from self._walk(item, (*steps, index), write_step(place, index))
         else:
-            yield steps, NO_FIELD
+            yield place, NO_FIELD
 
     def _tell(self, field: str, said: str) -> str:
         """Write a fault of the spec with the place that its value has in the document, or else the field."""
@@ -214,8 +216,15 @@ class Whole(Part):
 
 def write_steps(steps: Steps) -> str:
     """Write a place in a document, as state.nodes[0]."""
-    written = (f"[{step}]" if isinstance(step, int) else f".{shown(step, most=60)}" for step in steps)
-    return "".join(written).removeprefix(".")
+    return reduce(write_step, steps, "")
+
+
+def write_step(place: str, step: str | int) -> str:
+    """Write the place one step below another one; of a long one the end alone: there may be many below it."""
+    place = place if len(place) <= _MOST_PLACE_CHARS else f"...{place[-_MOST_PLACE_CHARS // 2 :]}"
+    if isinstance(step, int):
+        return f"{place}[{step}]"
+    return f"{place}.{shown(step, most=60)}" if place else shown(step, most=60)
 
 
 def _show(value: Any) -> str:

@@ -24,6 +24,7 @@ from ..documents.content import (
 )
 from ..errors import SpecError
 from ..storage import shown
+from .reading import write_step
 
 __all__ = ["read_relaxed"]
 
@@ -120,7 +121,7 @@ class _Reader:
             if (self._kind, self._token) != ("mark", ":"):
                 raise self._unexpected(f"give a colon, and the value of {shown(repr(name), most=60)}")
             self._step()
-            below = f"{place}.{name}" if place else name
+            below = write_step(place, name)
             if self._kind == "open":
                 self.left_open.append(below)
                 self._step()
@@ -131,7 +132,7 @@ class _Reader:
     def _items(self, place: str, level: int) -> list[Any]:
         items: list[Any] = []
         while not self._is_end("]", place):
-            items.append(self._value(f"{place}[{len(items)}]", level + 1))
+            items.append(self._value(write_step(place, len(items)), level + 1))
         return items
 
     def _is_end(self, end: str, place: str) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from ..documents.content import MOST_VALUES, put_place
+from ..documents.content import MOST_BYTES, MOST_VALUES, TOO_LARGE, put_place
 from ..errors import FieldError, SpecError
 from ..launch import Program, Rendezvous, launch_job
 from ..plan.job import JobSpec
@@ -18,16 +18,13 @@ from ..spec import PipelineSpec
 from ..storage import shown
 from .clone_import import Repository, read_clone
 from .command_import import (
-    ASSIGNMENT,
-    KEYWORDS,
-    WRAPPERS,
     Launch,
     describe_nodes,
     find_launcher,
-    name_before,
     put_variables,
     read_command,
 )
+from .command_words import ASSIGNMENT, KEYWORDS, find_text, name_before_text
 from .imported import Foreign, Imported, Importer
 from .job_script import FOLDER
 from .secret_words import may_be_secret, warn_of_secrets
@@ -35,17 +32,17 @@ from .shell import show_breaks
 from .shell_values import BATCH_NUMBERS, Values, read_batch_options
 from .shell_words import Command, Word, split_script
 
-__all__ = ["COMMAND", "find_text", "import_command"]
+__all__ = ["COMMAND", "import_command"]
 
 _STARTS = re.compile(
     r"\btorchrun\b|\btorch\.distributed\.(?:run|launch)\b|\baccelerate[ \t]+launch\b|\baccelerate-launch\b"
     r"|\baccelerate\.commands\.launch\b"
 )
-_SHELLS, _RUNS_TEXT = ("sh", "bash", "dash", "zsh"), re.compile("-[a-z]{0,5}c")
 _SETS_UP = ("module", "source", ".", "conda", "ulimit", "spack")
 _WITHOUT_EFFECT = ("set", "then", "else", "fi", "do", "done", "esac", "{", "}", ":", "true", "exit", "wait")
 _OF_NODE = ("HOME", "USER")  # variables that every node has
 _MOST_LINES, _MOST_VARIABLES, _MOST_PATH_CHARS = 5, 1000, 4096
+_MOST_COMMANDS, _MOST_FILLS = 20_000, 10_000  # in all texts of shells together
 _SOURCE, _JOB_SPEC = f"${FOLDER}/source", f"${FOLDER}/job_spec.json"  # in the scripts that we export
 _OUR_COMMANDS = ("fail", "printf", "[", "mkdir", "rm", "cd", "on_node", "srun", "unset", "*", "*$*")
 _OUR_OWN = re.compile(r"\$?DETRAIN_NB_|--node-rank: |--local-addr: |--rdzv-endpoint: |--rdzv-conf is_host: |srun: ")
@@ -71,6 +68,9 @@ class _Script:
     needed: list[str] = field(default_factory=list)  # variables without which it does not go on
     image: str = ""
     before_case: _Script | None = None
+    num_commands: int = 0
+    num_fills: int = 0
+    num_chars: int = 0  # in texts that shells are given
     num_seen: int = 0  # by all that it starts: variables, repositories
     launches: list[tuple[int, Launch]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -101,23 +101,9 @@ def import_command(words: Sequence[str]) -> Imported:
     script = _Script()
     if (text := find_text(words)) is not None:
         found = _read_text(text, "")
-        return replace(found, left_out=(*_name_before_text(words, text), *found.left_out))
+        return replace(found, left_out=(*name_before_text(words, text), *found.left_out))
     script.launches.append((0, read_command(words)))
     return _make(script, "")
-
-
-def find_text(words: Sequence[str]) -> str | None:
-    """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
-    begun = [at for at, word in enumerate(words) if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
-    may_follow = bool(begun) and posixpath.basename(words[begun[0]]) in WRAPPERS
-    for at in begun if may_follow else begun[:1]:
-        if posixpath.basename(words[at]) in _SHELLS and _RUNS_TEXT.fullmatch("".join(words[at + 1 : at + 2])):
-            return words[at + 2] if at + 2 < len(words) else None
-    return None
-
-
-def _name_before_text(words: Sequence[str], text: str) -> list[str]:
-    return name_before(words[: max(0, words.index(text) - 2)], "the text of its shell")
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -152,8 +138,14 @@ def _read_text(text: str, stem: str) -> Imported:
 def _take_all(script: _Script, commands: Sequence[Command], values: Values) -> None:
     """Take the commands of one shell."""
     outer, script.values = script.values, values
+    script.num_commands += len(commands)
+    if script.num_commands > _MOST_COMMANDS:
+        said = f"there are more than {_MOST_COMMANDS:,} commands up to here: give fewer"
+        raise SpecError(f"line {commands[0].line}: {said}")
     for command in commands:
-        _take(script, replace(command, words=values.fill(command.words)))
+        script.num_fills += sum(len(word.fills) for word in command.words)
+        may_fill = script.num_fills <= _MOST_FILLS  # what is not filled in is told
+        _take(script, replace(command, words=values.fill(command.words) if may_fill else command.words))
     script.values = outer
 
 
@@ -179,7 +171,10 @@ def _take_words(script: _Script, command: Command) -> None:
     elif command.array:
         script.own[command.array] = Word(""), command.line
     elif (text := find_text(texts)) is not None:
-        script.left_out += _name_before_text(texts, text)
+        script.left_out += name_before_text(texts, text)
+        script.num_chars += 1000 + len(text)  # each is handed the variables, too
+        if script.num_chars > MOST_BYTES:
+            raise SpecError(f"line {command.line}: the texts of shells up to here are {TOO_LARGE}")
         _take_inner(script, command, split_script(text))
     elif name == "export" or _are_variables(texts):
         _take_variables(script, command, is_exported=name == "export")
@@ -208,7 +203,7 @@ def _are_variables(texts: Sequence[str]) -> bool:
 def _take_inner(script: _Script, command: Command, commands: list[Command]) -> None:
     """Take what a shell is given as a text: it has what is exported, but for the variables of its own command."""
     for inner in commands:
-        inner.line, inner.files = command.line, [*inner.files, *command.files]
+        inner.line, inner.files = command.line, [*inner.files, *command.files[:1]]
     own = {match[1] for word in command.words if (match := ASSIGNMENT.fullmatch(word.text))}
     exported = {*script.variables, *itertools.chain(*BATCH_NUMBERS.values())} - own
     known = {name: value for name, value in script.values.known.items() if name in exported}
@@ -266,7 +261,7 @@ def _take_variables(script: _Script, command: Command, *, is_exported: bool) -> 
             script.variables[word.text] = script.own.pop(word.text)[0]
         elif is_added:
             script.left_out.append(f"{shown(name, most=60)}: more is added to it (line {command.line}): write it out")
-    if len(script.variables) > _MOST_VARIABLES:
+    if len(script.variables) + len(script.own) > _MOST_VARIABLES:
         raise SpecError(f"line {command.line}: there are more than {_MOST_VARIABLES:,} variables: give fewer")
 
 
@@ -293,9 +288,11 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
     Raises: SpecError where so many are started that it would take minutes.
     """
     script.num_seen += len(script.needed) + len(script.repositories)
-    script.num_seen += sum(1 + len(word.text) // 1000 for word in script.variables.values())
+    texts = [*(word.text for word in script.variables.values()), *script.setup]
+    script.num_seen += sum(1 + len(text) // 1000 for text in texts)
     if script.num_seen > MOST_VALUES:
-        raise SpecError(f"line {command.line}: the commands up to here start ranks with too many variables: give fewer")
+        said = "the commands up to here start ranks with too many variables, or lines before them: give fewer"
+        raise SpecError(f"line {command.line}: {said}")
     put_variables(launch, {name: word for name, word in script.variables.items() if word.text != _LAUNCH_ENV.get(name)})
     if script.needed:
         secrets = [name for name in script.needed if name not in launch.fields.get("env", {})]
@@ -311,7 +308,6 @@ def _start(script: _Script, launch: Launch, command: Command) -> None:
             launch.left_out.append(f"cd {shown(script.folder, most=60)}: give nodes.workdir")
     if setup := [line for line in script.setup if line.strip()]:
         source["setup"] = setup
-        launch.left_out += [f"source.setup: {said}" for line in setup for said in warn_of_secrets(line.split())]
     script.launches.append((command.line, launch))
 
 
@@ -361,6 +357,8 @@ def _make(script: _Script, stem: str) -> Imported:
         if name not in script.filled
     ]
     left_out = [*own, *script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
+    setup = first.fields["source"].get("setup", ())  # that of all
+    left_out += [f"source.setup: {said}" for line in setup for said in warn_of_secrets(line.split())]
     for path in list(script.written):
         script.forget(path)
     for name, found in script.others.items():

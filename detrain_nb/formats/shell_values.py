@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from .command_import import ASSIGNMENT
+from .command_words import ASSIGNMENT
 from .secret_words import may_be_secret, warn_of_secrets
 from .shell_words import FILLS, Command, Word
 

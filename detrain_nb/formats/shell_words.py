@@ -23,7 +23,7 @@ _PIECE = re.compile(
     r"""
     (?P<blank> [ \t\r]++ )
   | (?P<joined> \\\r?\n )
-  | (?P<comment> (?<![^\s;&|()]) \#[^\n]*+ )
+  | (?P<comment> (?<![^\s;&|()]) \# )
   | (?P<end> \n | ;; | && | \|\| | [;|()] | &(?!>) )
   | (?P<redirect> &>>? | (?:(?<![^\s;&|()]) [0-9]{1,3})? (?: <<< | <<-? | >> | [<>]& | >\| | [<>] ) )
   | (?P<single> '[^']*+' )
@@ -163,6 +163,8 @@ class _Splitter:
                 piece, kind = self._read_to_end(piece), "double" if piece == '"' else "filled"
             elif is_in_word and kind in ("comment", "redirect") and (plain := _NO_BEGIN.match(piece)):
                 piece, kind = plain[0], "plain"  # behind an escaped sign, which looks like the end of a word
+            elif kind == "comment":
+                piece = self._text[self._at : self._line_end()]
             is_in_word = kind in _OF_WORDS or (is_in_word and kind == "joined")
             self._at += len(piece)
             self._line += piece.count("\n")
@@ -170,6 +172,10 @@ class _Splitter:
             if piece == "\n" and self._ends:
                 self._pass_documents()
         yield "end", "\n", self._line
+
+    def _line_end(self) -> int:
+        end = self._text.find("\n", self._at)
+        return len(self._text) if end < 0 else end
 
     def _read_to_end(self, opened: str) -> str:
         """Return what begins here with ``opened``, with all that stands inside of it."""

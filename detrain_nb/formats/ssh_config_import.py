@@ -30,6 +30,7 @@ _FIELDS |= {"identityfile": "identity_file", "proxyjump": "proxy_jump"}
 _NO_FIELD = "nodes have no field for it"
 _MOST_PATTERNS, _MOST_CHARS = 1000, 253  # characters of each
 _MOST_KEYS = 10  # that are named
+_MOST_VALUE_CHARS = 4096  # of an option, which may hold for thousands of hosts
 _MOST_LOOKS = 100_000  # at a pattern, for a host
 
 
@@ -65,7 +66,7 @@ def _is_one(foreign: Foreign) -> bool:
 
 
 def _read(foreign: Foreign) -> Imported:
-    blocks, left_out, unused = _take_apart(foreign.text)
+    blocks, left_out, unused = _take_apart(foreign)
     hosts = list(dict.fromkeys(name for block in blocks for name in block.patterns if _NAME.fullmatch(name)))
     patterns = [pattern for block in blocks if block.has_patterns for pattern in block.patterns]
     if not hosts:
@@ -79,8 +80,8 @@ def _read(foreign: Foreign) -> Imported:
         nodes = [_make(foreign, {"host": host}) for host in hosts]
     else:
         nodes = [_make_node(foreign, host, found, left_out) for host, found in _find_options(blocks, hosts)]
-        left_out += [*_list_unmatched(patterns, hosts), *unused.values()]
-    return Imported("ssh_config", nodes=tuple(nodes), left_out=tuple(dict.fromkeys(left_out)))
+        left_out |= dict.fromkeys([*_list_unmatched(patterns, hosts), *unused.values()])
+    return Imported("ssh_config", nodes=tuple(nodes), left_out=tuple(left_out))
 
 
 def _list_unmatched(patterns: list[str], hosts: list[str]) -> Iterator[str]:
@@ -111,21 +112,21 @@ def _find_options(blocks: list[_Block], hosts: list[str]) -> Iterator[tuple[str,
         yield host, options
 
 
-def _take_apart(text: str) -> tuple[list[_Block], list[str], dict[str, str]]:
+def _take_apart(foreign: Foreign) -> tuple[list[_Block], dict[str, None], dict[str, str]]:
     """Return the blocks, what of it is not read, and which options no node has."""
     blocks = [_Block(["*"])]
-    left_out: list[str] = []
+    left_out: dict[str, None] = {}  # each once: there may be thousands of hosts
     unused: dict[str, str] = {}
-    for key, value in _lines(text):
+    for key, value in _lines(foreign.text):
         if key == "host":
             blocks.append(_Block([quoted or plain for quoted, plain in _WORD.findall(value)]))
         elif key == "match" and value.lower() == "all":
             blocks.append(_Block(["*"]))
         elif key == "match":
-            left_out.append(f"Match {shown(value, most=60)}: is not decided here: what stands below it is not read")
+            left_out[f"Match {shown(value, most=60)}: is not decided here: what stands below it is not read"] = None
             blocks.append(_Block([]))
         elif key == "include":
-            left_out.append(f"Include {shown(value, most=60)}: import that file, too")
+            left_out[f"Include {shown(value, most=60)}: import that file, too"] = None
         else:
             if key == "proxycommand" and (jump := _JUMP.fullmatch(value)):
                 key, value = "proxyjump", jump[1]
@@ -133,6 +134,9 @@ def _take_apart(text: str) -> tuple[list[_Block], list[str], dict[str, str]]:
                 unused[key] = f"{shown(key, most=60)}: {_NO_FIELD}"
                 continue
             value = value.strip('"')
+            if len(value) > _MOST_VALUE_CHARS:
+                fault = f"{key} {shown(value, most=60)}...: give at most {_MOST_VALUE_CHARS:,} characters"
+                raise SpecError(put_place(foreign.name, fault))
             if blocks[-1].options.setdefault(key, value) != value and key == "identityfile":
                 blocks[-1].more_keys = [*blocks[-1].more_keys[: _MOST_KEYS - 1], value]
     return blocks, left_out, unused
@@ -144,15 +148,15 @@ def _lines(text: str) -> Iterator[tuple[str, str]]:
             yield match[1].lower(), match[2].partition(" #")[0].strip()
 
 
-def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: list[str]) -> Node:
+def _make_node(foreign: Foreign, host: str, options: dict[str, str], left_out: dict[str, None]) -> Node:
     fields: dict[str, object] = {"name": host, "host": host}
     for key, value in options.items():
-        if key == "hostname":
+        if key == "hostname" and len(value) <= _MOST_CHARS:
             value = value.replace("%h", host)
         if key not in _FIELDS or "%" in value:
             reason = "write it as ProxyJump" if key == "proxycommand" else _NO_FIELD
             reason = "a node has one key" if key.startswith("identityfile ") else reason
-            left_out.append(f"{key}: {reason}")
+            left_out[f"{key}: {reason}"] = None
         elif key != "proxyjump" or value.lower() != "none":
             fields[_FIELDS[key]] = int(value) if key == "port" and re.fullmatch("[0-9]{1,9}", value) else value
     return _make(foreign, fields)
@@ -162,7 +166,8 @@ def _make(foreign: Foreign, fields: dict[str, object]) -> Node:
     try:
         return Node(**fields)  # type: ignore[arg-type]  # the model checks them
     except SpecError as exc:
-        where = f"Host {fields.get('name', fields['host'])}: {str(exc).splitlines()[0]}"
+        name = shown(str(fields.get("name", fields["host"])), most=60)
+        where = f"Host {name}: {str(exc).splitlines()[0]}"
         raise SpecError(put_place(foreign.name, where)) from None
 
 

@@ -32,6 +32,7 @@ _FIELDS: dict[str, tuple[str, Any]] = {
     "parallelism.pipeline_parallel_degree": ("parallelism.pp", 1),
     "parallelism.tensor_parallel_degree": ("parallelism.tp", 1),
 }
+_MOST_NAME_CHARS = 100  # of an option that there is
 _MARKS = ("job.dump_folder", "model.flavor", "training.seq_len", "training.dataset", "optimizer.lr")
 
 
@@ -56,7 +57,7 @@ class _Titan:
         for key in part:
             name = f"{above}{key}"
             if isinstance(part.look(key), dict):
-                self._take(part.part(key), f"{name}.")
+                self._take(part.part(key), f"{name[:_MOST_NAME_CHARS]}.")  # of which every option below has a copy
             elif name in GONE:
                 part.leave(key, GONE[name])
             elif name == "model.tokenizer_path" and str(part.look(key)).endswith(".model"):

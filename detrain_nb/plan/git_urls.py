@@ -142,7 +142,7 @@ def _hide_user(text: str) -> str:
 def check_git_ref(ref: str) -> str:
     """Return the name of a branch or tag, or a commit; empty is the repository's own choice. Raises: SpecError."""
     if len(ref) > _MOST_REF_CHARS or not ref.isprintable() or _NOT_IN_REF.search(ref):
-        shown = printable(ref[:80])
+        shown = printable(_hide_user(ref) if "://" in ref else ref)[:80]
         raise SpecError(f"git ref {shown!r} can be no branch, tag or commit: give the name alone, as in main or v1.2")
     return ref
 

@@ -17,6 +17,7 @@ from .model import SpecModel, describe_field
 from .words import NODE_NAME, PATH, Lines, NodePath, Path, Variables, is_node_name, is_path, like, only
 
 _OF_SSH = ("port", "user", "identity_file", "proxy_jump", "setup")
+_MOST_JUMPS = 20
 THIS_MACHINE = "localhost"  # the host that is the notebook's machine itself
 OF_HOSTS = frozenset({*_OF_SSH, "address", "python", "workdir"})  # what the defaults of a file do not say of it
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
@@ -54,7 +55,9 @@ def _is_workdir(text: str) -> bool:
 
 
 def _check_jumps(text: str) -> str:
-    jumps = [jump.strip() for jump in text.split(",")]
+    jumps = [jump.strip() for jump in text.split(",", _MOST_JUMPS)]
+    if len(jumps) > _MOST_JUMPS:
+        raise ValueError(f"{show(text)} names more than {_MOST_JUMPS} hosts: give fewer")
     for jump in jumps:
         parse_target(jump)
     return ",".join(jumps)

@@ -11,7 +11,9 @@
 #
 # An image that starts as root gives trainer the folder DETRAIN_NB_VOLUME, and goes on as trainer: Akash gives volumes
 # to root, and no SDL says otherwise.
-set -u
+# SHELLOPTS of the environment would end it, or have it write no file anew; and a job has no such options of this shell.
+set -u +aefC +o pipefail
+export -n SHELLOPTS
 
 _port=2222 _trainer=trainer
 _end_limit_s=10    # what SIGTERM leaves the job
@@ -31,7 +33,9 @@ fail() {
 
 become_trainer() {
   if [ -n "${DETRAIN_NB_VOLUME-}" ]; then
-    chown "$_trainer:" "$DETRAIN_NB_VOLUME" || fail "DETRAIN_NB_VOLUME: $DETRAIN_NB_VOLUME cannot be given to $_trainer"
+    [ "$(realpath -s "$DETRAIN_NB_VOLUME")" = "$(realpath "$DETRAIN_NB_VOLUME")" ] ||
+      fail "DETRAIN_NB_VOLUME: $DETRAIN_NB_VOLUME leads through a link: name the folder itself"
+    chown -h "$_trainer:" "$DETRAIN_NB_VOLUME" || fail "DETRAIN_NB_VOLUME: $DETRAIN_NB_VOLUME cannot be given to $_trainer"
   fi
   export HOME
   HOME=$(getent passwd "$_trainer" | cut -d: -f6)

@@ -156,6 +156,45 @@ SQUARES: dict[str, tuple[str, str]] = {  # what small parts together make large:
     ),
 }
 
+_NAMES = " ".join(f"h{number}" for number in range(9000))
+SQUARES |= {  # these took minutes, or gigabytes
+    "a jump of hosts": (f"Host {_NAMES}\nHost *\n ProxyJump {'a,' * 300_000}a", "proxyjump .*at most 4,096 characters"),
+    "jumps of hosts": (f"Host {_NAMES}\nHost *\n ProxyJump {'a,' * 2000}a", "names more than 20 hosts"),
+    "a name in a host": (f"Host {'a' * 250}\n HostName {'%h' * 450_000}", "hostname .*at most 4,096 characters"),
+    "a long name of a host": (f"Host {'a' * 990_000}", "Host a{60}: "),
+    "escaped signs": ("torchrun a.py\n" + r"\ #" * 320_000, "more than 200,000 blanks"),
+    "texts of shells": (f"sh -c '{'x' * 99}\n'\n" * 9000 + "torchrun a.py", "texts of shells up to here are larger"),
+    "commands of shells": ((f"sh -c '{'x;' * 9000}'\n") * 3 + "torchrun a.py", "more than 20,000 commands up to here"),
+    "setup of launches": ("ulimit -n 9\n" * 4900 + ONCE_MORE[:60_000], "too many variables, or lines"),
+    "variables of one line": (f"{MANY}\ntorchrun a.py", "more than 1,000 variables"),
+    "commands of services": (
+        format_document(
+            {
+                "version": "2.0",
+                "services": {
+                    f"a{number}": {"args": ["sh", "-c", "x;" * 300 + "torchrun a.py"]} for number in range(900)
+                },
+                "profiles": {"compute": {"c": {"resources": {}}}},
+                "deployment": {f"a{number}": {"p": {"profile": "c"}} for number in range(900)},
+            },
+            ".json",
+        ),
+        r"services.a66.args: .* too many commands, or words",
+    ),
+    "a long name of containers": (
+        format_document(
+            {
+                "version": "2.0",
+                "services": {"a" * 400_000: {"args": ["torchrun", "a.py"]}},
+                "profiles": {"compute": {"c": {"resources": {}}}},
+                "deployment": {"a" * 400_000: {"p": {"profile": "c", "count": 1000}}},
+            },
+            ".json",
+        ),
+        "services.a{60}: give it a name of at most",
+    ),
+}
+
 kinds = pytest.mark.parametrize("kind", IMPORTERS)
 
 
@@ -237,7 +276,23 @@ def test_many_options_of_many_hosts_are_told_in_time() -> None:
 def test_parts_that_are_small_alone_make_nothing_large_together(case: str) -> None:
     text, said = SQUARES[case]
     with pytest.raises(SpecError, match=said):
-        import_text(text)
+        import_text(text, name="a.json" if text.startswith("{") else "")
+
+
+WIDE: dict[str, str] = {  # what took gigabytes, and is read
+    "files of commands": f"sh -c '{'x;' * 3000}' {'>a ' * 15_000}\ntorchrun a.py",
+    "places": '{"training_definition": {}, ' + f'"{"k" * 400_000}": [{"[...]," * 2000}]}}',
+}
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_parts_that_are_wide_alone_are_read_with_little_memory(case: str) -> None:
+    tracemalloc.start()
+    try:
+        import_text(WIDE[case])
+        assert tracemalloc.get_traced_memory()[1] < 200_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_options_of_many_hosts_are_named_once() -> None:

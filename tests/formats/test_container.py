@@ -55,6 +55,7 @@ def _enter(*command: str, env: Mapping[str, str] | None = None, user: int = 6553
 
 def test_container_without_a_key_is_its_command() -> None:
     assert _enter("sh", "-c", 'echo "$A" "$1"; exit 3', "sh", "a  b", env={"A": "x  y"}) == (3, "x  y a  b\n")
+    assert _enter("bash", "-c", "false; echo $-", env={"SHELLOPTS": "errexit"}) == (0, "hBc\n")
     status, said = _enter()
     assert status == 2 and "there is nothing to do: give SSH_PUBKEY" in said
 
@@ -93,6 +94,9 @@ def _check_that_root_gives_the_volume_away(testbed: Testbed) -> None:
     start = "mkdir '/run/a volume' /run/other && DETRAIN_NB_VOLUME='/run/a volume' exec /run/entrypoint.sh sh -c"
     job = 'touch "$DETRAIN_NB_VOLUME/x" && id -un && ! touch /run/other/x 2>/dev/null && grep NoNew /proc/self/status'
     assert testbed.output("h0", f"{start} '{job}'").split() == ["trainer", "NoNewPrivs:", "1"]
+    through_link = "ln -s /run/other /run/link && DETRAIN_NB_VOLUME=/run/link/ /run/entrypoint.sh true 2>&1"
+    said, owner = testbed.output("h0", f"{through_link} || stat -c %U /run/other").splitlines()
+    assert "leads through a link: name the folder itself" in said and owner == "root"
 
 
 @pytest.mark.slow
@@ -123,7 +127,9 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
     for _ in range(2):  # in a new container the home is empty
         testbed.exec("h0", f"rm -r {HOME}/.detrain_nb", check=True)
         job = ("sh", "-c", "echo begun; mkdir ~/.detrain_nb; exit 7")
-        first.start(*job, SSH_PUBKEY=f"{first.public_key}\n{_KEY}", DETRAIN_NB_VOLUME="/run/volume")
+        first.start(
+            *job, SSH_PUBKEY=f"{first.public_key}\n{_KEY}", DETRAIN_NB_VOLUME="/run/volume", SHELLOPTS="errexit"
+        )
         first.wait_for("the job has ended")
         first.wait_for("Server listening")
         keys.add(testbed.output("h0", "cat /run/volume/.detrain_nb/host_key.pub"))

@@ -295,6 +295,8 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
     with pytest.raises(SpecError, match=r"^start\.sh: line 1: git clone: leave the password out of its URL$"):
         _fields("git clone https://me:sec/ret@example.org/a; torchrun a/a.py")
+    left_out = _fields("git clone 'https://example.org/a/b.git?private_token=x' b; torchrun b/a.py")[1]
+    assert left_out[0].startswith("git clone: what stands behind the ? of its URL may be a secret")
     clone = 'GIT_SSH_COMMAND="ssh -i \'" git clone --depth=1 -u evil --template x -c a.b=c -q https://a.org/b'
     fields, left_out = _fields(f"{clone}\ntorchrun b/a.py")
     assert fields["source"] == {"git": {"url": "https://a.org/b"}, "entry": "a.py"}
@@ -410,6 +412,7 @@ def test_command_lines_of_several_nodes_are_one_job() -> None:
         ("torchrun --nnodes 0 a.py", r"torchrun --nnodes '0': give a number of nodes, 1 to 10,000, or a range as 1:4"),
         ("torchrun --nnodes 3:2 a.py", "--nnodes '3:2': give"),
         ("torchrun --nproc-per-node many a.py", "--nproc-per-node 'many': give auto, gpu, cpu or a number"),
+        ("torchrun --rdzv-endpoint u:pw@h a.py", r"--rdzv-endpoint 'u:\*\*\*@h': give host:port"),
         ("torchrun --nproc-per-node 99999999 a.py", "--nproc-per-node '99999999': give"),
         ("torchrun --rdzv a.py", "torchrun --rdzv: may be --rdzv-backend or --rdzv-conf"),
         ("torchrun --gpus 2 a.py", "torchrun --gpus: it has no such option"),

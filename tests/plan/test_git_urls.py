@@ -84,6 +84,12 @@ def test_ref_is_refused(ref: str) -> None:
         check_git_ref(ref)
 
 
+def test_password_in_a_ref_is_not_shown() -> None:
+    for ref in ("https://me:secret@host/a", f"https://me:{'secret' * 99}@host/a", "https://secret@host/a"):
+        with pytest.raises(SpecError, match=r"git ref 'https://\*\*\*@host/a' can be no branch"):
+            check_git_ref(ref)
+
+
 @given(st.text())
 def test_whatever_is_given_is_taken_or_refused(text: str) -> None:
     for check in (check_git_url, check_git_ref):
