@@ -216,7 +216,7 @@ class ConsoleView(FilesEditor):
             opened = self._forms[self.opened_path()]
         with (form := opened.form).lock:
             if form.spec is None or form.errors:
-                return {"error": "correct what is marked first"}
+                return {"error": "correct the errors of the form first"}
             spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest, "widget": self.model_id}
         return {**review_spec(spec), **told}
 
@@ -225,7 +225,7 @@ class ConsoleView(FilesEditor):
             opened = self._forms[self.opened_path()]
         with opened.form.lock:
             if opened.form.spec is None or not opened.form.is_right:
-                raise Refused("correct what is marked first")
+                raise Refused("correct the errors of the form first")
             self._require_seen(opened, digest, "written")
             return opened.form.spec, opened.digest
 

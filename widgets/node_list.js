@@ -8,7 +8,7 @@ class NodeRow {
     const small = (name, act) => view.button(icon(name), act, { cls: "ic q", on_error });
     this.sign = h("span", {}, icon("right")); this.label = h("span", { class: "cut" });
     this.toggle = h("button", { type: "button", class: "twist", "aria-expanded": "false", onclick: () => this.open(!this.is_open) }, this.sign, this.label);
-    this.where = h("span", { class: "mono cut" }); this.offers = h("span", { class: "soft cut" }); this.state = h("span", {});
+    this.host = h("span", { class: "cut" }); this.port = h("span", {}); this.where = h("span", { class: "mono ends" }, this.host, this.port); this.offers = h("span", { class: "soft cut" }); this.state = h("span", {});
     this.test = view.button([icon("test"), "Test"], () => list.test_rows([key]), { cls: "q", on_error });
     this.up = small("up", () => this.move("up", this.up)); this.down = small("down", () => this.move("down", this.down));
     this.copy = small("copy", () => list.change_to("copy", to_host, key));
@@ -49,7 +49,8 @@ class NodeRow {
   update() {
     const { form } = this.editor, at = form.rows.indexOf(this.key), { label, where, offers } = this.told = form.nodes[this.key];
     const wrong = Object.keys(form.errors).filter((path) => OF_NODE.exec(path)?.[1] === this.key).length;
-    set_text(this.label, label); set_text(this.where, where); this.where.title = where; set_text(this.offers, offers);
+    set_text(this.label, label); const port = /:\d+$/.exec(where)?.[0] ?? ""; // nodes behind one address differ in it alone
+    set_text(this.host, where.slice(0, where.length - port.length)); set_text(this.port, port); this.where.title = where; set_text(this.offers, offers);
     this.toggle.setAttribute("aria-label", `${label}: ${this.is_open ? "close" : "open"}`); this.body.setAttribute("aria-label", label);
     for (const [button, name] of [[this.test, `Test ${label}`], [this.up, `Move ${label} up`], [this.down, `Move ${label} down`], [this.copy, `Duplicate ${label}`], [this.trash, `Remove ${label}`]]) {
       if (button.dataset.title !== name) { button.setAttribute("aria-label", name); button.dataset.title = button.title = name; }

@@ -101,7 +101,7 @@ def _check_choices(plan: Plan, start: str, part: str, ssh_key: str) -> None:
             f"first collective: {_PORTS}: give --part all; or --start session, and begin sessions with --no-init"
         )
     if ssh_key and not _PUBLIC_KEY.fullmatch(ssh_key):
-        raise SpecError("--ssh-key: is no public key: give the line of a file such as ~/.ssh/id_ed25519.pub")
+        raise SpecError('--ssh-key: is no public key: give what its file has: --ssh-key "$(cat ~/.ssh/id_ed25519.pub)"')
 
 
 def _check_use(asked: Terms, *, has_gpus: bool, mount: str) -> None:

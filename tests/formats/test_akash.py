@@ -320,7 +320,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a private key": (
         {},
         {"ssh_key": "-----BEGIN OPENSSH PRIVATE KEY-----"},
-        "--ssh-key: is no public key: give the line",
+        "--ssh-key: is no public key: give what its file has",
     ),
     "a key of whoever wrote the spec": (
         {"env": {"SSH_PUBKEY": "ssh-ed25519 AAAA mallory"}},

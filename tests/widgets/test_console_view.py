@@ -297,7 +297,7 @@ def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.asks("drop_work")
     assert page.wait_for_part("work", lambda work: work is None) is None and page.open_page()["work"] is None
     page.asks("open_pipeline", id=page.names()["draft"])
-    assert page.asks("review") == {"error": "correct what is marked first"}
+    assert page.asks("review") == {"error": "correct the errors of the form first"}
     with pytest.raises(RuntimeError, match="to correct first"):
         page.asks("start", digest="")
 
@@ -343,7 +343,7 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
         "save_export", **{**save, "path": "jobs"}, anyway=False
     )
     page.asks("edit", path="env", typed="RANK=1", revision=1 << 41, editor="p")
-    assert page.refusal("export", **given) == "correct what is marked first"
+    assert page.refusal("export", **given) == "correct the errors of the form first"
 
 
 def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(page: Page, tmp_path: Path) -> None:
