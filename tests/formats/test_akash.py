@@ -217,6 +217,7 @@ def test_profile_has_what_the_node_has() -> None:
     price = {"denom": "uakt", "amount": 7}
     assert sdl["profiles"]["placement"] == {"akash": {"pricing": {"a": price, "b": price}}}
     assert sdl["services"]["b"]["params"]["storage"]["checkpoint"] == {"mount": "/checkpoints"}
+    assert sdl["deployment"] == {name: {"akash": {"profile": name, "count": 1}} for name in "ab"}
 
 
 def test_session_runs_nothing_and_has_the_variables() -> None:
