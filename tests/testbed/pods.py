@@ -89,11 +89,11 @@ class Pod:
 
 
 @contextlib.contextmanager
-def forwarded(pod: Pod) -> Iterator[int]:
-    """Give a port of this machine's loopback that leads to the pod's sshd."""
+def forwarded(pod: Pod, port: int) -> Iterator[int]:
+    """Give a port of this machine's loopback that leads to that of the pod."""
     end = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=_forward, args=(listener, (pod.host.ip, SSH_PORT), end), daemon=True)
+        thread = threading.Thread(target=_forward, args=(listener, (pod.host.ip, port), end), daemon=True)
         thread.start()
         try:
             yield listener.getsockname()[1]
