@@ -252,4 +252,9 @@ def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
             f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
             "rendezvous.endpoint"
         )
+    if address is None and any(node.host == first.host and node.port != first.port for node in spec.nodes[1:]):
+        raise SpecError(
+            f"nodes[0] {first.name}: {first.host} has several nodes, behind ports that lead to sshd alone: no other "
+            "node reaches the first one there: give nodes[0].address, or rendezvous.endpoint, or export akash"
+        )
     return address or first.host, settings.port or DEFAULT_PORT
