@@ -252,9 +252,10 @@ def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
             f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
             "rendezvous.endpoint"
         )
-    if address is None and any(node.host == first.host and node.port != first.port for node in spec.nodes[1:]):
+    beside = [node.name for node in spec.nodes[1:] if node.host == first.host and node.port != first.port]
+    if address is None and beside:
         raise SpecError(
-            f"nodes[0] {first.name}: {first.host} has several nodes, behind ports that lead to sshd alone: no other "
-            "node reaches the first one there: give nodes[0].address, or rendezvous.endpoint, or export akash"
+            f"nodes[0] {first.name}: {beside[0]} has the same host, so both are reached through forwarded ports, which "
+            "lead to sshd alone: give nodes[0].address or rendezvous.endpoint, or export akash"
         )
     return address or first.host, settings.port or DEFAULT_PORT

@@ -47,7 +47,7 @@ def _list_state(service: str, said: Any) -> Iterator[tuple[Steps, str]]:
     for key, value in said.items():
         if key in _COUNTS:
             yield from [((key,), _ONE)] if value not in (None, 1) else []
-        elif value not in (None, "", [], service):
+        elif value not in (None, "", []) and (key, value) != ("name", service):
             yield (key,), NO_FIELD
 
 
@@ -62,7 +62,7 @@ def _list_ways(table: str, service: str, said: list[Any], way: tuple[str, int] |
         yield (), f"a node is reached at one port alone, that of sshd, and not at {ports}"
     if chosen == table:
         unread = {key: value for key, value in said[number].items() if key not in names}
-        yield from (((number, key), NO_FIELD) for key, value in unread.items() if value not in (None, "", service))
+        yield from (((number, *steps), reason) for steps, reason in _list_state(service, unread))
 
 
 LEASE = Importer(_is_one, _read, "what Akash says of a lease")

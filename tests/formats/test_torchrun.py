@@ -149,7 +149,7 @@ def test_first_node_has_an_address_that_leads_there() -> None:
     with pytest.raises(SpecError, match=r"nodes\[0\] localhost: the other nodes do not reach it at localhost: give"):
         endpoint({"host": "localhost"})
     assert endpoint({"name": "a", "host": "b"}) == "b:29500", "two nodes of one machine"
-    with pytest.raises(SpecError, match=r"nodes\[0\] a: b has several nodes, .* or export akash$") as caught:
+    with pytest.raises(SpecError, match=r"nodes\[0\] a: b has the same host, .* or export akash$") as caught:
         endpoint(leased := {"name": "a", "host": "b", "port": 31022})
     assert "\n" not in str(caught.value)
     assert endpoint({**leased, "address": "10.0.0.1"}) == "10.0.0.1:29500"
