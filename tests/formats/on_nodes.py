@@ -98,12 +98,18 @@ def _akash(shell: str, sdl: Path, node_rank: int) -> Start:
     bins.mkdir(exist_ok=True)
     (bins / "hostname").write_text('#!/bin/sh\n[ "$*" = -i ] && echo 10.1.2.3 10.4.5.6\n')
     (bins / "hostname").chmod(0o755)
-    env = {"PATH": f"{bins}:{os.environ['PATH']}"}
+    job = container_of(service)
+    assert job.argv[0] == "/bin/sh"
+    return Start([shell, *job.argv[1:]], {"PATH": f"{bins}:{os.environ['PATH']}", **job.env})
+
+
+def container_of(service: Mapping[str, Any]) -> Start:
+    """Return what a provider starts the image's entrypoint with, for a service of an SDL."""
+    env: dict[str, str] = {}
     for line in service["env"]:
         name, _, value = line.partition("=")
         env[name] = fill_in(value, env)
-    assert service["args"][0] == "/bin/sh"
-    return Start([shell, *(fill_in(word, env) for word in service["args"][1:])], env)
+    return Start([fill_in(word, env) for word in service.get("args", ())], env)
 
 
 def fill_in(text: str, env: Mapping[str, str]) -> str:

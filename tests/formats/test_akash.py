@@ -22,7 +22,7 @@ from ..testbed.pods import Pod
 from .akash import templates
 from .akash.parser import find_faults, require_sound
 from .akash.sdl_lint import lint
-from .on_nodes import fill_in, run_on_node, write_recorder
+from .on_nodes import container_of, fill_in, run_on_node, write_recorder
 from .test_torchrun import ONCE
 
 GPUS = ({"host": "a", "devices": [0, 1]}, {"host": "b", "devices": [0, 1]})
@@ -217,6 +217,7 @@ def test_profile_has_what_the_node_has() -> None:
     price = {"denom": "uakt", "amount": 7}
     assert sdl["profiles"]["placement"] == {"akash": {"pricing": {"a": price, "b": price}}}
     assert sdl["services"]["b"]["params"]["storage"]["checkpoint"] == {"mount": "/checkpoints"}
+    assert sdl["deployment"] == {name: {"akash": {"profile": name, "count": 1}} for name in "ab"}
 
 
 def test_session_runs_nothing_and_has_the_variables() -> None:
@@ -353,8 +354,8 @@ def _deployed(spec: PipelineSpec, make_testbed: MakeTestbed, folder: Path) -> It
     sdl = _export(spec, ssh_key=pods[0].public_key.strip())
     with ExitStack() as started:
         for pod, service in zip(pods, sdl["services"].values(), strict=True):
-            env = {name: fill_in(value, {}) for name, _, value in (line.partition("=") for line in service["env"])}
-            pod.start(*(fill_in(word, env) for word in service["args"]), **env)
+            container = container_of(service)
+            pod.start(*container.argv, **container.env)
             started.callback(pod.stop)
         for pod in pods:
             pod.wait_for("container: the job has ended, with status")

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 from base64 import b64encode
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+import yaml
 
+from detrain_nb.formats import export_spec
 from detrain_nb.formats.secret_words import SECRET_NAME
+from detrain_nb.spec import PipelineSpec
 
 from ..testbed.fixtures import MakeTestbed
 from ..testbed.pods import ENTRYPOINT, HOME, Pod
 from ..testbed.testbed import Testbed
+from .on_nodes import container_of
 
 _PATH = f"{os.environ['PATH']}:/usr/sbin"
 _BLOB = b"\0\0\0\x0bssh-ed25519\0\0\0\x20" + bytes(32)
@@ -99,12 +104,41 @@ def _check_that_root_gives_the_volume_away(testbed: Testbed) -> None:
     assert "leads through a link: name the folder itself" in said and owner == "root"
 
 
+def _check_that_checkpoints_need_a_volume_that_the_job_can_write(testbed: Testbed) -> None:
+    """What an SDL starts where its volume is root's: by an image of trainer, and by one that starts as root."""
+    fields = {"source": {"script_text": "print()"}, "nodes": [{"host": "h0", "python": "/run/python"}]}
+    spec = PipelineSpec.from_dict({"name": "x", "image": "a/b:1", "checkpoint": {"url": "/run/saved"}, **fields})
+    (service,) = yaml.safe_load(export_spec(spec, "akash"))["services"].values()
+    container = container_of(service)
+    given = (f"{name}={value}" for name, value in container.env.items())
+    start = shlex.join(["env", *given, "/run/entrypoint.sh", *container.argv])
+    python = "#!/bin/sh\ntouch /run/saved/x && stat -c '%U has written %n' /run/saved/x\n"  # in the place of torchrun
+    prepare = "cat >/run/python && chmod 755 /run/python && mkdir -m 755 /run/saved"
+    testbed.exec("h0", prepare, input=python.encode(), check=True)
+    as_trainer = f"setpriv --reuid=12345 --regid=12345 --clear-groups {start}"
+    said = testbed.output("h0", f"cd {HOME}; {as_trainer} 2>&1; echo $?; ls -A /run/saved")
+    refused = (
+        "x: checkpoint.url: this user cannot write to /run/saved: give a URL of storage, or an image that starts as"
+    )
+    assert said == f"{refused} root\n2\n"
+    assert testbed.output("h0", f"cd {HOME} && {start}") == "trainer has written /run/saved/x\n"
+
+
+def _check_that_only_the_key_lets_in(pod: Pod, folder: Path) -> None:
+    make = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other := folder / "other")]
+    subprocess.run(make, check=True, timeout=60)
+    for refused in (pod.ask("true", identity_file=other), pod.ask("true", methods="password")):
+        assert refused.returncode == 255
+        assert refused.stderr.strip().endswith("Permission denied (publickey)."), refused.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: MakeTestbed, tmp_path: Path) -> None:
     testbed = make_testbed(2)
     first, other = (Pod(testbed, host.name, tmp_path) for host in testbed.hosts)
     _check_that_root_gives_the_volume_away(testbed)
+    _check_that_checkpoints_need_a_volume_that_the_job_can_write(testbed)
     options = "--nnodes=2 --nproc-per-node=1 --rdzv-backend=static --rdzv-endpoint"
     for rank, (pod, address) in enumerate([(first, "$(hostname -i)"), (other, first.host.hostname)]):
         job = f'exec python3 -m torch.distributed.run {options}="{address}:29500" --node-rank={rank} job.py'
@@ -119,6 +153,7 @@ def test_job_runs_once_beside_sshd_and_its_model_can_be_fetched(make_testbed: Ma
     assert {name: seen[name] for name in _PLAIN} == _PLAIN
     assert "very-secret" not in seen.values() and "LINES" not in seen
     assert "sessions do not get HF_TOKEN: it is a secret" in first.output
+    _check_that_only_the_key_lets_in(first, tmp_path)
     assert first.stop() == 143
     assert not [port for _, port in testbed.listening("h0") if port == 2222]
 

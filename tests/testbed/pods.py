@@ -70,6 +70,14 @@ class Pod:
 
     def run(self, *command: str) -> str:
         """Run a command over SSH, as the key's owner; returns what it prints."""
+        done = self.ask(*command)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def ask(
+        self, *command: str, identity_file: str | Path | None = None, methods: str = "publickey"
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command over SSH, as whoever has that key, or, without one, as the key's owner."""
         known_hosts = self._log.with_suffix(".known")
         known_hosts.write_text(self.known_host(self.host.ip, SSH_PORT))
         options = [
@@ -77,10 +85,12 @@ class Pod:
             f"UserKnownHostsFile={known_hosts}",
             "IdentitiesOnly=yes",
             "BatchMode=yes",
+            f"PreferredAuthentications={methods}",
         ]
-        way = ["-i", self.host.identity_file, "-p", str(SSH_PORT), *(word for each in options for word in ("-o", each))]
+        key = ["-i", str(identity_file or self.host.identity_file)]
+        way = [*key, "-p", str(SSH_PORT), *(word for each in options for word in ("-o", each))]
         argv = ["ssh", "-F", "none", *way, f"{USER}@{self.host.ip}", *command]
-        return subprocess.run(argv, check=True, capture_output=True, text=True, timeout=_LIMIT_S).stdout
+        return subprocess.run(argv, capture_output=True, text=True, timeout=_LIMIT_S)
 
     def known_host(self, host: str, port: int) -> str:
         """The line of known_hosts for who reaches it there."""
@@ -89,11 +99,11 @@ class Pod:
 
 
 @contextlib.contextmanager
-def forwarded(pod: Pod) -> Iterator[int]:
-    """Give a port of this machine's loopback that leads to the pod's sshd."""
+def forwarded(pod: Pod, port: int) -> Iterator[int]:
+    """Give a port of this machine's loopback that leads to that of the pod."""
     end = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=_forward, args=(listener, (pod.host.ip, SSH_PORT), end), daemon=True)
+        thread = threading.Thread(target=_forward, args=(listener, (pod.host.ip, port), end), daemon=True)
         thread.start()
         try:
             yield listener.getsockname()[1]
