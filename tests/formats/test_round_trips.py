@@ -8,17 +8,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from detrain_nb.formats.job_script import DEFAULT_PORT
 from detrain_nb.spec import PipelineSpec
 
+from .drawn_specs import NAMES, SOURCES, TEXTS, VARIABLES, draw_job, draw_node
 from .round_trips import come_back
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 HOSTS = st.lists(st.from_regex(r"[a-z][a-z0-9]{0,6}", fullmatch=True), min_size=1, max_size=3, unique=True)
-SOURCES = st.one_of(
-    st.builds(lambda text: {"script_text": f"print()\n{text}"}, TEXTS),
-    st.just({"module": "a.b"}),
-    st.just({"git": {"url": "https://example.org/a.git", "ref": "v1", "folder": "c/d"}, "entry": "train.py"}),
-)
 
 
 @settings(max_examples=30, deadline=None)
@@ -27,35 +23,36 @@ def test_sdl_that_was_exported_comes_back(data: st.DataObject) -> None:
     def draw(strategy: st.SearchStrategy[Any]) -> Any:
         return data.draw(strategy)
 
-    ranks = draw(st.integers(1, 4))
-    has = draw(st.sampled_from([{"devices": list(range(ranks))}, {"devices": "cpu", "ranks": ranks}]))
+    ranks, hosts = draw(st.integers(1, 4)), draw(HOSTS)
+    memory = draw(st.none() | st.integers(1, 1000).map(lambda size: size * (1 << 30) / 1e9))  # an SDL has whole Gi
+    has = draw(st.sampled_from([{"devices": list(range(ranks))}, {"devices": "cpu", "memory_gb": memory}]))
     given = {
+        **draw_job(draw, ranks=ranks * len(hosts), checkpoints=("/kept", "s3://bucket/kept")),
         "name": "train-1",
-        "description": "what it is for",
         "image": "ghcr.io/you/train:1",
         "source": {**draw(SOURCES), "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["echo '$$ $(a)'"]},
         "nodes": [
-            {"host": f"{host}.example.org", "name": host, "python": "/opt/my env/python3", **has}
-            for host in draw(HOSTS)
+            {"host": f"{host}.example.org", "name": host, "ranks": ranks, **has, **draw_node(draw)} for host in hosts
         ],
-        "env": draw(st.dictionaries(st.from_regex(r"X[A-Z0-9]{0,8}", fullmatch=True), TEXTS, max_size=2)),
-        "secrets": ["HF_TOKEN"],
-        "training": {"steps": draw(st.integers(1, 100)), "learning_rate": 0.5, "scheduler": "cosine"},
-        "data": {"url": "s3://bucket/data", "chunks": ["0", "1"]},
-        "checkpoint": {"url": draw(st.sampled_from(["/kept", "s3://bucket/kept"])), "keep": "all"},
-        "rendezvous": {"port": 1234, "timeout_s": 77, "max_restarts": draw(st.integers(0, 2))},
+        "env": draw(st.dictionaries(VARIABLES, TEXTS, max_size=2)),
+        "secrets": draw(st.lists(st.sampled_from(["HF_TOKEN", "GIT_TOKEN", "B"]), unique=True)),
+        "rendezvous": {
+            "id": draw(st.none() | NAMES | st.just("12")),
+            "port": draw(st.sampled_from([0, 1234])),
+            "timeout_s": 77,
+            "max_restarts": draw(st.integers(0, 2)),
+        },
     }
-    come_back(
-        PipelineSpec.from_dict(given),
-        "akash",
-        held=[
-            *("name", "description", "image", "env", "secrets", "training", "data", "checkpoint", "artifacts"),
-            *("source.script_text", "source.module", "source.git", "source.entry", "source.arguments", "source.setup"),
-            *("nodes.name", "nodes.devices", "nodes.ranks", "nodes.python", "parallelism.dp_shard"),
-            *(["rendezvous.port"] if len(given["nodes"]) > 1 else []),
-            *("rendezvous.timeout_s", "rendezvous.max_restarts"),
-        ],
-    )
+    spec = PipelineSpec.from_dict(given)
+    held = [
+        *("job", "image", "env", "needed", "nodes.name", "nodes.devices", "nodes.python", "nodes.workdir"),
+        *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
+        *("source.setup", "rendezvous.timeout_s", "rendezvous.max_restarts"),
+        *(["nodes.memory_gb"] if memory and "memory_gb" in has else []),
+    ]
+    again = come_back(spec, "akash", held=held).spec
+    assert again and (again.rendezvous.id or again.name) == (spec.rendezvous.id or spec.name)
+    assert len(hosts) == 1 or again.rendezvous.port == (spec.rendezvous.port or DEFAULT_PORT)
 
 
 def _draw_training(draw: Callable[..., Any]) -> dict[str, Any]:
