@@ -10,6 +10,7 @@ from ..errors import SpecError
 from ..plan import Plan
 from ..plan.job import JobSpec
 from ..spec import PipelineSpec
+from .job_script import list_unused_in_dev
 
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
@@ -48,7 +49,9 @@ _USED = (
 
 def list_used(spec: PipelineSpec) -> list[str]:
     """Return the fields that torchtitan is told of, or that are its own program."""
-    return [*_USED, *(["source.module"] if spec.source.module == _PROGRAM else [])]
+    used = [*_USED, *(["source.module"] if spec.source.module == _PROGRAM else [])]
+    unused = list_unused_in_dev(spec)
+    return [name for name in used if name not in unused and name.partition(".")[0] not in unused]
 
 
 @dataclass(frozen=True)

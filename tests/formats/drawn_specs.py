@@ -23,7 +23,7 @@ SOURCES = st.one_of(
     st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/$x $$.py"}),
 )
 _SIZES = st.integers(1, 10**12)
-_RATES = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
+RATES = st.floats(min_value=0, exclude_min=True, allow_infinity=False)
 
 
 def draw_job(draw: Draw, *, ranks: int, checkpoints: tuple[str, ...] = ("s3://bucket/a", "kept/b c")) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def draw_job(draw: Draw, *, ranks: int, checkpoints: tuple[str, ...] = ("s3://bu
     def maybe(strategy: st.SearchStrategy[Any]) -> Any:
         return draw(st.none() | strategy)
 
-    parallelism, training = _draw_axes(draw, ranks), _draw_training(draw)
+    parallelism, training = draw_axes(draw, ranks), draw_training(draw)
     replicas = ranks // parallelism["pp"] // parallelism["tp"]
     microbatches = draw(st.sampled_from([4, 8])) * parallelism["pp"]
     if draw(st.booleans()):
@@ -58,8 +58,9 @@ def draw_job(draw: Draw, *, ranks: int, checkpoints: tuple[str, ...] = ("s3://bu
     }
 
 
-def _draw_axes(draw: Draw, ranks: int) -> dict[str, Any]:
-    pp = draw(st.sampled_from([size for size in (1, 2, 3, 4) if ranks % size == 0]))
+def draw_axes(draw: Draw, ranks: int, *, most_stages: int = 4) -> dict[str, Any]:
+    """Draw the section parallelism, whose axes have so many ``ranks``."""
+    pp = draw(st.sampled_from([size for size in range(1, most_stages + 1) if ranks % size == 0]))
     tp = draw(st.sampled_from([size for size in (1, 2, 4) if ranks // pp % size == 0]))
     left = ranks // pp // tp
     replicas = draw(st.sampled_from([size for size in range(1, left + 1) if left % size == 0]))
@@ -83,16 +84,17 @@ def _draw_axes(draw: Draw, ranks: int) -> dict[str, Any]:
     }
 
 
-def _draw_training(draw: Draw) -> dict[str, Any]:
+def draw_training(draw: Draw) -> dict[str, Any]:
+    """Draw that section, without a batch."""
     steps = draw(_SIZES)
     return {
         **draw(st.sampled_from([{}, {"epochs": steps}, {"steps": steps}])),
-        "learning_rate": draw(_RATES),
+        "learning_rate": draw(RATES),
         "optimizer": draw(st.sampled_from(["adamw", "sgd", "a.b.C"])),
         "loss": draw(st.none() | LINES),
         "scheduler": draw(st.sampled_from([None, "constant", "linear", "cosine", "wsd"])),
         "warmup_steps": draw(st.integers(0, steps)),
-        "clip": draw(st.none() | _RATES),
+        "clip": draw(st.none() | RATES),
         "seed": draw(st.integers(0, (1 << 32) - 1)),
         "log_every": draw(_SIZES),
         "evaluate_every": draw(st.none() | _SIZES),

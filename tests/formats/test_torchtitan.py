@@ -354,6 +354,9 @@ def test_what_torchtitan_has_no_place_for_stands_in_a_comment() -> None:
     for target in ("torchtitan", "torchtitan-toml"):
         (line,) = (each for each in export_spec(_spec(**values), target).splitlines() if each.startswith("# Left out"))
         assert line.endswith(": source.arguments, checkpoint.resume, env, rendezvous.port.")
+        dev = _spec(**{"training": {"dev": True, "steps": 9}, "checkpoint.url": "/kept"})
+        (line,) = (each for each in export_spec(dev, target).splitlines() if each.startswith("# Left out"))
+        assert {"training.steps", "checkpoint.url"} <= {*line.rstrip(".").partition(": ")[2].split(", ")}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
