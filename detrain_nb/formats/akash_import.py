@@ -197,7 +197,7 @@ def _find_program(service: _Service, words: list[str], commands: list[list[Word]
     node = (fields.pop("nodes", None) or [{}])[0]
     known = {key: value for key, value in node.items() if key in ("ranks", "devices", "python", "workdir")}
     # which nodes there are, the SDL says
-    left_out = [line for line in found.left_out if not line.startswith(("nodes: ", "node "))]
+    left_out = [line for line in found.left_out if not line.startswith(("nodes: ", "node ", "localhost: "))]
     return Launch(fields, node=known, left_out=left_out)
 
 

@@ -347,13 +347,14 @@ def _put_devices(launch: Launch, gpus: str) -> None:
     launch.node["devices"] = indices
 
 
-def describe_nodes(launches: Sequence[Launch]) -> tuple[list[dict[str, Any]], list[str]]:
+def describe_nodes(launches: Sequence[Launch], *, count: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
     """Write the nodes of a spec that these command lines start, one for all nodes or one for each; and what is missing.
 
-    A host that no command line says is called by its number, as node-1; a node alone is this machine.
+    A host that no command line says is called by its number, as node-1; a node alone is this machine. ``count`` is how
+    many there are, where another one says so.
     """
     first = launches[0]
-    most = first.nodes[1]
+    most = count or first.nodes[1]
     tables = [dict((launches[index] if index < len(launches) else launches[-1]).node) for index in range(most)]
     if most == 1:
         return ([{"host": "localhost", **tables[0]}] if tables[0] else []), []

@@ -11,7 +11,7 @@ from .command_import import Launch
 from .job_script import ENDPOINT, FIRST
 from .shell_words import Word
 
-__all__ = ["read_job", "read_meeting"]
+__all__ = ["keep_own_setup", "read_job", "read_meeting"]
 
 
 def read_job(text: str) -> dict[str, Any]:
@@ -34,9 +34,20 @@ def read_meeting(first: Launch, name: str, nodes: Sequence[str], *, variables: M
         meeting["id"] = first.run_id
     if first.address and first.address not in nodes[:1]:
         meeting["endpoint"] = first.address
+    if first.nodes[1] != len(nodes):
+        meeting["max_nodes"] = first.nodes[1]
     host, endpoint = variables.get(FIRST, Word("")), variables.get(ENDPOINT, Word(""))
     if host.text and not host.fills:
         meeting["endpoint"] = host.text.strip("[]")
     if (port := endpoint.text.rpartition(":")[2]).isdecimal():
         meeting["port"] = int(port)
     return meeting
+
+
+def keep_own_setup(launches: Sequence[Launch]) -> None:
+    """Give each node its lines of set-up where they differ; else they are those of the source."""
+    setups = [launch.fields["source"].get("setup", []) for launch in launches]
+    if any(setup != setups[0] for setup in setups):
+        for launch, setup in zip(launches, setups, strict=True):
+            launch.fields["source"].pop("setup", None)
+            launch.node |= {"setup": setup} if setup else {}

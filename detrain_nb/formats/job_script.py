@@ -159,7 +159,7 @@ def launch_on(
     return launch_job(
         rendezvous,
         program.program,
-        nodes=nodes if is_static else (settings.min_nodes or nodes, settings.max_nodes or nodes),
+        nodes=nodes if is_static else (settings.fewest(nodes), settings.max_nodes or nodes),
         ranks=len(plan.nodes[node_rank].ranks),
         node_rank=node_rank,
         python=spec.python_of(node_rank),

@@ -25,7 +25,7 @@ from .command_import import (
 )
 from .command_words import ASSIGNMENT, KEYWORDS, find_text, name_before_text
 from .imported import Foreign, Imported, Importer
-from .job_import import read_job, read_meeting
+from .job_import import keep_own_setup, read_job, read_meeting
 from .job_script import FOLDER
 from .secret_words import may_be_secret, warn_of_secrets
 from .shell import show_breaks
@@ -339,11 +339,13 @@ def _place_source(script: _Script, source: dict[str, Any]) -> bool:
 
 
 def _make(script: _Script, stem: str) -> Imported:
-    launches = _order(script)
-    first = launches[0]
-    nodes, missing = describe_nodes(launches)
     job = script.job
     names = job.pop("nodes", ())
+    if len(names) > 1:
+        keep_own_setup([launch for _, launch in script.launches])
+    launches = _order(script)
+    first = launches[0]
+    nodes, missing = describe_nodes(launches, count=len(names))
     fields = {"name": first.name or make_name(stem, default="imported"), **first.fields, **job}
     if job:
         known = script.variables | {name: word for name, (word, _) in script.own.items()}

@@ -107,5 +107,6 @@ def draw_node(draw: Draw) -> dict[str, Any]:
     return {
         "python": draw(st.sampled_from(PYTHONS)),
         "workdir": draw(st.sampled_from([None, "/data/a b", "/data", "~", "~/x y", "~bob/z"])),
+        "setup": draw(st.sampled_from([[], ["ulimit -n 9", "x='a b'"]])),
         "env": draw(st.lists(VARIABLES.map("N{}".format), max_size=2, unique=True)),
     }

@@ -25,7 +25,8 @@ def come_back(
     """Export a spec, import that, and compare the fields that are ``held``, as training.epochs or nodes.ranks.
 
     Axes are compared as the plan has them, where a -1 stands for what is left. "job" is all that the script reads,
-    "needed" are the variables that every node has to have, and "first" is where the first node is reached.
+    "needed" are the variables that every node has to have, "setup" are the lines that each runs, and "first" is
+    where the first one is reached.
     """
     text = export_spec(spec, to, gpus=gpus, options=options)
     imported = import_text(text, name=f"{spec.name}{TARGETS[to].suffix}", kind=kind)
@@ -44,6 +45,8 @@ def _look(spec: PipelineSpec, field: str, gpus: int) -> Any:
         return spec.job_spec(spec.plan(gpus=counted))
     if field == "needed":
         return {*spec.secrets, *(name for node in spec.nodes for name in node.env)}
+    if field == "setup":
+        return [[*node.setup, *spec.source.setup] for node in spec.nodes]
     if field == "first":
         return find_first_node(spec)
     if section == "parallelism" and name in AXES:

@@ -32,7 +32,8 @@ def test_sdl_that_was_exported_comes_back(data: st.DataObject) -> None:
         "image": "ghcr.io/you/train:1",
         "source": {**draw(SOURCES), "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["echo '$$ $(a)'"]},
         "nodes": [
-            {"host": f"{host}.example.org", "name": host, "ranks": ranks, **has, **draw_node(draw)} for host in hosts
+            {"host": f"{host}.example.org", "name": host, "ranks": ranks, **has, **draw_node(draw), "setup": []}
+            for host in hosts
         ],
         "env": draw(st.dictionaries(VARIABLES, TEXTS, max_size=2)),
         "secrets": draw(st.lists(st.sampled_from(["HF_TOKEN", "GIT_TOKEN", "B"]), unique=True)),

@@ -21,7 +21,7 @@ from detrain_nb.formats.launch_options import ACCELERATE, TORCHRUN
 from detrain_nb.formats.shell_words import split_script
 from detrain_nb.spec import PipelineSpec
 
-from .drawn_specs import NAMES, TEXTS, VARIABLES, draw_job, draw_node
+from .drawn_specs import NAMES, TEXTS, VARIABLES, Draw, draw_job, draw_node
 from .drawn_specs import SOURCES as DRAWN_SOURCES
 from .round_trips import come_back
 
@@ -35,6 +35,15 @@ def _fields(text: str, name: str = "start.sh") -> tuple[dict[str, Any], tuple[st
     imported = import_text(text, name=name)
     assert imported.kind == "command" and imported.spec
     return imported.spec.to_dict(), imported.left_out
+
+
+def _draw_range(draw: Draw, nodes: int) -> dict[str, Any]:
+    """Draw how few nodes a job may have, and how many where that is not as many as there are."""
+    fewest = draw(st.integers(1, nodes))
+    most = draw(st.integers(fewest, nodes + 2).filter(lambda count: count != nodes)) if fewest < nodes else None
+    return draw(
+        st.sampled_from([{}, {"min_nodes": fewest}, {"max_nodes": most}, {"min_nodes": fewest, "max_nodes": most}])
+    )
 
 
 @pytest.mark.parametrize("to", ["torchrun", "slurm", "runai"])
@@ -66,19 +75,21 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
                 "port": draw(st.sampled_from([0, 1234])) if to != "runai" else 0,
                 "timeout_s": 77,
                 "max_restarts": draw(st.integers(0, 2)),
+                **(_draw_range(draw, len(nodes)) if to == "torchrun" else {}),
             },
         }
     )
     held = [
         *("job", "image", "env", "needed", "nodes.host", "nodes.devices", "nodes.ranks"),
         *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
-        *("source.setup", "nodes.python", "nodes.workdir", "rendezvous.timeout_s", "rendezvous.max_restarts"),
-        *(["first"] if to == "torchrun" else []),
+        *("setup", "nodes.python", "nodes.workdir", "rendezvous.timeout_s", "rendezvous.max_restarts"),
+        *(["first", "rendezvous.max_nodes"] if to == "torchrun" else []),
         *(["rendezvous.endpoint", "rendezvous.port"] if to == "slurm" else []),
     ]
     imported = come_back(spec, to, held=held)
     again = imported.spec
     assert again and (again.rendezvous.id or again.name) == (spec.rendezvous.id or spec.name)
+    assert again.rendezvous.fewest(len(nodes)) == spec.rendezvous.fewest(len(nodes))
     assert [line.partition(":")[0] for line in imported.left_out] == (["runai"] if to == "runai" else [])
 
 

@@ -163,3 +163,5 @@ def test_what_a_job_alone_does_stands_in_a_comment() -> None:
 def test_fewer_nodes_may_be_enough() -> None:
     spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"min_nodes": 2})
     assert "--nnodes=2:3" in torchrun.export(spec, spec.plan())
+    spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"max_nodes": 2})
+    assert "--nnodes=2:2" in torchrun.export(spec, spec.plan())
