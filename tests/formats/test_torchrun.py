@@ -161,8 +161,13 @@ def test_what_a_job_alone_does_stands_in_a_comment() -> None:
     told = "# Left out, as nothing here has a use for it: artifacts, rendezvous.silence_s."
     assert told in torchrun.export(spec, spec.plan()).splitlines()
     assert "Left out" not in torchrun.export(_spec(), _spec().plan())
+    spec = _spec(training={"dev": True, "steps": 9}, checkpoint={"url": "kept"})
+    told = "# Left out, as nothing here has a use for it: training.steps, checkpoint."
+    assert told in torchrun.export(spec, spec.plan()).splitlines()
 
 
 def test_fewer_nodes_may_be_enough() -> None:
     spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"min_nodes": 2})
     assert "--nnodes=2:3" in torchrun.export(spec, spec.plan())
+    spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"max_nodes": 2})
+    assert "--nnodes=2:2" in torchrun.export(spec, spec.plan())
