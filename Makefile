@@ -227,7 +227,7 @@ endef
 
 # $(call axe_core,FOLDER): fetch what finds barriers in a page: one file, which only the browser of the tests reads.
 define axe_core
-( [ "$$(cat $(1)/version 2>/dev/null)" != '$(AXE)' ] || exit 0; without='pages are not checked for accessibility'; \
+( [ ! -f $(1)/axe.min.js ] || [ "$$(cat $(1)/version 2>/dev/null)" != '$(AXE)' ] || exit 0; without='pages are not checked for accessibility'; \
   command -v npm >/dev/null || $(call debian,npm,$$without); \
   command -v npm >/dev/null || { echo "without $(AXE) (no npm here): $$without"; exit 0; }; \
   mkdir -p $(1) && echo 'fetching $(AXE) by npm' && npm pack --silent --fetch-retries=1 --fetch-timeout=30000 --pack-destination $(1) $(AXE) </dev/null >/dev/null \
@@ -238,7 +238,7 @@ endef
 
 # $(call akash_parser,FROM,FOLDER): install Akash's own parser of SDLs, of the versions in FROM/package-lock.json; no script of a package runs.
 define akash_parser
-( [ "$$(cat $(1)/package-lock.json)" != "$$(cat $(2)/installed.json 2>/dev/null)" ] || exit 0; without='the parser of Akash checks no SDL'; \
+( [ ! -d $(2)/node_modules ] || [ "$$(cat $(1)/package-lock.json)" != "$$(cat $(2)/installed.json 2>/dev/null)" ] || exit 0; without='the parser of Akash checks no SDL'; \
   command -v npm >/dev/null || $(call debian,npm,$$without); \
   command -v npm >/dev/null || { echo "without Akash's parser of SDLs (no npm here): $$without"; exit 0; }; \
   rm -rf $(2) && mkdir -p $(2) && cp $(1)/package.json $(1)/package-lock.json $(2) && echo "fetching Akash's parser of SDLs by npm" \

@@ -20,7 +20,7 @@ AKASH_LOCK = ROOT / "tests/formats/akash/package-lock.json"
 @pytest.fixture
 def make(tmp_path: Path):
     """Run make with only the given scripts, and a few real programs, on PATH; returns its status and all it printed."""
-    for name in ["sh", "mkdir", "sed", "tr", "cat"]:
+    for name in ["sh", "mkdir", "sed", "tr", "cat", "cp", "rm"]:
         (tmp_path / name).symlink_to(shutil.which(name) or name)
 
     def run_make(*arguments: str, **scripts: str) -> tuple[int, str]:
@@ -121,9 +121,26 @@ def _mark_as_fetched(share: Path) -> None:
     """As if npm had brought what the tests take from there: it is not asked, which takes as long as it likes."""
     axe = re.search("^AXE := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert axe
-    for name, text in (("axe-core/version", axe[1]), ("akash/installed.json", AKASH_LOCK.read_text())):
-        (share / name).parent.mkdir(parents=True)
+    files = {"axe-core/version": axe[1], "axe-core/axe.min.js": "", "akash/installed.json": AKASH_LOCK.read_text()}
+    for name, text in files.items():
+        (share / name).parent.mkdir(parents=True, exist_ok=True)
         (share / name).write_text(text)
+    (share / "akash" / "node_modules").mkdir()
+
+
+def test_npm_is_asked_for_what_is_missing_alone(make, tmp_path: Path) -> None:
+    calls, share = tmp_path / "calls", tmp_path / "venv" / "share"
+    _mark_as_fetched(share)
+
+    def ask() -> list[str]:
+        status, output = make("test-deps", dpkg_query="printf installed", npm=f'echo "$1" >>{calls}; exit 1')
+        assert status == 0, output
+        return calls.read_text().split() if calls.exists() else []
+
+    assert ask() == []
+    (share / "axe-core" / "axe.min.js").unlink()
+    (share / "akash" / "node_modules").rmdir()
+    assert ask() == ["pack", "ci"]
 
 
 @pytest.mark.parametrize("target", ["test", "test-slow", "test-thorough", "test-all", "test-near"])

@@ -15,7 +15,7 @@ from .job_script import describe, find_first_node
 __all__ = ["export"]
 
 _USED = (
-    *(f"parallelism.{name}" for name in ("pp", "dp_replicate", "dp_shard", "tp", "compile", "precision")),
+    *(f"parallelism.{name}" for name in ("pp", "dp_replicate", "dp_shard", "tp", "compile")),
     *(f"nodes.{name}" for name in ("name", "host", "address", "ranks", "devices")),
     *(f"rendezvous.{name}" for name in ("endpoint", "port")),
 )
@@ -47,9 +47,12 @@ def export(spec: PipelineSpec, plan: Plan, *, node: str = "") -> str:
         **({"fsdp_config": _say_shards(spec)} if kind == "FSDP" else {}),
         **_say_mesh(plan),
     }
-    is_told = kind == "FSDP" and spec.parallelism.activations == "full"
+    told = [
+        *(["activations"] if kind == "FSDP" and spec.parallelism.activations == "full" else []),
+        *(["precision"] if spec.parallelism.precision == "bf16" else []),  # else it stays the model's
+    ]
     what = f"{describe(spec, plan)}. On node {number}: accelerate launch --config_file {spec.name}.yaml SCRIPT"
-    head = write_head(spec, what, used=(*_USED, *(["parallelism.activations"] if is_told else [])), by="Accelerate")
+    head = write_head(spec, what, used=(*_USED, *(f"parallelism.{name}" for name in told)), by="Accelerate")
     if kind == "MULTI_CPU":
         head.append("# On the CPU it starts one rank: MPI starts several, with mpirun_config here, or by mpirun.")
     return "\n".join(head) + "\n" + format_document(content, ".yaml")

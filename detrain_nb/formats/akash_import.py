@@ -197,7 +197,7 @@ def _find_program(service: _Service, words: list[str], commands: list[list[Word]
     node = (fields.pop("nodes", None) or [{}])[0]
     known = {key: value for key, value in node.items() if key in ("ranks", "devices", "python", "workdir")}
     # which nodes there are, the SDL says
-    left_out = [line for line in found.left_out if not line.startswith(("nodes: ", "node "))]
+    left_out = [line for line in found.left_out if not line.startswith(("nodes: ", "node ", "localhost: "))]
     return Launch(fields, node=known, left_out=left_out)
 
 
@@ -218,7 +218,8 @@ def _read_programs(whole: Whole, services: list[_Service], started: Mapping[str,
         whole.put(key, value)
     for launch in started.values():
         for key, value in launch.fields.get("rendezvous", {}).items():
-            whole.put(f"rendezvous.{key}", value)
+            if key != "endpoint":  # a service, which the spec has as its first node
+                whole.put(f"rendezvous.{key}", value)
     for service in services:
         launch = started[service.name]
         if _without_meeting(launch) != _without_meeting(started[first]):
@@ -244,6 +245,7 @@ def _read_env(whole: Whole, services: list[_Service]) -> None:
     given = {service.name: dict(_read_variables(service)) for service in services}
     times = Counter(item for variables in given.values() for item in variables.items())
     common = Launch({"env": dict(whole.fields.get("env", {})), "secrets": list(whole.fields.get("secrets", []))})
+    token = whole.fields.get("source", {}).get("git", {}).get("token")  # whose script takes it from the ranks
     for service in services:
         for name, value in given[service.name].items():
             place = f"{service.part.path}.env: {name}"
@@ -253,7 +255,7 @@ def _read_env(whole: Whole, services: list[_Service]) -> None:
                 whole.notes.append(f"{place}: {_OF_IMAGE[name]}")
             elif times[name, value] < len(given):
                 whole.notes.append(f"{place}: differs among the services: a spec has one for all nodes")
-            elif service is services[0]:
+            elif service is services[0] and (value or name != token):
                 _put_variable(common, service, name, value)
     whole.notes += [f"{services[0].part.path}.env: {line}" for line in common.left_out]
     for key, value in common.fields.items():

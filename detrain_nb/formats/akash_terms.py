@@ -70,7 +70,7 @@ class Terms:
     def _size_memory(self, node: NodePlan, memory_gb: float | None) -> str:
         usual = min(_MOST_MEMORY_GI, _MEMORY_FOR_EACH_GI[node.device] * len(node.ranks))
         if memory_gb is not None and node.device == "cpu":  # else it is that of a GPU
-            usual = math.ceil(min(memory_gb, 1e9) * 1e9 / (1 << 30))
+            usual = max(1, math.ceil(round(min(memory_gb, 1e9) * 1e9 / (1 << 30), 6)))  # whole Gi stay as many
             if usual > _MOST_MEMORY_GI and not self.memory:
                 raise SpecError(f"memory_gb {memory_gb:g} of a node: Akash has at most {_MOST_MEMORY_GI}Gi: give less")
         return _read_size("memory", self.memory, usual, _MOST_MEMORY_GI)

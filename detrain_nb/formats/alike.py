@@ -8,7 +8,7 @@ from ..errors import SpecError, count_ranks
 from ..launch import NodeLaunch, Rendezvous, launch_job
 from ..plan import Plan
 from ..spec import Node, PipelineSpec
-from .job_script import NODE, JobProgram, read_program, write_preparation, write_setup
+from .job_script import NODE, JobProgram, hide_gpus, read_program, write_preparation, write_setup
 from .shell import quote_command
 
 _SAME = ("python", "workdir", "setup")
@@ -121,6 +121,7 @@ def write_on_node(
     filled = {"--node-rank": f'"${NODE}"', "--rdzv-endpoint": endpoint, "--local-addr": local_address}
     return [
         *write_preparation(spec, plan, program, env=launch.env),
+        *hide_gpus(spec, node),
         *write_setup(spec, node),
         f"exec {quote_command(launch.argv, options=filled | fill_in_host(spec), below=program.below)}",
     ]

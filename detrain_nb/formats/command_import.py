@@ -50,6 +50,7 @@ class Launch:
 
     fields: dict[str, Any]  # source, rendezvous, env, secrets, parallelism
     name: str = ""
+    run_id: str = ""  # by which its nodes know each other
     nodes: tuple[int, int] = (1, 1)  # how few, and how many
     node: dict[str, Any] = field(default_factory=dict)  # what every one has: ranks, devices, python
     node_rank: int = 0
@@ -93,7 +94,7 @@ def _find_here(words: Sequence[Word], at: int) -> tuple[Launcher, int, bool] | N
         return TORCHRUN, at + 1, False
     if program == "accelerate-launch" or (program == "accelerate" and texts[1:2] == ["launch"]):
         return ACCELERATE, at + (1 if program == "accelerate-launch" else 2), False
-    if _PYTHON.fullmatch(program):
+    if _PYTHON.fullmatch(program) or texts[1:2] == ["-m"]:
         for number, text in enumerate(texts[1:], 1):
             if text == "-m" and (module := texts[number + 1 : number + 2]) and module[0] in _MODULES:
                 return _MODULES[module[0]], at + number + 2, module[0].endswith("distributed.launch")
@@ -119,8 +120,8 @@ def _read(
     _read_program(options, launch)
     (_read_torchrun if launcher is TORCHRUN else _read_accelerate)(options, launch)
     put_variables(launch, others)
-    if _PYTHON.fullmatch(posixpath.basename(words[at].text)):
-        if words[at].fills:
+    if words[begin - 1].text in _MODULES:  # behind a Python, whatever that is called
+        if not words[at].is_known():
             launch.left_out.append(f"{shown(words[at].text, most=60)}: {_FILLED_IN}, as nodes.python")
         elif words[at].text != "python3":
             launch.node["python"] = words[at].text
@@ -139,6 +140,8 @@ def put_variables(launch: Launch, variables: Mapping[str, Word]) -> None:
     for name, word in variables.items():
         if name == "CUDA_VISIBLE_DEVICES" and _GPUS.fullmatch(word.text):
             _put_devices(launch, word.text)
+        elif name == "CUDA_VISIBLE_DEVICES" and not word.text:
+            launch.node["devices"] = "cpu"
         elif name not in launch.fields.get("env", {}) and name not in launch.fields.get("secrets", ()):
             put_variable(launch, name, word)
 
@@ -265,7 +268,7 @@ def _read_meeting(options: Options, launch: Launch, *, address: str, port: str) 
 
 
 def _read_id(options: Options, launch: Launch) -> dict[str, Any]:
-    run_id = options.text("rdzv-id")
+    launch.run_id = run_id = options.text("rdzv-id")
     if run_id in ("", "none"):
         return {}
     if not NAME.fullmatch(run_id):
@@ -344,13 +347,14 @@ def _put_devices(launch: Launch, gpus: str) -> None:
     launch.node["devices"] = indices
 
 
-def describe_nodes(launches: Sequence[Launch]) -> tuple[list[dict[str, Any]], list[str]]:
+def describe_nodes(launches: Sequence[Launch], *, count: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
     """Write the nodes of a spec that these command lines start, one for all nodes or one for each; and what is missing.
 
-    A host that no command line says is called by its number, as node-1; a node alone is this machine.
+    A host that no command line says is called by its number, as node-1; a node alone is this machine. ``count`` is how
+    many there are, where another one says so.
     """
     first = launches[0]
-    most = first.nodes[1]
+    most = count or first.nodes[1]
     tables = [dict((launches[index] if index < len(launches) else launches[-1]).node) for index in range(most)]
     if most == 1:
         return ([{"host": "localhost", **tables[0]}] if tables[0] else []), []

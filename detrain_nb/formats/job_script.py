@@ -20,6 +20,7 @@ from ..plan.choices import ARTIFACTS, SILENCE_S
 from ..plan.job import ARTIFACTS_VARIABLE, JOB_SPEC_VARIABLE
 from ..spec import Node, PipelineSpec
 from ..spec.notebook import read_notebook_script
+from ..spec.source import FOLDER_KINDS
 from ..storage import locate
 from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
@@ -29,8 +30,10 @@ DEFAULT_PORT = 29500  # torchrun's own
 _OF_SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
 # Variables of the script itself: no spec can set one that begins so.
 FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
+FIRST, ENDPOINT = "DETRAIN_NB_FIRST", "DETRAIN_NB_ENDPOINT"  # of Slurm: the first node, and where the others meet it
 SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
 JOB_SPEC = f'"${FOLDER}/job_spec.json"'
+_GPUS = "CUDA_VISIBLE_DEVICES"
 _ARTIFACTS = f'"${FOLDER}/artifacts"'
 
 # In a folder in which everybody can write, as in /tmp, another user may have made that of the job, or a link there.
@@ -42,6 +45,7 @@ _REFUSE_SQUATTED = (
     f"    fail {_JOB_FOLDER}{quote(_SQUATTED)}",
     "fi",
 )
+_NOT_IN_DEV = ("epochs", "steps", "warmup_steps", "log_every", "evaluate_every")
 _ODD_FOLDER = "a folder above has a $ in its name: start this elsewhere"
 
 
@@ -155,7 +159,7 @@ def launch_on(
     return launch_job(
         rendezvous,
         program.program,
-        nodes=nodes if is_static else (settings.min_nodes or nodes, settings.max_nodes or nodes),
+        nodes=nodes if is_static else (settings.fewest(nodes), settings.max_nodes or nodes),
         ranks=len(plan.nodes[node_rank].ranks),
         node_rank=node_rank,
         python=spec.python_of(node_rank),
@@ -174,9 +178,18 @@ def write_left_out(spec: PipelineSpec, *more: str) -> list[str]:
     fields = [
         *(["artifacts"] if spec.artifacts != ARTIFACTS else []),
         *(["rendezvous.silence_s"] if spec.rendezvous.silence_s != SILENCE_S else []),
+        *list_unused_in_dev(spec),
         *more,
     ]
     return [f"# Left out, as nothing here has a use for it: {', '.join(fields)}."] if fields else []
+
+
+def list_unused_in_dev(spec: PipelineSpec) -> list[str]:
+    """Name what the spec says and its script is not told where it is tried: three steps, and no checkpoint."""
+    if not spec.training.dev:
+        return []
+    given = spec.training.to_fields()
+    return [f"training.{name}" for name in _NOT_IN_DEV if name in given] + (["checkpoint"] if spec.checkpoint else [])
 
 
 def write_begin(name: str) -> list[str]:
@@ -229,8 +242,18 @@ def _need(name: str) -> str:
 def write_setup(spec: PipelineSpec, node: Node | None) -> list[str]:
     """Run the lines of the user, and go to the folder of the ranks. They may do what they like with the shell."""
     lines = [*(node.setup if node else ()), *spec.source.setup]
-    workdir = quote_path(node.workdir) if node and node.workdir else _source_folder(spec)
-    return [*([f"eval {quote(chr(10).join(lines))}"] if lines else []), f"cd {workdir}"]
+    workdir = node.workdir if node else None
+    return [
+        *([f"eval {quote(chr(10).join(lines))}"] if lines else []),
+        *([f"cd {_source_folder(spec)}"] if not workdir or spec.source.kind in FOLDER_KINDS else []),
+        *([f"cd {quote_path(workdir)}"] if workdir else []),
+    ]
+
+
+def hide_gpus(spec: PipelineSpec, node: Node | None) -> list[str]:
+    """Hide the GPUs of a node whose ranks the spec puts on the CPU; a variable of the user's stays."""
+    is_hidden = node is not None and node.devices == "cpu" and _GPUS not in spec.env
+    return [export(_GPUS, "")] if is_hidden else []
 
 
 def _source_folder(spec: PipelineSpec) -> str:
@@ -251,5 +274,11 @@ def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
         raise SpecError(
             f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
             "rendezvous.endpoint"
+        )
+    beside = [node.name for node in spec.nodes[1:] if node.host == first.host and node.port != first.port]
+    if address is None and beside:
+        raise SpecError(
+            f"nodes[0] {first.name}: {beside[0]} has the same host, so both are reached through forwarded ports, which "
+            "lead to sshd alone: give nodes[0].address or rendezvous.endpoint, or export akash"
         )
     return address or first.host, settings.port or DEFAULT_PORT

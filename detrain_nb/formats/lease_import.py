@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..spec.lease import SSH_PORT, is_lease, nodes_from_lease
+from ..spec.lease import WAYS, find_way, is_lease, list_tables, nodes_from_lease
 from ..storage import shown
 from .imported import Foreign, Imported, Importer
-from .reading import NO_FIELD
+from .reading import NO_FIELD, Steps, name_places, write_steps
 
 __all__ = ["LEASE"]
 
-_TABLES = {  # what lease-status prints of each service
-    "services": "name available total uris observed_generation replicas updated_replicas ready_replicas "
-    "available_replicas",
-    "forwarded_ports": "host port externalPort proto name",
-    "ips": "IP Port ExternalPort Protocol",
-}
+_COUNTS = ("available", "total", "replicas", "updated_replicas", "ready_replicas", "available_replicas")
+_ONE = "a node is one container: give its service count 1 in the SDL"
+_OWN_ADDRESS = "the service has an address of its own"
 
 
 def _is_one(foreign: Foreign) -> bool:
@@ -26,32 +23,46 @@ def _is_one(foreign: Foreign) -> bool:
 
 def _read(foreign: Foreign) -> Imported:
     nodes = nodes_from_lease(foreign.content, where=foreign.name)
-    return Imported(
-        "lease", nodes=nodes, left_out=(*_list_other_ports(foreign.content), *_list_unknown(foreign.content))
-    )
+    places = ((write_steps(steps), reason) for steps, reason in _list_left_out(foreign.content))
+    return Imported("lease", nodes=nodes, left_out=tuple(name_places(places)))
 
 
-def _list_other_ports(content: Any) -> Iterator[str]:
-    """Name those that no node has a use for, of leases that were read."""
+def _list_left_out(content: Any) -> Iterator[tuple[Steps, str]]:
+    """Say where stands what a node has no place for, and why, in leases that were read."""
     for number, lease in enumerate(content if isinstance(content, list) else [content]):
-        at = f"[{number}]." if isinstance(content, list) else ""
-        for service, ways in (lease.get("forwarded_ports") or {}).items():
-            found = ways if isinstance(ways, list) else []  # a service with an address of its own needs none of them
-            ports = [way.get("port") for way in found if isinstance(way, dict)]
-            if others := ", ".join(shown(str(port), most=20) for port in ports if port != SSH_PORT):
-                yield f"{at}forwarded_ports.{service}: a node has sshd's port alone, {SSH_PORT}, and not {others}"
+        at: Steps = (number,) if isinstance(content, list) else ()
+        tables = list_tables(lease)
+        yield from (((*at, key), NO_FIELD) for key in lease if key not in tables)
+        for table, services in tables.items():
+            for service, said in services.items():
+                way = find_way(service, tables)
+                found = _list_ways(table, service, said or [], way) if table in WAYS else _list_state(service, said)
+                yield from (((*at, table, service, *steps), reason) for steps, reason in found)
 
 
-def _list_unknown(content: Any) -> Iterator[str]:
-    """Name what lease-status does not print."""
-    for number, lease in enumerate(content if isinstance(content, list) else [content]):
-        at = f"[{number}]." if isinstance(content, list) else ""
-        yield from (f"{at}{shown(key, most=60)}: {NO_FIELD}" for key in lease if key not in _TABLES)
-        for table, known in _TABLES.items():
-            for service, said in (lease.get(table) or {}).items():
-                entries = [each for each in (said if isinstance(said, list) else [said]) if isinstance(each, dict)]
-                for key in dict.fromkeys(key for each in entries for key in each if key not in known.split()):
-                    yield f"{at}{table}.{service}.{shown(key, most=60)}: {NO_FIELD}"
+def _list_state(service: str, said: Any) -> Iterator[tuple[Steps, str]]:
+    if not isinstance(said, dict):
+        yield from [((), NO_FIELD)] if said else []
+        return
+    for key, value in said.items():
+        if key in _COUNTS:
+            yield from [((key,), _ONE)] if value not in (None, 1) else []
+        elif value not in (None, "", []) and (key, value) != ("name", service):
+            yield (key,), NO_FIELD
+
+
+def _list_ways(table: str, service: str, said: list[Any], way: tuple[str, int] | None) -> Iterator[tuple[Steps, str]]:
+    chosen, number = way or ("", 0)
+    if said and chosen == "ips" != table:
+        yield (), _OWN_ADDRESS
+        return
+    names = WAYS[table]
+    if others := [entry.get(names[1]) for index, entry in enumerate(said) if (table, index) != way]:
+        ports = ", ".join(shown(str(port), most=20) for port in others)
+        yield (), f"a node is reached at one port alone, that of sshd, and not at {ports}"
+    if chosen == table:
+        unread = {key: value for key, value in said[number].items() if key not in names}
+        yield from (((number, *steps), reason) for steps, reason in _list_state(service, unread))
 
 
 LEASE = Importer(_is_one, _read, "what Akash says of a lease")

@@ -10,7 +10,7 @@ return whole.imported("detrain")             # with everything that was neither 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import reduce
 from typing import Any
 
@@ -187,10 +187,7 @@ class Whole(Part):
 
     def list_left_out(self) -> tuple[str, ...]:
         """Name what was neither used nor left for a reason of its own: by reasons, in the order of the document."""
-        places: dict[str, list[str]] = {}
-        for place, reason in self._walk(self.content, (), ""):
-            places.setdefault(reason, []).append(place)
-        return (*self.notes, *(f"{', '.join(some)}: {reason}" for reason, some in places.items()))
+        return (*self.notes, *name_places(self._walk(self.content, (), "")))
 
     def _walk(self, value: Any, steps: Steps, place: str) -> Iterator[tuple[str, str]]:
         if steps in self.left:
@@ -212,6 +209,14 @@ class Whole(Part):
         found = next((field[:end] for end in ends if field[:end] in self.origins), "")
         path = f"{write_steps(self.origins[found])}{field[len(found) :]}" if found else field
         return put_place(self.where, f"{path}{said}" if path else said.removeprefix(": "))
+
+
+def name_places(found: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Write a line for each reason, with the places that have it."""
+    places: dict[str, list[str]] = {}
+    for place, reason in found:
+        places.setdefault(reason, []).append(place)
+    yield from (f"{', '.join(some)}: {reason}" for reason, some in places.items())
 
 
 def write_steps(steps: Steps) -> str:

@@ -6,13 +6,12 @@ import itertools
 import posixpath
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..documents.content import MOST_BYTES, MOST_VALUES, TOO_LARGE, put_place
 from ..errors import FieldError, SpecError
 from ..launch import Program, Rendezvous, launch_job
-from ..plan.job import JobSpec
 from ..plan.names import make_name
 from ..spec import PipelineSpec
 from ..storage import shown
@@ -26,6 +25,7 @@ from .command_import import (
 )
 from .command_words import ASSIGNMENT, KEYWORDS, find_text, name_before_text
 from .imported import Foreign, Imported, Importer
+from .job_import import keep_own_setup, read_job, read_meeting
 from .job_script import FOLDER
 from .secret_words import may_be_secret, warn_of_secrets
 from .shell import show_breaks
@@ -57,6 +57,7 @@ class _Script:
     """What the commands of a script have done, up to here."""
 
     folder: str = ""
+    left: str = ""  # the folder before that one
     variables: dict[str, Word] = field(default_factory=dict)
     filled: set[str] = field(default_factory=set)  # the names of those whose values are in words now
     values: Values = field(default_factory=lambda: Values([], {}, used=set()))
@@ -80,7 +81,7 @@ class _Script:
     def job(self) -> dict[str, Any]:
         """What a script that we have exported says of its job; empty for any other."""
         found = self.written.get(_JOB_SPEC)
-        return _read_job(JobSpec.from_json(found[0])) if found is not None else {}
+        return read_job(found[0]) if found is not None else {}
 
     def forget(self, path: str) -> None:
         """Say of a file no more what stands in it: who wrote it is a command that is not carried over."""
@@ -93,7 +94,8 @@ class _Script:
     def end_branch(self) -> None:
         """Forget what a branch of a case has done to the shell: another one runs instead of it."""
         if (before := self.before_case) is not None:
-            self.folder, self.variables, self.setup = before.folder, dict(before.variables), list(before.setup)
+            self.folder, self.left = before.folder, before.left
+            self.variables, self.setup = dict(before.variables), list(before.setup)
 
 
 def import_command(words: Sequence[str]) -> Imported:
@@ -179,7 +181,7 @@ def _take_words(script: _Script, command: Command) -> None:
     elif name == "export" or _are_variables(texts):
         _take_variables(script, command, is_exported=name == "export")
     elif name == "cd" and len(texts) == 2 and (texts[1].startswith(_SOURCE) or command.words[1].is_known()):
-        script.folder = _go(script.folder, texts[1])
+        script.left, script.folder = script.folder, _go(script.folder, texts[1])
         if len(script.folder) > _MOST_PATH_CHARS:
             raise SpecError(f"line {command.line}: cd leads to a path of more than {_MOST_PATH_CHARS:,} characters")
     elif name == "git" and "clone" in texts:
@@ -322,24 +324,32 @@ def _place_source(script: _Script, source: dict[str, Any]) -> bool:
         script.used_lines.add(line)
         del source["script"]
         return False
+    is_ours = _JOB_SPEC in script.written  # it goes to the folder of the source first, and on to that of the node
+    folders = [script.folder, *([script.left] if is_ours else [])]
     for repository in reversed(script.repositories):
         if path.startswith(f"{repository.folder}/"):
-            repository.place(source, path, here=script.folder)
-            return True
-    if script.folder and path.startswith(f"{script.folder}/"):
-        source |= {"path": script.folder, "entry": path.removeprefix(f"{script.folder}/")}
+            here = next((folder for folder in folders if folder.startswith(_SOURCE)), script.folder)
+            repository.place(source, path, here=here)
+            return not is_ours or here == script.folder
+    above = max((folder for folder in folders if folder and path.startswith(f"{folder}/")), key=len, default="")
+    if above:
+        source |= {"path": above, "entry": path.removeprefix(f"{above}/")}
         del source["script"]
-        return True
-    return False
+    return bool(above) and above == script.folder
 
 
 def _make(script: _Script, stem: str) -> Imported:
-    launches = _order(script)
-    first = launches[0]
-    nodes, missing = describe_nodes(launches)
     job = script.job
     names = job.pop("nodes", ())
+    if len(names) > 1:
+        keep_own_setup([launch for _, launch in script.launches])
+    launches = _order(script)
+    first = launches[0]
+    nodes, missing = describe_nodes(launches, count=len(names))
     fields = {"name": first.name or make_name(stem, default="imported"), **first.fields, **job}
+    if job:
+        known = script.variables | {name: word for name, (word, _) in script.own.items()}
+        fields["rendezvous"] = read_meeting(first, job["name"], names, variables=known)
     for node, name in zip(nodes, names, strict=False):
         node["host"] = name or node["host"]
         missing = []
@@ -368,7 +378,7 @@ def _make(script: _Script, stem: str) -> Imported:
         if not job or not (name in _OUR_COMMANDS or name.isdecimal() or name in names):
             left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
     if job:  # what we have written there is carried
-        left_out = [line for line in left_out if not _OUR_OWN.match(line)]
+        left_out = [line for line in left_out if not _OUR_OWN.match(line) and not line.startswith(f"{first.address}: ")]
     return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
 
 
@@ -392,15 +402,3 @@ def _order(script: _Script) -> list[Launch]:
     if not script.job and others and len({launch.node_rank for launch in launches}) < len(launches):
         raise SpecError(f"line {others[0][0]}: starts the same as line {line}: give a file with one of them")
     return launches
-
-
-def _read_job(job: JobSpec) -> dict[str, Any]:
-    """What of it are fields of a spec, and the names of its nodes."""
-    said = asdict(job)
-    fields = {name: said[name] for name in ("name", "description", "artifacts")}
-    for section in ("parallelism", "training", "data", "model", "checkpoint"):
-        if said[section] is not None:
-            fields[section] = {name: value for name, value in said[section].items() if value is not None}
-    if job.checkpoint is not None and job.checkpoint.keep is None:
-        fields["checkpoint"]["keep"] = "all"
-    return {**fields, "nodes": [node.name for node in job.nodes]}

@@ -8,7 +8,7 @@ from ..errors import SpecError
 from ..plan import Plan
 from ..spec import PipelineSpec
 from .alike import check_alike, list_chosen_there, write_on_node
-from .job_script import FOLDER, NODE, describe, list_image, write_begin, write_left_out
+from .job_script import ENDPOINT, FIRST, FOLDER, NODE, describe, list_image, write_begin, write_left_out
 from .shell import hide_breaks, quote
 
 __all__ = ["export"]
@@ -47,7 +47,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         "on_node() {",
         f"{NODE}=$SLURM_NODEID",  # the ranks may be given another one
         f'{FOLDER}="$PWD"/{quote(spec.name)}-$SLURM_JOB_ID.job/${NODE}',
-        *write_on_node(spec, plan, ranks=ranks, node=node, endpoint='"$DETRAIN_NB_ENDPOINT"'),
+        *write_on_node(spec, plan, ranks=ranks, node=node, endpoint=f'"${ENDPOINT}"'),
         "}",
         "",
         'if [ "${1-}" = node ]; then',
@@ -69,7 +69,7 @@ def _find_first_node(spec: PipelineSpec) -> list[str]:
     port = str(settings.port) if settings.port else "$((20000 + SLURM_JOB_ID % 10000))"
     unknown = "scontrol names no node of this job: start it by sbatch, or give rendezvous.endpoint"
     return [
-        f"DETRAIN_NB_FIRST={host}",
-        f'[ -n "$DETRAIN_NB_FIRST" ] || fail {quote(unknown)}',
-        f'export DETRAIN_NB_ENDPOINT="$DETRAIN_NB_FIRST":{port}',
+        f"{FIRST}={host}",
+        f'[ -n "${FIRST}" ] || fail {quote(unknown)}',
+        f'export {ENDPOINT}="${FIRST}":{port}',
     ]

@@ -11,6 +11,7 @@ from .job_script import (
     JobProgram,
     describe,
     find_first_node,
+    hide_gpus,
     launch_on,
     list_image,
     read_program,
@@ -90,6 +91,7 @@ def _case(
     return [
         f"{node_rank})",
         *([export_variable("CUDA_VISIBLE_DEVICES", ",".join(map(str, gpus)))] if gpus is not None else []),
+        *hide_gpus(spec, node),
         *write_setup(spec, node),
         f"exec {quote_command(launch.argv, below=program.below)}",
         ";;",

@@ -170,6 +170,10 @@ def _read_parallelism(titan: _Titan) -> None:
         size = titan.number("parallelism.pipeline_parallel_microbatch_size", 1)
         if size > 0 and local > 0 and local % size == 0:
             titan.put("parallelism.pipeline_parallel_microbatch_size", "parallelism.microbatches", local // size)
+    elif min(local, replicas, shards) > 0:
+        passes, rest = divmod(batch, local * replicas * shards)
+        if passes > 1 and not rest:  # whose gradients are added up
+            titan.put("training.local_batch_size", "parallelism.microbatches", passes)
     schedule = titan.text("parallelism.pipeline_parallel_schedule")
     if schedule.lower() in map(str.lower, SCHEDULES):
         titan.put("parallelism.pipeline_parallel_schedule", "parallelism.schedule", schedule)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import SpecError
 from ..plan import Plan
 from ..plan.job import JobSpec
 from ..spec import PipelineSpec
+from .job_script import list_unused_in_dev
 
 _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
@@ -48,7 +49,9 @@ _USED = (
 
 def list_used(spec: PipelineSpec) -> list[str]:
     """Return the fields that torchtitan is told of, or that are its own program."""
-    return [*_USED, *(["source.module"] if spec.source.module == _PROGRAM else [])]
+    used = [*_USED, *(["source.module"] if spec.source.module == _PROGRAM else [])]
+    unused = list_unused_in_dev(spec)
+    return [name for name in used if name not in unused and name.partition(".")[0] not in unused]
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,16 @@ def check_job(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = (
         raise SpecError("checkpoint.keep 1: torchtitan keeps two or more, as the last one may be half written: give 2")
     if spec.rendezvous.fewest(len(plan.nodes)) < len(plan.nodes):
         raise SpecError("rendezvous.min_nodes: the axes and the batch of torchtitan are fixed: leave it out")
-    return job
+    return _cut_as_said(spec, job)
+
+
+def _cut_as_said(spec: PipelineSpec, job: JobSpec) -> JobSpec:
+    """Have a pass as many samples as the arguments say, where the spec does not say how a batch is cut."""
+    said, batch = _said_in_arguments(spec).get("local_batch_size", ""), job.batch
+    if batch is None or job.parallelism.pp > 1 or spec.parallelism.microbatches or not _DEGREE.fullmatch(said):
+        return job
+    passes, rest = divmod(batch.replica_size, int(said))
+    return job if rest else replace(job, batch=replace(batch, microbatches=passes, micro_size=int(said)))
 
 
 def describe_optimizer(spec: PipelineSpec, job: JobSpec) -> dict[str, int | float | str]:

@@ -22,7 +22,7 @@ from ..storage import shown
 from .node import Node
 from .words import is_node_name
 
-__all__ = ["SSH_PORT", "USER", "is_lease", "name_apart", "nodes_from_lease"]
+__all__ = ["SSH_PORT", "USER", "WAYS", "find_way", "is_lease", "list_tables", "name_apart", "nodes_from_lease"]
 
 SSH_PORT, USER = 2222, "trainer"  # as sdl/container has them
 _MOST_SERVICES = 1000  # of a lease; Akash has no more than 20 in a deployment
@@ -30,6 +30,7 @@ _MOST_FAULTS = 20
 _NO_LEASE = "give what lease-status prints"
 _NOT_READY = "is not there yet: ask for the lease's status again when it is"
 _NO_PORT = f"no forwarded port for {SSH_PORT}, that of sshd: expose it in its SDL, with global: true, or leave it out"
+_NO_TCP = f"sshd takes TCP alone: expose {SSH_PORT} with proto: tcp in its SDL, or leave it out"
 
 
 def is_lease(content: object) -> bool:
@@ -78,7 +79,7 @@ def _read_lease(lease: object, at: str, faults: list[str]) -> list[Node]:
     if not isinstance(lease, dict):
         faults.append(f"{at.rstrip('.')}: {_NO_LEASE}" if at else _NO_LEASE)
         return []
-    tables = {name: lease.get(name) or {} for name in ("services", "forwarded_ports", "ips")}
+    tables = list_tables(lease)
     if odd := [name for name, table in tables.items() if not isinstance(table, dict)]:
         faults += [f"{at}{name}: give a table of services" for name in odd]
         return []
@@ -95,6 +96,11 @@ def _read_lease(lease: object, at: str, faults: list[str]) -> list[Node]:
     return nodes
 
 
+def list_tables(lease: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what stands in each table that lease-status prints of a lease; each has the services' names."""
+    return {name: lease.get(name) or {} for name in ("services", "forwarded_ports", "ips")}
+
+
 def _read_service(name: str, tables: Mapping[str, Mapping[str, Any]], at: str) -> Node:
     """Raises: SpecError with the place."""
     label = shown(name, most=60)
@@ -106,22 +112,41 @@ def _read_service(name: str, tables: Mapping[str, Mapping[str, Any]], at: str) -
         raise SpecError(f"{at}services.{label}.available: give a whole number")
     if available < 1:
         raise SpecError(f"{at}services.{label}: {_NOT_READY}")
-    for table, names in _WAYS.items():
+    for table, names in WAYS.items():
         entries = tables[table].get(name) or []
         if not isinstance(entries, list):
             raise SpecError(f"{at}{table}.{label}: give a list of ports")
-        for number, entry in enumerate(entries):
-            place = f"{at}{table}.{label}[{number}]"
-            if not isinstance(entry, dict):
-                raise SpecError(f"{place}: give a table with {', '.join(names)}")
-            host, port, outside = (entry.get(field) for field in names)
-            if port == SSH_PORT:
-                return _make_node(name, host, outside, place, names)
-    raise SpecError(f"{at}forwarded_ports.{label}: {_NO_PORT}")
+        if odd := [number for number, entry in enumerate(entries) if not isinstance(entry, dict)]:
+            raise SpecError(f"{at}{table}.{label}[{odd[0]}]: give a table with {', '.join(names)}")
+    way = find_way(name, tables)
+    if way is None:
+        raise SpecError(f"{at}forwarded_ports.{label}: {_NO_PORT}")
+    table, number = way
+    place, names = f"{at}{table}.{label}[{number}]", WAYS[table]
+    host, _, outside, protocol = (tables[table][name][number].get(field) for field in names)
+    if not _is_tcp(protocol):
+        raise SpecError(f"{place}.{names[3]}: {_NO_TCP}")
+    return _make_node(name, host, outside, place, names)
 
 
 # An address of a service's own comes first: its port there stays the same.
-_WAYS = {"ips": ("IP", "Port", "ExternalPort"), "forwarded_ports": ("host", "port", "externalPort")}
+WAYS = {"ips": ("IP", "Port", "ExternalPort", "Protocol"), "forwarded_ports": ("host", "port", "externalPort", "proto")}
+
+
+def find_way(service: str, tables: Mapping[str, Mapping[str, Any]]) -> tuple[str, int] | None:
+    """Return what leads to sshd of a service, as the name of a table of a lease and the number there; None: nothing."""
+    ways = [
+        (table, number, entry.get(names[3]))
+        for table, names in WAYS.items()
+        for number, entry in enumerate(tables[table].get(service) or [])
+        if entry.get(names[1]) == SSH_PORT
+    ]
+    table, number, _ = min(ways, key=lambda way: not _is_tcp(way[2]), default=("", 0, None))
+    return (table, number) if table else None
+
+
+def _is_tcp(protocol: object) -> bool:
+    return protocol is None or (isinstance(protocol, str) and protocol.upper() in ("", "TCP"))
 
 
 def _make_node(name: str, host: object, port: object, place: str, names: Sequence[str]) -> Node:

@@ -291,6 +291,87 @@ TITAN_LAST: dict[str, Any] = {
     "no_such_section": {"key": "value"},
 }
 
+LEASE: dict[str, Any] = {
+    "services": {
+        "first": {
+            "name": "first",
+            "available": 1,
+            "total": 1,
+            "uris": ["first.example.org"],
+            "observed_generation": 1,
+            "replicas": 1,
+            "updated_replicas": 1,
+            "ready_replicas": 1,
+            "available_replicas": 1,
+        },
+        "second": {"name": "second", "available": 1, "total": 1},
+    },
+    "forwarded_ports": {
+        "first": [{"host": "b.example.org", "port": 2222, "externalPort": 31022, "proto": "TCP", "name": "first"}],
+        "second": [{"host": "b.example.org", "port": 2222, "externalPort": 31023}, {"port": 80, "externalPort": 31080}],
+    },
+    "ips": {"first": [{"IP": "10.0.0.1", "Port": 2222, "ExternalPort": 22, "Protocol": "TCP"}, {"Port": 80}]},
+}
+RAVNEST: dict[str, Any] = {
+    "0": {"IP": "10.0.0.1:8080", "benchmarks": {"ram": 8, "bandwidth": 20, "speed": 3}, "address": "somewhere"},
+    "1": {"IP": "10.0.0.2:8081", "benchmarks": {"ram": 16, "bandwidth": 10}},
+    "2": {"IP": "10.0.0.2"},
+}
+RAVNEST_NODE: dict[str, Any] = {
+    "node_id": 0,
+    "local_host": "10.0.0.1",
+    "local_port": 18080,
+    "template_path": "trainer/nodes",
+    "rank": 0,
+    "ring_size": 1,
+    "param_addresses": {"0": {"0": "10.0.0.2:8081"}},
+    "ring_ids": {"0": "a"},
+    "node_type": "root",
+}
+ACCELERATE: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
+    "distributed_type": "FSDP",
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "fsdp_config": {
+        "fsdp_activation_checkpointing": True,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_offload_params": False,
+        "fsdp_sharding_strategy": "FULL_SHARD",
+        "fsdp_version": 2,
+    },
+    "dynamo_config": {"dynamo_backend": "INDUCTOR", "dynamo_mode": "default"},
+    "parallelism_config": {"parallelism_config_dp_shard_size": 2, "parallelism_config_tp_size": 2},
+    "gpu_ids": "0,1",
+    "machine_rank": 1,
+    "main_process_ip": "10.0.0.1",
+    "main_process_port": 29500,
+    "main_training_function": "main",
+    "mixed_precision": "bf16",
+    "num_machines": 2,
+    "num_processes": 4,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_use_cluster": False,
+    "use_cpu": False,
+}
+MEGATRON: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MEGATRON_LM",
+    "megatron_lm_config": {
+        "megatron_lm_pp_degree": 2,
+        "megatron_lm_tp_degree": 2,
+        "megatron_lm_num_micro_batches": 4,
+        "megatron_lm_gradient_clipping": 1.0,
+        "megatron_lm_sequence_parallelism": True,
+    },
+    "mixed_precision": "fp16",
+    "gpu_ids": "all",
+    "num_machines": 1,
+    "num_processes": 8,
+}
+
 # By the name of the file, whose suffix says how it is written.
 DOCUMENTS: dict[str, dict[str, Any]] = {
     "record.json": RECORD,
@@ -303,4 +384,9 @@ DOCUMENTS: dict[str, dict[str, Any]] = {
     "llama3_8b_2024.toml": TITAN_2024,
     "debug_2025.toml": TITAN_2025,
     "llama3_8b.toml": TITAN_LAST,
+    "lease.json": LEASE,
+    "node_configs.json": RAVNEST,
+    "node_0.json": RAVNEST_NODE,
+    "fsdp.yaml": ACCELERATE,
+    "megatron.yaml": MEGATRON,
 }

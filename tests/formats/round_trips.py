@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from detrain_nb.formats import Imported, export_spec, import_text
+from detrain_nb.formats.job_script import find_first_node
 from detrain_nb.plan.targets import TARGETS
 from detrain_nb.spec import PipelineSpec
 
@@ -23,21 +24,33 @@ def come_back(
 ) -> Imported:
     """Export a spec, import that, and compare the fields that are ``held``, as training.epochs or nodes.ranks.
 
-    Axes are compared as the plan has them, where a -1 stands for what is left.
+    Axes are compared as the plan has them, where a -1 stands for what is left. "job" is all that the script reads,
+    "needed" are the variables that every node has to have, "setup" are the lines that each runs, and "first" is
+    where the first one is reached.
     """
     text = export_spec(spec, to, gpus=gpus, options=options)
     imported = import_text(text, name=f"{spec.name}{TARGETS[to].suffix}", kind=kind)
     again = imported.spec
     assert again is not None
     for field in held:
-        assert _look(again, field, gpus) == _look(spec, field, gpus), (field, text)
+        found, given = _look(again, field, gpus), _look(spec, field, gpus)
+        assert found == given, (field, found, given, text)
     return imported
 
 
 def _look(spec: PipelineSpec, field: str, gpus: int) -> Any:
     section, _, name = field.partition(".")
+    counted = {node.name: gpus for node in spec.nodes if node.devices == "auto"} if gpus else None
+    if field == "job":
+        return spec.job_spec(spec.plan(gpus=counted))
+    if field == "needed":
+        return {*spec.secrets, *(name for node in spec.nodes for name in node.env)}
+    if field == "setup":
+        return [[*node.setup, *spec.source.setup] for node in spec.nodes]
+    if field == "first":
+        return find_first_node(spec)
     if section == "parallelism" and name in AXES:
-        mesh = spec.plan(gpus={node.name: gpus for node in spec.nodes if node.devices == "auto"} if gpus else None).mesh
+        mesh = spec.plan(gpus=counted).mesh
         assert mesh is not None
         return mesh.axes.get(name, 1)
     if section == "nodes" and name:

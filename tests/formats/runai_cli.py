@@ -1,8 +1,10 @@
 """A stand-in for the command line of Run:ai: it takes the flags that are documented, and becomes one of the pods.
 
-The flags are facts of its reference: docs.run.ai/v2.x, "CLI Reference" (the old one: `runai submit`), and
-docs.nvidia.com/run-ai/self-hosted/v3.0, "reference/cli" (the new one: `runai training`). Only what we write is here,
-with what each flag takes. Run as a program, it has the standard library alone.
+The flags are facts of its reference, those that we write and all others. The old one: docs.run.ai/v2.x, CLI Reference,
+runai submit and submit-dist pytorch. The new one: docs.run.ai/v2.20, runai training pytorch submit and runai training
+standard submit. What newer releases have added, `--env-secret` among it: run-ai-docs.nvidia.com/self-hosted, reference,
+runai xgboost submit, a training like these, of 2.23 or newer, and docs.nvidia.com/run-ai/self-hosted/v3.0.
+Run as a program, it has the standard library alone.
 """
 
 from __future__ import annotations
@@ -13,25 +15,63 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-_WORD, _WHOLE = re.compile(r"\S+"), re.compile(r"[1-9][0-9]*")
-_PVC = re.compile(r"claimname=[a-z0-9.-]+,path=/[^,]+")
-_OF_BOTH: Mapping[str, re.Pattern[str] | None] = {
-    "-p": _WORD,  # the project; else the default one
-    "-i": _WORD,  # the image
-    "-g": _WHOLE,  # GPUs of each pod
+
+def _read(flags: str) -> dict[str, str]:
+    """Each flag with the name that it goes by here; that of one which takes a value ends in =."""
+    return {name.rstrip("="): names.split("|")[0] for names in flags.split() for name in names.split("|")}
+
+
+_OLD = _read("""
+-a=|--annotation= --add-capability= --address= --allow-privilege-escalation --attach --backoff-limit= --command
+--configmap-volume= --cpu= --cpu-limit= --create-home-dir -e=|--environment= --existing-pvc= --extended-resource=
+-g=|--gpu= --git-sync= --gpu-memory= -h|--help --host-ipc --host-network -i=|--image= --image-pull-policy=
+--job-name-prefix= -l=|--label= --large-shm --loglevel= --memory= --memory-limit= --mig-profile= --mount-propagation
+--name= --new-pvc= --nfs-server= --node-pools= --node-type= -p=|--project= --port= --preferred-pod-topology-key=
+--pvc= --pvc-exists= --pvc-new= --required-pod-topology-key= --run-as-gid= --run-as-user --s3= -s=|--service-type=
+--stdin -t|--tty --template= --toleration= --ttl-after-finish= -v=|--volume= --working-dir=
+""")
+_OLD_PYTORCH = _read("--clean-pod-policy= --max-replicas= --min-replicas= --workers=")
+_OLD_ALONE = _read("--completions= --elastic --interactive --jupyter --parallelism= --preemptible")
+_NEW = _read("""
+--allow-privilege-escalation --annotation= --attach --auto-deletion-time-after-completion= --backoff-limit=
+--capability= --command|-c --compute= --config-file= --config-path= --configmap-map-volume= --cpu-core-limit=
+--cpu-core-request= --cpu-memory-limit= --cpu-memory-request= --create-home-dir -d|--debug --datasource= --datavolume=
+--empty-dir-volume= -e=|--environment-variable= --env-my-credentials= --env-pod-field-ref= --env-secret=
+--environment= --exclude-node= --existing-pvc= --extended-resource= --external-url= --git-sync=
+-g=|--gpu-devices-request= --gpu-memory-limit= --gpu-memory-request= --gpu-portion-limit= --gpu-portion-request=
+--gpu-request-type= -h|--help --host-ipc --host-network --host-path= -i=|--image= --image-pull-my-credentials=
+--image-pull-policy= --label= --large-shm --name-prefix= --new-pvc= --nfs= --node-pools= --node-type= -p=|--project=
+--pod-running-timeout= --port= --preemptibility= --preferred-pod-topology-key= --priority= --privileged -q|--quiet
+--required-pod-topology-key= --run-as-gid= --run-as-non-root --run-as-uid= --run-as-user --s3= --seccomp-profile=
+--secret-volume= --stdin --supplemental-groups= -t|--tty --template= --termination-grace-period= --toleration=
+--user-group-source= --verbose --wait-for-submit= --working-dir=
+""")
+_NEW_PYTORCH = _read("""
+--clean-pod-policy= --master-args= --master-command= --master-cpu-core-limit= --master-cpu-core-request=
+--master-cpu-memory-limit= --master-cpu-memory-request= --master-environment= --master-environment-variable=
+--master-extended-resource= --master-gpu-devices-request= --master-gpu-portion-limit= --master-gpu-portion-request=
+--master-no-pvcs --master-restart-policy= --max-replicas= --mig-profile= --min-replicas= --no-master --restart-policy=
+--workers=
+""")
+_NEW_ALONE = _read("--parallelism= --runs=")
+COMMANDS: Mapping[tuple[str, ...], Mapping[str, str]] = {
+    ("training", "pytorch", "submit"): {**_NEW, **_NEW_PYTORCH},
+    ("training", "submit"): {**_NEW, **_NEW_ALONE},
+    ("submit-dist", "pytorch"): {**_OLD, **_OLD_PYTORCH},
+    ("submit",): {**_OLD, **_OLD_ALONE},
+}
+_WHOLE, _PVC = re.compile(r"[1-9][0-9]*"), re.compile(r"claimname=[a-z0-9.-]+,path=/[^,]+")
+_FORMS = {  # narrower than Run:ai's for -g and --cpu, which take parts, too
+    "-g": _WHOLE,
+    "--workers": _WHOLE,
     "--backoff-limit": re.compile(r"[0-9]+"),
-    "--large-shm": None,  # a flag without a value
+    "--cpu": _WHOLE,
+    "--cpu-core-request": _WHOLE,
     "--existing-pvc": _PVC,
-    "--command": None,  # what follows -- stands in the place of the image's entrypoint
+    "--env-secret": re.compile(r"\w+=[a-z0-9.-]+,key=[\w.-]+"),
+    "-e": re.compile(r"\w+=(SECRET:[a-z0-9.-]+,[\w.-]+|(?!SECRET:).*)"),
 }
-_NEW = {**_OF_BOTH, "--cpu-core-request": _WHOLE, "--env-secret": re.compile(r"\w+=[a-z0-9.-]+,key=[\w.-]+")}
-_OLD = {**_OF_BOTH, "--name": _WORD, "--cpu": _WHOLE, "-e": re.compile(r"\w+=SECRET:[a-z0-9.-]+,[\w.-]+")}
-COMMANDS: Mapping[tuple[str, ...], Mapping[str, re.Pattern[str] | None]] = {
-    ("training", "pytorch", "submit"): {**_NEW, "--workers": _WHOLE},
-    ("training", "submit"): _NEW,
-    ("submit-dist", "pytorch"): {**_OLD, "--workers": _WHOLE},
-    ("submit",): _OLD,
-}
+_ANY = re.compile(r"\S+")
 
 
 @dataclass
@@ -52,7 +92,7 @@ class Submitted:
     @property
     def secrets(self) -> dict[str, str]:
         """Each variable, with the key of the secret that it comes from."""
-        texts = [*self.flags.get("--env-secret", []), *self.flags.get("-e", [])]
+        texts = [*self.flags.get("--env-secret", []), *(t for t in self.flags.get("-e", []) if "=SECRET:" in t)]
         return {
             name: value.rpartition(",")[2].removeprefix("key=") for name, _, value in (t.partition("=") for t in texts)
         }
@@ -70,14 +110,17 @@ def parse(argv: list[str]) -> Submitted:
         word = words.pop(0)
         if not word.startswith("-"):
             found.names.append(word)
-        elif word not in known:
-            found.faults.append(f"unknown flag: {word}")
-        else:
-            pattern = known[word]
-            value = "" if pattern is None else words.pop(0) if words else ""
-            if pattern is not None and not pattern.fullmatch(value):
-                found.faults.append(f"{word} {value!r} is not of its form")
-            found.flags.setdefault(word, []).append(value)
+            continue
+        word, has_value, value = word.partition("=")
+        name, takes_value, _ = known.get(word, "").partition("=")
+        if not name or (has_value and not takes_value):
+            found.faults.append(f"unknown flag: {word}{has_value}")
+            continue
+        if takes_value and not has_value:
+            value = words.pop(0) if words else ""
+        if takes_value and not _FORMS.get(name, _ANY).fullmatch(value):
+            found.faults.append(f"{word} {value!r} is not of its form")
+        found.flags.setdefault(name, []).append(value)
     _check(found)
     return found
 

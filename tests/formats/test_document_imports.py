@@ -1,4 +1,4 @@
-"""Documents of DeTrain, Akash, Hypha and torchtitan: what they say stands in the spec, or is named with the reason."""
+"""Documents of other tools: what they say stands in the spec, or is named with the reason."""
 
 from __future__ import annotations
 
@@ -40,6 +40,11 @@ KINDS = {
     "llama3_8b_2024.toml": "torchtitan",
     "debug_2025.toml": "torchtitan",
     "llama3_8b.toml": "torchtitan",
+    "lease.json": "lease",
+    "node_configs.json": "ravnest",
+    "node_0.json": "ravnest",
+    "fsdp.yaml": "accelerate",
+    "megatron.yaml": "accelerate",
 }
 ODD = [None, True, -1, 0, 2**62, 1e300, 0.5, "", " ", "x", "-x", "a" * 5000, [], {}, [[]], [{}], {"": ""}, {"x": {}}]
 NESTED: Any = []

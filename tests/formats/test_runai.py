@@ -141,11 +141,31 @@ def test_what_run_ai_cannot_do_is_refused_with_one_line(case: str) -> None:
         "training submit a --command -- torchrun",
         "training submit a -i b -g 0 --command -- torchrun",
         "training submit a -i b -- torchrun",
+        "training submit a -i b --workers 2 --command -- torchrun",
+        "training submit a -i b --cpu 2 --command -- torchrun",
+        "training submit a -i b --large-shm=yes --command -- torchrun",
+        "submit --name a -i b --workers 2 --command -- torchrun",
+        "submit --name a -i b --env-secret A=b,key=c --command -- torchrun",
         "train a",
     ],
 )
 def test_stand_in_takes_no_command_line_that_is_wrong(line: str) -> None:
     assert runai_cli.parse(shlex.split(line)).faults
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "training pytorch submit a --image=b --workers=2 --gpu-devices-request 8 -c --node-pools x -e C=d -- torchrun",
+        "training submit a -i b --env-secret A=b,key=c --existing-pvc=claimname=d,path=/e -t --runs 2 --command -- x",
+        "submit-dist pytorch --name=a --image b --workers=1 --gpu 8 --memory 64G --clean-pod-policy All --command -- x",
+        "submit --name a -i b -g 1 -v /c:/d --interactive --command -- x",
+    ],
+)
+def test_stand_in_takes_what_is_documented(line: str) -> None:
+    found = runai_cli.parse(shlex.split(line))
+    assert not found.faults
+    assert found.flags["-i"] == ["b"] and (found.names or found.flags["--name"]) == ["a"]
 
 
 def test_stand_in_reads_arguments_as_kubernetes_does() -> None:

@@ -21,20 +21,13 @@ from detrain_nb.formats.launch_options import ACCELERATE, TORCHRUN
 from detrain_nb.formats.shell_words import split_script
 from detrain_nb.spec import PipelineSpec
 
+from .drawn_specs import NAMES, TEXTS, VARIABLES, Draw, draw_job, draw_node
+from .drawn_specs import SOURCES as DRAWN_SOURCES
 from .round_trips import come_back
 
-TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
-LINES = st.text(st.characters(exclude_categories=["Cc", "Cs", "Zl", "Zp"]), min_size=1, max_size=20)
-NAMES = st.from_regex(r"[A-Za-z][A-Za-z0-9._-]{0,10}", fullmatch=True)
-VARIABLES = st.from_regex(r"X[A-Z0-9]{0,8}", fullmatch=True)
 HOSTS = st.lists(st.from_regex(r"h[a-z]{1,6}", fullmatch=True), min_size=1, max_size=3, unique=True)
-SOURCES = st.one_of(
-    st.builds(lambda text: {"script_text": f"print()\n{text}"}, TEXTS),
-    st.just({"module": "a.b"}),
-    st.builds(lambda folder: {"path": f"/data/{folder}x", "entry": "a/b c.py"}, NAMES),
-    st.just({"git": {"url": "https://example.org/a.git", "ref": "v1", "folder": "c/d"}, "entry": "train.py"}),
-    st.just({"git": {"url": "https://example.org/a.git", "token": "GIT_TOKEN"}, "entry": "e/$x $$.py"}),
-    st.just({"git": {"url": "me@example.org:a.git", "ssh_key": "~/a b", "ref": "v1"}, "entry": "e/train.py"}),
+SOURCES = DRAWN_SOURCES | st.just(
+    {"git": {"url": "me@example.org:a.git", "ssh_key": "~/a b", "ref": "v1"}, "entry": "e/train.py"}
 )
 
 
@@ -44,6 +37,15 @@ def _fields(text: str, name: str = "start.sh") -> tuple[dict[str, Any], tuple[st
     return imported.spec.to_dict(), imported.left_out
 
 
+def _draw_range(draw: Draw, nodes: int) -> dict[str, Any]:
+    """Draw how few nodes a job may have, and how many where that is not as many as there are."""
+    fewest = draw(st.integers(1, nodes))
+    most = draw(st.integers(fewest, nodes + 2).filter(lambda count: count != nodes)) if fewest < nodes else None
+    return draw(
+        st.sampled_from([{}, {"min_nodes": fewest}, {"max_nodes": most}, {"min_nodes": fewest, "max_nodes": most}])
+    )
+
+
 @pytest.mark.parametrize("to", ["torchrun", "slurm", "runai"])
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
@@ -51,35 +53,43 @@ def test_script_that_was_exported_comes_back_whole(to: str, data: st.DataObject)
     def draw(strategy: st.SearchStrategy[Any]) -> Any:
         return data.draw(strategy)
 
-    ranks = draw(st.integers(1, 4))
+    ranks, hosts = draw(st.integers(1, 4)), draw(HOSTS)
     source = draw(SOURCES.filter(lambda each: to != "runai" or "ssh_key" not in str(each)))  # no container has a key
-    has = {"devices": list(range(ranks))} if to == "torchrun" and draw(st.booleans()) else {"ranks": ranks}
-    nodes = [{"host": host, "python": "/opt/my env/bin/python", **has} for host in draw(HOSTS)]
+    cpu = {"devices": "cpu", "ranks": ranks}
+    gpus = {"devices": list(range(ranks))}
+    has = draw(st.sampled_from([{"ranks": ranks}, cpu, *([gpus] if to == "torchrun" else [])]))
+    alike = draw_node(draw)
+    nodes = [{"host": host, **has, **(draw_node(draw) if to == "torchrun" else alike)} for host in hosts]
     spec = PipelineSpec.from_dict(
         {
+            **draw_job(draw, ranks=ranks * len(nodes)),
             "name": draw(NAMES) if to != "runai" else draw(st.from_regex(r"[a-z]{1,10}", fullmatch=True)),
             "image": "a/b:1" if to == "runai" else None,
-            "description": draw(LINES),
             "source": {**source, "arguments": draw(st.lists(TEXTS, max_size=3)), "setup": ["module load 'x y'"]},
             "nodes": nodes,
             "env": draw(st.dictionaries(VARIABLES, TEXTS, max_size=2)),
-            "secrets": ["HF_TOKEN"],
-            "training": {"steps": draw(st.integers(1, 100)), "learning_rate": 0.5, "scheduler": "cosine"},
-            "checkpoint": {"url": "s3://bucket/a", "keep": "all"},
-            "rendezvous": {"port": 1234, "timeout_s": 77, "max_restarts": draw(st.integers(0, 2))},
+            "secrets": draw(st.lists(st.sampled_from(["HF_TOKEN", "GIT_TOKEN", "B"]), unique=True)),
+            "rendezvous": {
+                "id": draw(st.none() | NAMES | st.just("12")),
+                "endpoint": draw(st.sampled_from([None, "10.0.0.9", "fe80::1"])) if to != "runai" else None,
+                "port": draw(st.sampled_from([0, 1234])) if to != "runai" else 0,
+                "timeout_s": 77,
+                "max_restarts": draw(st.integers(0, 2)),
+                **(_draw_range(draw, len(nodes)) if to == "torchrun" else {}),
+            },
         }
     )
-    imported = come_back(
-        spec,
-        to,
-        held=[
-            *("name", "description", "image", "env", "secrets", "training", "checkpoint", "artifacts"),
-            *("nodes.host", "nodes.ranks", "nodes.python"),
-            *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
-            *("source.setup", "rendezvous.timeout_s", "rendezvous.max_restarts", "parallelism.dp_shard"),
-            *(["rendezvous.port", "nodes.devices"] if to == "torchrun" else []),
-        ],
-    )
+    held = [
+        *("job", "image", "env", "needed", "nodes.host", "nodes.devices", "nodes.ranks"),
+        *("source.script_text", "source.module", "source.git", "source.path", "source.entry", "source.arguments"),
+        *("setup", "nodes.python", "nodes.workdir", "rendezvous.timeout_s", "rendezvous.max_restarts"),
+        *(["first", "rendezvous.max_nodes"] if to == "torchrun" else []),
+        *(["rendezvous.endpoint", "rendezvous.port"] if to == "slurm" else []),
+    ]
+    imported = come_back(spec, to, held=held)
+    again = imported.spec
+    assert again and (again.rendezvous.id or again.name) == (spec.rendezvous.id or spec.name)
+    assert again.rendezvous.fewest(len(nodes)) == spec.rendezvous.fewest(len(nodes))
     assert [line.partition(":")[0] for line in imported.left_out] == (["runai"] if to == "runai" else [])
 
 

@@ -148,6 +148,12 @@ def test_first_node_has_an_address_that_leads_there() -> None:
     assert endpoint({"host": "a", "address": "10.0.0.1"}, endpoint="fd00::1") == "[fd00::1]:29500'"
     with pytest.raises(SpecError, match=r"nodes\[0\] localhost: the other nodes do not reach it at localhost: give"):
         endpoint({"host": "localhost"})
+    assert endpoint({"name": "a", "host": "b"}) == "b:29500", "two nodes of one machine"
+    with pytest.raises(SpecError, match=r"nodes\[0\] a: b has the same host, .* or export akash$") as caught:
+        endpoint(leased := {"name": "a", "host": "b", "port": 31022})
+    assert "\n" not in str(caught.value)
+    assert endpoint({**leased, "address": "10.0.0.1"}) == "10.0.0.1:29500"
+    assert endpoint(leased, endpoint="first.example.org") == "first.example.org:29500"
 
 
 def test_what_a_job_alone_does_stands_in_a_comment() -> None:
@@ -155,8 +161,13 @@ def test_what_a_job_alone_does_stands_in_a_comment() -> None:
     told = "# Left out, as nothing here has a use for it: artifacts, rendezvous.silence_s."
     assert told in torchrun.export(spec, spec.plan()).splitlines()
     assert "Left out" not in torchrun.export(_spec(), _spec().plan())
+    spec = _spec(training={"dev": True, "steps": 9}, checkpoint={"url": "kept"})
+    told = "# Left out, as nothing here has a use for it: training.steps, checkpoint."
+    assert told in torchrun.export(spec, spec.plan()).splitlines()
 
 
 def test_fewer_nodes_may_be_enough() -> None:
     spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"min_nodes": 2})
     assert "--nnodes=2:3" in torchrun.export(spec, spec.plan())
+    spec = _spec({"host": "a"}, {"host": "b"}, {"host": "c"}, rendezvous={"max_nodes": 2})
+    assert "--nnodes=2:2" in torchrun.export(spec, spec.plan())

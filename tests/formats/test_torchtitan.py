@@ -169,6 +169,9 @@ def test_imported_options_are_exported_where_no_other_is_given(read_toml: Callab
     assert "\n# Taken from source.arguments, unless an option of the export says otherwise: --model." in text
     unsized = spec.with_overrides({"parallelism.pp": 1, "training.batch_size": None})
     assert read_toml(export_spec(unsized, "torchtitan-toml", gpus=8)).training.local_batch_size == 2
+    added = spec.with_overrides({"parallelism.pp": 1, "parallelism.microbatches": None, "training.batch_size": 128})
+    how = read_toml(export_spec(added, "torchtitan-toml", gpus=8)).training
+    assert (how.local_batch_size, how.global_batch_size) == (2, 128), "gradients are added up"
     options = {"flavor": "70B"}
     assert read_toml(export_spec(spec, "torchtitan-toml", gpus=16, options=options)).model.flavor == "70B"
     words = ["--model.flavor", "8B", "--training.seq_len=16", "--training.seq_len", "32"]
@@ -354,6 +357,9 @@ def test_what_torchtitan_has_no_place_for_stands_in_a_comment() -> None:
     for target in ("torchtitan", "torchtitan-toml"):
         (line,) = (each for each in export_spec(_spec(**values), target).splitlines() if each.startswith("# Left out"))
         assert line.endswith(": source.arguments, checkpoint.resume, env, rendezvous.port.")
+        dev = _spec(**{"training": {"dev": True, "steps": 9}, "checkpoint.url": "/kept"})
+        (line,) = (each for each in export_spec(dev, target).splitlines() if each.startswith("# Left out"))
+        assert {"training.steps", "checkpoint.url"} <= {*line.rstrip(".").partition(": ")[2].split(", ")}
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -233,7 +234,9 @@ def _save_and_meet_another_writer(view: Locator, path: Path) -> None:
     view.get_by_role("button", name="Close", exact=True).click()
 
 
-def test_form_is_used_by_keyboard_alone_and_two_pages_lose_nothing(window: Window, notebook: OpenNotebook) -> None:
+def test_form_is_used_by_keyboard_alone_and_two_pages_lose_nothing(
+    window: Window, notebook: OpenNotebook, tmp_path: Path
+) -> None:
     nb = notebook(
         "from detrain_nb import widgets\nfrom detrain_nb.spec import Node\n"
         "form = widgets.nodes([Node(host='a'), Node(host='b', port=23)]); form",
@@ -245,6 +248,7 @@ def test_form_is_used_by_keyboard_alone_and_two_pages_lose_nothing(window: Windo
     view.get_by_role("button", name="a: open").focus()
     _walk_rows(view, page)
     _type_in_two_pages(nb, view)
+    _open_lease(view, tmp_path / "lease.json")
 
 
 def _walk_rows(view: Locator, page: Page) -> None:
@@ -312,3 +316,23 @@ def _type_in_two_pages(nb: Notebook, view: Locator) -> None:
     expect(note).to_have_count(0)
     nb.run(2)
     assert "user='bert'" in nb.text(2)
+
+
+def _open_lease(view: Locator, path: Path) -> None:
+    """The nodes of a lease have one address, which may be long: its end, the port, is what tells them apart."""
+    host = f"provider.{'of-a-lease.' * 9}example.org"
+    ports = {"node-0": 31022, "node-1": 31023}
+    ways = {name: [{"host": host, "port": 2222, "externalPort": port}] for name, port in ports.items()}
+    path.write_text(json.dumps({"forwarded_ports": ways}))
+    view.get_by_role("button", name="Open nodes file…").click()
+    view.get_by_label("Open nodes file", exact=True).fill(str(path))
+    view.get_by_role("button", name="Open", exact=True).click()
+    expect(view.get_by_text(f"{path}: 2 nodes")).to_be_visible()
+    expect(view.get_by_role("listitem")).to_have_count(2)
+    for name, number in ports.items():
+        where = _row(view, name).get_by_title(f"{host}:{number}")
+        expect(where).to_contain_text(host)
+        expect(port := where.get_by_text(f":{number}", exact=True)).to_be_visible()
+        inner, outer = port.bounding_box(), where.bounding_box()
+        assert inner and outer and inner["width"] > 0
+        assert inner["x"] + inner["width"] <= outer["x"] + outer["width"] + 0.5, "the port is cut off"

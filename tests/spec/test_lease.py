@@ -73,6 +73,8 @@ def test_several_leases_have_nodes_of_different_names(tmp_path: Path) -> None:
         ({**_lease(a=[_way()]), "services": {"a": {"available": 0}}}, r"services\.a: is not there yet: ask"),
         ({**_lease(a=[_way()]), "services": {"a": {"available": "1"}}}, r"services\.a\.available: give a whole number"),
         ({**_lease(a=[_way()]), "ips": {"a": [{**_IP, "IP": 7}]}}, r"ips\.a\[0\]\.IP: give a host"),
+        (_lease(a=[_way(port=1), _way(proto="UDP")]), r"forwarded_ports\.a\[1\]\.proto: sshd takes TCP alone: expose"),
+        ({**_lease(a=[]), "ips": {"a": [{**_IP, "Protocol": 7}]}}, r"ips\.a\[0\]\.Protocol: sshd takes TCP alone"),
         ({**_lease(a=[_way()]), "ips": [1]}, r"ips: give a table of services"),
         ([_lease(a=[_way()]), 7], r"\[1\]: give what lease-status prints"),
         ([_lease(a=[_way()]), _lease(b=[])], r"\[1\]\.forwarded_ports\.b: no forwarded port"),
@@ -98,11 +100,23 @@ def test_lease_that_is_imported_names_its_other_ports() -> None:
     lease = _lease(a=[_way(80, port=80), _way(), _way(81, port=None)], b=[_way()])
     imported = import_text(json.dumps([lease]), name="lease.json")
     assert imported.kind == "lease" and imported.nodes == nodes_from_lease(lease)
-    assert imported.left_out == ("[0].forwarded_ports.a: a node has sshd's port alone, 2222, and not 80, None",)
-    odd = {"leases": 1, "services": {"a": {"new": 1}}, "ips": {"a": [{**_IP, "Name": "b"}]}}
-    imported = import_text(json.dumps({**_lease(a=[_way(new=1), _way(port=2222, new=2)]), **odd}))
-    places = ("leases", "services.a.new", "forwarded_ports.a.new", "ips.a.Name")
-    assert imported.left_out == tuple(f"{place}: a spec has no field for it" for place in places)
+    assert imported.left_out == (
+        "[0].forwarded_ports.a: a node is reached at one port alone, that of sshd, and not at 80, None",
+    )
+    state = {"name": "a", "available": 2, "total": 2, "uris": ["a.org"], "observed_generation": 3, "replicas": 1}
+    odd = {"leases": 1, "services": {"a": state, "b": "x"}, "ips": {"b": [{**_IP, "Name": "c"}]}}
+    imported = import_text(json.dumps({**_lease(a=[_way(new=1)], b=[_way()]), **odd}))
+    assert imported.left_out == (
+        "leases, services.a.uris, services.a.observed_generation, services.b, forwarded_ports.a[0].new, ips.b[0].Name: "
+        "a spec has no field for it",
+        "services.a.available, services.a.total: a node is one container: give its service count 1 in the SDL",
+        "forwarded_ports.b: the service has an address of its own",
+    )
+
+
+def test_sshd_is_reached_by_tcp() -> None:
+    (node,) = nodes_from_lease(_lease(a=[_way(1, proto="UDP"), _way(2, proto="tcp")]))
+    assert node.port == 2
 
 
 def test_faults_of_a_lease_name_its_file(tmp_path: Path) -> None:
