@@ -67,6 +67,7 @@ def _configuration(folder: Path) -> str:
     user = getpass.getuser()
     lines = {
         "ClusterName": "tests",
+        "FirstJobId": 1 + secrets.randbelow(100_000),  # which the port of a job goes by
         "SlurmctldHost": "localhost(127.0.0.1)",
         "SlurmctldPort": controller,
         "CommunicationParameters": "NoCtldInAddrAny,NoInAddrAny",  # loopback only

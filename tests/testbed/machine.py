@@ -118,7 +118,7 @@ def free_ports(count: int) -> list[int]:
     """For programs that take none that is bound: these were free a moment ago, and the system gives them to nobody."""
     found: list[int] = []
     while len(found) < count:
-        port = 10000 + secrets.randbelow(20000)  # it gives those from 32768 on
+        port = 10000 + secrets.randbelow(10000)  # it gives those from 32768 on; exported jobs of Slurm have 20000 on
         with contextlib.suppress(OSError), socket.socket() as probe:
             probe.bind(("127.0.0.1", port))
             found.append(port)
