@@ -72,7 +72,7 @@ def is_module(text: str) -> bool:
 
 
 def is_path(text: str) -> bool:
-    """It goes into an argv: it may have spaces, no control characters, is no option, and as long as Linux has them."""
+    """It goes into an argv: not blank, no option, no control characters, and no longer than a path of Linux."""
     return len(text) <= _MOST_PATH_CHARS and bool(text.strip()) and not text.startswith("-") and is_one_line(text)
 
 
