@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from . import conftest
 from .checks.ci import _run_part
@@ -334,3 +335,14 @@ def test_what_is_never_run_again_is_there() -> None:
     promises = re.findall(r"`tests/(.+?)`", (ROOT / "SECURITY.md").read_text(encoding="utf-8"))
     assert promises
     assert [name for name in promises if not {name, name.partition("/")[0]} & conftest.NEVER_RERUN] == []
+
+
+@pytest.mark.parametrize("letter", ["a", "ü", "日"])
+def test_hook_refuses_a_subject_of_72_characters(letter: str) -> None:
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8"))["repos"]
+    [hook] = [hook for repo in repos for hook in repo["hooks"] if hook["id"] == "subject"]
+    assert (hook["language"], hook["stages"], hook["args"]) == ("pygrep", ["commit-msg"], ["--multiline"])
+    pattern = re.compile(hook["entry"].encode(), re.MULTILINE | re.DOTALL)  # as pygrep compiles it
+    body = "\n\n" + "b" * 200 + "\n"
+    assert not pattern.search((letter * 71 + body).encode())
+    assert pattern.search((letter * 72 + body).encode())

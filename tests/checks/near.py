@@ -22,6 +22,7 @@ QUICK = "not slow and not thorough"
 # What is in no room, and the tests that look at it: a folder ends with a slash.
 BESIDE_THE_ROOMS = {
     ".ci/": ["tests/test_ci.py", "tests/test_setup.py"],
+    ".pre-commit-config.yaml": ["tests/test_ci.py"],
     "Makefile": ["tests/test_ci.py", "tests/test_setup.py"],
     "benchmarks/": ["tests/benchmarks/"],
     "constraints.txt": ["tests/test_environment.py"],
