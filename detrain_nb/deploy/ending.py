@@ -1,4 +1,4 @@
-"""Agents are told to end: those of a session that runs, and one that has none yet."""
+"""Ending of agents: those of a running session, and one that has no session yet."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ _END_LIMIT_S = 5.0
 
 
 def end_agents(transports: Sequence[Transport], session: str, *, holder: str) -> dict[str, DetrainError]:
-    """End ``session`` on every node that can be reached; returns why it cannot be on others, by node: SessionError
-    where it does not run.
+    """End ``session`` on every node that can be reached; returns the failures by node name.
 
-    Raises: SessionError of the nodes that refuse, as where another notebook holds it; the others are told first.
+    The failure is a SessionError on a node that does not run the session.
+    Raises: SessionError when nodes refuse, for example because another notebook holds the session; the remaining nodes
+    are ended first.
     """
     failures: dict[str, DetrainError] = {}
     refused: list[str] = []
@@ -46,13 +47,13 @@ def end_agents(transports: Sequence[Transport], session: str, *, holder: str) ->
 
 
 def end_unused(sock: socket.socket) -> None:
-    """End an agent that nobody has attached to."""
-    with contextlib.suppress(SessionError, TransportError):  # else it ends by itself, when nobody attaches
+    """End an agent that no notebook has attached to."""
+    with contextlib.suppress(SessionError, TransportError):  # otherwise it exits by itself, as no notebook attaches
         _end_agent(sock, "", "nobody")
 
 
 def _end_agent(sock: socket.socket, session: str, holder: str) -> None:
-    """Wait until it hangs up. Raises: SessionError when it refuses, TransportError."""
+    """Send the end order and wait until the agent hangs up. Raises: SessionError when it refuses, TransportError."""
     reader, deadline = FrameReader(kinds=FROM_NODE), time.monotonic() + _END_LIMIT_S
     try:
         sock.sendall(to_frame(Attach(session, holder)).to_bytes() + to_frame(EndSession()).to_bytes())
@@ -66,7 +67,7 @@ def _end_agent(sock: socket.socket, session: str, holder: str) -> None:
                 if isinstance(message, Refused):
                     raise SessionError(clean(message.reason))
     except OSError as exc:
-        raise TransportError(f"it was not told to end: {exc}") from exc
+        raise TransportError(f"the agent did not receive the order to exit: {exc}") from exc
     finally:
         sock.close()
-    raise TransportError(f"it has not ended within {_END_LIMIT_S:g} s")
+    raise TransportError(f"the agent has not exited within {_END_LIMIT_S:g} s")

@@ -1,6 +1,6 @@
-"""Files between this machine and the nodes, where copying/remote_program.py is the other end.
+"""Copying of files between this machine and the nodes; copying/remote_program.py is the other end.
 
-A copy that ends early leaves nothing that is not whole, on either side.
+A copy that is cut short leaves no incomplete file, on either side.
 """
 
 from __future__ import annotations
@@ -28,22 +28,23 @@ from .private import holds_homes, is_private
 
 __all__ = ["PATIENCE", "Copied", "OnProgress", "Patience", "Stop", "get", "label", "on_every", "open_talk", "put"]
 
-OnProgress = Callable[[int, int, int], object]  # files done, bytes done, bytes in all
+OnProgress = Callable[[int, int, int], object]  # files done, bytes done, bytes in total
 Paths = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
 
 _BUFFER_BYTES = 1 << 18
 _LOOK_GAP_S = 0.1
-_STOP_LIMIT_S = 2.0  # for a copy to leave in good order, before its connection is shut
-_SHUT_LIMIT_S = 1.0  # for what was shut to end
+_STOP_LIMIT_S = 2.0  # for a copy to end in good order, before its connection is shut down
+_SHUT_LIMIT_S = 1.0  # for a copy to end after that
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
 class Copied:
-    """What was copied. Links, devices and what else is no file or folder were not: ``skipped`` names some of them.
+    """Result of a copy. Links, devices and other non-files are not copied: ``skipped`` names some of them.
 
-    ``kept`` names some of the files that stay here as they may hold keys. ``num_there``: files that are the ones there.
+    ``kept`` names some of the files that were not sent, as they may hold keys. ``num_there`` counts files that were
+    not copied because source and target are the same file.
     """
 
     files: int
@@ -57,18 +58,18 @@ class Copied:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a node is waited for."""
+    """Time limits for a node."""
 
-    silence_s: float = 60.0  # the program says every few seconds that it is still at it
-    answer_s: float = 1800.0  # a million files on a slow disk take a while to list
-    bring_s: float = 120.0  # what a cell waits for; the node waits up to 60 s for another that writes to its folder
+    silence_s: float = 60.0  # the program reports every few seconds that it is still running
+    answer_s: float = 1800.0  # listing a million files on a slow disk takes a while
+    bring_s: float = 120.0  # cells wait this long; the node waits up to 60 s for another process to leave its folder
 
 
 PATIENCE = Patience()
 
 
 class Stop:
-    """Ends what other threads are at: first they are asked to, then what they wait for is shut."""
+    """Way to stop the work of other threads: first by request, then by shutting down what they wait for."""
 
     def __init__(self) -> None:
         self._is_set = False
@@ -87,13 +88,13 @@ class Stop:
                 shut()
 
     def check(self) -> None:
-        """Raises: TransportError when it was asked for."""
+        """Raise TransportError when a stop was requested."""
         if self._is_set:
             raise TransportError("stopped")
 
     @contextlib.contextmanager
     def watch(self, shut: Callable[[], object]) -> Iterator[None]:
-        self._shut.append(shut)  # first: who asks in between shuts it, too
+        self._shut.append(shut)  # before check(): a stop requested in between shuts it down too
         try:
             self.check()
             yield
@@ -110,13 +111,13 @@ def put(
     folder: str = "",
     stop: Stop | None = None,
 ) -> Copied:
-    """Copy files and folders, with what is in them, into the folder ``target`` of a node, which is made.
+    """Copy files and folders, with their contents, into the folder ``target`` of a node, which is created.
 
-    A target that is not given in full is one of the folder where the ranks start (that of this machine is ``folder``),
-    as is none. Executable files stay so; links in a folder are not followed, nor does what may hold keys go with it
-    (deploy/private.py): it does when it is named itself.
-    Raises: SpecError for paths that are not here, for homes, and for a folder that would be copied into itself,
-    DetrainError with the node and the path when it cannot be done.
+    A relative target is resolved in the folder where the ranks start (on this machine: ``folder``); None is that
+    folder itself. Executable files stay executable. Links in a folder are not followed, and files in it that may hold
+    keys are not sent (deploy/private.py), unless they are named in ``paths``.
+    Raises: SpecError for paths that do not exist here, for home directories, and for a folder that would be copied
+    into itself; DetrainError with the node and the path when the copy fails.
     """
     wanted, tree = _list_here(paths)
     target = _check_path(target or ".")
@@ -132,7 +133,10 @@ def put(
             send_tree(talk, tree, progress)
         done = talk.hear("done")
         if (as_size(done.get("files")), as_size(done.get("size"))) != (progress.files, progress.size):
-            raise Untrue("what it says has arrived is not what was sent")
+            raise Untrue(
+                f"the node reports {done.get('files')} files, {done.get('size')} bytes received; "
+                f"{progress.files} files, {progress.size} bytes were sent"
+            )
     skipped = tree.num_skipped, tuple(tree.skipped)
     return Copied(progress.files, progress.size, *skipped, len(kept), tuple(kept[:MOST_NAMED]), num_there)
 
@@ -147,10 +151,11 @@ def get(
     work_folder: str = "",
     patience: Patience = PATIENCE,
 ) -> Copied:
-    """Copy files and folders of a node into ``folder`` here, which is made; paths as with ``put``.
+    """Copy files and folders of a node into ``folder`` here, which is created; paths as in ``put``.
 
-    Each keeps its last name, and nothing is written but that and what is below it; one without (``.``, ``~``) gets the
-    node's name. Raises as ``put``; WireError when what the node sends cannot be believed.
+    Each keeps the last part of its path as its name, and nothing outside of that name is written; a path without one
+    (``.``, ``~``) gets the node's name.
+    Raises: the same errors as ``put``; WireError when the node sends invalid data.
     """
     wanted, folder = _as_list(paths), _check_path(os.fspath(folder) or ".")
     names = [posixpath.basename(posixpath.normpath(path)) for path in wanted]
@@ -170,11 +175,12 @@ def on_every(
     on_progress: OnProgress | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> list[_Result]:
-    """Do something with all nodes at once; ``on_progress`` gets the sums over them, in this thread.
+    """Call ``act`` for all nodes in parallel; ``on_progress`` gets the sums over all nodes, in the calling thread.
 
-    It gets them once all nodes have said how much there is, or have ended: what is done of it never becomes less.
-    All come to their end, also where one fails. Raises: DetrainError with a line for each that failed. An interrupt,
-    or what ``on_progress`` or ``meanwhile`` raises, which is called again and again, ends the others.
+    ``on_progress`` is first called once every node has reported its total or has finished, so that the completed
+    fraction never shrinks. ``meanwhile`` is called repeatedly. If one node fails, the others still finish; an
+    interrupt, or an exception from ``on_progress`` or ``meanwhile``, stops all.
+    Raises: DetrainError with a line for each node that failed.
     """
     stop = Stop()
     states: list[tuple[int, int, int]] = [(0, 0, 0)] * len(nodes)
@@ -203,7 +209,7 @@ def on_every(
         stop.ask()
         if wait(work, _STOP_LIMIT_S).not_done:
             stop.insist()
-        if not wait(work, _SHUT_LIMIT_S).not_done:  # else one is connecting, and finds out when it has
+        if not wait(work, _SHUT_LIMIT_S).not_done:  # else one is still connecting, and stops once it has connected
             pool.shutdown()
         raise
     pool.shutdown()
@@ -212,12 +218,12 @@ def on_every(
     for future in work:
         try:
             results.append(future.result())
-        except DetrainError as exc:  # anything else is our own fault
+        except DetrainError as exc:  # anything else is a bug of ours
             failures.append(exc)
     if failures:
         kinds = {type(exc) for exc in failures}
         kind = kinds.pop() if len(kinds) == 1 else DetrainError
-        raise kind("\n".join(dict.fromkeys(map(str, failures)))) from failures[0]  # what is wrong here is said once
+        raise kind("\n".join(dict.fromkeys(map(str, failures)))) from failures[0]  # a fault of this side is named once
     return results
 
 
@@ -227,13 +233,16 @@ def _add_up(states: Iterable[tuple[int, int, int]]) -> tuple[int, int, int]:
 
 
 def label(node: Transport | NodePlan) -> str:
-    """Return the name by which a node is looked up in reports and listed; `text.told_node` is for people alone."""
+    """Return the name of a node as a key in reports and lists; `text.told_node` is for sentences."""
     return node.name or HERE
 
 
 @contextlib.contextmanager
 def open_talk(node: Transport, *, stop: Stop | None = None, patience: Patience = PATIENCE) -> Iterator[Talk]:
-    """Run copying/remote_program.py on a node. What goes wrong in the block raises DetrainError with its name."""
+    """Run copying/remote_program.py on a node and yield the talk with it.
+
+    Raises: DetrainError with the name of the node for failures in the block.
+    """
     with open_stream(node, node.run_files(), stop=stop, patience=patience) as talk:
         yield talk
 
@@ -247,9 +256,10 @@ def open_stream(
     patience: Patience,
     answers_while_told: bool = False,
 ) -> Iterator[Talk]:
-    """Speak on a byte stream to a program of ours on a node. Raises: DetrainError with the name of the node.
+    """Yield a talk over a byte stream with our program on a node.
 
-    ``answers_while_told``: what comes while something is sent is not only its failure.
+    ``answers_while_told``: the program may answer while we send; otherwise such an answer can only be its failure.
+    Raises: DetrainError with the name of the node.
     """
     host = label(node)
     with contextlib.ExitStack() as stack:
@@ -273,7 +283,7 @@ def open_stream(
 
 
 class _Sender:
-    """What is said is gathered; what has not been sent when the talk ends never is."""
+    """Buffered sink over a socket; data still buffered when the talk ends is dropped."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -292,7 +302,7 @@ class _Sender:
 
 @contextlib.contextmanager
 def _here() -> Iterator[None]:
-    """What goes wrong on this side is not the node's fault."""
+    """Attribute failures on this side to this machine, not to the node."""
     try:
         yield
     except (Failed, Untrue):
@@ -302,11 +312,14 @@ def _here() -> Iterator[None]:
 
 
 def _list_here(paths: Paths) -> tuple[list[str], Tree]:
-    """The full paths, and what is there. Raises: SpecError, also for a home: nobody means all that is in it."""
+    """Return the absolute paths and the tree of their files.
+
+    Raises: SpecError, also for a home directory, which is never meant as a whole.
+    """
     wanted = [os.path.abspath(os.path.expanduser(path)) for path in _as_list(paths)]
     for path in wanted:
         if holds_homes(path):
-            raise SpecError(f"{path} is a home, or holds homes: name the files or folders in it that are meant")
+            raise SpecError(f"{path} is a home directory or contains one: name the files or folders in it to copy")
     names = [os.path.basename(path) for path in wanted]
     try:
         for name in names:
@@ -318,10 +331,10 @@ def _list_here(paths: Paths) -> tuple[list[str], Tree]:
 
 
 def _check_outside(wanted: Sequence[str], tree: Tree, staging: str) -> None:
-    """Raises: SpecError when a folder would be copied into itself: each such copy makes the next one larger.
+    """Raise SpecError when a folder would be copied into itself: each such copy makes the next one larger.
 
-    What the node has just made has a name of its own: where it stands below one of ``wanted``, the node is this
-    machine, or has its disk. It is looked for there alone, whatever path a node says.
+    The staging folder that the node has just created has a unique name. If it exists below one of ``wanted``, the node
+    is this machine or shares its disk. Only the name that a node reports is used, not its path.
     """
     name = posixpath.basename(staging)
     if not STAGING_NAME.fullmatch(name):
@@ -330,18 +343,18 @@ def _check_outside(wanted: Sequence[str], tree: Tree, staging: str) -> None:
         root = os.path.basename(path)
         below = [folder.removeprefix(root).strip("/") for folder in tree.folders if folder.partition("/")[0] == root]
         places = [os.path.join(path, folder, name) for folder in below]
-        if staging.startswith(os.path.join(os.path.realpath(path), "")):  # in a folder that was made just now
+        if staging.startswith(os.path.join(os.path.realpath(path), "")):  # in a folder created after the listing
             places.append(staging)
         if found := next(filter(os.path.isdir, places), ""):
             raise SpecError(
-                f"{path} would be copied into itself, its files are there already: the target "
-                f"{os.path.dirname(os.path.realpath(found))} is in it; name a target elsewhere (--to), or the files "
-                "that are meant"
+                f"{path} would be copied into itself, and its files are already there: the target "
+                f"{os.path.dirname(os.path.realpath(found))} is inside it; choose a target outside (--to), or name the "
+                "files to copy"
             )
 
 
 def _leave_out_itself(tree: Tree, target: str) -> int:
-    """Take out what would be copied to where it is, and count it."""
+    """Remove files from the tree that would be copied onto themselves; returns their number."""
     real = os.path.realpath
     others = [file for file in tree.files if real(os.path.join(target, file.name)) != real(file.path)]
     count, tree.files = len(tree.files) - len(others), others
@@ -349,7 +362,7 @@ def _leave_out_itself(tree: Tree, target: str) -> int:
 
 
 def _leave_out_keys(tree: Tree) -> list[str]:
-    """Take out what of a folder has the name of a key, and name it; a folder that was named so itself is meant."""
+    """Remove files with the name of a key from the tree and return their names; the given paths themselves stay."""
 
     def stays(path: str, name: str) -> bool:
         root = path.removesuffix(name.partition("/")[2])
@@ -365,14 +378,14 @@ def _leave_out_keys(tree: Tree) -> list[str]:
 def _as_list(paths: Paths) -> list[str]:
     found = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not found:
-        raise SpecError("no path was given: name files or folders")
+        raise SpecError("no path was given: name the files or folders to copy")
     return [_check_path(os.fspath(path)) for path in found]
 
 
 def _check_path(path: str) -> str:
-    """Raises: SpecError."""
+    """Return ``path``. Raises: SpecError when it is empty or contains a null byte."""
     if not path or "\0" in path:
-        raise SpecError(f"{path!r} is no path: name files or folders")
+        raise SpecError(f"{path!r} is not a valid path: name files or folders")
     return path
 
 
@@ -380,7 +393,7 @@ def _check_different(names: Sequence[str], paths: Sequence[str]) -> None:
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         wrong = ", ".join(path for name, path in zip(names, paths) if name in twice)
-        raise SpecError(f"{wrong}: they would have the same name: copy them one by one, into folders of their own")
+        raise SpecError(f"{wrong} would get the same name at the target: copy them one by one, into separate folders")
 
 
 def _stoppable(on_progress: OnProgress | None, stop: Stop | None) -> OnProgress:

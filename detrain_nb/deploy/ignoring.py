@@ -1,7 +1,7 @@
-"""Which lines say what stays here: those that git reads, in its order, and below them those of .detrainignore.
+"""Ignore rules that decide which files stay here: the lines git reads, in git's order, then those of .detrainignore.
 
-Git's are core.excludesFile, .git/info/exclude and every .gitignore. Git is asked only for the user's own configuration,
-outside of any repository: what came with one can have nothing run, nor name a file elsewhere to be read.
+Git's lines are core.excludesFile, .git/info/exclude and every .gitignore. Git is run only to read the user's own
+configuration, outside of any repository: a repository can neither have a program run nor name another file to read.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ __all__ = ["GIT_FILE", "OWN_FILE", "Rules", "cannot_read", "extend", "is_left_ou
 
 GIT_FILE, OWN_FILE = ".gitignore", ".detrainignore"
 _MOST_BYTES, _MOST_PATTERNS = 1 << 20, 5000  # of one file with patterns
-# ``**`` is tried against every way in which those of a pattern can share out the folders of a path.
+# Matching tries every way to distribute the folders of a path among the ``**`` of a pattern.
 _MOST_DOUBLE = 3
 _MOST_DEEP = 64
 _MOST_LINE_CHARS = 4096
-_STAR = r"\[\^/\]\*"  # what pathspec makes of one
+_STAR = r"\[\^/\]\*"  # the regular expression that pathspec writes for a star
 _PIECE = re.compile(rf"{_STAR}((?:(?!{_STAR})(?:\\.|\[\^?\]?[^\]]*\]|[^\\\[()/]))*)(?={_STAR})", re.DOTALL)
 _ASK_LIMIT_S = 5.0
 _PATHS_KEPT = 100_000
 
 
-@dataclass(frozen=True, eq=False)  # equal when it is the same: a quick key
+@dataclass(frozen=True, eq=False)  # compared by identity: a quick key
 class Rules:
-    """The lines that count in a folder, from the outermost to its own, and what they compile to.
+    """Rules that apply in a folder: the lines from the outermost folder down to it, and their compiled patterns.
 
-    ``lifted`` are those of ``own`` with ``!`` and a name: what they name is not private.
+    ``lifted`` are the lines of ``own`` with ``!`` and a name: files they match are not private.
     """
 
     git: tuple[str, ...]
@@ -58,7 +58,7 @@ class Rules:
 
 
 def read_rules_above(top: Path) -> tuple[str, Rules]:
-    """Return what leads from the top of the repository to ``top``, and the rules that it brings. Raises: SpecError."""
+    """Return the path from the top of the repository to ``top``, and the rules along it. Raises: SpecError."""
     of_user = _read_lines(_users_file(), "")
     nothing = "", _compile(of_user, ())
     repository = next((folder for folder in (top, *top.parents) if os.path.exists(folder / ".git")), top)
@@ -85,10 +85,11 @@ def _read_above(path: str, prefix: str, *, may_send: bool = True) -> tuple[str, 
 
 
 def _read_of(path: str, read: Callable[[], tuple[str, ...]], *, may_send: bool = True) -> tuple[str, ...]:
-    """Lines that belong to ``path``, in a folder above the notebook's, which may be everybody's, like /tmp.
+    """Read lines of ``path``, in a folder above the notebook's, which may be a shared one such as /tmp.
 
-    What others write there is no error, and, where it must not be ``may_send``, sends nothing. Raises: SpecError for
-    what is the user's own.
+    A faulty file that others can write is ignored, not an error; without ``may_send``, its ``!`` lines are dropped, so
+    that others cannot cause files to be sent.
+    Raises: SpecError for a faulty file that only the user can write.
     """
     try:
         is_others = can_others_write(os.lstat(path), Path(path))
@@ -104,7 +105,7 @@ def _read_of(path: str, read: Callable[[], tuple[str, ...]], *, may_send: bool =
 
 
 def extend(rules: Rules, folder: str, prefix: str, names: set[str]) -> Rules:
-    """Add the rules that stand in ``folder``, of which ``names`` are there. Raises: SpecError."""
+    """Add the rules of ``folder``, whose entries are ``names``. Raises: SpecError."""
     git = _read_lines(os.path.join(folder, GIT_FILE), prefix) if GIT_FILE in names else ()
     own = _read_lines(os.path.join(folder, OWN_FILE), prefix) if OWN_FILE in names else ()
     return _compile(rules.git + git, rules.own + own) if git or own else rules
@@ -112,32 +113,39 @@ def extend(rules: Rules, folder: str, prefix: str, names: set[str]) -> Rules:
 
 @lru_cache(maxsize=_PATHS_KEPT)
 def is_left_out(rules: Rules, path: str, *, is_folder: bool) -> bool:
-    """Say whether the lines leave out a path, with slashes, from the top of the repository. Raises: SpecError."""
+    """Return True when the rules exclude ``path``, relative to the top of the repository, with slashes.
+
+    Raises: SpecError when the path is too deep to match.
+    """
     if path.count("/") > _MOST_DEEP:
-        raise SpecError(f"{path} is more than {_MOST_DEEP} folders deep: list it, or a folder above, in {OWN_FILE}")
+        raise SpecError(f"{path} is more than {_MOST_DEEP} folders deep: list it, or a folder above it, in {OWN_FILE}")
     return (rules.of_folders if is_folder else rules.of_files).match_file(path)
 
 
 def cannot_read(name: str, error: OSError) -> SpecError:
-    """What to say of it."""
-    return SpecError(f"{name}: cannot be read: {error.strerror}: make it readable, or list it in {OWN_FILE}")
+    """Return the error for a file or folder that cannot be read."""
+    return SpecError(f"{name} cannot be read: {error.strerror}: make it readable, or list it in {OWN_FILE}")
 
 
 def _read_lines(path: str, prefix: str) -> tuple[str, ...]:
     lines = _read_text(path).split("\n")
     for number, line in enumerate(lines, 1):
         if (double := line.split("/").count("**")) > _MOST_DOUBLE:
-            raise SpecError(f"{path}, line {number} has {double} times **, more than {_MOST_DOUBLE}: shorten it")
+            raise SpecError(
+                f"{path}, line {number} contains ** {double} times, more than {_MOST_DOUBLE}: use fewer in a pattern"
+            )
         if len(line) > _MOST_LINE_CHARS and line[0] != "#":
-            raise SpecError(f"{path}, line {number} has {len(line)} characters, more than a path has: shorten it")
+            raise SpecError(
+                f"{path}, line {number} has {len(line)} characters, more than {_MOST_LINE_CHARS}: shorten the pattern"
+            )
     found = tuple(_anchor(line, prefix) for line in lines if line.strip() and line[0] != "#")
     if len(found) > _MOST_PATTERNS:
-        raise SpecError(f"{path} has {len(found)} patterns, more than {_MOST_PATTERNS}: name folders, not their files")
+        raise SpecError(f"{path} has {len(found)} patterns, more than {_MOST_PATTERNS}: list folders, not their files")
     return found
 
 
 def _read_text(path: str) -> str:
-    """What is in a file; empty where there is none, or something that would be waited for, or has no end."""
+    """Return the text of a file; empty when it does not exist or is no regular file (a pipe, a device)."""
     try:
         with open_regular(os.path.realpath(path)) as file:
             data = file.read(_MOST_BYTES + 1)
@@ -146,12 +154,12 @@ def _read_text(path: str) -> str:
             return ""
         raise cannot_read(path, exc) from exc
     if len(data) > _MOST_BYTES:
-        raise SpecError(f"{path} has more than {_MOST_BYTES} bytes of patterns: shorten it")
+        raise SpecError(f"{path} has more than {_MOST_BYTES} bytes: remove patterns")
     return data.decode("utf-8-sig", errors="surrogateescape")
 
 
 def _git_folder(repository: Path) -> str:
-    """The one that all worktrees share: in one of them, and in a submodule, .git is a file that says where it is."""
+    """Return the .git folder that all worktrees share; in a worktree or submodule, .git is a file that points to it."""
     path = str(repository / ".git")
     if os.path.isfile(path):
         path = _follow(str(repository), _read_text(path).removeprefix("gitdir:"))
@@ -160,18 +168,18 @@ def _git_folder(repository: Path) -> str:
 
 
 def _follow(folder: str, said: str) -> str:
-    """Where a file in ``folder`` points to; on Windows to no other machine, which would be told who asks."""
+    """Return the path ``said`` in a file of ``folder``; UNC paths are ignored, as Windows would log in at that host."""
     is_path = "\0" not in said and not said.strip().startswith(("//", "\\\\"))
     return os.path.join(folder, said.strip()) if is_path else folder
 
 
 def _users_file() -> str:
-    """The core.excludesFile of the user's configuration of git; empty for none."""
+    """Return core.excludesFile of the user's git configuration; empty for none."""
     config = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     return _ask_git(os.environ.get("HOME"), config)
 
 
-@lru_cache(maxsize=10)  # asked once by a kernel: this is read before each cell
+@lru_cache(maxsize=10)  # git is run once per kernel, as the rules are read before each cell
 def _ask_git(_home: str | None, config: str) -> str:
     usual = os.path.join(config, "git", "ignore")
     git = shutil.which("git")
@@ -181,7 +189,7 @@ def _ask_git(_home: str | None, config: str) -> str:
         answer = subprocess.run(
             [git, "config", "--null", "--path", "--get", "core.excludesFile"],
             cwd=os.path.dirname(git),
-            env={**os.environ, "GIT_DIR": os.devnull},  # of no repository
+            env={**os.environ, "GIT_DIR": os.devnull},  # no repository's configuration is read
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -196,7 +204,7 @@ def _ask_git(_home: str | None, config: str) -> str:
 
 
 def _anchor(line: str, prefix: str) -> str:
-    """Write a pattern that stands in the folder ``prefix`` as one of the outermost folder."""
+    """Rewrite a pattern of the folder ``prefix`` as a pattern of the outermost folder."""
     if not prefix:
         return line
     sign, pattern = ("!", line[1:]) if line.startswith("!") else ("", line)
@@ -208,7 +216,7 @@ def _anchor(line: str, prefix: str) -> str:
 
 
 class _Pattern(GitIgnoreSpecPattern):
-    """One that takes time by the length of a name, however many stars it has: each takes the first that fits."""
+    """Pattern whose matching time is linear in the length of a name: each star takes the first match."""
 
     @classmethod
     def pattern_to_regex(cls, pattern: Any) -> tuple[Any, bool | None]:
@@ -227,9 +235,9 @@ def _compiled(lines: Iterable[str]) -> GitIgnoreSpec:
     return GitIgnoreSpec([pattern for line in lines if (pattern := _pattern(line))], backend="simple")
 
 
-@lru_cache(maxsize=4 * _MOST_PATTERNS)  # those of a folder count in all that are in it
+@lru_cache(maxsize=4 * _MOST_PATTERNS)  # the lines of a folder apply again in each of its subfolders
 def _pattern(line: str) -> _Pattern | None:
-    """None for what is none: a lone `!`, for which git does nothing either; `[?-.]`."""
+    """Compile a line; None for an invalid pattern, such as ``[?-.]`` or a lone ``!``, which git ignores too."""
     with warnings.catch_warnings(), contextlib.suppress(ValueError, re.error):
         warnings.simplefilter("ignore", FutureWarning)  # of re: a [ in brackets may have a meaning some day
         return _Pattern(line)
@@ -238,9 +246,9 @@ def _pattern(line: str) -> _Pattern | None:
 
 @lru_cache(maxsize=1000)
 def _compile(git: tuple[str, ...], own: tuple[str, ...]) -> Rules:
-    """Compile the lines once for files and once for folders, where ``a/`` and ``a`` are the same.
+    """Compile the lines once for files and once for folders; for folders, ``a/`` and ``a`` are equivalent.
 
-    pathspec knows a folder by the slash at its end, and weighs ``a`` as less than ``!*`` above it then.
+    pathspec recognises a folder by its trailing slash, and would then rank ``a`` below an earlier ``!*``.
     """
     lines = [re.sub(r"\*\*/\s*$", "**/*/", line) for line in git + own if _pattern(line)]
     of_folders = _compiled(re.sub(r"/\s*$", "", line) for line in lines)

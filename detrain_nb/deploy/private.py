@@ -1,4 +1,4 @@
-"""What stays on the notebook's machine unless its user names it: keys, tokens, histories; and a home as a whole."""
+"""Files that stay on the notebook's machine unless the user names them: keys, tokens, histories, home directories."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathspec import GitIgnoreSpec
 
 __all__ = ["holds_homes", "is_private", "is_same", "why_kept"]
 
-# As in .gitignore, in small letters. What is a folder is left out with all that is in it.
+# Patterns as in .gitignore, in lower case. A folder is excluded with everything in it.
 _KEYS = """
 .ssh  .gnupg  .password-store  keyrings  id_rsa*  id_dsa*  id_ecdsa*  id_ed25519*
 *.pem  *.key  *.ppk  *.p12  *.pfx  *.jks  *.keystore  *.kdbx
@@ -29,18 +29,18 @@ credentials.json  application_default_credentials.json  client_secret*.json  *se
 secrets.toml  rclone.conf  kubeconfig
 """
 _HISTORIES = ".*_history  .histfile  .lesshst  .viminfo  fish_history  history.sqlite*  .ipython  .mozilla"
-# Who reads a connection file runs code in the kernel; a server's has the password of all its notebooks.
+# A reader of a kernel's connection file can run code in the kernel; a server's file holds the token for its notebooks.
 _JUPYTER = "kernel-*.json  jpserver-*.json  nbserver-*.json  .jupyter  jupyter_cookie_secret  notebook_cookie_secret"
 _PRIVATE = tuple(f"{_KEYS} {_TOKENS} {_HISTORIES} {_JUPYTER}".split())
-# Nearly no path has one of the names: a single expression finds that out ten times as fast.
+# Hardly any path matches, and this single expression rules out the others ten times as fast.
 _NAMES = "|".join(re.escape(line.removeprefix("**/")).replace(r"\*", "[^/]*") for line in _PRIVATE if line[0] != "!")
 _MAY_BE = re.compile(f"(?:^|/)(?:{_NAMES})(?:/|$)")
-# Seen from one of these, what is private has another name: `token` in `.cache/huggingface`.
+# Relative to one of these folders, a private file has a shorter name: `token` in `.cache/huggingface`.
 _HOLDERS = tuple(
     f"/{above}" for line in _PRIVATE if line[:4] == "**/." for above in PurePosixPath(line[3:]).parents[:-1]
 )
-_BACKUP = re.compile(r"(?:~|\.(?:bak|backup|old|orig|save))+$")  # of the same content, as editors and people name it
-_NAMES_ONE = re.compile(r"[^*?./!][^/]*$")  # not `!*`, nor `!data/**`, which mean what other lines leave out
+_BACKUP = re.compile(r"(?:~|\.(?:bak|backup|old|orig|save))+$")  # suffixes of copies that editors and people make
+_NAMES_ONE = re.compile(r"[^*?./!][^/]*$")  # not `!*` or `!data/**`, which undo other lines and name no private file
 
 
 @lru_cache(maxsize=100)
@@ -51,9 +51,9 @@ def _compile(lifted: tuple[str, ...]) -> GitIgnoreSpec:
 
 @lru_cache(maxsize=100_000)
 def is_private(path: str, lifted: tuple[str, ...] = ()) -> bool:
-    """Say whether a path, with slashes, has a name that keys, tokens or histories have, as large or small as it is.
+    """Return True when a path, with slashes, has a name that keys, tokens or histories have, in any letter case.
 
-    ``lifted`` are the lines with ``!`` that say what is none. It is asked for each folder on the way too.
+    ``lifted`` are the lines with ``!`` that name exceptions. Callers check each parent folder too.
     """
     path = path.lower()
     original = _BACKUP.sub("", path)
@@ -64,28 +64,28 @@ def is_private(path: str, lifted: tuple[str, ...] = ()) -> bool:
 
 
 def why_kept(folder: str | os.PathLike[str]) -> str:
-    """Say why no file of ``folder`` leaves this machine; empty where they may."""
+    """Return the reason why no file of ``folder`` leaves this machine; empty if its files may be sent."""
     real = Path(os.path.realpath(folder))
     if holds_homes(real):
-        what = "is a home, or holds homes"
+        what = "is a home directory or contains one"
     elif is_private(real.as_posix()) or real.as_posix().lower().endswith(_HOLDERS):
-        what = "is where keys or tokens are"
+        what = "is a folder for keys or tokens"
     else:
         return ""
     return (
-        f"{folder} {what}: its files stay here, nothing of it goes to the nodes; "
-        "for a project's files there, start from a notebook, or after %cd, in a folder of the project's own"
+        f"{folder} {what}: none of its files are sent to the nodes; "
+        "to send a project's files, open the notebook in a folder of the project's own, or %cd there"
     )
 
 
 def holds_homes(path: str | os.PathLike[str]) -> bool:
-    """Whether it is a home, or homes are below it."""
+    """Return True when ``path`` is a home directory, or contains one at any depth."""
     real = Path(os.path.realpath(path))
     return real == real.parent or any(is_same(real, above) for home in _homes(real) for above in (home, *home.parents))
 
 
 def _homes(folder: Path) -> Iterator[Path]:
-    """The user's, whatever HOME says, and that of whose folder it is: a notebook of root may stand in another's."""
+    """Yield the homes of this user, with and without HOME, and of the owner of ``folder``: root may work in others'."""
     found = {os.path.expanduser("~")}
     with contextlib.suppress(ImportError, OSError, KeyError):
         import pwd
@@ -96,7 +96,7 @@ def _homes(folder: Path) -> Iterator[Path]:
 
 
 def is_same(one: Path, other: Path) -> bool:
-    """Whether two paths lead to one file or folder: also by another case of its name, or mounted in two places."""
+    """Return True when two paths are one file or folder, also by letter case, links or a second mount."""
     try:
         return os.path.samefile(one, other)
     except OSError:

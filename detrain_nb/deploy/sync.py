@@ -1,7 +1,8 @@
-"""The notebook's folder, kept the same on the nodes: what has changed here goes there before the next cell.
+"""Sync of the notebook's folder to the nodes: files that have changed here are sent before the next cell runs.
 
-What is to go is decided there, by a note beside the work folders of what came before: only what we have sent is
-removed or replaced, and a kernel that was started anew sends nothing twice. While nothing changes, nothing is said.
+The node decides which files it needs, from its record of the files it has received (a note next to the work folders):
+only files that we sent are removed or replaced, and a restarted kernel sends nothing twice. While nothing changes,
+nothing is sent.
 """
 
 from __future__ import annotations
@@ -33,17 +34,17 @@ from .start_steps import OnStep, StartStep, ignore_step
 __all__ = ["DataCheck", "DataState", "FolderSync", "check"]
 
 _CHUNK_BYTES = 1 << 18
-_INDEX_BYTES = 8  # of a file, in a list
+_INDEX_BYTES = 8  # per file in the list of wanted files
 _COLUMNS = ["node", "files", "bytes", "checksum", ""]
-_WHERE_LOOKED = "a path that is not given in full is looked for in the folder where the ranks of each node start"
+_WHERE_LOOKED = "relative paths are resolved in the folder where the ranks of each node start"
 
 
 class FolderSync:
-    """Keeps the work folders of nodes as the folder ``root`` here; ``notices`` get what was left alone there, and what
-    of the folder goes or stays that the user may not think of. A node that takes too long is gone on without.
+    """Mirror of the folder ``root`` here in the work folders of nodes.
 
-    Not ``takes_over``: of a session that goes on, where a folder that is kept as another one here is left alone.
-    ``top`` is where ``root`` led when it was looked at first.
+    ``notices`` collects the files that a node left alone, and hidden files and possible keys that are sent or held
+    back. A node that takes too long is skipped from then on. ``takes_over=False`` is for a session that continues: a
+    work folder that mirrors another folder is left alone. ``top`` is the real path of ``root`` when it was first read.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class FolderSync:
         self._patience = patience
         self._brought: dict[str, tuple[object, Manifest]] = {}
         self._apart: set[str] = set()
-        self._overdue: dict[str, object] = {}  # and the contact at which it was
+        self._overdue: dict[str, object] = {}  # node name -> the contact during which it took too long
         self._left_alone: set[tuple[str, str]] = set()
         self._told: set[str] = set()
 
@@ -68,10 +69,10 @@ class FolderSync:
         on_step: OnStep = ignore_step,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Have all that has changed on ``nodes``.
+        """Send everything that has changed to ``nodes``.
 
-        ``on_step`` is told in the threads of the nodes; ``meanwhile`` is called in this one, again and again.
-        Raises: SpecError when the folder is too much, DetrainError with the node.
+        ``on_step`` is called in the threads of the nodes, ``meanwhile`` repeatedly in the calling thread.
+        Raises: SpecError when the folder has too many files or bytes, DetrainError with the name of the node.
         """
         nodes = [node for node in nodes if node.name not in self._apart and not self._is_overdue(node)]
         if not nodes:
@@ -81,10 +82,12 @@ class FolderSync:
         waiting = [node for node in nodes if self._is_behind(node, manifest)]
         if waiting:
             self._tell_once(
-                "hidden files go to the nodes too", name_hidden(manifest), f"list in {OWN_FILE} what should stay here"
+                "hidden files are sent to the nodes too",
+                name_hidden(manifest),
+                f"list those that should stay here in {OWN_FILE}",
             )
         self._tell_once(
-            "these stay here, as they may hold keys", kept, f"a line !NAME in {OWN_FILE} sends one that does not"
+            "not sent, as they may hold keys", kept, f"to send a file that holds none, add a line !NAME to {OWN_FILE}"
         )
         if waiting:
             packer = _Packer(self._top, manifest)
@@ -118,7 +121,7 @@ class FolderSync:
     def _bring(self, node: Transport, manifest: Manifest, packer: _Packer, stop: Stop) -> None:
         contact, folder = node.contact, node.work_folder(str(self.root))
         if not folder:
-            raise SessionError(f"{label(node)} has no work folder before an agent of it was reached")
+            raise SessionError(f"{label(node)} has no work folder until its agent has been reached")
         names, listed = list(manifest), _write_list(manifest)
         order = {"root": self._root_name, "takes_over": self._takes_over, "size": len(listed)}
         with open_talk(node, stop=stop, patience=self._patience) as talk, self._without_who_is_overdue(node):
@@ -135,7 +138,7 @@ class FolderSync:
             self._brought[node.name] = contact, manifest
 
     def _send_in_time(self, talk: Talk, data: bytes, kind: str, **fields: object) -> None:
-        """Say a line with ``data`` after it; the node has so long to take it, and then to answer."""
+        """Send a line followed by ``data``; the deadline first covers the transfer, then the node's answer."""
         talk.deadline = time.monotonic() + self._patience.bring_s + len(data) / SLOWEST_BYTES_PER_S
         talk.say(kind, **fields)
         for start in range(0, len(data), _CHUNK_BYTES):
@@ -148,25 +151,25 @@ class FolderSync:
 
     @contextlib.contextmanager
     def _without_who_is_overdue(self, node: Transport) -> Iterator[None]:
-        """Cells do not wait for it a second time, unless it is reached anew."""
+        """Catch an overdue node: cells do not wait for it again until it has been reconnected."""
         try:
             yield
         except Overdue:
             self._overdue[node.name] = node.contact
             self.notices.append(
-                f"{label(node)} has not taken the files of {self.root} in time, and is gone on without: its ranks have "
-                "those that came before; look whether its disk hangs, %distributed restart tries again"
+                f"{label(node)} did not receive the files of {self.root} in time; cells no longer wait for it, and its "
+                "ranks keep the files received earlier: check whether its disk hangs, then try %distributed restart"
             )
 
     def _leave_apart(self, node: Transport, root: str) -> None:
         self._apart.add(node.name)
         if root:
             self.notices.append(
-                f"{label(node)}: its work folder is kept as {root}, not as {self.root}: changes here do not go there"
+                f"{label(node)}: its work folder mirrors {root}, not {self.root}: changes here are not sent to it"
             )
 
     def _note_left_alone(self, node: Transport, said: dict[str, Any], manifest: Manifest) -> None:
-        """What somebody else has put there, of what was sent, is said once."""
+        """Add one notice for paths that the node did not overwrite, as the file there did not come from us."""
         names = said.get("left_alone")
         found = [name for name in names if isinstance(name, str)] if isinstance(names, list) else []
         fresh = [name for name in found if name in manifest and (node.name, name) not in self._left_alone]
@@ -174,18 +177,18 @@ class FolderSync:
             self._left_alone.update((node.name, name) for name in fresh)
             some = name_some([clean(name) for name in fresh])
             self.notices.append(
-                f"{label(node)}: left as it is, since it did not come from here: {some}: "
-                "put it there to replace it, or remove it there"
+                f"{label(node)}: not overwritten, as the notebook did not send the existing files: {some}: "
+                "replace them with %distributed put, or delete them there"
             )
 
 
 def _write_list(manifest: Manifest) -> bytes:
-    """As a node is told what there is."""
+    """Return the manifest in the form in which it is sent to a node."""
     return json.dumps([[name, *state.kind] for name, state in manifest.items()]).encode()
 
 
 class _Packer:
-    """Packs once what several nodes want at the same time."""
+    """Archives of files, each packed once even when several nodes want it."""
 
     def __init__(self, root: str, manifest: Manifest) -> None:
         self._root, self._manifest = root, manifest
@@ -201,23 +204,26 @@ class _Packer:
 
 
 def _is_same(before: Manifest, now: Manifest) -> bool:
-    """The same contents, whenever they were written."""
+    """Return True when all contents are equal, regardless of modification times."""
     return before.keys() == now.keys() and all(state.kind == now[name].kind for name, state in before.items())
 
 
 def _choose(names: list[str], indices: object) -> list[str]:
-    """What a node wants, of what it was told of. Raises: Untrue."""
+    """Return the names that a node wants, from their indices. Raises: Untrue."""
     if not isinstance(indices, list):
-        raise Untrue("it does not say what it wants")
+        raise Untrue("the node sent no list of the files it wants")
     if len(indices) > len(names) or any(as_size(index) >= len(names) for index in indices):  # before a dict has them
-        raise Untrue("it wants a file that the folder does not have")
+        raise Untrue("the node wants a file that the folder does not have")
     return [names[index] for index in dict.fromkeys(indices)]
 
 
 @dataclass(frozen=True)
 class DataState:
-    """What a node has under a path. ``names`` is a digest of all names and sizes; ``sample`` has sizes and digests of
-    the beginning and the end of some files, the same on every node that has the same names."""
+    """The files that a node has under a path.
+
+    ``names`` is a digest of all names and sizes. ``sample`` holds the size of some files and the digest of their
+    beginning and end; nodes with equal names sample the same files.
+    """
 
     exists: bool
     files: int = 0
@@ -233,7 +239,7 @@ class DataState:
 
 @dataclass(frozen=True)
 class DataCheck:
-    """Whether the same files are on every node; what is printed says which node differs in what."""
+    """Comparison of the files under a path on every node; its repr lists the differences by node."""
 
     path: str
     states: dict[str, DataState]
@@ -244,7 +250,7 @@ class DataCheck:
 
     @property
     def differences(self) -> dict[str, list[str]]:
-        """In words, by node: from what most nodes have, of several from what the first of them has."""
+        """Differences in words, by node, from the state that most nodes have; in a tie, the first node's state."""
         states = list(self.states.values())
         counts = Counter(states)
         usual = max(states, key=lambda state: (counts[state], -states.index(state)))
@@ -263,7 +269,7 @@ class DataCheck:
 
     @property
     def is_anywhere(self) -> bool:
-        """Whether a node has it."""
+        """True when at least one node has the path."""
         return any(state.exists for state in self.states.values())
 
     def _title(self) -> str:
@@ -275,7 +281,7 @@ class DataCheck:
     def _rows(self) -> list[list[str]]:
         rows = []
         for (name, state), differences in zip(self.states.items(), self.differences.values()):
-            remark = ", ".join(differences) or _name_skipped(state, "not looked at")
+            remark = ", ".join(differences) or _name_skipped(state, "not compared")
             rows.append([name, f"{state.files:,}", f"{state.size_bytes:,}", state.checksum, remark])
         return rows
 
@@ -291,9 +297,9 @@ def _differ(state: DataState, usual: DataState) -> list[str]:
     elsewhere = {name: fields for name, *fields in usual.sample}
     changed = [name for name, *fields in state.sample if fields != elsewhere.get(name, fields)]
     if changed:
-        words.append(f"other contents: {name_some(changed)}")
+        words.append(f"contents differ: {name_some(changed)}")
     if state.names != usual.names and not words:
-        words.append("other names or sizes")
+        words.append("names or sizes differ")
     if state.num_skipped != usual.num_skipped:
         words.append(_name_skipped(state, f"elsewhere {usual.num_skipped}") or f"elsewhere {_name_skipped(usual)}")
     return words
@@ -305,9 +311,10 @@ def _name_skipped(state: DataState, *more: str) -> str:
 
 
 def check(nodes: Sequence[Transport], path: str, *, folder: str = "") -> DataCheck:
-    """Look whether the same files are under ``path`` on all nodes: names, sizes, and the ends of up to 64 files.
+    """Compare the files under ``path`` on all nodes: names, sizes, and the beginning and end of up to 64 files.
 
-    Raises: DetrainError with the node.
+    A relative ``path`` is resolved in the work folder that belongs to ``folder``.
+    Raises: DetrainError with the name of the node.
     """
 
     def look(node: Transport, stop: Stop, _: OnProgress) -> DataState:
@@ -320,16 +327,16 @@ def check(nodes: Sequence[Transport], path: str, *, folder: str = "") -> DataChe
 
 
 def _read_state(said: dict[str, Any]) -> DataState:
-    """Raises: Untrue."""
+    """Check and return the state that a node sent. Raises: Untrue."""
     if said.get("exists") is not True:
         return DataState(False)
     sample = said.get("sample")
     if not isinstance(sample, dict) or len(sample) > SAMPLE_FILES:
-        raise Untrue("its sample is none")
+        raise Untrue(f"the node sent an invalid sample: expected a JSON object of up to {SAMPLE_FILES} files")
     read = []
     for name, fields in sample.items():
         if not isinstance(fields, list) or len(fields) != 2:
-            raise Untrue("its sample is none")
+            raise Untrue("the node sent an invalid sample: expected size and digest of each file")
         read.append((clean(name), as_size(fields[0]), clean(fields[1])[:64]))
     files, size, skipped = (as_size(said.get(key)) for key in ("files", "size", "skipped"))
     return DataState(True, files, size, clean(said.get("names"))[:64], tuple(read), skipped)

@@ -282,7 +282,7 @@ def test_home_as_a_whole_is_refused_before_it_is_listed(
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home" / "alice"))
     (tmp_path / "home" / "alice").mkdir(parents=True)
-    with pytest.raises(SpecError, match="is a home, or holds homes" if path else "'' is no path"):
+    with pytest.raises(SpecError, match="is a home directory or contains one" if path else "'' is not a valid path"):
         put(LocalTransport(), path, "copies", folder=str(tmp_path))
     assert list(describe(tmp_path)) == ["home", "home/alice"]
 
@@ -294,7 +294,7 @@ def test_what_is_no_path_is_refused(path: str, tmp_path: Path) -> None:
     if path:
         acts += [lambda: put(node, here, path), lambda: get(node, here, path)]
     for act in acts:
-        with pytest.raises(SpecError, match="is no path: name files or folders"):
+        with pytest.raises(SpecError, match="is not a valid path: name files or folders"):
             act()
 
 
@@ -376,7 +376,7 @@ def test_paths_that_cannot_be_are_told(node: SshNode, tmp_path: Path) -> None:
         (folder / "x").write_text("x")
     with pytest.raises(SpecError, match="nowhere: No such file"):
         put(node, tmp_path / "nowhere")
-    with pytest.raises(SpecError, match="they would have the same name"):
+    with pytest.raises(SpecError, match="would get the same name at the target"):
         put(node, [tmp_path / "x", tmp_path / "a" / "x"])
     with pytest.raises(SpecError, match="no path"):
         get(node, [])
@@ -991,7 +991,7 @@ def test_node_that_has_got_something_else_is_not_believed(tmp_path: Path) -> Non
         talk.say("done", files=7, size=0)
 
     (tmp_path / "x").touch()
-    with pytest.raises(WireError, match="liar: what it says has arrived is not what was sent"):
+    with pytest.raises(WireError, match="liar: the node reports 7 files, 0 bytes received; 1 files, 0 bytes were sent"):
         put(FakeNode(play), tmp_path / "x")
 
 

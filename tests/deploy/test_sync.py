@@ -197,21 +197,22 @@ def test_hidden_files_that_go_and_keys_that_stay_are_named_once(root: Path, node
     keeper = FolderSync(root)
     keeper.bring([node])
     assert keeper.notices == [
-        "hidden files go to the nodes too: .a, .b, .c, .d, .e, .f, .g, .github/, .h, .i and 3 more: "
-        "list in .detrainignore what should stay here",
-        "these stay here, as they may hold keys: .env, x.pem: a line !NAME in .detrainignore sends one that does not",
+        "hidden files are sent to the nodes too: .a, .b, .c, .d, .e, .f, .g, .github/, .h, .i and 3 more: "
+        "list those that should stay here in .detrainignore",
+        "not sent, as they may hold keys: .env, x.pem: "
+        "to send a file that holds none, add a line !NAME to .detrainignore",
     ]
     assert not {".env", "x.pem"} & node.files().keys() and ".github/b.yml" in node.files()
     write(root, {".later": "", ".github/c.yml": ""})
     keeper.bring([node])
     assert keeper.notices[2:] == [
-        "hidden files go to the nodes too: .later: list in .detrainignore what should stay here"
+        "hidden files are sent to the nodes too: .later: list those that should stay here in .detrainignore"
     ]
     write(root, {"id_rsa": "made while nothing else has changed"})
     keeper.bring([node])
     keeper.bring([node])
-    assert [words.partition(": a line")[0] for words in keeper.notices[3:]] == [
-        "these stay here, as they may hold keys: id_rsa"
+    assert [words.partition(": to send")[0] for words in keeper.notices[3:]] == [
+        "not sent, as they may hold keys: id_rsa"
     ]
 
 
@@ -232,8 +233,8 @@ def test_home_and_a_folder_that_is_too_much_for_a_session_that_goes_on_stay_here
     at_home = SessionFiles([cast(Any, node)], str(root), is_synced=True)
     assert not at_home.is_synced and at_home.bring() == [] and node.runs == 0
     assert at_home.notices == [
-        f"{root} is a home, or holds homes: its files stay here, nothing of it goes to the nodes; "
-        "for a project's files there, start from a notebook, or after %cd, in a folder of the project's own"
+        f"{root} is a home directory or contains one: none of its files are sent to the nodes; "
+        "to send a project's files, open the notebook in a folder of the project's own, or %cd there"
     ]
     assert SessionFiles([cast(Any, node)], str(root), is_synced=False).notices == []
 
@@ -318,7 +319,8 @@ def test_node_where_something_was_left_alone_is_asked(root: Path, node: FolderNo
         node.reconnect()
         keeper = FolderSync(root)
         keeper.bring([node])
-        assert node.runs == runs and "left as it is, since it did not come from here: a.py" in keeper.notices[0]
+        assert node.runs == runs
+        assert "not overwritten, as the notebook did not send the existing files: a.py" in keeper.notices[0]
 
 
 @pytest.mark.parametrize("note", ["", "{", "[]", '{"root": 1, "files": {"../x": [1]}}', '{"files": {"a.py": [1, 2]}}'])
@@ -347,7 +349,7 @@ def test_session_that_goes_on_elsewhere_is_left_alone(root: Path, node: FolderNo
     assert node.files() == {"a.py": "a = 1"} and node.runs == 2
     (words,) = keeper.notices
     assert re.fullmatch(
-        rf"node: its work folder is kept as .*:{root}, not as {other}: changes here do not go there", words
+        rf"node: its work folder mirrors .*:{root}, not {other}: changes here are not sent to it", words
     )
     FolderSync(other).bring([node])
     assert node.files() == {"b.py": "b = 1", "c.py": "c = 1"}
@@ -470,7 +472,7 @@ def test_notebook_that_is_gone_without_a_word_holds_up_no_other_for_ever(root: P
 
 def test_node_that_was_not_reached_gets_nothing(root: Path, node: FolderNode) -> None:
     node.work_folder = lambda folder: ""  # type: ignore[method-assign]
-    with pytest.raises(SessionError, match="node has no work folder before"):
+    with pytest.raises(SessionError, match="node has no work folder until"):
         FolderSync(root).bring([node])
 
 
@@ -506,8 +508,8 @@ def test_file_of_somebody_else_is_not_replaced_and_that_is_said_once(root: Path,
     keeper.bring([node])
     assert node.files() == {"results": "theirs", "same": "equal"}
     assert keeper.notices == [
-        "node: left as it is, since it did not come from here: folder, results: "
-        "put it there to replace it, or remove it there"
+        "node: not overwritten, as the notebook did not send the existing files: folder, results: "
+        "replace them with %distributed put, or delete them there"
     ]
     for name in ("results", "same"):
         (root / name).unlink()
@@ -727,7 +729,7 @@ def test_files_that_a_node_leaves_alone_are_of_those_that_were_sent(root: Path, 
     keeper.bring([Liar(tmp_path, {"type": "want", "indices": []}, {"type": "done", "left_alone": names})])
     assert keeper._left_alone == {("liar", "a.py")}
     (notice,) = keeper.notices
-    assert "did not come from here: a.py: put it" in notice
+    assert "did not send the existing files: a.py: replace them" in notice
 
 
 class Sloth(Liar):
@@ -775,8 +777,8 @@ def test_node_that_does_not_come_to_an_end_is_gone_on_without(root: Path, node: 
     keeper.bring([*sloths, node])
     assert list(node.files()) == ["a.py"]
     assert set(keeper.notices) == {
-        f"{way} has not taken the files of {root} in time, and is gone on without: its ranks have those that came "
-        "before; look whether its disk hangs, %distributed restart tries again"
+        f"{way} did not receive the files of {root} in time; cells no longer wait for it, and its ranks keep the "
+        "files received earlier: check whether its disk hangs, then try %distributed restart"
         for way in ways
     }
     write(root, a_py="a = 2")
@@ -785,7 +787,9 @@ def test_node_that_does_not_come_to_an_end_is_gone_on_without(root: Path, node: 
     assert [sloth.runs for sloth in sloths] == [1] * len(ways) and len(keeper.notices) == len(ways)
     sloths[0].reconnect()
     keeper.bring([*sloths, node])
-    assert [sloth.runs for sloth in sloths] == [2, 1, 1, 1, 1] and keeper.notices[-1].startswith("waits has not taken")
+    assert [sloth.runs for sloth in sloths] == [2, 1, 1, 1, 1] and keeper.notices[-1].startswith(
+        "waits did not receive"
+    )
 
 
 # ---- in a session
@@ -963,11 +967,11 @@ def change_odd_name(data: Path) -> None:
     ("change", "words"),
     [
         (lose_one, r"1 file fewer, 1,000 bytes fewer"),
-        (change_the_end, r"other contents: large\.bin"),
-        (change_the_beginning, r"other contents: large\.bin"),
-        (rename, r"other names or sizes"),
+        (change_the_end, r"contents differ: large\.bin"),
+        (change_the_beginning, r"contents differ: large\.bin"),
+        (rename, r"names or sizes differ"),
         (link, r"1 link to a folder, or device, elsewhere 0"),
-        (change_odd_name, r"other contents: 'in/w\\tx'"),
+        (change_odd_name, r"contents differ: 'in/w\\tx'"),
         (shutil.rmtree, r"missing"),
     ],
 )
@@ -987,7 +991,7 @@ def test_what_is_not_looked_at_is_said(data_nodes: list[FolderNode]) -> None:
     for node in data_nodes:
         link(node.work / "data")
     found = check(data_nodes, "data")
-    assert found.is_same and repr(found).count("1 link to a folder, or device, not looked at") == 3
+    assert found.is_same and repr(found).count("1 link to a folder, or device, not compared") == 3
 
 
 def test_links_to_files_count_as_files(data_nodes: list[FolderNode], tmp_path: Path) -> None:
@@ -999,7 +1003,7 @@ def test_links_to_files_count_as_files(data_nodes: list[FolderNode], tmp_path: P
 
 def test_data_that_is_nowhere_is_told(data_nodes: list[FolderNode]) -> None:
     nothing = check(data_nodes, "nothing")
-    where = "a path that is not given in full is looked for in the folder where the ranks of each node start"
+    where = "relative paths are resolved in the folder where the ranks of each node start"
     assert repr(nothing) == f"nothing: on no node\n{where}"
     assert nothing._repr_html_() == f"<p>nothing: on no node<br>{where}</p>"
 
@@ -1033,4 +1037,4 @@ def test_control_characters_of_a_node_are_not_shown(tmp_path: Path) -> None:
         liars.append(Liar(tmp_path, {"type": "state", "exists": True, **said}))
         liars[-1].name = f"liar {len(liars)}"
     shown = repr(check(liars, "d"))
-    assert "other contents: ?[2J" in shown and all(line.isprintable() for line in shown.splitlines())
+    assert "contents differ: ?[2J" in shown and all(line.isprintable() for line in shown.splitlines())

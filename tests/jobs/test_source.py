@@ -177,7 +177,7 @@ def test_folder_travels_without_what_stays_here(tmp_path: Path, node: Path) -> N
     for entry, said in {"data/x.py": "left out by .detrainignore", "gone.py": "it is not there"}.items():
         with pytest.raises(SpecError, match=said):
             plan(path=str(folder), entry=entry)
-    with pytest.raises(SpecError, match="is a home, or holds homes"):
+    with pytest.raises(SpecError, match="is a home directory or contains one"):
         plan(path="~", entry="train.py")
 
 

@@ -182,7 +182,7 @@ def test_files_go_there_and_come_back(kernel: Any, tmp_path: Path) -> None:
     assert kernel.run("%%distributed -r right\nopen('copies/data/one.txt', 'w').write('2')").status == "ok"
     checked = _lines(kernel.run("%distributed data check copies"))
     assert checked[0] == "copies: not the same on 2 nodes"
-    assert re.search(r"^right .*other contents: \S*one\.txt", "\n".join(checked), re.MULTILINE)
+    assert re.search(r"^right .*contents differ: \S*one\.txt", "\n".join(checked), re.MULTILINE)
     back = kernel.run(f"%distributed get copies/data --to {tmp_path}/back")
     where = f"in {tmp_path}/back, each node's in a folder of its name"
     assert _lines(back) == ["left: 25 files, 25.2 MB", "right: 25 files, 25.2 MB", where]
