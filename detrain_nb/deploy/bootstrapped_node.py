@@ -1,7 +1,7 @@
-"""A node on which commands can be run: a program there becomes the way to the agent; our code goes there by itself.
+"""A node on which commands can be run: a program on it connects us to the agent, and our code is installed there.
 
-A short program is sent to the node's Python (node/ssh/bootstrap.py). It says what is there; what is missing is put
-there, each archive once for every version of it; then it becomes the attach program.
+A short program is sent to the node's Python (node/ssh/bootstrap.py). It reports which code the node has; missing
+archives are sent, each version once. Then it turns into the attach program.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _Connection = TypeVar("_Connection", bound=Connection)
 
 
 class BootstrappedNode(ABC, Generic[_Connection]):
-    """A transport, see transport/transport.py; ``python``, ``address`` and so on are known once it was reached.
+    """A transport (transport/transport.py) over connections; ``python``, ``address`` etc. are set once it was reached.
 
-    A kind of them says how a connection is made (``_connect``), and may say which are refused (``_admit``).
+    A subclass defines how a connection is made (``_connect``) and can refuse connections (``_admit``).
     """
 
     is_this_machine = False
@@ -82,48 +82,51 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         """Make a fresh connection. Raises: TransportError, SpecError."""
 
     def _admit(self, connection: _Connection) -> None:
-        """Look at a connection before anything is said on it, which may be to set ``is_trusted``.
+        """Check a connection before anything is sent on it; a subclass sets ``is_trusted`` here.
 
-        Raises: TransportError where a later one is not as the first was.
+        Raises: TransportError when a later connection must be refused because it differs from the first one.
         """
 
     def _find_place(self) -> object:
-        """See `place`, as it is now. Raises: SpecError."""
+        """Return the current value for `place`. Raises: SpecError."""
         return self.node
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
-        """Nothing."""
+        """Do nothing: this kind of node has no questions."""
 
     @property
     def env(self) -> dict[str, str]:
-        """Those variables of this process that the node is to have."""
+        """Variables of this process that are passed to the node."""
         return {name: os.environ[name] for name in self.node.env if name in os.environ}
 
     @property
     def place(self) -> object:
-        """The node as it was described, and the way to it when it was reached, else now. Raises: SpecError."""
+        """The node's description and route, as of the time it was reached, else as of now. Raises: SpecError."""
         return self._place or self._find_place()
 
     @property
     def torch(self) -> str:
-        """The version that is installed there; empty before that is known."""
+        """Version of torch on the node; empty until it is known."""
         return self.facts.versions.get("torch", "") if self.facts else ""
 
     @property
     def account(self) -> object:
-        """By what it says of itself."""
+        """Identity of machine and account by the node's own report: host name, cache folder, addresses."""
         return (self.facts.host, self.facts.cache, self.facts.addresses) if self.facts else None
 
     def start_agent(self, session: str) -> socket.socket:
-        """Start the agent of ``session`` there. Raises: LaunchError, SessionError, TransportError."""
+        """Start the agent of ``session`` on the node. Raises: LaunchError, SessionError, TransportError."""
         return self._reach(session, "start")
 
     def connect_agent(self, session: str) -> socket.socket:
-        """Connect to an agent that runs there, over a fresh connection. Raises as ``start_agent``."""
+        """Connect to a running agent over a fresh connection. Raises the same errors as ``start_agent``."""
         return self._reach(session, "attach")
 
     def begin(self, session: str) -> AgentFolders:
-        """Beside the folder of the last session, on the connection that there is. Raises: DetrainError."""
+        """Prepare ``session`` on a kept agent, over the existing connection; returns its folders.
+
+        The new work folder lies next to that of the previous session. Raises: DetrainError.
+        """
         assert self.facts is not None and self._connection is not None
         self.is_trusted = False
         self._admit(self._connection)
@@ -133,12 +136,14 @@ class BootstrappedNode(ABC, Generic[_Connection]):
         return {"folder": "", "work_folder": self._work_folder, "uses": [*code, self._work_folder]}
 
     def offer(self, gpus: int) -> NodeOffer:
-        """What the node has and the user wants of it."""
+        """Return the node's GPUs, and the devices and number of ranks that the user chose."""
         return NodeOffer(self.name, tuple(range(gpus)), self.node.devices, self.node.ranks)
 
     def work_folder(self, folder: str) -> str:
-        """In the node's ``workdir``, else in one of ours, where ``folder`` is in the project; empty before it was
-        reached."""
+        """Return the folder on the node that mirrors ``folder``; empty until the node was reached.
+
+        It is in the node's ``workdir``, else in our cache, at the path that ``folder`` has within the project.
+        """
         if not self._work_folder or not self.project:
             return self._work_folder
         within = os.path.relpath(folder, self.project).replace(os.sep, "/")
@@ -146,20 +151,20 @@ class BootstrappedNode(ABC, Generic[_Connection]):
 
     @property
     def contact(self) -> object:
-        """Another object each time that it was reached, None before."""
+        """Identity of the latest contact: a new object each time the node is reached, None before the first."""
         return self.facts
 
     @property
     def cache(self) -> str:
-        """Our folder there; empty before it was reached."""
+        """Our cache folder on the node; empty until the node was reached."""
         return self.facts.cache if self.facts else ""
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
-        """The agent hangs up as the last thing it does: there is no more to wait for."""
+        """Close the connection: the agent hangs up as its last act, so nothing is left to wait for."""
         self.leave()
 
     def leave(self) -> None:
-        """Close the connection, one too that is being made; the agent goes on."""
+        """Close the connection, including one that is being opened; the agent keeps running."""
         self._times_left += 1
         self._hang_up()
 
@@ -177,11 +182,11 @@ class BootstrappedNode(ABC, Generic[_Connection]):
             try:
                 self._admit(connection)
                 sock = self._bootstrap(connection, session, action)
-                self._connection = connection  # who leaves from here on closes it
+                self._connection = connection  # from here on, leave() closes it
                 if self._times_left > times_left:
                     sock.close()
-                    raise TransportError("it was left while the connection was made")
-            except OSError as exc:  # no descriptor is left here
+                    raise TransportError("the connection was closed while it was being opened")
+            except OSError as exc:  # this process has run out of file descriptors
                 connection.close()
                 raise TransportError(f"{HERE}: {exc}") from exc
             except BaseException:
@@ -208,10 +213,10 @@ class BootstrappedNode(ABC, Generic[_Connection]):
 
     @contextlib.contextmanager
     def run_files(self) -> Iterator[socket.socket]:
-        """Run copying/remote_program.py there; gives the byte stream to it.
+        """Run copying/remote_program.py on the node and yield the byte stream to it.
 
-        It is on the agent's connection, or, where that takes no further command, on one of its own, which ends
-        with the block.
+        It uses the agent's connection, or, if that accepts no further command, a connection of its own, which is
+        closed at the end of the block.
         Raises: LaunchError, TransportError.
         """
         with contextlib.ExitStack() as stack:
@@ -233,9 +238,9 @@ class BootstrappedNode(ABC, Generic[_Connection]):
 
     @contextlib.contextmanager
     def run_jobs(self) -> Iterator[socket.socket]:
-        """Run node/job/service.py there; gives the byte stream to it.
+        """Run node/job/service.py on the node and yield the byte stream to it.
 
-        The connection stays for the next one, until the node is left. Raises: LaunchError, TransportError.
+        The connection stays open for the next call, until ``leave``. Raises: LaunchError, TransportError.
         """
         with self._connecting:
             program = self._start_jobs()
@@ -283,22 +288,22 @@ class BootstrappedNode(ABC, Generic[_Connection]):
 
 
 def _go_on(facts: NodeFacts, talk: RemoteProgram, **order: object) -> list[str]:
-    """Have the program go on as it is told, with our code, which is all there then; returns the digests of that."""
+    """Give the bootstrap program its order, after completing our code on the node; returns the code's digests."""
     archives = _choose_code(facts)
     digests = [archive.digest for archive in archives]
     lacking = [digest for digest in digests if digest not in facts.have]
-    for _ in range(2):  # what is there may be broken: that is found out when it is to be used
+    for _ in range(2):  # code that is already there can be damaged, which the node notices when it uses it
         _send_code([archive for archive in archives if archive.digest in lacking], talk)
         talk.say(code=digests, **order)
         incomplete = talk.hear("code").get("incomplete")
         if not incomplete:
             return digests
         lacking = [digest for digest in digests if isinstance(incomplete, list) and digest in incomplete]
-    raise LaunchError(f"our code was put into {facts.cache} and is not all there: is that disk in order?")
+    raise LaunchError(f"detrain_nb's code was written to {facts.cache} twice and is still incomplete: check that disk")
 
 
 def _choose_code(facts: NodeFacts) -> list[CodeArchive]:
-    """Our code, and IPython where the node has none. Raises: LaunchError."""
+    """Return our code, and IPython if the node has none. Raises: LaunchError."""
     from .code import ipython_code, own_code
 
     if facts.versions.get("ipython"):
@@ -306,8 +311,8 @@ def _choose_code(facts: NodeFacts) -> list[CodeArchive]:
     if ipython := ipython_code(facts.python_version):
         return [own_code(), ipython]
     major, minor = facts.python_version
-    missing = f"IPython is missing in {facts.python}, and the notebook's is not for Python {major}.{minor}"
-    raise LaunchError(f"{missing}: install it there, {facts.python} -m pip install ipython")
+    missing = f"IPython is missing in {facts.python}, and the notebook's does not run on Python {major}.{minor}"
+    raise LaunchError(f"{missing}: install it there: {facts.python} -m pip install ipython")
 
 
 def _send_code(archives: list[CodeArchive], talk: RemoteProgram) -> None:
@@ -319,7 +324,7 @@ def _send_code(archives: list[CodeArchive], talk: RemoteProgram) -> None:
 
 
 def _expand(path: str, home: str) -> str:
-    """``~`` is the home of who logs in; that of others is not known here. Raises: LaunchError."""
+    """Expand ``~``, the home of the login user; ``~other`` is unknown here. Raises: LaunchError."""
     if path.startswith("~") and path[1:2] not in ("", "/"):
-        raise LaunchError(f"workdir {path}: name a folder that begins with / or ~/")
+        raise LaunchError(f"workdir {path} is invalid: give a path that begins with / or ~/")
     return posixpath.join(home, path[1:].lstrip("/")) if path.startswith("~") else path

@@ -1,4 +1,4 @@
-"""The agents of a session on all its nodes: brought up, or connected to, all at once; where one fails, none is held."""
+"""Agents of a session on all its nodes: started, or connected to, in parallel; when one fails, all are given up."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["End", "attach_to_agents", "bring_up_agents", "give_up_agents", "leav
 
 _ARRIVAL_LIMIT_S = 3.0
 _LOOK_GAP_S = 0.1
-_MOST_HOSTS = 8  # are named
+_MOST_HOSTS = 8  # named in one error
 
 
 @dataclass(frozen=True)
 class End:
-    """A byte stream to the agent of a node; one that has ended where the agent is ``absent``, which says why.
+    """Our end of the byte stream to the agent of a node.
 
-    ``why_cold``: why what was kept from the last session could not be used, where something was. ``is_apart``: not all
-    nodes reach each other.
+    ``absent``: why the agent is absent, in which case the stream is closed; else empty. ``why_cold``: why the agent
+    kept from the last session could not be reused, if there was one. ``is_apart``: not all nodes reach each other.
     """
 
     transport: Transport
@@ -47,12 +47,12 @@ def bring_up_agents(
     meanwhile: Callable[[], None] | None = None,
     may_be_apart: bool = False,
 ) -> list[End]:
-    """Start the agent of ``session``, a name that was checked, on every node at once; return the byte streams to them.
+    """Start the agent of ``session``, a valid name, on all nodes in parallel; return the byte streams to the agents.
 
-    ``on_step`` is told in the threads of the nodes. ``meanwhile`` is called in this one, again and again; what it
-    raises ends all of it. Nodes that ``may_be_apart`` need not reach each other.
-    Raises: LaunchError with a line for every node where it failed, SessionError where such a session runs. None is
-    left running then.
+    ``on_step`` is called in the threads of the nodes, ``meanwhile`` repeatedly in the calling thread; an exception
+    from ``meanwhile`` cancels the start. With ``may_be_apart``, nodes need not reach each other.
+    Raises: LaunchError with a line for every node that failed, SessionError when a session of that name is running.
+    No agent is left running after an error.
     """
 
     def start(transport: Transport) -> End:
@@ -77,7 +77,7 @@ def bring_up_agents(
 
 
 def _start_agent(transport: Transport, session: str) -> End:
-    """On an agent that was kept from the last session there, if it is as good as a fresh one."""
+    """Begin on the agent kept from the last session if it is as good as a fresh one; else start a fresh one."""
     begun = begin_on_kept(transport, session)
     if isinstance(begun, str):
         return End(transport, transport.start_agent(session), why_cold=begun)
@@ -85,25 +85,26 @@ def _start_agent(transport: Transport, session: str) -> End:
 
 
 def give_up_agents(ends: Sequence[End]) -> None:
-    """End agents that have been brought up and have no session yet."""
+    """End agents that were started and have no session yet."""
     _Arrivals(end_unused, ends).give_up()
 
 
 def leave_agents(ends: Sequence[End]) -> None:
-    """Let go of agents that have been connected to; they stay for the next notebook."""
+    """Close the connections to agents, which keep running for the next notebook."""
     _Arrivals(socket.socket.close, ends).give_up()
 
 
 def attach_to_agents(transports: Sequence[Transport], session: str, *, without: Collection[str] = ()) -> list[End]:
-    """Connect to the agents of ``session``, which run already; return the byte streams to them. Raises as above.
+    """Connect to the running agents of ``session``; return the byte streams to them.
 
-    The first has to be there; another one that is not any more is said to be absent, as are those that are left out.
+    The first agent must be running. Any other agent that no longer runs is marked as absent, as are the nodes of
+    ``without``. Raises the same errors as ``bring_up_agents``, and SpecError for a wrong name in ``without``.
     """
     others = [transport.name for transport in transports[1:]]
     if unknown := [name for name in without if name not in others]:
         raise SpecError(
-            f"attach without {unknown[0]!r}: {unknown[0]!r} is not one of the nodes that can be left out: "
-            f"{', '.join(others[:_MOST_HOSTS]) or 'none, this session has one node'}"
+            f"cannot attach without {unknown[0]!r}: the nodes that can be left out are: "
+            f"{', '.join(others[:_MOST_HOSTS]) or 'none, as this session has one node'}"
         )
 
     def connect(transport: Transport) -> End:
@@ -122,9 +123,9 @@ def _on_all(
     attached_to: str = "",
     meanwhile: Callable[[], None] | None = None,
 ) -> list[End]:
-    """Every node's end, or none: where one fails, the others are given up.
+    """Call ``act`` for all nodes in parallel and return every node's end; if one fails, give up the others.
 
-    The agents of a session that is ``attached_to`` can have ended, but for the first.
+    With ``attached_to``, the name of a session, agents other than the first may have exited.
     """
     if len(transports) == 1 and not transports[0].name:
         return [act(transports[0])]
@@ -146,7 +147,7 @@ def _on_all(
                 meanwhile()
         pool.shutdown()
         return _ends_of(work, attached_to=attached_to)
-    except BaseException:  # an interrupt too, after which nothing is left; who takes too long is given up on arrival
+    except BaseException:  # an interrupt too: no agent is left running, and one that arrives later is given up then
         pool.shutdown(wait=False, cancel_futures=True)
         try:
             wait(work, _ARRIVAL_LIMIT_S)
@@ -156,7 +157,7 @@ def _on_all(
 
 
 class _Arrivals:
-    """The byte streams that have come to be. Once they are given up, others are as soon as they come."""
+    """Byte streams opened so far; after ``give_up``, streams that arrive later are given up at once."""
 
     def __init__(self, give_up: Callable[[socket.socket], None], there: Sequence[End] = ()) -> None:
         self._give_up = give_up
@@ -172,7 +173,7 @@ class _Arrivals:
             self.give_up()
 
     def give_up(self) -> None:
-        """An interrupt meanwhile spares none of them."""
+        """Give up all streams, even if an interrupt arrives meanwhile."""
         interrupt: KeyboardInterrupt | None = None
         while end := self._take():
             try:
@@ -192,7 +193,7 @@ class _Arrivals:
 
 
 def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list[End]:
-    """Raises: what it has failed with, of all nodes; our own faults as they are."""
+    """Return the results. Raises: one error with the failures of all nodes; bugs of our own are raised unchanged."""
     others = list(work)[1:] if attached_to else []
     absent = {future for future in others if isinstance(future.exception(), SessionError)}
     failures: list[tuple[Transport, DetrainError]] = []
@@ -208,7 +209,7 @@ def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list
         words = "\n".join(f"{transport.name}: {exc}" for transport, exc in failures)
         if not {transport for transport, _ in failures} - {work[future] for future in others}:
             names = ",".join(transport.name for transport, _ in failures)
-            words += f"\nto go on without their ranks: %distributed attach {attached_to} --without {names}"
+            words += f"\nto continue without their ranks: %distributed attach {attached_to} --without {names}"
         raise (kinds.pop() if len(kinds) == 1 else LaunchError)(words)
     return [
         End(transport, _ended_socket(), absent=str(future.exception())) if future in absent else future.result()
@@ -217,27 +218,28 @@ def _ends_of(work: Mapping[Future[End], Transport], *, attached_to: str) -> list
 
 
 def _refuse_twins(transports: Sequence[Transport]) -> None:
-    """Raises: SpecError where two nodes have turned out to be one: the second found the agent of the first there."""
+    """Raise SpecError when two nodes are the same machine: the second one found the agent of the first."""
     seen: dict[object, str] = {}
     for transport in transports:
         if (account := transport.account) in seen:
             raise SpecError(
-                f"{seen[account]} and {transport.name} are one machine: name it once, with ranks = N for several ranks"
+                f"{seen[account]} and {transport.name} are the same machine: list it once, with ranks = N for several "
+                "ranks"
             )
         if account is not None:
             seen[account] = transport.name
 
 
 def _refuse_namesakes(transports: Sequence[Transport], failures: Mapping[Transport, DetrainError]) -> None:
-    """Raises: SpecError where a node has found the agent that was started just now on another, in the home of both."""
+    """Raise SpecError when a node found, in a shared home, the agent that was just started on another node."""
     accounts = {each.name: each.account for each in transports if each not in failures}
     names = {account[:2]: name for name, account in accounts.items() if isinstance(account, tuple)}
     for transport, error in failures.items():
         account = transport.account
         if isinstance(error, SessionError) and isinstance(account, tuple) and account[:2] in names:
             raise SpecError(
-                f"{names[account[:2]]} and {transport.name} share a home, and both have the host name {account[0]}: "
-                "give one another name, or a place of its own for our files: XDG_CACHE_HOME in its setup lines"
+                f"{names[account[:2]]} and {transport.name} share a home directory and the host name {account[0]}: "
+                "rename one host, or set a separate XDG_CACHE_HOME in its setup lines"
             )
 
 

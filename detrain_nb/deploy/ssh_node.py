@@ -1,4 +1,4 @@
-"""A node reached over SSH: how a connection to it is made, and whether its key is one that the user trusts."""
+"""A node reached over SSH: how a connection to it is opened, and whether the user trusts its host key."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class SshNode(BootstrappedNode[SshConnection]):
         self.config_path = config_path
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
-        """Passphrases, where somebody was named who knows them."""
+        """Ask for passphrases, if a way to ask for them was given."""
         if self.questions is not None:
             self.questions.serve(work)
 
@@ -35,18 +35,19 @@ class SshNode(BootstrappedNode[SshConnection]):
         return connect_to(self.node, ask_passphrase=self.questions, config_path=self.config_path)
 
     def _find_place(self) -> object:
-        """The node as it was described, and the way to it."""
+        """Return the node's description and the SSH route to it."""
         return self.node, find_route(_target(self.node), read_config(self.config_path))
 
     def _admit(self, connection: SshConnection) -> None:
-        """Is it a host whose HTML may be shown? A later connection has to be to one as well: what it says is shown so.
+        """Set ``is_trusted``: whether HTML from this host may be shown, by its host key.
 
-        Raises: TransportError.
+        Raises: TransportError when an earlier connection was trusted and this one is not, as output of the session is
+        already shown as trusted.
         """
         host_key = connection.host_key_fingerprint
         is_trusted = host_key in trusted_host_keys()
         if self.is_trusted and not is_trusted:
-            raise TransportError(f"it shows another key now, {host_key}, which {trust_file()} does not have")
+            raise TransportError(f"the host key has changed to {host_key}, which is not in {trust_file()}")
         self.is_trusted = is_trusted
 
 
@@ -57,7 +58,10 @@ def connect_to(
     config_path: Path | None = None,
     limit_s: float = CONNECT_LIMIT_S,
 ) -> SshConnection:
-    """Connect to ``node``: as it says, else as ssh_config does. Raises: TransportError, SpecError."""
+    """Connect to ``node`` with its own settings, and those of ssh_config for the rest.
+
+    Raises: TransportError, SpecError.
+    """
     return SshConnection.open(_target(node), ask_passphrase=ask_passphrase, config_path=config_path, limit_s=limit_s)
 
 

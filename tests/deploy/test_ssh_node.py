@@ -57,7 +57,7 @@ class LeftAtOnce(SshNode):
 def test_node_that_is_left_while_it_is_reached_has_no_connection(testbed: Testbed, opened: list[SshConnection]) -> None:
     (reached,) = ssh_nodes(testbed, 1)
     node = LeftAtOnce(reached.node, config_path=reached.config_path)
-    with pytest.raises(TransportError, match="it was left while the connection was made"):
+    with pytest.raises(TransportError, match="the connection was closed while it was being opened"):
         node.start_agent("left")
     assert [connection.is_alive for connection in opened] == [False]
     assert not end_agents([reached], "left", holder="test"), "the agent goes on"
@@ -162,7 +162,7 @@ def test_node_that_never_has_all_of_our_code_is_not_sent_it_without_end(testbed:
     liar.write_text(_LIAR.format(python=sys.executable, incomplete=incomplete))
     liar.chmod(0o700)
     (node,) = ssh_nodes(testbed, 1, python="~/liar")
-    with pytest.raises(LaunchError, match="our code was put into /tmp and is not all there: is that disk in order"):
+    with pytest.raises(LaunchError, match="code was written to /tmp twice and is still incomplete: check that disk"):
         node.run_files().__enter__()
 
 

@@ -184,8 +184,8 @@ def test_python_that_is_too_old_for_the_notebook_s_ipython_is_told_what_to_insta
     nodes = [*ssh_nodes(testbed, 1), *ssh_nodes(testbed, python=python)[1:]]
     with pytest.raises(LaunchError) as caught:
         Session.start(1, sync=False, nodes=nodes, device="cpu", name="mine")
-    missing = f"h1: IPython is missing in {python}, and the notebook's is not for Python 3.10"
-    assert str(caught.value) == f"{missing}: install it there, {python} -m pip install ipython"
+    missing = f"h1: IPython is missing in {python}, and the notebook's does not run on Python 3.10"
+    assert str(caught.value) == f"{missing}: install it there: {python} -m pip install ipython"
 
 
 # ---- torch

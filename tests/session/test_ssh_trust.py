@@ -134,7 +134,7 @@ def test_host_that_shows_another_key_later_is_not_trusted_with_it() -> None:
 
     node = AnotherKey(Node(host="h0"))
     node.is_trusted = True
-    with pytest.raises(DetrainError, match="shows another key now, SHA256:x"):
+    with pytest.raises(DetrainError, match="the host key has changed to SHA256:x"):
         node.connect_agent("session")
 
 
