@@ -192,7 +192,7 @@ def test_this_machine_is_examined_beside_hosts(testbed: Testbed) -> None:
     with away_from(testbed, "h0") as address:
         report = _examine(testbed, [here.model_copy(update={"address": address}), h0])
     cell = report.cell("reaches", h0.name)
-    assert cell.state == "bad" and cell.advice == "put a host first that all nodes reach, and leave localhost out"
+    assert cell.state == "bad" and cell.advice == "list a host first that all nodes reach, and leave localhost out"
 
 
 @pytest.mark.parametrize(
@@ -520,11 +520,11 @@ def test_facts_that_do_not_fit_are_one_cell(case: str, examine_liar: Callable[..
 @pytest.mark.parametrize(
     ("raw", "complaint"),
     [
-        (MAGIC.encode() + b"x" * (2 << 20), "a line without end"),
-        (b"y\n" * (1 << 20), "prints without end"),
-        (MAGIC.encode() + b"{" * 5000 + b"\n", "not what our program says"),
-        (MAGIC.encode() + b"[" * 200_000 + b"\n", "not what our program says"),
-        (MAGIC.encode() + b'{"type": "clock", "time": 1}\n', "look was expected"),
+        (MAGIC.encode() + b"x" * (2 << 20), "a line of more than 1048576 bytes"),
+        (b"y\n" * (1 << 20), "printed more than 65536 bytes before our program"),
+        (MAGIC.encode() + b"{" * 5000 + b"\n", "invalid message from our program on the node"),
+        (MAGIC.encode() + b"[" * 200_000 + b"\n", "invalid message from our program on the node"),
+        (MAGIC.encode() + b'{"type": "clock", "time": 1}\n', "sent 'clock' instead of 'look'"),
     ],
     ids=["line", "prologue", "braces", "depth", "type"],
 )

@@ -1,1 +1,1 @@
-"""Our code, the user's code and an agent, brought up on nodes; used by session, jobs and doctor."""
+"""Deployment of our code, the user's code and an agent to nodes; used by session, jobs and doctor."""

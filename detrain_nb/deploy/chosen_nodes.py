@@ -1,4 +1,4 @@
-"""What a user names, a file of nodes, hosts or the session itself, as transports to these nodes."""
+"""Transports to the nodes that a user names: by a nodes file, by hosts, or by a session."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ Nodes: TypeAlias = str | os.PathLike[str] | Sequence[Union["Node", Transport]] |
 
 
 def check_session_name(name: str) -> str:
-    """Return ``name``. Raises: SpecError when it cannot be the name of a session, and so of a folder."""
+    """Return ``name``. Raises: SpecError when it is no valid session name, which also names a folder."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise SpecError(
-            f"session name {name!r}: use letters, digits, '.', '_' and '-', at most 80, starting with a letter or digit"
+            f"session name {name!r} is invalid: use up to 80 letters, digits, '.', '_' and '-', starting with a letter "
+            "or digit"
         )
     return name
 
@@ -39,18 +40,18 @@ def transports_to(
     ask_passphrase: AskPassphrase | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> list[Transport]:
-    """How ``nodes`` are reached: a nodes file, hosts as in ``alice@gpu1,gpu2:2222``, nodes; None is this machine.
+    """Return transports to ``nodes``: a nodes file, hosts as in ``alice@gpu1,gpu2:2222``, or a list of nodes.
 
-    So is ``localhost``, which may stand among others. ``meanwhile``: see `Questions`.
+    None is this machine, as is ``localhost``, which may be one of several. ``meanwhile``: see `Questions`.
 
-    Raises: SpecError.
+    Raises: SpecError when no node is given, names repeat, or the nodes cannot be read.
     """
     if nodes is None:
         return [LocalTransport()]
     from ..spec.node import describe_twice_here
 
     if not (nodes := read_given(nodes)):
-        raise SpecError("no node was given: name a nodes file, or hosts")
+        raise SpecError("no nodes were given: name a nodes file or hosts")
     questions = Questions(ask_passphrase, meanwhile=meanwhile) if ask_passphrase else None
     transports = [_transport_to(node, questions) for node in nodes]
     names = [transport.name for transport in transports]
@@ -62,7 +63,10 @@ def transports_to(
 
 
 def read_given(nodes: Nodes) -> list[Node | Transport]:
-    """Read a nodes file, hosts in one text or in a list; nodes stay as they are. Raises: SpecError."""
+    """Return nodes from a nodes file, or from hosts in a string or list; given nodes are returned as they are.
+
+    Raises: SpecError.
+    """
     from ..spec.node import Node
     from ..spec.nodes_file import parse_nodes, read_nodes
 
@@ -75,7 +79,9 @@ def read_given(nodes: Nodes) -> list[Node | Transport]:
         return list(parse_nodes(",".join(map(str, given))))
     found = [each for each in given if isinstance(each, (Node, Transport))]
     if len(found) < len(given):
-        raise SpecError(f"nodes {nodes!r:.80}: give a nodes file, hosts as in alice@gpu1,gpu2:2222, or a list of nodes")
+        raise SpecError(
+            f"nodes {nodes!r:.80} is invalid: give a nodes file, hosts as in alice@gpu1,gpu2:2222, or a list of nodes"
+        )
     return found
 
 
@@ -89,12 +95,12 @@ def _transport_to(node: Node | Transport, questions: Questions | None) -> Transp
 
 
 def nodes_of(transports: Sequence[Transport]) -> tuple[Node, ...]:
-    """The nodes that transports reach, of those that were given as one."""
+    """Return the node descriptions of ``transports``, for those that have one."""
     return tuple(transport.node for transport in transports if transport.node is not None)
 
 
 def project_of(session: str, folder: str) -> str:
-    """The project that ``session`` was started with, if ``folder`` is in it; else empty."""
+    """Return the project that ``session`` was started with, if ``folder`` is in it; else an empty string."""
     from .known import known_sessions
 
     known = known_sessions().get(session)
@@ -103,7 +109,7 @@ def project_of(session: str, folder: str) -> str:
 
 
 def find_nodes(session: str, *, ask_passphrase: AskPassphrase | None = None) -> list[Transport]:
-    """How the nodes are reached on which ``session`` was started; this machine where it is not known."""
+    """Return transports to the nodes on which ``session`` was started; to this machine if the session is unknown."""
     from .known import known_sessions
 
     known = known_sessions().get(session)

@@ -1,6 +1,6 @@
-"""What travels to a node so that nothing has to be installed there twice: our own code, and IPython, each as one zip.
+"""Code sent to a node, so that torch is all that must be installed there: our own code and IPython, each as one zip.
 
-A zip is the same, byte for byte, as long as what is in it is, so its digest names what a node has already.
+A zip with the same contents is the same byte for byte, so a node recognises by its digest what it already has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..launch import RENDEZVOUS_HANDLERS
 
 __all__ = ["ON_NODE", "CodeArchive", "ipython_code", "own_code", "pack_files"]
 
-# The rooms that run on a node, as in docs/design.md; some are not built yet.
+# The rooms that run on a node, as in docs/design.md; some do not exist yet.
 ON_NODE = (
     "errors",
     "text",
@@ -45,32 +45,32 @@ ON_NODE = (
     "wide_area",
 )
 
-_NOT_SENT = {"psutil"}  # nothing without its compiled half, which fits one kind of machine; IPython can do without
-_COMPILED = {".so", ".pyd", ".dll", ".dylib", ".pyc"}  # wcwidth has one too, and does without
+_NOT_SENT = {"psutil"}  # useless without its compiled part, which is platform-specific; IPython works without psutil
+_COMPILED = {".so", ".pyd", ".dll", ".dylib", ".pyc"}  # wcwidth has a compiled part too, and works without it
 _NO_CODE = {"__pycache__", "tests"}
-# Stubs of other people's libraries, most of what jedi weighs: it reads the libraries themselves where there are none.
+# Stubs of third-party libraries, most of jedi's size: without stubs, jedi reads the libraries themselves.
 _STUBS = ("jedi/third_party/typeshed/stubs/", "jedi/third_party/django-stubs/")
 _OF_METADATA = {"METADATA", "entry_points.txt"}
-_LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the earliest that a zip can say
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the earliest time a zip can hold
 
 
 @dataclass(frozen=True)
 class CodeArchive:
-    """A zip to unpack into a folder of ``sys.path``; ``digest`` is the first 32 digits of the SHA-256 of ``data``."""
+    """Zip to unpack into a folder of ``sys.path``; ``digest`` is the first 32 digits of the SHA-256 of ``data``."""
 
     digest: str
     data: bytes = field(repr=False)
 
     @classmethod
     def of(cls, files: Mapping[str, bytes]) -> CodeArchive:
-        """Pack ``files``, contents by relative posix path."""
+        """Pack ``files``, a mapping from relative POSIX path to contents."""
         data = pack_files(files)
         return cls(hashlib.sha256(data).hexdigest()[:32], data)
 
 
 @cache
 def own_code() -> CodeArchive:
-    """Pack the rooms that run on a node, as they are in this installation, and what says that they are installed."""
+    """Pack the rooms of this installation that run on a node, with metadata that marks them as installed."""
     root = Path(__file__).parent.parent
     paths = [root / "__init__.py"]
     for room in ON_NODE:
@@ -79,33 +79,33 @@ def own_code() -> CodeArchive:
     return CodeArchive.of({**files, **_write_own_metadata()})
 
 
-@lru_cache(maxsize=4)  # a host may say another Python each time, and each takes 4 MB
+@lru_cache(maxsize=4)  # few, as an untrusted host may report a new Python each time, and each entry takes 4 MB
 def ipython_code(python_version: tuple[int, int]) -> CodeArchive | None:
-    """Pack this installation's IPython, with all that it requires on Linux with that Python, as far as it is Python.
+    """Pack the pure-Python part of this installation's IPython and of its requirements on Linux with that Python.
 
-    Returns None when it cannot run there: it, or what it requires, is for other versions of Python, or is not here.
+    Returns None when IPython cannot run there: it or a requirement does not support that Python, or is missing here.
     """
     distributions = _collect("ipython", python_version)
     files: dict[str, bytes] = {}
     for found in distributions:
         sources = _read_files(found)
         if not any(name.endswith(".py") for name in sources):
-            return None  # an editable installation, or a system's package without a list of its files
+            return None  # an editable installation, or a distribution's package without a list of its files
         files |= sources
     return CodeArchive.of(files) if files else None
 
 
 def pack_files(files: Mapping[str, bytes], *, executable: Collection[str] = (), private: Collection[str] = ()) -> bytes:
-    """Pack ``files``, contents by relative posix path, into a zip that depends on nothing else.
+    """Pack ``files``, a mapping from relative POSIX path to contents, into a reproducible zip.
 
-    Modes are in it, 0o755 for those that are ``executable`` and 0o644 for the others; for their owner alone where they
-    are ``private``.
+    The zip records modes: 0o755 for ``executable`` files, 0o644 for others; of those, ``private`` files get the owner's
+    bits alone.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             info = zipfile.ZipInfo(name, _LONG_AGO)
-            info.create_system = 3  # Unix, also where the notebook is on Windows: it says how to read the mode
+            info.create_system = 3  # Unix, even on Windows: it defines how the mode is read
             mode = 0o755 if name in executable else 0o644
             info.external_attr = (stat.S_IFREG | (mode & 0o700 if name in private else mode)) << 16
             info.compress_type = zipfile.ZIP_DEFLATED
@@ -114,10 +114,10 @@ def pack_files(files: Mapping[str, bytes], *, executable: Collection[str] = (), 
 
 
 def _write_own_metadata() -> dict[str, bytes]:
-    """What pip would write of us: plain torchrun finds the rendezvous by its entry point."""
+    """Return the metadata that pip would write for us: plain torchrun finds the rendezvous by its entry point."""
     try:
         version = distribution("detrain_nb").version
-    except PackageNotFoundError:  # a checkout that is only on the path
+    except PackageNotFoundError:  # a checkout on sys.path that is not installed
         version = "0"
     handlers = [f"{backend} = {handler}" for backend, handler in RENDEZVOUS_HANDLERS.items()]
     texts = {
@@ -128,7 +128,7 @@ def _write_own_metadata() -> dict[str, bytes]:
 
 
 def _collect(name: str, python_version: tuple[int, int]) -> list[Distribution]:
-    """List the installed distribution ``name`` and what it requires on a node; empty when one of them is missing."""
+    """List the installed distribution ``name`` and its requirements on a node; empty when one is missing."""
     environment = _describe_node(python_version)
     found: dict[str, Distribution] = {}
     wanted = [name]
@@ -149,9 +149,9 @@ def _collect(name: str, python_version: tuple[int, int]) -> list[Distribution]:
 
 
 def _describe_node(python_version: tuple[int, int]) -> dict[str, str]:
-    """The variables of markers, on a node; ``extra`` is empty: what only an extra requires is not sent."""
+    """Return the marker environment of a node; ``extra`` is empty: requirements of extras are not sent."""
     version = f"{python_version[0]}.{python_version[1]}"
-    full_version = f"{version}.99"  # the third number is not known: some recent one
+    full_version = f"{version}.99"  # the patch number is unknown: assume a recent one
     return {
         **{name: str(value) for name, value in default_environment().items()},
         "os_name": "posix",
@@ -167,7 +167,7 @@ def _describe_node(python_version: tuple[int, int]) -> dict[str, str]:
 
 
 def _read_files(found: Distribution) -> dict[str, bytes]:
-    """The files of a distribution that travel, by their path in site-packages."""
+    """Return the files of a distribution that are sent, by their path in site-packages."""
     paths = {file.as_posix(): Path(str(file.locate())) for file in found.files or [] if _travels(file)}
     return {name: path.read_bytes() for name, path in paths.items() if path.is_file()}
 

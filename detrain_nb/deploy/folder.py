@@ -1,8 +1,8 @@
-"""What of the notebook's folder travels to the nodes: its files but for what .gitignore and .detrainignore leave out.
+"""Files of the notebook's folder that are sent to the nodes: all but those that .gitignore and .detrainignore exclude.
 
-Both are written as git reads them, and may stand in any folder; the lines of .detrainignore count as if they stood
-below all those of .gitignore, so ``!data/*.csv`` there sends what git leaves alone. Files above the folder count as
-well, up to the top of its repository, unless they leave out the folder itself.
+Both have git's syntax and can be in any folder. The lines of .detrainignore apply after all lines of .gitignore, so
+``!data/*.csv`` there sends files that git ignores. Ignore files above the folder apply too, up to the top of its
+repository, unless they exclude the folder itself.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from .private import is_private
 __all__ = ["NEVER_TRAVELS", "FileState", "Manifest", "list_folder", "name_hidden", "pack"]
 
 NEVER_TRAVELS = frozenset({".git", "__pycache__", ".venv", ".ipynb_checkpoints", "node_modules"})
-_MOST_TRIED, _TRIES_TO_COMPILE = 50_000_000, 500  # patterns against names: 15 s; as much time as one takes to compile
-_MOST_TOLD = 20  # of its faults
-_MOST_ENTRIES = 100_000  # a home folder has more: looking at them all would hold up the first cell
-_SETTLED_NS = 2_000_000_000  # a file may change twice within the steps of its file system's clock; FAT's are of 2 s
-_WAYS_OUT = f"list what the ranks do not need in {OWN_FILE}, which is written as {GIT_FILE}"
+_MOST_TRIED, _TRIES_TO_COMPILE = 50_000_000, 500  # matches of a pattern with a name: 15 s; compiling one costs 500
+_MOST_TOLD = 20  # invalid names in one error
+_MOST_ENTRIES = 100_000  # a home directory has more, and listing them all would delay the first cell
+_SETTLED_NS = 2_000_000_000  # a file can change twice within one tick of its file system's clock, 2 s on FAT
+_WAYS_OUT = f"list what the ranks do not need in {OWN_FILE}, which has the syntax of {GIT_FILE}"
 
 
 class FileState(NamedTuple):
-    """A file at the moment when its folder was listed."""
+    """State of a file at the moment when its folder was listed."""
 
     size: int
     mtime_ns: int
     sha256: str
     is_executable: bool
-    is_private: bool = False  # its owner's alone, by its own mode or that of a folder below the listed one
+    is_private: bool = False  # for its owner alone, by its own mode or that of a folder below the listed one
 
     @property
     def kind(self) -> tuple[str, bool, bool]:
-        """What makes two of them the same, whenever they were written."""
+        """Content and modes, by which two states are equal regardless of modification time."""
         return self.sha256, self.is_executable, self.is_private
 
 
 Manifest = dict[str, FileState]
-"""The files of a folder by their path in it, with slashes, in ascending order."""
+"""Files of a folder by their relative path, with slashes, in ascending order."""
 
 
 def list_folder(
@@ -66,19 +66,20 @@ def list_folder(
     skipped: list[str] | None = None,
     way_out: str = ", or give --no-sync",
 ) -> Manifest:
-    """List the files below ``root`` that travel. A file that has not changed since the last call is not read again.
+    """List the files below ``root`` that are sent. A file that has not changed since the last call is not read again.
 
-    ``top`` is where ``root`` led at first: others may put a link to another folder in the place of one above it.
-    A symbolic link counts as what it points to, if that is below ``root``; other links do not travel. ``kept`` gets
-    the files and folders that stay here for their names alone (deploy/private.py), ``skipped`` the links that lead out
-    of it or nowhere, and what is neither file nor folder. ``way_out`` ends the errors.
-    Raises: SpecError when it is too much, or a file cannot be read.
+    ``top`` is the real path that ``root`` had at first: others could replace a folder above it with a link. A symbolic
+    link is sent as its target if the target is below ``root``; other links are not sent. ``kept`` collects the files
+    and folders that stay here because of their names (deploy/private.py), ``skipped`` the links that lead outside or
+    nowhere, and entries that are neither file nor folder. ``way_out`` is appended to the errors about size.
+    Raises: SpecError when the folder is too large, its real path is no longer ``top``, a name is invalid, or a file
+    cannot be read.
     """
     if not os.path.isdir(root):
         raise SpecError(f"{root}: no such folder")
     there = os.path.realpath(root)
     if (top := top or there) != there:
-        raise SpecError(f"{root} leads to {there} now, and led to {top}: nothing of it goes to the nodes")
+        raise SpecError(f"{root} now points to {there}, no longer to {top}: none of its files are sent to the nodes")
     found = sorted(_walk(top, most_entries, [] if kept is None else kept, [] if skipped is None else skipped, way_out))
     if faults := [fault for name, *_ in found if (fault := _find_fault(name))]:
         more = f"\nand {len(faults) - _MOST_TOLD} more" if len(faults) > _MOST_TOLD else ""
@@ -88,7 +89,7 @@ def list_folder(
         largest = sorted(found, key=lambda item: -item[2].st_size)[:5]
         names = ", ".join(f"{name} {_format_size(status.st_size)}" for name, _, status in largest)
         raise SpecError(
-            f"the folder {root} has {_format_size(total_bytes)} for each node, more than {_format_size(limit_bytes)}; "
+            f"the folder {root} has {_format_size(total_bytes)} to send, more than {_format_size(limit_bytes)}; "
             f"the largest files are {names}: {_WAYS_OUT}{way_out}"
         )
     now_ns = time.time_ns()
@@ -98,7 +99,7 @@ def list_folder(
         try:
             digest = read(path, status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
         except FileNotFoundError:
-            continue  # deleted meanwhile, or replaced: the next manifest has what is there then
+            continue  # deleted or replaced meanwhile: the next manifest has the new state
         except OSError as exc:
             raise cannot_read(name, exc) from exc
         is_private = _is_owners_alone(path, status.st_mode, os.path.join(top, ""))
@@ -108,7 +109,7 @@ def list_folder(
 
 
 def name_hidden(manifest: Manifest) -> list[str]:
-    """Name the hidden files and folders in it, but for those that say what travels."""
+    """Return the hidden files and folders of ``manifest``, except ignore files."""
     found: dict[str, None] = {}
     for name in manifest:
         parts = name.split("/")
@@ -119,12 +120,11 @@ def name_hidden(manifest: Manifest) -> list[str]:
 
 
 def pack(root: str | os.PathLike[str], manifest: Manifest, names: Iterable[str]) -> bytes:
-    """Pack files of a manifest of ``root``, a path without links, into a zip with their modes; the same files give the
-    same zip.
+    """Pack files of a manifest of ``root``, a path without links, into a reproducible zip with their modes.
 
-    One that was deleted meanwhile is left out, as is one that is reached through a link and is not what was listed:
-    others may have put the link there, to what they may not read. The next manifest has what is there then.
-    Raises: SpecError.
+    A file that was deleted meanwhile is left out. So is a file that is reached through a link and differs from the
+    listed one: others may have put a link there to a file that they cannot read. The next manifest has the new state.
+    Raises: SpecError when a file cannot be read.
     """
     top = os.path.join(root, "")
     files: dict[str, bytes] = {}
@@ -150,13 +150,13 @@ def pack(root: str | os.PathLike[str], manifest: Manifest, names: Iterable[str])
 
 
 def _path_of(file: IO[bytes]) -> str:
-    """Where the file is that was opened, whatever has its name now; on systems without /proc, where its name leads."""
+    """Return the real path of an open file, even if its name was replaced; without /proc, the real path of its name."""
     link = f"/proc/self/fd/{file.fileno()}"
     return os.readlink(link) if os.path.exists("/proc/self/fd") else os.path.realpath(file.name)
 
 
 def _is_owners_alone(path: str, mode: int, top: str) -> bool:
-    """By its own mode, or that of a folder on the way to it from ``top``, which ends with a slash."""
+    """Return True when only the owner has access, by its mode or that of a folder below ``top`` (with a slash)."""
     while not is_owners_alone(mode):
         path = os.path.dirname(path)
         if not path.startswith(top):
@@ -168,27 +168,27 @@ def _is_owners_alone(path: str, mode: int, top: str) -> bool:
 
 def _digest(path: str, _size: int, _mtime_ns: int, _ctime_ns: int, _inode: int) -> str:
     with open_regular(path) as file:
-        if _path_of(file).casefold() != path.casefold() and not is_guarded(path):  # others have put a link on the way
+        if _path_of(file).casefold() != path.casefold() and not is_guarded(path):  # others put a link into the path
             raise FileNotFoundError(errno.ENOENT, "it was replaced", path)
         return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
-_read_digest = lru_cache(maxsize=_MOST_ENTRIES)(_digest)  # what has not changed is in there
+_read_digest = lru_cache(maxsize=_MOST_ENTRIES)(_digest)  # digests of unchanged files
 
 
 class _Folder(NamedTuple):
     path: str
-    prefix: str  # of the names in it: empty, or ends with a slash
+    prefix: str  # of the names in it: empty, or with a trailing slash
     rules: Rules
     real: str  # its path without links
-    within: frozenset[str]  # the real paths of the folders that it is in, and its own: a link to one would be a loop
-    is_theirs: bool = False  # it is reached through a link that another user made
+    within: frozenset[str]  # real paths of the folder and its parents: a link to one of them would be a loop
+    is_theirs: bool = False  # reached through a link that another user made
 
 
 def _walk(
     top: str, most_entries: int, kept: list[str], skipped: list[str], way_out: str
 ) -> Iterator[tuple[str, str, os.stat_result]]:
-    """Yield name, path and status of the files that travel."""
+    """Yield name, path and status of the files that are sent."""
     above, outer = read_rules_above(Path(top))
     trusted = {0, os.stat(top).st_uid, *([os.geteuid()] if hasattr(os, "geteuid") else [])}
     folders = [_Folder(top, "", outer, top, frozenset({top}))]
@@ -199,14 +199,15 @@ def _walk(
         entries_seen += len(entries)
         if entries_seen > most_entries:
             raise SpecError(
-                f"the folder {top} has more than {most_entries} files: work in a smaller one, {_WAYS_OUT}{way_out}"
+                f"the folder {top} has more than {most_entries} files: work in a smaller folder, {_WAYS_OUT}{way_out}"
             )
         rules = extend(folder.rules, folder.path, above + folder.prefix, {entry.name for entry in entries})
         fresh = rules.num_patterns - folder.rules.num_patterns
         tried += fresh * _TRIES_TO_COMPILE + (rules.num_patterns - outer.num_patterns) * len(entries)
         if tried > _MOST_TRIED:
             raise SpecError(
-                f"{top}: the patterns of {GIT_FILE} and {OWN_FILE} are too many for its files: name folders, not files"
+                f"{top}: {GIT_FILE} and {OWN_FILE} have too many patterns for the number of files: list folders, not "
+                "files"
             )
         for entry in entries:
             name = folder.prefix + entry.name
@@ -242,11 +243,11 @@ def _scan(folder: _Folder) -> list[os.DirEntry[str]]:
 
 
 def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple[str, os.stat_result | None]:
-    """Return the real path of an entry and what it is; no path for what never travels, or is gone.
+    """Return the real path and status of an entry; an empty path for one that is never sent, or is missing.
 
-    None for a link that leads out of ``top``, or nowhere.
+    The status is None for a link that leads out of ``top``, or nowhere.
     """
-    if entry.name.lower() in NEVER_TRAVELS:  # .GIT is .git where case is none
+    if entry.name.lower() in NEVER_TRAVELS:  # .GIT is .git on a file system that ignores case
         return "", None
     real = os.path.join(parent, entry.name)
     if entry.is_symlink():
@@ -264,7 +265,7 @@ def _look_at(entry: os.DirEntry[str], name: str, parent: str, top: str) -> tuple
 
 
 def _is_left_out_there(rules: Rules, above: str, top: str, name: str, *, is_folder: bool) -> bool:
-    """By its own name below ``top``, with the lines that stand on the way to it."""
+    """Return True when the rules along the path from ``top`` exclude ``name``, the real path of a link's target."""
     prefix, parts = "", name.split(os.sep)
     for number, part in enumerate(parts, 1):
         folder = os.path.join(top, prefix)
@@ -277,7 +278,7 @@ def _is_left_out_there(rules: Rules, above: str, top: str, name: str, *, is_fold
 
 
 def _is_link_of_others(entry: os.DirEntry[str], trusted: Collection[int]) -> bool:
-    """Its name would get past the lines that leave out what it leads to."""
+    """Return True for a link made by another user: its name may evade the rules that exclude its target."""
     try:
         return entry.is_symlink() and entry.stat(follow_symlinks=False).st_uid not in trusted
     except FileNotFoundError:
@@ -285,7 +286,7 @@ def _is_link_of_others(entry: os.DirEntry[str], trusted: Collection[int]) -> boo
 
 
 def _is_private(rules: Rules, above: str, name: str, real_name: str) -> bool:
-    """By its name, or by where it is: behind a link, or a folder that is one."""
+    """Return True when the name is private, or the real path is (for a link, or below a linked folder)."""
     if is_private(above + name, rules.lifted):
         return True
     if real_name == name:
@@ -296,7 +297,7 @@ def _is_private(rules: Rules, above: str, name: str, real_name: str) -> bool:
 
 @lru_cache(maxsize=_MOST_ENTRIES)
 def _find_fault(name: str) -> str:
-    """What is wrong with the name of a file, which no node would take then."""
+    """Return the fault of a file name that nodes would refuse; empty for a valid name."""
     try:
         name.encode()
         check_name(name)

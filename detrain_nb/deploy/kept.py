@@ -1,7 +1,7 @@
-"""Agents that stay between two sessions of this process, with what their ranks have imported: the next start is quick.
+"""Agents kept between two sessions of this process, with the modules their ranks have imported, for a quick next start.
 
-At most one for each node. Its connection keeps it: it ends with this process, after the time that was asked for, or
-when the agent sends more than answers to signs of life.
+At most one agent is kept per node. It lives as long as its connection, which is closed when this process exits, after
+the requested time, or when the agent sends more bytes than replies to keep-alive messages need.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ LONGEST_WARM_S = 86_400.0  # a day
 _ANSWER_LIMIT_S = 10.0
 _END_LIMIT_S = 5.0
 _READ_BYTES = 1 << 16
-_MOST_BYTES = 1 << 20  # of answers to signs of life
+_MOST_BYTES = 1 << 20  # of replies to keep-alive messages
 
-_TAKE, _LOOK = b"t", b"l"  # what the thread of one is woken for
+_TAKE, _LOOK = b"t", b"l"  # reasons to wake the thread of a kept agent
 
-# One list for the whole process: what is kept outlives the session that leaves it, is there for the next one, whoever
-# starts that, and ends with the process.
+# One list for the whole process: a kept agent outlives its session, serves the next one, whichever code starts it, and
+# ends with the process.
 _changing = threading.Lock()
 _there: list[_KeptAgent] = []
 
 
 class _KeptAgent:
-    """One agent, and the thread that keeps it."""
+    """One kept agent, and the thread that keeps its connection alive."""
 
     def __init__(self, transport: Transport, sock: socket.socket, keep_s: float) -> None:
         self.transport = transport
         self.sock = sock
         self.until = time.monotonic() + keep_s
-        self.claimed_by: threading.Thread | None = None  # which begins a session there, or ends it
+        self.claimed_by: threading.Thread | None = None  # the thread that begins a session on it, or ends it
         self._wake, self._woken = socket.socketpair()
         self._is_taken = False
-        self._ended = threading.Event()  # not a join: one that is interrupted makes Python take a thread for ended
+        self._ended = threading.Event()  # not join(): after an interrupted join, Python considers the thread ended
         threading.Thread(target=self._stay, name="detrain_nb kept agent", daemon=True).start()
 
     @property
     def is_claimed(self) -> bool:
-        """A thread has it that still runs."""
-        return self.claimed_by in threading.enumerate()  # is_alive() is not so once a join of it was interrupted
+        """True while a running thread has claimed this agent."""
+        return self.claimed_by in threading.enumerate()  # is_alive() is wrong after an interrupted join
 
     def take(self) -> bool:
-        """Nobody but the caller uses the connection from now on; False when it is gone."""
+        """Take over the connection for the caller alone; False when it is already closed."""
         self._say(_TAKE)
         self._ended.wait(_END_LIMIT_S + _ANSWER_LIMIT_S)
         return self._is_taken
@@ -66,16 +66,16 @@ class _KeptAgent:
         self._say(_LOOK)
 
     def _say(self, what: bytes) -> None:
-        with contextlib.suppress(OSError):  # it is gone
+        with contextlib.suppress(OSError):  # the thread has ended and closed the socket
             self._wake.send(what)
 
     def forget(self) -> None:
-        """In a forked process, which has the descriptors, and not the thread."""
+        """Close the descriptors in a forked process, which does not have the thread."""
         for sock in (self.sock, self._wake, self._woken):
             sock.close()
 
     def _stay(self) -> None:
-        """Give signs of life, where a connection that says nothing is taken for gone, until somebody takes it."""
+        """Send keep-alive messages, without which the agent would consider us gone, until the connection is taken."""
         try:
             with contextlib.suppress(OSError):
                 self._is_taken = self._wait()
@@ -88,7 +88,7 @@ class _KeptAgent:
             self._ended.set()
 
     def _wait(self) -> bool:
-        """False when the time is over, or the agent has gone. Raises: OSError likewise."""
+        """Wait to be taken; False when the time is over or the agent hung up. Raises: OSError when the link breaks."""
         alive_at, left_bytes = time.monotonic(), _MOST_BYTES
         self.sock.setblocking(False)
         while (now := time.monotonic()) < self.until and left_bytes > 0:
@@ -107,27 +107,30 @@ class _KeptAgent:
         return False
 
     def end(self) -> None:
-        """End the agent, whatever it does."""
+        """End the agent, whatever it is doing."""
         if self.take():
             self._hang_up()
         _unlist(self)
 
     def _hang_up(self) -> None:
         with contextlib.suppress(OSError):
-            self.sock.shutdown(socket.SHUT_RDWR)  # also where a process has it that was forked meanwhile
+            self.sock.shutdown(socket.SHUT_RDWR)  # takes effect even if a forked process also holds the socket
         self.sock.close()
         with contextlib.suppress(DetrainError, OSError):
             self.transport.wait_for_end(limit_s=_END_LIMIT_S)
 
 
 def check_warm(warm_s: float) -> None:
-    """Raises: SpecError."""
+    """Raise SpecError unless ``warm_s`` is a number of seconds from 0 to a day."""
     if isinstance(warm_s, bool) or not isinstance(warm_s, (int, float)) or not 0 <= warm_s <= LONGEST_WARM_S:
-        raise SpecError(f"warm_s {warm_s}: give a number of seconds, 0 to {LONGEST_WARM_S:.0f}, a day")
+        raise SpecError(f"warm_s {warm_s}: give a number of seconds, 0 to {LONGEST_WARM_S:.0f} (a day)")
 
 
 def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
-    """Keep the agent behind ``sock`` for the next session on its node, ``keep_s`` at most; it has said ``Kept``."""
+    """Keep the agent at the other end of ``sock``, which has sent ``Kept``, for the next session on its node.
+
+    It is kept for ``keep_s`` seconds at most, and replaces an agent kept for the same node.
+    """
     with _changing:
         before = [kept for kept in _there if kept.transport.place == transport.place and not kept.is_claimed]
         for kept in before:
@@ -138,10 +141,11 @@ def keep(transport: Transport, sock: socket.socket, *, keep_s: float) -> None:
 
 
 def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket.socket] | str:
-    """Have the agent that was kept on the node of ``transport`` serve ``session``.
+    """Begin ``session`` on the agent kept on the node of ``transport``, if it equals a freshly started one.
 
-    Returns the transport that reaches it and the byte stream to it; else why it cannot: one that is started now would
-    not be the same. That is empty when there is none. Raises: SessionError when a session of that name runs there.
+    Returns the agent's transport and the byte stream to it, or the reason why the agent cannot be reused, which is
+    empty when none is kept.
+    Raises: SessionError when a session of that name is running on the node.
     """
     kept = _claim(transport)
     if kept is None:
@@ -152,12 +156,12 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
         begun = _ask(kept.sock, Begin(session, **kept.transport.begin(session), starter=starter, env=env))
     except (OSError, WireError, ValueError, TransportError) as exc:
         kept.end()
-        return f"the agent that was kept has failed: {exc}"
+        return f"the kept agent failed: {exc}"
     except BaseException:  # an interrupt
         kept.end()
         raise
     if not begun.error:
-        _unlist(kept)  # not before: where an interrupt comes, it is still there to be ended
+        _unlist(kept)  # only now: after an interrupt it must still be listed, to be ended
         kept.sock.settimeout(None)
         return kept.transport, kept.sock
     if begun.is_taken:
@@ -169,7 +173,7 @@ def begin_on_kept(transport: Transport, session: str) -> tuple[Transport, socket
 
 
 def drop_kept() -> int:
-    """End all agents that are kept, but for one that another thread begins a session with; returns how many."""
+    """End all kept agents, except those that another thread is starting a session on; returns how many ended."""
     dropped = 0
     this_thread = threading.current_thread()
     while True:
@@ -184,20 +188,20 @@ def drop_kept() -> int:
 
 
 def shorten_kept(limit_s: float) -> None:
-    """Keep what is kept now no longer than ``limit_s``."""
+    """Keep the currently kept agents no longer than ``limit_s`` from now."""
     with _changing:
         for kept in _there:
             kept.shorten(limit_s)
 
 
 def seconds_kept() -> float:
-    """How long an agent will still be kept; 0 when none is."""
+    """Return for how many seconds an agent will still be kept; 0 when none is kept."""
     with _changing:
         return max((kept.until - time.monotonic() for kept in _there), default=0.0)
 
 
 def _claim(transport: Transport) -> _KeptAgent | None:
-    """The one of the node that ``transport`` reaches, which nobody else gets; it stays listed."""
+    """Claim the agent kept on the node of ``transport`` for this thread; it stays listed. None when none is kept."""
     found = None
     try:
         while True:
@@ -208,7 +212,7 @@ def _claim(transport: Transport) -> _KeptAgent | None:
                     found.claimed_by = threading.current_thread()
             if found is None or found.take():
                 return found
-    except BaseException:  # an interrupt: the next start may have it
+    except BaseException:  # an interrupt: leave the agent to the next start
         if found is not None:
             found.claimed_by = None
         raise
@@ -221,7 +225,7 @@ def _unlist(kept: _KeptAgent) -> None:
 
 
 def _ask(sock: socket.socket, message: Begin) -> Begun:
-    """Raises: OSError, WireError, ValueError when no answer comes."""
+    """Send ``message`` and return the answer. Raises: OSError, WireError, ValueError when no valid answer arrives."""
     reader, deadline, left_bytes = FrameReader(kinds=FROM_NODE), time.monotonic() + _ANSWER_LIMIT_S, _MOST_BYTES
     sock.settimeout(_ANSWER_LIMIT_S)
     sock.sendall(to_frame(message).to_bytes())
@@ -239,7 +243,7 @@ def _ask(sock: socket.socket, message: Begin) -> Begun:
 
 
 def _forget_after_fork() -> None:
-    """In a forked process: what is kept belongs to the parent, and ends with it, whatever becomes of this process."""
+    """Forget kept agents in a forked process: they belong to the parent, and end with it."""
     global _changing
     _changing = threading.Lock()  # another thread of the parent may have held it
     while _there:

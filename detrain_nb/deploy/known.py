@@ -1,8 +1,8 @@
-"""The sessions that this machine knows of: those that run on it, and those that it started on nodes.
+"""Sessions known to this machine: those running on it, and those that it started on nodes.
 
-Of each a file says how it was started, of those on nodes also where: a kernel that was started anew finds them again,
-and can start them anew. That of a session on nodes is in the run directory, that of one on this machine in its agent's
-folder, and goes with it.
+A file records how each session was started and, if it is on nodes, where: a restarted kernel finds the session again
+and can restart it. The file of a session on nodes is in the run directory; that of a session on this machine is in its
+agent's folder, and is deleted with it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _MOST_CHARS = 200
 
 @dataclass(frozen=True)
 class StartedWith:
-    """What ``Session.start`` was asked for, kept for a later notebook that starts the session anew.
+    """Arguments of ``Session.start``, kept for a later notebook that restarts the session.
 
-    ``env`` has the names of the variables: their values may be secrets, and are written nowhere.
+    ``env`` has the names of the variables only: their values may be secrets and are never written.
     """
 
     ranks: int | None = None
@@ -61,11 +61,11 @@ class StartedWith:
 
 @dataclass(frozen=True)
 class KnownSession:
-    """``nodes`` is empty for one of this machine that has no description; the agent here has ``pid``, 0 for none.
+    """A known session. ``nodes`` is empty on this machine alone; ``pid`` is that of the agent here, 0 for none.
 
-    ``started`` is None where it is not known: the session was started by another machine, or the file is unreadable.
-    ``is_left``: its kernel was restarted by its user while no cell ran, and nobody has come back to it since.
-    ``left_by`` names the kernel that was restarted, which the one after it is called too, whatever its notebook is.
+    ``started`` is None if unknown: another machine started the session, or the file is unreadable.
+    ``is_left``: the user restarted the session's kernel while no cell ran, and no notebook has attached since.
+    ``left_by`` is the id of the restarted kernel; the new kernel has the same id, whatever its notebook's name is.
     """
 
     holder: str
@@ -82,14 +82,14 @@ class KnownSession:
 
     @property
     def own_end(self) -> str:
-        """When it ends by itself, in words: its ranks wait no longer for a notebook when theirs is gone."""
+        """Sentence that states how long the session's ranks wait for a notebook before they exit."""
         linger_s = self.started.linger_s if self.started else None
         after = "some time" if linger_s is None else _duration(linger_s)
         return f"without a notebook it ends by itself after {after}"
 
 
 def known_sessions() -> dict[str, KnownSession]:
-    """By name. One on nodes may have ended meanwhile: who attaches to it is told."""
+    """Return the known sessions by name. One on nodes may have ended meanwhile, which attaching to it reports."""
     found = {path.stem: known for path in sorted(_folder().glob("*.json")) if (known := _read(path))}
     for name, pid in running_sessions().items():
         if name in found and any(node.is_this_machine for node in found[name].nodes):
@@ -100,7 +100,7 @@ def known_sessions() -> dict[str, KnownSession]:
 
 
 def noted_owners(session: str, names: Sequence[str]) -> dict[int, int]:
-    """By rank, the position of its node among ``names``, as last noted here; empty where these were not the nodes."""
+    """Return the index of each rank's node in ``names``, as last recorded here; empty when the nodes differ."""
     known = known_sessions().get(session)
     nodes = known.nodes if known else ()
     if [node.name for node in nodes] != list(names) or sum(node.ranks or 0 for node in nodes) > _MOST_RANKS:
@@ -110,15 +110,15 @@ def noted_owners(session: str, names: Sequence[str]) -> dict[int, int]:
 
 
 def session_names() -> list[str]:
-    """The names alone, without a look into the files."""
+    """Return the names of the known sessions, without reading their files."""
     return sorted({path.stem for path in _folder().glob("*.json")} | running_sessions().keys())
 
 
 def remember(session: str, nodes: Sequence[Node], *, holder: str, started: StartedWith | None = None) -> None:
-    """Note down on which nodes ``session`` runs, of none this machine alone, and how it was started.
+    """Record the nodes of ``session`` (none: this machine alone) and how it was started.
 
-    Where ``started`` is None, what an earlier call has noted of it stays. A folder or disk that takes no file is no
-    reason to end a session: it is not known to a later notebook then.
+    With ``started`` None, an earlier record of it is kept. If the file cannot be written, the session goes on, but a
+    later notebook does not know it.
     """
     if not nodes:
         if started is not None:  # its holder is in a file of the agent
@@ -133,7 +133,7 @@ def remember(session: str, nodes: Sequence[Node], *, holder: str, started: Start
 
 
 def note_left(session: str, *, is_left: bool, kernel: str = "") -> None:
-    """See `KnownSession`; ``kernel`` is restarted now."""
+    """Record ``is_left`` of `KnownSession`, and ``kernel`` as the kernel that is being restarted."""
     for path in (_local_file(session), _folder() / f"{session}.json"):
         said = _load(path)
         known = _known_by(said, "")
@@ -142,9 +142,9 @@ def note_left(session: str, *, is_left: bool, kernel: str = "") -> None:
 
 
 def forget(session: str) -> None:
-    """``session`` has ended."""
+    """Delete the record of ``session``, which has ended."""
     (_folder() / f"{session}.json").unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # others are there
+    with contextlib.suppress(OSError):  # other sessions' files are in it
         _folder().rmdir()
 
 
@@ -157,15 +157,15 @@ def _local_file(session: str) -> Path:
 
 
 def _write(path: Path, said: dict[str, Any]) -> None:
-    """Readable by this user alone, whole or not at all."""
+    """Write ``said`` atomically, readable by this user alone."""
     from ..storage import replace_file
 
-    with contextlib.suppress(OSError, TypeError):  # TypeError: a number that is of no type of Python's
+    with contextlib.suppress(OSError, TypeError):  # TypeError: a value JSON cannot hold, such as a NumPy number
         replace_file(path, json.dumps(said), mode=0o600)
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """Empty for a file that cannot be read: it is as good as not there."""
+    """Return the JSON object in a file; empty when the file cannot be read, as if it were missing."""
     with contextlib.suppress(OSError, ValueError, RecursionError):
         said = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(said, dict):
@@ -191,7 +191,7 @@ def _known_by(said: dict[str, Any], holder: str, *, pid: int = 0, nodes: tuple[N
 
 
 def _duration(seconds: float) -> str:
-    """In minutes, hours or days where these are whole: 10 minutes."""
+    """Format seconds in the largest of days, hours and minutes that divides them: 600 is ``10 minutes``."""
     units = ((86_400, "day"), (3_600, "hour"), (60, "minute"))
     size, unit = next((each for each in units if seconds and not seconds % each[0]), (1, "second"))
     count = seconds / size
@@ -199,7 +199,7 @@ def _duration(seconds: float) -> str:
 
 
 def _read_started(said: dict[str, Any]) -> StartedWith | None:
-    """None where a field is not what a start takes: somebody has edited the file."""
+    """Return the arguments recorded in ``said``; None when one is invalid, as in an edited file."""
     found = said.get("started")
     if not isinstance(found, dict):
         return None
@@ -218,7 +218,7 @@ def _is_seconds(value: object) -> bool:
 
 
 def _is_name(value: object) -> bool:
-    """Of a variable or a backend: it is shown, and travels in an environment or an argv."""
+    """Return True for a valid name of a variable or a backend, which is shown and passed in an environment or argv."""
     return isinstance(value, str) and 0 < len(value) <= _MOST_CHARS and value.isprintable() and "=" not in value
 
 

@@ -1,4 +1,4 @@
-"""What a node says of itself, and at which of its addresses the other nodes reach it. It may say anything."""
+"""Facts that a node reports, all untrusted, and the choice of the address at which the other nodes reach it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MOST_NAMED = 8
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """What a node says of itself; it may say anything."""
+    """Checked facts that a node reports about itself; types are checked, values are untrusted."""
 
     python: str
     python_version: tuple[int, int]
@@ -35,7 +35,7 @@ class NodeFacts:
 
     @classmethod
     def read(cls, said: Mapping[str, Any]) -> NodeFacts:
-        """Raises: TransportError for what is not as it should be."""
+        """Check the node's report. Raises: TransportError for missing or invalid fields."""
         try:
             return cls(
                 python=as_text(said["python"]),
@@ -53,15 +53,17 @@ class NodeFacts:
                 reached_at=as_text(said["reached_at"]),
             )
         except (KeyError, TypeError, ValueError, OverflowError) as exc:
-            raise TransportError(f"what it says of itself cannot be read: {repr(exc)[:200]}") from exc
+            raise TransportError(f"the node's report about itself is invalid: {repr(exc)[:200]}") from exc
 
 
 def choose_address(
     node: Node, addresses: Sequence[tuple[str, str]], *, reached_at: str, peer_address: str
 ) -> tuple[str, str]:
-    """The address at which the other nodes reach ``node``, and the interface that has it.
+    """Return the address at which the other nodes reach ``node``, and the interface that has it.
 
-    ``addresses`` are those the node has, as (interface, address). Raises: LaunchError.
+    ``addresses`` are the node's own, as (interface, address). ``reached_at`` is the node's end of our connection as
+    the node reports it, ``peer_address`` that end as seen from here.
+    Raises: LaunchError when no interface of the node has the address.
     """
     interfaces = {address: name for name, address in addresses if is_address(address)}
     wanted = node.address or (reached_at if reached_at in interfaces else peer_address)
@@ -69,20 +71,20 @@ def choose_address(
         if address in interfaces:
             return address, interfaces[address]
     have = ", ".join(f"{address} ({name})" for address, name in list(interfaces.items())[:_MOST_NAMED])
-    wrong = f"the other nodes would reach it at {wanted}, which none of its interfaces has"
-    raise LaunchError(f"{wrong}: give it an address that it has, one of {have}")
+    wrong = f"the other nodes would connect to it at {wanted}, but none of its interfaces has that address"
+    raise LaunchError(f"{wrong}: set its address to one of {have}")
 
 
 def check_same_torch(versions: Mapping[str, str]) -> None:
-    """Raises: LaunchError where nodes, by name, have versions of torch that do not work together, as far as known."""
+    """Raise LaunchError when the known torch versions, by node name, differ in major or minor version."""
     known = {name: version for name, version in versions.items() if version[:1].isdigit()}
     if len({tuple(version.split(".")[:2]) for version in known.values()}) > 1:
         found = ", ".join(f"{name} {version}" for name, version in known.items())
-        raise LaunchError(f"the nodes have different versions of torch ({found}): install the same one on all")
+        raise LaunchError(f"the nodes have different versions of torch ({found}): install the same version on all")
 
 
 def is_address(text: str) -> bool:
-    """Tell whether it is one of one machine: neither of all, nor of a group, nor of IPv4 in another form."""
+    """Return True for an IP address of a single machine: not unspecified, multicast, broadcast or IPv4-mapped."""
     with contextlib.suppress(ValueError):
         found = ipaddress.ip_address(text)
         is_of_one = not (found.is_unspecified or found.is_multicast or getattr(found, "ipv4_mapped", None))
@@ -91,7 +93,7 @@ def is_address(text: str) -> bool:
 
 
 def _read_python_version(said: Sequence[Any]) -> tuple[int, int]:
-    """Raises: TypeError, ValueError for what is no version of Python 3."""
+    """Return major and minor version. Raises: TypeError, ValueError for anything but a version of Python 3."""
     major, minor = (int(number) for number in said[:2])
     if major != 3 or not 0 <= minor < 100:
         raise ValueError("python_version")
@@ -99,9 +101,9 @@ def _read_python_version(said: Sequence[Any]) -> tuple[int, int]:
 
 
 def _resolve(host: str) -> list[str]:
-    """The addresses of a host, as text; its own when it is one."""
+    """Return the addresses of a host as text; an address is returned as it is."""
     with contextlib.suppress(ValueError):
         return [str(ipaddress.ip_address(host))]
-    with contextlib.suppress(OSError, UnicodeError):  # the latter for a name that is none: a label is too long
+    with contextlib.suppress(OSError, UnicodeError):  # UnicodeError: an invalid name, such as one with a long label
         return list(dict.fromkeys(str(found[4][0]) for found in socket.getaddrinfo(host, None)))
     return []

@@ -1,4 +1,4 @@
-"""Questions to the user that come up in threads, asked in the one that waits for them: a notebook answers no other."""
+"""Questions to the user from worker threads, asked in the thread that waits for them, as a notebook requires."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LOOK_GAP_S = 0.05
 
 
 class Questions:
-    """Call it with a question in any thread; ``ask`` is called in the one that runs ``serve``, one at a time.
+    """Callable that any thread calls with a question; ``ask`` runs in the thread of ``serve``, one question at a time.
 
-    Outside of ``serve`` nobody is asked, and the answer is None.
+    While ``serve`` is not running, the answer is None and ``ask`` is not called.
     """
 
     def __init__(self, ask: Callable[[str], str | None], *, meanwhile: Callable[[], None] | None = None) -> None:
-        """``meanwhile`` is called in the thread that serves, again and again; what it raises ends the waiting."""
+        """``meanwhile`` is called repeatedly in the thread of ``serve``; an exception from it ends the waiting."""
         self._ask = ask
         self._meanwhile = meanwhile
         self._waiting: queue.Queue[tuple[str, Future[str | None]]] = queue.Queue()
@@ -38,7 +38,7 @@ class Questions:
         return None
 
     def serve(self, work: Collection[Future[Any]]) -> None:
-        """Ask what comes up until all of ``work`` is done."""
+        """Answer questions until all of ``work`` is done."""
         self._owner = threading.get_ident()
         try:
             left = set(work)
@@ -50,7 +50,7 @@ class Questions:
                     self._answer(*self._waiting.get())
         finally:
             self._owner = None
-            while not self._waiting.empty():  # an interrupt: nobody is left waiting
+            while not self._waiting.empty():  # after an interrupt: release the threads that wait for an answer
                 self._waiting.get()[1].set_result(None)
 
     def _answer(self, question: str, answer: Future[str | None]) -> None:

@@ -1,4 +1,4 @@
-"""The steps of a session's start, node by node, as they are told to whoever draws them."""
+"""Steps of a session's start, node by node, as reported to progress displays."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ PHASES: tuple[Phase, ...] = ("connect", "send", "ranks", "group")  # in this ord
 
 @dataclass(frozen=True)
 class StartStep:
-    """A node has begun a phase, has ``done`` so much of ``total`` (0: that is not counted), or has ended it.
+    """Progress of a node in a phase: begun, ``done`` of ``total`` units complete (total 0: not counted), or ended.
 
-    ``node`` is its name, empty for this machine where no node was named; ``error`` says why it has failed.
+    ``node`` is the node's name, empty for this machine when no nodes were given; ``error`` is the reason of a failure.
     """
 
     node: str
@@ -32,9 +32,9 @@ OnStep: TypeAlias = Callable[[StartStep], None]
 
 @dataclass(frozen=True)
 class StartWatch:
-    """Who follows a start. ``on_progress`` gets lines, as in `Session.start`, and ``on_step`` the steps of each node.
+    """Callbacks of an observer of a start. ``on_progress`` gets lines as in `Session.start`, ``on_step`` each step.
 
-    ``say`` gets what the user should know; ``ask_passphrase`` is asked for the passphrase of a key.
+    ``say`` gets notices for the user; ``ask_passphrase`` asks for the passphrase of a key.
     """
 
     on_progress: Callable[[str], None]
@@ -44,4 +44,4 @@ class StartWatch:
 
 
 def ignore_step(step: StartStep) -> None:
-    """Nobody draws it."""
+    """Do nothing: no display follows the start."""

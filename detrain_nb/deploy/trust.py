@@ -1,6 +1,6 @@
-"""Hosts that the user trusts to show HTML, by the key that the host proves to have: the one place where that is read.
+"""Hosts whose HTML the user trusts, identified by their proven host keys; the only module that reads that trust.
 
-Only the user's own file says so, never a nodes file, a notebook or a spec: those may have come with a repository.
+Only the user's own file grants it, never a nodes file, a notebook or a spec, which may have come with a repository.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ _MOST_BYTES = 1 << 20
 
 
 def trust_file() -> Path:
-    """Where the user says it: ``host_keys = ["SHA256:..."]``, fingerprints as ``ssh-keygen -l`` prints them."""
+    """Return the path of the user's file: ``host_keys = ["SHA256:..."]``, fingerprints as ``ssh-keygen -l`` prints."""
     return Path.home() / ".config" / "detrain_nb" / "trust.toml"
 
 
 def trusted_host_keys() -> frozenset[str]:
-    """The fingerprints of the host keys that the user trusts; none without the file.
+    """Return the fingerprints of the host keys that the user trusts; none without the file.
 
-    Raises: SpecError when it is not such a file, or others may write it.
+    Raises: SpecError when the file is invalid, or writable by others.
     """
     path = trust_file()
     try:
@@ -36,9 +36,11 @@ def trusted_host_keys() -> frozenset[str]:
             state = os.fstat(file.fileno())
             if can_others_write(state, file.fileno()):
                 mode = stat.S_IMODE(state.st_mode)
-                raise SpecError(f"{path} can be written by others (mode {mode:04o}, uid {state.st_uid}): chmod 600")
+                raise SpecError(
+                    f"{path} is writable by others (mode {mode:04o}, uid {state.st_uid}): run chmod 600 {path}"
+                )
             if guest := find_guest_parent(Path(os.path.realpath(path))):
-                raise SpecError(f"others can put another file in the place of {path}: they can write {describe(guest)}")
+                raise SpecError(f"others can replace {path}, as they can write to {describe(guest)}")
             said = tomllib.loads(file.read(_MOST_BYTES).decode())
     except FileNotFoundError:
         return frozenset()
@@ -48,8 +50,8 @@ def trusted_host_keys() -> frozenset[str]:
         raise SpecError(f"{path} cannot be read: {exc}") from exc
     keys = said.pop("host_keys", [])
     if said or not isinstance(keys, list):
-        raise SpecError(f'{path}: write host_keys = ["SHA256:..."], and nothing else')
+        raise SpecError(f'{path} is invalid: it must contain host_keys = ["SHA256:..."] and nothing else')
     for key in keys:
         if not isinstance(key, str) or not _FINGERPRINT.fullmatch(key):
-            raise SpecError(f"{path}: {key!r} is no fingerprint: give it as ssh-keygen -l prints it, SHA256:...")
+            raise SpecError(f"{path}: {key!r} is not a fingerprint: write SHA256:... as ssh-keygen -l prints it")
     return frozenset(keys)

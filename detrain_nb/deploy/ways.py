@@ -1,7 +1,7 @@
-"""This machine as one node of several: at which address the others reach it, and whether all reach each other.
+"""This machine as one of several nodes: its address for the others, and a check that all nodes reach each other.
 
-Hosts are commonly beside each other in one network. The notebook's machine often is not: it reaches them, and a router
-or a firewall keeps them from reaching it. So nothing is launched there before each node has connected to each other.
+Hosts commonly share a network. The notebook's machine often does not: it reaches the hosts, while a router or firewall
+keeps them from reaching it. So nothing is launched until each node has connected once to each other node.
 """
 
 from __future__ import annotations
@@ -23,34 +23,36 @@ from .node_facts import choose_address
 
 __all__ = ["ADVICE", "address_beside", "check_ways", "settle_addresses", "settle_here"]
 
-ADVICE = f"put a host first that all nodes reach, and leave {THIS_MACHINE} out"
+ADVICE = f"list a host first that all nodes reach, and leave {THIS_MACHINE} out"
 _ONE_LEASE = (
-    "a process group needs these ways, on all ports, and a forwarded port is none of them: take nodes of one lease or "
-    "network, or start a session without a group (--no-init)"
+    "a process group needs direct connections between nodes on all ports, which forwarded ports do not provide: use "
+    "nodes of one lease or network, or start a session without a group (--no-init)"
 )
-_BETWEEN_HOSTS = "a firewall between them has to let TCP through, on all ports above 1023"
+_BETWEEN_HOSTS = "firewalls between the nodes must allow TCP on all ports above 1023"
 _WITHIN_S = 3.0
 _SLACK_S = 20.0
 _MOST_NAMED = 6
 _LONGEST_FAULT = 200
 _TOKEN_BYTES = 16
 
-_MissingWay: TypeAlias = tuple[Transport, Transport, str, str]  # from where, to where, at which address, and why
+_MissingWay: TypeAlias = tuple[Transport, Transport, str, str]  # source, target, address of the target, fault
 
 
 def settle_addresses(transports: Sequence[Transport], *, may_be_apart: bool = False) -> bool:
-    """See that the nodes, which have all been reached, can be reached by each other: before anything is launched.
+    """Check, before anything is launched, that the nodes can reach each other; all have been reached from here.
 
-    Where this machine is one of several it gets its ``address`` and ``interface`` now. Then, and where a node is
-    reached through a forwarded port, all ways are gone once; returns False where one is missing and they
-    ``may_be_apart``.
-    Raises: LaunchError where one would be reached at an address that means another machine elsewhere, or is not.
+    If this machine is one of several nodes, it gets its ``address`` and ``interface`` now. In that case, and if a node
+    is reached through a forwarded port, each node connects once to each other node.
+    Returns False when a connection failed and ``may_be_apart`` is set.
+    Raises: LaunchError when one of several nodes has a loopback address, or a connection failed.
     """
     settle_here(transports)
     addresses = [transport.address for transport in transports]
     local = [label(each) for each in transports if ipaddress.ip_address(each.address).is_loopback]
     if local and len(local) < len(transports):
-        raise LaunchError(f"the other nodes cannot reach {local[0]} at a loopback address: name an address of its own")
+        raise LaunchError(
+            f"the other nodes cannot reach {local[0]} at a loopback address: set its address to one that they reach"
+        )
     if len(transports) == 1 or not any(each.is_this_machine or each.is_forwarded for each in transports):
         return True
     if may_be_apart:
@@ -60,7 +62,7 @@ def settle_addresses(transports: Sequence[Transport], *, may_be_apart: bool = Fa
 
 
 def settle_here(transports: Sequence[Transport]) -> None:
-    """Give this machine its address beside the others, which have been reached. Raises: LaunchError."""
+    """Set the address of this machine among several nodes, which have been reached. Raises: LaunchError."""
     others = [transport for transport in transports if not transport.is_this_machine]
     for transport in transports:
         if transport.is_this_machine and others:
@@ -73,19 +75,21 @@ def settle_here(transports: Sequence[Transport]) -> None:
 
 
 def address_beside(other: str, node: Node | None = None, *, reached_from: str = "") -> tuple[str, str]:
-    """The address from which this machine reaches ``other``, an address too, and its interface; or the ``node``'s own.
+    """Return the address from which this machine reaches the address ``other``, and its interface.
 
-    ``reached_from`` is this machine's own end of a connection to the other: where ``other`` is only what that one says,
-    it would choose the interface on which this machine listens. Nothing is sent. Raises: LaunchError.
+    An address that ``node`` sets takes precedence. ``reached_from`` is this machine's end of a connection to the other
+    node; it is used because an untrusted node that chose ``other`` would choose the interface on which we listen.
+    Nothing is sent.
+    Raises: LaunchError when there is no route, or the address is not on this machine.
     """
     source = reached_from
     if not source and (node is None or not node.address):
         try:
             with socket.socket(socket.AF_INET6 if ":" in other else socket.AF_INET, socket.SOCK_DGRAM) as asked:
-                asked.connect((other, 9))  # of UDP: the kernel only looks for a route
+                asked.connect((other, 9))  # UDP: the kernel only looks up the route
                 source = asked.getsockname()[0]
         except OSError as exc:
-            raise LaunchError(f"this machine has no way to {other} ({exc.strerror}): {ADVICE}") from exc
+            raise LaunchError(f"this machine has no route to {other} ({exc.strerror}): {ADVICE}") from exc
     have = [(name, address) for name, address in list_addresses()]
     return choose_address(node or Node(host=THIS_MACHINE), have, reached_at=source, peer_address=source)
 
@@ -97,11 +101,11 @@ def check_ways(
     within_s: float = _WITHIN_S,
     slack_s: float = _SLACK_S,
 ) -> None:
-    """Have each node connect once to each other, at the address in its place of ``addresses``, within ``within_s``.
+    """Have each node connect once to each other node within ``within_s`` seconds.
 
-    For a moment each of them listens on a port of that address that the system picks. ``slack_s``: for a node to come
-    so far that it listens, and to answer.
-    Raises: LaunchError with a line for each way that there is not, which names both ends; DetrainError.
+    ``addresses[i]`` is the address of ``transports[i]``; the node briefly listens there, on a port that the OS picks.
+    ``slack_s``: additional seconds for a node to start listening, and to answer.
+    Raises: LaunchError with a line for each failed connection, which names both ends; DetrainError when a node fails.
     """
     if missing := _find_missing_ways(transports, addresses, within_s=within_s, slack_s=slack_s):
         raise LaunchError(_describe_missing(missing))
@@ -114,7 +118,7 @@ def _find_missing_ways(
     within_s: float = _WITHIN_S,
     slack_s: float = _SLACK_S,
 ) -> list[_MissingWay]:
-    """As `check_ways`, but returns what is missing. Raises: LaunchError where no node came to listen; DetrainError."""
+    """Return the failed connections of `check_ways`. Raises: LaunchError when nodes did not listen; DetrainError."""
     meeting = _Meeting(transports, addresses, within_s=within_s, slack_s=slack_s)
     missing: list[_MissingWay] = [
         (transports[source], transports[target], addresses[target], fault)
@@ -122,12 +126,12 @@ def _find_missing_ways(
         for target, fault in faults.items()
     ]
     if meeting.is_broken and not missing:
-        raise LaunchError(f"the nodes did not come to listen for each other within {within_s + slack_s:g} s: try again")
+        raise LaunchError(f"the nodes did not listen for each other within {within_s + slack_s:g} s: try again")
     return missing
 
 
 class _Meeting:
-    """Nodes that listen for a moment, all of them, while each connects to each other; ``look`` is the part of one."""
+    """Meeting of nodes that all listen briefly while each connects to each other; ``look`` is one node's part."""
 
     def __init__(
         self, transports: Sequence[Transport], addresses: Sequence[str], *, within_s: float, slack_s: float
@@ -142,11 +146,11 @@ class _Meeting:
 
     @property
     def is_broken(self) -> bool:
-        """Some did not come so far in time."""
+        """True when some nodes did not start listening in time."""
         return self._barrier.broken
 
     def look(self, node: Transport, stop: Stop, _: OnProgress) -> dict[int, str]:
-        """Which other nodes one does not reach, by number, and why."""
+        """Return the other nodes that ``node`` cannot reach: the reason by node number."""
         number, limit_s = self._numbers[id(node)], self._patience.answer_s
         others = [other for other in self._numbers.values() if other != number]
         try:
@@ -161,7 +165,7 @@ class _Meeting:
                 talk.say("done")
                 talk.flush()
         except threading.BrokenBarrierError:
-            return {}  # another node has failed, and says why; or none has come so far in time
+            return {}  # another node has failed and reports why, or a node took too long (see is_broken)
         except BaseException:
             self._barrier.abort()
             raise
@@ -169,11 +173,11 @@ class _Meeting:
 
 
 def _describe_missing(missing: Sequence[_MissingWay]) -> str:
-    """A line for each way that there is not; then what to do."""
+    """Return a line for each failed connection, then what to do."""
     lines = [
         f"{label(source)} does not reach {label(target)} at {at}: {fault}" for source, target, at, fault in missing
     ]
-    more = [f"and {len(lines) - _MOST_NAMED} more ways"] if len(lines) > _MOST_NAMED else []
+    more = [f"and {len(lines) - _MOST_NAMED} more failed connections"] if len(lines) > _MOST_NAMED else []
     ends = [end for source, target, *_ in missing for end in (source, target)]
     is_forwarded = any(end.is_forwarded for end in ends)
     advice = ADVICE if any(end.is_this_machine for end in ends) else _ONE_LEASE if is_forwarded else _BETWEEN_HOSTS
@@ -182,11 +186,11 @@ def _describe_missing(missing: Sequence[_MissingWay]) -> str:
 
 def _as_port(said: object) -> int:
     if type(said) is not int or not 0 < said < 1 << 16:
-        raise Untrue(f"{clean(said)[:40]!r} is no port")
+        raise Untrue(f"{clean(said)[:40]!r} is not a port")
     return said
 
 
 def _as_faults(said: object, *, count: int) -> list[str]:
     if not isinstance(said, list) or len(said) != count or not all(isinstance(fault, str) for fault in said):
-        raise Untrue(f"what it says of the ways to {count} nodes cannot be read")
+        raise Untrue(f"invalid report of the connections to {count} nodes")
     return [clean(fault)[:_LONGEST_FAULT] for fault in said]

@@ -223,7 +223,7 @@ def test_home_and_a_folder_that_is_too_much_for_a_session_that_goes_on_stay_here
     large = root / "large"
     with large.open("wb") as file:
         file.truncate(60_000_000)
-    with pytest.raises(SpecError, match="60 MB for each node"):
+    with pytest.raises(SpecError, match="60 MB to send"):
         SessionFiles([cast(Any, node)], str(root), is_synced=True)
     going_on = SessionFiles([cast(Any, node)], str(root), is_synced=True, takes_over=False)
     (words,) = going_on.notices
@@ -602,7 +602,7 @@ def test_link_in_the_place_of_the_notebook_s_folder_sends_nothing(root: Path, no
     write(tmp_path, {"home/diary": "secret"})
     root.rename(tmp_path / "moved")
     root.symlink_to(tmp_path / "home")
-    with pytest.raises(SpecError, match=f"leads to {tmp_path}/home now, and led to {root}: nothing of it goes"):
+    with pytest.raises(SpecError, match=f"now points to {tmp_path}/home, no longer to {root}: none of its files"):
         keeper.bring([node])
     assert sorted(path.name for path in node.work.iterdir()) == ["a.py"]
 

@@ -77,15 +77,15 @@ def test_address_that_is_not_the_nodes_own_is_said() -> None:
 @pytest.mark.parametrize(
     ("said", "complaint"),
     [
-        ({"meet": {"type": "listening", "port": 1 << 16}}, "host: '65536' is no port"),
-        ({"meet": {"type": "listening", "port": True}}, "host: 'True' is no port"),
+        ({"meet": {"type": "listening", "port": 1 << 16}}, "host: '65536' is not a port"),
+        ({"meet": {"type": "listening", "port": True}}, "host: 'True' is not a port"),
         ({"meet": {"type": "failed", "text": "no\x1b[31m room"}}, r"host: no\?\[31m room"),
-        ({"reach": {"type": "reached", "faults": ["", ""]}}, "host: what it says of the ways to 1 nodes"),
-        ({"reach": {"type": "reached", "faults": [7]}}, "host: what it says of the ways to 1 nodes"),
+        ({"reach": {"type": "reached", "faults": ["", ""]}}, "host: invalid report of the connections to 1 nodes"),
+        ({"reach": {"type": "reached", "faults": [7]}}, "host: invalid report of the connections to 1 nodes"),
         (
             {"reach": {"type": "reached", "faults": ["x\n" * 4000]}},
             r"^here does not reach host at 127\.0\.0\.2: another machine or program answers there\n"
-            r"host does not reach here at 127\.0\.0\.1: (x\?){100}\nput a host first",
+            r"host does not reach here at 127\.0\.0\.1: (x\?){100}\nlist a host first",
         ),
         ({"reach": {}}, "host: the other side does not answer"),
     ],
@@ -122,7 +122,7 @@ def test_nobody_listens_is_said_of_both_ends() -> None:
             "meet": {"type": "listening", "port": bound.getsockname()[1]},
             "reach": {"type": "reached", "faults": [""]},
         }
-        with pytest.raises(LaunchError, match=r"^here does not reach host at 127\.0\.0\.2: Connection refused\nput a"):
+        with pytest.raises(LaunchError, match=r"^here does not reach host at 127\.0\.0\.2: Connection refused\nlist a"):
             check_ways(
                 [_node("here"), _Host(lambda order: said.get(str(order["type"]), {}))], ["127.0.0.1", "127.0.0.2"]
             )
@@ -131,7 +131,7 @@ def test_nobody_listens_is_said_of_both_ends() -> None:
 def test_address_beside_hosts() -> None:
     assert address_beside("127.0.0.1") == ("127.0.0.1", "lo")
     assert address_beside("198.51.100.7", Node(host="localhost", address="127.0.0.1")) == ("127.0.0.1", "lo")
-    with pytest.raises(LaunchError, match=r"at 198\.51\.100\.7, which none of its interfaces has: give it an address"):
+    with pytest.raises(LaunchError, match=r"at 198\.51\.100\.7, but none of its interfaces has that address: set its"):
         address_beside("127.0.0.1", Node(host="localhost", address="198.51.100.7"))
 
 

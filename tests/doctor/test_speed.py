@@ -215,7 +215,7 @@ def test_host_that_does_not_answer_is_not_waited_for(
     began = time.monotonic()
     report = examine_liar("{")
     assert time.monotonic() - began < LIMIT_S
-    assert report.cell("speed", "h0").text.startswith("not measured: our program there does not answer")
+    assert report.cell("speed", "h0").text.startswith("not measured: our program on the node does not answer")
     assert report.cell("torch", "h0").state == "good"
 
 

@@ -120,6 +120,6 @@ def test_machine_that_a_host_does_not_reach_is_refused_before_any_rank_starts(
         Session.start(1, sync=False, nodes=[_here(address=address), *ssh_nodes(testbed, 1)], device="cpu")
     assert str(caught.value).splitlines() == [
         f"h0 does not reach localhost at {address}: no answer within 3 s",
-        "put a host first that all nodes reach, and leave localhost out",
+        "list a host first that all nodes reach, and leave localhost out",
     ]
     _assert_none_is_left(testbed, processes)

@@ -307,7 +307,7 @@ def test_own_name_of_a_host_does_not_matter(testbed: Testbed, own_name: str) -> 
     [
         ("python9", r"h1: python9: .*not found .*\(exit 127\): name another python"),
         ("/etc/passwd", r"h1: /etc/passwd: .*[Pp]ermission denied.*\(exit 126\): name another python"),
-        ("/bin/false", r"h1: /bin/false did not start our program \(exit 1\): it said nothing; look whether"),
+        ("/bin/false", r"h1: /bin/false did not start our program \(exit 1\): no output; check that"),
     ],
 )
 def test_python_that_is_none_is_said_and_nothing_is_left(testbed: Testbed, python: str, complaint: str) -> None:
@@ -363,7 +363,7 @@ def test_machine_that_is_named_twice_is_told(testbed: Testbed) -> None:
     ("line", "complaint"),
     [
         ("read -r line", "[Ss]yntax error"),
-        ("exec 0</dev/null", "it said nothing"),
+        ("exec 0</dev/null", "no output"),
         ("exec nologin", "This account is currently not available"),
         ("export PYTHONHOME=/nonex", "Fatal Python error: "),
     ],
@@ -375,7 +375,7 @@ def test_login_file_that_keeps_our_program_from_starting_is_pointed_at(
     profile.write_text(f"{line}\n")
     (node,) = ssh_nodes(testbed, 1)
     try:
-        advice = "look whether the login .*nologin"
+        advice = "check that the login .*nologin"
         with pytest.raises(DetrainError, match=rf"did not start our program .*{complaint}.*; {advice}"):
             node.start_agent("test")
     finally:
@@ -387,7 +387,7 @@ def test_what_shows_our_program_instead_of_running_it_is_cut_short(testbed: Test
     python.write_text("#!/bin/sh\nexec cat /dev/fd/3\n")
     python.chmod(0o755)
     (node,) = ssh_nodes(testbed, 1, python="~/no-python")
-    with pytest.raises(DetrainError, match=r"did not start our program .*whether that python is one$") as caught:
+    with pytest.raises(DetrainError, match=r"did not start our program .* is a Python interpreter$") as caught:
         node.start_agent("test")
     assert len(str(caught.value)) < 1000
 

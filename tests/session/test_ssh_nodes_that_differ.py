@@ -200,7 +200,7 @@ def test_nodes_with_different_versions_of_torch_are_told_and_nothing_is_started(
     with pytest.raises(LaunchError) as caught:
         Session.start(1, sync=False, nodes=nodes, device="cpu", name="mine")
     found = f"h0 {here}, h1 2.0.1+cu118"
-    assert str(caught.value) == f"the nodes have different versions of torch ({found}): install the same one on all"
+    assert str(caught.value) == f"the nodes have different versions of torch ({found}): install the same version on all"
 
 
 @pytest.mark.usefixtures("nothing_starts")
