@@ -1,4 +1,4 @@
-"""How bytes and files reach a node."""
+"""Ways in which bytes and files reach a node."""
 
 from .transport import AgentFolders, Transport
 

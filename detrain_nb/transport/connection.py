@@ -1,4 +1,4 @@
-"""What is asked of a connection on which commands can be run; over SSH these are ssh.py and ssh_stream.py."""
+"""Interfaces of a connection that runs commands; ssh.py and ssh_stream.py implement them over SSH."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ __all__ = ["CommandStream", "Connection"]
 
 
 class CommandStream(Protocol):
-    """A command there, ``sock`` being its standard input and output: a close on either side closes the other."""
+    """Remote command; ``sock`` is its standard input and output, and closing either side closes the other."""
 
     sock: socket.socket
 
     def stderr_tail(self) -> str:
-        """The last of what it wrote to its standard error, without control characters."""
+        """Return the end of the command's standard error, without control characters."""
         ...
 
     def exit_status(self, *, limit_s: float = 0.0) -> int | None:
-        """Wait until it has ended; None when it has not, or nobody knows with what."""
+        """Wait for the command's exit status; None when it is still running, or its status is unknown."""
         ...
 
     def close(self) -> None:
-        """Hang up: it reads the end of its input."""
+        """Hang up; the command reads end of file."""
         ...
 
 
 class Connection(Protocol):
-    """An open way to a machine, for one user there; used from any thread."""
+    """Open connection to a machine as one of its users; usable from any thread."""
 
     @property
     def peer_address(self) -> str:
-        """The address of that machine, or its name."""
+        """Address of that machine, or its name."""
         ...
 
     @property
     def local_address(self) -> str:
-        """The address of this machine on the way there; empty where the connection is gone."""
+        """Address of this machine on the connection; empty once the connection is closed."""
         ...
 
     @property
     def is_alive(self) -> bool:
-        """It has not ended, as far as is known."""
+        """True while the connection is open, as far as is known."""
         ...
 
     def open_stream(self, command: str) -> CommandStream:
-        """Run a command, without a terminal, in the user's shell there. Raises: TransportError."""
+        """Run a command, without a terminal, in the user's shell. Raises: TransportError."""
         ...
 
     def close(self) -> None:
-        """Streams end; a command that is detached goes on."""
+        """Close the connection: streams end, a detached command keeps running."""
         ...

@@ -1,4 +1,4 @@
-"""Commands on this machine, as over a connection to another one."""
+"""Commands on this machine, behind the interface of a connection to another machine."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _END_LIMIT_S = 10.0
 
 
 class HereConnection:
-    """A connection that is none; see connection.py."""
+    """Stand-in for a connection to this machine; see connection.py."""
 
     peer_address = local_address = "127.0.0.1"
 
@@ -32,12 +32,12 @@ class HereConnection:
         try:
             stream = _Command(command)
         except OSError as exc:
-            raise TransportError(f"{HERE}: no process can be started: {exc.strerror}") from exc
+            raise TransportError(f"{HERE}: cannot start a process: {exc.strerror}") from exc
         self._streams.append(stream)
         return stream
 
     def close(self) -> None:
-        """The commands read the end of their input, and have a moment to end."""
+        """Close the input of all commands; any that is still running after 10 s is killed."""
         self.is_alive = False
         for stream in self._streams:
             stream.close()
@@ -76,7 +76,7 @@ class _Command:
         return status if status >= 0 else None
 
     def close(self) -> None:
-        """Whoever does not end then is killed."""
+        """Close the command's input; kill the command if it is still running after 10 s."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
         self.sock.close()

@@ -1,7 +1,7 @@
-"""The host keys a user knows: our own reading of known_hosts files, as sshd(8) describes them.
+"""Known host keys of a user, from known_hosts files in the format of sshd(8).
 
-Garbage is passed over; ``@revoked`` is honoured wherever it stands; ``@cert-authority`` is passed over: host
-certificates are not supported. Nothing here writes: an unknown key is refused with the command that adds it.
+Invalid lines are skipped. ``@revoked`` is honoured in any file; ``@cert-authority`` is skipped, as host certificates
+are not supported. Nothing is written: an unknown key is refused with the command that adds it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HASHED = "|1|"
 
 @dataclass(frozen=True)
 class KnownHosts:
-    """What a set of known_hosts files says."""
+    """Contents of a set of known_hosts files."""
 
     lines: tuple[_Line, ...]
     files: tuple[Path, ...] = ()
@@ -41,14 +41,14 @@ class KnownHosts:
         return cls(tuple(line for path in files for line in _read_lines(path)), files)
 
     def key_types(self, host: str, port: int) -> tuple[str, ...]:
-        """The types of the keys known for a host, to be preferred when a key is negotiated."""
+        """Return the types of the keys known for a host, to be preferred in the negotiation."""
         revoked = {line.blob for line in self._find_revoked(host, port)}
         return tuple(dict.fromkeys(line.key_type for line in self._find(host, port) if line.blob not in revoked))
 
     def check(self, host: str, port: int, key_type: str, key_blob: bytes) -> None:
-        """Return when the key is known for the host.
+        """Check that the key is known for the host.
 
-        Raises: HostKeyError when it is revoked, unknown, or not the one that is known.
+        Raises: HostKeyError when the key is revoked, unknown, or differs from the known key.
         """
         name, shown = _look_up_name(host, port), fingerprint(key_blob)
         for line in self._find_revoked(host, port):
@@ -63,16 +63,16 @@ class KnownHosts:
         on_same_port = [line for line in known if line.names(name)]
         if on_same_port:
             raise _complain_of_change(on_same_port, name, key_type, shown)
-        shown_key = f"{name} {key_type} {base64.b64encode(key_blob).decode()}"  # a scan could meet another host
+        shown_key = f"{name} {key_type} {base64.b64encode(key_blob).decode()}"  # ssh-keyscan could reach another host
         users_file = self.files[0] if self.files else Path.home() / ".ssh" / "known_hosts"
         raise HostKeyError(
             f"the host key of {name} is not known: {key_type} {shown}",
-            advice="after comparing this fingerprint with the one that the host's owner tells you, add it",
+            advice="compare this fingerprint with the one that the host's owner gives you, then add the key",
             command=f"echo {shlex.quote(shown_key)} >> {_quote_path(users_file)}",
         )
 
     def _find(self, host: str, port: int) -> list[_Line]:
-        """The lines with a key for the host; as ssh does it, a key known without the port is good for any port."""
+        """Return the lines with a key for the host; as in ssh, a key known without a port is valid for any port."""
         names = dict.fromkeys([_look_up_name(host, port), _look_up_name(host, DEFAULT_PORT)])
         return [line for name in names for line in self.lines if line.marker == "" and line.names(name)]
 
@@ -100,7 +100,7 @@ class _Line:
         return f"{self.path}, line {self.number}"
 
     def names(self, name: str) -> bool:
-        """The line is about ``name``: ``host`` or ``[host]:port``, in lower case."""
+        """Return True when the line is for ``name``: ``host`` or ``[host]:port``, in lower case."""
         if self.patterns.startswith(_HASHED):
             return _is_hash_of(name, self.patterns)
         found = False
@@ -123,10 +123,10 @@ def _read_lines(path: Path) -> Iterator[_Line]:
         if os.path.realpath(path) == os.devnull:
             return
         raise TransportError(f"the known host keys in {path} cannot be read: {exc.strerror or exc}") from exc
-    if is_theirs and path.parent == Path.home() / ".ssh":  # another one the user has named
+    if is_theirs and path.parent == Path.home() / ".ssh":  # files elsewhere were named by the user
         raise TransportError(
-            f"others can write {describe(path)}, which says which keys hosts have: chmod go-w {_quote_path(path)}, and "
-            "make it yours if it is another user's, or set HOME to your home"
+            f"others can write {describe(path)}, which lists trusted host keys: chmod go-w {_quote_path(path)}, and "
+            "chown it to yourself if another user owns it, or set HOME to your home directory"
         )
     for number, written in enumerate(text.split("\n"), 1):
         if line := _parse_line(path, number, written):
@@ -134,7 +134,7 @@ def _read_lines(path: Path) -> Iterator[_Line]:
 
 
 def _parse_line(path: Path, number: int, written: str) -> _Line | None:
-    """Read a line that has a key and a marker that we know; comments and garbage are None."""
+    """Parse a line with a key and a supported marker; None for comments and invalid lines."""
     words = written.split(maxsplit=4)
     marker = words.pop(0) if words and words[0].startswith("@") else ""
     if marker not in {"", "@revoked"} or len(words) < 3 or words[0].startswith("#"):
@@ -151,7 +151,7 @@ def _parse_line(path: Path, number: int, written: str) -> _Line | None:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match ``*`` and ``?``; a bracket is a bracket, as in ``[host]:port``."""
+    """Match ``*`` and ``?``; brackets are literal, as in ``[host]:port``."""
     return fnmatch.fnmatchcase(name, pattern.replace("[", "[[]"))
 
 
@@ -173,15 +173,15 @@ def _complain_of_change(known: list[_Line], name: str, key_type: str, shown: str
     first = next((line for line in known if line.key_type == key_type), known[0])
     lines = ", ".join(f"{line.key_type} {fingerprint(line.blob)} ({line.where})" for line in known)
     return HostKeyError(
-        f"the host key of {name} has changed: it shows {key_type} {shown}, known is {lines}: "
-        "somebody may be in between",
-        advice="if the host's owner confirms the new key, forget the old one and connect again",
+        f"the host key of {name} has changed: the host presents {key_type} {shown}, known_hosts has {lines}: "
+        "someone may be intercepting the connection",
+        advice="if the host's owner confirms the new key, remove the old one and connect again",
         command=f"ssh-keygen -R {shlex.quote(name)} -f {_quote_path(first.path)}",
     )
 
 
 def _quote_path(path: Path) -> str:
-    """Quote a path for a shell, one in the user's home as they write it."""
+    """Quote a path for a shell, with ``~/`` for the user's home."""
     try:
         return "~/" + shlex.quote(path.relative_to(Path.home()).as_posix())
     except (ValueError, RuntimeError):  # elsewhere; no home

@@ -1,7 +1,7 @@
-"""An SSH connection: commands as sockets, files as fsspec; one that is open has shown the right host key.
+"""SSH connections: commands as sockets, files through fsspec; an open connection has a verified host key.
 
-The modules ssh*.py alone import paramiko, and inside functions: it takes 0.2 s that a notebook without hosts need not
-wait.
+Only the modules ssh*.py import paramiko, and inside functions: the import takes 0.2 s, which a notebook without hosts
+does not pay.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SFTP_SILENCE_S = 60.0
 
 
 class SshConnection:
-    """An authenticated connection to one host, perhaps through others; used from any thread."""
+    """Authenticated connection to one host, possibly through jump hosts; usable from any thread."""
 
     def __init__(self, hops: Sequence[Hop]) -> None:
-        """Made by `open`."""
+        """Use `open` instead."""
         self._hops = tuple(hops)
         self._transport = hops[-1].transport
         self.settings = hops[-1].settings
@@ -53,11 +53,11 @@ class SshConnection:
         limit_s: float = CONNECT_LIMIT_S,
         config_path: Path | None = None,
     ) -> SshConnection:
-        """Connect to ``target`` as ``ssh`` would, with keys only; ``config_path`` is ~/.ssh/config.
+        """Connect to ``target`` as ``ssh`` would, with keys only; ``config_path`` defaults to ~/.ssh/config.
 
-        Every hop has ``limit_s`` for network and authentication; what ``ask_passphrase`` takes does not count, and no
-        connection to that host is open meanwhile. Without it, a key that needs a passphrase is left out.
-        Raises: TransportError, SpecError when the target or the configuration cannot be; nothing is left open then.
+        Every hop has ``limit_s`` for network and authentication. Time in ``ask_passphrase`` does not count, and no
+        connection to that host is open meanwhile. Without ``ask_passphrase``, keys with a passphrase are skipped.
+        Raises: TransportError; SpecError when the target or the configuration is invalid. Nothing is left open then.
         """
         route = find_route(target, read_config(config_path))
         if target.identity_file is not None:
@@ -74,44 +74,44 @@ class SshConnection:
 
     @property
     def peer_address(self) -> str:
-        """The IP address of the host; its name when it was reached through another host, which alone knows."""
+        """IP address of the host; its name if it was reached through a jump host, which alone knows the address."""
         if len(self._hops) == 1:
-            with contextlib.suppress(OSError):  # the connection is gone
+            with contextlib.suppress(OSError):  # the connection is closed
                 return str(self._transport.getpeername()[0])
         return self.settings.hostname
 
     @property
     def local_address(self) -> str:
-        """The address of this machine on the way there, or to the first host on it; empty when that is gone."""
-        sock: Any = self._hops[0].transport.sock  # no channel of another connection
+        """Address of this machine on the connection to the first hop; empty once that connection is closed."""
+        sock: Any = self._hops[0].transport.sock  # a real socket; further hops use a channel of another connection
         with contextlib.suppress(OSError):
             return str(sock.getsockname()[0])
         return ""
 
     @property
     def host_key_fingerprint(self) -> str:
-        """``SHA256:...`` of the key that the host has shown."""
-        assert self._transport.host_key is not None  # it was checked
+        """``SHA256:...`` fingerprint of the host's key."""
+        assert self._transport.host_key is not None  # checked when the connection was opened
         return fingerprint(self._transport.host_key.asbytes())
 
     @property
     def is_alive(self) -> bool:
-        """The connection has not ended, as far as is known."""
+        """True while the connection is open, as far as is known."""
         return all(hop.transport.is_active() for hop in self._hops)
 
     def open_stream(self, command: str) -> Stream:
-        """Run a command, without a terminal, in the user's shell there. Raises: TransportError."""
+        """Run a command, without a terminal, in the user's shell on the host. Raises: TransportError."""
         import paramiko
 
         channel = self._open_channel("a command", lambda opened: opened.exec_command(command))
         return Stream(channel, broken=(paramiko.SSHException,))
 
     def open_sftp_filesystem(self, *, silence_limit_s: float = _SFTP_SILENCE_S, most_names: int = MOST_NAMES) -> Any:
-        """Return an fsspec filesystem of the host over this connection, for absolute paths; its ``close()`` ends it.
+        """Return an fsspec filesystem of the host over this connection, for absolute paths; end it with ``close()``.
 
-        A folder with more than ``most_names`` is an error there.
+        Listing a folder with more than ``most_names`` names is an error.
 
-        Raises: TransportError when the host offers no SFTP, or no further channel: files then have to go otherwise.
+        Raises: TransportError when the host offers no SFTP, or no further channel: copy files another way then.
         """
         opened: list[paramiko.SFTPClient] = []
 
@@ -124,7 +124,7 @@ class SshConnection:
         return filesystem_class()(opened[0], self.settings.hostname, most_names)
 
     def close(self) -> None:
-        """Close the connection and those it goes through: streams end, files fail."""
+        """Close the connection and those to its jump hosts: streams end, file operations fail."""
         shut([hop.transport for hop in self._hops])
 
     def __enter__(self) -> Self:
@@ -134,7 +134,7 @@ class SshConnection:
         self.close()
 
     def _open_channel(self, what: str, begin: Callable[[paramiko.Channel], object]) -> paramiko.Channel:
-        """Open a channel and begin ``what`` on it, within a limit."""
+        """Open a channel and begin ``what`` on it, within ``channel_limit_s``."""
         import paramiko
 
         where = self.settings.where
@@ -143,16 +143,16 @@ class SshConnection:
             hold_to_window(channel)
         except paramiko.ChannelException as exc:
             raise TransportError(
-                f"{where}: sshd gives no further channel for {what}: raise MaxSessions there, or use fewer"
+                f"{where}: sshd refuses a further channel for {what}: raise MaxSessions there, or use fewer at a time"
             ) from exc
         except (paramiko.SSHException, EOFError, OSError) as exc:
             raise TransportError(f"{where}: the connection broke: {clean(exc)}") from exc
 
         def give_up() -> None:
-            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # it has just ended by itself
+            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # it has just been closed
                 channel.close()
 
-        watch = threading.Timer(self.channel_limit_s, give_up)  # paramiko itself would wait for ever
+        watch = threading.Timer(self.channel_limit_s, give_up)  # paramiko itself would wait forever
         watch.daemon = True
         watch.start()
         try:
@@ -169,9 +169,9 @@ class SshConnection:
 
 
 def find_route(target: SshTarget, config_text: str) -> tuple[HostSettings, ...]:
-    """Resolve a target and the hosts before it, in the order of connecting. Raises: SpecError.
+    """Resolve a target and its jump hosts, in the order of connecting. Raises: SpecError.
 
-    As with ssh, what the target overrides is not meant for the others; a host that leads to itself is passed over.
+    As in ssh, overrides of the target do not apply to its jump hosts, and a jump host that refers to itself is skipped.
     """
     route = [resolve(target, config_text)]
     while hops := route[0].proxy_jump:
@@ -185,19 +185,19 @@ def find_route(target: SshTarget, config_text: str) -> tuple[HostSettings, ...]:
 
 
 def resolve(target: SshTarget, config_text: str) -> HostSettings:
-    """Decide how a host is reached, by the text of an ssh_config. Raises: SpecError."""
+    """Return the settings for a host, from the target and the text of an ssh_config. Raises: SpecError."""
     import paramiko
 
     try:
         options: Mapping[str, Any] = _parse(config_text).lookup(target.name)
     except (paramiko.SSHException, KeyError, ValueError, ImportError) as exc:
-        raise SpecError(f"the SSH configuration for {target.name} cannot be used: {clean(exc)}") from exc
+        raise SpecError(f"the SSH configuration for {target.name} is invalid: {clean(exc)}") from exc
     return HostSettings.decide(target, options)
 
 
 @lru_cache(maxsize=2)
 def _parse(config_text: str) -> paramiko.SSHConfig:
-    """It takes longer than to look up a host, and there are many to look up in one."""
+    """Parse an ssh_config; cached, as parsing takes longer than a lookup and many hosts are looked up in one text."""
     import paramiko
 
     config = paramiko.SSHConfig.from_text(config_text)

@@ -1,4 +1,4 @@
-"""What a user asks for to reach a host, and what ~/.ssh/config makes of it; no connection is made here."""
+"""SSH targets as a user names them, and their settings after ~/.ssh/config; no connection is made here."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from .ssh_words import in_home, local_user, read_sign, split_words
 __all__ = ["HostSettings", "SshTarget", "default_config", "list_hosts", "read_config", "without_questions"]
 
 _NESTING_LIMIT = 16
-_MOST_BYTES, _LEAST_BYTES = 1 << 20, 1 << 9  # of all files; what each counts
+_MOST_BYTES, _LEAST_BYTES = 1 << 20, 1 << 9  # of all files together; the least that each file counts
 _LINE = re.compile(r"\s*(\w+)(?:\s*=\s*|\s+)(.*\S)\s*")
-_CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: those that paramiko decides
+_CRITERIA = {"host", "originalhost", "user", "localuser", "exec"}  # of Match: those that paramiko evaluates
 _NEVER = "Host !*"
 _OF_SEVERAL_WORDS = {"userknownhostsfile", "globalknownhostsfile"}
-_TO_THE_END = {"proxycommand", "localcommand", "remotecommand", "knownhostscommand"}  # what follows is for a shell
-_ADDRESS_AT = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*%[A-Za-z0-9._-]+"  # an address, and its interface
+_TO_THE_END = {"proxycommand", "localcommand", "remotecommand", "knownhostscommand"}  # the rest is a shell command
+_ADDRESS_AT = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*%[A-Za-z0-9._-]+"  # an IPv6 address with its interface
 _HOST_NAME = re.compile(rf"[A-Za-z0-9._:-]+|{_ADDRESS_AT}")
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def default_config() -> Path:
-    """The user's own."""
+    """Return the path of the user's own ssh_config."""
     return Path.home() / ".ssh" / "config"
 
 
 @dataclass(frozen=True)
 class SshTarget:
-    """A host as a user names it: ``name`` is looked up in ~/.ssh/config, what is not None overrides what stands there.
+    """Host as a user names it: ``name`` is looked up in ~/.ssh/config, and fields other than None override that file.
 
-    ``proxy_jump`` is a list with commas of ``[user@]host[:port]``, or "none". Raises: SpecError.
+    ``proxy_jump`` is a comma-separated list of ``[user@]host[:port]``, or "none". Raises: SpecError for invalid fields.
     """
 
     name: str
@@ -71,17 +71,17 @@ class SshTarget:
     def parse(cls, text: str) -> SshTarget:
         """Read ``[user@]host[:port]``, with brackets around an IPv6 address that has a port. Raises: SpecError."""
         user, host, port, _ = split_target(text.strip().removeprefix("ssh://"))
-        return cls(host, port=int(port) if port else None, user=user)  # ::1, or what is refused with a reason
+        return cls(host, port=int(port) if port else None, user=user)  # refuses an invalid host with a reason
 
 
 @dataclass(frozen=True)
 class HostSettings:
-    """How one host is reached, all decided. Raises: SpecError."""
+    """Resolved settings for one host. Raises: SpecError for invalid fields."""
 
     hostname: str
     port: int
     user: str
-    identity_files: tuple[str, ...] = ()  # those that somebody named; none: ssh's default ones
+    identity_files: tuple[str, ...] = ()  # named by the user or ssh_config; empty: ssh's default files
     proxy_jump: tuple[SshTarget, ...] = ()
     identities_only: bool = False
     use_agent: bool = True
@@ -99,11 +99,11 @@ class HostSettings:
 
     @classmethod
     def decide(cls, target: SshTarget, options: Mapping[str, Any]) -> HostSettings:
-        """Take what the target says, else what ssh_config says, else ssh's default.
+        """Return the target's values, else those of ssh_config, else ssh's defaults.
 
-        ``options`` of ssh_config: names in lower case, in the order in which they were found. Raises: SpecError.
+        ``options`` are those of ssh_config, with names in lower case, in their order in the file. Raises: SpecError.
         """
-        user = options.get("user", "").replace("\\\\", "\\")  # as ssh reads two of them
+        user = options.get("user", "").replace("\\\\", "\\")  # ssh reads a double backslash as one
         host = cls(
             hostname=target.host or options.get("hostname", target.name).replace("%%", "%"),
             port=target.port or _read_port(target.name, options.get("port", "")),
@@ -127,33 +127,33 @@ class HostSettings:
 
     @property
     def where(self) -> str:
-        """The host in a message: ``user@host:port``."""
+        """Host for a message: ``user@host:port``."""
         host = f"[{self.hostname}]" if ":" in self.hostname else self.hostname
         return f"{self.user}@{host}:{self.port}"
 
 
 def read_hops(text: str) -> tuple[SshTarget, ...]:
-    """Read what stands behind ProxyJump: the hops in order, none for "none". Raises: SpecError."""
+    """Parse the value of ProxyJump: the hops in order, empty for "none". Raises: SpecError."""
     if text.strip().lower() == "none":
         return ()
     return tuple(map(SshTarget.parse, text.split(",")))
 
 
 def read_config(path: Path | None = None) -> str:
-    """Read an ssh_config (the user's own), every Include replaced by what it names, for a parser that knows no Include.
+    """Return the text of an ssh_config (default: the user's) with every Include expanded, as paramiko knows no Include.
 
-    A Host or Match line inside an included file holds only where the block around the Include does. A Match by a
-    criterion that cannot be decided here never holds. A missing file is empty.
-    Raises: SpecError when a file cannot be read, others can write it, it has more than 1 MB with all that it includes,
-    or Includes are nested deeper than 16.
+    A Host or Match line in an included file applies only if the block around the Include applies. A Match by a
+    criterion that cannot be evaluated here never applies. A missing file is empty.
+    Raises: SpecError when a file cannot be read or others can write it, the text has more than 1 MB with all included
+    files, or Includes are nested deeper than 16.
     """
     return "\n".join(_expand(path or default_config(), within=_Block("Host *", ()), depth=0, room=_Room()))
 
 
 def list_hosts(path: Path) -> tuple[str, ...]:
-    """The hosts that an ssh_config names, Include followed, each once and in order; no patterns.
+    """Return the hosts that an ssh_config and its included files name, each once and in order, without patterns.
 
-    Raises: SpecError as `read_config`.
+    Raises: SpecError as in `read_config`.
     """
     found: dict[str, None] = {}
     for line in read_config(path).splitlines():
@@ -161,7 +161,7 @@ def list_hosts(path: Path) -> tuple[str, ...]:
         key = match[1].lower() if match else ""
         if match and key in {"host", "match"}:
             words = split_words(path, key, match[2])
-            if key == "match":  # what a Host in an included file may have become
+            if key == "match":  # read_config turns a Host line of an included file into a Match
                 named = [word for before, word in itertools.pairwise(words) if before == "originalhost"]
                 words = ",".join(named).split(",")
             comment = next((number for number, word in enumerate(words) if word.startswith("#")), len(words))
@@ -170,9 +170,9 @@ def list_hosts(path: Path) -> tuple[str, ...]:
 
 
 def without_questions(config: str) -> str:
-    """What `read_config` has read, with no Match that asks a command, and no name that DNS is asked for.
+    """Return a text of `read_config` without Match lines that run a command, and without DNS lookups.
 
-    Who only lists hosts has nothing run or asked for each of them.
+    A list of hosts can then be resolved without running a command or a query for each of them.
     """
     return "\n".join(map(_without_question, config.splitlines()))
 
@@ -187,7 +187,7 @@ def _without_question(line: str) -> str:
 
 @dataclass(frozen=True)
 class _Block:
-    """The line a block begins with, and what it asks in the words of Match: None when that is never so."""
+    """First line of a block, and its criteria in the words of Match: None when the block never applies."""
 
     line: str
     criteria: tuple[str, ...] | None
@@ -195,21 +195,21 @@ class _Block:
 
 @dataclass
 class _Room:
-    """The bytes that a configuration may still have: files that include others again and again have no end."""
+    """Bytes left for a configuration, since files that include each other repeatedly could grow without bound."""
 
     left: int = _MOST_BYTES
 
     def take(self, size: int, path: Path) -> None:
-        """Raises: SpecError."""
+        """Subtract ``size`` bytes. Raises: SpecError when none are left."""
         self.left -= size
         if self.left < 0:
-            raise SpecError(f"{path}: with all that is included there is more than 1 MB of it: include less")
+            raise SpecError(f"{path}: the SSH configuration has more than 1 MB with all included files: include less")
 
 
 def _expand(path: Path, *, within: _Block, depth: int, room: _Room) -> Iterator[str]:
-    """Yield the lines of a file that is included ``within`` a block."""
+    """Yield the lines of a file that is included ``within`` a block. Raises: SpecError."""
     if depth > _NESTING_LIMIT:
-        raise SpecError(f"{path}: Include is nested deeper than {_NESTING_LIMIT}: does a file include itself?")
+        raise SpecError(f"{path}: Include is nested deeper than {_NESTING_LIMIT}: check that no file includes itself")
     try:
         with open_file(path) as opened:
             state, data = os.fstat(opened.fileno()), opened.read(room.left + 1)
@@ -224,12 +224,12 @@ def _expand(path: Path, *, within: _Block, depth: int, room: _Room) -> Iterator[
     if is_open_to_others:
         file_itself = Path(os.path.realpath(path))
         raise SpecError(
-            f"others can write {describe(file_itself)}, which says how hosts are reached; ssh refuses it too: "
-            f"chmod go-w {shlex.quote(str(file_itself))}, and make it yours if it is another user's"
+            f"others can write {describe(file_itself)}, which decides how hosts are reached; ssh refuses it too: "
+            f"chmod go-w {shlex.quote(str(file_itself))}, and chown it to yourself if another user owns it"
         )
     block = within
     for line in data.decode("utf-8", errors="replace").splitlines():
-        match = _LINE.fullmatch(line.strip())  # else it takes the square of its blanks
+        match = _LINE.fullmatch(line.strip())  # stripped, as matching takes quadratic time in trailing blanks
         key = match[1].lower() if match else ""
         if match and key == "include":
             for file in _find_included(path, _without_comment(match[2])):
@@ -246,9 +246,9 @@ def _expand(path: Path, *, within: _Block, depth: int, room: _Room) -> Iterator[
 
 
 def _as_paramiko_reads(key: str, line: str, value: str) -> str:
-    """Without the comment behind the value, and with the one word that was quoted in the quotes that paramiko knows.
+    """Return the line without a trailing comment, and with quotes in the form that paramiko understands.
 
-    It takes a pair of quotes away, which of several words are not of one.
+    Paramiko removes a quote from both ends of a value, even if the two belong to different words.
     """
     plain = _without_comment(value)
     if key in _OF_SEVERAL_WORDS:
@@ -259,7 +259,7 @@ def _as_paramiko_reads(key: str, line: str, value: str) -> str:
 
 
 def _without_comment(value: str) -> str:
-    """A ``#`` where a word would begin is one, as ssh has it since 8.7."""
+    """Remove a comment, which begins with a ``#`` at the start of a word, as in ssh since 8.7."""
     quote = ""
     for place, char in enumerate(value):
         if quote:
@@ -283,7 +283,7 @@ def _read_block(path: Path, key: str, value: str, *, within: _Block) -> _Block:
 
 
 def _read_criteria(words: list[str]) -> tuple[str, ...] | None:
-    """Read what stands behind Match; None when it has a criterion that is not decided here."""
+    """Parse the criteria of a Match line; None when one of them cannot be evaluated here."""
     criteria: list[str] = []
     while words:
         word, equals, wanted = words.pop(0).partition("=")
@@ -311,11 +311,14 @@ def _read_port(name: str, text: str) -> int:
     try:
         return socket.getservbyname(text, "tcp") if text else DEFAULT_PORT
     except (OSError, ValueError):
-        raise SpecError(f"the SSH configuration of {name} says Port {text!r}, which is no number") from None
+        raise SpecError(f"the SSH configuration of {name} has Port {text!r}: give a number, 1 to 65535") from None
 
 
 def _read_jump(target: SshTarget, options: Mapping[str, Any]) -> tuple[SshTarget, ...]:
-    """The first of ProxyJump and ProxyCommand holds, as with ssh; only the former is supported."""
+    """Return the jump hosts; as in ssh, the first of ProxyJump and ProxyCommand applies. Raises: SpecError.
+
+    ProxyCommand is not supported.
+    """
     if target.proxy_jump is not None:
         return read_hops(target.proxy_jump)
     for key, value in options.items():
@@ -324,12 +327,14 @@ def _read_jump(target: SshTarget, options: Mapping[str, Any]) -> tuple[SshTarget
         if key == "proxycommand":
             if value is None:  # "none"
                 return ()
-            raise SpecError(f"the SSH configuration of {target.name} has a ProxyCommand: write it as ProxyJump")
+            raise SpecError(
+                f"the SSH configuration of {target.name} has a ProxyCommand, which is not supported: use ProxyJump"
+            )
     return ()
 
 
 def _find_known_hosts(options: Mapping[str, Any], read: Callable[[str], str]) -> tuple[Path, ...]:
-    """The user's files and those of the machine; files that keep nothing (none, /dev/null) count as not given."""
+    """Return the known_hosts files of the user, then the machine's; "none" and /dev/null count as not given."""
     folder = Path.home() / ".ssh"
     system = Path("C:/ProgramData/ssh") if sys.platform == "win32" else Path("/etc/ssh")
     of_user = [in_home(word, read) for word in _read_paths(options, "UserKnownHostsFile")]
@@ -359,11 +364,11 @@ def _find_fault(value: str) -> str:
     if not value:
         return "is empty: give one"
     if value.startswith("-"):
-        return "starts with '-', as an option does"
+        return "starts with '-', like an option"
     wrong = next(char for char in value if not (char.isascii() and char.isalnum()) and char not in "._:-")
     if wrong.isalpha():
-        return f"{wrong!a} is not an ASCII letter: give the name as DNS has it (xn--...)"
-    return f"{wrong!r} cannot stand there: letters, digits and . _ : - can"
+        return f"{wrong!a} is not an ASCII letter: give the name's DNS form (xn--...)"
+    return f"{wrong!r} is not allowed: use letters, digits and . _ : -"
 
 
 def _check_port(host: str, port: int) -> None:
@@ -373,4 +378,4 @@ def _check_port(host: str, port: int) -> None:
 
 def _check_path(host: str, path: str) -> None:
     if not path.strip() or not path.isprintable():
-        raise SpecError(f"identity file {path!r} of {host} is not the name of a file")
+        raise SpecError(f"identity file {path!r} of {host} is not a valid path")

@@ -1,4 +1,4 @@
-"""Files of a host over an SSH connection that is open already, as fsspec knows them."""
+"""Files of a host over an open SSH connection, as an fsspec filesystem."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ if TYPE_CHECKING:
 
 __all__ = ["MOST_NAMES", "client_class", "filesystem_class"]
 
-_SFTP_READ_BYTES = 32 << 10  # what every server gives at once
-_SFTP_AHEAD_BYTES = 4 << 20  # of what is asked for before the first of it has come
-_REPLY_BYTES = 256 << 10  # at most, as OpenSSH has it
+_SFTP_READ_BYTES = 32 << 10  # every server returns this much per read
+_SFTP_AHEAD_BYTES = 4 << 20  # requested before the first data has arrived
+_REPLY_BYTES = 256 << 10  # the largest packet, as in OpenSSH
 MOST_NAMES = 100_000  # in a folder
-_MOST_EMPTY = 1000  # replies without a name in them, of one connection
-_INIT_NUMBER = (3).to_bytes(4, "big")  # where other requests have their number, the first has the version
-_SIZES_OF_ATTRIBUTES = {1: 8, 2: 8, 4: 4, 8: 8}  # by flag: size, owner, mode, times
-_HAS_MORE = 1 << 31  # pairs of texts
+_MOST_EMPTY = 1000  # replies without a name in them, per connection
+_INIT_NUMBER = (3).to_bytes(4, "big")  # the first request has the version in the place of a request number
+_SIZES_OF_ATTRIBUTES = {1: 8, 2: 8, 4: 4, 8: 8}  # in bytes, by flag: size, owner, mode, times
+_HAS_MORE = 1 << 31  # flag of extended attributes, pairs of strings
 
 
 @functools.cache
 def client_class() -> Callable[[paramiko.Channel, str], paramiko.SFTPClient]:
-    """Of paramiko's client, one that believes no number that the server says."""
+    """Return a subclass of paramiko's SFTP client that trusts no number from the server."""
     import paramiko
     from paramiko.sftp import CMD_NAME, CMD_READ, CMD_VERSION
 
     class Client(paramiko.SFTPClient):
-        """Ends the connection to a server that answers with more than it was asked for, or what nobody asked for."""
+        """SFTP client that closes the connection to a server that sends more than requested, or unrequested replies."""
 
         def __init__(self, channel: paramiko.Channel, where: str) -> None:
             self._channel, self._where, self._is_sftp = channel, where, False
             self._num_empty = 0
-            self._asked: dict[bytes, int] = {}  # the requests without an answer, with what each may bring
+            self._asked: dict[bytes, int] = {}  # open requests by number, with the bytes of data that each allows
             super().__init__(channel)
 
         def _send_packet(self, kind: int, packet: Any) -> None:
             said = packet.asbytes()
             self._asked[said[:4]] = int.from_bytes(said[-4:], "big") if kind == CMD_READ else 0
-            super()._send_packet(kind, packet)  # type: ignore[misc]  # the stubs leave it out
+            super()._send_packet(kind, packet)  # type: ignore[misc]  # missing in the stubs
 
         def _read_packet(self) -> tuple[int, bytes]:
             size = int.from_bytes(self._read_all(4), "big")  # type: ignore[attr-defined]
@@ -55,26 +55,26 @@ def client_class() -> Callable[[paramiko.Channel, str], paramiko.SFTPClient]:
             allowed = self._asked.pop(_INIT_NUMBER if kind == CMD_VERSION else said[:4], None)
             self._num_empty += kind == CMD_NAME and _number_at(said, 4) == 0
             if allowed is None:
-                self._leave("a reply to nothing")
+                self._leave("a reply to no request")
             elif self._num_empty > _MOST_EMPTY:
-                self._leave("lists of no names, without end")
+                self._leave(f"more than {_MOST_EMPTY} empty lists of names")
             elif not _is_within(kind, said, allowed):
-                self._leave(f"more than it was asked for, in {len(data)} bytes")
+                self._leave(f"more than was requested, in {len(data)} bytes")
             self._is_sftp = True
             return kind, said
 
         def _leave(self, what: str) -> None:
-            """Raises: TransportError; SFTPError where it may be no SFTP at all, but what a shell prints."""
+            """Raise TransportError after closing the connection; SFTPError for what may be a shell's output."""
             if not self._is_sftp:
-                raise paramiko.SFTPError(f"no SFTP, but {what}")
+                raise paramiko.SFTPError(f"not SFTP, but {what}")
             self._channel.get_transport().close()
-            raise TransportError(f"{self._where}: SFTP there sends {what}: the connection was closed")
+            raise TransportError(f"{self._where}: its SFTP server sent {what}: the connection was closed")
 
     return Client
 
 
 def _is_within(kind: int, said: bytes, allowed: int) -> bool:
-    """It has no more data than ``allowed``, and has as many names and attributes as it announces."""
+    """Return True when a reply has at most ``allowed`` bytes of data, and all names and attributes it announces."""
     from paramiko.sftp import CMD_ATTRS, CMD_DATA, CMD_NAME
 
     if kind == CMD_DATA:
@@ -114,7 +114,7 @@ def filesystem_class() -> type[Any]:
     from fsspec.implementations.sftp import SFTPFileSystem
 
     class SshFileSystem(SFTPFileSystem):  # type: ignore[misc]  # fsspec is untyped
-        """Files over a connection that is open already; never one of fsspec's own, which checks no host key."""
+        """Files over an open connection; never over one of fsspec's own, which would check no host key."""
 
         cachable = False
 
@@ -126,7 +126,7 @@ def filesystem_class() -> type[Any]:
             self.ftp = self._sftp
 
         def ls(self, path: str, detail: bool = False, **kwargs: Any) -> Any:
-            """fsspec's own takes names without end. Raises: OSError."""
+            """List a folder; unlike fsspec's own, with a limit on names. Raises: OSError."""
             path = self._strip_protocol(path)
             with _sftp_errors():
                 found = list(itertools.islice(self.ftp.listdir_iter(path), self._most_names + 1))
@@ -136,7 +136,7 @@ def filesystem_class() -> type[Any]:
             return entries if detail else sorted(entry["name"] for entry in entries)
 
         def put_file(self, lpath: str, rpath: str, callback: Any = None, **kwargs: Any) -> None:
-            """fsspec's own tells no callback, and looks at every folder on the way. Raises: OSError."""
+            """Upload a file; unlike fsspec's own, call the callback and do not stat every parent. Raises: OSError."""
             with _sftp_errors():
                 try:
                     self.ftp.put(lpath, rpath, _told(callback))
@@ -145,7 +145,7 @@ def filesystem_class() -> type[Any]:
                     self.ftp.put(lpath, rpath, _told(callback))
 
         def get_file(self, rpath: str, lpath: str, callback: Any = None, **kwargs: Any) -> None:
-            """paramiko's own leaves a thread behind that asks for the rest when a copy is given up. Raises: OSError."""
+            """Download a file; paramiko's own leaves a thread that keeps reading after an abort. Raises: OSError."""
             tell = _told(callback)
             with _sftp_errors(), self.ftp.open(rpath, "rb") as there, open(lpath, "wb") as here:
                 _ask_in_this_thread(there)
@@ -157,7 +157,7 @@ def filesystem_class() -> type[Any]:
                     offsets = range(start, end, _SFTP_READ_BYTES)
                     here.writelines(there.readv([(at, min(_SFTP_READ_BYTES, end - at)) for at in offsets]))
                 if here.tell() != size:
-                    raise OSError(f"{rpath}: {here.tell()} of {size} bytes came")
+                    raise OSError(f"{rpath}: only {here.tell()} of {size} bytes arrived")
                 if tell:
                     tell(size, size)
 
@@ -177,7 +177,7 @@ def filesystem_class() -> type[Any]:
 
 
 def _ask_in_this_thread(file: Any) -> None:
-    """For what is read ahead; a thread, as paramiko starts, would print that the connection broke."""
+    """Send read-ahead requests from the calling thread; paramiko's thread would print an error on a broken link."""
 
     def start_prefetch(chunks: list[tuple[int, int]], most: int | None = None) -> None:
         file._prefetching, file._prefetch_done = True, False
@@ -187,7 +187,7 @@ def _ask_in_this_thread(file: Any) -> None:
 
 
 def _told(callback: Any) -> Callable[[int, int], object] | None:
-    """What paramiko calls with the bytes that are done, and those in all, for a callback of fsspec."""
+    """Return a progress function for paramiko (bytes done, bytes in total) that updates a callback of fsspec."""
 
     def tell(done: int, size: int) -> None:
         if callback.size != size:
@@ -199,10 +199,10 @@ def _told(callback: Any) -> Callable[[int, int], object] | None:
 
 @contextlib.contextmanager
 def _sftp_errors() -> Iterator[None]:
-    """Whatever goes wrong is an OSError, as with other files."""
+    """Raise OSError for all SFTP failures, as for other files."""
     import paramiko
 
     try:
         yield
-    except (paramiko.SSHException, paramiko.SFTPError, EOFError, UnicodeDecodeError) as exc:  # the last: of a name
+    except (paramiko.SSHException, paramiko.SFTPError, EOFError, UnicodeDecodeError) as exc:  # the last for bad names
         raise OSError(clean(exc)) from exc

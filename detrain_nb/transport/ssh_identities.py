@@ -1,4 +1,4 @@
-"""Which keys a host is offered: files that were named, what ssh-agent holds, those that a passphrase unlocks."""
+"""Keys offered to a host: files that were named, keys in ssh-agent, and keys that a passphrase unlocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["AskPassphrase", "Identities", "Offer"]
 
-AskPassphrase = Callable[[str], str | None]  # path of a key file -> its passphrase; None: do without this key
+AskPassphrase = Callable[[str], str | None]  # path of a key file -> its passphrase; None: skip this key
 
 _AGENT_LIMIT_S = 5.0
 _DEFAULT_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -30,17 +30,17 @@ _DEFAULT_IDENTITIES = ("id_ed25519", "id_ecdsa", "id_rsa")
 
 @dataclass(frozen=True)
 class Offer:
-    """A key to try, and what it is called in a message."""
+    """Key to try, with its name for messages."""
 
     name: str
     key: paramiko.PKey
 
 
 class Identities:
-    """The keys for one host, in the order in which they are offered.
+    """Keys for one host, in the order in which they are offered.
 
-    Files that were named, then ssh-agent, then ssh's default files; those that need a passphrase last. A key that
-    ssh-agent holds is used there, also when its file is encrypted.
+    The order is named files, keys in ssh-agent, ssh's default files; keys that need a passphrase come last. A key held
+    by ssh-agent is used through the agent, even if its file is encrypted.
     """
 
     def __init__(self, settings: HostSettings) -> None:
@@ -50,7 +50,7 @@ class Identities:
         self._left_out: list[str] = []
 
     def offer(self, ask_passphrase: AskPassphrase | None) -> Iterator[list[Offer]]:
-        """Yield keys for one connection each: those at hand, perhaps none, then each that was unlocked."""
+        """Yield the keys for one connection at a time: first all usable keys, possibly none, then each unlocked key."""
         held = self._list_agent_keys()
         of_files: list[Offer] = []
         locked: list[KeyFile] = []
@@ -60,7 +60,9 @@ class Identities:
             elif file.is_public:
                 self._left_out.append(f"{file.path} is a public key, and ssh-agent does not hold its private half")
             elif file.is_exposed:
-                self._left_out.append(f"{file.path} is open to others, and ssh uses no such key: chmod 600 {file.path}")
+                self._left_out.append(
+                    f"{file.path} is open to others, and ssh refuses such a key: chmod 600 {file.path}"
+                )
             elif key := self._try_loading(file):
                 of_files += _with_certificate(file, key)
             else:
@@ -69,7 +71,7 @@ class Identities:
         yield self._note(of_files + others if self._settings.identity_files else others + of_files)
         for file in locked:
             if ask_passphrase is None:
-                self._left_out.append(f"{file.path} needs a passphrase (ssh-add {file.path} keeps it in ssh-agent)")
+                self._left_out.append(f"{file.path} needs a passphrase (add it to ssh-agent: ssh-add {file.path})")
             elif key := _UNLOCKED.unlock(file, ask_passphrase):
                 yield self._note(_with_certificate(file, key))
             else:
@@ -77,12 +79,10 @@ class Identities:
 
     def describe_failure(self) -> str:
         left_out = "".join(f"; {reason}" for reason in self._left_out)
-        advice = "name the right one (identity_file, or IdentityFile in ~/.ssh/config), or add one there (ssh-copy-id)"
+        advice = "name the right key (identity_file, or IdentityFile in ~/.ssh/config), or add one there (ssh-copy-id)"
         if not self._tried:
             return f"there is no key to offer{left_out}: {advice}"
-        return (
-            f"user {self._settings.user} gets in with none of these keys: {', '.join(self._tried)}{left_out}: {advice}"
-        )
+        return f"none of these keys lets user {self._settings.user} in: {', '.join(self._tried)}{left_out}: {advice}"
 
     def close(self) -> None:
         if self._agent is not None:
@@ -120,7 +120,7 @@ class Identities:
 
 
 def _ask_agent() -> paramiko.Agent:
-    """What ssh-agent has. Raises: TransportError, also when it is silent: a forwarded one's machine may be asleep."""
+    """Return ssh-agent's keys. Raises: TransportError, also when it is silent: a forwarded agent may be asleep."""
     import paramiko
 
     answers: queue.SimpleQueue[paramiko.Agent | str] = queue.SimpleQueue()
@@ -128,7 +128,7 @@ def _ask_agent() -> paramiko.Agent:
     def ask() -> None:
         try:
             answers.put(paramiko.Agent())
-        except (paramiko.SSHException, OSError, ValueError) as exc:  # a comment may be no text
+        except (paramiko.SSHException, OSError, ValueError) as exc:  # ValueError: a key's comment may not be UTF-8
             answers.put(clean(exc))
 
     threading.Thread(target=ask, name="detrain_nb ssh agent", daemon=True).start()
@@ -142,17 +142,20 @@ def _ask_agent() -> paramiko.Agent:
 
 
 class _UnlockedKeys:
-    """The keys whose passphrase was given to this process: the keys, never the passphrase."""
+    """Keys unlocked in this process; the passphrases are not stored."""
 
     def __init__(self) -> None:
         self._keys: dict[KeyFile, paramiko.PKey] = {}
-        self._asking = threading.RLock()  # hosts are connected to at the same time: one question at a time
+        self._asking = threading.RLock()  # hosts are connected to in parallel, and questions are asked one at a time
 
     def find(self, file: KeyFile) -> paramiko.PKey | None:
         return self._keys.get(file)
 
     def unlock(self, file: KeyFile, ask_passphrase: AskPassphrase) -> paramiko.PKey | None:
-        """Ask, unless somebody else just has; None when none was given. Raises: TransportError when it is wrong."""
+        """Ask for the passphrase unless another thread just did; None if none was given.
+
+        Raises: TransportError when the passphrase is wrong.
+        """
         with self._asking:
             if key := self.find(file):
                 return key
@@ -172,7 +175,9 @@ def _load(file: KeyFile, passphrase: str | None) -> paramiko.PKey:
     kinds: dict[str, type[paramiko.PKey]] = {"ssh-ed25519": paramiko.Ed25519Key, "ssh-rsa": paramiko.RSAKey}
     kind = paramiko.ECDSAKey if file.key_type.startswith("ecdsa") else kinds.get(file.key_type)
     if kind is None:
-        raise TransportError(f"the key file {file.path} is of type {file.key_type}: it can be used from ssh-agent only")
+        raise TransportError(
+            f"the key file {file.path} has type {file.key_type}, supported only through ssh-agent: ssh-add {file.path}"
+        )
     try:
         return kind.from_private_key_file(str(file.path), passphrase)
     except (paramiko.SSHException, ValueError, OSError) as exc:
@@ -182,7 +187,7 @@ def _load(file: KeyFile, passphrase: str | None) -> paramiko.PKey:
 
 
 def _with_certificate(file: KeyFile, key: paramiko.PKey) -> list[Offer]:
-    """The key, before it the same with the certificate that lies beside it."""
+    """Return offers of the key: first with the certificate next to its file, if there is one, then without."""
     import paramiko
 
     offers = [Offer(str(file.path), key)]

@@ -1,4 +1,4 @@
-"""What can be told of a private key file without its passphrase: its kind, its public half, whether it is encrypted."""
+"""Private key files as readable without a passphrase: their type, their public key, and whether they are encrypted."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _SIZE_LIMIT = 1 << 20
 
 @dataclass(frozen=True)
 class KeyFile:
-    """A file that ``IdentityFile`` names: a private key, or a public one whose private half is in ssh-agent."""
+    """File named by ``IdentityFile``: a private key, or a public one whose private half is in ssh-agent."""
 
     path: Path
     key_type: str
     public_blob: bytes | None
     is_encrypted: bool = False
     is_public: bool = False
-    is_exposed: bool = False  # others can read or write it, and it is ours: ssh does not use such a private key
-    stamp: tuple[int, int] = (0, 0)  # another one: the file is another key
+    is_exposed: bool = False  # it is ours, and others can read or write it: ssh refuses such a private key
+    stamp: tuple[int, int] = (0, 0)  # mtime and size; a change means that the file holds a different key
 
     @classmethod
     def read(cls, path: Path) -> KeyFile:
-        """Read what is not secret. Raises: TransportError when there is no such file, or it holds no key of ssh."""
+        """Read the public part. Raises: TransportError when the file is missing, unreadable or holds no SSH key."""
         try:
             data, state = _read_file(path)
         except FileNotFoundError as exc:
@@ -45,7 +45,7 @@ class KeyFile:
         try:
             key = cls._parse(path, text)
         except (ValueError, IndexError, struct.error, binascii.Error) as exc:
-            raise TransportError(f"the key file {path} holds no key of ssh: {_advise(path, text)}") from exc
+            raise TransportError(f"the key file {path} holds no SSH key: {_advise(path, text)}") from exc
         is_ours = hasattr(os, "getuid") and state.st_uid == os.getuid()
         is_exposed = is_ours and bool(state.st_mode & 0o077)
         return replace(key, is_exposed=is_exposed, stamp=(state.st_mtime_ns, state.st_size))
@@ -65,14 +65,14 @@ class KeyFile:
 
 
 def _read_file(path: Path) -> tuple[bytes, os.stat_result]:
-    """What is in it, or nothing of what is larger than any key. Raises: OSError."""
+    """Return the file's contents, empty if it is larger than any key, and its status. Raises: OSError."""
     with open_file(path) as file:
         data, state = file.read(_SIZE_LIMIT + 1), os.fstat(file.fileno())
     return data if len(data) <= _SIZE_LIMIT else b"", state
 
 
 def _parse_openssh(data: bytes) -> tuple[bytes, bytes]:
-    """The cipher and the public key of OpenSSH's own format (PROTOCOL.key): both stand outside of what is encrypted."""
+    """Return cipher and public key from OpenSSH's own format (PROTOCOL.key); neither is in the encrypted part."""
     if not data.startswith(_MAGIC):
         raise ValueError("no OpenSSH key")
     said = io.BytesIO(data[len(_MAGIC) :])
@@ -110,7 +110,7 @@ def _read_public_beside(path: Path) -> bytes | None:
 
 def _advise(path: Path, text: str) -> str:
     if text.startswith("PuTTY-User-Key-File"):
-        return "it is PuTTY's: export it in the form of OpenSSH with puttygen"
+        return "it is a PuTTY key: export it in OpenSSH format with puttygen"
     if "PRIVATE KEY-----" in text:
-        return f"'ssh-keygen -p -f {path}' writes it in the form of OpenSSH"
-    return "name the file that ssh-keygen made"
+        return f"convert it to OpenSSH format with 'ssh-keygen -p -f {path}'"
+    return "name a key file that ssh-keygen wrote"

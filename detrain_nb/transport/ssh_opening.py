@@ -1,4 +1,4 @@
-"""The way to an open SSH connection, hop by hop: the host key checked before anything of ours is said, then keys."""
+"""Opening of an SSH connection, hop by hop: the host key is checked before we send anything, then keys are tried."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _LOG_NAME = "detrain_nb.ssh"
 _KEEPALIVE_S = 5
 WINDOW_BYTES = 16 << 20
 _PACKET_BYTES = 256 << 10
-_KEY_EXCHANGE = range(20, 50)  # the kinds of its messages, RFC 4250
-_KEY_EXCHANGE_BYTES = 35_000  # RFC 4253: what every implementation takes; a key of RSA with 16,384 bits has 2,068
+_KEY_EXCHANGE = range(20, 50)  # message numbers of the key exchange, RFC 4250
+_KEY_EXCHANGE_BYTES = 35_000  # RFC 4253: all implementations accept as much; an RSA key of 16,384 bits has 2,068
 _EXTENSIONS = 7
-_LEAST_EXTENSION_BYTES = 8  # the lengths of its name and its value
+_LEAST_EXTENSION_BYTES = 8  # the length fields of its name and value
 _JOIN_LIMIT_S = 2.0
-_LEAST_TRY_S = 0.5  # in less it may not be seen that the other side hangs up
+_LEAST_TRY_S = 0.5  # in less time we might not notice that the other side hangs up
 _BANNER_ERROR = "Error reading SSH protocol banner"
 _METHOD = re.compile(r"[a-z0-9@.-]{1,64}")
 _MOST_METHODS = 8
 
-# In order of preference; a paramiko that does not know one goes without. No CBC, no 3DES, no MD5, no SHA-1.
+# In order of preference; those that paramiko does not know are left out. No CBC, no 3DES, no MD5, no SHA-1.
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com", "aes128-ctr", "aes192-ctr", "aes256-ctr")
 _MACS = ("hmac-sha2-256-etm@openssh.com", "hmac-sha2-512-etm@openssh.com", "hmac-sha2-256", "hmac-sha2-512")
 _RSA_HOST_KEYS = ("rsa-sha2-512", "rsa-sha2-256")
 _HOST_KEYS = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", *_RSA_HOST_KEYS)
 
-logging.getLogger(_LOG_NAME).addHandler(logging.NullHandler())  # else logging prints paramiko's errors on stderr
+logging.getLogger(_LOG_NAME).addHandler(logging.NullHandler())  # else logging prints paramiko's errors to stderr
 
 
 def _clean_record(record: logging.LogRecord) -> bool:
-    """Paramiko logs what the other side says, at every level, and the user's handlers print it."""
+    """Clean a log record: paramiko logs the other side's text, at every level, and the user's handlers print it."""
     said = record.getMessage()
     record.msg, record.args = clean(said) if said else "", ()
     return True
 
 
-for _name in (_LOG_NAME, f"{_LOG_NAME}.sftp"):  # filters of a logger are not asked for its children
+for _name in (_LOG_NAME, f"{_LOG_NAME}.sftp"):  # filters of a logger do not apply to its children
     logging.getLogger(_name).addFilter(_clean_record)
 
 
@@ -64,11 +64,11 @@ class Hop:
 
 
 class _HungUp(Exception):
-    """The other side closed before it said that it speaks SSH: an sshd with too many at its door does so."""
+    """The other side closed the connection before its SSH banner, as an sshd with too many connections does."""
 
 
 class Opening:
-    """Opens one connection, hop by hop; ``transports`` are those that are open, whatever happens."""
+    """Opening of one connection, hop by hop; ``transports`` are the currently open ones, also after an error."""
 
     def __init__(self, ask_passphrase: AskPassphrase | None, limit_s: float, *, doors: Doors) -> None:
         self.transports: list[paramiko.Transport] = []
@@ -77,7 +77,10 @@ class Opening:
         self._doors = doors
 
     def open_hop(self, settings: HostSettings, *, via: Hop | None) -> paramiko.Transport:
-        """Connect, check the host key, authenticate: with the keys at hand, then with each that has to be unlocked."""
+        """Connect, check the host key, and authenticate: first with usable keys, then with each key to be unlocked.
+
+        Raises: TransportError, HostKeyError.
+        """
         with contextlib.closing(Identities(settings)) as identities:
             for keys in identities.offer(self._ask_passphrase):
                 with self._doors.place_at(settings, through=via.settings if via else None):
@@ -90,7 +93,7 @@ class Opening:
             raise TransportError(f"{settings.where}: {identities.describe_failure()}")
 
     def _connect(self, settings: HostSettings, via: Hop | None, deadline: float) -> paramiko.Transport:
-        """Connect and check the host key; an sshd that is busy is asked again."""
+        """Connect and check the host key; retry while sshd is too busy."""
         known = KnownHosts.read(settings.known_hosts_files)
         tries = 0
         while True:
@@ -108,8 +111,8 @@ class Opening:
                 pause_s = min(2.0, 0.1 * 2**tries) * random.uniform(0.5, 1.5)
                 if time.monotonic() + pause_s + _LEAST_TRY_S >= deadline:
                     raise TransportError(
-                        f"{settings.where}: hangs up at once ({tries} tries): its sshd takes no more connections "
-                        f"(MaxStartups), or what listens on port {settings.port} is not SSH"
+                        f"{settings.where}: hangs up at once ({tries} tries): its sshd accepts no more connections "
+                        f"(MaxStartups), or the server on port {settings.port} is not sshd"
                     ) from exc
                 time.sleep(pause_s)
 
@@ -117,7 +120,7 @@ class Opening:
         import paramiko
 
         transport = paramiko.Transport(
-            sock,  # type: ignore[arg-type]  # it has all that a socket has
+            sock,  # type: ignore[arg-type]  # it has all methods of a socket
             default_window_size=WINDOW_BYTES,
             default_max_packet_size=_PACKET_BYTES,
         )
@@ -132,7 +135,7 @@ class Opening:
 
 
 def hold_to_window(channel: paramiko.Channel) -> None:
-    """End the connection to a host that sends more than it was allowed to: paramiko keeps what comes, all of it."""
+    """End the connection to a host that sends more than the window allows: paramiko would buffer all of it."""
     import paramiko
 
     def hold(pipe: paramiko.buffered_pipe.BufferedPipe[bytes]) -> None:
@@ -140,7 +143,7 @@ def hold_to_window(channel: paramiko.Channel) -> None:
 
         def feed_at_most(data: bytes) -> None:
             if len(pipe) + len(data) > 2 * WINDOW_BYTES:
-                raise paramiko.SSHException("it sends more than it was allowed to")
+                raise paramiko.SSHException("the host sends more data than the window allows")
             feed(data)
 
         pipe.feed = feed_at_most  # type: ignore[method-assign]
@@ -150,10 +153,10 @@ def hold_to_window(channel: paramiko.Channel) -> None:
 
 
 def _hold_to_packets(transport: paramiko.Transport) -> None:
-    """End the connection to a host that sends larger packets than it may: paramiko waits for all that they announce.
+    """End the connection to a host that sends oversized packets: paramiko waits for as many bytes as they announce.
 
-    It also counts to any number of extensions that a host announces, and puts a number of a host key together in a time
-    that grows with the square of its length: half a minute for a packet.
+    Paramiko also loops over any number of extensions that a host announces, and parses the numbers of a host key in
+    quadratic time: half a minute for a packet.
     """
     import paramiko
 
@@ -161,17 +164,17 @@ def _hold_to_packets(transport: paramiko.Transport) -> None:
 
     def read_at_most(n: int, check_rekey: bool = False) -> bytes:
         if n > 2 * _PACKET_BYTES:
-            raise paramiko.SSHException(f"it sends a packet of {n} bytes")
+            raise paramiko.SSHException(f"the host sends a packet of {n} bytes")
         return read_all(n, check_rekey)
 
     def read_message_within() -> tuple[int, paramiko.Message]:
         kind, message = read_message()
         if kind in _KEY_EXCHANGE and len(message.get_remainder()) > _KEY_EXCHANGE_BYTES:
-            raise paramiko.SSHException("it sends more than a key exchange needs")
+            raise paramiko.SSHException("the host sends more than a key exchange needs")
         if kind == _EXTENSIONS:
             said = message.get_remainder()
             if int.from_bytes(said[:4], "big") > len(said) // _LEAST_EXTENSION_BYTES:
-                raise paramiko.SSHException("it announces more extensions than it sends")
+                raise paramiko.SSHException("the host announces more extensions than it sends")
         return kind, message
 
     transport.packetizer.read_all = read_at_most  # type: ignore[method-assign]
@@ -179,7 +182,7 @@ def _hold_to_packets(transport: paramiko.Transport) -> None:
 
 
 def _raise_its_own(transport: paramiko.Transport) -> None:
-    """What paramiko could not read is an error of SSH: else whatever its thread met is raised where we wait for it."""
+    """Turn any exception of paramiko's thread into an SSHException; else we would re-raise arbitrary exceptions."""
     import paramiko
 
     get_exception = transport.get_exception
@@ -188,7 +191,7 @@ def _raise_its_own(transport: paramiko.Transport) -> None:
         met = get_exception()
         if met is None or isinstance(met, (paramiko.SSHException, EOFError, OSError)):
             return met
-        return paramiko.SSHException(f"what it sends is no SSH: {type(met).__name__}")
+        return paramiko.SSHException(f"the host sends invalid SSH data: {type(met).__name__}")
 
     transport.get_exception = get_own  # type: ignore[method-assign]
 
@@ -202,9 +205,9 @@ def _dial_through(via: Hop, settings: HostSettings, *, deadline: float) -> param
         channel = via.transport.open_channel("direct-tcpip", there, ("127.0.0.1", 0), timeout=limit_s)
     except paramiko.ChannelException as exc:
         reason = "forwards nothing (AllowTcpForwarding)" if exc.code == 1 else "cannot connect to it"
-        raise TransportError(f"{settings.where}: {via.settings.where}, which leads to it, {reason}") from exc
+        raise TransportError(f"{settings.where}: its jump host {via.settings.where} {reason}") from exc
     except (paramiko.SSHException, EOFError, OSError) as exc:
-        raise TransportError(f"{settings.where}: {via.settings.where}, which leads to it: {clean(exc)}") from exc
+        raise TransportError(f"{settings.where}: its jump host {via.settings.where} failed: {clean(exc)}") from exc
     hold_to_window(channel)
     return channel
 
@@ -217,7 +220,7 @@ def _negotiate(
 
     name, port = settings.hostname, settings.port
     if settings.host_key_alias:
-        name, port = settings.host_key_alias, DEFAULT_PORT  # as with ssh, it stands for the port too
+        name, port = settings.host_key_alias, DEFAULT_PORT  # as in ssh, an alias replaces the port too
     _choose_algorithms(transport, known.key_types(name, port))
     _wait_for_keys(transport, sock, settings, deadline=deadline)
     try:
@@ -231,12 +234,12 @@ def _negotiate(
 
 
 def _choose_algorithms(transport: paramiko.Transport, known_types: tuple[str, ...]) -> None:
-    """Offer what is safe, host keys of the known types first."""
+    """Offer safe algorithms only, host keys of the known types first."""
     preferred = known_types + (_RSA_HOST_KEYS if "ssh-rsa" in known_types else ())
     options = transport.get_security_options()
     options.ciphers = tuple(name for name in _CIPHERS if name in options.ciphers)
     options.digests = tuple(name for name in _MACS if name in options.digests)
-    # Paramiko computes Diffie-Hellman in Python, which holds every thread for as long as the host's prime is long.
+    # Paramiko computes Diffie-Hellman in Python, which blocks all threads, for longer the larger the host's prime.
     options.kex = tuple(name for name in options.kex if not name.startswith("diffie-hellman"))
     options.key_types = tuple(sorted(_HOST_KEYS, key=lambda name: name not in preferred))
     transport.disabled_algorithms = {"pubkeys": ["ssh-rsa"]}
@@ -246,11 +249,11 @@ def _choose_algorithms(transport: paramiko.Transport, known_types: tuple[str, ..
 def _wait_for_keys(
     transport: paramiko.Transport, sock: StrangersSocket, settings: HostSettings, *, deadline: float
 ) -> None:
-    """Start the transport and wait until it has the host's key, which has signed the exchange."""
+    """Start the transport and wait for the host's key, which has signed the key exchange. Raises: TransportError."""
     import paramiko
 
     limit_s = max(0.1, deadline - time.monotonic())
-    transport.banner_timeout = transport.handshake_timeout = limit_s + _JOIN_LIMIT_S  # ours comes first
+    transport.banner_timeout = transport.handshake_timeout = limit_s + _JOIN_LIMIT_S  # our own limit expires first
     done = threading.Event()
     transport.start_client(event=done)
     is_done = done.wait(limit_s)
@@ -258,28 +261,27 @@ def _wait_for_keys(
         return
     says_ssh = bool(transport.remote_version)
     if not is_done:
-        what = "does not finish the handshake" if says_ssh else "takes the connection but does not speak SSH"
-        raise TransportError(f"{settings.where}: {what} within {limit_s:.0f} s: is port {settings.port} that of sshd?")
+        what = "does not finish the handshake" if says_ssh else "accepts the connection but does not speak SSH"
+        raise TransportError(f"{settings.where}: {what} within {limit_s:.0f} s: is sshd on port {settings.port}?")
     if sock.has_said_too_much:
         raise TransportError(
-            f"{settings.where}: sends more than a handshake before it has shown its host key: is port {settings.port} "
-            "that of sshd?"
+            f"{settings.where}: sends more than a handshake before its host key: is sshd on port {settings.port}?"
         )
     error = transport.get_exception() or EOFError()
     if not says_ssh and (str(error).startswith(_BANNER_ERROR) or isinstance(error, (EOFError, OSError))):
         raise _HungUp(str(error)) from error
     reason = "hung up during the handshake" if isinstance(error, EOFError) else f"the handshake failed: {clean(error)}"
-    if not says_ssh:  # the error has what it says instead, which may be a sentence for the user
-        reason = f"what it says first is not SSH: is port {settings.port} that of sshd?"
+    if not says_ssh:  # the error quotes the other side's text, which may be made to look like advice to the user
+        reason = f"its first bytes are not SSH: is sshd on port {settings.port}?"
     if isinstance(error, paramiko.ssh_exception.IncompatiblePeer):
-        reason = f"offers nothing that is still safe, its sshd is too old: {clean(error)}"
+        reason = f"offers only unsafe algorithms, its sshd is too old: {clean(error)}"
     raise TransportError(f"{settings.where}: {reason}") from error
 
 
 def _authenticate(
     transport: paramiko.Transport, settings: HostSettings, offers: list[Offer], *, deadline: float
 ) -> bool:
-    """Try keys in turn; False when each was refused. Raises: TransportError when something else is wrong."""
+    """Try keys in turn; False when all were refused. Raises: TransportError for any other failure."""
     import paramiko
 
     for number, offer in enumerate(offers, 1):
@@ -288,7 +290,7 @@ def _authenticate(
             further = transport.auth_publickey(settings.user, offer.key)
         except paramiko.BadAuthenticationType as exc:
             raise TransportError(
-                f"{settings.where}: takes no keys, only {_list_methods(exc.allowed_types)}: "
+                f"{settings.where}: accepts no keys, only {_list_methods(exc.allowed_types)}: "
                 "allow PubkeyAuthentication in its sshd"
             ) from exc
         except paramiko.AuthenticationException as exc:
@@ -299,24 +301,25 @@ def _authenticate(
             raise TransportError(f"{settings.where}: trying {offer.name} broke the connection: {clean(exc)}") from exc
         if further:
             raise TransportError(
-                f"{settings.where}: takes {offer.name}, but wants {_list_methods(further)} too, which is not supported"
+                f"{settings.where}: accepts {offer.name}, but also requires {_list_methods(further)}, which is not "
+                "supported"
             )
         return True
     return False
 
 
 def _list_methods(said: Iterable[str]) -> str:
-    """The ways to authenticate that a host wants, as far as they are names: it may write a sentence instead."""
+    """Return the authentication methods that a host names, without text that is no name, such as a sentence."""
     names = [name for name in said if _METHOD.fullmatch(name)]
-    return ", ".join(names[:_MOST_METHODS]) or "something that it does not name"
+    return ", ".join(names[:_MOST_METHODS]) or "an unnamed method"
 
 
 def _describe_break(transport: paramiko.Transport, offer: Offer, number: int) -> str:
     if transport.is_active():
-        return f"gave no answer to {offer.name} in time"
+        return f"did not answer to {offer.name} in time"
     return (
-        f"hung up after {number} keys, the last was {offer.name}: when those are too many for it (MaxAuthTries), name "
-        "the right one (identity_file, or IdentityFile and IdentitiesOnly in ~/.ssh/config)"
+        f"hung up after {number} keys, the last was {offer.name}: if its MaxAuthTries allows no more keys, name the "
+        "right one (identity_file, or IdentityFile and IdentitiesOnly in ~/.ssh/config)"
     )
 
 
@@ -325,9 +328,9 @@ def shut(transports: Sequence[paramiko.Transport]) -> None:
     import paramiko
 
     for transport in reversed(transports):
-        end_timer = transport.packetizer.complete_handshake  # which is a thread of its own
+        end_timer = transport.packetizer.complete_handshake  # ends the handshake timer, which has its own thread
         for end in (end_timer, transport.close, transport.sock.close):
-            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # what it goes through has ended
+            with contextlib.suppress(paramiko.SSHException, EOFError, OSError):  # its underlying connection is closed
                 end()
     for transport in transports:
         if transport.is_alive():

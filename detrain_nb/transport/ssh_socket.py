@@ -1,4 +1,4 @@
-"""The TCP connection under SSH, what may come on it of a stranger, and how many are made to one sshd at a time."""
+"""TCP connections below SSH, with limits on data from unverified hosts and on concurrent connects to one sshd."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["OUR_DOORS", "Doors", "StrangersSocket", "clean", "dial"]
 
 _TCP_LIMIT_S = 5.0
 _TCP_SILENCE_S = 15.0
-_STRANGERS_BYTES = 256 << 10  # a handshake has some 5000
-_CONNECTS_AT_A_TIME = 8  # sshd's MaxStartups begins to drop at 10
+_STRANGERS_BYTES = 256 << 10  # a handshake takes some 5000
+_CONNECTS_AT_A_TIME = 8  # sshd's MaxStartups starts to drop connections at 10
 
 
 def dial(settings: HostSettings, *, deadline: float) -> socket.socket:
-    """Connect; an address that does not answer is tried again until the deadline. Raises: TransportError."""
+    """Connect to a host; an address that does not answer is retried until the deadline. Raises: TransportError."""
     began = time.monotonic()
     try:
         addresses = socket.getaddrinfo(settings.hostname, settings.port, type=socket.SOCK_STREAM)
@@ -56,9 +56,9 @@ def dial(settings: HostSettings, *, deadline: float) -> socket.socket:
 
 
 class StrangersSocket:
-    """A connection on which no more than a handshake comes until we know who is at the other end.
+    """Socket that accepts no more data than a handshake needs until the host is verified.
 
-    paramiko keeps all of a line before it looks at it, and all of a packet.
+    paramiko would buffer a whole line or packet of any length before it checks it.
     """
 
     def __init__(self, sock: socket.socket | paramiko.Channel) -> None:
@@ -72,12 +72,12 @@ class StrangersSocket:
         return self._left_bytes <= 0
 
     def trust(self) -> None:
-        """We know who it is: from now on all comes in."""
+        """Remove the limit: the host is verified."""
         self.recv = self._sock.recv
 
     def _recv_some(self, size: int) -> bytes:
         if self.has_said_too_much:
-            raise ConnectionAbortedError(errno.ECONNABORTED, "too much came before the host key")
+            raise ConnectionAbortedError(errno.ECONNABORTED, "too much data before the host key")
         data = self._sock.recv(min(size, self._left_bytes))
         self._left_bytes -= len(data)
         return data
@@ -87,7 +87,7 @@ class StrangersSocket:
 
 
 class Doors:
-    """The doors of sshds, at each of which no more of us wait to be let in than it takes."""
+    """Limit on concurrent connects per sshd: no more of ours authenticate at one time than sshd admits."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[str, int] | None, str, int], threading.BoundedSemaphore] = {}
@@ -95,7 +95,7 @@ class Doors:
 
     @contextlib.contextmanager
     def place_at(self, settings: HostSettings, *, through: HostSettings | None) -> Iterator[None]:
-        """Wait for a place at the door of a host, and hold it."""
+        """Wait for one of the host's places and hold it during the block; ``through`` is the jump host, if any."""
         reached = (through.hostname, through.port) if through else None
         door = (reached, settings.hostname, settings.port)
         with self._changing:
@@ -104,12 +104,12 @@ class Doors:
             yield
 
 
-# One for the whole process, whoever connects: an sshd counts all of its sessions, copies and doctors together.
+# One for the whole process: an sshd counts the connections of all sessions, copies and doctors together.
 OUR_DOORS = Doors()
 
 
 def _tune(sock: socket.socket) -> None:
-    """Send at once, and notice a peer that acknowledges nothing. Not SO_KEEPALIVE: with it that goes unnoticed."""
+    """Disable Nagle, and detect a peer that stops acknowledging; SO_KEEPALIVE would prevent that detection."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if sys.platform == "linux":
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(_TCP_SILENCE_S * 1000))
@@ -117,12 +117,12 @@ def _tune(sock: socket.socket) -> None:
 
 def _describe(error: OSError, port: int, *, waited_s: float) -> str:
     if isinstance(error, ConnectionRefusedError):
-        return f"connection refused: nothing listens on port {port}: is sshd running, and on this port?"
+        return f"connection refused: nothing listens on port {port}: check that sshd runs on this port"
     if isinstance(error, TimeoutError):
-        return f"no answer within {waited_s:.0f} s: is the host up, or does a firewall drop port {port}?"
+        return f"no answer within {waited_s:.0f} s: check that the host is up and no firewall blocks port {port}"
     return f"cannot be reached: {error.strerror or error}: check the address and the network"
 
 
 def clean(said: object) -> str:
-    """What the other side may have said, fit for one line."""
+    """Return text of the other side, cleaned and cut to fit one line."""
     return printable(str(said) or type(said).__name__, " ")[:200]

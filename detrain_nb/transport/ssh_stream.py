@@ -1,4 +1,4 @@
-"""A command on the other side of an SSH connection, its standard input and output as a socket of this process."""
+"""Remote commands over SSH, with their standard input and output as a socket of this process."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _DRAIN_LIMIT_S = 1.0
 
 
 class Stream:
-    """``sock`` is the command's input and output: what is sent there it reads, what it prints is received.
+    """Remote command; ``sock`` is its standard input (by sending) and output (by receiving).
 
-    A close on either side closes the other; a shutdown for writing arrives as end of file. When the connection dies,
-    ``sock`` ends. Whoever has the stream closes ``sock``, and does not detach it.
+    Closing either side closes the other; a shutdown for writing arrives as end of file. When the connection breaks,
+    ``sock`` reads end of file. The owner of the stream must close ``sock``, not detach it.
     """
 
     def __init__(self, channel: paramiko.Channel, *, broken: tuple[type[Exception], ...]) -> None:
-        """``broken``: what a call of the channel raises when the connection is."""
+        """``broken``: exceptions that calls of the channel raise when the connection is broken."""
         self._channel = channel
         self._broken = (*broken, OSError, EOFError)
         self._stderr = b""
@@ -42,13 +42,13 @@ class Stream:
             thread.start()
 
     def stderr_tail(self) -> str:
-        """The last of what the command wrote to its standard error, without control characters."""
+        """Return the end of the command's standard error, without control characters."""
         if self._channel.eof_received or self._channel.closed:
             self._threads[2].join(_DRAIN_LIMIT_S)
         return printable(self._stderr.decode(errors="replace"), lambda char: char if char in "\n\t" else "")
 
     def exit_status(self, *, limit_s: float = 0.0) -> int | None:
-        """Wait until the command has ended; None when it has not, was killed by a signal, or the connection died."""
+        """Wait for the exit status; None when the command still runs, was killed, or the connection broke."""
         if not self._channel.status_event.wait(limit_s) or self._channel.exit_status < 0:
             return None
         return self._channel.exit_status
@@ -59,7 +59,7 @@ class Stream:
         self._close_channel()
 
     def _pump_out(self) -> None:
-        """Channel to socket; also the one that sees that the socket was closed, and that clears up."""
+        """Copy from channel to socket; this thread also notices that the socket was closed, and cleans up."""
         try:
             with contextlib.suppress(*self._broken):
                 self._forward_output()
@@ -71,7 +71,7 @@ class Stream:
             self._close_channel()
             with contextlib.suppress(OSError):
                 self._inner.shutdown(socket.SHUT_RDWR)
-            self._threads[0].join(_DRAIN_LIMIT_S)  # it may be sending to a host that takes nothing
+            self._threads[0].join(_DRAIN_LIMIT_S)  # it may be blocked on a host that reads nothing
             self._inner.close()
 
     def _forward_output(self) -> None:
@@ -83,7 +83,7 @@ class Stream:
                 self._inner.sendall(data)
 
     def _pump_in(self) -> None:
-        """Socket to channel. Once the channel is closed, what comes is thrown away, so that the socket ends cleanly."""
+        """Copy from socket to channel; once the channel is closed, discard data, so that the socket closes cleanly."""
         with contextlib.suppress(OSError):
             while data := self._inner.recv(_CHUNK_BYTES):
                 with contextlib.suppress(*self._broken):
@@ -95,7 +95,7 @@ class Stream:
         view = memoryview(data)
         while view and not self._channel.closed:
             with contextlib.suppress(TimeoutError):
-                sent = self._channel.send(view)  # type: ignore[arg-type]  # it takes what bytes() would
+                sent = self._channel.send(view)  # type: ignore[arg-type]  # it accepts anything that bytes() accepts
                 if not sent:
                     return
                 view = view[sent:]
@@ -114,5 +114,5 @@ class Stream:
             self._channel.close()
 
     def _is_sock_closed(self) -> bool:
-        """``sock`` is closed, not only shut down for writing: both arrive here as the same end of file."""
+        """Return True when ``sock`` is closed, not just shut down for writing: both look like end of file here."""
         return self.sock.fileno() < 0

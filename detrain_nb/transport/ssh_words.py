@@ -1,4 +1,4 @@
-"""Words of an ssh_config: taken apart, and in paths ``~``, variables, and signs as ``%h`` that stand for a name."""
+"""Words of an ssh_config: splitting of values, and expansion of ``~``, variables and tokens such as ``%h`` in paths."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _STANDS_FOR_MORE = re.compile(r"\$\{(\w+)\}|%(.?)")
 
 
 def split_words(where: Path | str, key: str, value: str) -> list[str]:
-    """Take words apart as ssh does: a backslash is one, as in paths of Windows, but before a quote, a blank or another.
+    """Split words as ssh does: a backslash escapes only a quote, a blank or another backslash, else it is literal.
 
-    An empty word is left out. Raises: SpecError.
+    Empty words are dropped. Raises: SpecError when a quote is not closed.
     """
-    if not _NEEDS_CARE.search(value):  # which takes its time
+    if not _NEEDS_CARE.search(value):  # the loop below is slow
         return value.split()
     words, word, quote = list[str](), "", ""
     for escaped, char in _PIECE.findall(value):
@@ -42,9 +42,9 @@ def split_words(where: Path | str, key: str, value: str) -> list[str]:
 
 
 def in_home(path: str, read: Callable[[str], str] = "%{}".format) -> Path:
-    """Replace ``~`` and ``${NAME}``, and signs by what ``read`` makes of their letters.
+    """Replace ``~``, ``${NAME}`` and ``%`` tokens, whose letter is passed to ``read``.
 
-    An unknown user, or a variable that is not set, stays.
+    An unknown user and an unset variable are left as they are.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -54,9 +54,9 @@ def in_home(path: str, read: Callable[[str], str] = "%{}".format) -> Path:
 
 
 def read_sign(letter: str, *, name: str, hostname: str, port: int, user: str, key_name: str) -> str:
-    """Return what ``%`` and a letter stand for, as with ssh, for the host that the user calls ``name``.
+    """Return the value of the token ``%letter``, as in ssh, for the host that the user calls ``name``.
 
-    ``key_name``: how its key is looked up. Raises: SpecError for a letter that is not read here.
+    ``key_name`` is the name under which the host key is looked up. Raises: SpecError for an unsupported letter.
     """
     here = socket.gethostname()
     known: dict[str, Callable[[], str]] = {
@@ -77,14 +77,14 @@ def read_sign(letter: str, *, name: str, hostname: str, port: int, user: str, ke
     if letter not in known:
         signs = " ".join(f"%{each}" for each in known)
         raise SpecError(
-            f"the SSH configuration of {name} has a path with %{letter}, which is not read here: {signs} are"
+            f"the SSH configuration of {name} has a path with %{letter}, which is not supported: use one of {signs}"
         )
     return known[letter]()
 
 
 def local_user(name: str) -> str:
-    """Return the user of this process, who logs in at the host of that ``name`` too. Raises: SpecError."""
+    """Return the user name of this process, with which ssh logs in at host ``name`` too. Raises: SpecError."""
     try:
         return getpass.getuser()
     except (OSError, KeyError, ImportError) as exc:
-        raise SpecError(f"no user is given for {name}, and this process has no name of its own: name one") from exc
+        raise SpecError(f"no user is given for {name}, and the user of this process has no name: give a user") from exc

@@ -1,4 +1,4 @@
-"""What a session asks of a way to a node: whoever has a transport looks for no method that may be missing."""
+"""Interface of a transport, the way to a node: every transport has all of these methods, so callers check for none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["AgentFolders", "Transport"]
 
 
 class AgentFolders(TypedDict):
-    """Where an agent that was kept serves the next session; fields of wire.Begin."""
+    """Folders in which a kept agent serves the next session; fields of wire.Begin."""
 
     folder: str
     work_folder: str
@@ -26,17 +26,17 @@ class AgentFolders(TypedDict):
 
 @runtime_checkable
 class Transport(Protocol):
-    """One node, as a session reaches it. What is known of the node is set when its agent was started or connected to.
+    """Way to one node for a session. Facts about the node are set once its agent was started or connected to.
 
-    ``name`` is the user's name for it, empty for this machine; ``node`` is how the user described it, None where there
-    is nothing to describe. Other nodes reach it at ``address``, through its ``interface``; its ranks get ``env``. This
-    machine is reached by it at ``reached_from``, where that is known otherwise than by the node's own word. It
-    ``is_forwarded`` where this machine reaches it at an address that it does not have, as through a forwarded port.
-    ``can_resume``: a connection that breaks says nothing of the agent, which can be connected to again. ``is_trusted``:
-    the user lets it show active HTML, as this machine may. ``shares_paths``: a path there is the same file as here, so
-    that no folder has to be brought. ``place`` is equal for transports to the same node, by the same way; ``account``
-    for those to the same user of the same machine, whatever it is called, None where that is not known. ``project`` is
-    set to the folder of the notebook's machine which the node's work folder is like; empty: the one that is asked for.
+    ``name`` is the user's name for the node, empty for this machine; ``node`` is the user's description of it, or None.
+    Other nodes reach it at ``address``, on its ``interface``; its ranks get ``env``. ``reached_from`` is the address at
+    which the node reaches this machine, if known independently of the node's report. ``is_forwarded``: this machine
+    reaches the node at an address that the node itself does not have, such as a forwarded port. ``can_resume``: the
+    agent survives a broken connection and can be connected to again. ``is_trusted``: the user allows the node to show
+    active HTML, as this machine may. ``shares_paths``: paths are the same files there and here, so no folder is copied.
+    ``place`` is equal for transports to the same node by the same route; ``account`` for transports to the same user of
+    the same machine, whatever its name, None if unknown. ``project`` is the folder here that the node's work folder
+    mirrors; empty: the folder given to ``work_folder``.
     """
 
     name: str
@@ -56,7 +56,7 @@ class Transport(Protocol):
 
     @property
     def env(self) -> Mapping[str, str]:
-        """What the ranks get, as it is now."""
+        """Environment variables for the ranks, with their current values."""
         ...
 
     @property
@@ -67,26 +67,26 @@ class Transport(Protocol):
 
     @property
     def torch(self) -> str:
-        """The version of torch there; empty where it is not known."""
+        """Version of torch on the node; empty if unknown."""
         ...
 
     @property
     def contact(self) -> object:
-        """Another object each time that it was reached, None before."""
+        """Identity of the latest contact: a new object each time the node is reached, None before the first."""
         ...
 
     @property
     def folder_state(self) -> tuple[object, object]:
-        """What it said then of its work folder: where the files came from, and the digest of their list."""
+        """Reported state of the work folder at that contact: the source of its files, and the digest of their list."""
         ...
 
     @property
     def cache(self) -> str:
-        """Our folder there; empty before it was reached, and where there is none."""
+        """Our cache folder on the node; empty until the node was reached, and if it has none."""
         ...
 
     def begin(self, session: str) -> AgentFolders:
-        """The agent, which was kept, is to serve ``session`` from now on; returns where. Raises: DetrainError."""
+        """Prepare ``session`` on the kept agent of this node; returns its folders. Raises: DetrainError."""
         ...
 
     def start_agent(self, session: str) -> socket.socket:
@@ -94,44 +94,44 @@ class Transport(Protocol):
         ...
 
     def connect_agent(self, session: str) -> socket.socket:
-        """Connect to an agent that runs already. Raises: SessionError when none does, TransportError."""
+        """Connect to a running agent. Raises: SessionError when none is running, TransportError."""
         ...
 
     def ask_meanwhile(self, work: Collection[Future[Any]]) -> None:
-        """Ask the user, in this thread, what has to be known to reach it, until all of ``work`` is done.
+        """Ask the user, in this thread, the questions needed to reach the node, until all of ``work`` is done.
 
-        Where nothing ever has to be asked it returns at once.
+        A transport that never asks anything returns at once.
         """
         ...
 
     def offer(self, gpus: int) -> NodeOffer:
-        """What the node has, of ``gpus`` that its agent counted, and what the user wants of it."""
+        """Return the node's ``gpus``, as counted by its agent, and the devices and ranks that the user chose."""
         ...
 
     def work_folder(self, folder: str) -> str:
-        """Where the ranks of this node start when they start in ``folder`` on the notebook's machine."""
+        """Return the folder on this node in which ranks start, for ``folder`` on the notebook's machine."""
         ...
 
     def run_files(self) -> AbstractContextManager[socket.socket]:
-        """Have copying/remote_program.py serve one order, at the other end of the byte stream that this gives.
+        """Run copying/remote_program.py for one order and yield the byte stream to it.
 
-        It ends with the block, and leaves nothing that is not whole. Raises: DetrainError.
+        It ends with the block, and leaves no incomplete file. Raises: DetrainError.
         """
         ...
 
     def run_jobs(self) -> AbstractContextManager[socket.socket]:
-        """Have node/job/service.py serve orders, at the other end of the byte stream that this gives.
+        """Run node/job/service.py and yield the byte stream to it.
 
-        It needs no agent, ends with the block, and removes what it was to prepare and not to launch; jobs go on.
-        Afterwards ``python``, ``address`` and so on are known. Raises: DetrainError.
+        It needs no agent and ends with the block. It then removes jobs that were prepared and not launched; running
+        jobs continue. Afterwards ``python``, ``address`` etc. are set. Raises: DetrainError.
         """
         ...
 
     def wait_for_end(self, *, limit_s: float, is_ours: bool = True) -> None:
-        """Wait until the agent, asked to end, has done so, and leave nothing of ours.
+        """Wait until the agent, which was told to exit, has exited, and release our resources.
 
-        Not ``is_ours``: it has done with us, and may serve another notebook now.
+        With ``is_ours`` False, the agent has finished our session and may already serve another notebook.
         """
 
     def leave(self) -> None:
-        """The agent goes on without us."""
+        """Close the connection; the agent keeps running."""

@@ -177,8 +177,8 @@ def test_unknown_key_is_refused_with_its_fingerprint_and_the_command_that_adds_i
     message = str(caught.value)
     assert "the host key of [gpu1]:2222 is not known" in message
     assert fingerprint(make_blob(ED25519)) in message
-    assert "after comparing this fingerprint" in message
-    assert message.endswith(f"add it: echo '[gpu1]:2222 {write_key(ED25519)}' >> {tmp_path}/known_hosts")
+    assert "compare this fingerprint" in message
+    assert message.endswith(f"add the key: echo '[gpu1]:2222 {write_key(ED25519)}' >> {tmp_path}/known_hosts")
 
 
 @pytest.mark.parametrize("key_type", [ED25519, ECDSA, RSA])
@@ -266,7 +266,7 @@ def test_user_s_file_that_others_can_write_is_refused(
         tmp_path / ".ssh" / "known_hosts", 12345, 12345
     )
     with pytest.raises(
-        TransportError, match=r"others can write .*known_hosts \(mode 0\d+, uid \d+\), which says which"
+        TransportError, match=r"others can write .*known_hosts \(mode 0\d+, uid \d+\), which lists trusted"
     ):
         KnownHosts.read([tmp_path / ".ssh" / "known_hosts"])
     os.rename(tmp_path / ".ssh", tmp_path / "colleague's")  # one that the user names in the config is the user's choice

@@ -51,8 +51,8 @@ def test_version_of_torch_is_that_of_the_python_of_the_ranks(here_with: Transpor
     ("script", "complaint"),
     [
         (f'exec {sys.executable} -I -S "$@"', "torch is missing in {python}: install it there ({python} -m pip"),
-        ("echo it is broken >&2; exit 3", "python {python} cannot be used: it is broken"),
-        ("exit 3", "python {python} cannot be used: it said nothing"),
+        ("echo it is broken >&2; exit 3", "python {python} failed to report its packages: it is broken"),
+        ("exit 3", "python {python} failed to report its packages: no output"),
     ],
 )
 def test_python_that_cannot_be_used_is_told_before_anything_starts(
@@ -67,17 +67,17 @@ def test_python_that_cannot_be_used_is_told_before_anything_starts(
 
 def test_python_that_is_not_there_is_told() -> None:
     here = LocalTransport(Node(host="localhost", python="/nowhere/python"))
-    with pytest.raises(LaunchError, match="python /nowhere/python cannot be started: No such file"), here.run_jobs():
+    with pytest.raises(LaunchError, match="cannot start python /nowhere/python: No such file"), here.run_jobs():
         pass
 
 
 def test_other_release_of_ours_is_told(here_with: Transports, tmp_path: Path) -> None:
     here = here_with(_with_release(tmp_path, "detrain_nb", "0.0.1"))
-    with pytest.raises(LaunchError, match=f"has detrain_nb 0.0.1, not {__version__} as here"), here.run_jobs():
+    with pytest.raises(LaunchError, match=f"0.0.1, this process has {__version__}: install"), here.run_jobs():
         pass
 
 
 def test_service_that_ends_at_once_says_why(here_with: Transports) -> None:
     here = here_with(f'[ "$1" != -X ] || {{ echo out of order >&2; exit 3; }}; exec {sys.executable} "$@"')
-    with pytest.raises(DetrainError, match="the service of jobs ended at once: out of order"), here.run_jobs():
+    with pytest.raises(DetrainError, match="the job service exited at once: out of order"), here.run_jobs():
         pass

@@ -98,7 +98,7 @@ def test_signs_in_paths_stand_for_what_ssh_puts_there(alias: str, home: Path, mo
 
 @pytest.mark.parametrize("line", ["IdentityFile ~/%C", "UserKnownHostsFile ~/kh_%C", "IdentityFile ~/100%"])
 def test_sign_that_is_not_read_is_named(line: str, home: Path) -> None:
-    with pytest.raises(SpecError, match=r"^the SSH configuration of a has a path with %C?, which is not read here: "):
+    with pytest.raises(SpecError, match=r"^the SSH configuration of a has a path with %C?, which is not supported: "):
         resolve(SshTarget("a"), line)
     given = SshTarget("a", identity_file="~/%C")  # a path, in which no sign stands for more
     assert resolve(given, "IdentityFile ~/%j").identity_files == (f"{home.parent}/%C",)
@@ -134,7 +134,7 @@ def test_text_without_include_stays_as_it_is(home: Path) -> None:
     [
         ("Include pipe\n", "cannot be read: it is no file"),
         ("Include /dev/zero\n", "cannot be read: it is no file"),
-        ("Include again0\n", "with all that is included there is more than 1 MB"),
+        ("Include again0\n", "has more than 1 MB with all included files"),
         ("Host a\n  User" + " " * 200_000 + "\n", ""),
     ],
 )
@@ -213,7 +213,7 @@ def _rename(home: Path, first: int) -> Path:
 
 def test_file_that_includes_itself_is_an_error(home: Path) -> None:
     (home / "config").write_text("Include config\n")
-    with pytest.raises(SpecError, match="does a file include itself"):
+    with pytest.raises(SpecError, match="check that no file includes itself"):
         read_config(home / "config")
 
 
@@ -343,7 +343,7 @@ def test_host_that_leads_to_itself_is_reached_directly() -> None:
 def test_first_of_proxyjump_and_proxycommand_holds() -> None:
     assert resolve(SshTarget("a"), "ProxyJump b\nProxyCommand nc %h %p\n").proxy_jump == (SshTarget("b"),)
     assert resolve(SshTarget("a"), "ProxyCommand none\nProxyJump b\n").proxy_jump == ()
-    with pytest.raises(SpecError, match="a has a ProxyCommand: write it as ProxyJump"):
+    with pytest.raises(SpecError, match="a has a ProxyCommand, which is not supported: use ProxyJump"):
         resolve(SshTarget("a"), "ProxyCommand nc %h %p\nProxyJump b\n")
 
 
@@ -430,13 +430,13 @@ def test_port_is_a_port(port: int) -> None:
 
 @pytest.mark.parametrize("path", ["", "  ", "a\nb", "a\x1b[2J"])
 def test_identity_file_is_a_file_name(path: str) -> None:
-    with pytest.raises(SpecError, match="is not the name of a file"):
+    with pytest.raises(SpecError, match="is not a valid path"):
         SshTarget("a", identity_file=path)
 
 
 def test_at_sign_is_for_users_only() -> None:
     assert SshTarget("a", user="me@corp.org").user == "me@corp.org"
-    with pytest.raises(SpecError, match="'@' cannot stand there"):
+    with pytest.raises(SpecError, match="'@' is not allowed"):
         SshTarget("me@a")
 
 
