@@ -357,7 +357,7 @@ def test_missing_python_is_one_cell(testbed: Testbed) -> None:
     report = _examine(testbed, _with_python(testbed, "nopython"))
     assert _states(report, "h0") == {"python": "bad"}
     assert "nopython: not found" in report.cell("python", "h0").text
-    assert "name another python" in report.cell("python", "h0").text
+    assert "set python of this node" in report.cell("python", "h0").text
     assert report.cell("ssh", "h0").state == "good"
     assert report.cell("torch", "h1").state == "good"
 
