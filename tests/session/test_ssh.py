@@ -305,8 +305,8 @@ def test_own_name_of_a_host_does_not_matter(testbed: Testbed, own_name: str) -> 
 @pytest.mark.parametrize(
     ("python", "complaint"),
     [
-        ("python9", r"h1: python9: .*not found .*\(exit 127\): name another python"),
-        ("/etc/passwd", r"h1: /etc/passwd: .*[Pp]ermission denied.*\(exit 126\): name another python"),
+        ("python9", r"h1: python9: .*not found .*\(exit 127\): set python of this node"),
+        ("/etc/passwd", r"h1: /etc/passwd: .*[Pp]ermission denied.*\(exit 126\): set python of this node"),
         ("/bin/false", r"h1: /bin/false did not start our program \(exit 1\): no output; check that"),
     ],
 )
