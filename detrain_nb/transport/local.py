@@ -134,7 +134,7 @@ class LocalTransport:
         if not self._pid:
             remove_dead_agent(self._folder)
             known = ", ".join(running_sessions()) or "none"
-            raise SessionError(f"no session {session!r} is running on this machine; running sessions: {known}")
+            raise SessionError(f"no session {session!r} runs on this machine; running sessions: {known}")
         return connect(self._folder)
 
     def begin(self, session: str) -> AgentFolders:

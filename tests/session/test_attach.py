@@ -752,7 +752,7 @@ def test_session_whose_processes_were_left_ends_when_it_has_lingered(
     other.kill()
     _eventually(lambda: not processes())
     assert not list(runtime_folder.glob(f"*{name}*"))
-    with pytest.raises(SessionError, match=f"no session '{name}' is running on this machine; running sessions: "):
+    with pytest.raises(SessionError, match=f"no session '{name}' runs on this machine; running sessions: "):
         Session.attach(name)
 
 
