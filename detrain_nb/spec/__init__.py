@@ -1,4 +1,4 @@
-"""WHAT to run: pydantic models that are checked once, here, and then passed on; frozen."""
+"""WHAT to run: frozen pydantic models, validated here once and then passed as arguments."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name when it is asked for: a session has nodes, and needs no model of a pipeline."""
+    """Import a name on first use: a session needs nodes, but no model of a pipeline."""
     from importlib import import_module
 
     if name in _HOMES:

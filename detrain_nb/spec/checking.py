@@ -1,4 +1,4 @@
-"""What can be known of a spec before any node is asked: files that are missing, numbers that do not fit."""
+"""Checks of a spec that need no node: missing files, numbers that do not fit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .source import Source
 
 _READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
 
-_FIELDS_OF_A_PLAN = {  # by how an error of it begins
+_FIELDS_OF_A_PLAN = {  # by the beginning of its error
     "mesh": "parallelism",
     "a batch": "training.batch_size",
     **dict.fromkeys(SCHEDULES, "parallelism.microbatches"),
@@ -31,7 +31,7 @@ _FIELDS_OF_A_PLAN = {  # by how an error of it begins
 
 
 def check_spec(spec: PipelineFields) -> list[Finding]:
-    """Return what is wrong with it, and what may be."""
+    """Return the faults of a spec, and the possible ones as warnings."""
     checks = (
         _check_urls,
         _check_reader,
@@ -47,24 +47,24 @@ def check_spec(spec: PipelineFields) -> list[Finding]:
 
 
 def check_source(document: Mapping[str, Any]) -> list[Finding]:
-    """Return what is wrong with what a source runs, whatever else of the ``document`` of its spec is wrong."""
+    """Return the faults of what a source runs, whatever else is wrong in the ``document`` of its spec."""
     given = document.get("source")
     if not isinstance(given, Mapping):
         return []
     try:
         source = Source(**{name: given[name] for name in (*_LOOKS, "entry") if name in given})
     except SpecError:
-        return []  # the spec says of it all that can be said
+        return []  # the spec reports its faults
     return [*_check_source(source)]
 
 
 def _check_plan(spec: PipelineFields) -> Iterator[Finding]:
-    """A node that says neither ``ranks`` nor which GPUs has one rank for each GPU: how many, is not known here."""
+    """Plan the ranks; how many a node has is unknown here if neither ``ranks`` nor GPU indices are given."""
     try:
         plan = plan_spec(spec, gpus={})
         if misfits := find_rounds_that_do_not_fit(spec, plan):
             some = f"{name_some([*map(str, misfits)])} of {len(plan.nodes)} nodes"
-            said = f"with {some} a script that reads its spec cannot go on: {next(iter(misfits.values()))}"
+            said = f"with {some} a script that reads its spec cannot continue: {next(iter(misfits.values()))}"
             yield Finding("rendezvous.min_nodes", said, "warning")
     except SpecError as exc:
         field = next((field for begin, field in _FIELDS_OF_A_PLAN.items() if str(exc).startswith(begin)), "")
@@ -81,7 +81,7 @@ def _check_source(source: Source) -> Iterator[Finding]:
         except SpecError as exc:
             yield Finding(f"source.{kind}", str(exc))
     if source.git and source.git.token and not parse_git_url(source.git.url).hides_token:
-        yield Finding("source.git.token", "a token goes over https alone: give a url with https://, or leave it out")
+        yield Finding("source.git.token", "a token is sent over https only: give an https:// url, or leave it out")
 
 
 def _check_speeds(spec: PipelineFields) -> Iterator[Finding]:
@@ -95,37 +95,37 @@ def _check_speeds(spec: PipelineFields) -> Iterator[Finding]:
 
 
 def _check_reader(spec: PipelineFields) -> Iterator[Finding]:
-    """Does the script read what it alone can make use of? Of a folder, a repository or a module nobody knows here."""
+    """Check that the script reads the fields meant for it; unknown for a folder, a repository or a module."""
     given = spec.to_fields()
     fields = [f"{section}.{name}" for section in _READ_BY_SCRIPTS for name in given.get(section, {})]
     script = _script_of(spec.source)
     if fields and script and spec.source.argument_style == "plain" and "job_spec" not in script.lower():
-        said = f"the script does not call job_spec(), by which it would read {name_some(fields, most=6)}"
-        yield Finding("source", f"{said}: call it, unless a module does that it imports", "warning")
+        said = f"the script does not call job_spec(), which it needs to read {name_some(fields, most=6)}"
+        yield Finding("source", f"{said}: call it, unless a module that it imports does", "warning")
 
 
 def _check_urls(spec: PipelineFields) -> Iterator[Finding]:
-    """What follows the ``?`` of a URL may be a signature, which a spec does not keep to itself."""
+    """Warn of what follows the ``?`` of a URL: it may be a signature, and a spec is no secret."""
     urls = {name: found.url for name in ("data", "model", "checkpoint") if (found := getattr(spec, name))}
     places = {f"{name}.url": url for name, url in urls.items()} | {"source.path": spec.source.path or ""}
     for field, url in places.items():
         if "://" in url and "?" in url:
-            said = "what follows the ? is stored with the job, and goes to all nodes: leave a key or a signature out"
+            said = "the part after ? is stored with the job and sent to all nodes: leave keys and signatures out"
             yield Finding(field, said, "warning")
 
 
 def _check_schedule(spec: PipelineFields) -> Iterator[Finding]:
-    """Will the ranks find the file of a schedule? Of a repository it is not known here."""
+    """Check that the ranks will find the file of a schedule; unknown for a repository."""
     name, source = spec.parallelism.schedule, spec.source
     if not name.endswith(".csv") or source.git or (source.path and "://" in source.path):
         return
     if source.module or name.startswith(("/", "~")):
-        said = f"{name} does not travel: every node needs it at that path, or give one beside the script"
+        said = f"{name} is not sent to the nodes: put it at that path on each, or give a file next to the script"
         yield Finding("parallelism.schedule", said, "warning")
         return
     folder = _expand(source.path or "").absolute()
     if ".." in Path(name).parts or not os.path.isfile(folder / name):
-        yield Finding("parallelism.schedule", f"{name}: no such file in {folder}, from which it travels")
+        yield Finding("parallelism.schedule", f"{name}: no such file in {folder}, from which it is sent to the nodes")
 
 
 def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
@@ -138,7 +138,7 @@ def _check_rendezvous(spec: PipelineFields) -> Iterator[Finding]:
                 f"{count}, but the spec has {nodes}: add nodes or lower it",
             )
     if spec.rendezvous.is_elastic and spec.checkpoint is None:
-        yield Finding("checkpoint", "ranks that begin anew begin at step 0: give the url of a folder", "warning")
+        yield Finding("checkpoint", "restarted ranks begin at step 0: give the url of a folder", "warning")
 
 
 def _check_checkpoint(spec: PipelineFields) -> Iterator[Finding]:
@@ -146,18 +146,18 @@ def _check_checkpoint(spec: PipelineFields) -> Iterator[Finding]:
     if "://" in url or url.startswith(("/", "~")) or len(spec.nodes) < 2 or all(node.workdir for node in spec.nodes):
         return
     if url:
-        said = f"{url} is another folder on each node, so the shards of one checkpoint would be apart"
+        said = f"{url} is a different folder on each node, and would have only some shards of a checkpoint"
         yield Finding("checkpoint.url", f"{said}: give a URL, or the full path of a folder that all share", "warning")
 
 
 def _check_image(spec: PipelineFields) -> Iterator[Finding]:
     if spec.image is not None:
-        said = f"{spec.image}: no job starts a container yet, exports do: its ranks run in the Python of their nodes"
+        said = f"{spec.image}: only exports start containers yet: the ranks of a job run in the Python of their nodes"
         yield Finding("image", said, "warning")
 
 
 def _script_of(source: Source) -> str:
-    """The text of one that is a file alone; empty where it is none, or cannot be read."""
+    """Return the text of a source that is a single file; empty when it is not, or cannot be read."""
     with contextlib.suppress(SpecError):
         if source.script is not None:
             return _read(_expand(source.script))
@@ -167,16 +167,16 @@ def _script_of(source: Source) -> str:
 
 
 def _check_hidden(source: Source) -> Iterator[Finding]:
-    """A rank finds what is in the folder of its script before a module of Python, or torch, that has the same name."""
+    """Warn of modules in the folder of a script that hide a module of Python, or torch, of the same name."""
     name = source.script or source.notebook or ""
     names = {Path(name).stem} if name else set()
     if source.path and "://" not in source.path:
         beside = (_expand(source.path) / (source.entry or "")).parent
-        with contextlib.suppress(OSError):  # what is wrong with the folder is told elsewhere
+        with contextlib.suppress(OSError):  # faults of the folder are reported elsewhere
             names = {path.parent.name for path in beside.glob("*/__init__.py")}
             names |= {path.stem for path in beside.glob("*.py")}
     for hidden in sorted(names & (sys.stdlib_module_names - set(sys.builtin_module_names) | {"torch"})):
-        said = f"ranks import {hidden} from the folder of their script, not Python's own or torch: give it another name"
+        said = f"ranks import {hidden} from the folder of their script, not from Python or torch: rename it"
         yield Finding(f"source.{source.kind}", said, "warning")
 
 
@@ -206,7 +206,7 @@ def _look_at_folder(source: Source) -> None:
 
 
 def _look_at_git(source: Source) -> None:
-    """The key is here where this machine clones; else it is on the nodes."""
+    """Check the key, if this machine clones; otherwise it is on the nodes."""
     git = source.git
     if git and git.ssh_key and git.how == "bundle" and not os.path.isfile(_expand(git.ssh_key)):
         raise SpecError(f"ssh_key {git.ssh_key}: no such file")
@@ -222,14 +222,14 @@ _LOOKS: dict[str, Callable[[Source], None]] = {
 
 
 def _expand(path: str) -> Path:
-    """A user who is not known stays, unlike with Path."""
+    """Expand ``~``; an unknown user stays as it is, unlike with ``Path.expanduser``."""
     return Path(os.path.expanduser(path))
 
 
 def _read(path: Path) -> str:
-    """Raises: SpecError."""
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would keep us waiting
-        raise SpecError(f"{path}: is no file")
+    """Return the text of a file. Raises: SpecError."""
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a pipe would block
+        raise SpecError(f"{path}: is not a file")
     try:
         with open_file(path) as file:
             data = file.read(MOST_BYTES + 1)

@@ -1,4 +1,4 @@
-"""What a look at a spec has found: each with its field, and whether the job can start all the same."""
+"""The findings of a check of a spec: each with its field, and whether the job can start anyway."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Severity = Literal["error", "warning"]
 
 @dataclass(frozen=True)
 class Finding:
-    """``field`` is a path as ``training.epochs``, or empty where it is about the whole."""
+    """A fault of a spec, or a warning. ``field`` is a path such as ``training.epochs``, or empty for the whole spec."""
 
     field: str
     text: str
@@ -24,18 +24,18 @@ class Finding:
 
     @property
     def told(self) -> str:
-        """Where it is, and what: for whoever says by other means how bad it is."""
+        """The field and the text, without the severity."""
         return f"{self.field}: {self.text}" if self.field else self.text
 
 
 def findings_of(error: ValueError, *, field: str = "") -> list[Finding]:
-    """The faults of an error, each with its field; ``field`` is the one of an error that has none."""
+    """Return the faults of an error, each with its field; ``field`` is for an error that has none."""
     if isinstance(error, FieldError):
         return [Finding(each.path, each.said.removeprefix(":").strip()) for each in error.faults]
     return [Finding(field, str(error))]
 
 
 def worst(findings: Iterable[Finding]) -> Severity | None:
-    """``error`` where there is one, None where nothing was found."""
+    """Return ``error`` if there is one, else ``warning``, or None without findings."""
     kinds = {each.severity for each in findings}
     return "error" if "error" in kinds else "warning" if kinds else None

@@ -1,4 +1,4 @@
-"""Whether a text is Python: a process of its own finds out, as a short text can take all memory, or end its reader."""
+"""Checks that a text is Python, in a process of its own: a short text can exhaust memory, or crash the parser."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ..errors import SpecError
 __all__ = ["check_python"]
 
 MOST_BYTES = 2_000_000  # of one text
-_MAGIC = re.compile(r"[%!?]|\w+ *= *[%!]|.*\?$")  # at the begin of a line, or its value, or help of IPython
-_LIMIT_S = 30  # the processor is the child's for a third of it
+_MAGIC = re.compile(r"[%!?]|\w+ *= *[%!]|.*\?$")  # at the start of a line or of its value, or the help of IPython
+_LIMIT_S = 30  # the child may use the CPU for a third of it
 _READER = """
 import contextlib, json, sys, warnings
 with contextlib.suppress(ImportError, OSError, ValueError):  # this system has other limits, or none
@@ -39,16 +39,16 @@ else:
 
 
 def check_python(*texts: tuple[str, str]) -> None:
-    """Check texts, each with where it is. Raises: SpecError for the first that is not Python, with its line."""
+    """Check that texts are Python; each has its place. Raises: SpecError for the first that is not, with its line."""
     for text, where in texts:
         if len(text.encode("utf-8", "surrogatepass")) > MOST_BYTES:
-            raise SpecError(f"{where}: larger than {MOST_BYTES // 1_000_000} MB: put what is not code into files")
+            raise SpecError(f"{where}: larger than {MOST_BYTES // 1_000_000} MB: move data from it into files")
     try:
         fault = _find_fault(tuple(text for text, _ in texts))
     except OSError as exc:
-        raise SpecError(f"{texts[-1][1]}: no process can be started to read it: {exc.strerror}") from None
-    except (subprocess.SubprocessError, ValueError):  # it was ended, by a limit say
-        raise SpecError(f"{texts[-1][1]}: is not Python that can be read: nested too deeply, or too long") from None
+        raise SpecError(f"{texts[-1][1]}: no process could be started to parse it: {exc.strerror}") from None
+    except (subprocess.SubprocessError, ValueError):  # it was killed, for example by a limit
+        raise SpecError(f"{texts[-1][1]}: is not Python that can be parsed: nested too deeply, or too long") from None
     if fault is None:
         return
     number, line_number, why = fault
@@ -57,13 +57,13 @@ def check_python(*texts: tuple[str, str]) -> None:
         raise SpecError(f"{where}: is not Python: {why}")
     lines = text.splitlines() or [""]
     line = lines[min(line_number, len(lines)) - 1].strip()
-    why = "a script has no magics" if _MAGIC.match(line) else why
+    why = "a script cannot have magics" if _MAGIC.match(line) else why
     raise SpecError(f"{where}, line {line_number}: is not Python: {why}")
 
 
-@lru_cache(maxsize=4)  # one text is checked again at each step to its job
+@lru_cache(maxsize=4)  # the same text is checked again at each step of a submission
 def _find_fault(texts: tuple[str, ...]) -> tuple[int, int | None, str] | None:
-    """The first text that is not Python, its line, and why. Raises: OSError, SubprocessError, ValueError."""
+    """Return the first text that is not Python, its line, and why. Raises: OSError, SubprocessError, ValueError."""
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", _READER],
         input=json.dumps(texts).encode(),

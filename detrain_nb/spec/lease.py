@@ -1,11 +1,11 @@
-"""Nodes of a lease on Akash: what ``provider-services lease-status`` prints, of one lease, or a list of several.
+"""Nodes of a lease on Akash: what ``provider-services lease-status`` prints, for one lease, or a list of several.
 
     {"services": {"node-0": {"available": 1, ...}, ...},
      "forwarded_ports": {"node-0": [{"host": "provider.org", "port": 2222, "externalPort": 31022, ...}], ...},
      "ips": {"node-0": [{"IP": "203.0.113.7", "Port": 2222, "ExternalPort": 2222, ...}], ...}}
 
-Each service is a node: sshd listens there on port 2222, for the user of the container that sdl/container makes. From
-outside it is reached at the address of its own, where it has one, else through a forwarded port.
+Each service is a node: sshd listens there on port 2222, for the user of the container that sdl/container builds. From
+outside it is reached at its own address, if it has one, else through a forwarded port.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from .words import is_node_name
 __all__ = ["SSH_PORT", "USER", "WAYS", "find_way", "is_lease", "list_tables", "name_apart", "nodes_from_lease"]
 
 SSH_PORT, USER = 2222, "trainer"  # as sdl/container has them
-_MOST_SERVICES = 1000  # of a lease; Akash has no more than 20 in a deployment
+_MOST_SERVICES = 1000  # of a lease; an Akash deployment has at most 20
 _MOST_FAULTS = 20
-_NO_LEASE = "give what lease-status prints"
-_NOT_READY = "is not there yet: ask for the lease's status again when it is"
-_NO_PORT = f"no forwarded port for {SSH_PORT}, that of sshd: expose it in its SDL, with global: true, or leave it out"
-_NO_TCP = f"sshd takes TCP alone: expose {SSH_PORT} with proto: tcp in its SDL, or leave it out"
+_NO_LEASE = "give the output of lease-status"
+_NOT_READY = "is not available yet: run lease-status again when it is"
+_NO_PORT = f"sshd's port {SSH_PORT} is not forwarded: expose it in the SDL with global: true, or leave the service out"
+_NO_TCP = f"sshd needs TCP: expose {SSH_PORT} with proto: tcp in the SDL, or leave the service out"
 
 
 def is_lease(content: object) -> bool:
-    """Tell whether it is what lease-status prints, of one lease or of several."""
+    """Return whether ``content`` is what lease-status prints, for one lease or several."""
     first = content[0] if isinstance(content, list) and content else content
     return isinstance(first, dict) and ("forwarded_ports" in first or {"services", "ips"} <= first.keys())
 
 
 def nodes_from_lease(content: object, *, where: str = "") -> tuple[Node, ...]:
-    """Read the nodes of a lease, or of a list of leases: as text, or what its JSON holds.
+    """Return the nodes of a lease, or of a list of leases, from text or from parsed JSON.
 
-    They come by their names, node-2 before node-10, and lease after lease: one whose name an earlier lease has is
-    called as node-0-lease2. ``where`` is what errors begin with. Raises: SpecError with the place of each fault.
+    They are sorted by name, node-2 before node-10, lease after lease. A node whose name is taken by an earlier lease
+    gets a name such as node-0-lease2. ``where`` begins each error. Raises: SpecError with the place of each fault.
     """
     if isinstance(content, str):
         content = parse_content(content, ".json", where=where)
@@ -54,7 +54,7 @@ def nodes_from_lease(content: object, *, where: str = "") -> tuple[Node, ...]:
         for number, lease in enumerate(leases)
     ]
     if not faults and not any(read):
-        faults.append("forwarded_ports: no service has one: is it what lease-status prints?")
+        faults.append("forwarded_ports: no service has one: is this the output of lease-status?")
     if faults:
         more = [f"and {len(faults) - _MOST_FAULTS:,} more"] if len(faults) > _MOST_FAULTS else []
         raise SpecError("\n".join(put_place(where, fault) for fault in [*faults[:_MOST_FAULTS], *more]))
@@ -62,7 +62,7 @@ def nodes_from_lease(content: object, *, where: str = "") -> tuple[Node, ...]:
 
 
 def name_apart(leases: Iterable[Sequence[Node]]) -> tuple[Node, ...]:
-    """Put the nodes of several leases together, each with a name of its own. Raises: SpecError for one too long."""
+    """Combine the nodes of several leases, each with its own name. Raises: SpecError for one too long."""
     nodes: dict[str, Node] = {}
     for number, lease in enumerate(leases, 1):
         for node in lease:
@@ -70,7 +70,7 @@ def name_apart(leases: Iterable[Sequence[Node]]) -> tuple[Node, ...]:
             while name in nodes:
                 name += f"-lease{number}"
             if len(name) > MOST_NAME_CHARS:
-                raise SpecError(f"{node.name}: two leases have this service: give it a shorter name in one SDL")
+                raise SpecError(f"{node.name}: several leases have this service: shorten its name in one SDL")
             nodes[name] = node.model_copy(update={"name": name})
     return tuple(nodes.values())
 
@@ -97,15 +97,15 @@ def _read_lease(lease: object, at: str, faults: list[str]) -> list[Node]:
 
 
 def list_tables(lease: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what stands in each table that lease-status prints of a lease; each has the services' names."""
+    """Return the tables of a lease that lease-status prints, by name; each is keyed by service."""
     return {name: lease.get(name) or {} for name in ("services", "forwarded_ports", "ips")}
 
 
 def _read_service(name: str, tables: Mapping[str, Mapping[str, Any]], at: str) -> Node:
-    """Raises: SpecError with the place."""
+    """Return the node of one service. Raises: SpecError with the place."""
     label = shown(name, most=60)
     if not is_node_name(name):
-        raise SpecError(f"{at}services.{label}: is no name of a node")
+        raise SpecError(f"{at}services.{label}: is not a valid name of a node")
     said = tables["services"].get(name)
     available = said.get("available", 1) if isinstance(said, dict) else 1
     if type(available) is not int:
@@ -129,12 +129,12 @@ def _read_service(name: str, tables: Mapping[str, Mapping[str, Any]], at: str) -
     return _make_node(name, host, outside, place, names)
 
 
-# An address of a service's own comes first: its port there stays the same.
+# A service's own address comes first: the port stays the same there.
 WAYS = {"ips": ("IP", "Port", "ExternalPort", "Protocol"), "forwarded_ports": ("host", "port", "externalPort", "proto")}
 
 
 def find_way(service: str, tables: Mapping[str, Mapping[str, Any]]) -> tuple[str, int] | None:
-    """Return what leads to sshd of a service, as the name of a table of a lease and the number there; None: nothing."""
+    """Return the way to a service's sshd, as the name of a table of the lease and the index in it, or None."""
     ways = [
         (table, number, entry.get(names[3]))
         for table, names in WAYS.items()
@@ -150,7 +150,7 @@ def _is_tcp(protocol: object) -> bool:
 
 
 def _make_node(name: str, host: object, port: object, place: str, names: Sequence[str]) -> Node:
-    """Raises: SpecError."""
+    """Return a node, if its host and port are valid. Raises: SpecError."""
     if not isinstance(host, str) or not host:
         raise SpecError(f"{place}.{names[0]}: give a host as text")
     if type(port) is not int or not 1 <= port < 1 << 16:
@@ -162,7 +162,7 @@ def _make_node(name: str, host: object, port: object, place: str, names: Sequenc
 
 
 def _in_order(name: str) -> list[tuple[str, int, str]]:
-    """Numbers in a name count as such, of whatever length."""
+    """Return a sort key in which the numbers of a name count as numbers, whatever their length."""
     return [
         ("", len(part.lstrip("0")), part.lstrip("0")) if part.isdigit() else (part, 0, "")
         for part in re.split(r"([0-9]+)", name)

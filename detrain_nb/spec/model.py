@@ -1,4 +1,4 @@
-"""What all models of a spec share: frozen, strict, and an error with one line for each field that cannot be."""
+"""The base of all models of a spec: frozen, strict, and an error with one line for each invalid field."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..plan.fields import nearest
 from ..storage import has_password
 from ..text import printable, show
 
-# A secret may stand there, or it is long.
+# These fields may hold a secret, or a long value.
 _NOT_SHOWN = {"setup", "env", "arguments", "script_text", "secrets", "token", "url", "ref", "nodes"}
 _MOST_SHOWN = 60
 _MOST_FAULTS = 50  # of one model
 
 
 class SpecModel(BaseModel):
-    """A part of a spec; the description of a field says what to give, and the errors are made of it.
+    """A part of a spec; the description of a field says what to give, and errors are built from it.
 
     Raises: FieldError, a SpecError that has every fault.
     """
@@ -32,7 +32,7 @@ class SpecModel(BaseModel):
             try:
                 super().__init__(**fields)
             except ValidationError as exc:
-                found = exc.errors(include_url=False)  # thousands, where it is a document of another kind
+                found = exc.errors(include_url=False)  # thousands, for a document of another kind
                 faults = [each for fault in found[:_MOST_FAULTS] for each in _read_fault(type(self), fault)]
                 more = [FieldFault("", f": and {len(found) - _MOST_FAULTS} more")] if len(found) > _MOST_FAULTS else []
                 raise FieldError([*faults, *more]) from None
@@ -40,15 +40,15 @@ class SpecModel(BaseModel):
         def __setattr__(self, name: str, value: object) -> None:
             if name in type(self).model_fields:
                 raise SpecError(
-                    f"{name} cannot be set: a spec is frozen; with_overrides of a PipelineSpec gives another one, "
-                    'as spec.with_overrides({"training.steps": 100})'
+                    f"{name} cannot be set: a spec is frozen; get a changed copy from a PipelineSpec's with_overrides, "
+                    'as in spec.with_overrides({"training.steps": 100})'
                 )
             super().__setattr__(name, value)
 
     @model_validator(mode="before")
     @classmethod
     def _leave_out_empty(cls, fields: object) -> object:
-        """A table or a list whose lines are all comments is None in YAML: it is as if it were not there."""
+        """Drop tables and lists whose lines are all comments, which are None in YAML."""
         if not isinstance(fields, Mapping):
             return fields
         for name, value in fields.items():
@@ -57,21 +57,21 @@ class SpecModel(BaseModel):
         return {name: value for name, value in fields.items() if value is not None or not _is_many(kinds.get(name))}
 
     def to_fields(self) -> dict[str, Any]:
-        """Return what is not as by default, as a document has it."""
+        """Return the fields that differ from their defaults, as a document has them."""
         return self.model_dump(mode="json", exclude_defaults=True)
 
 
 def check_names(value: object, path: str = "") -> None:
-    """Raises: FieldError where a table, or one in a list, has a name that is no text, as Python's own can."""
+    """Check that tables, also in a list, have text keys, which YAML and Python do not ensure. Raises: FieldError."""
     items: Iterable[tuple[int | str, object]] = enumerate(value) if isinstance(value, list | tuple) else [("", value)]
     for place, table in items:
         if isinstance(table, Mapping) and (wrong := [name for name in table if not isinstance(name, str)]):
             where = path if place == "" else f"{path}[{place}]"
-            raise FieldError([FieldFault(where, f": the name {show(wrong[0])} is no text: put it in quotes")])
+            raise FieldError([FieldFault(where, f": the name {show(wrong[0])} is not a text: put it in quotes")])
 
 
 def may_show(field: str, value: object) -> bool:
-    """Whether a message may have the value of a field of that name: no secret can stand there, and it is short."""
+    """Return whether a message may show the value of a field: it is short and cannot hold a secret."""
     return field not in _NOT_SHOWN and not (isinstance(value, str) and has_password(value))
 
 
@@ -80,12 +80,12 @@ def _is_many(kind: type | None) -> bool:
 
 
 def describe_field(model: type[BaseModel], field: str) -> str:
-    """What to give for it."""
+    """Return what to give for a field."""
     return model.model_fields[field].description or ""
 
 
 def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldFault]:
-    """Say what is wrong with which field, and what to give. A field that is a model itself tells its own faults."""
+    """Return what is wrong with which field, and what to give; a field that is a model reports its own faults."""
     loc, error = fault["loc"], fault.get("ctx", {}).get("error", "")
     if not loc:
         return [*error.faults] if isinstance(error, FieldError) else [FieldFault("", f": {error}")]
@@ -93,7 +93,7 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
     if isinstance(error, FieldError):
         return [each.below(path) for each in error.faults]
     if fault["type"] == "extra_forbidden":
-        return [FieldFault(path, f" is no field: {nearest(field, model.model_fields)}")]
+        return [FieldFault(path, f" is not a field: {nearest(field, model.model_fields)}")]
     if fault["type"] == "missing":
         advice = f"give {describe_field(model, field)}"
         return [FieldFault(path, f" is missing: {advice}", advice)]
@@ -103,15 +103,15 @@ def _read_fault(model: type[BaseModel], fault: Mapping[str, Any]) -> list[FieldF
 
 
 def _say_slip(fault: Mapping[str, Any]) -> str:
-    """How a value may have become one of another type than it looks."""
+    """Return a hint when a value may have become another type than it looks."""
     given = fault["input"]
     if fault["type"] == "string_type" and isinstance(given, int | float):  # as YAML reads it
-        return "; a number or true stands in quotes"
-    return "; a comma behind it makes a tuple of it" if isinstance(given, tuple) and len(given) == 1 else ""
+        return "; put a number or true in quotes"
+    return "; the comma after it makes it a tuple" if isinstance(given, tuple) and len(given) == 1 else ""
 
 
 def _name_place(model: type[BaseModel], loc: tuple[int | str, ...]) -> str:
-    """Of a list the position, of a table the key; the kinds that pydantic tried are none of the user's."""
+    """Return a field's path, with the index in a list or the key in a table, without the types that pydantic tried."""
     field, *inner = loc
     path = printable(str(field))[:_MOST_SHOWN]
     if inner and isinstance(inner[0], int):

@@ -1,4 +1,4 @@
-"""A node as the user describes it: how it is reached, what of it the ranks may have, how Python is found there."""
+"""A node as the user describes it: how to reach it, what the ranks may use of it, how to find Python there."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .words import NODE_NAME, PATH, Lines, NodePath, Path, Variables, is_node_na
 
 _OF_SSH = ("port", "user", "identity_file", "proxy_jump", "setup")
 _MOST_JUMPS = 20
-THIS_MACHINE = "localhost"  # the host that is the notebook's machine itself
-OF_HOSTS = frozenset({*_OF_SSH, "address", "python", "workdir"})  # what the defaults of a file do not say of it
+THIS_MACHINE = "localhost"  # the host that means the notebook's own machine
+OF_HOSTS = frozenset({*_OF_SSH, "address", "python", "workdir"})  # fields whose defaults in a file do not apply to it
 _HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,252}")
 _IPV6 = re.compile(r"(?P<address>[0-9A-Fa-f:.]{2,45})(?:%[A-Za-z0-9._-]{1,32})?")
 _USER_IN_BRACKETS = re.compile(r"\[([^]]+)@([^]@]+)\](.*)")
@@ -41,7 +41,7 @@ def _is_host(text: str) -> bool:
 
 
 def is_address(text: str) -> bool:
-    """What consists of numbers is an address that there can be, and none that stands for all."""
+    """Return whether a text is a host or an address; one of numbers must be valid, and not mean all addresses."""
     if not text.replace(".", "").isdigit() and ":" not in text:
         return _is_host(text)
     try:
@@ -73,20 +73,20 @@ _Devices = Annotated[
 
 
 class Node(SpecModel):
-    """One machine with sshd, or, as the host ``localhost``, that of the notebook, without SSH.
+    """One machine with sshd or, with the host ``localhost``, the notebook's own machine, without SSH.
 
-    What is None comes from the user's ssh config, or is found out on the node.
+    What is None comes from the user's ssh config, or is detected on the node.
 
-    Raises: SpecError with one line per field that cannot be; so does a file or a command line with such a node.
+    Raises: SpecError with one line for each invalid field; so does a file or a command line with such a node.
     """
 
     name: Annotated[str, only(is_node_name), like(f"(?:{NODE_NAME})?")] = Field(
         title="Name",
         default="",  # the host's
-        description=f"{NAME_RULE}, as gpu-2; 'all', 1 or 0-3 would mean ranks",
+        description=f"{NAME_RULE}, such as gpu-2; not 'all', 1 or 0-3, which mean ranks",
     )
     host: Annotated[str, only(_is_host), like(_HOST_LIKE)] = Field(
-        title="Host", description="a host name, a Host of your ssh config or an address; user and port are apart"
+        title="Host", description="a host name, a Host of your ssh config or an address, without user and port"
     )
     port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
         title="Port", default=None, description="a number from 1 to 65535"
@@ -98,7 +98,7 @@ class Node(SpecModel):
     proxy_jump: Annotated[str, AfterValidator(_check_jumps)] | None = Field(
         title="Jump host",
         default=None,
-        description='the hosts to go through, "[user@]host[:port]", several with commas',
+        description='the hosts to go through, "[user@]host[:port]", separated by commas',
     )
     address: Address | None = Field(
         title="Address for other nodes",
@@ -106,7 +106,7 @@ class Node(SpecModel):
         description="the address or host name at which the other nodes reach this one",
     )
     devices: _Devices = Field(
-        title="Devices", default="auto", description='"auto", "cpu", or the indices of GPUs, each once, as [0, 1]'
+        title="Devices", default="auto", description='"auto", "cpu", or the indices of GPUs, each once, such as [0, 1]'
     )
     ranks: Annotated[int, Field(ge=1)] | None = Field(
         title="Ranks", default=None, description="a number of ranks, at least 1"
@@ -120,15 +120,15 @@ class Node(SpecModel):
     setup: Lines = Field(
         title="Setup lines",
         default=(),
-        description='lines for the shell that starts Python, as "module load cuda" or a list, without control codes',
+        description='shell lines run before Python, such as "module load cuda" or a list, without control characters',
     )
     env: Variables = Field(
         title="Environment variables",
         default=(),
-        description='a list of names of environment variables, each once, as ["HF_TOKEN"]: values stay out of it',
+        description='a list of names of environment variables, each once, without values, such as ["HF_TOKEN"]',
     )
     bandwidth_mbit_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
-        title="Bandwidth in Mbit/s", default=None, description="megabits a second, more than 0"
+        title="Bandwidth in Mbit/s", default=None, description="megabits per second, more than 0"
     )
     latency_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = Field(
         title="Latency in ms", default=None, description="milliseconds, at least 0"
@@ -136,12 +136,12 @@ class Node(SpecModel):
     memory_gb: Annotated[float, Field(gt=0)] | None = Field(
         title="Memory in GB",
         default=None,
-        description="gigabytes of memory, of a GPU where the ranks use GPUs, more than 0",
+        description="gigabytes of memory, of one GPU if the ranks use GPUs, more than 0",
     )
     relative_speed: Annotated[float, Field(gt=0)] | None = Field(
         title="Relative speed",
         default=None,
-        description="how fast a rank there is beside the fastest, as 1.0 and 0.5, more than 0",
+        description="how fast a rank there is relative to the fastest, such as 1.0 or 0.5, more than 0",
     )
 
     @model_validator(mode="before")
@@ -164,7 +164,7 @@ class Node(SpecModel):
         return tuple(value)
 
     def to_fields(self) -> dict[str, Any]:
-        """Return what is not as by default, as a document has it; the name where it is not the host's."""
+        """Return the fields that differ from their defaults, as a document has them; the name unless the host's."""
         fields = super().to_fields()
         if self.name == default_name(self.host):
             del fields["name"]
@@ -172,7 +172,7 @@ class Node(SpecModel):
 
     @property
     def is_this_machine(self) -> bool:
-        """It is the machine that this is read on, and nothing goes over SSH; ``127.0.0.1`` goes over SSH."""
+        """True for the machine that this is read on, without SSH; ``127.0.0.1`` goes over SSH."""
         return self.host == THIS_MACHINE
 
     @model_validator(mode="after")
@@ -193,21 +193,21 @@ class Node(SpecModel):
 
 
 def default_name(host: str) -> str:
-    """The name of a node that was given none: its host; the colons of IPv6 become dashes. Empty: ``host`` is none."""
+    """Return a node's default name: its host, with dashes for the colons of IPv6; empty if ``host`` is invalid."""
     if _is_ipv6(host):
         return "ip6-" + re.sub("[:%]", "-", host)
     return host if _HOST.fullmatch(host) else ""
 
 
 def describe_twice_here(nodes: Iterable[Node]) -> str:
-    """What is wrong where several of ``nodes`` are this machine; empty where at most one is."""
+    """Return the fault when several of ``nodes`` are this machine; empty when at most one is."""
     here = [node.name for node in nodes if node.is_this_machine]
     return f"{' and '.join(here)} are both this machine: name it once, with ranks = N" if len(here) > 1 else ""
 
 
 @dataclass(frozen=True)
 class Target:
-    """``[user@]host[:port]``, taken apart."""
+    """The parts of ``[user@]host[:port]``."""
 
     host: str
     user: str | None = None
@@ -215,7 +215,7 @@ class Target:
 
 
 def parse_target(text: str) -> Target:
-    """Take apart ``[user@]host[:port]``; an IPv6 address stands in brackets, with the user before or in them.
+    """Split ``[user@]host[:port]``; an IPv6 address is in brackets, with the user before or inside them.
 
     Raises: SpecError.
     """
@@ -224,9 +224,9 @@ def parse_target(text: str) -> Target:
     user, host, port, has_brackets = split_target(text)
     if not (_is_ipv6(host) if has_brackets else _HOST.fullmatch(host)):
         advice = f"write [{text}]" if _is_ipv6(text) else "give [user@]host[:port], an IPv6 address in brackets"
-        raise SpecError(f"{show(text)} is no host: {advice}")
+        raise SpecError(f"{show(text)} is not a host: {advice}")
     if user is not None and ":" in user:
-        raise SpecError(f"{show(text)}: a password stands in it: leave it out, keys let you in")
+        raise SpecError(f"{show(text)}: it contains a password: leave it out, and log in with a key")
     if user is not None and not USER.fullmatch(user):
         raise SpecError(f"{show(text)}: user {show(user)}: give {USER_RULE}")
     if port is not None and (len(port) > 5 or not 1 <= int(port) <= 65535):

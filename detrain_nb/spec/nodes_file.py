@@ -1,6 +1,6 @@
-"""Nodes as they are written down: a file in TOML, JSON or YAML, or ``alice@gpu1,gpu2:2222`` on a command line.
+"""Nodes in writing: a file in TOML, JSON or YAML, or ``alice@gpu1,gpu2:2222`` on a command line.
 
-    [defaults]            # what holds for every node that does not say otherwise
+    [defaults]            # for every node that does not set them itself
     user = "alice"
 
     [[nodes]]
@@ -10,8 +10,8 @@
     host = "gpu2"
     devices = [0, 1]
 
-In JSON: ``{"defaults": {...}, "nodes": [{...}, {...}]}``, or the list alone. In YAML the same. What Akash says of a
-lease is a nodes file, too (lease.py).
+In JSON and YAML: ``{"defaults": {...}, "nodes": [{...}, {...}]}``, or the list alone. What Akash prints of a lease is a
+nodes file, too (lease.py).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .lease import is_lease, name_apart, nodes_from_lease
 from .node import OF_HOSTS, THIS_MACHINE, Node, default_name, describe_twice_here, parse_target
 
 _MOST_FAULTS = 20
-_IMPORT = "a nodes file is made of a hostfile or an ssh_config by: import {} -o nodes.toml"
+_IMPORT = "to convert a hostfile or an ssh_config to a nodes file: import {} -o nodes.toml"
 
 
 def parse_nodes(text: str) -> tuple[Node, ...]:
-    """Read nodes from a command line: ``[user@]host[:port]`` or paths of nodes files, with commas between them.
+    """Read nodes from a command line: ``[user@]host[:port]`` or paths of nodes files, separated by commas.
 
-    A path is what ends as a document does (.toml, .json, .yaml) or has a slash. A host that stands there with several
-    ports gives nodes that are named host-port. Raises: SpecError.
+    A path ends like a document (.toml, .json, .yaml) or has a slash. When a host is given with several ports, its nodes
+    are named host-port. Raises: SpecError.
     """
     text = text.strip()
     if _is_path(text):
@@ -57,22 +57,22 @@ def parse_nodes(text: str) -> tuple[Node, ...]:
         try:
             nodes.append(Node(host=target.host, user=target.user, port=target.port, name=name))
         except SpecError as exc:
-            faults += [f"{line}; a nodes file can name it" for line in str(exc).splitlines()]
+            faults += [f"{line}; in a nodes file you can name it" for line in str(exc).splitlines()]
     _refuse(faults or find_twins(nodes, advice=_PORTS_APART), where=f"nodes {text!r}")
     return tuple(nodes)
 
 
 def read_nodes(path: str | os.PathLike[str]) -> tuple[Node, ...]:
-    """Read a nodes file, by its suffix, in the layout above. Raises: SpecError with one line per fault."""
+    """Read a nodes file in the layout above and the format of its suffix. Raises: SpecError with one line per fault."""
     return _make_nodes(_read(path), path)
 
 
 def write_nodes(
     path: str | os.PathLike[str], nodes: Iterable[Node], *, before: str | os.PathLike[str] | None = None
 ) -> bool:
-    """Write a nodes file, by its suffix, that `read_nodes` reads as equal nodes; whole or not at all.
+    """Write a nodes file, in the format of its suffix, that `read_nodes` reads as equal nodes; whole or not at all.
 
-    It takes the place of an earlier file, whose comments and ``[defaults]`` are gone; ``before``: where that is kept,
+    It replaces an earlier file, whose comments and ``[defaults]`` are lost; ``before``: where the earlier file is kept,
     if it has any. Returns whether it was kept. Raises: SpecError.
     """
     suffix, is_kept = suffix_of(path), False
@@ -81,7 +81,7 @@ def write_nodes(
     text = _dump(nodes, suffix)
     target = Path(path)
     try:
-        if not can_others_write(target.parent.stat(), target.parent):  # else the link may be theirs
+        if not can_others_write(target.parent.stat(), target.parent):  # otherwise a link may be theirs
             target = Path(os.path.realpath(path))
         earlier = "" if before is None else read_text(locate(target))
         if before is not None and earlier != _dump(read_nodes(target), suffix):
@@ -98,7 +98,7 @@ def _is_path(text: str) -> bool:
 
 
 def _read_files(text: str) -> tuple[Node, ...]:
-    """Read one file, or several with commas between them; a comma may stand in the name of one. Raises: SpecError."""
+    """Read one file, or several separated by commas; the name of a file may have a comma. Raises: SpecError."""
     parts = [part.strip() for part in text.split(",")]
     if len(parts) == 1 or not all(map(_is_path, parts)) or os.path.exists(os.path.expanduser(text)):
         return read_nodes(Path(os.path.expanduser(text)))
@@ -144,16 +144,16 @@ def _take_apart(content: object) -> tuple[list[dict[str, Any]], dict[str, Any], 
     if not isinstance(content, dict):
         return [], {}, ["give a list of nodes"]
     tables, defaults = content.get("nodes"), content.get("defaults", {})
-    faults = [f"{name!r}: there are only nodes and defaults" for name in content if name not in {"nodes", "defaults"}]
+    faults = [f"{name!r} is unknown: give nodes and defaults" for name in content if name not in {"nodes", "defaults"}]
     if not isinstance(defaults, dict):
-        faults.append("defaults: give a table of fields, in TOML below [defaults]")
+        faults.append("defaults: give a table of fields, in TOML under [defaults]")
     if not isinstance(tables, list) or not tables or not all(isinstance(table, dict) for table in tables):
-        faults.append("nodes: give a list with at least one node, in TOML below [[nodes]] for each")
+        faults.append("nodes: give a list with at least one node, in TOML under [[nodes]] for each")
     return tables, defaults, faults  # type: ignore[return-value]
 
 
 def _defaults_for(table: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that say how hosts are reached, and where things are there, do not hold for this machine."""
+    """Return the defaults for a node; those about how to reach a host, and its paths, do not apply to this machine."""
     is_here = table.get("host", defaults.get("host")) == THIS_MACHINE
     return {name: value for name, value in defaults.items() if not (is_here and name in OF_HOSTS)}
 
@@ -170,12 +170,12 @@ def _label(number: int, table: Mapping[str, Any]) -> str:
     return f"node {number} ({known[0]})" if known else f"node {number}"
 
 
-_PORTS_APART = "leave out one, or give each a port of its own"
-NAMES_APART = "give each a name of its own; one machine is named once, with ranks = N for several ranks"
+_PORTS_APART = "leave out one, or give each its own port"
+NAMES_APART = "give each its own name; list a machine once, with ranks = N for several ranks"
 
 
 def find_twins(nodes: Sequence[Node], *, advice: str = NAMES_APART) -> list[str]:
-    """Say which of them have one name, or are one machine, and give ``advice``."""
+    """Return a fault for each set of nodes that have one name, or are one machine, with ``advice``."""
     if twice := describe_twice_here(nodes):
         return [twice]
     numbers: dict[str, list[str]] = {}
@@ -186,7 +186,7 @@ def find_twins(nodes: Sequence[Node], *, advice: str = NAMES_APART) -> list[str]
 
 
 def _refuse(faults: list[str], *, where: object) -> None:
-    """Raise one SpecError for ``faults``, each with ``where`` it is; no faults, no error."""
+    """Raise one SpecError for ``faults``, each prefixed with ``where``; without faults do nothing."""
     if faults:
         more = [f"and {len(faults) - _MOST_FAULTS} more"] if len(faults) > _MOST_FAULTS else []
         raise SpecError("\n".join([f"{where}: {fault}" for fault in faults[:_MOST_FAULTS]] + more))

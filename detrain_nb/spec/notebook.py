@@ -1,4 +1,4 @@
-"""The cells of a notebook that a job runs: those with the tag ``job``, one after the other, as one script."""
+"""The cells of a notebook that a job runs: those with the tag ``job``, in order, as one script."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def read_notebook_script(path: str) -> str:
     try:
         return script_of_notebook(data.decode("utf-8-sig"), where=location.name)
     except UnicodeDecodeError:
-        raise SpecError(f"{location.name}: is no notebook: it is not UTF-8") from None
+        raise SpecError(f"{location.name}: is not a notebook: it is not UTF-8") from None
 
 
 def script_of_notebook(text: str, *, where: str) -> str:
-    """Return the script that the tagged cells of a saved notebook make. Raises: SpecError, which names the cell."""
+    """Return the tagged cells of a saved notebook as one script. Raises: SpecError that names the cell."""
     cells = _tagged_cells(text, where)
     if not cells:
-        raise SpecError(f"{where}: no code cell has the tag {TAG!r}: give the cells of the job that tag, and save")
+        raise SpecError(f"{where}: no code cell has the tag {TAG!r}: tag the cells of the job, and save")
     script = "\n\n".join(f"# Cell {number}\n{source.rstrip()}\n" for number, source in cells)
     each = ((source, f"{where}, cell {number}") for number, source in cells)
-    check_python(*each, (script, f"{where}, its cells together"))  # a second one may not begin with __future__
+    check_python(*each, (script, f"{where}, its cells together"))  # only the first one may import from __future__
     return script
 
 
@@ -43,7 +43,7 @@ def _tagged_cells(text: str, where: str) -> list[tuple[int, str]]:
     try:
         notebook = json.loads(text)
     except (ValueError, RecursionError):
-        raise SpecError(f"{where}: is no notebook: save it from JupyterLab") from None
+        raise SpecError(f"{where}: is not a notebook: save it from JupyterLab") from None
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
         raise SpecError(f"{where}: has no cells: save it from JupyterLab, in version 4 of the format")

@@ -1,4 +1,4 @@
-"""``--training.epochs 2`` on a command line: which field is meant, and what of its type was given."""
+"""Overrides on a command line, such as ``--training.epochs 2``: the field, and the value by its type."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from .nodes_file import parse_nodes
 
 
 def read_overrides(model: type[BaseModel], words: Sequence[str]) -> dict[str, Any]:
-    """Read ``--name value`` and ``--name=value`` of all ``words``; a name is a field, or has dots, as training.epochs.
+    """Read ``--name value`` and ``--name=value`` from ``words``; a name is a field, or dotted, such as training.epochs.
 
-    Nodes are written as on any command line: ``--nodes gpu1,gpu2``. Lists have commas between their items, or are JSON;
-    ``--source.arguments`` is split as a shell splits it, and ``--source.setup`` is lines. Raises: SpecError.
+    Nodes are written as on any command line: ``--nodes gpu1,gpu2``. Lists are separated by commas, or JSON;
+    ``--source.arguments`` is split as a shell does, and ``--source.setup`` is lines. Raises: SpecError.
     """
     found, others = split_overrides(words, is_ours=bool)
     if others:
         known = [name for name in model.model_fields if name == others[0].partition(".")[0]]
         advice = f"write --{others[0]}" if known else f"give --field value: {nearest(others[0], model.model_fields)}"
-        raise SpecError(f"{others[0]!r} is no field to change: {advice}")
+        raise SpecError(f"{others[0]!r} is not an override: {advice}")
     return {name: _read(model, name, text) for name, text in found.items()}
 
 
 def name_fields(model: type[BaseModel], section: str = "") -> list[str]:
-    """The names of its fields, or of those of the model in its field ``section``, as source or source.git."""
+    """Return the names of its fields, or of those in its ``section``, such as source or source.git."""
     fields = _fields_of(model) or {}
     for part in section.split(".") if section else ():
         kind = fields.get(part)

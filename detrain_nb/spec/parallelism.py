@@ -1,4 +1,4 @@
-"""How the ranks share the model: the axes of their mesh, and what is done along them."""
+"""How the ranks share the model: the axes of their mesh, and what happens along them."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ _ANY_CASE = "|".join("".join(f"[{char.lower()}{char.upper()}]" for char in name)
 _ScheduleFile = Annotated[
     str,
     only(lambda text: is_path(text) and text.endswith(".csv")),
-    like(rf"{_ANY_CASE}|(?=.*\.csv$){NODE_PATH}"),  # a name is taken however its letters are written
+    like(rf"{_ANY_CASE}|(?=.*\.csv$){NODE_PATH}"),  # names are accepted in any case
 ]
-_AXIS = f"a number of ranks, 1 to {_MOST_RANKS:,}, or -1 for what is left"
+_AXIS = f"a number of ranks, 1 to {_MOST_RANKS:,}, or -1 for the rest"
 
 
 def _as_written(value: Any) -> Any:
-    """The name of a schedule as torch has it, however its letters are written."""
+    """Return the name of a schedule as torch spells it, in whatever case it is given."""
     return next((name for name in SCHEDULES if isinstance(value, str) and name.lower() == value.lower()), value)
 
 
 class Parallelism(SpecModel):
-    """The mesh, from its outermost axis to the innermost, and how `parallelize` lays the model out over it."""
+    """The mesh, from its outermost to its innermost axis, and how `parallelize` splits the model over it."""
 
     pp: _Axis = Field(default=1, description=f"{_AXIS}: pipeline stages")
     dp_replicate: _Axis = Field(default=1, description=f"{_AXIS}: whole copies of the model")
     dp_shard: _Axis = Field(default=-1, description=f"{_AXIS}: shards of parameters and optimizer state")
     tp: _Axis = Field(default=1, description=f"{_AXIS}: parts of each layer")
     schedule: Annotated[ScheduleName | _ScheduleFile, BeforeValidator(_as_written), AfterValidator(check_node_path)] = (
-        Field(default="1F1B", description=f"{', '.join(SCHEDULES)}, or a file *.csv: who runs which stage when")
+        Field(default="1F1B", description=f"{', '.join(SCHEDULES)}, or a file *.csv: which rank runs which stage when")
     )
     microbatches: Annotated[int, Field(ge=1, le=_MOST_MICROBATCHES)] | None = Field(
         default=None,
-        description=f"a whole number, 1 to {_MOST_MICROBATCHES:,}: the parts of a batch; none: what the schedule needs",
+        description=f"a whole number, 1 to {_MOST_MICROBATCHES:,}: the parts of a batch; unset: as the schedule needs",
     )
     activations: ActivationsKept = Field(
-        default="none", description='"none", "selective" or "full": what is computed again in the backward pass'
+        default="none", description='"none", "selective" or "full": what the backward pass recomputes'
     )
-    compile: bool = Field(default=False, description="true or false: each block by torch.compile")
-    precision: PrecisionName | None = Field(default=None, description='"bf16" or "fp32": what is computed in')
+    compile: bool = Field(default=False, description="true or false: compile each block with torch.compile")
+    precision: PrecisionName | None = Field(default=None, description='"bf16" or "fp32": the dtype of the computation')
     algorithm: Annotated[SyncAlgorithm, WithJsonSchema({"type": "string", "const": "sync"})] = Field(
-        default="sync", description='"sync": replicas agree in every step'
+        default="sync", description='"sync": replicas synchronize in every step'
     )
 
     @model_validator(mode="after")
@@ -60,7 +60,7 @@ class Parallelism(SpecModel):
             raise ValueError(f"{zero[0]} is 0: give {_AXIS}")
         if len(open_axes) > 1:
             raise ValueError(
-                f"{' and '.join(open_axes)} are both -1: only one axis has what is left, give the others a number"
+                f"{' and '.join(open_axes)} are both -1: only one axis can have the rest, give the others a number"
             )
         if self.algorithm != "sync":
             raise ValueError(f"algorithm {self.algorithm!r} is not available yet: give 'sync'")
@@ -68,5 +68,5 @@ class Parallelism(SpecModel):
 
     @property
     def axes(self) -> dict[str, int]:
-        """The size of every axis; -1 is what is left."""
+        """The size of every axis; -1 is the rest."""
         return {"pp": self.pp, "dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "tp": self.tp}

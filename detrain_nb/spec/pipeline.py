@@ -26,9 +26,9 @@ _RUN_ALONE = {".py": "script", ".ipynb": "notebook"}
 
 
 class PipelineSpec(ShownAsText, PipelineFields):
-    """What to run: frozen, and checked as a whole; it prints as the YAML that says as much.
+    """What to run: frozen, and validated as a whole; it prints as the equivalent YAML.
 
-    Raises: FieldError, a SpecError, with one line for each field that cannot be.
+    Raises: FieldError, a SpecError, with one line for each invalid field.
     """
 
     def __str__(self) -> str:
@@ -36,15 +36,15 @@ class PipelineSpec(ShownAsText, PipelineFields):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Make it of what a document has; ``$schema``, by which editors complete it, is left out. Raises: SpecError."""
+        """Build a spec from a document's content; ``$schema``, which is for editors, is ignored. Raises: SpecError."""
         check_names(data)
         return cls(**{name: value for name, value in data.items() if name != "$schema"})
 
     @classmethod
     def load(cls, url: str | os.PathLike[str]) -> Self:
-        """Read it from a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError.
+        """Read a spec from a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError.
 
-        A script (.py), or a notebook, is a spec of its own: it runs that, with all else as it stands.
+        A script (.py) or a notebook makes a spec that runs it, with the defaults for all other fields.
         """
         file = PurePath(url)
         if kind := _RUN_ALONE.get(file.suffix.lower()):
@@ -55,12 +55,12 @@ class PipelineSpec(ShownAsText, PipelineFields):
             raise FieldError(exc.faults, where=shown(os.fspath(url))) from None
 
     def save(self, url: str | os.PathLike[str]) -> None:
-        """Write it to a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError."""
+        """Write the spec to a path or an fsspec URL, as JSON, TOML or YAML by the suffix. Raises: SpecError."""
         write_document(url, self.to_dict())
 
     @classmethod
     def field_names(cls, section: str = "") -> list[str]:
-        """Return the names of its fields, or of those of a ``section`` such as training; none where it has none."""
+        """Return the names of the fields, or of those of a ``section`` such as training; empty if it has none."""
         return name_fields(cls, section)
 
     @classmethod
@@ -69,32 +69,33 @@ class PipelineSpec(ShownAsText, PipelineFields):
         return read_overrides(cls, words)
 
     def with_overrides(self, values: Mapping[str, Any]) -> Self:
-        """Return it with other ``values`` of fields, as ``{"training.epochs": 2}``; what a field stands instead of, as
-        ``training.steps``, is left out then. Raises: SpecError.
+        """Return a copy with other ``values`` of fields, such as ``{"training.epochs": 2}``. Raises: SpecError.
+
+        A field that a given one replaces, here ``training.steps``, is left out of the copy.
         """
         return self.from_dict(set_fields(self.to_dict(), values)) if values else self
 
     def with_ranks(self, count: int) -> Self:
-        """Return it with ``count`` ranks on each of its nodes, or on this machine. Raises: SpecError."""
+        """Return a copy with ``count`` ranks on each of its nodes, or on this machine. Raises: SpecError."""
         nodes = [node.to_fields() for node in self.nodes] or [{"host": "localhost"}]
         return self.with_overrides({"nodes": [{**node, "ranks": count} for node in nodes]})
 
     def plan(self, *, gpus: Mapping[str, int | Sequence[int]] | None = None) -> Plan:
-        """Return which rank is where, and what of the pipeline it has.
+        """Return the plan: on which node each rank runs, and its part of the pipeline.
 
-        ``gpus``: how many there are on a node, by its name ("" for this machine where no node is named), or their
-        indices. A node that is not named has those that the spec asks for, else none. Raises: SpecError.
+        ``gpus``: the number or the indices of a node's GPUs, by its name ("" for this machine if no node is named). A
+        node that is missing in it has the GPUs that the spec requests, else none. Raises: SpecError.
         """
         return plan_spec(self, gpus=gpus or {})
 
     def check(self, *, nodes: bool = False) -> list[Finding]:
-        """Return what is wrong with it, as far as that can be known without its nodes; an empty list is good.
+        """Return what is wrong with the spec, as far as it is known without its nodes; an empty list is good.
 
-        ``nodes``: ask them too, as `detrain_nb.jobs.check_nodes` does; a passphrase is asked of nobody.
+        ``nodes``: query them too, as `detrain_nb.jobs.check_nodes` does, without prompting for passphrases.
         """
         if not nodes:
             return check_spec(self)
-        from ..jobs import check_nodes  # a room above: design.md says why this one import goes there
+        from ..jobs import check_nodes  # a room above: the one such import, see design.md
 
         return check_nodes(self)
 
@@ -103,5 +104,5 @@ class PipelineSpec(ShownAsText, PipelineFields):
         return resolve_job(self, plan)
 
     def program_arguments(self, plan: Plan) -> tuple[str, ...]:
-        """Return the arguments of the script, in the style that the source says."""
+        """Return the arguments of the script, in the source's ``argument_style``."""
         return program_arguments(self, plan)

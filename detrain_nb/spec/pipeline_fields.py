@@ -1,4 +1,4 @@
-"""The fields of a pipeline: what is run, on which nodes, how the model is shared, and what comes of it."""
+"""The fields of a pipeline: what is run, on which nodes, how the model is split, and which files are kept."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ _Env = Annotated[
 
 
 class PipelineFields(SpecModel):
-    """What is written down of a pipeline, checked as a whole; `PipelineSpec` has it."""
+    """The fields of a pipeline, validated as a whole; the base of `PipelineSpec`."""
 
-    name: JobName = Field(description=f"{NAME_RULE}, as mnist-2")
+    name: JobName = Field(description=f"{NAME_RULE}, such as mnist-2")
     description: Annotated[str, only(lambda text: is_one_line(text, allowed="\n\t") and len(text) <= 4000)] = Field(
         default="",
         json_schema_extra={"maxLength": 4000},
-        description="a text of at most 4000 characters, without control codes",
+        description="a text of at most 4000 characters, without control characters",
     )
     parallelism: Parallelism = Field(default=Parallelism(), description="a table: the axes pp, dp_replicate, ...")
     training: Training = Field(default=Training(), description="a table: epochs or steps, batch_size, ...")
     nodes: Annotated[
         tuple[Node, ...], BeforeValidator(as_tuple), Field(max_length=_MOST_NODES), AfterValidator(_check_nodes)
-    ] = Field(default=(), description="a list of nodes, each with its host; none: this machine")
+    ] = Field(default=(), description="a list of nodes, each with its host; empty: this machine")
     source: Source = Field(description="a table with one of script, script_text, notebook, git, path, module")
     data: Data | None = Field(default=None, description="a table with the url of the data")
     model: Model | None = Field(default=None, description="a table with the url of a model")
@@ -66,14 +66,16 @@ class PipelineFields(SpecModel):
     artifacts: Annotated[tuple[Inside, ...], BeforeValidator(as_set_of)] = Field(
         default=ARTIFACTS,
         json_schema_extra=EACH_ONCE,
-        description='a list of patterns of files below the folder the ranks run in, as "*.pt", each once, without ..',
+        description='a list of patterns of files in the folder the ranks run in, such as "*.pt", each once, without ..',
     )
-    env: _Env = Field(default={}, description="a table of environment variables with texts; secrets stay out of it")
+    env: _Env = Field(
+        default={}, description="a table of environment variables with their values as texts, without secrets"
+    )
     secrets: Annotated[tuple[FreeVariable, ...], BeforeValidator(as_set_of), Field(json_schema_extra=EACH_ONCE)] = (
-        Field(default=(), description="a list of names of environment variables, each once: values stay out of it")
+        Field(default=(), description="a list of names of environment variables, each once, without values")
     )
     image: Annotated[str, only(lambda text: is_path(text) and " " not in text), like(rf"(?!.* ){PATH}")] | None = Field(
-        default=None, description="the name of a container image, for where jobs run in one"
+        default=None, description="the name of a container image, for exports that run in one"
     )
     rendezvous: Rendezvous = Field(default=Rendezvous(), description="a table: endpoint, port, timeout_s, ...")
 
@@ -81,7 +83,7 @@ class PipelineFields(SpecModel):
     def _check_style(self) -> Self:
         if self.source.argument_style == "detrain" and self.training.steps is not None:
             raise ValueError(
-                f"training.steps {self.training.steps}: the arguments of DeTrain have epochs alone: give "
+                f"training.steps {self.training.steps}: the arguments of DeTrain have only epochs: give "
                 'training.epochs, or source.argument_style "plain"'
             )
         return self
@@ -89,15 +91,15 @@ class PipelineFields(SpecModel):
     @model_validator(mode="after")
     def _check_variables(self) -> Self:
         if both := [name for name in self.secrets if name in self.env]:
-            raise ValueError(f"{both[0]} stands in env and in secrets: leave it out of env, whose values are stored")
+            raise ValueError(f"{both[0]} is in both env and secrets: leave it out of env, whose values are stored")
         return self
 
     def python_of(self, node_rank: int) -> str:
-        """Return which Python a node runs; a job on this machine has no nodes."""
+        """Return the Python of a node, or of this machine when the spec has no nodes."""
         return (self.nodes[node_rank] if self.nodes else Node(host=THIS_MACHINE)).python
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is not as by default, as a document has it."""
+        """Return the fields that differ from their defaults, as a document has them."""
         fields = self.to_fields()
         if self.nodes:
             fields["nodes"] = [node.to_fields() for node in self.nodes]

@@ -29,8 +29,7 @@ from .words import (
 def _check_password(text: str) -> str:
     if has_password_of_user(text):
         raise ValueError(
-            "has a user or password in it, and a spec is stored: leave that out, and name a variable in secrets that "
-            "lets the script in"
+            "contains a user or password, and a spec is stored: leave it out, and pass it in a variable of secrets"
         )
     return text
 
@@ -46,61 +45,63 @@ _Word = Annotated[
 ]
 _Chunk = Annotated[str, only(lambda text: bool(text) and is_one_line(text)), like(f"(?=.){ONE_LINE}")]
 _Chunks = Annotated[tuple[_Chunk, ...], BeforeValidator(as_set_of), Field(json_schema_extra=EACH_ONCE)]
-URL = "a path or an fsspec URL, as s3://bucket/folder, on one line; keys and passwords stay out of it"
+URL = "a path or an fsspec URL, such as s3://bucket/folder, on one line, without keys and passwords"
 
 
 class _Stored(SpecModel):
     url: _NodeUrl = Field(description=URL)
-    format: _Word | None = Field(default=None, description="a word for how it is written, as parquet or safetensors")
+    format: _Word | None = Field(
+        default=None, description="the name of its file format, such as parquet or safetensors"
+    )
     chunks: _Chunks = Field(default=(), description="a list of the names of its parts, each once")
 
 
 class Data(_Stored):
-    """What is trained on."""
+    """The training data."""
 
 
 class Model(_Stored):
-    """What is trained, where it is not made anew."""
+    """A model to start from, instead of a new one."""
 
 
 class Checkpoint(SpecModel):
-    """Where checkpoints go, how often, and whether a job goes on from them."""
+    """Where checkpoints are saved, how often, and whether a job resumes from them."""
 
     url: _NodeUrl = Field(description=URL)
     interval: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="a whole number, 1 or more: steps between two; none: one at the end"
+        default=None, description="a whole number, 1 or more: steps between checkpoints; unset: only one, at the end"
     )
     keep: Annotated[int, Field(ge=1)] | Literal["all"] = Field(
-        default=3, description='a whole number, 1 or more: so many of the newest stay; or "all"'
+        default=3, description='a whole number, 1 or more: how many of the newest are kept; or "all"'
     )
-    resume: bool = Field(default=True, description="true or false: go on from the newest one that is there")
-    asynchronous: bool = Field(default=False, description="true or false: train on while one is written")
+    resume: bool = Field(default=True, description="true or false: resume from the newest checkpoint")
+    asynchronous: bool = Field(default=False, description="true or false: continue training while one is written")
 
 
 class Rendezvous(SpecModel):
-    """How the nodes find each other, and how often a job begins anew when a rank or a node fails."""
+    """How the nodes find each other, and how often a job restarts when a rank or a node fails."""
 
-    id: JobName | None = Field(default=None, description=f"a name: {NAME_RULE}; none: the job's")
+    id: JobName | None = Field(default=None, description=f"a name: {NAME_RULE}; unset: the job's")
     endpoint: Address | None = Field(
-        default=None, description="the address or host name at which the others reach the first node; none: found out"
+        default=None, description="the address or host name at which the others reach the first node; unset: detected"
     )
     port: Annotated[int, Field(ge=0, le=65535)] = Field(
         default=0, description="a number from 1 to 65535; 0: the first node picks a free one"
     )
     timeout_s: Annotated[float, Field(ge=1, le=86400)] = Field(
-        default=TIMEOUT_S, description="seconds, 1 to 86400: within them all nodes come"
+        default=TIMEOUT_S, description="seconds, 1 to 86400: how long to wait for all nodes"
     )
     silence_s: Annotated[float, Field(ge=3, le=3600)] = Field(
-        default=SILENCE_S, description="seconds, 3 to 3600: a node that says nothing for so long is lost"
+        default=SILENCE_S, description="seconds, 3 to 3600: a node that sends nothing for so long is lost"
     )
     max_restarts: Annotated[int, Field(ge=0, le=1000)] = Field(
-        default=0, description="a whole number, 0 to 1000: how often all ranks begin anew when one fails"
+        default=0, description="a whole number, 0 to 1000: how often all ranks restart when one fails"
     )
     min_nodes: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="a whole number, 1 or more: so many nodes suffice; none: all"
+        default=None, description="a whole number, 1 or more: how many nodes suffice; unset: all"
     )
     max_nodes: Annotated[int, Field(ge=1)] | None = Field(
-        default=None, description="a whole number, 1 or more: there can be so many nodes; none: all"
+        default=None, description="a whole number, 1 or more: how many nodes run at most; unset: all"
     )
 
     @model_validator(mode="after")
@@ -111,9 +112,9 @@ class Rendezvous(SpecModel):
 
     @property
     def is_elastic(self) -> bool:
-        """Ranks may begin anew, or nodes be fewer than all."""
+        """True when ranks may restart, or fewer than all nodes may run."""
         return self.max_restarts > 0 or self.min_nodes is not None or self.max_nodes is not None
 
     def fewest(self, there: int) -> int:
-        """How few of the nodes that are ``there`` a round may have."""
+        """Return the smallest number of nodes that a round may have, of the ``there`` nodes of the spec."""
         return min(there, self.min_nodes or there, self.max_nodes or there)

@@ -1,4 +1,4 @@
-"""What a spec makes of its nodes: the plan of its ranks, the spec that a script reads, the arguments it is given."""
+"""What a spec resolves to: the plan of its ranks, the spec that its script reads, the script's arguments."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _RANKS_HERE = 2  # on the CPU, where no node is named
 
 
 def plan_spec(spec: PipelineFields, *, gpus: Mapping[str, int | Sequence[int]]) -> Plan:
-    """Number the ranks; ``gpus`` are how many a node has, by its name, or their indices.
+    """Plan the ranks; ``gpus`` has the number of a node's GPUs, or their indices, by its name.
 
-    A node that it does not name has the GPUs that the spec asks for. Raises: SpecError.
+    A node that is missing in it has the GPUs that the spec requests. Raises: SpecError.
     """
     names = [node.name for node in spec.nodes] or [""]
     if unknown := [name for name in gpus if name not in names]:
-        raise SpecError(f"gpus are given of {unknown[0]!r}, which is no node: there are {', '.join(names)}")
+        raise SpecError(f"gpus has {unknown[0]!r}, which is not a node: choose from {', '.join(names)}")
     found = {name: tuple(range(each)) if isinstance(each, int) else tuple(each) for name, each in gpus.items()}
     offers = [
         NodeOffer(
@@ -54,9 +54,9 @@ def plan_spec(spec: PipelineFields, *, gpus: Mapping[str, int | Sequence[int]]) 
 
 
 def find_rounds_that_do_not_fit(spec: PipelineFields, plan: Plan) -> dict[int, str]:
-    """Return each number of nodes that an elastic job may have and that its axes or batch do not fit, and why.
+    """Return the numbers of nodes that an elastic job may have but its axes or batch do not fit, each with the reason.
 
-    Nothing is said of nodes that differ in their ranks, or whose GPUs nobody has counted.
+    The result is empty for nodes with different numbers of ranks, or with unknown numbers of GPUs.
     """
     misfits: dict[int, str] = {}
     sizes = {len(node.ranks) for node in plan.nodes}
@@ -77,7 +77,7 @@ def find_rounds_that_do_not_fit(spec: PipelineFields, plan: Plan) -> dict[int, s
 
 
 def describe_unknown_gpus(spec: PipelineFields, gpus: Mapping[str, object]) -> str:
-    """``nodes a, b have GPUs``: those that have a rank for each, however many; empty where all is known."""
+    """Return ``nodes a, b have GPUs`` for nodes with a rank for each of an unknown number; empty if all are known."""
     if not spec.nodes:
         return "" if "" in gpus else "this machine has GPUs"
     names = [
@@ -90,7 +90,7 @@ def describe_unknown_gpus(spec: PipelineFields, gpus: Mapping[str, object]) -> s
 def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
     """Return what a script reads with `job_spec`: the spec with every axis and batch size as a number.
 
-    Where fewer nodes may do, axes and microbatches stay as they were given: each round has its own.
+    When fewer nodes may run, axes and microbatches stay as they were given: each round resolves its own.
     """
     data: dict[str, Any] = spec.model_dump(
         mode="json", include={"name", "description", "training", "data", "model", "checkpoint", "artifacts"}
@@ -109,7 +109,7 @@ def resolve_job(spec: PipelineFields, plan: Plan) -> JobSpec:
 
 
 def program_arguments(spec: PipelineFields, plan: Plan) -> tuple[str, ...]:
-    """Return the arguments of the program; in the style of DeTrain its flags stand behind the user's.
+    """Return the arguments of the program; in the style of DeTrain its flags follow the user's.
 
     ``--gpu`` has 1 for each rank on a GPU and 0 for the others, ``--batch_size`` is that of a replica, and
     ``--split_size`` the number of microbatches, which its help calls the number of parts.

@@ -1,7 +1,7 @@
-"""The JSON Schema of a spec, by which editors complete and check one: ``python -m detrain_nb.spec.schema`` writes it.
+"""The JSON Schema of a spec, for editors that complete and check one: ``python -m detrain_nb.spec.schema`` writes it.
 
-A document names it with ``"$schema": "..."``, in YAML with ``# yaml-language-server: $schema=...``. It says less than
-the models do: what several fields have to do with each other, only they know.
+A document names it with ``"$schema": "..."``, in YAML with ``# yaml-language-server: $schema=...``. It checks less than
+the models do: only they check fields against each other.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ def make_schema() -> str:
     """Return the schema as the text of its file."""
     schema = PipelineSpec.model_json_schema()
     schema["properties"]["$schema"] = {"type": "string", "description": "the address or path of this schema"}
-    for model in (schema, *schema["$defs"].values()):  # of a docstring an editor shows what the class is
+    for model in (schema, *schema["$defs"].values()):  # editors show the first paragraph of a docstring
         model["description"] = model["description"].partition("\n\n")[0]
         for name, field in model["properties"].items():
-            if isinstance(field.get("default"), dict | list):  # one whose lines are all comments is null in YAML
+            if isinstance(field.get("default"), dict | list):  # a table whose lines are all comments is null in YAML
                 told = {key: field.pop(key) for key in ("default", "description", "title") if key in field}
                 model["properties"][name] = {"anyOf": [field, {"type": "null"}], **told}
     head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A pipeline of detrain_nb"}

@@ -1,4 +1,4 @@
-"""What the ranks run: a script, the cells of a notebook, a repository, a folder or a module; with which arguments."""
+"""What the ranks run: a script, cells of a notebook, a repository, a folder or a module; and its arguments."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ _Entry = Annotated[
     str, only(lambda text: is_inside(text) and text.lower().endswith(".py")), like(f"(?={PYTHON_FILE}$){INSIDE}")
 ]
 _Argument = Annotated[str, only(is_for_argv)]
-FOLDER_KINDS = ("git", "path")  # what has an entry
+FOLDER_KINDS = ("git", "path")  # the kinds that have an entry
 
 
 class Git(SpecModel):
-    """A repository, at one branch, tag or commit of it."""
+    """A repository, at a branch, tag or commit."""
 
     url: Annotated[str, AfterValidator(check_git_url)] = Field(
-        description="https://host/path, ssh://host/path, user@host:path or a path; no password in it"
+        description="https://host/path, ssh://host/path, user@host:path or a path, without a password"
     )
     ref: Annotated[str, AfterValidator(check_git_ref)] | None = Field(
-        default=None, description="a branch, a tag or a commit; none: the branch that the repository names"
+        default=None, description="a branch, a tag or a commit; unset: the repository's default branch"
     )
     token: Annotated[Variable, AfterValidator(check_free)] | None = Field(
         default=None, description="the name of the environment variable that holds a token; never the token itself"
     )
     ssh_key: Path | None = Field(default=None, description="the path of a private key on the machine that clones")
     folder: Inside | None = Field(
-        default=None, description="a folder of the repository that the ranks run in; none: its top"
+        default=None, description="the folder of the repository that the ranks run in; unset: its root"
     )
     how: Literal["auto", "clone", "bundle"] = Field(
         default="auto",
-        description='"clone": each node asks the git host; "bundle": this machine does, and sends it to the nodes; '
-        '"auto": "clone", or "bundle" where a node does not reach that host',
+        description='"clone": each node clones from the git host; "bundle": this machine does, and sends it to the '
+        'nodes; "auto": "clone", or "bundle" if a node cannot reach that host',
     )
 
     @model_validator(mode="after")
@@ -76,7 +76,7 @@ class Git(SpecModel):
 
 
 class Source(SpecModel):
-    """Exactly one of `script`, `script_text`, `notebook`, `git`, `path` and `module`, and how it is called."""
+    """Exactly one of `script`, `script_text`, `notebook`, `git`, `path` and `module`, and its arguments."""
 
     script: _Script | None = Field(default=None, description="the path of a Python file, *.py")
     script_text: Annotated[str, only(lambda text: bool(text.strip()) and is_for_argv(text))] | None = Field(
@@ -88,10 +88,10 @@ class Source(SpecModel):
     git: Git | None = Field(default=None, description="a table with the url of a repository")
     path: Url | None = Field(default=None, description=f"a folder: {URL}")
     module: Module | None = Field(
-        default=None, description="the name of a module that is installed on the nodes, as package.train"
+        default=None, description="the name of a module that is installed on the nodes, such as package.train"
     )
     entry: _Entry | None = Field(
-        default=None, description="the Python file that is run, *.py, by its path in the folder of git or path"
+        default=None, description="the Python file to run, *.py, as a path inside the folder of git or path"
     )
     arguments: Annotated[tuple[_Argument, ...], BeforeValidator(as_tuple)] = Field(
         default=(), description="a list of texts without NUL"
@@ -101,7 +101,7 @@ class Source(SpecModel):
         description='"plain", or "detrain", which adds --gpu, --epochs, --batch_size, --lr, --model_name, --split_size',
     )
     setup: Lines = Field(
-        default=(), description="lines for a shell, run on every node before the ranks start, without control codes"
+        default=(), description="shell lines to run on every node before the ranks start, without control characters"
     )
 
     @model_validator(mode="after")
@@ -111,14 +111,14 @@ class Source(SpecModel):
             found = f"{' and '.join(given)} are given" if given else "nothing says what to run"
             raise ValueError(f"{found}: give exactly one of {', '.join(_KINDS)}")
         if given[0] in FOLDER_KINDS and self.entry is None:
-            advice = f"{given[0]} is a folder, so name the Python file of it that is run"
+            advice = f"{given[0]} is a folder: give the Python file in it to run"
             raise FieldError([FieldFault("entry", f" is missing: {advice}", advice)])
         if given[0] not in FOLDER_KINDS and self.entry is not None:
-            said = f" {show(self.entry)} stands beside {given[0]}, which is no folder: leave it out"
+            said = f" {show(self.entry)} does not apply to {given[0]}, which is not a folder: leave it out"
             raise FieldError([FieldFault("entry", said)])
         return self
 
     @property
     def kind(self) -> str:
-        """The name of the one field that says what is run."""
+        """The name of the one field that is given."""
         return next(kind for kind in _KINDS if getattr(self, kind) is not None)

@@ -15,7 +15,7 @@ _LIKE_RANKS = re.compile(r"[0-9_-]+|all")  # what plan.parse_ranks reads, and wh
 _OURS = re.compile(
     r"DETRAIN_NB_.*|TORCHELASTIC_.*|PET_.*|(?:LOCAL_|GROUP_|ROLE_)?(?:RANK|WORLD_SIZE)|MASTER_(?:ADDR|PORT)"
 )
-# What editors look for: the syntax that Python and JavaScript have in common, and no more than the models refuse.
+# Patterns for editors, in the syntax common to Python and JavaScript; they refuse no more than the models do.
 NODE_NAME = rf"(?!(?:[0-9_-]+|[aA][lL][lL])$){NAME.pattern}"
 FREE_VARIABLE = rf"(?!(?:{_OURS.pattern})$){VARIABLE.pattern}"
 ONE_LINE = r"[^\x00-\x1f\x7f-\x9f\u2028\u2029]*"
@@ -30,7 +30,7 @@ _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*){0,30}")
 
 
 def only(is_right: Callable[[str], object]) -> AfterValidator:
-    """Let a text pass for which ``is_right`` is true; the error is made of the field's description."""
+    """Accept a text for which ``is_right`` is true; the error is built from the field's description."""
 
     def check(text: str) -> str:
         if not is_right(text):
@@ -41,12 +41,12 @@ def only(is_right: Callable[[str], object]) -> AfterValidator:
 
 
 def like(pattern: str) -> WithJsonSchema:
-    """Let editors mark a text that is not of ``pattern``, which takes whatever the model takes."""
+    """Let editors mark a text that does not match ``pattern``, which accepts whatever the model accepts."""
     return WithJsonSchema({"type": "string", "pattern": f"^(?:{pattern})$"})
 
 
 def is_node_name(text: str) -> bool:
-    """It is a name that no choice of ranks reads as."""
+    """Return whether a text is a name that cannot be read as a choice of ranks."""
     return is_job_name(text) and not _LIKE_RANKS.fullmatch(text.lower())
 
 
@@ -55,60 +55,62 @@ def is_job_name(text: str) -> bool:
 
 
 def is_variable(text: str) -> bool:
-    """It is the name of an environment variable."""
+    """Return whether a text is the name of an environment variable."""
     return bool(VARIABLE.fullmatch(text))
 
 
 def check_free(name: str) -> str:
-    """Return the name of a variable that is the user's to set. Raises: ValueError."""
+    """Return the name of a variable, if the user may set it. Raises: ValueError."""
     if _OURS.fullmatch(name):
-        raise ValueError(f"{name} is set for every rank by torchrun or by us: give it another name")
+        raise ValueError(f"{name} is set on every rank by torchrun or detrain_nb: give it another name")
     return name
 
 
 def is_module(text: str) -> bool:
-    """It is the dotted name of a Python module."""
+    """Return whether a text is the dotted name of a Python module."""
     return bool(_MODULE.fullmatch(text)) and len(text) <= 250
 
 
 def is_path(text: str) -> bool:
-    """It goes into an argv: not blank, no option, no control characters, and no longer than a path of Linux."""
+    """Return whether a text is a path for an argv: not blank, no option, no control characters, not too long."""
     return len(text) <= _MOST_PATH_CHARS and bool(text.strip()) and not text.startswith("-") and is_one_line(text)
 
 
 def check_node_path(text: str) -> str:
-    """Return the path of something on nodes. Raises: ValueError for one of Windows, which would be a name there."""
+    """Return a path on nodes. Raises: ValueError for one of Windows, which would be a plain name there."""
     if _OF_WINDOWS.match(text):
-        raise ValueError("is a path of Windows, and ranks run on Linux: give the path that it has there, as /mnt/share")
+        raise ValueError(
+            "is a Windows path but ranks run on Linux: give the path that it has there, such as /mnt/share"
+        )
     return text
 
 
 def is_inside(text: str) -> bool:
-    """It is the path of something in a folder, and does not lead out of it."""
+    """Return whether a text is a path inside a folder, which does not lead out of it."""
     return is_path(text) and not text.startswith(("/", "~")) and "\\" not in text and ".." not in text.split("/")
 
 
 def is_one_line(text: str, *, allowed: str = "") -> bool:
-    """No control characters, no ends of lines, nothing that UTF-8 cannot write."""
-    if text.isprintable():  # most are, and it is looked at fast
+    """Return whether a text has no control characters, line ends, or characters that UTF-8 cannot encode."""
+    if text.isprintable():  # the usual case, and a fast check
         return True
     return not any(unicodedata.category(char) in {"Cc", "Cs", "Zl", "Zp"} for char in text if char not in allowed)
 
 
 def is_for_argv(text: str) -> bool:
-    """The system takes it as an argument or the value of a variable: no NUL, nothing that UTF-8 cannot write."""
+    """Return whether a text can be an argument or a variable's value: no NUL, nothing that UTF-8 cannot encode."""
     return "\0" not in text and not any(unicodedata.category(char) == "Cs" for char in text)
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
-    """A list, or a tuple, as files and Python have them."""
+    """Return a list or a tuple as a tuple. Raises: ValueError."""
     if not isinstance(value, list | tuple):
         raise ValueError
     return tuple(value)
 
 
 def as_set_of(value: Any) -> tuple[Any, ...]:
-    """A list in which everything stands once."""
+    """Return a list as a tuple. Raises: ValueError when an item is in it twice."""
     items = as_tuple(value)
     if len(set(map(repr, items))) < len(items):
         raise ValueError
@@ -116,7 +118,7 @@ def as_set_of(value: Any) -> tuple[Any, ...]:
 
 
 def as_lines(value: Any) -> tuple[str, ...]:
-    """Lines for a shell: one text, or a list of them; none that is empty at the begin and the end."""
+    """Return the shell lines of a text, or of a list of texts, without empty ones at either end. Raises: ValueError."""
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
         raise ValueError

@@ -48,7 +48,7 @@ def test_spec_is_run_and_its_exit_status_returned(
 ) -> None:
     assert main(["run", str(spec), "--training.epochs", "7"]) == 0
     out, err = capfd.readouterr()
-    assert "detrain-nb: note: image: some/image:1: no job starts a container yet" in err
+    assert "detrain-nb: note: image: some/image:1: only exports start containers yet" in err
     assert sorted(out.splitlines()) == ["[0] rank 0 epochs 7", "[1] rank 1 epochs 7"]
     assert Record().get("from-the-shell").file == os.fsencode(spec)
     assert main(["jobs", "list"]) == 0

@@ -241,10 +241,10 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
     assert seen and Path(seen.program[0]).name == "my notebook.py"
     assert Path(seen.program[0]).read_text() == "# Cell 2\nimport torch\n\n\n# Cell 4\na = 1\n"
     path.write_text(json.dumps({"cells": [cell("a = 1\n%time b", "job")]}))
-    with pytest.raises(SpecError, match=r"notebook\.ipynb, cell 1, line 2: is not Python: a script has no magics"):
+    with pytest.raises(SpecError, match=r"notebook\.ipynb, cell 1, line 2: is not Python: a script cannot have magics"):
         _export(exporter, spec)
     path.write_text(json.dumps({"cells": [cell("a = 1")]}))
-    with pytest.raises(SpecError, match=r"no code cell has the tag 'job': give the cells of the job that tag"):
+    with pytest.raises(SpecError, match=r"no code cell has the tag 'job': tag the cells of the job"):
         _export(exporter, spec)
     path.unlink()
     with pytest.raises(SpecError, match=r"notebook\.ipynb cannot be read: it is not there"):

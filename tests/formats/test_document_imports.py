@@ -234,7 +234,7 @@ def test_services_that_start_torchrun_are_a_spec() -> None:
     assert "hf_secret" not in str(found), "no secret is carried, and none is shown"
     for name, reason in {
         "HF_TOKEN": "secret",
-        "RANK": "is set for every rank",
+        "RANK": "is set on every rank",
         "WORLD_SIZE": "is set",
         "OWN": "differs",
     }.items():

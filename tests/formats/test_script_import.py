@@ -175,7 +175,7 @@ def test_what_the_shell_would_fill_in_is_kept_and_named() -> None:
     begins = ("N: ", "$LR: ", "$OUT: ", "--nnodes: ", "--master-addr: ", "HF_TOKEN: ", "echo (line 4): ")
     assert sorted(each for each in begins if any(line.startswith(each) for line in left_out)) == sorted(begins)
     assert "abc" not in str(import_text("HF_TOKEN=abc torchrun a.py"))
-    assert _fields("MASTER_PORT=1 torchrun a.py")[1] == ("MASTER_PORT: is set for every rank by torchrun or by us",)
+    assert _fields("MASTER_PORT=1 torchrun a.py")[1] == ("MASTER_PORT: is set on every rank by torchrun or detrain_nb",)
 
 
 def test_what_is_true_of_the_first_machine_alone_is_named() -> None:

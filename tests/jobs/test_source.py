@@ -95,12 +95,15 @@ def test_file_of_a_schedule_travels_with_a_script(tmp_path: Path, node: Path, mo
     assert folder.check() == [] and "sub/own.csv" in arrive(plan_source(folder), node, at="folder")
     for name in ("gone.csv", "../here/sub/own.csv"):
         (fault,) = spec(name, script="train.py").check()
-        assert str(fault) == f"parallelism.schedule: {name}: no such file in {tmp_path}/here, from which it travels"
+        assert (
+            str(fault)
+            == f"parallelism.schedule: {name}: no such file in {tmp_path}/here, from which it is sent to the nodes"
+        )
         with pytest.raises(DetrainError):
             plan_source(spec(name, script="train.py"))
     for planned in (spec("/x/own.csv", script="train.py"), spec("own.csv", module="package.train")):
         (fault,) = planned.check()
-        assert "own.csv does not travel: every node needs it" in fault.text and fault.severity == "warning"
+        assert "own.csv is not sent to the nodes: put it at that path" in fault.text and fault.severity == "warning"
         assert len(plan_source(planned).files) <= 1
 
 
@@ -111,8 +114,7 @@ def test_file_that_hides_a_module_is_told_of(path: str, tmp_path: Path) -> None:
     found = PipelineSpec.from_dict({"name": "x", "source": source}).check()
     field, hidden = ("source.path", ["json", "torch"]) if path == "project" else ("source.script", ["torch"])
     assert [str(each) for each in found] == [
-        f"warning: {field}: ranks import {name} from the folder of their script, not Python's own or torch: "
-        "give it another name"
+        f"warning: {field}: ranks import {name} from the folder of their script, not from Python or torch: rename it"
         for name in hidden
     ]
 
@@ -124,7 +126,7 @@ def test_checkpoint_of_several_nodes_in_a_folder_of_each_is_told_of() -> None:
 
     two = ({"host": "a"}, {"host": "b"})
     (said,) = check("runs/1", *two)
-    assert said.startswith("warning: checkpoint.url: runs/1 is another folder on each node, so the shards of one")
+    assert said.startswith("warning: checkpoint.url: runs/1 is a different folder on each node, and would have only")
     assert not check("runs/1", two[0]) and not check("/shared/runs", *two) and not check("s3://bucket/runs", *two)
     assert not check("runs/1", *({**each, "workdir": "/shared"} for each in two))
 

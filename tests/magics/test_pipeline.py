@@ -49,7 +49,7 @@ def test_script_is_printed_or_written(
     assert capsys.readouterr().out == f"wrote {tmp_path}/job.sh\n"
     magics.pipeline("export torchrun spec --rendezvous.max_restarts 1 --name other --nodes x,y,z")
     said = capsys.readouterr()
-    assert said.err.startswith("warning: checkpoint: ranks that begin anew begin at step 0")
+    assert said.err.startswith("warning: checkpoint: restarted ranks begin at step 0")
     assert "# other: 3 ranks on 3 nodes" in said.out
 
 

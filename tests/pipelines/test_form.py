@@ -84,7 +84,7 @@ def test_wrong_value_stays_and_is_told_of_beside_its_field() -> None:
     form.edit("training.batch_size", "3o")
     assert form.typed("training.batch_size") == "3o" and form.draft["training"] == {"batch_size": "3o"}
     assert form.errors == {
-        "training.batch_size": "'3o': give a whole number, 1 to 1,000,000,000,000: samples of a step, of all replicas"
+        "training.batch_size": "'3o': give a whole number, 1 to 1,000,000,000,000: samples per step, over all replicas"
     }
     assert form.spec is before and not form.is_right
     form.edit("training.batch_size", "30")
@@ -156,7 +156,7 @@ def test_text_of_one_kind_of_source_waits_while_another_is_chosen() -> None:
     form = SpecForm(RIGHT)
     form.edit(KIND_PATH, "path")
     form.edit("source.path", "gpt")
-    assert form.errors == {"source.entry": "is missing: path is a folder, so name the Python file of it that is run"}
+    assert form.errors == {"source.entry": "is missing: path is a folder: give the Python file in it to run"}
     form.edit(KIND_PATH, "git")
     form.edit("source.git.url", "https://example.org/a.git")
     form.edit("source.entry", "train.py")
@@ -198,7 +198,7 @@ def test_file_with_faults_is_shown_as_it_is_and_can_be_mended() -> None:
     assert form.typed("training.steps") == "many" and form.typed("name") == "5" and form.typed("colour") == "red"
     assert form.document["colour"] == "red" and form.document["training"]["stepz"] == 3
     for path in ("colour", "training.stepz"):
-        assert "is no field" in form.errors[path]
+        assert "is not a field" in form.errors[path]
         with pytest.raises(SpecError, match="only be taken away"):
             form.edit(path, "blue")
         form.edit(path, "")

@@ -17,7 +17,7 @@ from detrain_nb.spec import PipelineSpec
 for text in "[x " + "for x in y " * 80_000 + "]", "-" * 1_900_000 + "1":
     print(*PipelineSpec.from_dict({"name": "deep", "source": {"script_text": text}}).check())
 """
-TOO_DEEP = "source.script_text: the text: is not Python"  # that can be read, where Python crashes
+TOO_DEEP = "source.script_text: the text: is not Python"  # that can be parsed, where Python crashes
 
 
 @pytest.mark.timeout(120)
@@ -34,7 +34,7 @@ def test_text_that_takes_gigabytes_to_compile_is_refused() -> None:
 
 
 def test_large_text_is_refused_before_it_is_read() -> None:
-    with pytest.raises(SpecError, match="the text: larger than 2 MB: put what is not code into files"):
+    with pytest.raises(SpecError, match="the text: larger than 2 MB: move data from it into files"):
         check_python(("a = 1\n" * 400_000, "the text"))
 
 

@@ -54,34 +54,40 @@ def test_several_leases_have_nodes_of_different_names(tmp_path: Path) -> None:
     assert [node.name for node in parse_nodes(f"{tmp_path}/own.toml,{tmp_path}/b.json")] == ["gpu1", "node-0"]
     with pytest.raises(SpecError, match="nodes 1 and 2 have the same name 'gpu1'"):
         parse_nodes(f"{tmp_path}/own.toml,{tmp_path}/own.toml")
-    with pytest.raises(SpecError, match=f"^{'a' * 63}: two leases have this service: give it a shorter name"):
+    with pytest.raises(SpecError, match=f"^{'a' * 63}: several leases have this service: shorten its name"):
         nodes_from_lease([_lease(**{"a" * 63: [_way(1)]})] * 2)
 
 
 @pytest.mark.parametrize(
     ("lease", "fault"),
     [
-        (_lease(a=[_way(port=8080)]), r"forwarded_ports\.a: no forwarded port for 2222, .* global: true, or leave it"),
-        (_lease(a=None), r"forwarded_ports\.a: no forwarded port for 2222"),
-        (_lease(a={}), r"forwarded_ports\.a: no forwarded port for 2222"),
+        (
+            _lease(a=[_way(port=8080)]),
+            r"forwarded_ports\.a: sshd's port 2222 is not forwarded: .* global: true, or leave",
+        ),
+        (_lease(a=None), r"forwarded_ports\.a: sshd's port 2222 is not forwarded"),
+        (_lease(a={}), r"forwarded_ports\.a: sshd's port 2222 is not forwarded"),
         (_lease(a="x"), r"forwarded_ports\.a: give a list of ports"),
         (_lease(a=["x"]), r"forwarded_ports\.a\[0\]: give a table with host, port, externalPort"),
         (_lease(a=[_way(host="")]), r"forwarded_ports\.a\[0\]\.host: give a host"),
         (_lease(a=[_way(host="a b;c")]), r"forwarded_ports\.a\[0\]: .*host"),
         (_lease(a=[_way(10**30)]), r"forwarded_ports\.a\[0\]\.externalPort: give a port from 1 to 65535"),
         (_lease(a=[_way(True)]), r"forwarded_ports\.a\[0\]\.externalPort: give a port"),
-        ({**_lease(a=[_way()]), "services": {"a": {"available": 0}}}, r"services\.a: is not there yet: ask"),
+        (
+            {**_lease(a=[_way()]), "services": {"a": {"available": 0}}},
+            r"services\.a: is not available yet: run lease-status",
+        ),
         ({**_lease(a=[_way()]), "services": {"a": {"available": "1"}}}, r"services\.a\.available: give a whole number"),
         ({**_lease(a=[_way()]), "ips": {"a": [{**_IP, "IP": 7}]}}, r"ips\.a\[0\]\.IP: give a host"),
-        (_lease(a=[_way(port=1), _way(proto="UDP")]), r"forwarded_ports\.a\[1\]\.proto: sshd takes TCP alone: expose"),
-        ({**_lease(a=[]), "ips": {"a": [{**_IP, "Protocol": 7}]}}, r"ips\.a\[0\]\.Protocol: sshd takes TCP alone"),
+        (_lease(a=[_way(port=1), _way(proto="UDP")]), r"forwarded_ports\.a\[1\]\.proto: sshd needs TCP: expose"),
+        ({**_lease(a=[]), "ips": {"a": [{**_IP, "Protocol": 7}]}}, r"ips\.a\[0\]\.Protocol: sshd needs TCP"),
         ({**_lease(a=[_way()]), "ips": [1]}, r"ips: give a table of services"),
-        ([_lease(a=[_way()]), 7], r"\[1\]: give what lease-status prints"),
-        ([_lease(a=[_way()]), _lease(b=[])], r"\[1\]\.forwarded_ports\.b: no forwarded port"),
-        (_lease(**{"0-3": [_way()]}), r"services\.0-3: is no name of a node"),
-        (_lease(**{"\x1b[2J": [_way()]}), r"is no name of a node"),
-        (_lease(), "no service has one: is it what lease-status prints"),
-        (7, "give what lease-status prints"),
+        ([_lease(a=[_way()]), 7], r"\[1\]: give the output of lease-status"),
+        ([_lease(a=[_way()]), _lease(b=[])], r"\[1\]\.forwarded_ports\.b: sshd's port 2222 is not forwarded"),
+        (_lease(**{"0-3": [_way()]}), r"services\.0-3: is not a valid name of a node"),
+        (_lease(**{"\x1b[2J": [_way()]}), r"is not a valid name of a node"),
+        (_lease(), "no service has one: is this the output of lease-status"),
+        (7, "give the output of lease-status"),
         ([], "no service has one"),
         ("{", "line 1"),
         (

@@ -84,7 +84,7 @@ def test_value_is_refused_in_one_line_that_names_the_field(field: str, value: An
     message = str(caught.value)
     assert message.startswith((field, repr(field)))
     assert len(message.splitlines()) == 1
-    assert "give " in message or "is no field" in message or "write [" in message
+    assert "give " in message or "is not a field" in message or "write [" in message
     assert "pydantic" not in message
 
 
@@ -92,10 +92,10 @@ def test_every_fault_has_its_line() -> None:
     with pytest.raises(SpecError) as caught:
         Node(host="a b", port=70000, devices="cuda", user_name="alice")
     assert str(caught.value).splitlines() == [
-        "host 'a b': give a host name, a Host of your ssh config or an address; user and port are apart",
+        "host 'a b': give a host name, a Host of your ssh config or an address, without user and port",
         "port 70000: give a number from 1 to 65535",
-        """devices 'cuda': give "auto", "cpu", or the indices of GPUs, each once, as [0, 1]""",
-        "user_name is no field: did you mean 'user'?",
+        """devices 'cuda': give "auto", "cpu", or the indices of GPUs, each once, such as [0, 1]""",
+        "user_name is not a field: did you mean 'user'?",
     ]
 
 
@@ -196,5 +196,5 @@ def test_what_is_no_target_is_refused(text: str) -> None:
 def test_bare_ipv6_is_told_its_brackets_and_no_password_is_shown() -> None:
     with pytest.raises(SpecError, match=r"write \[2001:db8::1\]"):
         parse_target("2001:db8::1")
-    with pytest.raises(SpecError, match=r"^'me:\*\*\*@host': a password stands in it: leave it out"):
+    with pytest.raises(SpecError, match=r"^'me:\*\*\*@host': it contains a password: leave it out"):
         parse_target("me:secret@host")

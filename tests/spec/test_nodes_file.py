@@ -87,17 +87,17 @@ FAULTS = {
     "an unknown field": (
         "n.toml",
         '[[nodes]]\nhost = "a"\nusername = "b"',
-        ["node 1 (a): username is no field: did you mean 'user'?"],
+        ["node 1 (a): username is not a field: did you mean 'user'?"],
     ),
     "twins": (
         "n.json",
         '[{"host": "a"}, {"host": "b"}, {"host": "a", "port": 22}]',
         [
-            "nodes 1 and 3 have the same name 'a': give each a name of its own; one machine is named once, with "
+            "nodes 1 and 3 have the same name 'a': give each its own name; list a machine once, with "
             "ranks = N for several ranks"
         ],
     ),
-    "an unknown table": ("n.toml", '[[node]]\nhost = "a"', ["'node': there are only nodes and", "nodes: give a list"]),
+    "an unknown table": ("n.toml", '[[node]]\nhost = "a"', ["'node' is unknown: give nodes and", "nodes: give a list"]),
     "nodes as one table": ("n.toml", '[nodes]\nhost = "a"', ["nodes: give a list with at least one node"]),
     "no nodes": ("n.json", "[]", ["nodes: give a list with at least one node"]),
     "defaults as a list": ("n.json", '{"defaults": [], "nodes": [{"host": "a"}]}', ["defaults: give a table"]),
@@ -218,9 +218,9 @@ def test_command_line_gives_nodes(text: str) -> None:
         ("alice@gpu1,bob@gpu1", "nodes 1 and 2 have the same name 'gpu1': leave out one"),
         ("gpu1:22,gpu1:22", "nodes 1 and 2 have the same name 'gpu1-22': leave out one"),
         ("gpu1:22,gpu1:23,gpu1-22", "nodes 1 and 3 have the same name 'gpu1-22'"),
-        ("gpu1,,gpu2", "'' is no host"),
+        ("gpu1,,gpu2", "'' is not a host"),
         ("gpu1:99999", "port 99999: give a number from 1 to 65535"),
-        ("10", "name '10': give .*; a nodes file can name it"),
+        ("10", "name '10': give .*; in a nodes file you can name it"),
     ],
 )
 def test_command_line_that_cannot_be_is_refused(text: str, message: str) -> None:

@@ -42,33 +42,42 @@ REFUSED = {
     ),
     "a kind": ({"training": {"epochs": "2"}}, "training.epochs '2': give a whole number"),
     "a truth that is none": ({"training": {"dev": 1}}, "training.dev 1: give true or false"),
-    "a seed of 33 bits": ({"training": {"seed": 1 << 32}}, "training.seed 4294967296: give a whole number of 32 bits"),
+    "a seed of 33 bits": (
+        {"training": {"seed": 1 << 32}},
+        "training.seed 4294967296: give a whole number, 0 to 4294967295",
+    ),
     "no number": ({"training": {"clip": float("nan")}}, "training.clip nan: give a number above 0"),
     "both of two": ({"training": {"epochs": 1, "steps": 2}}, "training: epochs 1 and steps 2 are both given: leave"),
     "too long a warm-up": ({"training": {"steps": 2, "warmup_steps": 3}}, "training: warmup_steps 3 is more than"),
-    "an unknown field": ({"training": {"epoch": 1}}, "training.epoch is no field: did you mean 'epochs'?"),
-    "an unknown field at the top": ({"trainning": {}}, "trainning is no field: did you mean 'training'?"),
-    "a field far from any": ({"zzz": 1}, "zzz is no field: there are name, description, parallelism"),
+    "an unknown field": ({"training": {"epoch": 1}}, "training.epoch is not a field: did you mean 'epochs'?"),
+    "an unknown field at the top": ({"trainning": {}}, "trainning is not a field: did you mean 'training'?"),
+    "a field far from any": ({"zzz": 1}, "zzz is not a field: there are name, description, parallelism"),
     "nothing where a number goes": (
         {"training": {"learning_rate": None}},
         "training.learning_rate None: give a number",
     ),
     "a tuple by a comma": ({"training": ({"steps": 1},)}, "training ({'steps': 1},): give a table: epochs or steps, b"),
-    "a name that is no text": ({"source": {("script",): 1}}, "source: the name ('script',) is no text: put it in"),
-    "one of a node": ({"nodes": [{"host": "a"}, {1: "b"}]}, "nodes[1]: the name 1 is no text: put it in quotes"),
+    "a name that is no text": ({"source": {("script",): 1}}, "source: the name ('script',) is not a text: put it in"),
+    "one of a node": ({"nodes": [{"host": "a"}, {1: "b"}]}, "nodes[1]: the name 1 is not a text: put it in quotes"),
     "a path of Windows": (
         {"data": {"url": r"\\server\share"}},
-        "data.url: is a path of Windows, and ranks run on Linux",
+        "data.url: is a Windows path but ranks run on Linux",
     ),
-    "one of a disk": ({"checkpoint": {"url": "C:/kept"}}, "checkpoint.url: is a path of Windows, and ranks run"),
+    "one of a disk": ({"checkpoint": {"url": "C:/kept"}}, "checkpoint.url: is a Windows path but ranks run"),
     "one of a schedule": (
         {"parallelism": {"schedule": r"\\s\x.csv"}},
-        r"parallelism.schedule '\\\\s\\x.csv': is a path of",
+        r"parallelism.schedule '\\\\s\\x.csv': is a Windows path",
     ),
-    "one of a Python": ({"nodes": [{"host": "a", "python": "C:\\py"}]}, "nodes[0].python 'C:\\\\py': is a path of Win"),
+    "one of a Python": (
+        {"nodes": [{"host": "a", "python": "C:\\py"}]},
+        "nodes[0].python 'C:\\\\py': is a Windows path",
+    ),
     "no table": ({"training": 3}, "training 3: give a table"),
     "a field of a node": ({"nodes": [{"host": "a"}, {"host": "b", "port": 0}]}, "nodes[1].port 0: give a number"),
-    "a node's unknown field": ({"nodes": [{"host": "a", "prt": 1}]}, "nodes[0].prt is no field: did you mean 'port'?"),
+    "a node's unknown field": (
+        {"nodes": [{"host": "a", "prt": 1}]},
+        "nodes[0].prt is not a field: did you mean 'port'?",
+    ),
     "twins": ({"nodes": [{"host": "a"}, {"host": "a", "port": 3}]}, "nodes: nodes 1 and 2 have the same name 'a'"),
     "a set of nodes": ({"nodes": {"a": 1}}, "nodes: give a list of nodes"),
     "two open axes": ({"parallelism": {"pp": -1}}, "parallelism: pp and dp_shard are both -1: only one axis"),
@@ -81,31 +90,31 @@ REFUSED = {
     "no source": ({"source": {}}, "source: nothing says what to run: give exactly one of script, script_text"),
     "two sources": ({"source": {"script": "a.py", "module": "b"}}, "source: script and module are given: give exactly"),
     "a folder without entry": ({"source": {"path": "x"}}, "source.entry is missing: path is a folder"),
-    "an entry beside a script": ({"source": {"script": "a.py", "entry": "b.py"}}, "source.entry 'b.py' stands beside"),
+    "an entry beside a script": ({"source": {"script": "a.py", "entry": "b.py"}}, "source.entry 'b.py' does not apply"),
     "an entry outside": ({"source": {"path": "x", "entry": "../a.py"}}, "source.entry '../a.py': give the Python file"),
     "a script of another kind": ({"source": {"script": "a.sh"}}, "source.script 'a.sh': give the path of a Python"),
     "an argument": ({"source": {"script": "a.py", "arguments": ["a", 1]}}, "source.arguments[1]: give a list of texts"),
     "a NUL": ({"source": {"script": "a.py", "arguments": ["a\0"]}}, "source.arguments[0]: give a list of texts"),
     "artifacts outside": ({"artifacts": ["/etc/*"]}, "artifacts[0] '/etc/*': give a list of patterns"),
     "artifacts above": ({"artifacts": ["a/../../b"]}, "artifacts[0] 'a/../../b': give a list of patterns"),
-    "a variable of torchrun": ({"env": {"MASTER_ADDR": "x"}}, "env.MASTER_ADDR: MASTER_ADDR is set for every rank"),
-    "an option of torchrun": ({"env": {"PET_NO_PYTHON": "1"}}, "env.PET_NO_PYTHON: PET_NO_PYTHON is set for every"),
-    "a password of data": ({"data": {"url": "s3://AKIA:S3CRET@bucket/d"}}, "data.url: has a user or password in it"),
+    "a variable of torchrun": ({"env": {"MASTER_ADDR": "x"}}, "env.MASTER_ADDR: MASTER_ADDR is set on every rank"),
+    "an option of torchrun": ({"env": {"PET_NO_PYTHON": "1"}}, "env.PET_NO_PYTHON: PET_NO_PYTHON is set on every"),
+    "a password of data": ({"data": {"url": "s3://AKIA:S3CRET@bucket/d"}}, "data.url: contains a user or password"),
     "a token of a checkpoint": (
         {"checkpoint": {"url": "https://S3CRET@host/x"}},
-        "checkpoint.url: has a user or password in it",
+        "checkpoint.url: contains a user or password",
     ),
     "a password of a folder": (
         {"source": {"path": "https://me:S3CRET@host/x", "entry": "a.py"}},
-        "source.path: has a user or password in it",
+        "source.path: contains a user or password",
     ),
     "a token of ours": (
         {"source": {"git": {"url": "https://a.org/b", "token": "DETRAIN_NB_JOB_FOLDER"}, "entry": "a.py"}},
-        "source.git.token: DETRAIN_NB_JOB_FOLDER is set for every rank",
+        "source.git.token: DETRAIN_NB_JOB_FOLDER is set on every rank",
     ),
-    "a variable of ours": ({"secrets": ["DETRAIN_NB_JOB_KEY"]}, "secrets[0]: DETRAIN_NB_JOB_KEY is set for every rank"),
+    "a variable of ours": ({"secrets": ["DETRAIN_NB_JOB_KEY"]}, "secrets[0]: DETRAIN_NB_JOB_KEY is set on every rank"),
     "no variable": ({"env": {"A B": "x"}}, "env.A B: give a table of environment variables"),
-    "a secret in env": ({"env": {"T": "x"}, "secrets": ["T"]}, "T stands in env and in secrets: leave it out of env"),
+    "a secret in env": ({"env": {"T": "x"}, "secrets": ["T"]}, "T is in both env and secrets: leave it out of env"),
     "a port": ({"rendezvous": {"port": 65536}}, "rendezvous.port 65536: give a number from 1 to 65535"),
     "an address of all": ({"rendezvous": {"endpoint": "0.0.0.0"}}, "rendezvous.endpoint '0.0.0.0': give the address"),
     "a range": ({"rendezvous": {"min_nodes": 3, "max_nodes": 2}}, "rendezvous: min_nodes 3 is more than max_nodes 2"),
@@ -151,7 +160,7 @@ def test_number_where_a_text_goes_is_told_of_by_its_place_and_not_shown() -> Non
         PipelineSpec.from_dict(data)
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["source.arguments[1]", "env.A", "env.B"]
-    assert all(line.endswith("; a number or true stands in quotes") and "125" not in line for line in lines)
+    assert all(line.endswith("; put a number or true in quotes") and "125" not in line for line in lines)
 
 
 def test_part_alone_says_its_faults_without_the_whole() -> None:
@@ -184,7 +193,7 @@ def test_spec_is_frozen() -> None:
     spec = _spec(training={"epochs": 1})
     with pytest.raises(ValueError, match="frozen"):
         spec.name = "other"
-    with pytest.raises(SpecError, match="epochs cannot be set: a spec is frozen; with_overrides of"):
+    with pytest.raises(SpecError, match="epochs cannot be set: a spec is frozen; get a changed copy"):
         spec.training.epochs = 2
 
 
@@ -233,7 +242,7 @@ def test_plan_has_gpus_that_the_spec_asks_for_or_that_were_found() -> None:
     assert spec.plan(gpus={"a": 4, "b": [0, 2]}).nodes[1].gpus == (0, 2)
     with pytest.raises(SpecError, match="node a has no GPU 3"):
         spec.plan(gpus={"a": 2})
-    with pytest.raises(SpecError, match="gpus are given of 'd', which is no node: there are a, b, c"):
+    with pytest.raises(SpecError, match="gpus has 'd', which is not a node: choose from a, b, c"):
         spec.plan(gpus={"d": 2})
 
 
@@ -270,7 +279,7 @@ def test_axes_stay_open_where_a_round_may_have_fewer_nodes() -> None:
     assert (same.nodes_vary, same.parallelism.dp_shard, same.parallelism.microbatches) == (False, 8, 1)
     (finding,) = varies.check()
     assert (finding.field, finding.severity) == ("rendezvous.min_nodes", "warning")
-    assert "with 3 of 4 nodes a script that reads its spec cannot go on: a batch of 16" in str(finding)
+    assert "with 3 of 4 nodes a script that reads its spec cannot continue: a batch of 16" in str(finding)
     assert fixed.check() == [] == spec(min_nodes=4).check()
 
 
@@ -297,7 +306,7 @@ def test_arguments_in_the_style_of_detrain_stand_behind_the_users() -> None:
         "--model_name=mnist",
         "--split_size=5",
     )
-    with pytest.raises(SpecError, match=r"^training\.steps 5: the arguments of DeTrain have epochs alone"):
+    with pytest.raises(SpecError, match=r"^training\.steps 5: the arguments of DeTrain have only epochs"):
         spec.with_overrides({"training.steps": 5})
 
 
@@ -316,21 +325,21 @@ FOUND = {
     "nobody's home": ({"script": "~nobody-here/a.py"}, "source.script: ", "~nobody-here/a.py: no such file"),
     "no Python": ({"script": "bad.py"}, "source.script: ", "bad.py, line 2: is not Python: "),
     "a text": ({"script_text": "a b"}, "source.script_text: ", "the text, line 1: is not Python"),
-    "a folder": ({"script": "folder.py"}, "source.script: ", "folder.py: is no file"),
+    "a folder": ({"script": "folder.py"}, "source.script: ", "folder.py: is not a file"),
     "Latin": ({"script": "latin.py"}, "source.script: ", "latin.py, line 1: is not UTF-8"),
     "no folder": ({"path": "gone", "entry": "a.py"}, "source.path: ", "gone: no such folder"),
     "no entry": ({"path": ".", "entry": "gone.py"}, "source.path: ", "gone.py: no such file"),
-    "no notebook": ({"notebook": "bad.ipynb"}, "source.notebook: ", "bad.ipynb: is no notebook: save it"),
+    "no notebook": ({"notebook": "bad.ipynb"}, "source.notebook: ", "bad.ipynb: is not a notebook: save it"),
     "no tag": ({"notebook": "plain.ipynb"}, "source.notebook: ", "plain.ipynb: no code cell has the tag 'job'"),
     "a magic": (
         {"notebook": "magic.ipynb"},
         "source.notebook: ",
-        "magic.ipynb, cell 2, line 1: is not Python: a script has no magics",
+        "magic.ipynb, cell 2, line 1: is not Python: a script cannot have magics",
     ),
     "a shell line": (
         {"notebook": "shell.ipynb"},
         "source.notebook: ",
-        "shell.ipynb, cell 1, line 1: is not Python: a script has no magics",
+        "shell.ipynb, cell 1, line 1: is not Python: a script cannot have magics",
     ),
     "a late future": (
         {"notebook": "late.ipynb"},
@@ -410,7 +419,7 @@ def test_fields_that_the_script_does_not_read_are_told(
     (finding,) = _spec(source=NOT_READ[case], **fields).check()
     named = "training.epochs, training.dev, data.url, data.chunks, checkpoint.url"
     assert str(finding).startswith(
-        f"warning: source: the script does not call job_spec(), by which it would read {named}"
+        f"warning: source: the script does not call job_spec(), which it needs to read {named}"
     )
     assert _spec(source=NOT_READ[case]).check() == []
 
@@ -432,15 +441,15 @@ def test_what_may_be_a_signature_is_told_of() -> None:
     fields["model"] = {"url": "abfs://container@account.dfs.core.windows.net/model"}  # a user there is no password
     (finding,) = _spec(**fields).check()
     assert str(finding) == (
-        "warning: data.url: what follows the ? is stored with the job, and goes to all nodes: leave a key or a "
-        "signature out"
+        "warning: data.url: the part after ? is stored with the job and sent to all nodes: leave keys and "
+        "signatures out"
     )
 
 
 @pytest.mark.parametrize("url", ["http://git.example/x", "git@git.example:x", "ssh://git.example/x"])
 def test_token_is_for_urls_that_hide_it(url: str) -> None:
     (finding,) = _spec(source={"git": {"url": url, "token": "TOKEN"}, "entry": "a.py"}).check()
-    assert str(finding).startswith("source.git.token: a token goes over https alone")
+    assert str(finding).startswith("source.git.token: a token is sent over https only")
     assert _spec(source={"git": {"url": url}, "entry": "a.py"}).check() == []
 
 
@@ -484,8 +493,8 @@ def test_words_of_a_command_line_win_over_the_spec() -> None:
         ("--training 3", "training 3: give a table"),
         ("--training.epochs.x 3", "'--training.epochs.x' is no field: training.epochs has none"),
         ("--nodes a,a", "--nodes: nodes 'a,a': nodes 1 and 2 have the same name"),
-        ("training.epochs 2", "'training.epochs' is no field to change: write --training.epochs"),
-        ("spec.toml", "'spec.toml' is no field to change: give --field value"),
+        ("training.epochs 2", "'training.epochs' is not an override: write --training.epochs"),
+        ("spec.toml", "'spec.toml' is not an override: give --field value"),
         ("--training.epochs 0", "training.epochs 0: give a whole number, 1 to 1,000,000,000,000"),
     ],
 )
@@ -513,7 +522,7 @@ def test_file_says_where_its_faults_are(tmp_path: Path) -> None:
         PipelineSpec.load(path)
     assert str(caught.value).splitlines() == [
         f"{path}: training.epochs True: give a whole number, 1 to 1,000,000,000,000: passes over the data",
-        f"{path}: training.epoch is no field: did you mean 'epochs'?",
+        f"{path}: training.epoch is not a field: did you mean 'epochs'?",
     ]
     path.write_text("name: x\nsource: [\n")
     with pytest.raises(SpecError, match=r"spec\.yaml.*line 3"):

@@ -198,7 +198,7 @@ def test_twins_are_told_with_what_to_do(view: _Collecting) -> None:
     for _ in range(2):
         view.adds(host="gpu1")
     [[where, twins]] = view.state()["form"]["faults"]
-    assert where == "nodes" and twins.startswith("nodes 1 and 2 have the same name 'gpu1': give each a name of its own")
+    assert where == "nodes" and twins.startswith("nodes 1 and 2 have the same name 'gpu1': give each its own name")
     with pytest.raises(SpecError, match="same name"):
         view.nodes  # noqa: B018
     view.asks("change_nodes", do="remove", key=view.rows[1]["key"])
