@@ -1,4 +1,4 @@
-"""What a Trainer is given, looked at before it trains: an error says what is wrong and what to give."""
+"""Checks of a Trainer's arguments, before it trains: each error names the argument and what to give."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..parallel import ParallelModel, parallelize
 _OF_A_LOADER = ("batch_size", "shuffle", "num_workers", "collate_fn", "drop_last", "sampler", "data_collator")
 _OF_OPTIMIZERS = ("lr", "learning_rate", "weight_decay", "betas", "eps", "momentum")
 _OF_SCHEDULES = ("warmup_steps", "decay_steps", "min_ratio")
-_HERE = {  # as others call it
+_HERE = {  # the names that other libraries use, and ours
     **dict.fromkeys(("train_dataset", "train_loader", "train_dataloader", "train_dataloaders", "data"), "train"),
     **dict.fromkeys(("eval_dataset", "eval_loader", "val_dataloaders", "val_loader", "validation"), "evaluate"),
     **dict.fromkeys(("max_steps", "num_steps"), "steps"),
@@ -41,18 +41,18 @@ _OF_PARALLELIZE = {
     "gradient_checkpointing": "activations",
     "torch_compile": "compile",
 }
-_OF_METHODS = dict.fromkeys(("metrics", "compute_metrics"), "override Trainer.score, which gives sums and counts")
+_OF_METHODS = dict.fromkeys(("metrics", "compute_metrics"), "override Trainer.score, which returns sums and counts")
 _T = TypeVar("_T")
 _FEW = 100  # characters of a value in a message
 
 
 def require_names(init: Callable[..., Any], positional: tuple[Any, ...], given: Iterable[str]) -> None:
-    """Raises: SpecError for arguments that a Trainer's ``init`` does not take, which says where each belongs."""
+    """Check that a Trainer's ``init`` takes its arguments. Raises: SpecError that says where unknown ones belong."""
     known = dict(list(inspect.signature(init).parameters.items())[1:])
     if any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in known.values()):
         return
     if len(positional) > sum(each.kind == each.POSITIONAL_OR_KEYWORD for each in known.values()):
-        raise SpecError("after the model all is given by name: Trainer(model, train=..., steps=...)")
+        raise SpecError("all arguments after the model are keyword-only: Trainer(model, train=..., steps=...)")
     if strange := [name for name in given if name not in known]:
         raise SpecError("; ".join(f"{name}= {_place_of(name, known)}" for name in strange))
 
@@ -61,32 +61,32 @@ def _place_of(name: str, known: Mapping[str, Any]) -> str:
     laid_out = inspect.signature(parallelize).parameters
     if name in laid_out or name in _OF_PARALLELIZE:
         there = _OF_PARALLELIZE.get(name, name)
-        return f"belongs to how the model is laid out: give parallelize {there}=, and the Trainer what it returns"
+        return f"is an argument of parallelize: pass {there}= to parallelize, and its result to the Trainer"
     if name in _OF_A_LOADER:
-        return "belongs to the DataLoader: give it there, and the Trainer the loader as train="
+        return "is an argument of the DataLoader: pass it there, and the loader to the Trainer as train="
     if name in _OF_OPTIMIZERS:
         key = "lr" if name == "learning_rate" else name
         return f'belongs to the optimizer: give optimizer_options={{"{key}": ...}}'
     if name in _OF_SCHEDULES:
         return f'belongs to the scheduler: give scheduler_options={{"{name}": ...}}'
     if name in _OF_METHODS:
-        return f"is no argument: {_OF_METHODS[name]}"
+        return f"is not an argument: {_OF_METHODS[name]}"
     near = [_HERE[name]] if name in _HERE else difflib.get_close_matches(name, known, n=1)
-    return f"is unknown: did you mean {near[0]}=?" if near else f"is unknown: there is {', '.join(known)}"
+    return f"is unknown: did you mean {near[0]}=?" if near else f"is unknown: choose from {', '.join(known)}"
 
 
 def require_model(model: Any) -> None:
     if inspect.isclass(model):
-        raise SpecError(f"the model is the class {model.__name__}: make one")
+        raise SpecError(f"the model is the class {model.__name__}: pass an instance")
     if not isinstance(model, (ParallelModel, nn.Module)):
-        raise SpecError(f"the model is {_shown(model)}: give an nn.Module, or what parallelize returns")
+        raise SpecError(f"the model is {_shown(model)}: give an nn.Module or the result of parallelize")
 
 
 def plain_numbers(**given: Any) -> dict[str, Any]:
-    """Return Python's numbers for what is given, None for None.
+    """Return the arguments as Python's numbers, and None for None.
 
-    ``clip`` and what begins with ``flops`` or ``peak`` is a number above 0, ``seed`` a whole one of 64 bits, all else a
-    whole number, 1 or more. Raises: SpecError.
+    ``clip``, ``flops_per_sample`` and ``peak_flops`` must be above 0, and ``seed`` a 64-bit integer that is not None;
+    all others must be whole numbers, 1 or more. Raises: SpecError.
     """
     return {name: None if value is None and name != "seed" else _plain(name, value) for name, value in given.items()}
 
@@ -95,20 +95,20 @@ def _plain(name: str, value: Any) -> float | int:
     number = number_of(value)
     if name == "clip":
         if number is None or not number > 0:
-            raise SpecError(f"clip={value!r}: a norm is above 0, or None for none")
+            raise SpecError(f"clip={value!r}: give a norm above 0, or None for no clipping")
     elif name in ("flops_per_sample", "peak_flops"):
         if number is None or not 0 < number < math.inf:
             raise SpecError(f"{name}={value!r}: give a number above 0, or None")
     elif name == "seed":
         if not isinstance(number, int) or not -(1 << 63) <= number < 1 << 64:
-            raise SpecError(f"seed={value!r}: give a whole number of 64 bits")
+            raise SpecError(f"seed={value!r}: give a 64-bit integer")
     else:
         return whole_number(name, value, least=1)
     return number
 
 
 def whole_number(name: str, value: Any, *, least: int) -> int:
-    """Raises: SpecError for what is none, or less than ``least``."""
+    """Return ``value`` as an int. Raises: SpecError when it is not a whole number, or less than ``least``."""
     number = number_of(value)
     if number is None or not least <= number < math.inf or number != int(number):
         raise SpecError(f"{name}={value!r}: give a whole number, {least} or more")
@@ -116,7 +116,7 @@ def whole_number(name: str, value: Any, *, least: int) -> int:
 
 
 def number_of(value: Any) -> float | int | None:
-    """Python's number for one of Python, of numpy or in a tensor of no dimension; None for what is none."""
+    """Return the Python number of a number of Python or numpy, or of a 0-dimensional tensor; None for anything else."""
     if isinstance(value, Tensor) and not value.dim() and not value.is_meta:
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -125,34 +125,34 @@ def number_of(value: Any) -> float | int | None:
 
 
 def require_resume(resume: Any) -> None:
-    """Raises: SpecError for what is neither True nor False, such as the place of a checkpoint."""
+    """Check that ``resume`` is True or False. Raises: SpecError for anything else, such as the URL of a checkpoint."""
     if not isinstance(resume, bool):
         raise SpecError(
-            f"resume={_shown(resume)}: give True or False; fit() goes on from what is at checkpoint=, and what is in "
-            "another place training.load(...) brings into the model before"
+            f"resume={_shown(resume)}: give True or False; fit() resumes from checkpoint=; to start from another "
+            "place, call training.load(...) before"
         )
 
 
 def require_options(**given: Any) -> None:
-    """Raises: SpecError for options that are no dict with names."""
+    """Check that options are dicts with text keys. Raises: SpecError."""
     for name, value in given.items():
         if value is not None and (not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value)):
-            raise SpecError(f'{name}={_shown(value)}: give a dict by name, such as {{"lr": 0.001}}')
+            raise SpecError(f'{name}={_shown(value)}: give a dict of options, such as {{"lr": 0.001}}')
 
 
 def require_places(**given: Any) -> None:
-    """Raises: SpecError for what is no folder and no URL."""
+    """Check that each value is None, a folder or a URL. Raises: SpecError."""
     for name, value in given.items():
         if value is not None and not isinstance(value, (str, os.PathLike)):
             raise SpecError(f"{name}={_shown(value)}: give a folder or a URL")
 
 
 def require_loader(name: str, loader: Any, *, is_unpacked_by_user: bool = False) -> None:
-    """Raises: SpecError for what gives no batches; what these are is the user's who has an ``unpack``."""
+    """Check that ``loader`` yields batches; a user's own ``unpack`` decides what a batch is. Raises: SpecError."""
     if loader is None or isinstance(loader, (str, bytes, Tensor, Mapping)) or inspect.isclass(loader):
-        raise SpecError(f"{name}={_shown(loader)} gives no batches: give a DataLoader, or a list of (inputs, target)")
+        raise SpecError(f"{name}={_shown(loader)} yields no batches: give a DataLoader, or a list of (inputs, target)")
     if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise SpecError(f"{name} is a {type(loader).__name__}, which gives samples: give a DataLoader of it")
+        raise SpecError(f"{name} is a {type(loader).__name__}, which yields samples: wrap it in a DataLoader")
     is_of_tensors = isinstance(loader, (tuple, list)) and loader and all(isinstance(each, Tensor) for each in loader)
     if is_of_tensors and not is_unpacked_by_user:
         raise SpecError(f"{name} is a {type(loader).__name__} of tensors: give batches, such as [(inputs, target)]")
@@ -161,17 +161,17 @@ def require_loader(name: str, loader: Any, *, is_unpacked_by_user: bool = False)
 
 
 def tuple_of_callbacks(callbacks: Any, base: type[_T]) -> tuple[_T, ...]:
-    """Raises: SpecError for what does not give callbacks."""
+    """Return ``callbacks`` as a tuple. Raises: SpecError when one is not a ``base``."""
     if isinstance(callbacks, (base, str, Mapping)) or not isinstance(callbacks, Iterable):
-        raise SpecError(f"callbacks={_shown(callbacks)}: give a list of them")
+        raise SpecError(f"callbacks={_shown(callbacks)}: give a list of Callbacks")
     found = tuple(callbacks)
     for number, each in enumerate(found):
         if isinstance(each, base):
             continue
         if inspect.isclass(each) and issubclass(each, base):
-            raise SpecError(f"callbacks[{number}] is the class {each.__name__}: make one, {each.__name__}()")
+            raise SpecError(f"callbacks[{number}] is the class {each.__name__}: pass an instance, {each.__name__}()")
         raise SpecError(
-            f"callbacks[{number}] is {_shown(each)}, and no Callback: derive its class from "
+            f"callbacks[{number}] is {_shown(each)}, not a Callback: derive its class from "
             "detrain_nb.training.Callback, and override on_begin, on_step, on_evaluation or on_end"
         )
     return found

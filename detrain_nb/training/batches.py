@@ -1,4 +1,4 @@
-"""Which samples each rank sees: every sample once in an epoch, and the same ones on all ranks of a replica."""
+"""The samples that each rank sees: every sample once per epoch, and the same ones on all ranks of a replica."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _LOOKED_AT = 1 << 16  # elements of a tensor that a fingerprint is made of
 
 
 class ReplicaSampler(Sampler[list[int]]):
-    """Batches of indices for one of ``num_replicas``: each sample is in one batch of one of them, once in an epoch.
+    """Batches of indices for one of ``num_replicas`` replicas: in an epoch one replica sees each sample, once.
 
-    A step takes ``batch_size`` samples on every replica. What is left at the end is dealt out as evenly as it goes, so
-    that all replicas take as many steps; where it is less than one for each, it goes to the step before. Each iteration
-    is another epoch, in another order; ``go_to`` says where the next one begins.
+    A step takes ``batch_size`` samples on every replica. All replicas take the same number of steps: the samples left
+    over at the end are spread as evenly as possible, and fewer than one per replica are added to the step before. Each
+    iteration is a new epoch, in a new order; ``go_to`` sets where the next one starts.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ReplicaSampler(Sampler[list[int]]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        """Raises: SpecError where there are too few samples for a step."""
+        """Share out ``data``. Raises: SpecError when there are too few samples for one step."""
         if batch_size < 1:
             raise SpecError(f"batch_size={batch_size}: a batch has 1 sample or more")
         self.num_samples, self.batch_size = len(data), batch_size
@@ -50,7 +50,7 @@ class ReplicaSampler(Sampler[list[int]]):
             )
 
     def __len__(self) -> int:
-        """Steps of an epoch."""
+        """Return the number of steps of an epoch."""
         return self._count_steps(self.num_samples)
 
     def _count_steps(self, samples: int) -> int:
@@ -60,18 +60,18 @@ class ReplicaSampler(Sampler[list[int]]):
         return whole + 1 if rest >= self.num_replicas else 0
 
     def samples_before(self, batch: int, first: int = 0) -> int:
-        """Return how many samples of an epoch all replicas have had, after ``batch`` batches from ``first`` on."""
+        """Return how many samples of an epoch replicas have seen after ``batch`` batches from sample ``first`` on."""
         left = self.num_samples - first
         if batch >= self._count_steps(left):
             return self.num_samples
         return first + batch * self.batch_size * self.num_replicas
 
     def go_to(self, epoch: int, first: int = 0) -> None:
-        """Let the next iteration begin behind the first samples of an epoch; none of them is loaded for it."""
+        """Start the next iteration at sample ``first`` of ``epoch``, without loading the samples before it."""
         self._epoch, self._first = epoch, first
 
     def seed_of_workers(self, epoch: int) -> int:
-        """Another one for each replica and epoch: what workers add by chance is not alike."""
+        """Return a seed that differs between replicas and epochs, as random augmentations in the workers must."""
         return (self.seed * 1_000_003 + epoch) * 1_000_003 + self.replica
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -84,7 +84,7 @@ class ReplicaSampler(Sampler[list[int]]):
             yield self._share(order[batch * size :] if is_last else order[batch * size : (batch + 1) * size])
 
     def _share(self, dealt: list[int]) -> list[int]:
-        """A run of its own for each replica; the first ones have one more where it does not divide."""
+        """Return this replica's contiguous run of the samples; the first ones have one more if there is a remainder."""
         each, more = divmod(len(dealt), self.num_replicas)
         begin = self.replica * each + min(self.replica, more)
         return dealt[begin : begin + each + (self.replica < more)]
@@ -107,17 +107,17 @@ def make_loader(
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader with a ``ReplicaSampler``; ``options`` are torch's. ``batch_size``: on each replica."""
+    """Return a DataLoader with a ``ReplicaSampler``; ``options`` are torch's; ``batch_size`` is per replica."""
     sampler = ReplicaSampler(
         data, batch_size, replica=replica, num_replicas=num_replicas, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
-    # One of its own: else each epoch would take of the random numbers that the model drops by.
+    # A generator of its own: otherwise each epoch would consume random numbers that dropout draws from.
     options.setdefault("generator", torch.Generator().manual_seed(sampler.seed_of_workers(0)))
     return DataLoader(data, batch_sampler=sampler, **options)
 
 
 def for_replica(loader: Iterable[Any], *, replica: int, num_replicas: int, seed: int) -> Iterable[Any]:
-    """Return a loader like ``loader`` whose batches are this replica's; one with a sampler of the user's stays."""
+    """Return a loader like ``loader`` with this replica's batches; one with a custom sampler is returned as it is."""
     if not isinstance(loader, DataLoader) or type(loader).__iter__ is not DataLoader.__iter__:
         return loader
     sampler: Any = loader.sampler
@@ -147,17 +147,17 @@ def for_replica(loader: Iterable[Any], *, replica: int, num_replicas: int, seed:
 
 
 def require_same_batch(batch: Any, model: ParallelModel, *, step: int) -> None:
-    """Compare a batch over the ranks of a replica: they have stages, or parts, of one model.
+    """Check that all ranks of a replica, which hold stages or parts of one model, have the same batch.
 
-    Collective: the ranks of the replica. Raises: SpecError, which names two that differ.
+    Collective: the ranks of the replica. Raises: SpecError that names two ranks whose batches differ.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
     (first, known), *others = model.gather((rank, _fingerprint(batch)), of_one_copy=True)
     for other, seen in others:
         if seen != known:
             raise SpecError(
-                f"step {step}: ranks {first} and {other} work on one copy of the model, and see other samples: give "
-                "them one order (the same seed, no shuffling of their own), or leave the sampler to us"
+                f"step {step}: ranks {first} and {other} share one copy of the model but see different samples: use "
+                "the same seed and no shuffling of their own, or a DataLoader with torch's default sampler"
             )
 
 

@@ -1,9 +1,9 @@
-"""What checkpoints are at a URL: a folder for each, which is one as soon as its last file is in it.
+"""The checkpoints at a URL: a folder for each, which is complete as soon as its last file is in it.
 
-`step-00000200/` has a file of tensors from each rank, the index of all tensors, and at last `checkpoint.json`, a small
-file that names the others with their sizes. It has its own digest and the index's, and that has those of all tensors;
-in format 1 nothing has any. Files are never written over: a second save of a step writes others beside them, then that
-last file anew.
+`step-00000200/` has a file of tensors from each rank, the index of all tensors and, written last, `checkpoint.json`: a
+small file that names the others with their sizes. It holds its own digest and the index's, and the index holds those of
+all tensors; format 1 has no digests. Files are never overwritten: a second save of a step writes new files next to the
+old ones, and then replaces `checkpoint.json`.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _OURS = re.compile(
     r"(rank-[0-9]+-[0-9a-f]+\.safetensors|index-[0-9a-f]+\.json|\.[0-9a-f]+\.detrain-part|checkpoint\.json)"
 )
 MOST_NOTE_BYTES = 64 << 20
-MOST_NOTE_VALUES = 1 << 23  # it takes a second to parse as many, and no other thread runs
+MOST_NOTE_VALUES = 1 << 23  # parsing that many takes a second, in which no other thread runs
 MOST_SAVES = 1 << 40
-MOST_STEPS = 10**18  # below that a folder's name has its number
-_UNFINISHED = "its save has not ended"
-_LINK = "is a link, and none is followed, as others may have put it there: copy the files here"
+MOST_STEPS = 10**18  # the name of a folder can hold any number below this
+_UNFINISHED = "its save has not finished"
+_LINK = "is a link, and links are not followed because others may have created them: copy the files here"
 _LAST_SECOND = 253402300799.0  # of the year 9999
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One that is there. ``serial`` counts the saves at its URL: the last one has the highest, whatever its step.
+    """A checkpoint at a URL. ``serial`` counts the saves there: the last one has the highest, whatever its step.
 
-    ``saved_at`` is in seconds of Unix time. ``wrong`` says why it cannot be loaded, and is empty where it can.
-    ``is_unfinished``: it has no index, which a save writes when all tensors are there: there is nothing to lose.
-    ``is_unknown``: its place does not answer, and it may be whole. ``leftovers`` are files of ours that are not of it.
+    ``saved_at`` is in seconds of Unix time. ``wrong`` is the reason why it cannot be loaded, empty if it can.
+    ``is_unfinished``: it has no index, which a save writes once all tensors are written, so removing it loses nothing.
+    ``is_unknown``: its storage does not answer, and it may be intact. ``leftovers``: files of unfinished saves in it.
     """
 
     step: int
@@ -65,18 +65,18 @@ class Checkpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Its files are there, and as large as they were; only who reads them compares them with their digests."""
+        """True when its files exist with their full sizes; only a load compares them with their digests."""
         return not self.wrong
 
 
 class Checkpoints(tuple[Checkpoint, ...]):
-    """In the order in which they were saved; shown as a table."""
+    """Checkpoints in the order in which they were saved; they print as a table."""
 
     __slots__ = ()
 
     @property
     def last(self) -> Checkpoint | None:
-        """The complete one that was saved last: what `load` takes if it is not damaged; None where there is none."""
+        """The complete checkpoint that was saved last, which `load` takes unless it is damaged, or None."""
         return next((each for each in reversed(self) if each.is_complete), None)
 
     def __repr__(self) -> str:
@@ -99,9 +99,9 @@ def _folder_name(step: int) -> str:
 
 
 def list_checkpoints(place: Location) -> Checkpoints:
-    """Read what is there; a folder that is not has none.
+    """List the checkpoints in a folder; a folder that does not exist has none.
 
-    Raises: DetrainError where the store does not list them; one whose files it does not give is unknown.
+    Raises: DetrainError when the store cannot list the folder; a checkpoint whose files it cannot read is unknown.
     """
     if not place.exists():
         return Checkpoints()
@@ -113,19 +113,19 @@ def list_checkpoints(place: Location) -> Checkpoints:
 
 
 def require_no_link(folder: Location) -> None:
-    """Raises: SpecError where the folder of a step is a link: where a group can write, others may have put it there."""
-    with foreign_errors(folder.name, "looked at"), contextlib.suppress(FileNotFoundError):
+    """Check that a step's folder is no link, which others could create where a group can write. Raises: SpecError."""
+    with foreign_errors(folder.name, "inspected"), contextlib.suppress(FileNotFoundError):
         if folder.files.info(folder.path).get("islink"):
-            raise SpecError(f"{folder.name} is a link, and nothing is written through it: remove it, or save elsewhere")
+            raise SpecError(f"{folder.name} is a link, and links are not followed: remove it, or save elsewhere")
 
 
 def read_files(folder: Location) -> dict[str, int]:
-    """The sizes of the files in a folder, in bytes, of those too that are not whole yet."""
+    """Return the sizes in bytes of the files in a folder, incomplete ones included."""
     return {name: size for name, (kind, size) in _read_entries(folder).items() if kind == "file"}
 
 
 def _read_entries(folder: Location) -> dict[str, tuple[str, int]]:
-    """By name whether it is a file, a directory, a link or something other, and its size in bytes."""
+    """Return by name the kind of each entry (file, directory, link or another) and its size in bytes."""
     with foreign_errors(folder.name, "listed"):
         folder.files.invalidate_cache()
         found = {
@@ -138,10 +138,10 @@ def _read_entries(folder: Location) -> dict[str, tuple[str, int]]:
 
 
 def _read(step: int, folder: Location, kind: str) -> Checkpoint | None:
-    """None for a folder of other files, which only has the name of one."""
+    """Read a checkpoint; None for a folder of other files, which only has the name of one."""
     found = Checkpoint(step, -1, 0.0, 0, "", folder.name)
     if kind != "directory":
-        return replace(found, wrong=f"it {_LINK}" if kind == "link" else "it is no folder")
+        return replace(found, wrong=f"it {_LINK}" if kind == "link" else "it is not a folder")
     try:
         entries = _read_entries(folder)
         ours = [name for name in entries if _OURS.fullmatch(name)]
@@ -157,7 +157,7 @@ def _read(step: int, folder: Location, kind: str) -> Checkpoint | None:
         for name, size_bytes in note["files"].items():
             _require_file(entries, name, size_bytes)
         if note["step"] != step:
-            raise Damaged(f"{NOTE} says that it is of step {note['step']}")
+            raise Damaged(f"{NOTE} is of step {note['step']}, its folder of step {step}")
     except Damaged as exc:
         return replace(found, wrong=str(exc))
     except DetrainError as exc:
@@ -166,26 +166,26 @@ def _read(step: int, folder: Location, kind: str) -> Checkpoint | None:
 
 
 def _require_file(entries: Mapping[str, tuple[str, int]], name: str, size_bytes: int | None = None) -> None:
-    """Raises: Damaged."""
+    """Check that a folder's entries have this file. Raises: Damaged."""
     kind, size = entries.get(name, ("", 0))
     if not kind:
-        raise Damaged(f"{shown(name)} is missing" + (f", of {size_bytes}" if size_bytes is not None else ""))
+        raise Damaged(f"{shown(name)} is missing" + (f" ({size_bytes} bytes)" if size_bytes is not None else ""))
     if kind == "link":
         raise Damaged(f"{name} {_LINK}")
     if kind != "file":
-        raise Damaged(f"{name} is no file")
+        raise Damaged(f"{name} is not a file")
     if size_bytes is not None and size != size_bytes:
-        raise Damaged(f"{name} has {size} bytes, of {size_bytes}")
+        raise Damaged(f"{name} has {size} bytes instead of {size_bytes}")
 
 
 def read_note(folder: Location) -> dict[str, Any]:
-    """What the last file of a checkpoint says. Raises: Damaged for one that is none, or of a later format."""
+    """Return the content of `checkpoint.json`. Raises: Damaged when it is invalid or of a later format."""
     text = read_whole(folder / NOTE, limit_bytes=MOST_NOTE_BYTES)
     try:
         has_digests = is_sealed(text, (folder / NOTE).name)
         note = parse_json(text, most_values=MOST_NOTE_VALUES)
         if type(note["format"]) is int and note["format"] > _FORMAT:
-            raise ValueError(f"it is of format {shown(str(note['format']), most=20)}, of a newer version than this one")
+            raise ValueError(f"its format {shown(str(note['format']), most=20)} is of a newer version")
         is_right = note["format"] == (_FORMAT if has_digests else 1) and has_digests == ("index_crc32" in note)
         is_right = is_right and (not has_digests or is_digests(note["index_crc32"], 1))
         is_right = is_right and all(type(size) is int and name.isprintable() for name, size in note["files"].items())
@@ -193,7 +193,7 @@ def read_note(folder: Location) -> dict[str, Any]:
         is_right = is_right and 0 <= note["serial"] <= MOST_SAVES and note["world_size"] > 0
         is_right = is_right and isinstance(note["saved_at"], float) and 0 <= note["saved_at"] <= _LAST_SECOND
         if not is_right or note["index"] not in note["files"]:
-            raise ValueError("what is in it is not of this format")
+            raise ValueError("its content is not of this format")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as exc:
         raise Damaged(f"{NOTE} cannot be read: {shown(str(exc))}") from exc
     return {key: note[key] for key in _KEYS if key in note}
@@ -203,16 +203,16 @@ def read_note(folder: Location) -> dict[str, Any]:
 
 
 def clear_leftovers(place: Location) -> None:
-    """Remove what saves have left that did not end. Nobody else may be saving there."""
+    """Remove what unfinished saves have left. No other save may be running there."""
     for each in list_checkpoints(place):
         folder = step_folder(place, each.step)
         remove_files(folder, list(read_files(folder) if each.is_unfinished else each.leftovers))
 
 
 def prune(place: Location, keep: int | None) -> None:
-    """Leave the last ``keep`` that are complete; older ones go, and what is broken among them.
+    """Keep the last ``keep`` complete checkpoints, and remove older ones, complete or damaged.
 
-    How old one is stands in its note: where that cannot be read, it stays.
+    The age of a checkpoint is in its `checkpoint.json`: it is kept when that cannot be read.
     """
     if keep is None:
         return
@@ -221,12 +221,12 @@ def prune(place: Location, keep: int | None) -> None:
     for each in found:
         if kept and 0 <= each.serial < kept[0].serial:
             folder = step_folder(place, each.step)
-            # the note last: one that is stopped half-way can still be told to be old, and goes with the next save
+            # the note last: a half-removed checkpoint can still be recognized as old, and the next save removes it
             remove_files(folder, [*(name for name in read_files(folder) if name != NOTE), NOTE])
 
 
 def remove_files(folder: Location, names: list[str]) -> None:
-    """Of ours only, in this order; then the folder, if nothing else is in it. What a link leads to is left alone."""
+    """Remove our files among ``names``, in this order, then the folder if it is empty; links are not followed."""
     ours = [name for name in names if _OURS.fullmatch(name)]
     with foreign_errors(folder.name, "cleared"):
         if is_local(folder.files) and os.unlink in os.supports_dir_fd:
@@ -241,7 +241,7 @@ def remove_files(folder: Location, names: list[str]) -> None:
 
 
 def _remove_here(folder: str, names: list[str]) -> None:
-    """In the folder that was opened: where a group can write, others may put a link in its place at any moment."""
+    """Remove by file descriptor: where a group can write, others may replace the folder by a link at any moment."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except OSError as exc:
@@ -256,5 +256,5 @@ def _remove_here(folder: str, names: list[str]) -> None:
     finally:
         os.close(opened)
     if is_empty:
-        with contextlib.suppress(OSError):  # another one, or a link, by now
+        with contextlib.suppress(OSError):  # meanwhile replaced by another folder or a link
             os.rmdir(folder)

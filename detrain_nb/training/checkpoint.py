@@ -1,8 +1,8 @@
-"""Save what training needs to go on, and go on from it, in this layout of ranks or in another.
+"""Save the state of a training and resume from it, in the same layout of ranks or in another.
 
-torch.distributed.checkpoint plans who writes and reads what (tensor_store.py is the storage that it is given);
-catalog.py has the folders, state.py the names. Nothing that is read is unpickled or run: tensors are safetensors files,
-all else is JSON. Who can write at the URL decides the numbers that are loaded, and nothing else.
+torch.distributed.checkpoint plans which rank writes and reads what (tensor_store.py is its storage); catalog.py has the
+folders, state.py the names. Nothing that is read is unpickled or executed: tensors are in safetensors files, everything
+else is JSON. Whoever can write at the URL decides the numbers that are loaded, and nothing else.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _SHOWN_CHARS = 100  # of a value in a message
 
 @dataclass(frozen=True)
 class Loaded:
-    """What was loaded. ``data_position`` and ``extra`` are as they were given to `save`; ``name`` is where it was.
+    """The result of a load. ``data_position`` and ``extra`` are what `save` was given; ``name`` is the folder.
 
-    ``notes`` says what is not as it was: checkpoints that would have come first and are broken, random numbers
-    that were seeded anew; rank 0 warns of them too.
+    ``notes`` names what was not restored as saved: newer checkpoints that were skipped as damaged, random number
+    generators that were reseeded. Rank 0 also warns of them.
     """
 
     step: int
@@ -56,9 +56,9 @@ class Loaded:
 
 
 def checkpoints(url: str, *, files: Any = None) -> Checkpoints:
-    """List the checkpoints at ``url``, in the order in which they were saved; the list is shown as a table.
+    """List the checkpoints at ``url``, in the order in which they were saved; the list prints as a table.
 
-    ``files``: a file system of fsspec that ``url`` is a path on, as `storage.locate` has it. Raises: DetrainError.
+    ``files``: an fsspec file system on which ``url`` is a path, see `storage.locate`. Raises: DetrainError.
     """
     return list_checkpoints(locate(url, files=files))
 
@@ -79,18 +79,18 @@ def save(
     is_async: bool = False,
     files: Any = None,
 ) -> Saving:
-    """Save a checkpoint in a folder of its own under ``url``; it is there whole, or not at all, whenever we are killed.
+    """Save a checkpoint in its own folder under ``url``: all of it or none, even when the process is killed.
 
-    ``model``: a module, sharded or wrapped as torch does it, or what has ``modules`` with the names of the whole model,
-    as PipelineStages. ``optimizer``: one over its parameters. ``scheduler``: of the learning rate, or anything with a
-    state_dict of plain values. ``data_position``, ``extra``: plain values (numbers, text, lists, dicts, small tensors),
-    the same on every rank. The random number generators of each rank are saved too. ``keep``: this many, those saved
-    last, stay; None: all. A tensor that is no DTensor is taken to be the same on all ranks that have its name.
+    ``model``: a module, sharded or wrapped by torch, or an object with ``modules`` that have the names of the whole
+    model, such as PipelineStages. ``optimizer``: one over its parameters. ``scheduler``: of the learning rate, or any
+    object whose state_dict has plain values. ``data_position``, ``extra``: plain values (numbers, text, lists, dicts,
+    small tensors), the same on every rank. The states of each rank's random number generators are saved too. ``keep``:
+    how many checkpoints are kept, those saved last; None: all. A tensor that is not a DTensor is assumed to be the same
+    on all ranks that have its name.
 
-    ``is_async``: return when all is copied to the CPU's memory, which is kept for the next save as long as the model
-    lives; the rest is done beside training, and its error is raised by ``result()`` of what is returned, or by the next
-    call. Only one job may save at a URL at a time: what its
-    saves have left half done goes with the next.
+    ``is_async``: return when everything is copied to CPU memory, which is kept for the next save as long as the model
+    lives. The rest runs in the background; its error is raised by ``result()`` of the returned Saving, or by the next
+    call. Only one job at a time may save at a URL: a save removes what earlier ones left unfinished.
 
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
@@ -101,7 +101,7 @@ def save(
 
     def prepare() -> dict[str, Any]:
         if not is_whole(step) or not 0 <= step < MOST_STEPS:
-            raise SpecError(f"step {step!r} is no number of steps: give an int, 0 or more")
+            raise SpecError(f"step={step!r}: give a whole number of steps, 0 or more")
         if keep is not None and (not is_whole(keep) or keep < 1):
             raise SpecError(f"keep={keep!r}: give a whole number, 1 or more, or None for all")
         note = {
@@ -126,7 +126,7 @@ def save(
 
 
 def _require_same(told: list[dict[str, Any]]) -> None:
-    """Raises: SpecError for what is not given alike on all ranks."""
+    """Check that all ranks were given the same. Raises: SpecError that names two values that differ."""
     for rank, other in enumerate(told):
         for what, value in other.items():
             if value != told[0][what]:
@@ -149,17 +149,17 @@ def _whole_state(model: Any, optimizer: torch.optim.Optimizer | None, ranks: Ran
 
 
 def _staged(state: dict[str, Any]) -> dict[str, Any]:
-    """A copy in the CPU's memory, until the next save; what shares memory still does."""
+    """Copy the state to CPU memory until the next save; tensors that share memory still do in the copy."""
     try:
         return _stager().stage(state)  # type: ignore[return-value]  # no future without async
-    except (AssertionError, KeyError):  # a storage has another size than at the last save; torch 2.11 copies once
+    except (AssertionError, KeyError):  # a storage has changed its size since the last save; torch 2.11 copies once
         _stager.cache_clear()
         return _stager().stage(state)  # type: ignore[return-value]
 
 
 @functools.cache
 def _stager() -> DefaultStager:
-    """It keeps its copies as long as the tensors live: new memory costs several times what copying into it does."""
+    """Make the stager; it keeps its copies while the tensors live: allocating costs several times what copying does."""
     return DefaultStager(
         StagingOptions(
             use_pinned_memory=False, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=False
@@ -169,7 +169,7 @@ def _stager() -> DefaultStager:
 
 def _write(writer: StepWriter, state: dict[str, Any], ranks: Ranks, step: int) -> None:
     planner = JsonSavePlanner()
-    if ranks.group is None:  # what dcp.save does; it would warn that there is one process
+    if ranks.group is None:  # does what dcp.save does, which would warn that there is one process
         planner.set_up_planner(state, is_coordinator=True)
         plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
@@ -181,7 +181,7 @@ def _write(writer: StepWriter, state: dict[str, Any], ranks: Ranks, step: int) -
         rank, (cause, _) = min(exc.failures.items())
         kind = "" if isinstance(cause, DetrainError) else f"{type(cause).__name__}: "
         raise DetrainError(f"the checkpoint of step {step} was not saved: rank {rank}: {kind}{cause}") from exc
-    except RuntimeError as exc:  # a rank that is gone
+    except RuntimeError as exc:  # a rank has died
         raise DetrainError(f"the checkpoint of step {step} was not saved: {exc}") from exc
 
 
@@ -198,20 +198,22 @@ def load(
     is_random_state_wanted: bool = True,
     files: Any = None,
 ) -> Loaded:
-    """Load the checkpoint that was saved last, or that of ``step``, into what is given, whatever its layout.
+    """Load the checkpoint that was saved last, or that of ``step``, into the given objects, whatever their layout.
 
-    One that is broken or damaged, for any rank, is passed over, with a warning, for the one before it; with ``step`` it
-    is an error. A store or disk that does not answer is an error too: what it has may be whole. What was saved and is
-    not asked for (an optimizer, say) is left alone, and not looked at. Where as many ranks load as have saved, each has
-    its random numbers go on; else all are seeded alike, and a note says so.
+    A checkpoint that is damaged for any rank is skipped, with a warning, for the one before it; with ``step`` it is an
+    error. A store or disk that does not answer is an error too: the checkpoint may be intact. Saved parts that are not
+    requested, such as an optimizer, are not read. When the number of ranks is the saved one, each rank's random numbers
+    continue; otherwise all ranks are seeded alike, and a note reports it.
 
-    Before anything is changed the names and shapes of the whole model are compared, and all that is wanted is read and
-    compared with its digests; the scheduler's state is compared with its own. Then the model's part is read once more,
-    into its place: memory is taken for a second state of the optimizer, and for no second model. An interrupt meanwhile
-    is raised when all is loaded; with several ranks, load again after one. Older checkpoints, without digests, are
-    taken as they are. Nothing that is read is unpickled or run: who can write there decides the numbers, and nothing
-    else. Collective: all ranks. Raises: SpecError for what is not there or is another model's, DetrainError for what
-    cannot be read.
+    Before anything is changed, the names and shapes of the whole model are compared, everything requested is read and
+    compared with its digests, and the scheduler's state is compared with its present one. Then the model's part is read
+    once more, into place: a load needs memory for a second optimizer state, but not for a second model. An interrupt
+    during this is raised when everything is loaded; with several ranks, load again after an interrupt. Older
+    checkpoints have no digests and are not compared. Nothing that is read is unpickled or executed: whoever can write
+    there decides the numbers, and nothing else.
+
+    Collective: all ranks. Raises: SpecError when the checkpoint does not exist or does not match the model,
+    DetrainError when it cannot be read.
     """
     ranks = saving.begin()
     places: list[Location] = []
@@ -224,8 +226,8 @@ def load(
     chosen, note, reading, passed = _find_whole(
         ranks, places[0], step, (model, optimizer, scheduler), is_random_state_wanted
     )
-    notes = tuple(f"{name} is passed over: {why}" for name, why in passed.items())
-    # Not where there are other ranks: who waits for one that is gone has to be freed.
+    notes = tuple(f"{name} was skipped: {why}" for name, why in passed.items())
+    # Not with other ranks: an interrupt must be able to free a rank that waits for a dead one.
     with contextlib.nullcontext() if ranks.group is not None else HeldInterrupts():
         reading.take()
         if is_random_state_wanted:
@@ -239,12 +241,12 @@ def load(
 def _find_whole(
     ranks: Ranks, place: Location, step: int | None, parts: tuple[Any, Any, Any], is_random_state_wanted: bool
 ) -> tuple[Checkpoint, dict[str, Any], Reading, dict[str, str]]:
-    """The first one that is whole for all ranks, its note, itself, read but not taken, and what was passed over for it.
+    """Return the first checkpoint that is intact for all ranks, its note, its Reading, and what was skipped for it.
 
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
     passed: dict[str, str] = {}
-    listed = functools.cache(functools.partial(list_checkpoints, place))  # not anew for each that is damaged
+    listed = functools.cache(functools.partial(list_checkpoints, place))  # once, not again for each damaged checkpoint
     while True:
         choose = functools.partial(_choose, place, listed, step, passed)
         chosen, note, index, passed = ranks.first(choose)
@@ -261,12 +263,12 @@ def _find_whole(
 def _choose(
     place: Location, listed: Callable[[], Checkpoints], step: int | None, passed: Mapping[str, str]
 ) -> tuple[Checkpoint, dict[str, Any], TensorIndex, dict[str, str]]:
-    """The one to load, its note, its index, and why others were passed over for it, by name: those in ``passed`` are.
+    """Return the checkpoint to load, its note, its index and, by name, why others are skipped.
 
-    Raises: SpecError, DetrainError.
+    Those in ``passed`` are skipped already. Raises: SpecError, DetrainError.
     """
     if not place.exists():
-        raise SpecError(f"{place.name} is not there: give the URL that was saved to")
+        raise SpecError(f"{place.name} does not exist: give the URL that was saved to")
     there = listed()
     found = there if step is None else Checkpoints(each for each in there if each.step == step)
     wrong = dict(passed)
@@ -290,20 +292,20 @@ def _choose(
             return each, note, index, wrong
     others = ", ".join(str(each.step) for each in there if each.is_complete and each.name not in wrong) or "none"
     if not there and NOTE in place.names():
-        raise SpecError(f"{place.name} is the folder of one checkpoint: give the folder that it is in, with step=")
+        raise SpecError(f"{place.name} is the folder of one checkpoint: give its parent folder, with step=")
     if step is None:
         raise SpecError(f"{place.name} has no checkpoint that can be loaded{_reasons(wrong)}")
     if not found:
-        raise SpecError(f"{place.name} has no checkpoint of step {step}: there are {others}")
-    raise DetrainError("".join(f"{name} is broken: {why}; complete are {others}" for name, why in wrong.items()))
+        raise SpecError(f"{place.name} has no checkpoint of step {step}; complete steps: {others}")
+    raise DetrainError("".join(f"{name} is damaged: {why}; complete steps: {others}" for name, why in wrong.items()))
 
 
 def _reasons(passed: Mapping[str, str]) -> str:
-    return "".join(f"; {name} is passed over: {why}" for name, why in passed.items())
+    return "".join(f"; {name} was skipped: {why}" for name, why in passed.items())
 
 
 def _check_note(note: Mapping[str, Any]) -> None:
-    """Raises: Damaged for values that cannot be read: before anything is changed."""
+    """Check that a note's values can be read, before anything is changed. Raises: Damaged."""
     try:
         _ = note["optimizer"], [from_json(note[key]) for key in ("data_position", "extra", "scheduler")]
     except (KeyError, ValueError, TypeError, OverflowError, RecursionError) as exc:
@@ -323,9 +325,9 @@ def _go_on_randomly(
             set_random_state(values)
             draws = [int(each) for each in values.get(DRAWS, [])]
         except (TypeError, ValueError, RuntimeError, LookupError, AttributeError, OverflowError) as exc:
-            wrong = f"the state of its random numbers is none ({type(exc).__name__})"
+            wrong = f"its random number state is invalid ({type(exc).__name__})"
     if not all(ranks.gather(lambda: not wrong)):
-        wrong = wrong or "the state of another rank's random numbers is none"
+        wrong = wrong or "another rank's random number state is invalid"
     elif saved == ranks.size:
         model_state.draws = draws
         return ()
@@ -333,4 +335,4 @@ def _go_on_randomly(
     set_seed(seed)
     model_state.draws = [seed] * len(model_state.modules)
     why = wrong or f"saved by {saved} ranks, loaded by {ranks.size}"
-    return (f"{why}: random numbers were seeded anew with {seed}, alike on all",)
+    return (f"{why}: random number generators were reseeded with {seed} on all ranks",)

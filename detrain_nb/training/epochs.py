@@ -1,4 +1,4 @@
-"""The training data, one epoch after the other, from any place in them: what a checkpoint has to know of them."""
+"""The training data, epoch after epoch, from any position, which a checkpoint saves."""
 
 from __future__ import annotations
 
@@ -16,29 +16,27 @@ _MOST = 1 << 48  # epochs, batches, samples
 
 
 class Epochs:
-    """``loader``, dealt out to the replicas of ``model``, or as it is where it has a sampler of the user's.
+    """The batches of ``loader`` for this replica of ``model``; a loader with a custom sampler is used as it is.
 
-    ``done_with`` counts a batch when its step is made: ``position`` is behind the last of those.
+    ``done_with`` counts a batch when its step is done: ``position`` is just after the last counted batch.
     """
 
     def __init__(self, loader: Iterable[Any], model: ParallelModel, *, seed: int) -> None:
         self.loader = for_replica(loader, replica=model.replica, num_replicas=model.num_replicas, seed=seed)
         sampler = getattr(self.loader, "batch_sampler", None)
         self._sampler = sampler if isinstance(sampler, ReplicaSampler) else None
-        self.epoch = self.batch = 0  # of the present epoch, or of what is left of it where we began in its middle
+        self.epoch = self.batch = 0  # within the current epoch, or its rest if it was entered in the middle
         self._first_sample = 0
 
     def steps_of_one(self) -> int:
-        """How many batches an epoch has. Raises: SpecError where nobody knows."""
+        """Return how many batches an epoch has. Raises: SpecError when the loader has no length."""
         try:
             return len(self.loader)  # type: ignore[arg-type]
         except TypeError:
-            raise SpecError(
-                "the training data do not say how many batches they have: give steps=, not epochs="
-            ) from None
+            raise SpecError("the training data have no length: give steps=, not epochs=") from None
 
     def __iter__(self) -> Iterator[Any]:
-        """Without end. Raises: SpecError where the loader has nothing, or nothing more."""
+        """Yield batches without end. Raises: SpecError when the loader yields none, or none in a later epoch."""
         while True:
             is_empty = True
             for given in self._rest_of_epoch():
@@ -47,13 +45,14 @@ class Epochs:
             if is_empty and self.batch == 0 and self._first_sample == 0:
                 if self.epoch:
                     raise SpecError(
-                        f"the training data were at their end after epoch {self.epoch}: give what can be iterated again"
+                        f"the training data were exhausted after epoch {self.epoch}: give a loader that can be "
+                        "iterated again"
                     )
-                raise SpecError("the training data have not one batch")
+                raise SpecError("the training data have no batches")
             self.epoch, self.batch, self._first_sample = self.epoch + 1, 0, 0
 
     def done_with(self) -> None:
-        """A step was made with the batch that came last."""
+        """Count the last batch as trained on."""
         self.batch += 1
 
     def _rest_of_epoch(self) -> Iterator[Any]:
@@ -75,7 +74,7 @@ class Epochs:
 
     @property
     def position(self) -> dict[str, int]:
-        """Plain numbers, the same on every rank."""
+        """The position after the last counted batch, as plain numbers that are the same on every rank."""
         if self._sampler is None:
             return {"epoch": self.epoch, "batch": self.batch}
         samples = self._sampler.samples_before(self.batch, self._first_sample)
@@ -87,32 +86,35 @@ class Epochs:
         }
 
     def go_to(self, position: Any) -> None:
-        """Go on behind ``position``, with other batches too, on any number of replicas; warns where it cannot."""
+        """Continue after ``position``, with any batch size and number of replicas; warn when that is impossible."""
         if not _is_position(position):
-            warnings.warn("the checkpoint does not say where in the data it was: they begin anew", stacklevel=4)
+            warnings.warn("the checkpoint has no data position: the data start at their beginning", stacklevel=4)
             return
         self.epoch, self.batch = position["epoch"], position.get("batch", 0)
         self._first_sample = position.get("samples", 0)
         if self._sampler is None:
             if self._first_sample:
                 warnings.warn(
-                    "the checkpoint counts samples, and these data have batches: the epoch begins anew", stacklevel=4
+                    "the data position counts samples but this loader counts batches: the epoch is restarted",
+                    stacklevel=4,
                 )
             return
         if self.batch:
-            warnings.warn("the checkpoint counts batches of other data: the epoch begins anew", stacklevel=4)
+            warnings.warn(
+                "the data position counts batches but this loader counts samples: the epoch is restarted", stacklevel=4
+            )
             self.batch = 0
         for name, here in (("seed", self._sampler.seed), ("length", self._sampler.num_samples)):
             if position.get(name, here) != here:
                 warnings.warn(
-                    f"the {name} of the data was {position[name]} and is {here}: some samples of this epoch come "
-                    "twice, and some never",
+                    f"the {name} of the data was {position[name]} and is {here}: in this epoch some samples are "
+                    "repeated, and some are skipped",
                     stacklevel=4,
                 )
 
 
 def _is_position(given: Any) -> bool:
-    """Whether it is one of `Epochs`: a loop of the user's own may have saved anything."""
+    """Return whether ``given`` is a position of `Epochs`: a user's own loop may have saved anything."""
     if not isinstance(given, dict) or "epoch" not in given:
         return False
     return all(

@@ -1,4 +1,4 @@
-"""Python values <-> JSON, exactly: what a checkpoint keeps beside tensors. Reading runs nothing that was written."""
+"""Exact conversion of Python values to JSON and back, for a checkpoint's values; reading executes nothing."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import SpecError, WireError
 from ..values import add_keys
 from ..wire import count_values, without_collections
 
-_MARK = "$"  # begins the only key of an object that stands for what JSON has not
-_MOST_BYTES = 1 << 20  # of a tensor among other values: it becomes text
+_MARK = "$"  # begins the only key of an object that represents a value that JSON lacks
+_MOST_BYTES = 1 << 20  # of a tensor among other values, which is stored as text
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Turn numbers, text, lists, tuples, dicts, sets, bytes, dtypes and small tensors into what JSON has.
+    """Convert numbers, text, lists, tuples, dicts, sets, bytes, dtypes and small tensors to JSON values.
 
-    ``where`` is for the message. Raises: SpecError for anything else.
+    ``where`` begins the error. Raises: SpecError for any other type, and for a tensor of more than 1 MiB.
     """
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -42,7 +42,7 @@ def to_json(value: Any, where: str) -> Any:
     if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
         return to_json(value.item(), where)
     raise SpecError(
-        f"{where}: a {type(value).__name__} cannot be kept in a checkpoint: use numbers, text, lists, dicts or tensors"
+        f"{where}: a {type(value).__name__} cannot be saved in a checkpoint: use numbers, text, lists, dicts or tensors"
     )
 
 
@@ -56,13 +56,13 @@ def _dict_to_json(value: dict[Any, Any], where: str) -> Any:
 
 def _tensor_to_json(value: Tensor, where: str) -> Any:
     if value.nbytes > _MOST_BYTES:
-        raise SpecError(f"{where}: a tensor of {value.nbytes} bytes is too large here, where {_MOST_BYTES} are kept")
+        raise SpecError(f"{where}: a tensor of {value.nbytes} bytes is too large here: the limit is {_MOST_BYTES}")
     raw = bytes(value.cpu().contiguous().reshape(-1).view(torch.uint8).tolist())
     return {"$tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), raw.hex()]}
 
 
 def from_json(value: Any) -> Any:
-    """Turn back what `to_json` gave. Raises: ValueError for what it cannot have given."""
+    """Convert back what `to_json` returned. Raises: ValueError for what it cannot have returned."""
     if isinstance(value, list):
         return [from_json(item) for item in value]
     if not isinstance(value, dict):
@@ -73,16 +73,16 @@ def from_json(value: Any) -> Any:
     try:
         return _READ[mark](value[mark])
     except (KeyError, TypeError, AttributeError, RuntimeError) as exc:
-        raise ValueError(f"{mark!r} does not hold what it should: {exc}") from exc
+        raise ValueError(f"{mark!r} has an invalid value: {exc}") from exc
 
 
 def parse_json(text: bytes, *, most_values: int) -> Any:
-    """Of a file that others may have written. Raises: ValueError for more values than that, or what `json` raises.
+    """Parse JSON that others may have written. Raises: ValueError for invalid JSON or more than ``most_values`` values.
 
-    It has to be UTF-8: `json` guesses at bytes, and values in UTF-16 or UTF-32 can be hidden from who counts them.
+    The text must be UTF-8: `json` guesses the encoding of bytes, and UTF-16 or UTF-32 can hide values from the count.
     """
     if count_values(text, most=most_values) > most_values:
-        raise ValueError("it has more values than any has")
+        raise ValueError(f"it has more than {most_values:,} values")
     with without_collections():
         return json.loads(text.decode())
 
@@ -101,7 +101,7 @@ def _read_set(elements: list[Any]) -> set[Any]:
 
 
 def _add(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
-    """Raises: ValueError for keys or elements that were chosen to have the same place: they would take hours."""
+    """Add keys or elements. Raises: ValueError for those chosen to collide in a hash table, which would take hours."""
     try:
         add_keys(keys, add)
     except WireError as exc:
@@ -109,9 +109,9 @@ def _add(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
 
 
 def _read_dtype(name: str) -> torch.dtype:
-    found = vars(torch).get(name)  # getattr would import what torch imports when it is asked for
+    found = vars(torch).get(name)  # getattr would trigger torch's lazy imports
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name!r} is no dtype")
+        raise TypeError(f"{name!r} is not a dtype")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The states of the random number generators of this process, kept and set again."""
+"""The states of this process's random number generators, saved and restored."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor
 STATES = ("python", "python_rest", "torch", "numpy", "numpy_rest", "cuda")  # what `random_state` may have
 
 _NUMBERS = 624  # of the generator of Python and of numpy
-_REST_OF_TORCH = slice(8, 24)  # behind the seed
-_GENERATOR = "MT19937"  # numpy's global one, unless somebody has changed it
+_REST_OF_TORCH = slice(8, 24)  # after the seed
+_GENERATOR = "MT19937"  # the kind of numpy's global generator, unless it was replaced
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, of numpy where it is imported, of torch on the CPU and on this rank's GPU where it has used it."""
+    """Return the states of Python, numpy if imported, torch on the CPU, and torch on this rank's GPU if in use."""
     version, numbers, gauss = random.getstate()
     found: dict[str, Any] = {
         "python": torch.tensor(numbers),
@@ -36,7 +36,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Raises: ValueError, or what the generators raise, for what is no state of theirs."""
+    """Restore what `random_state` returned. Raises: ValueError, or the generators' errors, for an invalid state."""
     version, gauss = state["python_rest"]
     _require_gauss(gauss)
     if "numpy" in state:
@@ -61,31 +61,31 @@ def set_seed(seed: int) -> None:
 
 
 def _require_numpy_rest(place: Any, has_gauss: Any, gauss: Any) -> None:
-    """numpy looks at none of it: with a place behind its numbers it reads memory of others as random numbers, or ends.
+    """Check what numpy does not: with a position past its numbers it would read foreign memory, or crash.
 
     Raises: ValueError.
     """
     if type(place) is not int or not 0 <= place <= _NUMBERS or type(has_gauss) is not int or has_gauss not in (0, 1):
-        raise ValueError("no state of numpy's generator")
+        raise ValueError("invalid state of numpy's generator")
     _require_gauss(gauss)
 
 
 def _require_torch_rest(state: Tensor) -> None:
-    """Torch does not look whether as many numbers are left as there are from the next one on, and reads behind them.
+    """Check what torch does not: with more numbers left than follow the next one, it would read past its numbers.
 
-    How the bytes lie: CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp. Raises: ValueError.
+    Layout of the bytes: CPUGeneratorImplStateLegacy in ATen/CPUGeneratorImpl.cpp. Raises: ValueError.
     """
     if state.dtype != torch.uint8 or state.dim() != 1 or len(state) < _REST_OF_TORCH.stop:
-        raise ValueError("no state of torch's generator")
+        raise ValueError("invalid state of torch's generator")
     left, _, following = struct.unpack("=iiQ", bytes(state[_REST_OF_TORCH].tolist()))
     if not 1 <= left <= _NUMBERS or left + following > _NUMBERS + 1:
-        raise ValueError("no state of torch's generator")
+        raise ValueError("invalid state of torch's generator")
 
 
 def _require_gauss(gauss: Any) -> None:
-    """The number that comes next, where one was made with the last. Raises: ValueError."""
+    """Check the spare number of a generator that makes two at a time, or None. Raises: ValueError."""
     if gauss is not None and not isinstance(gauss, float):
-        raise ValueError("no number that a generator has kept")
+        raise ValueError("the spare number of a generator is not a float")
 
 
 def _as_bytes(state: Tensor) -> Tensor:

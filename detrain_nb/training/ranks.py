@@ -1,4 +1,4 @@
-"""All ranks, who agree on something: on a gloo group of their own, so that training goes on beside a save."""
+"""Agreement of all ranks, over a gloo group of its own: training continues while a save communicates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """``group`` is None where there is no process group: then this process is all there is."""
+    """All ranks. ``group`` is None without a process group: this process is then the only rank."""
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self.group = group
@@ -23,16 +23,16 @@ class Ranks:
         self.size = 1 if group is None else dist.get_world_size(group)
 
     def gather(self, do: Callable[[], T]) -> list[T]:
-        """What ``do`` gives on each rank, by rank. Collective: all ranks.
+        """Return what ``do`` returns on each rank, in rank order. Collective: all ranks.
 
-        Raises: the DetrainError that ``do`` raised here, or one with what else it raised; else a DetrainError, or a
-        SpecError, with what it raised on another rank.
+        Raises: when ``do`` failed here, its DetrainError, or a DetrainError made from its other exception; when it
+        failed on another rank, a SpecError or DetrainError that names the rank.
         """
         try:
             given = do()
             if self.group is not None:
-                pickle.dumps(given)  # as the exchange does: what cannot travel is told before the others wait for it
-        except Exception as exc:  # whatever it is: the others would wait for this rank
+                pickle.dumps(given)  # as the exchange does: what cannot be pickled fails before the others wait
+        except Exception as exc:  # whatever it is: otherwise the others would wait for this rank
             self._exchange((type(exc).__name__, str(exc), isinstance(exc, SpecError)), None)
             if isinstance(exc, DetrainError):
                 raise
@@ -46,7 +46,7 @@ class Ranks:
         return list(values)
 
     def first(self, do: Callable[[], T]) -> T:
-        """What ``do`` gives on rank 0, on every rank. Collective: all ranks. Raises: as ``gather``, on every rank."""
+        """Return rank 0's result of ``do``, everywhere. Collective: all ranks. Raises: as ``gather``, on every rank."""
         return self.gather(lambda: do() if self.rank == 0 else None)[0]  # type: ignore[return-value]
 
     def _exchange(self, failure: Any, value: Any) -> list[Any]:
@@ -57,13 +57,13 @@ class Ranks:
         return found
 
 
-# Each lives as long as the process group that it was made beside, which takes no attributes; one who makes a group at
-# each save would run out.
+# One per process group, which takes no attributes itself, for as long as that lives: with a new gloo group at each
+# save they would run out.
 _beside: WeakKeyDictionary[dist.ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def all_ranks() -> Ranks:
-    """Collective: all ranks, the first time under a process group."""
+    """Return all ranks of this process group. Collective: all ranks, at the first call under it."""
     if not dist.is_available() or not dist.is_initialized():
         return Ranks(None)
     world = dist.group.WORLD

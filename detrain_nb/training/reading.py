@@ -1,8 +1,7 @@
-"""One checkpoint into what is given: all that is wanted of it is read and compared, on all ranks, before any changes.
+"""One checkpoint, read into the given objects: everything is read and compared on all ranks before any of them changes.
 
-The optimizer's state is read into new tensors, which it takes later. The model's part is read twice: once to be
-compared, and kept nowhere, then into its place. So a load needs memory for a second state of the optimizer, and for no
-second model.
+The optimizer's state is read into new tensors, which it takes later. The model's part is read twice: once only to be
+compared, then into its place. A load therefore needs memory for a second optimizer state, but not for a second model.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ from .tensor_index import TensorIndex
 from .tensor_store import compare_tensors, read_tensors
 
 MODEL, OPTIMIZER, RANDOM = "model/", "optimizer/", "random/"
-DRAWS = "tensor_parallel"  # among a rank's random numbers
-MAY_BE_WHOLE = "; it may be whole: load again, or choose another with step="
+DRAWS = "tensor_parallel"  # a key of a rank's random number states
+MAY_BE_WHOLE = "; it may be intact: load again, or choose another with step="
 _SHOWN = 4  # names in a message
 _MOST_RANDOM_NUMBERS = 1 << 16  # of a generator's state
 
 
 class Reading:
-    """Of the checkpoint ``chosen``, in ``folder``; ``random_values`` are this rank's, where there are those of each."""
+    """A load of the checkpoint ``chosen`` in ``folder``; ``random_values``: this rank's, if as many ranks saved."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class Reading:
         optimizer: torch.optim.Optimizer | None,
         scheduler: Any,
     ) -> None:
-        """Collective: all ranks. Raises: SpecError, on every rank, where it does not go with what is given on any."""
+        """Compare it with the given objects. Collective: all ranks. Raises: SpecError, everywhere, if they differ."""
         self._folder, self._note, self._index, self._ranks = folder, note, index, ranks
         self._scheduler = scheduler
         self.random_values: Mapping[str, Any] = {}
@@ -62,13 +61,13 @@ class Reading:
         wrong += [f"{shown(name)} is not in the model" for name in saved if name not in here]
         if wrong:
             some = name_some(wrong, most=_SHOWN, separator="; ")
-            raise SpecError(f"{chosen.name} is of another model: {some}")
+            raise SpecError(f"{chosen.name} does not match the model: {some}")
         self._model_tensors = {MODEL + name: tensor for name, tensor in self.model_state.tensors.items()}
 
     def _compare_parts(
         self, name: str, model: Any, optimizer: torch.optim.Optimizer | None
     ) -> tuple[list[str], set[str]]:
-        """Take the states of this rank; return what of them is not there, and the names of the model's.
+        """Take this rank's states; return what the checkpoint lacks of them, and the names of the model's values.
 
         Raises: SpecError.
         """
@@ -78,19 +77,19 @@ class Reading:
         if self._optimizer_state is not None:
             saved = shown(str(note["optimizer"] or "no optimizer"), most=40)
             if saved != self._optimizer_state.kind:
-                raise SpecError(f"{name} has {saved}, and a {self._optimizer_state.kind} was given")
+                raise SpecError(f"{name} was saved with {saved}; the given optimizer is {self._optimizer_state.kind}")
             wrong += self._optimizer_state.check(self._index, OPTIMIZER)
         if self._scheduler is not None and note["scheduler"] is None:
-            raise SpecError(f"{name} was saved without a scheduler, and one was given")
+            raise SpecError(f"{name} was saved without a scheduler, but one was given")
         if self._scheduler is not None:
             require_state(self._scheduler, note.get("scheduler_kind"), from_json(note["scheduler"]), name)
         return wrong, set(self.model_state.values)
 
     def find_damage(self, *, is_random_state_wanted: bool) -> str:
-        """Read all that any rank wants, and compare it: return what is damaged first, empty where nothing is.
+        """Read and compare everything that any rank needs; return the first damage, or an empty text.
 
-        Collective: all ranks. Raises: SpecError where the optimizer cannot take what is there, DetrainError where it
-        cannot be read now, which is no damage.
+        Collective: all ranks. Raises: SpecError when the optimizer cannot take the saved state, DetrainError when the
+        storage cannot be read now, which is not damage.
         """
 
         def read() -> str:
@@ -110,10 +109,10 @@ class Reading:
         return f"rank {rank}: {wrong}" if wrong and self._ranks.size > 1 else wrong
 
     def take(self) -> None:
-        """Have the model, the optimizer and the scheduler take what was read. Collective: all ranks.
+        """Put what was read into the model, the optimizer and the scheduler. Collective: all ranks.
 
-        Raises: DetrainError where it has changed since it was compared; where the optimizer or the scheduler does not
-        take its state, before anything is changed. Stopped before the model is read, all have what they had.
+        Raises: DetrainError when the checkpoint has changed since it was compared, or when the optimizer or the
+        scheduler rejects its state, before anything is changed. Interrupted before the model is read, nothing changes.
         """
         is_begun = False
 
@@ -138,10 +137,10 @@ class Reading:
         try:
             self._ranks.gather(read)
         except DetrainError as exc:
-            raise DetrainError(f"{exc}; it was whole a moment ago, and the model has parts of it: load again") from exc
+            raise DetrainError(f"{exc}; it was intact just now, and the model has parts of it: load again") from exc
 
     def _keep_beside_model(self) -> Callable[[], None]:
-        """Return what gives the optimizer and the scheduler back what they have now."""
+        """Return a function that restores the present states of the optimizer and the scheduler."""
         scheduler = self._scheduler
         earlier = None if scheduler is None else copy.deepcopy(scheduler.state_dict())
         put_optimizer_back = None if self._optimizer_state is None else self._optimizer_state.keep()
@@ -155,7 +154,7 @@ class Reading:
         return put_back
 
     def _take_beside_model(self) -> None:
-        """What torch and the user's classes take, or refuse, on any rank for all."""
+        """Load the states of the optimizer and the scheduler; a rejection on any rank counts for all."""
         optimizer, scheduler = self._optimizer_state, self._scheduler
 
         def take() -> None:
@@ -168,7 +167,7 @@ class Reading:
         try:
             self._ranks.gather(take)
         except DetrainError as exc:
-            raise DetrainError(f"the optimizer or the scheduler does not take what was saved: {exc}") from exc
+            raise DetrainError(f"the optimizer or the scheduler rejected its saved state: {exc}") from exc
 
     def _read_beside_model(self, *, is_random_state_wanted: bool) -> None:
         if is_random_state_wanted and self._note["world_size"] == self._ranks.size:
@@ -180,7 +179,7 @@ class Reading:
             self._optimizer_state.saved_groups(self._index, self._optimizer_values, OPTIMIZER)
 
     def _read_random(self) -> dict[str, Any]:
-        """Without what is larger than the state of any generator: nobody takes memory for it."""
+        """Read this rank's random number states; what is larger than any generator's state is left out, unallocated."""
         prefix, index = f"{RANDOM}{self._ranks.rank}/", self._index
         names = [name for key in (*STATES, DRAWS) if (name := prefix + key) in index.metadata.state_dict_metadata]
         shapes = {name: shape for name in names if (shape := index.shape(name)) is not None}
@@ -192,7 +191,7 @@ class Reading:
         return {fqn.removeprefix(prefix): every[fqn] for fqn in names}
 
     def _take_model(self) -> None:
-        """Collective: the ranks that have parts of the same layers."""
+        """Set the model's values. Collective: the ranks that have parts of the same layers."""
         with torch.no_grad():
             self.model_state.put_in_order()
             every = {**self._index.values, **self._model_tensors}

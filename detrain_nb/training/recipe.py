@@ -1,4 +1,4 @@
-"""Optimizers and learning rates by name; an object of the user's own is taken as it is."""
+"""Optimizers and learning rate schedulers by name; a user's own object is used as it is."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def make_optimizer(
     parameters: Iterable[nn.Parameter],
     **options: Any,
 ) -> Optimizer:
-    """Return an optimizer over ``parameters``: one of torch.optim by its name ("adamw"), or what a function makes.
+    """Return an optimizer over ``parameters``: one of torch.optim by its name ("adamw"), or the result of a function.
 
     ``options``: torch's own, such as ``lr`` and ``weight_decay``. Raises: SpecError.
     """
@@ -33,9 +33,11 @@ def make_optimizer(
     if isinstance(optimizer, Optimizer):
         known = set(map(id, parameters))
         if any(id(parameter) not in known for group in optimizer.param_groups for parameter in group["params"]):
-            raise SpecError("the optimizer has parameters of another model: make it of those that the laid out one has")
+            raise SpecError(
+                "the optimizer has parameters of another model: create it after parallelize, from its result"
+            )
         if options:
-            raise SpecError(f"{', '.join(options)} were given beside an optimizer that is made already: set them there")
+            raise SpecError(f"{', '.join(options)} do not apply to an existing optimizer: set them where it is created")
         return optimizer
     if not isinstance(optimizer, str) and not callable(optimizer):
         raise SpecError(
@@ -72,13 +74,13 @@ def _made_by_function(make: Callable[..., Any], parameters: Any, options: dict[s
         raise SpecError(f"optimizer {make.__name__} with {options}: {exc}") from exc
     if not isinstance(made, Optimizer):
         name = getattr(make, "__name__", type(make).__name__)
-        raise SpecError(f"optimizer: {name} gave a {type(made).__name__}, and no optimizer of torch.optim's kind")
+        raise SpecError(f"optimizer: {name} returned a {type(made).__name__}, not a torch.optim.Optimizer")
     if isinstance(made, torch.optim.LBFGS):
         raise SpecError(_NO_LBFGS)
     return made
 
 
-_NO_LBFGS = "LBFGS asks for the loss again within its step, which a Trainer does not give: use another"
+_NO_LBFGS = "LBFGS evaluates the loss again within its step, which a Trainer does not support: use another optimizer"
 
 
 def make_scheduler(
@@ -91,7 +93,7 @@ def make_scheduler(
     min_ratio: float = 0.0,
     **others: Any,
 ) -> Any:
-    """Return a scheduler of the learning rate, one step for each of the optimizer's, or None.
+    """Return a learning rate scheduler that steps once per optimizer step, or None.
 
     ``scheduler``: a name, an object, or a function of the optimizer. The named ones rise over ``warmup_steps``; then
     "constant" stays, "linear" and "cosine" fall to ``min_ratio`` of the rate at ``steps``, and "wsd" stays and falls
@@ -99,14 +101,14 @@ def make_scheduler(
     """
     if others:
         raise SpecError(
-            f"the scheduler's options have {', '.join(others)}: there is warmup_steps, decay_steps, min_ratio; of a "
+            f"unknown scheduler options {', '.join(others)}: choose from warmup_steps, decay_steps, min_ratio; for a "
             "scheduler of torch give an object, or a function of the optimizer"
         )
     warmup_steps, min_ratio = whole_number("warmup_steps", warmup_steps, least=0), _ratio(min_ratio)
     decay_steps = None if decay_steps is None else whole_number("decay_steps", decay_steps, least=0)
     is_named = scheduler is None or isinstance(scheduler, str)
     if not is_named and (warmup_steps or decay_steps is not None or min_ratio):
-        raise SpecError("options were given beside a scheduler that is no name: set them there")
+        raise SpecError("scheduler options apply only to a scheduler given by name: set them where yours is created")
     if not is_named:
         return _made_scheduler(scheduler, optimizer)
     name = (scheduler or "constant").lower()
@@ -114,7 +116,7 @@ def make_scheduler(
         there = ", ".join(SCHEDULERS)
         raise SpecError(f"there is no scheduler {scheduler!r}: choose one of {there}, or give an object")
     if decay_steps is not None and name != "wsd":
-        raise SpecError(f"decay_steps={decay_steps} is of 'wsd', and the scheduler is {scheduler!r}")
+        raise SpecError(f"decay_steps={decay_steps} applies only to 'wsd', but the scheduler is {scheduler!r}")
     if scheduler is None and warmup_steps == 0:
         return None
     falling = steps - warmup_steps if name in ("linear", "cosine") else 0
@@ -136,15 +138,15 @@ def make_scheduler(
 
 
 def _ratio(value: Any) -> float:
-    """Raises: SpecError."""
+    """Return ``value`` as a float. Raises: SpecError unless it is from 0 to 1."""
     number = number_of(value)
     if number is None or not 0 <= number <= 1:
-        raise SpecError(f"min_ratio={value!r}: give a share of the rate, from 0 to 1")
+        raise SpecError(f"min_ratio={value!r}: give a fraction of the rate, from 0 to 1")
     return number
 
 
 def _made_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
-    """An object as it is, or what a class or function of the optimizer makes. Raises: SpecError."""
+    """Return an object as it is, or the result of a class or function of the optimizer. Raises: SpecError."""
     made = scheduler
     name = getattr(scheduler, "__name__", type(scheduler).__name__)
     if inspect.isclass(scheduler) or not hasattr(scheduler, "step"):
@@ -160,9 +162,11 @@ def _made_scheduler(scheduler: Any, optimizer: Optimizer) -> Any:
                 raise
             raise SpecError(f"{exc}: give a function, scheduler=lambda optimizer: {name}(optimizer, ...)") from exc
     if not hasattr(made, "step") or not hasattr(made, "state_dict"):
-        raise SpecError(f"scheduler: {name} gave a {type(made).__name__}, and no scheduler with step and state_dict")
+        raise SpecError(f"scheduler: {name} returned a {type(made).__name__}, not a scheduler with step and state_dict")
     if isinstance(made, ReduceLROnPlateau):
-        raise SpecError("ReduceLROnPlateau goes by evaluations, and ours by steps: step it in a Callback of yours")
+        raise SpecError("ReduceLROnPlateau steps per evaluation, not per optimizer step: step it in your own Callback")
     if getattr(made, "optimizer", optimizer) is not optimizer:
-        raise SpecError("the scheduler is of another optimizer: give a function of it, or the optimizer itself too")
+        raise SpecError(
+            "the scheduler belongs to another optimizer: pass that one as optimizer= too, or give a function of it"
+        )
     return made

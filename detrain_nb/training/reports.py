@@ -1,4 +1,4 @@
-"""What is told of a training: its result, a line of metrics for each step, a bar."""
+"""Reports of a training: its result, a line of metrics for each step, a progress bar."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _RSS_UNIT = 1024  # bytes, on Linux
 
 @dataclass
 class Result:
-    """What came of a training: a record for each step that was made, and one for each evaluation; seconds it took."""
+    """The result of a training: a record for each step made, one for each evaluation, and the seconds it took."""
 
     steps: int
     seconds: float = 0.0
@@ -51,7 +51,7 @@ class Result:
 
 
 class Reports:
-    """Those of one Trainer: every rank keeps the result, the main one writes metrics and has the bar."""
+    """The reports of one Trainer: every rank keeps the result; the main rank writes metrics and shows the bar."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class Reports:
         self.begin(Result(0))
 
     def begin(self, result: Result) -> None:
-        """Tell of another run; in the metrics its lines have the time at which it began."""
+        """Report a new run from now on; its lines in the metrics carry the time at which it began."""
         self.result = result
         self._run = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
 
     def step(self, step: int, record: Record, batch: Any, *, seconds: float) -> None:
-        """Add to ``record`` how fast the step was, in samples of all replicas, and the memory of this rank."""
+        """Record a step; adds to ``record`` its speed, in samples of all replicas, and this rank's peak memory."""
         samples = rows_of(batch) * self._model.num_replicas
         record["samples_per_s"] = samples / seconds
         first = next((leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)), None)
@@ -95,7 +95,7 @@ class Reports:
 
     @contextlib.contextmanager
     def bar(self, steps: int, *, initial: int) -> Iterator[Callable[[Record], None]]:
-        """A bar, where tqdm is installed; it is called after every step."""
+        """Show a progress bar, if tqdm is installed; yields the function to call after every step."""
         self._untold = {"total_steps": steps}
         tqdm = _find_tqdm() if self._show_progress and self._model.is_main else None
         if tqdm is None:
@@ -125,7 +125,7 @@ def _find_tqdm() -> Any:
 
 
 def _memory_bytes(device: torch.device) -> int:
-    """The most that this rank has had: of its GPU's memory, else of the process."""
+    """Return this rank's peak memory: of its GPU, else of the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT

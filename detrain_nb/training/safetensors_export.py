@@ -1,6 +1,6 @@
-"""A model out to the files that transformers and others read: safetensors, with a config.json beside.
+"""Export of a model to the files that transformers and others read: safetensors, with a config.json.
 
-Whatever the layout, they have the whole model under its plain names. Tensors are put together one at a time.
+Whatever the layout, the files have the whole model under its plain names. Tensors are assembled one at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PART = re.compile(r"model-\d{5,}-of-\d{5,}\.safetensors")
 
 @dataclass(frozen=True)
 class _Entry:
-    """A tensor of the whole model, and the first rank that can give it."""
+    """A tensor of the whole model, and the first rank that has it."""
 
     name: str
     dtype: torch.dtype
@@ -53,12 +53,13 @@ class _Entry:
 
 
 def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000_000, files: Any = None) -> list[str]:
-    """Write the whole model, in the folder ``url``, or as the one file that it names; return the names of the files.
+    """Write the whole model to the folder ``url``, or to the one file that it names; return the names of the files.
 
-    In a folder there are `model.safetensors`, or, where that would have more than ``most_file_bytes``, several with an
-    index; and what ``model.config.save_pretrained`` writes, where there is one: transformers' ``from_pretrained`` takes
-    it. Of tied parameters the first name is in it. Each file is there whole, or not at all; the index comes last. Then
-    the index and the files that it names, as an earlier export has left them, go, and no others.
+    A folder gets `model.safetensors` or, if that would have more than ``most_file_bytes``, several files and an index.
+    If the model has a ``config``, the folder also gets what ``config.save_pretrained`` writes, and transformers'
+    ``from_pretrained`` can read it. Tied parameters are written once, under their first name. Each file is written
+    whole or not at all, the index last. Then the index of an earlier export and the files that it names are removed,
+    and no others.
 
     Collective: all ranks. Raises: SpecError, DetrainError.
     """
@@ -104,14 +105,14 @@ def export_safetensors(url: str, model: Any, *, most_file_bytes: int = 5_000_000
 
 
 def _whole(told: list[tuple[list[_Entry], list[tuple[str, ...]]]]) -> list[_Entry]:
-    """Every tensor of the model once, in the order of the ranks. Raises: SpecError."""
+    """Return every tensor of the model once, in the order of the ranks. Raises: SpecError when shapes differ."""
     found: dict[str, _Entry] = {}
     for entries, _ in told:
         for entry in entries:
             first = found.setdefault(entry.name, entry)
             if first.shape != entry.shape:
                 raise SpecError(
-                    f"{entry.name} is {first.shape} on rank {first.owner} and {entry.shape} on rank {entry.owner}"
+                    f"{entry.name} has shape {first.shape} on rank {first.owner}, {entry.shape} on rank {entry.owner}"
                 )
     for tied in dict.fromkeys(names for _, groups in told for names in groups):
         for name in [name for name in tied if name in found][1:]:
@@ -138,7 +139,7 @@ def _file_names(count: int) -> list[str]:
 
 
 def _write_part(place: Location, part: list[_Entry], tensors: Mapping[str, Tensor], ranks: Ranks) -> None:
-    """One file, by the rank that owns its first tensor. Collective: all ranks, to the end, whoever fails."""
+    """Write one file, on the rank that owns its first tensor. Collective: all ranks, to the end, whichever fails."""
     writer = part[0].owner if part else 0
     brought = (_bring(entry, tensors.get(entry.name), writer, ranks) for entry in part)
 
@@ -151,7 +152,7 @@ def _write_part(place: Location, part: list[_Entry], tensors: Mapping[str, Tenso
                     for whole in brought:
                         assert whole is not None
                         file.write(bytes_of(whole))
-        finally:  # where this rank cannot write, the others still send
+        finally:  # the other ranks still send when this one cannot write
             for _ in brought:
                 pass
 
@@ -159,7 +160,7 @@ def _write_part(place: Location, part: list[_Entry], tensors: Mapping[str, Tenso
 
 
 def _bring(entry: _Entry, tensor: Tensor | None, writer: int, ranks: Ranks) -> Tensor | None:
-    """The whole tensor, on the CPU of the rank that writes it; None elsewhere."""
+    """Return the whole tensor, on the CPU of the rank that writes it; None on other ranks."""
     if isinstance(tensor, DTensor):
         tensor = tensor.full_tensor()  # all ranks of its mesh have it
     if ranks.rank not in (entry.owner, writer):
@@ -191,7 +192,7 @@ def _write_config(place: Location, model: Any) -> list[str]:
 
 
 def _find_config(model: Any) -> Any:
-    """Of the model itself, however it is wrapped."""
+    """Return the config of the model itself, however it is wrapped."""
     for outer in ModelState(model).modules:
         for module in outer.modules():
             if hasattr(getattr(module, "config", None), "save_pretrained"):
@@ -200,7 +201,7 @@ def _find_config(model: Any) -> Any:
 
 
 def _earlier(place: Location) -> set[str]:
-    """What an earlier export has left: it would be taken for this one. Other files of the user's are not of it."""
+    """Return the files of an earlier export, which could be mistaken for this one's; the user's other files are not."""
     there = set(place.names())
     parts: set[str] = set()
     if INDEX in there:
@@ -212,9 +213,9 @@ def _earlier(place: Location) -> set[str]:
 
 
 def _require_no_whole(place: Location) -> None:
-    """Raises: SpecError where a file of a whole model is there: others read it, and not several with an index."""
+    """Check that no file of a whole model exists: readers prefer it to several with an index. Raises: SpecError."""
     if (place / ONE_FILE).exists():
-        raise SpecError(f"{place.name} has a {ONE_FILE}, which would be read in the place of several files: remove it")
+        raise SpecError(f"{place.name} has a {ONE_FILE}, which would be read instead of several files: remove it")
 
 
 def _remove(place: Location, names: set[str]) -> None:

@@ -1,4 +1,4 @@
-"""A model's values from the files that transformers and others write: safetensors, one file or several with an index.
+"""Import of a model's values from files of transformers and others: safetensors, one file or several with an index.
 
 Each rank reads the part that it has, whatever the layout.
 """
@@ -24,16 +24,17 @@ from .tensor_store import read_tensors
 
 _SHOWN = 4  # names in a message
 
-_Pieces = dict[str, tuple[str, Piece]]  # by name: the file, and where in it
+_Pieces = dict[str, tuple[str, Piece]]  # by name: the file, and the place in it
 
 
 def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
     """Read values from a file, or from a folder as transformers writes it, into a model in any layout.
 
-    Values become the dtype that the model has. Return the names that are there and not in the model, with a warning.
-    All that the model has must be there, in its shape; of tied parameters one name.
+    Values are converted to the model's dtypes. Returns the names in the files that the model does not have, with a
+    warning. Every tensor of the model must be in the files, in the model's shape; one name of tied parameters suffices.
 
-    Collective: all ranks. Raises: SpecError, before anything is changed, for another model's; DetrainError.
+    Collective: all ranks. Raises: SpecError, before anything is changed, when the files do not match the model;
+    DetrainError when they cannot be read.
     """
     ranks = saving.begin()
     pieces = ranks.first(lambda: _find_pieces(url, files))
@@ -52,7 +53,7 @@ def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
     wrong = dict.fromkeys(text for texts in ranks.gather(lambda: state.check(index, "")) for text in texts)
     if wrong:
         some = name_some([shown(text) for text in wrong], most=_SHOWN, separator="; ")
-        raise SpecError(f"{place.name} is of another model: {some}")
+        raise SpecError(f"{place.name} does not match the model: {some}")
 
     def read() -> set[str]:
         tensors = state.tensors
@@ -67,16 +68,16 @@ def import_safetensors(url: str, model: Any, *, files: Any = None) -> list[str]:
     unused = sorted(pieces.keys() - used - others)
     if unused and ranks.rank == 0:
         some = name_some([shown(name) for name in unused], most=_SHOWN)
-        warnings.warn(f"{place.name} has what the model has not: {some}", stacklevel=2)
+        warnings.warn(f"{place.name} has tensors that the model does not have: {some}", stacklevel=2)
     return unused
 
 
 def _find_pieces(url: str, files: Any) -> _Pieces:
-    """Read the headers of all files. Raises: SpecError where there are none, DetrainError for a broken one."""
+    """Read the headers of all files. Raises: SpecError when there are no files, DetrainError for a damaged one."""
     place, name = locate_safetensors(url, files=files)
     there = (place / name if name else place).exists()
     if not there:
-        raise SpecError(f"{(place / name if name else place).name} is not there")
+        raise SpecError(f"{(place / name if name else place).name} does not exist")
     found: _Pieces = {}
     for file_name in [name] if name else _list_files(place):
         found |= {tensor: (file_name, piece) for tensor, piece in read_header(place / file_name).items()}
@@ -91,24 +92,22 @@ def _list_files(place: Location) -> list[str]:
             index = parse_json(text, most_values=MOST_INDEX_VALUES)
             weight_map = index.get("weight_map") if isinstance(index, dict) else None
             if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-                raise ValueError("it has no weight_map, of the file of each tensor")
+                raise ValueError("it has no weight_map, which names the file of each tensor")
             wanted = sorted(set(weight_map.values()))
         there = set(names)
         if missing := [name for name in wanted if name not in there]:
             raise DetrainError(
-                f"{place.name}: {shown(missing[0])} is missing, of {len(wanted)} files that {INDEX} names"
+                f"{place.name}: {shown(missing[0])} is missing, one of {len(wanted)} files that {INDEX} names"
             )
         return wanted
     found = [ONE_FILE] if ONE_FILE in names else [name for name in names if name.endswith(".safetensors")]
     if len(found) != 1:
-        raise SpecError(
-            f"{place.name} has {len(found)} files of safetensors and no {INDEX}: name the file that is meant"
-        )
+        raise SpecError(f"{place.name} has {len(found)} safetensors files and no {INDEX}: give the path of one file")
     return found
 
 
 def _match(names: Iterable[str], pieces: _Pieces, tied: Sequence[Sequence[str]], prefix: str) -> dict[str, str]:
-    """By name in the model, the name in the files: its own, a tied one's, or either without the model's prefix."""
+    """Return the name in the files of each name in the model: its own, a tied one's, or with another prefix."""
     found = {}
     for name in names:
         others = [other for group in tied if name in group for other in group]
@@ -121,7 +120,7 @@ def _match(names: Iterable[str], pieces: _Pieces, tied: Sequence[Sequence[str]],
 
 
 def _base_prefix(state: ModelState) -> str:
-    """Some files have the names that parameters have in the model without its head, as transformers has them."""
+    """Return transformers' prefix of the base model, which the names of a model without its head lack."""
     module = state.modules[0] if state.modules else None
     prefix = getattr(module, "base_model_prefix", "")
     return f"{prefix}." if isinstance(prefix, str) and prefix else ""

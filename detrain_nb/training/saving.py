@@ -1,4 +1,4 @@
-"""A save, under way or done: one at a time in a process, and its error is told to whoever comes next."""
+"""A save, in progress or done: one at a time per process; the next call raises its error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .ranks import Ranks, all_ranks
 
 
 class Saving:
-    """Of one checkpoint, at ``name``. ``result()`` waits for its end."""
+    """The save of one checkpoint to ``name``; ``result()`` waits for it to finish."""
 
     def __init__(self, step: int, name: str, future: Future[None]) -> None:
         self.step = step
@@ -23,15 +23,15 @@ class Saving:
         return self._future.done()
 
     def result(self, timeout_s: float | None = None) -> None:
-        """Wait until all ranks' parts are there, and what is too old is gone.
+        """Wait until all ranks' parts are written, and old checkpoints are removed.
 
-        Raises: DetrainError when it failed, or has not ended within ``timeout_s``.
+        Raises: DetrainError when the save failed, or has not finished within ``timeout_s``.
         """
         try:
             self._future.result(timeout_s)
         except TimeoutError:
             if not self._future.done():
-                raise DetrainError(f"the checkpoint of step {self.step} is not there after {timeout_s} s") from None
+                raise DetrainError(f"the checkpoint of step {self.step} is not saved after {timeout_s} s") from None
             raise
         except BaseException:
             self._is_told = True
@@ -45,15 +45,15 @@ class Saving:
         return f"<Saving of step {self.step} to {self.name}: {state}>"
 
 
-# The next save has to know of the one before, whoever asks for it, whichever process group there is by then, and at
-# whatever URL: this is the process's own. A save keeps nothing of what it has saved.
+# The next save must know the one before, whichever code calls it, under whatever process group and for whatever URL: it
+# belongs to the process. A Saving keeps none of the saved tensors.
 _last: list[Saving] = []
 
 
 def begin() -> Ranks:
     """Wait for a save in the background, and bring all ranks together. Collective: all ranks.
 
-    Raises: on every rank, what the save has failed with, if its rank was not told.
+    Raises: on every rank, the error of that save, unless it was raised already on the rank where it failed.
     """
     failure = _wait_for_last()  # before the ranks' group is used: the save uses it too
     ranks = all_ranks()
@@ -65,7 +65,7 @@ def _wait_for_last() -> BaseException | None:
     if not _last:
         return None
     failure = _last[0]._future.exception()
-    last = _last.pop()  # not before: an interrupt may end the wait
+    last = _last.pop()  # only now: an interrupt may have ended the wait
     return None if last._is_told else failure
 
 
@@ -75,7 +75,7 @@ def _raise(failure: BaseException | None) -> None:
 
 
 def start(step: int, name: str, work: Callable[[], None], *, is_async: bool) -> Saving:
-    """Run ``work`` here, or in a thread, which the process waits for before it exits. Raises: what it raises here."""
+    """Run ``work`` here, or in a thread that the process joins before it exits. Raises: what ``work`` raises here."""
     future: Future[None]
     if is_async:
         pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="detrain-nb-checkpoint")

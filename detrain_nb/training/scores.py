@@ -1,4 +1,4 @@
-"""What an evaluation counts: sums, and numbers of samples, added up over batches and ranks before they are divided."""
+"""The scores of an evaluation: sums and sample counts, added over batches and ranks before they are divided."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ Score = Callable[[Any, Any], dict[str, tuple[Tensor, Tensor]]]
 
 
 class Scores:
-    """Those of one evaluation, on the ranks of the last stage; ``over_all`` tells every rank."""
+    """The scores of one evaluation, on the ranks of the last stage; ``over_all`` returns them on every rank."""
 
     def __init__(self, model: ParallelModel) -> None:
         self._model = model
         self._sums: dict[str, Tensor] = {}
 
     def add(self, output: Any, target: Any, score: Score, *, rows: int) -> None:
-        """Count one batch of so many rows, without gradients."""
+        """Count one batch of ``rows`` rows, without gradients."""
         with torch.no_grad(), self._model.surroundings():
             found = _pairs(score(output, target))
             if self._model.objective.loss is not None:
@@ -35,11 +35,11 @@ class Scores:
                 self._sums[name] = self._sums[name] + pair if name in self._sums else pair
 
     def over_all(self) -> dict[str, float]:
-        """Return the quotients over all samples. Collective: all ranks of the model. Raises: SpecError without any."""
+        """Return sums over counts of all samples. Collective: all ranks of the model. Raises: SpecError without any."""
         group = self._model.pipeline_group
         names = sorted(set().union(*self._model.gather(list(self._sums))))
         if not names:
-            raise SpecError("the evaluation had no batch, or no loss and nothing to score")
+            raise SpecError("the evaluation has no scores: it had no batches, or no loss and an empty score()")
         table = torch.stack(
             [self._sums.get(name, torch.zeros(2, dtype=torch.float64, device=self._model.device)) for name in names]
         )
@@ -52,21 +52,19 @@ class Scores:
 
 
 def _pairs(found: Any) -> dict[str, tuple[Any, Any]]:
-    """Raises: SpecError for what ``score`` does not give."""
+    """Check what ``score`` returned. Raises: SpecError when it is not a dict of (sum, count)."""
     if not isinstance(found, dict):
-        raise SpecError(f"score gave a {type(found).__name__}, and not a dict of sums and counts by name")
+        raise SpecError(f"score returned a {type(found).__name__}, not a dict of (sum, count) by name")
     for name, pair in found.items():
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise SpecError(
-                f"score gave {pair!r} for {name!r}: give a sum and what it is divided by, both over the batch"
-            )
+            raise SpecError(f"score returned {pair!r} for {name!r}: return (sum, count), both over the batch")
     return found
 
 
 def count_right(output: Any, target: Any, *, ignored: int = -100) -> dict[str, tuple[Tensor, Tensor]]:
-    """The accuracy, where ``output`` has a number for each class in its last dimension and ``target`` the right class.
+    """Return the accuracy of ``output``, with a number for each class in its last dimension, for classes ``target``.
 
-    Classes may also be in dimension 1, as torch's cross entropy has them. Nothing, where they do not fit.
+    Classes may also be in dimension 1, as for torch's cross entropy. The result is empty when the shapes do not fit.
     """
     if not isinstance(output, Tensor) or not isinstance(target, Tensor) or target.is_floating_point():
         return {}

@@ -1,8 +1,8 @@
-"""A model and its optimizer as one flat dict, by the names that parameters have in the whole model.
+"""A model and its optimizer as one flat dict, keyed by the names that parameters have in the whole model.
 
-It does not matter how the model is laid out: what is a shard is a DTensor, which says of what it is one; what a rank
-does not have is in other ranks' dicts. A parameter with several names (tied) is in it under each, as another layout may
-have it under another.
+The layout does not matter: a shard is a DTensor, which knows its place in the whole tensor; what a rank does not have
+is in other ranks' dicts. A parameter with several names (tied) is in the dict under each of them, as another layout may
+use another one.
 """
 
 from __future__ import annotations
@@ -24,19 +24,21 @@ from ..text import name_some
 from .digests import Damaged
 from .tensor_index import TensorIndex
 
-# What an optimizer may keep of a parameter in a shape of its own: tables, a history of gradients, a matrix of its rows.
+# Limits of optimizer state in another shape than its parameter: tables, a history of gradients, a matrix of its rows.
 _FEW_NUMBERS, _MOST_TIMES = 1 << 16, 64
-_MOST_KEYS = 64  # of what an optimizer keeps of a parameter
+_MOST_KEYS = 64  # of an optimizer, for one parameter
 
 
 class ModelState:
-    """The modules of this rank. ``model`` is one, or has them as ``modules``, as PipelineStages has."""
+    """The modules of this rank. ``model`` is a module, or has several as ``modules``, as PipelineStages does."""
 
     def __init__(self, model: Any) -> None:
-        """Raises: SpecError."""
+        """Read the state of ``model``. Raises: SpecError when it is not a model, or cannot be saved."""
         modules = (model,) if isinstance(model, nn.Module) else getattr(model, "modules", None)
         if not isinstance(modules, (tuple, list)) or not all(isinstance(module, nn.Module) for module in modules):
-            raise SpecError(f"a {type(model).__name__} is no model: give an nn.Module, or what has a tuple of modules")
+            raise SpecError(
+                f"a {type(model).__name__} is not a model: give an nn.Module, or an object with a tuple of modules"
+            )
         self.modules = tuple(modules)
         self._root = nn.ModuleList(modules)
         self._tied = [tuple(names) for names in getattr(model, "tied_names", ())]
@@ -53,25 +55,25 @@ class ModelState:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The model's own: who writes into them changes the model."""
+        """The model's own tensors: writing into them changes the model."""
         return {name: value for name, value in self.values.items() if isinstance(value, Tensor)}
 
     def in_saved_order(self) -> dict[str, Any]:
-        """``values``; of fused layers that are cut over ranks new tensors, whose rows lie as in the whole model.
+        """Return ``values``, with new tensors for fused layers that are cut over ranks: in the whole model's row order.
 
         Collective: the ranks that have parts of the same layers.
         """
         return {name: _in_saved_order(name, value, self.plan) for name, value in self.values.items()}
 
     def put_in_order(self) -> None:
-        """Have what was read into ``tensors`` in the order in which it is cut. Collective: as ``in_saved_order``."""
+        """Reorder what was read into ``tensors`` to the order in which it is cut. Collective: as ``in_saved_order``."""
         for name, tensor in self.tensors.items():
             if self.plan is not None and name in self.plan.packed:
                 tensor.copy_(from_saved_order(name, tensor, self.plan))
 
     @property
     def draws(self) -> list[int]:
-        """How far the random numbers are of modules that are cut over ranks: they share them, apart from the rank's."""
+        """How many draws each module cut over ranks has made of their shared random numbers, not the rank's own."""
         return [draws_of(module) for module in self.modules]
 
     @draws.setter
@@ -80,7 +82,7 @@ class ModelState:
             set_draws(module, int(each))
 
     def names_of(self) -> dict[int, list[str]]:
-        """All names of each parameter, by its id."""
+        """Return all names of each parameter, by its id."""
         found: dict[int, list[str]] = {}
         for key, parameter in self._root.named_parameters(remove_duplicate=False):
             names = found.setdefault(id(parameter), [])
@@ -88,26 +90,26 @@ class ModelState:
         return found
 
     def tied(self) -> list[tuple[str, ...]]:
-        """Names of the same parameter, on this rank or, where the model knows them (``tied_names``), on any."""
+        """Return names of the same parameter, on this rank or, if the model knows them (``tied_names``), on any."""
         here = [tuple(names) for names in self.names_of().values() if len(names) > 1]
         return [*self._tied, *here]
 
     def take(self, values: Mapping[str, Any]) -> None:
-        """Have what was read, where it is no tensor, or where the rank has it twice."""
+        """Set what was read, for values that are not tensors, and for those that the rank has twice."""
         everything = {key: values[name] for name, keys in self._keys.items() for key in keys}
         set_model_state_dict(self._root, everything)
 
     def check(self, index: TensorIndex, prefix: str) -> list[str]:
-        """What of this rank's part is not in ``index``, or is of another shape: one text for each, by name."""
+        """Return a text for each value of this rank that ``index`` lacks or has in another shape."""
         wrong = []
         for name, value in self.values.items():
             saved = index.shape(prefix + name)
             if not isinstance(value, Tensor):
-                wrong += [] if prefix + name in index.values else [f"{name} is not in it"]
+                wrong += [] if prefix + name in index.values else [f"{name} is only in the model"]
             elif saved is None:
-                wrong.append(f"{name} is not in it")
+                wrong.append(f"{name} is only in the model")
             elif saved != tuple(value.shape):
-                wrong.append(f"{name} is {list(saved)} there and {list(value.shape)} here")
+                wrong.append(f"{name} was saved with shape {list(saved)} but has {list(value.shape)} in the model")
         return wrong
 
 
@@ -116,27 +118,27 @@ def _in_saved_order(name: str, value: Any, plan: TensorPlan | None) -> Any:
 
 
 def _state_of(modules: nn.ModuleList) -> dict[str, Any]:
-    """Raises: SpecError where a hook has put names into it that no layout knows."""
+    """Return the state dict of ``modules``. Raises: SpecError when a hook has added names that no layout knows."""
     try:
         found: dict[str, Any] = get_model_state_dict(modules)
     except AttributeError as exc:  # torch looks them up
-        raise SpecError(f"state_dict() of the model has a name that leads nowhere ({exc}): {_HOOKED}") from exc
+        raise SpecError(f"state_dict() of the model has a name without a module ({exc}): {_HOOKED}") from exc
     if odd := [key for key in found if not key.partition(".")[0].isdigit()]:
-        raise SpecError(f"state_dict() of the model has {name_some(odd)} beside its modules: {_HOOKED}")
+        raise SpecError(f"state_dict() of the model has {name_some(odd)} outside of its modules: {_HOOKED}")
     return found
 
 
-_HOOKED = "a state_dict hook adds or renames what is kept; take it away to save the model"
+_HOOKED = "a state_dict hook adds or renames entries; remove it to save the model"
 
 
 def _without_number(key: str) -> str:
-    """The name in the whole model, without the number of the module on this rank."""
+    """Return the name in the whole model, without the number of the module on this rank."""
     return key.partition(".")[2]
 
 
 def _require_plain(name: str, value: Any) -> None:
     if isinstance(value, Tensor) and value.layout != torch.strided:
-        raise SpecError(f"{name} is a tensor of layout {value.layout}: only dense ones can be kept")
+        raise SpecError(f"{name} is a tensor of layout {value.layout}: only dense ones can be saved")
 
 
 # ---- the optimizer
@@ -145,19 +147,19 @@ def _require_plain(name: str, value: Any) -> None:
 class OptimizerState:
     """One optimizer over parameters of the model, with the keys of torch's flattened optimizer state dict.
 
-    torch's own get_optimizer_state_dict makes a step with an optimizer that has no state yet, and gives state to
-    parameters that never had any; and it takes one name of those that a tied parameter has.
+    torch's own get_optimizer_state_dict makes a step with an optimizer that has no state yet, gives state to parameters
+    that never had any, and uses only one of the names of a tied parameter.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: ModelState) -> None:
-        """Raises: SpecError for a parameter that is not of the model."""
+        """Take the optimizer of ``model``. Raises: SpecError for a parameter that is not the model's."""
         self._optimizer, self.kind = optimizer, type(optimizer).__name__
         self._names, self._plan = model.names_of(), model.plan
         strange = sum(id(parameter) not in self._names for _, parameter in self._parameters())
         if strange:
             raise SpecError(
-                f"the optimizer has {strange} parameters that are not of the model: make it after the model is "
-                "wrapped, sharded or split, over the parameters that it has then"
+                f"the optimizer has {strange} parameters that are not the model's: create it after the model is "
+                "wrapped, sharded or split, from the parameters that it has then"
             )
 
     def _parameters(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -166,7 +168,7 @@ class OptimizerState:
                 yield group, parameter
 
     def values(self) -> dict[str, Any]:
-        """Raises: SpecError for state that cannot be told to be whole or a part."""
+        """Return state and options by key. Raises: SpecError for state whose layout is unknown."""
         found: dict[str, Any] = {}
         for group, parameter in self._parameters():
             state = self._optimizer.state.get(parameter, {})
@@ -180,7 +182,7 @@ class OptimizerState:
         return found
 
     def check(self, index: TensorIndex, prefix: str) -> list[str]:
-        """The parameters of this rank's optimizer that were in no saved one."""
+        """Return a text for each parameter of this rank's optimizer that the saved one did not have."""
         known = {fqn.rpartition(".")[0] for fqn in index.metadata.state_dict_metadata}
         return [
             f"{self._names[id(parameter)][0]} was not in the saved optimizer"
@@ -189,13 +191,13 @@ class OptimizerState:
         ]
 
     def targets(self, index: TensorIndex, prefix: str) -> dict[str, Tensor]:
-        """New tensors, laid out as the parameters are, for what was saved of them; their keys begin with ``prefix``."""
+        """Return new tensors for the saved state, laid out like the parameters; their keys begin with ``prefix``."""
         found: dict[str, Tensor] = {}
         by_name, options = _keys_by_name(index, f"{prefix}state."), _keys_by_name(index, f"{prefix}param_groups.")
         for _, parameter in self._parameters():
             name = self._names[id(parameter)][0]
             if max(len(by_name.get(name, ())), len(options.get(name, ()))) > _MOST_KEYS:
-                raise Damaged(f"of {name} it has more than {_MOST_KEYS} values, and no optimizer keeps as many")
+                raise Damaged(f"{name} has more than {_MOST_KEYS} optimizer values, and no optimizer keeps that many")
             for key in by_name.get(name, ()):
                 fqn = f"{prefix}state.{name}.{key}"
                 if (shape := index.shape(fqn)) is not None:
@@ -206,15 +208,15 @@ class OptimizerState:
                 if (shape := index.shape(fqn)) is not None:  # a rate that is a tensor
                     if math.prod(shape) > _FEW_NUMBERS:
                         raise Damaged(
-                            f"the option {key!r} of {name} is {list(shape)}, and no optimizer has as large ones"
+                            f"the option {key!r} of {name} has shape {list(shape)}, too large for any optimizer"
                         )
                     found[fqn] = torch.empty(shape, dtype=index.dtype(fqn))
         return found
 
     def saved_groups(self, index: TensorIndex, tensors: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
-        """The options of each group, as they were saved.
+        """Return the options of each group as they were saved.
 
-        Raises: SpecError where parameters of one group had other options each.
+        Raises: SpecError when parameters of one group were saved with different options.
         """
         options = _keys_by_name(index, f"{prefix}param_groups.")
         every = {**index.values, **tensors}
@@ -228,20 +230,20 @@ class OptimizerState:
                 first = saved if place == 0 else first
                 if first.keys() != saved.keys() or any(not _is_same(first[key], saved[key]) for key in saved):
                     raise SpecError(
-                        f"{names[0]} and {name} are in one group of the optimizer, and were saved with other options "
-                        "each: make the groups as they were"
+                        f"{names[0]} and {name} are in one group of the optimizer but were saved with different "
+                        "options: make the groups as they were"
                     )
                 made.update(saved)
             groups.append(made)
         return groups
 
     def keep(self) -> Callable[[], None]:
-        """Return what puts the present state back, which `take` replaces and does not write into."""
+        """Return a function that restores the present state, which `take` replaces and does not write into."""
         kept = {"state": self._optimizer.state, "param_groups": self._optimizer.param_groups}
         return lambda: self._optimizer.__dict__.update(kept)
 
     def take(self, index: TensorIndex, tensors: Mapping[str, Any], prefix: str) -> None:
-        """Have the state that was read. Collective: the ranks that have parts of the same layers.
+        """Load the state that was read. Collective: the ranks that have parts of the same layers.
 
         Raises: as ``saved_groups``.
         """
@@ -260,7 +262,7 @@ class OptimizerState:
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
     def _cut(self, name: str, value: Any) -> Any:
-        """In the order in which the parameter is cut."""
+        """Reorder a value to the order in which its parameter is cut."""
         if self._plan is None or not isinstance(value, Tensor):
             return value
         return from_saved_order(name, value, self._plan)
@@ -279,8 +281,8 @@ def _require_layout(name: str, key: str, value: Any, parameter: Tensor) -> None:
     _require_plain(f"{key} of {name}", value)
     if _is_sharded(parameter) and isinstance(value, Tensor) and not isinstance(value, DTensor) and value.numel() > 1:
         raise SpecError(
-            f"{name} is sharded, and its optimizer state {key!r} is a plain tensor: nobody can say of which part; only "
-            "optimizers whose state is a DTensor, as the parameter is, can be saved"
+            f"{name} is sharded but its optimizer state {key!r} is a plain tensor, whose part is unknown: use an "
+            "optimizer that keeps its state as DTensors, like the parameter"
         )
 
 
@@ -289,26 +291,24 @@ def _is_sharded(parameter: Tensor) -> bool:
 
 
 def _target(what: str, shape: tuple[int, ...], dtype: torch.dtype, parameter: Tensor, present: Any) -> Tensor:
-    """A tensor for state of this shape, laid out as what is there, or as the parameter. Raises: SpecError."""
+    """Return a tensor for saved state, laid out like the present state or the parameter. Raises: SpecError, Damaged."""
     if isinstance(present, Tensor) and tuple(present.shape) == shape:
         return torch.empty_like(present, dtype=dtype)
     if shape == tuple(parameter.shape):
         return torch.empty_like(parameter.detach(), dtype=dtype)
     if _is_sharded(parameter) and max(shape, default=1) > 1:
         raise SpecError(
-            f"{what} has a shape of its own, {list(shape)}, and how it is sharded is not known before the optimizer's "
-            "first step: make one, on any batch, and load then"
+            f"{what} has shape {list(shape)}, unlike its parameter, and its sharding is unknown before the optimizer's "
+            "first step: make one, on any batch, then load"
         )
     most = max(_FEW_NUMBERS, _MOST_TIMES * parameter.numel(), max(parameter.shape, default=1) ** 2)
-    if math.prod(shape) > most:  # before it has memory
-        raise Damaged(
-            f"{what} is {list(shape)}, and no optimizer keeps as much of a parameter of {list(parameter.shape)}"
-        )
+    if math.prod(shape) > most:  # before memory is allocated
+        raise Damaged(f"{what} has shape {list(shape)}, too large for a parameter of shape {list(parameter.shape)}")
     return torch.empty(shape, dtype=dtype)
 
 
 def _is_same(first: Any, second: Any) -> bool:
-    """Whether they are one option: nan, which equals nothing, is the same as nan."""
+    """Return whether two option values are the same; nan is the same as nan."""
     if isinstance(first, Tensor) or isinstance(second, Tensor):
         return isinstance(first, Tensor) and isinstance(second, Tensor) and _is_same_tensor(first, second)
     if isinstance(first, float) and isinstance(second, float):

@@ -1,7 +1,7 @@
 """Tensors in files of the safetensors format, written and read in parts, wherever fsspec reaches.
 
-A file is the length of its header in 8 bytes, the header (JSON: by name the dtype, the shape and from where to where
-the bytes are), and the bytes. The library of that name reads and writes whole files of this machine; this needs none.
+A file is the length of its header in 8 bytes, the header (JSON: dtype, shape and byte range of each tensor by name) and
+the bytes. The safetensors library, which only reads and writes whole local files, is not used.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
-_MOST_BYTES, _MOST_DIMENSIONS = 1 << 63, 64  # of a file, and of a tensor: torch has no more
+_MOST_BYTES, _MOST_DIMENSIONS = 1 << 63, 64  # of a file, and of a tensor, as in torch
 _MOST_HEADER_BYTES = 100_000_000  # the format's own limit
 _MOST_HEADER_VALUES = 1 << 23  # of half a million tensors
 _OF_BROKEN_FILES = (ValueError, RecursionError, FileNotFoundError)
-_TEXT_BYTES = 1 << 20  # at once, of what is read to its end: Python takes memory for all that is asked for
-_READ_BYTES = 16 << 20  # at once: each read is a request where the file is far away
+_TEXT_BYTES = 1 << 20  # per read of a whole file: Python allocates all that is requested
+_READ_BYTES = 16 << 20  # per read, each of which is a request to remote storage
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Where the bytes of one tensor are in its file; ``digests`` (digests.py) is empty where nobody knows them."""
+    """The place of one tensor's bytes in its file; ``digests`` (digests.py) is empty when they are unknown."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -63,42 +63,42 @@ class Piece:
     digests: str = ""
 
     def __post_init__(self) -> None:
-        """Raises: ValueError for numbers that do not go together."""
+        """Check that the numbers agree. Raises: ValueError when they do not."""
         self.require_shape(self.shape)
         is_whole = all(type(at) is int and 0 <= at < _MOST_BYTES for at in (self.begin, self.end))
         if not is_whole or self.end - self.begin != math.prod(self.shape) * self.dtype.itemsize:
-            raise ValueError(f"{self.end} - {self.begin} bytes are no {self.dtype} of {list(self.shape)}")
+            raise ValueError(f"bytes {self.begin} to {self.end} are not a {self.dtype} of shape {list(self.shape)}")
 
     @staticmethod
     def require_shape(shape: Sequence[object]) -> None:
-        """Before it is multiplied. Raises: ValueError for what is the shape of no tensor."""
+        """Check a shape before its sizes are multiplied. Raises: ValueError for an invalid one."""
         is_shape = len(shape) <= _MOST_DIMENSIONS
         if not is_shape or any(type(size) is not int or not 0 <= size < _MOST_BYTES for size in shape):
-            raise ValueError(f"{str(shape[:3])[:80]}... is the shape of no tensor")
+            raise ValueError(f"{str(shape[:3])[:80]}... is not a shape of a tensor")
 
     def bytes_of_rows(self, first: int, count: int) -> tuple[int, int]:
-        """Where these rows of the first dimension begin and end among its bytes."""
+        """Return where these rows of the first dimension begin and end among its bytes."""
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         return first * row_bytes, (first + count) * row_bytes
 
     def around(self, begin: int, end: int) -> tuple[int, int]:
-        """Which of its bytes have to be read for some of them: whole blocks, where it has digests of those."""
+        """Return which of its bytes must be read for a range of them: whole blocks, if it has their digests."""
         if not self.digests:
             return begin, end
         return begin // BLOCK_BYTES * BLOCK_BYTES, min(-(-end // BLOCK_BYTES) * BLOCK_BYTES, self.end - self.begin)
 
 
 def name_of_dtype(dtype: torch.dtype) -> str:
-    """Raises: SpecError for one that the format has no name for."""
+    """Return a dtype's name in the format. Raises: SpecError for a dtype that has none."""
     if dtype not in _NAMES:
-        raise SpecError(f"tensors of {dtype} cannot be kept: the safetensors format has {', '.join(_DTYPES)}")
+        raise SpecError(f"tensors of {dtype} cannot be saved: the safetensors format has {', '.join(_DTYPES)}")
     return _NAMES[dtype]
 
 
 def dtype_of_name(name: Any) -> torch.dtype:
-    """Raises: ValueError."""
+    """Return the dtype of a name in the format. Raises: ValueError for an unknown name."""
     if not isinstance(name, str) or name not in _DTYPES:
-        raise ValueError(f"{str(name)[:40]!r} is no dtype that is known")
+        raise ValueError(f"{str(name)[:40]!r} is not a known dtype")
     return _DTYPES[name]
 
 
@@ -108,7 +108,7 @@ def dtype_of_name(name: Any) -> torch.dtype:
 def make_header(
     tensors: Mapping[str, tuple[torch.dtype, Iterable[int]]], notes: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, Piece]]:
-    """The first bytes of a file with these tensors in this order, and where each of them will be."""
+    """Return the first bytes of a file with these tensors, in this order, and the place of each."""
     entries: dict[str, Any] = {"__metadata__": dict(notes)} if notes else {}
     places, begin = {}, 0
     for name, (dtype, sizes) in tensors.items():
@@ -125,10 +125,10 @@ def make_header(
 
 
 def write_file(place: Location, header: bytes, tensors: Iterable[Tensor]) -> list[str]:
-    """Write a new file of what `make_header` gave and the tensors, in its order; a machine that goes down keeps it.
+    """Write a header of `make_header`, and its tensors in order, to a new file that survives a crash of the machine.
 
-    Return the digests of each tensor: of the bytes that were in memory when they were written. On this machine its
-    folder has to be no link: where a group can write, others may have put it there.
+    Returns the digests of each tensor, of its bytes in memory as they were written. The folder of a local file must not
+    be a link: where a group can write, others may have created it.
     """
     with foreign_errors(place.name, "written"):
         to = whole_file(place.path, may_be_link=False) if is_local(place.files) else place.files.open(place.path, "wb")
@@ -144,7 +144,7 @@ def _write_tensor(file: Any, tensor: Tensor) -> str:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, to be read or written while the tensor is kept."""
+    """Return the memory of a contiguous CPU tensor, to be read or written while the tensor lives."""
     assert tensor.device.type == "cpu" and tensor.is_contiguous()
     if not tensor.nbytes:
         return memoryview(b"")
@@ -153,7 +153,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def open_whole(place: Location) -> Iterator[Any]:
-    """Give a file to write to, which is at ``place`` at the end of the block, whole, or not at all."""
+    """Yield a file to write to, which appears at ``place`` at the end of the block: whole, or not at all."""
     if is_local(place.files):
         with foreign_errors(place.name, "written"):
             os.makedirs(os.path.dirname(place.path), exist_ok=True)
@@ -171,7 +171,7 @@ def open_whole(place: Location) -> Iterator[Any]:
 
 
 def read_whole(place: Location, *, limit_bytes: int, may_be_link: bool = False) -> bytes:
-    """Read a small file. Raises: Damaged where it has more than ``limit_bytes`` or is not there, else DetrainError."""
+    """Read a small file. Raises: Damaged when it has more than ``limit_bytes`` or is missing, else DetrainError."""
     data = bytearray()
     with foreign_errors(place.name, "read"), place.open(may_be_link=may_be_link) as file:
         while chunk := file.read(min(_TEXT_BYTES, limit_bytes + 1 - len(data))):
@@ -182,29 +182,29 @@ def read_whole(place: Location, *, limit_bytes: int, may_be_link: bool = False) 
 
 
 def read_header(place: Location) -> dict[str, Piece]:
-    """Where each tensor of a file is. Raises: Damaged for what is no safetensors file, or not a whole one."""
+    """Return the place of each tensor of a file. Raises: Damaged when it is not a whole safetensors file."""
     with foreign_errors(place.name, "read"), place.open() as file:
         return read_header_of(file)
 
 
 def read_header_of(file: Any, *, digest: str = "", what: str = "it") -> dict[str, Piece]:
-    """The same of a file that is open, called ``what``, and compared where its ``digest`` is known.
+    """Return the same for an open file, called ``what``; its header is compared if its ``digest`` is known.
 
     Raises: ValueError, DetrainError.
     """
-    file.seek(0, os.SEEK_END)  # which tells nothing over SFTP
+    file.seek(0, os.SEEK_END)  # which returns nothing over SFTP
     size_bytes = file.tell()
     file.seek(0)
     begin = file.read(_LENGTH_BYTES)
     length = int.from_bytes(begin, "little")
     if not 0 < length <= min(size_bytes - _LENGTH_BYTES, _MOST_HEADER_BYTES):
-        raise ValueError(f"it is no safetensors file, or not a whole one ({size_bytes} bytes)")
+        raise ValueError(f"it is not a safetensors file, or not a whole one ({size_bytes} bytes)")
     text = file.read(length)
     if digest:
         require_digest(begin + text, digest, f"{what}: its header")
     entries = parse_json(text, most_values=_MOST_HEADER_VALUES)
     if not isinstance(entries, dict):
-        raise ValueError("its header is no object with tensors by name")
+        raise ValueError("its header is not a JSON object of tensors by name")
     start = _LENGTH_BYTES + length
     pieces = {name: _read_entry(entry, start) for name, entry in entries.items() if name != "__metadata__"}
     last = start
@@ -213,22 +213,22 @@ def read_header_of(file: Any, *, digest: str = "", what: str = "it") -> dict[str
             raise ValueError("its tensors overlap each other, or its header")
         last = piece.end
     if last > size_bytes:
-        raise ValueError(f"it has {size_bytes} bytes, and its tensors need {last}")
+        raise ValueError(f"it has {size_bytes} bytes but its tensors need {last}")
     return pieces
 
 
 def _read_entry(entry: Any, start: int) -> Piece:
     is_entry = isinstance(entry, dict) and all(isinstance(entry.get(key), list) for key in ("data_offsets", "shape"))
     if not is_entry or len(entry["data_offsets"]) != 2 or any(type(at) is not int for at in entry["data_offsets"]):
-        raise ValueError("its header has an entry that is no dtype, shape and offsets")
+        raise ValueError("its header has an entry without dtype, shape and offsets")
     begin, end = entry["data_offsets"]
     return Piece(dtype_of_name(entry.get("dtype")), tuple(entry["shape"]), start + begin, start + end)
 
 
 def read_rows(file: Any, piece: Piece, first: int, count: int, *, what: str) -> Tensor:
-    """Rows of the first dimension of a tensor in an open file; little more of it is read.
+    """Read rows of the first dimension of a tensor in an open file, and little more of the file.
 
-    What is read is compared where its digests are known. Raises: ValueError, DetrainError with ``what`` it is.
+    What is read is compared with its digests if they are known. Raises: ValueError, DetrainError that names ``what``.
     """
     begin, end = piece.bytes_of_rows(first, count)
     low, high = piece.around(begin, end)
@@ -239,7 +239,7 @@ def read_rows(file: Any, piece: Piece, first: int, count: int, *, what: str) -> 
 
 
 def compare_rows(file: Any, piece: Piece, first: int, count: int, *, what: str) -> None:
-    """Read the same, compare it, and keep nothing; what has no digests is not read. Raises: as `read_rows`."""
+    """Read and compare the same rows, and keep nothing; without digests nothing is read. Raises: as `read_rows`."""
     if not piece.digests:
         return
     low, high = piece.around(*piece.bytes_of_rows(first, count))
@@ -249,14 +249,14 @@ def compare_rows(file: Any, piece: Piece, first: int, count: int, *, what: str) 
 
 
 def _read_into(memory: memoryview, file: Any, piece: Piece, begin: int, what: str) -> None:
-    """The bytes of a tensor from ``begin`` on, where a block of it begins if it has digests."""
+    """Read a tensor's bytes from ``begin`` on, which is the start of a block if it has digests."""
     file.seek(piece.begin + begin)
     for at in range(0, len(memory), _READ_BYTES):
         part, done = memory[at : at + _READ_BYTES], 0
         while done < len(part):
             taken = file.readinto(part[done:])
             if not taken:
-                raise ValueError(f"it ends at {file.tell()} bytes, and more were to come")
+                raise ValueError(f"it ends at {file.tell()} bytes, before the end of its tensors")
             done += taken
         if piece.digests:
             require_digests(part, piece.digests, begin + at, what)
@@ -266,7 +266,7 @@ def _read_into(memory: memoryview, file: Any, piece: Piece, begin: int, what: st
 
 
 def locate_safetensors(url: str | os.PathLike[str], *, files: Any = None) -> tuple[Location, str | None]:
-    """The folder, and the name of the file, where ``url`` names one, and not a folder of them. Raises: SpecError."""
+    """Return the folder, and the file's name if ``url`` names a file, not a folder of them. Raises: SpecError."""
     text = os.fspath(url)
     if not text.endswith(".safetensors"):
         return locate(url, files=files), None
@@ -275,8 +275,8 @@ def locate_safetensors(url: str | os.PathLike[str], *, files: Any = None) -> tup
 
 
 def foreign_errors(name: str, done: str) -> contextlib.AbstractContextManager[None]:
-    """What a file system or a broken file raises is a DetrainError with the name; no secret of a URL is in it.
+    """Turn errors of a file system or a damaged file into a DetrainError with the name, without secrets of a URL.
 
-    It is a Damaged where the file is what is wrong, and not who has it.
+    It is a Damaged when the file is at fault, not its storage.
     """
     return named_errors(name, done, kind_of=lambda exc: Damaged if isinstance(exc, _OF_BROKEN_FILES) else DetrainError)

@@ -1,4 +1,4 @@
-"""The index of a checkpoint: which tensors it has, in which parts, in which files they are, and where."""
+"""The index of a checkpoint: its tensors, their parts, and where each part is in which file."""
 
 from __future__ import annotations
 
@@ -27,48 +27,50 @@ from .plain import from_json, parse_json
 from .tensor_files import Piece, dtype_of_name, foreign_errors, name_of_dtype, read_whole
 
 _MOST_INDEX_BYTES = 1 << 30
-MOST_INDEX_VALUES = 1 << 25  # of two million parts, of 700 tensors with two states each on a thousand ranks
+MOST_INDEX_VALUES = 1 << 25  # enough for two million parts: 700 tensors with two states each on a thousand ranks
 _MOST_INDEX_OBJECTS = 1 << 20
 _MOST_CUT_DIMENSIONS = 8  # a named mesh has no more dimensions that cut tensors
-_MOST_CORNER_DIMENSIONS = 4  # of parts that are no grid: each has 16 corners then
+_MOST_CORNER_DIMENSIONS = 4  # of parts that form no grid: each then has 16 corners
 
 
 @dataclass(frozen=True)
 class TensorIndex:
-    """Which tensors there are, in torch's words, where their bytes are, and the values that are no tensors."""
+    """The tensors in torch's terms, the places of their bytes, and the values that are not tensors."""
 
     metadata: Metadata
     pieces: Mapping[MetadataIndex, tuple[str, Piece]]
     values: Mapping[str, Any]
-    headers: Mapping[str, str] = field(default_factory=dict)  # the digest of each file's header, where it is known
+    headers: Mapping[str, str] = field(default_factory=dict)  # the digest of each file's header, if known
 
     @classmethod
     def read(cls, folder: Location, name: str, files: Mapping[str, int], *, digest: str | None = None) -> TensorIndex:
-        """``files``: those of the checkpoint, with their sizes in bytes. ``digest``: its own; None: nothing has any.
+        """Read an index from its file ``name``.
 
-        Raises: Damaged for an index that is broken, does not cover its tensors, or names what is not in ``files``.
+        ``files``: the checkpoint's files, with their sizes in bytes. ``digest``: the index's own; None: the checkpoint
+        has no digests. Raises: Damaged for an index that is damaged, does not cover its tensors, or names what is not
+        in ``files``.
         """
         with foreign_errors((folder / name).name, "read"):
             try:
                 text = read_whole(folder / name, limit_bytes=_MOST_INDEX_BYTES)
                 if digest is not None:
                     require_digest(text, digest, (folder / name).name)
-                if text.count(b"{") > _MOST_INDEX_OBJECTS:  # which take far more memory than lists
-                    raise ValueError("it has more objects than any has")
+                if text.count(b"{") > _MOST_INDEX_OBJECTS:  # objects take far more memory than lists
+                    raise ValueError(f"it has more than {_MOST_INDEX_OBJECTS:,} objects")
                 index = parse_json(text, most_values=MOST_INDEX_VALUES)
                 values = {fqn: from_json(value) for fqn, value in index["values"].items()}
                 if any(file_name not in files for file_name in index["files"]):
-                    raise ValueError("it names a file that is not of the checkpoint")
+                    raise ValueError("it names a file that is not in the checkpoint")
                 has_digests = digest is not None
                 headers = {file: index["headers"][file] for file in index["files"]} if has_digests else {}
                 if any(not is_digests(header, 1) for header in headers.values()):
-                    raise ValueError("a header has not the digest of its bytes")
+                    raise ValueError("the digest of a header is invalid")
                 chunks = {
                     fqn: _read_chunks(entry, index["files"], has_digests=has_digests)
                     for fqn, entry in index["tensors"].items()
                 }
                 if any(piece.end > files[file] for parts in chunks.values() for _, file, piece in parts):
-                    raise ValueError("a part is behind the end of its file")
+                    raise ValueError("a part is beyond the end of its file")
             except (KeyError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as exc:
                 raise ValueError(f"it is not of this format: {exc}") from exc
             shapes = {fqn: tuple(entry[1]) for fqn, entry in index["tensors"].items()}
@@ -81,19 +83,19 @@ class TensorIndex:
         chunks: Mapping[str, Sequence[tuple[Sequence[int], str, Piece]]],
         values: Mapping[str, Any],
     ) -> TensorIndex:
-        """``chunks``: of each tensor where each part of it begins, its file, and where in it. Raises: ValueError."""
+        """Build an index; ``chunks``: the offsets, file and place of each part of each tensor. Raises: ValueError."""
         pieces: dict[MetadataIndex, tuple[str, Piece]] = {}
         kept: dict[str, Any] = {fqn: BytesStorageMetadata() for fqn in values}
         for fqn, shape in shapes.items():
             if not chunks[fqn] or sum(math.prod(piece.shape) for _, _, piece in chunks[fqn]) != math.prod(shape):
-                raise ValueError(f"of {fqn!r} parts are missing")
+                raise ValueError(f"parts of {fqn!r} are missing")
             filled = [(file, piece.begin) for _, file, piece in chunks[fqn] if piece.end > piece.begin]
-            if len(set(filled)) < len(filled):  # a small file would make a tensor of any size
-                raise ValueError(f"parts of {fqn!r} are the same bytes")
+            if len(set(filled)) < len(filled):  # otherwise a small file could make a tensor of any size
+                raise ValueError(f"parts of {fqn!r} share the same bytes")
             parts = []
             for offsets, file_name, piece in chunks[fqn]:
                 if any(begin + size > whole for begin, size, whole in zip(offsets, piece.shape, shape)):
-                    raise ValueError(f"a part of {fqn!r} is outside of it")
+                    raise ValueError(f"a part of {fqn!r} exceeds its shape")
                 parts.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(piece.shape)))
                 pieces[MetadataIndex(fqn, offsets)] = file_name, piece
             _require_no_overlap(fqn, shape, parts)
@@ -102,7 +104,7 @@ class TensorIndex:
         return cls(Metadata(kept), pieces, values)
 
     def shape(self, fqn: str) -> tuple[int, ...] | None:
-        """None where there is no tensor of that name."""
+        """Return the shape of a tensor, or None if there is none of that name."""
         kept = self.metadata.state_dict_metadata.get(fqn)
         return tuple(kept.size) if isinstance(kept, TensorStorageMetadata) else None
 
@@ -113,9 +115,9 @@ class TensorIndex:
 
 
 def _require_no_overlap(fqn: str, shape: Sequence[int], parts: Sequence[ChunkStorageMetadata]) -> None:
-    """Parts inside of a tensor cover each element once. Raises: ValueError where they do not.
+    """Check that parts inside a tensor cover each element once. Raises: ValueError when they do not.
 
-    In a time that grows with the number of parts, not with its square.
+    The time grows with the number of parts, not with its square.
     """
     filled = [part for part in parts if math.prod(part.sizes)]
     cut = [dim for dim, size in enumerate(shape) if any(part.sizes[dim] != size for part in filled)]
@@ -126,7 +128,7 @@ def _require_no_overlap(fqn: str, shape: Sequence[int], parts: Sequence[ChunkSto
 
 
 def _is_overlapping(parts: Sequence[ChunkStorageMetadata], cut: Sequence[int]) -> bool:
-    """Of parts as large as the whole together: one dimension after the other, as meshes cut them."""
+    """Return whether parts with the size of the whole overlap: one dimension after the other, as meshes cut them."""
     if len(parts) < 2 or not cut:
         return len(parts) > 1
     dim, *others = cut
@@ -140,12 +142,12 @@ def _is_overlapping(parts: Sequence[ChunkStorageMetadata], cut: Sequence[int]) -
 
 
 def _is_overlapping_anywhere(parts: Sequence[ChunkStorageMetadata], cut: Sequence[int]) -> bool:
-    """Boxes cover one exactly if their corners, counted with alternating signs, are its own.
+    """Return whether parts overlap: boxes cover one exactly if their corners, with alternating signs, sum to its own.
 
-    Raises: ValueError where these would be too many.
+    Raises: ValueError when there would be too many corners.
     """
     if len(cut) > _MOST_CORNER_DIMENSIONS:
-        raise ValueError(f"parts that are no grid are cut along more than {_MOST_CORNER_DIMENSIONS} dimensions")
+        raise ValueError(f"parts that form no grid are cut along more than {_MOST_CORNER_DIMENSIONS} dimensions")
     corners: Counter[tuple[int, ...]] = Counter()
     for part in parts:
         for ends in itertools.product((0, 1), repeat=len(cut)):
@@ -164,17 +166,17 @@ def _read_chunks(entry: Any, files: Sequence[str], *, has_digests: bool) -> list
     found = []
     for offsets, sizes, number, begin, end, *more in chunks:
         if not len(offsets) == len(sizes) == len(shape) or any(type(x) is not int or x < 0 for x in (*offsets, number)):
-            raise ValueError("a part has other dimensions than its tensor")
+            raise ValueError("a part has invalid dimensions for its tensor")
         piece = Piece(dtype, tuple(sizes), begin, end, *more)
         if len(more) != has_digests or (has_digests and not is_digests(piece.digests, end - begin)):
-            raise ValueError("a part has not the digests of its bytes")
+            raise ValueError("the digests of a part are invalid")
         found.append((tuple(offsets), files[number], piece))
     return found
 
 
 @dataclass(frozen=True)
 class WrittenPiece:
-    """Where a part of a tensor was written; ``header`` is the digest of its file's."""
+    """The place where a part of a tensor was written; ``header`` is the digest of its file's header."""
 
     file_name: str
     header: str
@@ -182,7 +184,7 @@ class WrittenPiece:
 
 
 def make_index(metadata: Metadata, results: Sequence[WriteResult]) -> dict[str, Any]:
-    """As JSON: what `TensorIndex.read` reads, and ``sizes``, in bytes, of all files."""
+    """Return as JSON what `TensorIndex.read` reads, and ``sizes`` of all files in bytes."""
     values = {result.index.fqn: json.loads(result.storage_data) for result in results if _is_value(result)}
     sizes: dict[str, int] = {}
     headers: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint's storage: its plans say which rank writes and reads what, here the bytes move.
+"""The storage of torch.distributed.checkpoint, whose plans say which rank writes and reads what.
 
-Tensors are in safetensors files, one from each rank; the index of all of them, and every other value, is JSON. torch's
-own storage keeps its index as a pickle, which runs what it says when it is read: none of that is used, or opened.
+Tensors are in safetensors files, one from each rank; the index of all tensors, and every other value, is JSON. torch's
+own storage pickles its index, and reading a pickle can execute code: it is neither used nor opened.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .tensor_index import MOST_INDEX_VALUES, TensorIndex, WrittenPiece, make_ind
 
 
 class JsonSavePlanner(DefaultSavePlanner):
-    """Values that are no tensors become JSON, where torch would pickle them."""
+    """A planner that converts values other than tensors to JSON, where torch would pickle them."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False)
@@ -47,7 +47,7 @@ class JsonSavePlanner(DefaultSavePlanner):
 
 
 class StepWriter(StorageWriter):
-    """Writes one checkpoint: each rank its tensors, rank 0 what makes it one, and removes what is not kept."""
+    """A writer of one checkpoint: each rank writes its tensors; rank 0 completes it and removes what is not kept."""
 
     def __init__(self, place: Location, step: int, keep: int | None, note: Mapping[str, Any]) -> None:
         self._place = place
@@ -66,7 +66,7 @@ class StepWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, before any rank writes."""
+        """Remove leftovers and number the plans, on rank 0, before any rank writes."""
         catalog.clear_leftovers(self._place)
         return [replace(plan, storage_data=rank) for rank, plan in enumerate(plans)]
 
@@ -81,7 +81,7 @@ class StepWriter(StorageWriter):
                 results.append(WriteResult(item.index, len(text), text.decode()))
                 continue
             tensor = data.detach()
-            same = _memory_of(tensor) if tensor.numel() else item.index  # tied ones are written once
+            same = _memory_of(tensor) if tensor.numel() else item.index  # tied tensors are written once
             if same not in items_of:
                 tensors.append((_chunk_name(item), tensor))
             items_of.setdefault(same, (tensors[-1][0], []))[1].append(item)
@@ -102,7 +102,7 @@ class StepWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all have written."""
+        """Complete the checkpoint, on rank 0, when all ranks have written."""
         catalog.require_no_link(self._folder)
         index = make_index(metadata, [result for of_rank in results for result in of_rank])
         sizes = index.pop("sizes")
@@ -110,14 +110,14 @@ class StepWriter(StorageWriter):
         for name, size_bytes in sizes.items():
             if seen.get(name) != size_bytes:
                 raise DetrainError(
-                    f"{self._folder.name}: of {name}, {size_bytes} bytes, rank 0 sees {seen.get(name, 0)}: give a "
-                    "place that all hosts share"
+                    f"{self._folder.name}: rank 0 sees {seen.get(name, 0)} of {size_bytes} bytes of {name}: save to "
+                    "a place that all hosts share"
                 )
         index_name, index_text = f"index-{self._token}.json", json.dumps(index, separators=(",", ":")).encode()
         if count_values(index_text, most=MOST_INDEX_VALUES) > MOST_INDEX_VALUES:
-            raise SpecError(f"the index of its tensors has more than {MOST_INDEX_VALUES:,} values, and cannot be read")
+            raise SpecError(f"the index of tensors has more than {MOST_INDEX_VALUES:,} values: it could not be read")
         note = self._make_note(len(results), index_name, index_text, sizes)
-        with HeldInterrupts():  # which would leave an index without its note, and nothing removes that
+        with HeldInterrupts():  # an interrupt would leave an index without its note, which nothing removes
             self._write_last(index_name, index_text, note)
         catalog.clear_leftovers(self._place)
         catalog.prune(self._place, self._keep)
@@ -126,21 +126,21 @@ class StepWriter(StorageWriter):
         (self._folder / index_name).write(index_text, may_be_link=False)
         try:
             (self._folder / catalog.NOTE).write(note, may_be_link=False)
-        except DetrainError:  # a full disk: without its index the next save takes it for what it is, and removes it
+        except DetrainError:  # a full disk: without its index the folder is unfinished, and the next save removes it
             if is_local(self._folder.files):  # elsewhere the note may have arrived
                 with contextlib.suppress(DetrainError):
                     catalog.remove_files(self._folder, [index_name])
             raise
 
     def _make_note(self, world_size: int, index_name: str, index_text: bytes, sizes: Mapping[str, int]) -> bytes:
-        """Raises: SpecError, DetrainError for what nobody could read, before the index makes a checkpoint of it."""
+        """Return the note, before the index is written. Raises: SpecError, DetrainError if it could not be read."""
         there = catalog.list_checkpoints(self._place)
-        unread = sum(each.serial < 0 and each.name != self._folder.name for each in there)  # any may be the last
+        unread = sum(each.serial < 0 and each.name != self._folder.name for each in there)  # any may be the last save
         serial = 1 + max([0, *(each.serial for each in there)]) + unread
-        if serial > catalog.MOST_SAVES:  # it would count as broken
+        if serial > catalog.MOST_SAVES:  # it would count as damaged
             raise DetrainError(
-                f"{self._place.name}: a checkpoint there says that it is save {serial - 1 - unread}: remove it, or "
-                "save elsewhere"
+                f"{self._place.name}: a checkpoint there has serial {serial - 1 - unread}, the highest possible: "
+                "remove it, or save elsewhere"
             )
         note = {
             "format": 2,
@@ -155,7 +155,7 @@ class StepWriter(StorageWriter):
         text = seal(json.dumps(note, indent=1).encode())
         if len(text) > catalog.MOST_NOTE_BYTES:
             raise SpecError(
-                f"data_position, extra and scheduler are {len(text)} bytes, and {catalog.MOST_NOTE_BYTES} can be kept"
+                f"data_position, extra and scheduler have {len(text)} bytes: the limit is {catalog.MOST_NOTE_BYTES}"
             )
         most = catalog.MOST_NOTE_VALUES
         if count_values(text, most=most) > most:
@@ -187,17 +187,17 @@ def _chunk_name(item: WriteItem) -> str:
 def read_tensors(
     folder: Location, index: TensorIndex, tensors: dict[str, Tensor], *, may_be_links: bool = False
 ) -> None:
-    """Read into ``tensors``, which may be parts of what was saved in other parts; each rank reads what it needs.
+    """Read into ``tensors``, whose parts may differ from the saved parts; each rank reads what it needs.
 
-    ``may_be_links``: the files, as those of a hub's cache are. Raises: DetrainError.
+    ``may_be_links``: the files may be links, as in a hub's cache. Raises: DetrainError.
     """
     _read(folder, index, tensors, may_be_links=may_be_links)
 
 
 def compare_tensors(folder: Location, index: TensorIndex, tensors: dict[str, Tensor]) -> None:
-    """Read all that `read_tensors` would, and compare it with its digests; ``tensors`` stay as they are.
+    """Read all that `read_tensors` would, and compare it with its digests; ``tensors`` are unchanged.
 
-    Raises: DetrainError, which names what is damaged.
+    Raises: DetrainError that names what is damaged.
     """
     _read(folder, index, tensors, is_only_compared=True)
 
@@ -210,7 +210,7 @@ def _read(
     may_be_links: bool = False,
     is_only_compared: bool = False,
 ) -> None:
-    """What dcp.load does, without its messages between ranks: the plan of one does not depend on the others'."""
+    """Do what dcp.load does, without its messages between ranks: the plan of one does not depend on the others'."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors, index.metadata, is_coordinator=True)
     plan = planner.finish_plan(planner.create_global_plan([planner.create_local_plan()])[0])
@@ -221,7 +221,7 @@ def _read(
     for file_name, wanted in by_file.items():
         place = folder / file_name
         with foreign_errors(place.name, "read"), place.open(may_be_link=may_be_links) as file:
-            # else an index could name the bytes of any file that others have put there since it was listed
+            # otherwise an index could name bytes of any file that others created after the listing
             header = read_header_of(file, digest=index.headers.get(file_name, ""), what=place.name)
             _require_parts(header.values(), (piece for piece, _ in wanted))
             compared = set()
@@ -229,26 +229,26 @@ def _read(
                 what, rows = f"{place.name}: {item.storage_index.fqn!r}", _rows(piece, item)
                 if not is_only_compared:
                     _read_item(file, piece, item, planner, what)
-                elif (piece.begin, rows) not in compared:  # tied ones are there once
+                elif (piece.begin, rows) not in compared:  # tied tensors are stored once
                     compared.add((piece.begin, rows))
                     compare_rows(file, piece, *rows, what=what)
 
 
 def _require_parts(there: Iterable[Piece], wanted: Iterable[Piece]) -> None:
-    """Raises: ValueError where one that is wanted is none of the tensors that the header of the file has."""
+    """Check that the file's header has every wanted piece. Raises: ValueError when one is missing."""
     known = {(piece.begin, piece.end, piece.dtype) for piece in there}
     for piece in wanted:
         if (piece.begin, piece.end, piece.dtype) not in known:
-            raise ValueError(f"no tensor of it has the bytes {piece.begin} to {piece.end}")
+            raise ValueError(f"none of its tensors has the bytes {piece.begin} to {piece.end}")
 
 
 def _rows(piece: Piece, item: ReadItem) -> tuple[int, int]:
-    """The first row that is wanted, and how many are."""
+    """Return the first wanted row, and how many are wanted."""
     return (item.storage_offsets[0], item.lengths[0]) if piece.shape else (0, 1)
 
 
 def _read_item(file: Any, piece: Piece, item: ReadItem, planner: LoadPlanner, what: str) -> None:
-    """Read the rows that have what is wanted, and take that of them."""
+    """Read the rows that hold what is wanted, and copy the wanted part."""
     part = read_rows(file, piece, *_rows(piece, item), what=what)
     for dim in range(1, part.dim()):
         part = part.narrow(dim, item.storage_offsets[dim], item.lengths[dim])

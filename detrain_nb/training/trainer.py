@@ -1,4 +1,4 @@
-"""The loop: batches in, steps of the optimizer, numbers out. ``fit`` reads from top to bottom: copy it for your own."""
+"""The loop: batches in, optimizer steps, numbers out. ``fit`` reads from top to bottom: copy it for your own."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ _T = TypeVar("_T", bound="Trainer")
 
 
 class Callback:
-    """What is called while a Trainer works, on every rank; override what you need."""
+    """Hooks that a Trainer calls, on every rank; override those that you need."""
 
     def on_begin(self, trainer: Trainer) -> None:
-        """Before the first step."""
+        """Run before the first step."""
 
     def on_step(self, trainer: Trainer, record: Record) -> None:
-        """After a step of the optimizer. ``trainer.stop()`` ends after it."""
+        """Run after a step of the optimizer; ``trainer.stop()`` ends the training after this step."""
 
     def on_evaluation(self, trainer: Trainer, record: Record) -> None:
-        """After an evaluation."""
+        """Run after an evaluation."""
 
     def on_end(self, trainer: Trainer, result: Result) -> None:
-        """After the last step, when all is saved."""
+        """Run after the last step, when everything is saved."""
 
 
 class Trainer:
-    """Trains a model that ``parallel.parallelize`` has laid out, or a plain one; every rank makes its own.
+    """The training of a model from ``parallel.parallelize``, or of a plain one; every rank creates its own Trainer.
 
-    Each part of the loop is a method that a subclass may replace: ``unpack`` (what the loader gives), ``train_one``
-    (one step), ``evaluate``, ``score`` (what is counted in an evaluation).
+    Each part of the loop is a method that a subclass may override: ``unpack`` (splits what the loader yields),
+    ``train_one`` (one step), ``evaluate``, ``score`` (what an evaluation counts).
     """
 
     def __new__(cls: type[_T], *args: Any, **given: Any) -> _T:
-        """Raises: SpecError for an argument that is unknown, which says where it belongs."""
+        """Check the arguments' names. Raises: SpecError that says where an unknown argument belongs."""
         require_names(cls.__init__, args, given)
         return super().__new__(cls)
 
@@ -101,19 +101,20 @@ class Trainer:
         peak_flops: float | None = None,
         show_progress: bool = True,
     ) -> None:
-        """``train`` gives pairs of what the model is called with and of the loss's target, or dicts (unpacking.py);
-        ``steps`` are made of them, or as many as ``epochs`` have.
+        """Set up a training of ``steps`` steps, or of as many as ``epochs`` have.
 
-        A DataLoader that shuffles, or not, in torch's usual way gives each rank its own part of an epoch; one with a
-        sampler of the user's is taken as it is. ``loss``: of a plain model (None: the one that it makes of its labels);
-        one that is laid out has its own. ``optimizer``, ``scheduler``: names, objects or functions (recipe.py), with
-        their options. ``clip``: the largest norm of all gradients together. ``evaluate``: a loader as ``train``, run at
-        the end, and every ``evaluate_every`` steps or after each of the ``epochs``. ``checkpoint``: a URL, saved to at
-        the end and every ``save_every`` steps, and gone on from where something is there, unless ``resume`` is False.
-        ``flops_per_sample`` (forward) and ``peak_flops`` (of one rank) give the MFU. Raises: SpecError.
+        ``train`` yields pairs of the model's input and the loss's target, or dicts (unpacking.py). A DataLoader with
+        torch's default sampler, shuffled or not, gives each replica its own part of an epoch; one with a custom sampler
+        is used as it is. ``loss``: of a plain model (None: the one that it computes from its labels); a parallelized
+        model has its own. ``optimizer``, ``scheduler``: names, objects or functions (recipe.py), with their options.
+        ``clip``: the maximum norm of all gradients together. ``evaluate``: a loader like ``train``, run at the end, and
+        every ``evaluate_every`` steps or after each of the ``epochs``. ``checkpoint``: a URL, saved to at the end and
+        every ``save_every`` steps, and resumed from if it has a checkpoint, unless ``resume`` is False. ``keep``: how
+        many checkpoints are kept. ``flops_per_sample`` (forward) and ``peak_flops`` (of one rank) give the MFU.
+        Raises: SpecError.
         """
         if (steps is None) == (epochs is None):
-            raise SpecError("say how long to train: steps=, or epochs=")
+            raise SpecError("give either steps= or epochs=")
         require_model(model)
         counts = plain_numbers(
             steps=steps, epochs=epochs, evaluate_every=evaluate_every, save_every=save_every, keep=keep, seed=seed
@@ -121,7 +122,7 @@ class Trainer:
         rates = plain_numbers(clip=clip, flops_per_sample=flops_per_sample, peak_flops=peak_flops)
         require_options(optimizer_options=optimizer_options, scheduler_options=scheduler_options)
         if "steps" in (scheduler_options or {}):
-            raise SpecError("scheduler_options have steps, which are those of the Trainer: leave them out")
+            raise SpecError("scheduler_options have steps, which the Trainer sets: leave them out")
         require_places(checkpoint=checkpoint, metrics_folder=metrics_folder)
         require_resume(resume)
         wait_for_gloo_at_exit()
@@ -131,20 +132,20 @@ class Trainer:
         if evaluate is not None:
             require_loader("evaluate", evaluate, is_unpacked_by_user=is_unpacked_by_user)
             if _length_of(evaluate) == 0:
-                raise SpecError("the evaluation has not one batch")
+                raise SpecError("the evaluation data have no batches")
         if save_every is not None and checkpoint is None:
-            raise SpecError(f"save_every={save_every} says when, and checkpoint= does not say where: give it a URL")
+            raise SpecError(f"save_every={save_every} needs checkpoint=: give a URL to save to")
         if evaluate_every is not None and evaluate is None:
-            raise SpecError(f"evaluate_every={evaluate_every} says when, and evaluate= does not say with what")
+            raise SpecError(f"evaluate_every={evaluate_every} needs evaluate=: give a loader to evaluate on")
         if isinstance(model, nn.Module):
             model = _one_copy(model, loss)
         elif loss is not None:
-            raise SpecError("the model was laid out with a loss: give it to parallelize, not to the Trainer")
+            raise SpecError("a parallelized model has its own loss: pass loss= to parallelize, not to the Trainer")
         self.model = model
         self.train = Epochs(train, model, seed=counts["seed"])
         if epochs is not None:
             if not self.train.steps_of_one():
-                raise SpecError("the training data have not one batch")
+                raise SpecError("the training data have no batches")
             counts["steps"] = counts["epochs"] * self.train.steps_of_one()
             counts["evaluate_every"] = counts["evaluate_every"] or self.train.steps_of_one()
         self.steps, self.step = counts["steps"], 0
@@ -165,7 +166,7 @@ class Trainer:
 
     @property
     def result(self) -> Result:
-        """Of the present ``fit``, or of the last one."""
+        """The result of the current ``fit``, or of the last one."""
         return self._reports.result
 
     # ---- the loop
@@ -173,7 +174,7 @@ class Trainer:
     def fit(self) -> Result:
         """Train to the last step, from the beginning or from the last checkpoint. Collective: all ranks.
 
-        Raises: NotFinite where the loss or a gradient is not a number, before the optimizer takes a step with it.
+        Raises: NotFinite when the loss or a gradient is not finite, before the optimizer makes a step with it.
         """
         self._is_stopped = False
         self._require_same_on_ranks()
@@ -183,7 +184,7 @@ class Trainer:
             self._go_on()
         self.model.back_to_training()
         for module in self.model.modules:
-            if not module.training:  # as from_pretrained gives it
+            if not module.training:  # from_pretrained returns it in evaluation mode
                 module.train()
         self._call("on_begin")
         self._is_stopped = self.model.any(self._is_stopped)
@@ -200,7 +201,7 @@ class Trainer:
         return self.result
 
     def _require_same_on_ranks(self) -> None:
-        """Raises: SpecError, on all ranks, where one would make more steps, or saves, than another waits for."""
+        """Check that all ranks will make as many steps and saves. Raises: SpecError, on all ranks."""
         names = ("steps", "evaluate_every", "save_every", "clip", "checkpoint", "resume")
         own = {name: getattr(self, name) for name in names} | {"evaluate": self.evaluation is not None}
         rank = dist.get_rank() if dist.is_initialized() else 0
@@ -209,19 +210,19 @@ class Trainer:
             for name, value in told.items():
                 if value != known[name]:
                     raise SpecError(
-                        f"{name} is {known[name]} on rank {first} and {value} on rank {other}, and they would wait for "
-                        "each other: give the same on all ranks, and as many batches where there are epochs="
+                        f"{name} is {known[name]} on rank {first} and {value} on rank {other}, and they would "
+                        "deadlock: give the same on all ranks, and with epochs= as many batches"
                     )
         self._require_same_optimizer(rank)
         lengths = self.model.gather(_length_of(self.train.loader), of_one_copy=True)
         if len(set(lengths)) > 1:
             raise SpecError(
-                f"the ranks of one copy of the model would see {', '.join(map(str, lengths))} batches in an epoch, and "
-                "wait for each other: give all of them the same loader"
+                f"ranks of one model copy have unequal batch counts per epoch ({', '.join(map(str, lengths))}) and "
+                "would deadlock: give all of them the same loader"
             )
 
     def _require_same_optimizer(self, rank: int) -> None:
-        """Raises: SpecError, on all ranks, where the same parameters would become others on one; stages may differ."""
+        """Check that ranks update the same parameters alike; stages may differ. Raises: SpecError, on all ranks."""
         names = tuple(name for name, _ in self.model.named_parameters())
         known: dict[Any, tuple[int, dict[str, Any]]] = {}
         for other, stage, told in self.model.gather((rank, names, _options_of(self.optimizer))):
@@ -254,12 +255,12 @@ class Trainer:
                     self._save(is_last=False)
 
     def unpack(self, given: Any) -> tuple[Any, Any]:
-        """Return what the model is called with, and the loss's target, from what the loader gave: a pair, or a dict."""
+        """Return the model's input and the loss's target from what the loader yielded: a pair, or a dict."""
         return unpack(given, self.model)
 
     def train_one(self, batch: Any, target: Any) -> Record:
         """Make one step: gradients, their norm, the optimizer, the scheduler. Returns the loss over all ranks."""
-        for parameter in self.model.parameters():  # also those that the optimizer does not have, or an error has left
+        for parameter in self.model.parameters():  # the optimizer may lack some, or an error has left some
             parameter.grad = None
         loss = self._shared(self.model.train_step(batch, target))
         norm = grad_norm(self.model) if self.clip is None else clip_grad_norm(self.model, self.clip)
@@ -274,17 +275,17 @@ class Trainer:
     def evaluate(self, loader: Iterable[Any] | None = None) -> Record:
         """Return the loss over all samples of all ranks, and what ``score`` counts, in evaluation mode.
 
-        Collective: all ranks. Raises: SpecError where there is nothing to evaluate, or not as much on every rank.
+        Collective: all ranks. Raises: SpecError when there is nothing to evaluate, or ranks have unequal batch counts.
         """
         loader = self.evaluation if loader is None else loader
         if loader is None:
-            raise SpecError("there is nothing to evaluate: give the Trainer evaluate=, or this a loader")
+            raise SpecError("there is nothing to evaluate: pass evaluate= to the Trainer, or a loader to evaluate()")
         loader = for_replica(loader, replica=self.model.replica, num_replicas=self.model.num_replicas, seed=0)
         lengths = self.model.gather(_length_of(loader))
         if len(set(lengths)) > 1:
             raise SpecError(
-                f"the ranks would evaluate {', '.join(map(str, lengths))} batches, and wait for each other: give as "
-                "many to each, or a DataLoader without a sampler of your own, which is dealt out"
+                f"ranks have unequal batch counts ({', '.join(map(str, lengths))}) and would deadlock: give each as "
+                "many batches, or a DataLoader with torch's default sampler, which is split between them"
             )
         scores = Scores(self.model)
         try:
@@ -300,14 +301,14 @@ class Trainer:
         return scores.over_all()
 
     def score(self, output: Any, target: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return sums and counts by name; their quotients over all samples are told. By default the accuracy."""
+        """Return sums and counts by name; their quotients over all samples are reported. By default the accuracy."""
         ignored = self.model.objective.ignore_index
         return count_right(output, target, ignored=-100 if ignored is None else ignored)
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
-        """What the model gives for each batch of a loader of inputs, on the rank of the last stage; else nothing.
+        """Return the model's output for each batch of inputs, on the rank of the last stage; else an empty list.
 
-        Of dicts a target that the model does not take is left out.
+        In dicts, a target that the model does not take is left out.
         """
         try:
             outputs = [self.model.predict(inputs_of(batch, self.model)) for batch in loader]
@@ -316,7 +317,7 @@ class Trainer:
         return outputs if self.model.is_last else []
 
     def stop(self) -> None:
-        """End after this step, on all ranks; it is enough that one of them calls it."""
+        """Stop after this step, on all ranks; one rank's call is enough."""
         self._is_stopped = True
 
     # ---- batches
@@ -333,10 +334,10 @@ class Trainer:
     def _place(self, leaf: Any) -> Any:
         return leaf.to(self.model.device) if isinstance(leaf, Tensor) else leaf
 
-    # ---- what is told
+    # ---- reports
 
     def _shared(self, loss: Tensor | None) -> Tensor:
-        """The loss, on every rank of the pipeline."""
+        """Return the loss on every rank of the pipeline."""
         place = self.model.link_device
         told = torch.zeros((), device=place) if loss is None else loss.detach().float().reshape(()).to(place)
         group = self.model.pipeline_group
@@ -346,7 +347,7 @@ class Trainer:
         return told
 
     def _require_finite(self, record: Record) -> None:
-        """Raises: NotFinite, on all ranks alike, with the first gradient at fault and its rank."""
+        """Check loss and norm. Raises: NotFinite, on all ranks alike, with the first gradient at fault and its rank."""
         wrong = [name for name in ("loss", "grad_norm") if record[name] - record[name] != 0]
         if not wrong:
             return
@@ -356,8 +357,8 @@ class Trainer:
         values = ", ".join(f"{name} {record[name]}" for name in wrong)
         first = f"; gradients are not finite on {', '.join(where[:4])}" if where else ""
         raise NotFinite(
-            f"step {self.step + 1}: {values}{first}: parameters are as they were after step {self.step}; lower the "
-            "learning rate, clip, or look at this batch"
+            f"step {self.step + 1}: {values}{first}: parameters are unchanged since step {self.step}; lower the "
+            "learning rate, clip, or check this batch"
         )
 
     def _evaluate_now(self) -> None:
@@ -375,7 +376,7 @@ class Trainer:
         assert self.checkpoint is not None
         try:
             saving.begin()
-        except (DetrainError, OSError) as exc:  # of the save before, which is over: this one may go better
+        except (DetrainError, OSError) as exc:  # of the previous save, which has ended: this one may succeed
             warnings.warn(f"a checkpoint was not saved: {exc}", stacklevel=2)
         saved = save(
             self.checkpoint,
@@ -397,14 +398,14 @@ class Trainer:
         if all(is_unfinished for _, is_unfinished in there):
             if there and self.model.is_main:
                 warnings.warn(
-                    f"{there[-1][0]}: its save has not ended, and nothing is before it: begun anew", stacklevel=3
+                    f"{there[-1][0]}: its save has not finished, and it is the only one: starting over", stacklevel=3
                 )
             return
         try:
             found = load(url, self.model, self.optimizer, self.scheduler)
         except SpecError as exc:
-            raise SpecError(f"{exc}; to begin anew, give resume=False, or another checkpoint=") from exc
-        if isinstance(self.scheduler, LambdaLR):  # with other steps than it was saved with, this one counts
+            raise SpecError(f"{exc}; to start over, give resume=False, or another checkpoint=") from exc
+        if isinstance(self.scheduler, LambdaLR):  # its steps= may differ from the saved one: the present one counts
             for group, rate, ratio in zip(
                 self.optimizer.param_groups, self.scheduler.base_lrs, self.scheduler.lr_lambdas
             ):
@@ -415,12 +416,12 @@ class Trainer:
 
 
 def _one_copy(model: nn.Module, loss: Loss | None) -> WholeModel:
-    """A plain model, on this rank alone. Raises: SpecError for one that is wrapped."""
+    """Wrap a plain model, on this rank alone. Raises: SpecError when it is in DDP or FSDP."""
     if isinstance(model, (DistributedDataParallel, FSDPModule)):
-        raise SpecError("the model is wrapped already: give parallelize the bare one, and the Trainer what it returns")
+        raise SpecError("the model is already wrapped: pass the bare one to parallelize, and its result to the Trainer")
     if dist.is_initialized() and dist.get_world_size() > 1:
         warnings.warn(
-            "a plain model on several ranks: each trains a copy of its own; parallelize makes one model of them",
+            "a plain model on several ranks: each rank trains its own copy; use parallelize to train one model",
             stacklevel=3,
         )
     loss = usual_loss(model) if loss is None else loss
@@ -428,16 +429,16 @@ def _one_copy(model: nn.Module, loss: Loss | None) -> WholeModel:
 
 
 def _warn_of_restarts() -> None:
-    """torchrun shares its store with the ranks, and restarted ones find there where those before them listened.
+    """Warn when torchrun may restart ranks: it shares its store with them, which then has addresses of dead ranks.
 
-    Not in a job of ours, where ranks that begin anew have a new store.
+    Not in a job of ours, where restarted ranks have a new store.
     """
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     is_cured = JOB_VARIABLE in os.environ or os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
     if restarts != "0" and not is_cured:
         warnings.warn(
-            f"torchrun may start these ranks again ({restarts} times), and on gloo they would then look for each other "
-            "in the wrong places: start it as  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",
+            f"torchrun may restart these ranks ({restarts} times), and on gloo they would then connect to addresses of "
+            "dead ranks: start it as  TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun ...",
             stacklevel=3,
         )
 
@@ -446,7 +447,7 @@ _HOW_IT_COMPUTES = ("foreach", "fused", "capturable", "differentiable")
 
 
 def _options_of(optimizer: Optimizer) -> dict[str, str]:
-    """Its class, and the numbers and words that its groups have; a learning rate may be a tensor."""
+    """Return the optimizer's class and the plain options of its groups; a learning rate may be a tensor."""
     found = {"class": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
@@ -460,7 +461,7 @@ def _options_of(optimizer: Optimizer) -> dict[str, str]:
 def _length_of(loader: Iterable[Any]) -> int | None:
     try:
         return len(loader)  # type: ignore[arg-type]
-    except TypeError:  # nobody knows before the end
+    except TypeError:  # unknown before the end
         return None
 
 

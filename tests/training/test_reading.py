@@ -55,7 +55,7 @@ def run() -> on_ranks.Run:
 def require_refusal(run: on_ranks.Run, both: Path, file: Path, *, is_named: bool = True) -> None:
     """Step 2 is refused by the name of ``file``, and nothing has changed."""
     said, is_unchanged = on_ranks.load_damaged("one", str(both), 2, run)
-    assert is_unchanged and said.startswith("DetrainError: ") and "step-00000002 is broken" in said
+    assert is_unchanged and said.startswith("DetrainError: ") and "step-00000002 is damaged" in said
     assert not is_named or file.name in said
 
 
@@ -63,7 +63,7 @@ def require_the_one_before(run: on_ranks.Run, both: Path, file: Path, *, is_name
     """And step 1 comes instead, bit for bit."""
     require_refusal(run, both, file, is_named=is_named)
     step, notes, is_step = on_ranks.load_whole("one", str(both))
-    assert (step, is_step, len(notes)) == (1, True, 1) and "step-00000002 is passed over" in notes[0]
+    assert (step, is_step, len(notes)) == (1, True, 1) and "step-00000002 was skipped" in notes[0]
     assert not is_named or file.name in notes[0]
 
 
@@ -201,7 +201,7 @@ def test_file_that_changes_after_it_was_compared_is_told(both: Path, monkeypatch
 
     with changed(file, lambda whole: whole):
         monkeypatch.setattr(reading.Reading, "find_damage", then_damage)
-        with pytest.raises(DetrainError, match=f"'{name}'.* is damaged.*it was whole a moment ago, and the model has"):
+        with pytest.raises(DetrainError, match=f"'{name}'.* is damaged.*it was intact just now, and the model has"):
             on_ranks.Run("one").load(str(both))
 
 
@@ -210,7 +210,7 @@ def test_options_that_cannot_be_are_told_before_anything_changes(both: Path) -> 
     run = on_ranks.Run("one", seed=7)
     before = on_ranks.everything(run)
     optimizer = torch.optim.AdamW([each for each in run.model.parameters() if each.requires_grad])
-    with pytest.raises(SpecError, match="saved with other options each: make the groups as they were"):
+    with pytest.raises(SpecError, match="saved with different options: make the groups as they were"):
         training.load(str(both), run.model, optimizer, is_random_state_wanted=False)
     assert on_ranks.everything(run) == before
 
@@ -220,7 +220,7 @@ def test_later_save_of_an_earlier_step_is_told_of_when_it_is_passed_over(tmp_pat
     for step in (400, 350):
         training.save(str(tmp_path), model, step=step)
     file = the_file(tmp_path, 350, "rank-*")
-    with changed(file, flip(-1 + file.stat().st_size)), pytest.warns(UserWarning, match="step-00000350 is passed over"):
+    with changed(file, flip(-1 + file.stat().st_size)), pytest.warns(UserWarning, match="step-00000350 was skipped"):
         assert training.load(str(tmp_path), model).step == 400
 
 
@@ -230,7 +230,7 @@ def test_all_that_are_damaged_are_named_and_one_of_another_model_too(tmp_path: P
     training.save(str(tmp_path), small, step=2)
     second = the_file(tmp_path, 2, "rank-*")
     with changed(second, flip(second.stat().st_size - 1)):
-        with pytest.raises(SpecError, match=r"step-00000001 is of another model: .*; .*step-00000002 is passed over"):
+        with pytest.raises(SpecError, match=r"step-00000001 does not match the model: .*; .*step-00000002 was skipped"):
             training.load(str(tmp_path), small)
         first = the_file(tmp_path, 1, "index-*")
         with changed(first, flip(9)), pytest.raises(SpecError) as error:
@@ -274,9 +274,7 @@ def test_trainer_goes_on_from_the_one_before_and_warns_once(tmp_path: Path) -> N
         warnings.simplefilter("always")
         result = trainer(tmp_path, 2).fit()
     assert result.resumed_from.endswith("step-00000002") and len(told) == 1
-    assert f"step-00000003 is passed over: {file}: '{name}', bytes 0 to {end - begin}, is damaged" in str(
-        told[0].message
-    )
+    assert f"step-00000003 was skipped: {file}: '{name}', bytes 0 to {end - begin}, is damaged" in str(told[0].message)
 
 
 def test_trainer_with_nothing_but_damage_does_not_begin_anew(tmp_path: Path) -> None:
@@ -286,7 +284,7 @@ def test_trainer_with_nothing_but_damage_does_not_begin_anew(tmp_path: Path) -> 
     harms = [("rank-*", flip(-1)), ("rank-*", lambda whole: whole[:-1]), ("checkpoint.json", flip(5))]
     for pattern, harm in harms:
         file = the_file(tmp_path, 1, pattern)
-        said = r"step-00000001 is passed over: .*; to begin anew, give resume=False"
+        said = r"step-00000001 was skipped: .*; to start over, give resume=False"
         with changed(file, harm), pytest.raises(SpecError, match=said):
             trainer(tmp_path, 2).fit()
 
@@ -294,10 +292,10 @@ def test_trainer_with_nothing_but_damage_does_not_begin_anew(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "harm, said",
     [
-        ("link", r"checkpoint\.json is a link, and none is followed"),
-        ("all links", r"checkpoint\.json is a link, and none is followed"),
-        ("pipe", r"checkpoint\.json is no file"),
-        ("folder", r"checkpoint\.json is no file"),
+        ("link", r"checkpoint\.json is a link, and links are not followed"),
+        ("all links", r"checkpoint\.json is a link, and links are not followed"),
+        ("pipe", r"checkpoint\.json is not a file"),
+        ("folder", r"checkpoint\.json is not a file"),
         ("gone", r"checkpoint\.json is missing"),
     ],
 )
@@ -318,9 +316,9 @@ def test_checkpoint_whose_note_is_no_file_is_not_taken_for_an_unfinished_one(
     if harm == "folder":
         note.mkdir()
     before = sorted(file.name for file in folder.iterdir())
-    with pytest.raises(SpecError, match=f"step-00000001 is passed over: {said}.*; to begin anew, give resume=False"):
+    with pytest.raises(SpecError, match=f"step-00000001 was skipped: {said}.*; to start over, give resume=False"):
         trainer(tmp_path, 2).fit()
-    with pytest.raises(DetrainError, match=f"step-00000001 is broken: {said}"):
+    with pytest.raises(DetrainError, match=f"step-00000001 is damaged: {said}"):
         training.load(str(tmp_path), nn.Linear(4, 2), step=1)
     training.save(str(tmp_path), nn.Linear(4, 2), step=2, keep=1)
     assert sorted(file.name for file in folder.iterdir()) == before
@@ -330,7 +328,7 @@ def test_trainer_begins_anew_where_no_save_has_ended(tmp_path: Path) -> None:
     trainer(tmp_path, 1).fit()
     for pattern in ("checkpoint.json", "index-*"):
         the_file(tmp_path, 1, pattern).unlink()
-    with pytest.warns(UserWarning, match="step-00000001: its save has not ended, and nothing is before it: begun anew"):
+    with pytest.warns(UserWarning, match="step-00000001: its save has not finished, and it is the only one"):
         result = trainer(tmp_path, 1).fit()
     assert result.resumed_from == "" and training.checkpoints(str(tmp_path)).last is not None
     shutil.rmtree(tmp_path / "step-00000001")

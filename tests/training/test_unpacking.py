@@ -91,7 +91,7 @@ def test_prediction_leaves_the_target_of_a_dict_out() -> None:
 
 
 def test_prediction_names_what_the_model_does_not_take() -> None:
-    with pytest.raises(SpecError, match="the loader gave a dict with 'index', and the model takes x, scale: leave"):
+    with pytest.raises(SpecError, match="the loader yielded a dict with 'index', but the model takes x, scale: leave"):
         list(trainer(Keyed(), SAMPLES, F.cross_entropy).predict([{"x": torch.zeros(2, 8), "index": torch.zeros(2)}]))
 
 
@@ -200,19 +200,19 @@ def test_models_of_transformers_train_as_in_a_loop_by_hand(kind: str) -> None:
             Keyed,
             [{"x": each["x"], "class": each["y"]} for each in SAMPLES],
             F.cross_entropy,
-            r"dict of x, class, and the target is none of them: call it labels, or override Trainer\.unpack",
+            r"dict of x, class, without a target: name it labels, or override Trainer\.unpack",
         ),
         (
             Keyed,
             [{**each, "index": 1} for each in SAMPLES],
             F.cross_entropy,
-            r"dict with 'index', and the model takes x, scale: leave the others out in collate_fn, or override",
+            r"dict with 'index', but the model takes x, scale: leave the others out in collate_fn, or override",
         ),
         (
             Headed,
             [{"x": each["x"]} for each in SAMPLES],
             None,
-            r"no loss was given, and the model has made none: give loss=, .* or a loader of dicts with the labels",
+            r"no loss was given, and the model's output has none: give loss=, .* or a loader of dicts with the labels",
         ),
         (Keyed, SAMPLES, None, r"there is no loss to train with: give parallelize, or the Trainer"),
     ],
