@@ -107,7 +107,10 @@ def make_loader(
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader with a ``ReplicaSampler``; ``options`` are torch's; ``batch_size`` is per replica."""
+    """Return a DataLoader with a ``ReplicaSampler``; ``options`` are torch's; ``batch_size`` is per replica.
+
+    Raises: SpecError when there are too few samples for one step.
+    """
     sampler = ReplicaSampler(
         data, batch_size, replica=replica, num_replicas=num_replicas, shuffle=shuffle, seed=seed, drop_last=drop_last
     )

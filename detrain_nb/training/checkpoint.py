@@ -92,7 +92,8 @@ def save(
     lives. The rest runs in the background; its error is raised by ``result()`` of the returned Saving, or by the next
     call. Only one job at a time may save at a URL: a save removes what earlier ones left unfinished.
 
-    Collective: all ranks. Raises: SpecError, DetrainError.
+    Collective: all ranks. Raises: SpecError for arguments that are invalid or differ between ranks, DetrainError when
+    the checkpoint cannot be written, or the save before has failed.
     """
     ranks = saving.begin()
     if isinstance(model, ParallelModel):

@@ -25,7 +25,8 @@ def make_optimizer(
 ) -> Optimizer:
     """Return an optimizer over ``parameters``: one of torch.optim by its name ("adamw"), or the result of a function.
 
-    ``options``: torch's own, such as ``lr`` and ``weight_decay``. Raises: SpecError.
+    ``options``: torch's own, such as ``lr`` and ``weight_decay``. Raises: SpecError for an unknown name or option, for
+    an optimizer of other parameters, and for LBFGS.
     """
     parameters = list(parameters)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -97,7 +98,8 @@ def make_scheduler(
 
     ``scheduler``: a name, an object, or a function of the optimizer. The named ones rise over ``warmup_steps``; then
     "constant" stays, "linear" and "cosine" fall to ``min_ratio`` of the rate at ``steps``, and "wsd" stays and falls
-    linearly over the last ``decay_steps``, by default a fifth of ``steps``. Raises: SpecError.
+    linearly over the last ``decay_steps``, by default a fifth of ``steps``. Raises: SpecError for
+    an unknown name or option, and when the phases do not fit into ``steps``.
     """
     if others:
         raise SpecError(

@@ -259,7 +259,10 @@ class Trainer:
         return unpack(given, self.model)
 
     def train_one(self, batch: Any, target: Any) -> Record:
-        """Make one step: gradients, their norm, the optimizer, the scheduler. Returns the loss over all ranks."""
+        """Make one step: gradients, their norm, the optimizer, the scheduler; return loss, norm and learning rate.
+
+        The loss is that of all ranks. Collective: all ranks. Raises: NotFinite, before the optimizer makes its step.
+        """
         for parameter in self.model.parameters():  # the optimizer may lack some, or an error has left some
             parameter.grad = None
         loss = self._shared(self.model.train_step(batch, target))
@@ -301,14 +304,18 @@ class Trainer:
         return scores.over_all()
 
     def score(self, output: Any, target: Any) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return sums and counts by name; their quotients over all samples are reported. By default the accuracy."""
+        """Return sums and counts by name; their quotients over all samples are reported. By default the accuracy.
+
+        Called on the ranks of the last stage, once per batch. Shapes: each sum and each count is a scalar.
+        """
         ignored = self.model.objective.ignore_index
         return count_right(output, target, ignored=-100 if ignored is None else ignored)
 
     def predict(self, loader: Iterable[Any]) -> list[Any]:
         """Return the model's output for each batch of inputs, on the rank of the last stage; else an empty list.
 
-        In dicts, a target that the model does not take is left out.
+        In dicts, a target that the model does not take is left out. Collective: all ranks of the model, with as many
+        batches each. Raises: SpecError for a dict that does not fit the model.
         """
         try:
             outputs = [self.model.predict(inputs_of(batch, self.model)) for batch in loader]
