@@ -1,4 +1,4 @@
-"""Losses that cannot be, and targets that are none for a loss of torch: told before a batch is sent."""
+"""Checks of losses and of targets for torch's own losses, made before a batch is sent."""
 
 from __future__ import annotations
 
@@ -26,64 +26,65 @@ _OF_NUMBERS = {
     *("huber_loss", "kl_div", "binary_cross_entropy", "binary_cross_entropy_with_logits"),
     *("HuberLoss", "KLDivLoss", "BCELoss", "BCEWithLogitsLoss"),
 }
-_SUBTRACTING = {"l1_loss", "L1Loss"}  # takes ints, as mse_loss does, and no bool
+_SUBTRACTING = {"l1_loss", "L1Loss"}  # takes ints, as mse_loss does, but not bool
 _BACKWARD_TAKES_ONE_DTYPE = {"huber_loss", "binary_cross_entropy", "HuberLoss", "BCELoss"}
 
 
 def require_loss(loss: Any) -> None:
-    """Raises: SpecError for what is no function of an output and a target."""
+    """Raise SpecError if ``loss`` is not None and not a function of an output and a target."""
     if inspect.isclass(loss):
-        raise SpecError(f"loss={loss.__name__} is a class: make one, {loss.__name__}()")
+        raise SpecError(f"loss={loss.__name__} is a class: pass an instance, {loss.__name__}()")
     if loss is not None and not callable(loss):
         raise SpecError(
-            f"loss={str(loss)[:40]!r} is a {type(loss).__name__}: give a function of the output and the target, such "
+            f"loss={str(loss)[:40]!r} is a {type(loss).__name__}: pass a function of the output and the target, such "
             "as torch.nn.functional.cross_entropy"
         )
 
 
 def require_one_number(loss: Any) -> Tensor:
-    """Return what a loss function gave. Raises: SpecError where that is no tensor of one number."""
+    """Return the result of a loss function. Raises: SpecError when it is not a tensor with one number."""
     if not isinstance(loss, Tensor):
         raise SpecError(
-            f"the loss function gives {type(loss).__name__}, and not a tensor: return what is to be lowered"
+            f"the loss function returned {type(loss).__name__}, not a tensor: return the number to minimize"
         )
     if loss.numel() != 1:
         raise SpecError(
-            f"the loss function gives {loss.numel()} numbers ({tuple(loss.shape)}), and not one: return their .mean()"
+            f"the loss function returned {loss.numel()} numbers (shape {tuple(loss.shape)}), not one: return their "
+            ".mean()"
         )
     return loss
 
 
 def require_no_parameters(loss: Any, model: nn.Module) -> None:
-    """Raises: SpecError for a loss that may train a parameter that is not of ``model``: nobody would average it."""
+    """Raise SpecError if the loss has trainable parameters outside ``model``, whose gradients are never averaged."""
     own = {id(parameter) for parameter in model.parameters()}
     for name, parameter in _parameters_of(loss):
         if parameter.requires_grad and id(parameter) not in own:
             raise SpecError(
-                f"the loss has a parameter that the model has not, {name}: its gradient would differ on each replica, "
-                "and be on the last stage alone: make it part of the model, which returns what the loss needs of it, "
-                "or set requires_grad_(False) where it is not trained"
+                f"the loss has a trainable parameter that is not in the model, {name}: its gradient would differ "
+                "between replicas and exist only on the last stage; move it into the model and have the model return "
+                "what the loss needs, or set requires_grad_(False) if it is not trained"
             )
 
 
 def require_apart(loss: Any, model: nn.Module) -> None:
-    """Raises: SpecError for a loss that leads to layers of ``model``: the last stage has its own alone.
+    """Raise SpecError if the loss refers to layers of ``model``: the last stage holds only its own.
 
-    Of the others it would read what they were, and no gradient would come to them.
+    The loss would read outdated values of the other layers, and they would get no gradient from it.
     """
     names = {id(part): name for name, part in model.named_modules()}
     names |= {id(parameter): name for name, parameter in model.named_parameters()}
     for name, value in _led_to(loss):
         if id(value) in names:
             raise SpecError(
-                f"the loss leads to the model itself ({name}: {names[id(value)] or type(model).__name__}), of which "
-                "the last stage, where it is computed, has a part: have the model return what the loss needs; a "
-                "number, read it before"
+                f"the loss refers to the model itself ({name}: {names[id(value)] or type(model).__name__}), but the "
+                "last stage, which computes the loss, holds only part of it: have the model return what the loss "
+                "needs, and read plain numbers beforehand"
             )
 
 
 def _parameters_of(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """What a loss leads to: of modules, in closures, by the names that its code has in its file."""
+    """Yield the parameters that a loss can reach, through modules and closures, by their names in its code."""
     for name, value in _led_to(loss):
         if isinstance(value, nn.Parameter):
             yield name, value
@@ -92,7 +93,7 @@ def _parameters_of(loss: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _led_to(loss: Any) -> Iterator[tuple[str, Any]]:
-    """The parameters and modules that the code of a loss may use, by the names that it has for them."""
+    """Yield the parameters and modules that the code of a loss may use, by their names in that code."""
     waiting, met = [("loss", loss)], set[int]()
     while waiting:
         name, value = waiting.pop()
@@ -119,7 +120,7 @@ def _led_to(loss: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _led_to_by(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """What it finds by the names in its code; of a module, whose attribute is read there, that attribute."""
+    """Yield what ``function`` finds by the names in its code; if it reads attributes of a module, the attribute."""
     cells = dict(zip(function.__code__.co_freevars, map(contents_of, function.__closure__ or ())))
     met: set[str] = set()
     for code in _codes_of(function.__code__):
@@ -138,7 +139,7 @@ _LOADING = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF", "LOAD_CLASSDEREF")
 
 
 def _codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
-    """Of a function, and of what is made in it."""
+    """Yield the code of a function and of all functions defined in it."""
     yield code
     for each in code.co_consts:
         if isinstance(each, types.CodeType):
@@ -151,13 +152,13 @@ def _attribute_of(name: str, value: Any, steps: Sequence[dis.Instruction | None]
             break
         try:
             name, value = f"{name}.{step.argval}", getattr(value, step.argval)
-        except Exception:  # noqa: BLE001 - it is not there so far, or its code fails: the loss may set it
+        except Exception:  # noqa: BLE001 - missing so far, or its code fails: the loss may set it
             break
     return name, value
 
 
 def name_of_torchs(loss: Any) -> str:
-    """Of torch's own, which look at a target; else nothing."""
+    """Return the name of a loss of torch's own, all of which check the target; "" for any other loss."""
     inner = loss.func if isinstance(loss, functools.partial) else loss
     is_torchs = isinstance(inner, nn.Module) and type(inner).__module__.startswith("torch.nn.")
     if not is_torchs and getattr(inner, "__module__", "") != F.__name__:
@@ -167,33 +168,34 @@ def name_of_torchs(loss: Any) -> str:
 
 
 def require_target_of(name: str, target: Any) -> None:
-    """Raises: SpecError where it is none, or of a dtype that this loss does not take."""
+    """Raise SpecError if the target is missing or its dtype is not accepted by the loss ``name``."""
     if target is None:
-        raise SpecError(
-            f"{name} compares the output with a target, and there is none: give it with the batch, on every rank"
-        )
+        raise SpecError(f"{name} needs a target, but there is none: pass it with the batch, on every rank")
     if not isinstance(target, Tensor):
         return
     dtype = str(target.dtype).removeprefix("torch.")
-    is_share = target.is_floating_point() and (target.dim() > 1 or _adds_up_to_one(target))  # of each class
+    is_share = target.is_floating_point() and (target.dim() > 1 or _adds_up_to_one(target))  # class probabilities
     if name in _OF_CLASSES and target.dtype not in _CLASS_NUMBERS and not is_share:
-        other = ", or take a loss of numbers, such as mse_loss" if target.is_floating_point() else ""
-        raise SpecError(f"{name} takes numbers of classes, and the targets are {dtype}: give target.long(){other}")
+        other = ", or use a loss for numbers, such as mse_loss" if target.is_floating_point() else ""
+        raise SpecError(f"{name} takes class indices, but the targets are {dtype}: pass target.long(){other}")
     takes_none_but_float = name in _OF_NUMBERS or name in _SUBTRACTING and target.dtype == torch.bool
     if takes_none_but_float and not (target.is_floating_point() or target.is_complex()):
         raise SpecError(
-            f"{name} takes floating-point numbers, and the targets are {dtype}: give target.float(), or take a loss of "
+            f"{name} takes floating-point targets, but these are {dtype}: pass target.float(), or use a loss for "
             "classes, such as cross_entropy"
         )
 
 
 def _adds_up_to_one(target: Tensor) -> bool:
-    """As the shares of one row without a batch do; numbers of classes, given as float, hardly ever."""
+    """Return whether ``target`` is one unbatched row of class probabilities; float class indices rarely sum to 1."""
     return target.dim() == 1 and not target.is_meta and bool((target >= 0).all() & ((target.sum() - 1).abs() < 1e-3))
 
 
 def told(loss: Any) -> Any:
-    """One of torch that says what it was given where it fails; any other that says where it has read parameters."""
+    """Return ``loss`` with better errors.
+
+    A loss of torch's own names its inputs when it fails; any other loss reports that it read sharded parameters.
+    """
     name = name_of_torchs(loss)
     if not name:
         return None if loss is None else functools.partial(_computed_apart, loss)
@@ -201,28 +203,32 @@ def told(loss: Any) -> Any:
     def compute(output: Any, target: Any) -> Any:
         is_double = isinstance(target, Tensor) and target.dtype == torch.float64
         if is_double and name in _BACKWARD_TAKES_ONE_DTYPE and output.dtype != target.dtype:
-            raise SpecError(f"{name} of {_described(output)} and a target {_described(target)}: give target.float()")
+            raise SpecError(
+                f"{name} of an output {_described(output)} and a target {_described(target)}: pass target.float()"
+            )
         try:
             return loss(output, target)
         except torch.OutOfMemoryError:
             raise
         except (TypeError, ValueError, IndexError, RuntimeError) as exc:
-            if isinstance(output, DTensor):  # ranks that have gone, perhaps
+            if isinstance(output, DTensor):  # perhaps because of lost ranks
                 raise
             if isinstance(output, Mapping):
                 kind, keys = type(output).__name__, ", ".join(output)
                 raise SpecError(
-                    f"{name} takes a tensor, and the model gives a {kind} of {keys}: give loss=lambda output, target: "
-                    f"{name}(output[...], target)"
+                    f"{name} takes a tensor, but the model returns a {kind} with {keys}: pass loss=lambda output, "
+                    f"target: {name}(output[...], target)"
                 ) from exc
             reason = str(exc).partition("\n")[0]
-            raise SpecError(f"{name} of {_described(output)} and a target {_described(target)}: {reason}") from exc
+            raise SpecError(
+                f"{name} of an output {_described(output)} and a target {_described(target)}: {reason}"
+            ) from exc
 
     return compute
 
 
 def _computed_apart(loss: Any, output: Any, target: Any) -> Any:
-    """Raises: SpecError for a loss that has read parameters in parts: its backward pass would fail."""
+    """Compute a loss. Raises: SpecError when it reads sharded parameters: its backward pass would fail."""
     try:
         found = loss(output, target)
     except RuntimeError as exc:
@@ -235,8 +241,8 @@ def _computed_apart(loss: Any, output: Any, target: Any) -> Any:
 
 
 _READS_PARAMETERS = (
-    "the loss reads parameters of the model, of which each rank has a part (a DTensor) outside of the forward: have "
-    "the model return what the loss needs of them, as a penalty on weights, or keep the model whole (dp_replicate)"
+    "the loss reads parameters of the model outside the forward, where each rank holds only a part (a DTensor): have "
+    "the model return what the loss needs, such as a weight penalty, or keep the model whole (dp_replicate)"
 )
 
 

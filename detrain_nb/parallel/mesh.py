@@ -1,4 +1,4 @@
-"""Ranks laid out on named axes, with a process group on each; plan/mesh.py says where a rank is."""
+"""Ranks laid out on named axes, with a process group on each; plan/mesh.py computes where a rank is."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def make_mesh(
     tp: int | None = None,
     device_type: str | None = None,
 ) -> DeviceMesh:
-    """Lay all ranks out on the axes that are given; one of them may be -1, which is what is left for it.
+    """Lay all ranks out on the given axes; one size may be -1, which takes the ranks that are left.
 
     ``pp``: pipeline stages. ``dp_replicate``: whole copies of the model (or of its shards). ``dp_shard``: shards of
     parameters, gradients and optimizer state. ``cp``: parts of a sequence. ``ep``: groups of experts. ``tp``: parts of
-    a layer. The axes keep this order, whatever the order of the arguments; ranks next to each other are on the last
-    axis. ``device_type`` is "cuda" where the ranks have GPUs that their group can use, else "cpu". A mesh has a process
-    group on each axis, which stays until the default group ends: make it in a cell of its own, once.
+    a layer. The axes keep this order, whatever the order of the arguments; neighbouring ranks differ on the last
+    axis. ``device_type`` defaults to "cuda" if every rank has a GPU that its group can use, else "cpu". The process
+    groups of a mesh live as long as the default group: make the mesh once, in a cell of its own.
 
     Collective: every rank calls this, with the same numbers.
-    Raises: SpecError for sizes that do not fit the ranks, and for a ``device_type`` that this one has not; SessionError
-    where there is no process group.
+    Raises: SpecError when the sizes do not fit the ranks or this rank has no such ``device_type``; SessionError when
+    there is no process group.
     """
     if not dist.is_initialized():
         raise SessionError(
@@ -49,15 +49,22 @@ def make_mesh(
 
 
 def require_there(kind: str, *, told_as: str) -> None:
-    """Raises: SpecError for a kind of device that this rank has not; torch tells it when the first tensor is there."""
+    """Raise SpecError if this rank has no device of this ``kind``; torch would fail only at the first tensor."""
     there = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     if kind not in there:
-        why = "this rank has no GPU that torch can use" if kind == "cuda" else "that is no device for a model here"
-        raise SpecError(f"{told_as}, and {why}: there is {' and '.join(there)}")
+        why = (
+            "this rank has no GPU that torch can use"
+            if kind == "cuda"
+            else "models cannot be laid out on such a device"
+        )
+        raise SpecError(f"{told_as}: {why}; available: {', '.join(there)}")
 
 
 def replica_number(groups: Sequence[dist.ProcessGroup]) -> int:
-    """This rank's number among all that have other data: ``groups`` are its own on each axis along which they have."""
+    """Return this rank's number among the replicas, which have different data.
+
+    ``groups``: this rank's group on each axis along which ranks have different data.
+    """
     number = 0
     for group in groups:
         number = number * dist.get_world_size(group) + dist.get_rank(group)
@@ -65,20 +72,24 @@ def replica_number(groups: Sequence[dist.ProcessGroup]) -> int:
 
 
 def can_send_from(device_type: str, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether ``group``, by default of all ranks, sends tensors from there to one rank: gloo does not from a GPU."""
+    """Return whether ``group`` (by default all ranks) can send point to point from there: gloo cannot from a GPU."""
     backends = dict(part.split(":") for part in str(dist.get_backend_config(group)).split(",") if ":" in part)
     return device_type == "cpu" or backends.get(device_type, "gloo") != "gloo"
 
 
 def _device_type() -> str:
-    """Where tensors can be that the default group sends. Collective. Raises: SpecError where ranks have unlike ones."""
+    """Return the device type from which the default group can send tensors.
+
+    Collective. Raises: SpecError when ranks have different types.
+    """
     every = ["cuda" if torch.cuda.is_available() and can_send_from("cuda") else "cpu"] * dist.get_world_size()
     dist.all_gather_object(every, every[0])
     if len(set(every)) > 1:
         without = [str(rank) for rank, kind in enumerate(every) if kind == "cpu"]
         raise SpecError(
-            f"some ranks have a GPU, and {', '.join(without)} none: use ranks of one kind, or, for a pipeline of both, "
-            "make_mesh(pp=..., device_type='cpu') and parallelize(..., device='cuda') where there is one"
+            f"ranks {', '.join(without)} have no GPU that their group can use, but others do: use ranks of one kind, "
+            "or, for a pipeline over both, make_mesh(pp=..., device_type='cpu') and parallelize(..., device='cuda') "
+            "on ranks with a GPU"
         )
     return every[0]
 

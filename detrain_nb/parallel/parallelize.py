@@ -69,24 +69,24 @@ def parallelize(
     compile: bool = False,
     device: torch.device | str | None = None,
 ) -> ParallelModel:
-    """Lay ``model`` out over ``mesh``, as the sizes of its axes say; a model that is not cut is changed in place.
+    """Lay ``model`` out over ``mesh``, whose axis sizes say how; without a ``pp`` axis the model is changed in place.
 
     ``example_inputs``: of one microbatch, as the model is called. ``loss(output, target)``, ``loss_weight``,
-    ``schedule``, ``num_microbatches``: as ``PipelineStages`` has them; without a pipeline one microbatch is usual.
-    ``pp``: where to cut: "auto", names of modules, or a split. ``nodes``: what runs each stage, as ``partition`` has
-    them. ``tp``: "auto", which warns where it leaves most of the model whole, or a plan of ``tp_plan``.
-    ``loss_parallel``: each rank has its part of the classes, which only cross entropy can take. ``fsdp``: True for
-    FSDP2, False for DDP, None for DDP where the mesh has ``dp_replicate`` alone and DDP is right there, else FSDP2.
-    ``comm_hook``: what DDP sends ("fp16", "bf16", "powersgd").
-    ``precision``: "bf16" computes in it and keeps parameters, gradients and the optimizer in float32; FSDP2 rounds
-    float inputs too. ``activations``: "full" or "selective" are computed again in the backward pass. ``compile``: each
-    block by torch.compile.
+    ``schedule``, ``num_microbatches``: as in ``PipelineStages``; without a pipeline, ``num_microbatches`` is 1 by
+    default. ``pp``: where to cut: "auto", module names, or a split. ``nodes``: what runs each stage, as in
+    ``partition``. ``tp``: "auto", which warns if most of the model stays whole, or a plan from ``tp_plan``.
+    ``loss_parallel``: each rank keeps its part of the classes, which only cross entropy supports. ``fsdp``: True for
+    FSDP2, False for DDP; None for DDP if the mesh has only ``dp_replicate`` and DDP is correct there, else FSDP2.
+    ``comm_hook``: how DDP compresses gradients ("fp16", "bf16", "powersgd").
+    ``precision``: "bf16" computes in bfloat16 and keeps parameters, gradients and optimizer state in float32; FSDP2
+    also rounds float inputs. ``activations``: "full" or "selective" recomputes them in the backward pass. ``compile``:
+    runs torch.compile on each block.
 
-    A model of ``deferred`` gets its values when it is laid out: of each tensor a rank computes the whole, keeps its
-    part, and frees the rest. Its buffers are whole on every rank that has them.
+    A model made by ``deferred`` gets its values here: for each tensor, a rank computes the whole, keeps its own part
+    and frees the rest. Buffers are whole on every rank that has them.
 
-    Collective: every rank of ``mesh`` calls this with the same model; where only its values differ, those of its first
-    rank are taken.
+    Collective: every rank of ``mesh`` calls this with the same model; if only the values differ, those of the mesh's
+    first rank are used.
     Raises: SpecError, on all ranks alike.
     """
     wait_for_gloo_at_exit()
@@ -97,12 +97,16 @@ def parallelize(
     if not isinstance(pp, Split) and pp != "auto":
         require_names(pp=pp)
     if not isinstance(tp, TensorPlan) and tp != "auto":
-        raise SpecError(f"tp={tp!r}: give 'auto', or a plan of tp_plan; the mesh says how many ranks there are")
+        raise SpecError(f"tp={tp!r} is invalid: give 'auto' or a plan from tp_plan; the mesh sets the number of ranks")
     place = _device_for(mesh, device)
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
     if mesh.mesh_dim_names is None or (unknown := [axis for axis in sizes if axis not in AXES]):
-        named = f"has {unknown[0]!r}, which" if mesh.mesh_dim_names else "has axes without names, which"
-        raise SpecError(f"the mesh {named} says nothing to us: name them {', '.join(AXES)}, as make_mesh does")
+        named = (
+            f"the mesh has an unknown axis {unknown[0]!r}"
+            if mesh.mesh_dim_names
+            else "the axes of the mesh have no names"
+        )
+        raise SpecError(f"{named}: name the axes {', '.join(AXES)}, as make_mesh does")
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     require_same_options(
         mesh,
@@ -139,7 +143,7 @@ def parallelize(
     found = None
     if is_pipeline:
         found = split_for(model, example_inputs, pp, nodes, num_stages=order.num_stages(sizes["pp"]))
-    if sharding.kind == "fsdp" or isinstance(tp, TensorPlan):  # "auto" leaves whole what is written into
+    if sharding.kind == "fsdp" or isinstance(tp, TensorPlan):  # "auto" leaves written parameters whole
         use = find_parameter_use(model, as_call(example_inputs))
         if plan is not None:
             require_untransformed(use)
@@ -186,22 +190,21 @@ def lay_out_all(
     before: Callable[[nn.Module], None] = lambda module: None,
     boundaries: Boundaries | None = None,
 ) -> ParallelModel:
-    """Do what was resolved: ``found`` are the stages of a pipeline. ``before``: called with what a rank lays out.
+    """Lay the resolved parts out: ``found`` is the split into pipeline stages, if there is a pipeline.
 
-    ``boundaries``: as ``PipelineStages`` has them.
-
+    ``before``: called with the module that a rank lays out. ``boundaries``: as in ``PipelineStages``.
     Collective: every rank of ``mesh``. Raises: SpecError.
     """
 
     is_fsdp = sharding.kind == "fsdp"
 
     def prepare(module: nn.Module, is_last: bool) -> nn.Module:
-        """Cut the layers of the model or of a stage, then shard it; return what is to be called."""
+        """Cut the layers of the model or stage, then shard it; return the module to call."""
         before(module)
         if plan is not None:
             apply_tensor_plan(module, plan, mesh["tp"], replica=replica_number(sharding.replicas))
-        is_waiting = is_deferred(module)  # for values, which it gets as soon as each rank has its part of them
-        if is_waiting and not is_fsdp:  # DDP sends values when it is made
+        is_waiting = is_deferred(module)  # for values: set once each rank has its part
+        if is_waiting and not is_fsdp:  # DDP broadcasts values when constructed
             fill([module], device=device, plan=plan)
         called = sharding.apply(module, is_last=is_last)
         if is_waiting and is_fsdp:
@@ -239,14 +242,14 @@ def _block_use(model: nn.Module, example_inputs: ExampleInputs, found: Split | N
     try:
         return (found.profile if found is not None else profile(model, example_inputs)).block_use
     except SpecError as exc:
-        if takes_gradients(exc):  # FSDP2 would free what these want
+        if takes_gradients(exc):  # FSDP2 would free the parameters they need
             return BlockUse(chosen=frozenset(names_of_blocks(model)))
-        # nobody can look into it
+        # the forward cannot be profiled
         return block_use_unseen(model, exc.__cause__)
 
 
 def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Sharding) -> None:
-    """Raises: SpecError for what ``model`` cannot do in the parts that axes make of it."""
+    """Raise SpecError if ``model`` cannot be cut along the axes in ``sizes``."""
     for axis, is_cut in (("dp_shard", sharding.kind == "fsdp"), ("tp", sizes.get("tp", 1) > 1)):
         if is_cut:
             require_fit(model, axis=axis)
@@ -255,7 +258,7 @@ def require_cut_fits(model: nn.Module, sizes: Mapping[str, int], sharding: Shard
 
 
 def require_loss_fits(loss: Loss | None, model: nn.Module, sizes: Mapping[str, int]) -> None:
-    """Raises: SpecError for what a loss cannot have where ranks compute it of other data, or one stage alone does."""
+    """Raise SpecError if ``loss`` cannot be computed on ranks with different data, or on the last stage only."""
     if sizes.get("pp", 1) > 1:
         require_apart(loss, model)
     if any(size > 1 for axis, size in sizes.items() if axis != "tp"):
@@ -270,19 +273,19 @@ def require_axes_for(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> None:
-    """Raises: SpecError for what is asked of an axis that the mesh has not, or that is not supported."""
+    """Raise SpecError if an option needs an axis that the mesh lacks, or if an axis is not supported."""
     for axis in ("cp", "ep"):
         if sizes.get(axis, 1) > 1:
-            raise SpecError(f"{axis}={sizes[axis]}: {_NOT_YET[axis]}; lay these ranks on dp_shard or tp")
+            raise SpecError(f"{axis}={sizes[axis]}: {_NOT_YET[axis]}; put these ranks on dp_shard or tp")
     if sizes.get("pp", 1) == 1 and (pp != "auto" or nodes is not None):
-        raise SpecError("cuts or nodes were given, and the mesh has no pp axis of 2 or more ranks")
+        raise SpecError("pp or nodes was given, but the mesh has no pp axis of 2 or more ranks")
     if sizes.get("tp", 1) == 1 and (loss_parallel or sequence_parallel):
         raise SpecError("loss_parallel and sequence_parallel need a mesh with a tp axis of 2 or more ranks")
 
 
 _NOT_YET = {
-    "cp": "torch's context parallel has attention for CUDA alone, which is not supported yet",
-    "ep": "groups of experts are not supported yet",
+    "cp": "context parallelism is not supported yet (torch has its attention for CUDA only)",
+    "ep": "expert parallelism is not supported yet",
 }
 
 
@@ -295,7 +298,7 @@ def _proved_plan(
 ) -> TensorPlan | None:
     plan = plan_for(model, example_inputs, tp, sizes, **wanted)
     if plan is not None and plan.checked == SHAPES_ALONE:
-        raise SpecError(f"the tensor plan is not proved ({plan.checked}): make it of a model with values")
+        raise SpecError(f"the tensor plan is unproved ({plan.checked}): make it from a model with real values")
     return plan
 
 
@@ -308,13 +311,15 @@ def plan_for(
     sequence_parallel: bool,
     loss_parallel: bool,
 ) -> TensorPlan | None:
-    """Return the plan that ``tp`` asks for, if the mesh has such an axis. Raises: SpecError."""
+    """Return the tensor plan that ``tp`` asks for, or None if the mesh has no tp axis. Raises: SpecError."""
     size = sizes.get("tp", 1)
     if isinstance(tp, TensorPlan):
         if size == 1:
-            raise SpecError("a tensor plan was given, and the mesh has no tp axis of 2 or more ranks")
+            raise SpecError("a tensor plan was given, but the mesh has no tp axis of 2 or more ranks")
         if tp.tp != size:
-            raise SpecError(f"the tensor plan is for {tp.tp} ranks, and the mesh has tp={size}: plan for {size}")
+            raise SpecError(
+                f"the tensor plan is for tp={tp.tp}, but the mesh has tp={size}: make one with tp_plan(..., tp={size})"
+            )
         return tp
     if size == 1:
         return None
@@ -324,12 +329,12 @@ def plan_for(
     try:
         return tp_plan(stand_in(model), example_inputs, tp=size, **options)
     except SpecError as exc:
-        if exc.__cause__ is None:  # what the planner itself refuses
+        if exc.__cause__ is None:  # refused by the planner itself
             raise
         raise SpecError(
-            f"no tensor plan can be made of the deferred model: its code fails on zeros in the place of parameters "
-            f"({exc.__cause__}): make one of a model with values, par.tp_plan(model, inputs, tp={size}), and give it "
-            "as tp="
+            "cannot make a tensor plan for the deferred model: its code fails with zeros as parameters "
+            f"({exc.__cause__}); make a plan from a model with real values, par.tp_plan(model, inputs, tp={size}), "
+            "and pass it as tp="
         ) from exc
 
 
@@ -342,7 +347,7 @@ def split_for(
     num_stages: int,
     known: ModelProfile | None = None,
 ) -> Split:
-    """Return the split that ``pp`` asks for. ``known``: a profile of the model. Raises: SpecError."""
+    """Return the split that ``pp`` asks for; ``known`` is a profile of the model. Raises: SpecError."""
     if isinstance(pp, Split):
         found = pp
     elif pp == "auto":
@@ -350,39 +355,43 @@ def split_for(
     else:
         found = split(model, example_inputs, at=list(pp), profile_of_model=known)
     if found.num_stages != num_stages:
-        raise SpecError(f"{found.num_stages - 1} cuts make {found.num_stages} stages, and the mesh wants {num_stages}")
+        raise SpecError(
+            f"{found.num_stages - 1} cuts make {found.num_stages} stages, but the schedule needs {num_stages} on this "
+            f"mesh: give {num_stages - 1} cuts"
+        )
     return found
 
 
 def _device_for(mesh: DeviceMesh, device: torch.device | str | None) -> torch.device:
-    """Raises: SpecError for one that the mesh's groups cannot send from."""
+    """Return the device to compute on. Raises: SpecError if the mesh's groups cannot send from it."""
     if device is None:
         return usual_device() if mesh.device_type == "cuda" else torch.device(mesh.device_type)
     try:
         place = torch.device(device)
-    except RuntimeError:  # torch lists all that it was ever made for
+    except RuntimeError:  # torch's message lists every device type it knows
         require_there(str(device).partition(":")[0], told_as=f"device={device!r}")
         raise
     require_there(place.type, told_as=f"device={str(device)!r}")
     is_pipeline = {axis for axis, size in zip(mesh.mesh_dim_names or (), mesh.shape) if size > 1} == {"pp"}
     if place.type != mesh.device_type and not (is_pipeline and mesh.device_type == "cpu"):
         raise SpecError(
-            f"device={device!s}, and the mesh is of {mesh.device_type}: give both the same (the stages of a pipeline "
-            "alone may be on unlike devices, over a mesh of cpu)"
+            f"device={device!s} differs from the mesh's device type {mesh.device_type}: use one type for both (only a "
+            "pure pipeline over a cpu mesh may mix devices)"
         )
     if place.type == "cuda" and place.index not in (None, torch.cuda.current_device()):
         raise SpecError(
-            f"device={device!s}, and this rank's GPU is cuda:{torch.cuda.current_device()}, which its groups and FSDP2 "
-            f"use: call torch.cuda.set_device({place.index}) first"
+            f"device={device!s}, but this rank's current GPU is cuda:{torch.cuda.current_device()}, which its process "
+            f"groups and FSDP2 use: call torch.cuda.set_device({place.index}) first"
         )
     return place
 
 
 def dtype_of(precision: str | None) -> torch.dtype | None:
-    """What to compute in, where that is not float32. Raises: SpecError."""
+    """Return the dtype to compute in, or None for float32. Raises: SpecError."""
     known = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp32": None, "float32": None, None: None}
     if precision not in known:
         raise SpecError(
-            f"precision={precision!r}: give 'bf16' or 'fp32'; fp16 needs its loss scaled, which is not done"
+            f"precision={precision!r} is not supported: give 'bf16' or 'fp32'; fp16 would need loss scaling, which is "
+            "missing"
         )
     return known[precision]

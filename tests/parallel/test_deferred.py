@@ -290,7 +290,7 @@ class ReadsItsWeights(nn.Module):
 
 def test_model_whose_code_fails_on_zeros_is_told_what_to_do() -> None:
     """By whatever error: the example inputs are not to blame."""
-    with pytest.raises(SpecError, match=r"fails on zeros in the place of parameters .* give it as tp="):
+    with pytest.raises(SpecError, match=r"fails with zeros as parameters .* pass it as tp="):
         plan_for(
             deferred(ReadsItsWeights), torch.ones(2, 4), "auto", {"tp": 2}, sequence_parallel=False, loss_parallel=False
         )
@@ -307,7 +307,7 @@ def test_plan_is_that_of_a_model_with_values() -> None:
         for model in (make(transformers, "sdpa", 2), deferred(make, transformers, "sdpa", 2))
     ]
     assert plans[0] is not None and plans[0].packed and str(plans[0]) == str(plans[1])
-    with pytest.raises(SpecError, match=r"fails on zeros in the place of parameters .* give it as tp="):
+    with pytest.raises(SpecError, match=r"fails with zeros as parameters .* pass it as tp="):
         model = deferred(OF_TRANSFORMERS["Mixtral"][0], transformers, "sdpa", 1)
         plan_for(model, tokens, "auto", {"tp": 2}, **options)
 

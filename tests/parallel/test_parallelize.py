@@ -246,15 +246,23 @@ def test_hook_sends_less_and_trains(two_ranks: Session) -> None:
         ({"dp_shard": 2}, {"comm_hook": "fp16"}, "is DDP's, which is not used here"),
         ({"dp_shard": 2}, {"precision": "fp16"}, "give 'bf16' or 'fp32'"),
         ({"dp_shard": 2}, {"activations": "some"}, "choose one of none, selective, full"),
-        ({"cp": 2}, {}, "cp=2: torch's context parallel has attention for CUDA alone"),
-        ({"ep": 2}, {}, "ep=2: groups of experts are not supported yet"),
+        ({"cp": 2}, {}, "cp=2: context parallelism is not supported yet"),
+        ({"ep": 2}, {}, "ep=2: expert parallelism is not supported yet"),
         ({"dp_shard": 2}, {"pp": ["layers.1"]}, "the mesh has no pp axis"),
         ({"dp_shard": 2}, {"loss_parallel": True}, "need a mesh with a tp axis"),
-        ({"pp": 2}, {"pp": ["layers.1", "layers.2"]}, "2 cuts make 3 stages, and the mesh wants 2"),
+        (
+            {"pp": 2},
+            {"pp": ["layers.1", "layers.2"]},
+            "2 cuts make 3 stages, but the schedule needs 2 on this mesh",
+        ),
         ({"pp": 2}, {"pp": ["layers.7"]}, "'layers.7' is no module of the model: did you mean 'layers."),
         ({"pp": 2}, {"schedule": "2F2B"}, "there is no schedule '2F2B'"),
-        ({"dp_shard": 2}, {"device": "tpu"}, "device='tpu', and that is no device for a model here: there is cpu"),
-        ({"pp": 2}, {"device": "meta"}, "device='meta', and that is no device for a model here: there is cpu"),
+        (
+            {"dp_shard": 2},
+            {"device": "tpu"},
+            "device='tpu': models cannot be laid out on such a device",
+        ),
+        ({"pp": 2}, {"device": "meta"}, "device='meta': models cannot be laid out on such a device"),
     ],
 )
 def test_what_cannot_be_is_told(two_ranks: Session, axes: dict[str, int], options: Any, message: str) -> None:
@@ -266,7 +274,7 @@ def test_what_cannot_be_is_told(two_ranks: Session, axes: dict[str, int], option
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 @pytest.mark.parametrize("axes", [{"dp_shard": 2}, {"pp": 2}], ids=str)
 def test_gpu_that_is_not_there_is_told(two_ranks: Session, axes: dict[str, int]) -> None:
-    message = "device='cuda', and this rank has no GPU that torch can use: there is cpu"
+    message = "device='cuda': this rank has no GPU that torch can use; available: cpu"
     with pytest.raises(RankError, match=message):
         two_ranks.run_cell(f"mixed_ranks.lay_out(mixed_ranks.Small(), {axes}, device='cuda')", timeout_s=30)
     with pytest.raises(RankError, match=f"device_type={message.removeprefix('device=')}"):
@@ -274,7 +282,7 @@ def test_gpu_that_is_not_there_is_told(two_ranks: Session, axes: dict[str, int])
 
 
 def test_kind_of_device_that_is_none_is_told(two_ranks: Session) -> None:
-    with pytest.raises(RankError, match="device_type='tpu', and that is no device for a model here: there is cpu"):
+    with pytest.raises(RankError, match="device_type='tpu': models cannot be laid out on such a device"):
         two_ranks.run_cell("mixed_ranks.par.make_mesh(pp=2, device_type='tpu')", timeout_s=30)
 
 
@@ -445,14 +453,14 @@ def test_users_model_stays_on_its_device(two_ranks: Session) -> None:
 
 
 def test_ranks_with_unlike_devices_are_told(two_ranks: Session) -> None:
-    with pytest.raises(RankError, match="some ranks have a GPU, and 0 none: use ranks of one kind"):
+    with pytest.raises(RankError, match="ranks 0 have no GPU that their group can use, but others do"):
         two_ranks.run_cell("mixed_ranks.choose_device('cpu:gloo,cuda:nccl')", timeout_s=30)
     of_gloo = two_ranks.run_cell("mixed_ranks.choose_device('cpu:gloo,cuda:gloo')", timeout_s=30)
     assert of_gloo.values == {0: "cpu", 1: "cpu"}, "gloo sends no tensor of a GPU to one rank"
 
 
 def test_axes_that_are_not_known_are_told(two_ranks: Session) -> None:
-    with pytest.raises(RankError, match="the mesh has 'dp', which says nothing to us: name them pp, dp_replicate"):
+    with pytest.raises(RankError, match="the mesh has an unknown axis 'dp': name the axes pp, dp_replicate"):
         two_ranks.run_cell("mixed_ranks.lay_over_axis('dp')", timeout_s=30)
     with pytest.raises(RankError, match="give the mesh dp_shard too, 1 if nothing is to be sharded"):
         two_ranks.run_cell("mixed_ranks.lay_over_axis('dp_replicate', fsdp=True)", timeout_s=30)

@@ -39,7 +39,7 @@ def test_loss_in_the_output_needs_no_target() -> None:
 @pytest.mark.parametrize("call", ["train_step", "evaluate"])
 def test_forgotten_target_is_told(loss: Any, call: str) -> None:
     model = WholeModel(nn.Linear(3, 2), loss=loss, device="cpu")
-    with pytest.raises(SpecError, match=r"^(cross_entropy|MSELoss) compares the output with a target, and there is no"):
+    with pytest.raises(SpecError, match=r"^(cross_entropy|MSELoss) needs a target, but there is no"):
         getattr(model, call)(torch.randn(6, 3))
 
 
@@ -58,30 +58,38 @@ INTS, FLOATS = torch.zeros(6, dtype=torch.long), torch.zeros(6)
         (
             F.cross_entropy,
             FLOATS,
-            r"cross_entropy takes numbers of classes, and the targets are float32: give target.lo",
+            r"cross_entropy takes class indices, but the targets are float32: pass target.lo",
         ),
-        (nn.NLLLoss(), FLOATS.double(), r"NLLLoss takes numbers of classes, and the targets are float64.*mse_loss"),
+        (nn.NLLLoss(), FLOATS.double(), r"NLLLoss takes class indices, but the targets are float64.*mse_loss"),
         (
             F.cross_entropy,
             INTS.int(),
-            r"cross_entropy takes numbers of classes, and the targets are int32: .*long\(\)$",
+            r"cross_entropy takes class indices, but the targets are int32: .*long\(\)$",
         ),
-        (partial(F.cross_entropy, label_smoothing=0.1), INTS.bool(), "and the targets are bool"),
-        (F.huber_loss, INTS, r"huber_loss takes floating-point numbers, and the targets are int64: give target\.fl"),
-        (nn.L1Loss(), INTS.bool(), "L1Loss takes floating-point numbers, and the targets are bool: give target.float"),
+        (partial(F.cross_entropy, label_smoothing=0.1), INTS.bool(), "but the targets are bool"),
+        (F.huber_loss, INTS, r"huber_loss takes floating-point targets, but these are int64: pass target\.fl"),
+        (nn.L1Loss(), INTS.bool(), "L1Loss takes floating-point targets, but these are bool: pass target.float"),
         (
             nn.BCEWithLogitsLoss(),
             INTS.bool(),
-            "BCEWithLogitsLoss takes floating-point numbers, and the targets are bool",
+            "BCEWithLogitsLoss takes floating-point targets, but these are bool",
         ),
         (
             F.huber_loss,
             torch.zeros(6, 2).double(),
-            r"huber_loss of float32 \[6, 2\] and a target float64 \[6, 2\]: give",
+            r"huber_loss of an output float32 \[6, 2\] and a target float64 \[6, 2\]: pass",
         ),
-        (F.cross_entropy, INTS + 7, r"cross_entropy of float32 \[6, 2\] and a target int64 \[6\]: .*out of bounds"),
-        (F.cross_entropy, torch.zeros(6, 5), r"cross_entropy of float32 \[6, 2\] and a target float32 \[6, 5\]: "),
-        (F.cross_entropy, INTS[:, None], r"cross_entropy of float32 \[6, 2\] and a target int64 \[6, 1\]: "),
+        (
+            F.cross_entropy,
+            INTS + 7,
+            r"cross_entropy of an output float32 \[6, 2\] and a target int64 \[6\]: .*out of bounds",
+        ),
+        (
+            F.cross_entropy,
+            torch.zeros(6, 5),
+            r"cross_entropy of an output float32 \[6, 2\] and a target float32 \[6, 5\]: ",
+        ),
+        (F.cross_entropy, INTS[:, None], r"cross_entropy of an output float32 \[6, 2\] and a target int64 \[6, 1\]: "),
     ],
 )
 @pytest.mark.parametrize("call", ["train_step", "evaluate"])
@@ -122,9 +130,9 @@ def test_shares_of_classes_need_no_batch() -> None:
 @pytest.mark.parametrize(
     "loss, message",
     [
-        (lambda output, target: (output - target).square().mean(1), r"gives 6 numbers \(\(6,\)\), and not one"),
-        (lambda output, target: (output - target).square().mean().item(), "gives float, and not a tensor"),
-        (lambda output, target: None, "gives NoneType, and not a tensor: return what is to be lowered"),
+        (lambda output, target: (output - target).square().mean(1), r"returned 6 numbers \(shape \(6,\)\), not one"),
+        (lambda output, target: (output - target).square().mean().item(), "returned float, not a tensor"),
+        (lambda output, target: None, "returned NoneType, not a tensor: return the number to minimize"),
     ],
 )
 @pytest.mark.parametrize("call", ["train_step", "evaluate"])
@@ -140,9 +148,7 @@ def test_loss_of_a_tensor_says_where_the_models_output_has_one() -> None:
             return {"logits": super().forward(x)}
 
     model = WholeModel(Named(3, 2), loss=F.cross_entropy, device="cpu")
-    said = (
-        r"cross_entropy takes a tensor, and the model gives a dict of logits: give loss=lambda output, target: cross_"
-    )
+    said = r"cross_entropy takes a tensor, but the model returns a dict with logits: pass loss=lambda output, target: "
     with pytest.raises(SpecError, match=said):
         model.train_step(torch.randn(6, 3), INTS)
 
@@ -150,8 +156,8 @@ def test_loss_of_a_tensor_says_where_the_models_output_has_one() -> None:
 @pytest.mark.parametrize(
     "loss, message",
     [
-        ("cross_entropy", "loss='cross_entropy' is a str: give a function of the output and the target, such as torch"),
-        (nn.MSELoss, r"loss=MSELoss is a class: make one, MSELoss\(\)"),
+        ("cross_entropy", "loss='cross_entropy' is a str: pass a function of the output and the target, such as torch"),
+        (nn.MSELoss, r"loss=MSELoss is a class: pass an instance, MSELoss\(\)"),
     ],
 )
 def test_loss_that_is_none_is_told(loss: Any, message: str) -> None:
@@ -202,7 +208,7 @@ def test_loss_that_trains_a_parameter_of_its_own_is_refused() -> None:
     """Wherever it is: what is the model's, or is not trained, may be there."""
     model, loss = nn.Linear(4, 4), Weighted()
     for given in (loss, loss.forward, partial(loss), lambda output, target: 2 * loss(output, target)):
-        with pytest.raises(SpecError, match=r"the loss has a parameter that the model has not, Weighted\.scale: "):
+        with pytest.raises(SpecError, match=r"a trainable parameter that is not in the model, Weighted\.scale: "):
             require_no_parameters(given, model)
     loss.requires_grad_(False)
     for given in (loss, nn.MSELoss(), F.mse_loss, model.forward, lambda output, target: loss(model(output), target)):

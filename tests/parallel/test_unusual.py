@@ -162,7 +162,7 @@ def test_batch_of_another_kind_than_the_example_is_told_under_tp(ranks: Session)
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
     message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)
-    message = "rank 1: the tensor plan is for 4 ranks, and the mesh has tp=2"
+    message = "rank 1: the tensor plan is for tp=4, but the mesh has tp=2"
     require_refusal(ranks, "unusual_ranks.plan_alone(1, is_refused=True)", message)
 
 
@@ -175,7 +175,7 @@ def test_precision_of_one_rank_alone_is_told_on_all(ranks: Session, axis: str) -
 @pytest.mark.parametrize("axis", ["dp_replicate", "dp_shard", "pp"])
 def test_loss_with_a_parameter_of_its_own_is_refused(ranks: Session, axis: str) -> None:
     code = f"unusual_ranks.lay_out(unusual_ranks.Switching(), {{{axis!r}: 2}}, loss=unusual_ranks.SCALED)"
-    require_refusal(ranks, code, r"a parameter that the model has not, Scaled\.scale: .* make it part of the model")
+    require_refusal(ranks, code, r"not in the model, Scaled\.scale: .* move it into the model")
 
 
 @pytest.mark.parametrize("axis", ["tp", "dp_shard", "dp_replicate"])
@@ -270,13 +270,15 @@ def test_parameters_side_by_side_are_as_any_others(ranks: Session, axis: str) ->
 @pytest.mark.parametrize("way", ["object", "parts", "partial"])
 def test_loss_that_leads_to_layers_is_refused_over_stages(ranks: Session, way: str) -> None:
     """The last stage would read what they were, and no gradient would come to them."""
-    require_refusal(ranks, f"unusual_ranks.train_with_loss({way!r}, {{'pp': 2}})", "the loss leads to the model itself")
+    require_refusal(
+        ranks, f"unusual_ranks.train_with_loss({way!r}, {{'pp': 2}})", "the loss refers to the model itself"
+    )
     ranks.run_cell(f"unusual_ranks.train_with_loss({way!r}, {{'dp_replicate': 2}})", timeout_s=60)
 
 
 @pytest.mark.parametrize("axis, way", [("tp", "object"), ("dp_shard", "object"), ("dp_shard", "aside")])
 def test_loss_that_reads_parameters_in_parts_is_refused(ranks: Session, axis: str, way: str) -> None:
-    message = "the loss reads parameters of the model, of which each rank has a part .* have the model return what"
+    message = "the loss reads parameters of the model outside the forward, .* have the model return what"
     require_refusal(ranks, f"unusual_ranks.train_with_loss({way!r}, {{{axis!r}: 2}})", message)
 
 

@@ -177,7 +177,7 @@ def test_target_that_is_forgotten_in_an_evaluation_is_told_on_every_rank() -> No
     model = par.WholeModel(net(), loss=F.cross_entropy, device="cpu")
     predicted: list[Any] = []
     model.predict = predicted.append  # type: ignore[method-assign]  # where other ranks would wait for this one
-    with pytest.raises(SpecError, match="cross_entropy compares the output with a target, and there is none"):
+    with pytest.raises(SpecError, match="cross_entropy needs a target, but there is none"):
         Forgets(model, train=data, steps=1).evaluate(data)
     assert not predicted
 
@@ -431,8 +431,8 @@ def _step_lr(optimizer: Any) -> Any:
         ({"evaluate": classes(4)}, "evaluate is a TensorDataset, which yields samples"),
         ({"train": [], "steps": None, "epochs": 2}, "the training data have no batches"),
         ({"evaluate": DataLoader([])}, "the evaluation data have no batches"),
-        ({"loss": "mse"}, "loss='mse' is a str: give a function of the output and the target"),
-        ({"loss": nn.MSELoss}, r"loss=MSELoss is a class: make one, MSELoss\(\)"),
+        ({"loss": "mse"}, "loss='mse' is a str: pass a function of the output and the target"),
+        ({"loss": nn.MSELoss}, r"loss=MSELoss is a class: pass an instance, MSELoss\(\)"),
         ({"model": nn.Linear}, "the model is the class Linear: pass an instance"),
         ({"model": "bert"}, "the model is 'bert': give an nn.Module or the result of parallelize"),
     ],
@@ -772,9 +772,7 @@ def test_model_is_called_with_the_labels_that_its_example_had(session: Session, 
 
 @pytest.mark.parametrize("axes", ["pp", "dp_shard"])
 def test_targets_of_another_dtype_are_told_on_every_rank(session: Session, axes: str) -> None:
-    with pytest.raises(
-        Exception, match=r"ranks 0-1 on .*cross_entropy takes numbers of classes, and the targets are fl"
-    ):
+    with pytest.raises(Exception, match=r"ranks 0-1 on .*cross_entropy takes class indices, but the targets are fl"):
         session.run_cell(f"trainer_ranks.train_on_floats({axes!r})", timeout_s=40)
 
 
