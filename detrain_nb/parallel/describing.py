@@ -1,4 +1,4 @@
-"""A plan in one call, as plain JSON: what layers cost, which stages they make, when ranks compute, what they hold."""
+"""A plan in one call, as plain JSON: what layers cost, which stages they form, when ranks compute, what they hold."""
 
 from __future__ import annotations
 
@@ -24,11 +24,9 @@ from .stages.splitter import Split
 from .stages.timeline import timeline
 
 _NOT_MEASURED = (
-    "times are estimated from operations and bytes: right relative to each other at best; measure=True takes them"
+    "times are estimated from operations and bytes, so at best their ratios are right: measure=True measures them"
 )
-_NO_DRY_RUN = (
-    "memory is what the partition estimates: no dry run can be made where there is a process group, as on ranks"
-)
+_NO_DRY_RUN = "memory is estimated by the partition: a dry run cannot be made while a process group exists, as on ranks"
 
 
 def describe_plan(
@@ -44,14 +42,14 @@ def describe_plan(
     measure: bool = False,
     **layout: Any,
 ) -> dict[str, Any]:
-    """Say how ``model`` would be split over ``mesh``: plain JSON for ``widgets.plan``, which needs no torch.
+    """Describe how ``model`` would be split over ``mesh``: plain JSON for ``widgets.plan``, which needs no torch.
 
-    ``mesh``: what ``make_mesh`` returns, or sizes by axis. ``example_inputs``, ``pp``, ``nodes``, ``schedule``,
-    ``num_microbatches``: as ``parallelize`` has them. ``compare``: further schedules, whose timelines are shown beside.
-    ``measure``: take the time of each layer, for real. ``layout``: what else ``dry_run`` takes, as ``tp``, ``fsdp`` or
-    ``precision``. What ranks hold is tried by a dry run where there is no process group; else it is estimated.
+    ``mesh``: the result of ``make_mesh``, or sizes by axis. ``example_inputs``, ``pp``, ``nodes``, ``schedule``,
+    ``num_microbatches``: as in ``parallelize``. ``compare``: further schedules, whose timelines are shown next to it.
+    ``measure``: run each layer and take its time. ``layout``: other arguments of ``dry_run``, such as ``tp``, ``fsdp``
+    or ``precision``. Memory comes from a dry run; if a process group exists, it is estimated instead.
 
-    No collective: one rank may call it alone. Raises: SpecError.
+    Not collective: one rank may call it alone. Raises: SpecError.
     """
     require_model(model)
     require_whole(num_microbatches=num_microbatches)
@@ -80,11 +78,11 @@ def describe_plan(
 
 
 def _sizes_of(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
-    """Raises: SpecError for what is neither a mesh nor sizes by axis."""
+    """Return the size of each axis. Raises: SpecError when ``mesh`` is neither a mesh nor sizes by axis."""
     if isinstance(mesh, Mapping):
         require_sizes(mesh)
         if short := next((axis for axis, size in mesh.items() if size < 1), None):
-            raise SpecError(f"{short}={mesh[short]}: a plan needs every size")
+            raise SpecError(f"{short}={mesh[short]}: a plan needs the size of every axis")
         world_size = 1
         for size in mesh.values():
             world_size *= size
@@ -94,7 +92,7 @@ def _sizes_of(mesh: DeviceMesh | Mapping[str, int]) -> dict[str, int]:
 
 
 def _costed(found: Split, nodes: Sequence[StageNode] | None, num_microbatches: int) -> Partition:
-    """What its stages cost for so many microbatches; a split by names has no partition."""
+    """Return what the stages cost with ``num_microbatches``; a split by names has no partition yet."""
     known = found.partition
     if known is not None and known.num_microbatches == num_microbatches:
         return known
@@ -104,10 +102,10 @@ def _costed(found: Split, nodes: Sequence[StageNode] | None, num_microbatches: i
 
 
 def _timelines(orders: Sequence[Schedule], known: Partition, num_ranks: int) -> tuple[list[StepTimeline], list[str]]:
-    """Of the plan, of it with twice the microbatches, of the other schedules; and notes of those that are left out."""
+    """Return timelines of the plan, of it with twice the microbatches and of others; and notes of those left out."""
     count = known.num_microbatches
     found: list[StepTimeline] = [timeline(orders[0], num_ranks, count, stage_s=known.stage_s)]
-    with contextlib.suppress(SpecError):  # a schedule of one's own may have no more
+    with contextlib.suppress(SpecError):  # a user's own schedule may not support more
         found.append(timeline(orders[0], num_ranks, 2 * count, stage_s=known.stage_s))
     found += [timeline(order, num_ranks, count, stage_s=known.stage_s) for order in orders[1:]]
     notes = []
@@ -121,7 +119,7 @@ def _timelines(orders: Sequence[Schedule], known: Partition, num_ranks: int) -> 
 
 
 def _name_of(model: nn.Module) -> str:
-    """The model's class, and how large it is."""
+    """Return the class of a model and its size."""
     parameters = list(model.parameters())
     count = sum(parameter.numel() for parameter in parameters)
     size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)

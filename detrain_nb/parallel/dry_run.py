@@ -1,7 +1,7 @@
-"""A layout tried without ranks: what each of hundreds of GPUs would hold, on one laptop.
+"""A layout tried without ranks: what each of hundreds of GPUs would hold, computed on one laptop.
 
-A rank of each kind trains one batch on tensors without memory, which is truer than a formula for each layout, and
-shorter: what shards gather, what is computed again and what a schedule receives is then what torch itself does.
+One rank of each kind trains one batch on tensors without memory. This is more accurate, and shorter, than a formula
+for each layout: torch itself decides what shards gather, what is recomputed and what a schedule receives.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from .stages.splitter import Split
 from .storages import Peak
 from .tensor.plan import TensorPlan
 
-_ADAM_STATES = 2  # tensors of a parameter's size
+_ADAM_STATES = 2  # tensors for each parameter, of its size
 
 
 @contextlib.contextmanager
 def _rest_uncollected() -> Iterator[None]:
-    """In here garbage is looked for among what is made in here: with all that there is besides, it takes seconds."""
+    """Keep older objects out of garbage collections in the block: scanning all of them would take seconds."""
     is_ours = not gc.get_freeze_count()
     if is_ours:
         gc.freeze()
@@ -84,31 +84,36 @@ def dry_run(
     activations: str = "none",
     optimizer_states: int = _ADAM_STATES,
 ) -> DryRun:
-    """Say what each rank of a mesh would hold of ``model``, which is left as it is and may be on the meta device.
+    """Return what each rank of a mesh would hold of ``model``, which is left as it is and may be on the meta device.
 
-    ``mesh_sizes``: by axis, as ``make_mesh`` has them, none of them -1. ``example_inputs``, ``target``: of one
-    microbatch; of the target shapes count alone. Without a ``loss`` it is the mean of the output, which needs less than
-    cross entropy over many classes. The other arguments are those of ``parallelize``. ``optimizer_states``: tensors
-    that the optimizer keeps for each parameter.
+    ``mesh_sizes``: by axis, as for ``make_mesh``, but without -1. ``example_inputs``, ``target``: of one microbatch;
+    only the shapes of the target matter. The default ``loss`` is the mean of the output, which needs less memory than
+    cross entropy over many classes. ``optimizer_states``: tensors that the optimizer keeps for each parameter. The
+    other arguments are those of ``parallelize``.
 
-    It counts what tensors hold at the peak of a step, as ``torch.cuda.max_memory_allocated`` does. What comes on top:
-    the gaps between them (``max_memory_reserved``), what CUDA and NCCL keep for themselves, and, in the step of an
-    optimizer that works on all parameters at once (``foreach``), as much as the parameters once or twice. Kernels are
-    those of CPUs. It needs that no process group is there: call it in the notebook itself, or before there is one.
-    Raises: SpecError, as ``parallelize`` does.
+    The result counts the tensors at the peak of a step, as ``torch.cuda.max_memory_allocated`` does. It leaves out:
+    the gaps between them (``max_memory_reserved``), what CUDA and NCCL keep for themselves and, in the step of an
+    optimizer that works on all parameters at once (``foreach``), one or two times the size of the parameters. Kernels
+    are those of CPUs.
+    Raises: SpecError as ``parallelize`` does, and when a process group exists: call it in the notebook kernel itself,
+    or before making one.
     """
     require_model(model)
     require_sizes(mesh_sizes)
     require_whole(0, optimizer_states=optimizer_states)
     if dist.is_initialized():
-        raise SpecError("there is a process group already: call dry_run in the notebook itself, or before making one")
+        raise SpecError(
+            "dry_run cannot run while a process group exists: call it in the notebook itself, or before making one"
+        )
     world_size = 1
     for axis, size in mesh_sizes.items():
         if size < 1:
-            raise SpecError(f"{axis}={size}: a dry run needs every size")
+            raise SpecError(f"{axis}={size}: a dry run needs the size of every axis")
         world_size *= size
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise SpecError("no parameter of the model is trained (requires_grad), and a dry run is of a training step")
+        raise SpecError(
+            "no parameter of the model has requires_grad, but a dry run is of a training step: set it on those to train"
+        )
     sizes = resolve_axes(mesh_sizes, world_size)
     require_axes_for(sizes, pp, nodes, sequence_parallel=sequence_parallel, loss_parallel=loss_parallel)
     require_loss_fits(loss, model, sizes)
@@ -140,14 +145,14 @@ def dry_run(
 
 @dataclass(frozen=True)
 class _Layout:
-    """All that is asked for but the model and its inputs."""
+    """Everything that was asked for except the model and its inputs."""
 
     sizes: Mapping[str, int]
     world_size: int
     found: Split | None
     order: Schedule
     plan: TensorPlan | None
-    options: Mapping[str, Any]  # of `resolve_sharding`
+    options: Mapping[str, Any]  # arguments of `resolve_sharding`
     num_microbatches: int | None
     loss: Loss
     loss_parallel: bool
@@ -155,16 +160,16 @@ class _Layout:
     costs: ModelProfile
 
     def try_with(self, model: nn.Module, example_inputs: ExampleInputs, target: Any) -> tuple[RankMemory, ...]:
-        """Try every place of the pipeline. Raises: SpecError for code that looks at values, where there are none."""
+        """Try every place of the pipeline. Raises: SpecError when code reads the values of meta tensors."""
         try:
             return self._try(Actor(model, example_inputs, target, self.loss, has_values=False))
-        except RuntimeError as exc:  # also of an operator that torch cannot run without memory
+        except RuntimeError as exc:  # also when torch cannot run an operator without memory
             tensors = [*model.parameters(), *model.buffers(), *tree_leaves((example_inputs, target))]
             if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
                 if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
                     raise
                 raise SpecError(
-                    f"the model, or its loss, looks at values of tensors ({exc.func}), which none have on the meta "
+                    f"the model or its loss reads values of tensors ({exc.func}), which do not exist on the meta "
                     "device: give real parameters and inputs"
                 ) from exc
         return self._try(Actor(model, example_inputs, target, self.loss, has_values=True))
@@ -188,7 +193,7 @@ class _Layout:
         return part.row(tuple(range(place * size, (place + 1) * size)), stages)
 
     def _places_alike(self, num_ranks: int) -> list[list[int]]:
-        """Places of which each next one has the same, and under 1F1B one microbatch less on its way; all in order."""
+        """Group places that hold the same; in a group of 1F1B, each keeps one microbatch less than the one before."""
         alike: dict[Any, list[int]] = {}
         for place in range(num_ranks):
             is_inner = self.order.name == "1F1B" and 0 < place < num_ranks - 1
@@ -208,7 +213,7 @@ class _Layout:
         return units, tuple(sorted(unused))
 
     def _with_more_kept(self, place: int, parts: Mapping[int, _Part], more: int, less: int) -> _Part:
-        """What a place holds before two that are like it: each microbatch more on its way adds as much."""
+        """Extrapolate a place from two later ones like it: each further microbatch in flight adds the same amount."""
         assert self.found is not None
         most, least = parts[more].by_phase(), parts[less].by_phase()
         found = least.plus((less - place) / (less - more), most, least)
@@ -226,14 +231,14 @@ class _Layout:
                 return self._play(place, actor, skip)
 
         with fake_ranks(place * size, self.world_size), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch tells ranks is told when they are there
+            warnings.simplefilter("ignore")  # torch's warnings to ranks appear on the real ranks
             try:
                 return _with_left_out(play)
             except UnlikeBlocks:
                 return play(lambda module: None)
 
     def _played_microbatches(self, place: int) -> int | None:
-        """Of those of 1F1B, what comes behind the first of a second round finds what that one has found."""
+        """Return how many microbatches to play; under 1F1B a second round holds what its first microbatch holds."""
         count = self.num_microbatches
         if count is None or self.found is None or self.order.name != "1F1B":
             return count
@@ -283,7 +288,7 @@ class _Layout:
 
 @dataclass(frozen=True)
 class _Part:
-    """What was found of a rank: the optimizer's state is there in every phase."""
+    """Sizes found for one rank; the optimizer's state exists in every phase."""
 
     num_parameters: float
     optimizer_bytes: float
@@ -291,7 +296,7 @@ class _Part:
     largest: tuple[tuple[str, tuple[int, ...]], ...]
 
     def by_phase(self) -> _Part:
-        """With the most of all phases of one name in the place of them."""
+        """Return a copy with only the largest peak of each phase."""
         most: dict[str, Peak] = {}
         for peak in self.peaks:
             known = most.setdefault(peak.phase, peak)
@@ -299,7 +304,7 @@ class _Part:
         return replace(self, peaks=list(most.values()))
 
     def plus(self, times: float, more: _Part, less: _Part) -> _Part:
-        """With ``times`` what lies between two others."""
+        """Return a copy with ``times`` the difference between ``more`` and ``less`` added."""
         if [each.phase for each in more.peaks] != [each.phase for each in less.peaks]:
             raise UnlikeBlocks
 
@@ -335,7 +340,7 @@ class _Part:
 
 
 def _with_left_out(play: Callable[[Callable[[nn.Module], None]], _Part]) -> _Part:
-    """Of each row of equal blocks a few ran; one more in each tells what all others add."""
+    """Play with few blocks of each row of equal ones, and add what the others hold, from a play with one more."""
     skip = Skipping()
     found = fewest = play(skip)
     for row, times in enumerate(skip.left_out):
@@ -345,7 +350,7 @@ def _with_left_out(play: Callable[[Callable[[nn.Module], None]], _Part]) -> _Par
 
 
 def _with_more_microbatches(peaks: Sequence[Peak], share: float) -> list[Peak]:
-    """Each more of them has its part of the batch, and of the buffers that a schedule makes before it begins."""
+    """Add the other microbatches' share of the batch, and of the buffers that a schedule allocates up front."""
     _, _, batch, buffers = peaks[0].size_bytes
     more = (0.0, 0.0, share * batch, share * buffers)
     return [Peak(peak.phase, tuple(map(operator.add, peak.size_bytes, more))) for peak in peaks]

@@ -24,19 +24,21 @@ from .objective import Objective
 from .replicated import average_gradients, averaged, replicated_in
 from .running import RunningBuffers
 
-_GIVE_LOSS = "give parallelize, or the Trainer of a plain model, loss=, a function of the output and the target"
-# Shards what a rank has, in place: the module, and whether it gives the model's output. What it returns is called in
-# the module's place: DDP is a module around another.
+_GIVE_LOSS = (
+    "pass loss=, a function of the output and the target, to parallelize (or to the Trainer, for a plain model)"
+)
+# Shards a rank's module in place. Takes the module and whether it computes the model's output; returns the module to
+# call instead, as DDP wraps the module in another.
 Prepare = Callable[[nn.Module, bool], nn.Module]
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """How a model lies on the axes of its mesh, the pipeline's left out; ``parallelize`` makes it.
+    """How a model is laid out on the axes of its mesh other than ``pp``; ``parallelize`` makes it.
 
-    ``replicas``: this rank's group on each axis along which ranks have other data; ``tensor_group``: the ranks that
-    have other parts of the same layers. ``prepare``: cuts and shards what a rank has. ``autocast``:
-    what to compute in; ``boundary_dtype``: of what lies between stages, where it is not the model's own.
+    ``replicas``: this rank's group on each axis along which ranks have different data; ``tensor_group``: the ranks that
+    have the other parts of the same layers. ``prepare``: cuts and shards a rank's module. ``autocast``: the dtype to
+    compute in; ``boundary_dtype``: the dtype of tensors between stages, if it is not the model's own.
     ``is_loss_parallel``: each rank of ``tensor_group`` has its part of the classes.
     """
 
@@ -49,22 +51,22 @@ class Arrangement:
 
 
 class ParallelModel(abc.ABC):
-    """A model of which this rank has a part, or a copy. Its kinds are ``PipelineStages`` and ``WholeModel``.
+    """A model of which this rank has a part or a copy: a ``PipelineStages`` or a ``WholeModel``.
 
     ``modules`` are this rank's, with the parameter names of the whole model. Gradients are those of the loss over the
-    whole batch of all ranks, also where parts of it count differently; they are added to those that are there, as
-    ``backward()`` does.
+    whole batch of all ranks, even if parts of the batch have different weights; they are added to existing gradients,
+    as in ``backward()``.
     """
 
     modules: tuple[nn.Module, ...]
-    called: tuple[nn.Module, ...]  # in their place
+    called: tuple[nn.Module, ...]  # in place of ``modules``
     num_microbatches: int
-    tied_names: Sequence[Sequence[str]] = ()  # of one parameter, in the whole model
-    list_lengths: Mapping[str, int] | None = None  # of those in the example
-    known_kinds: KnownKinds | None = None  # of arguments, under a tensor plan
-    called_with: frozenset[str] | None = None  # the keywords of the example that it was laid out with, if there was one
+    tied_names: Sequence[Sequence[str]] = ()  # names of one shared parameter, in the whole model
+    list_lengths: Mapping[str, int] | None = None  # of the lists in the example inputs
+    known_kinds: KnownKinds | None = None  # kinds of arguments, under a tensor plan
+    called_with: frozenset[str] | None = None  # keywords of the example inputs, if there were any
     device: torch.device  # where this rank computes
-    link_device: torch.device  # where tensors are that this rank sends to others of its pipeline
+    link_device: torch.device  # where tensors are that this rank sends along its pipeline
     pipeline_group: dist.ProcessGroup | None = None  # the ranks that have the other stages
 
     def __init__(
@@ -76,7 +78,7 @@ class ParallelModel(abc.ABC):
         arrangement: Arrangement | None,
         shared_inputs: Collection[str],
     ) -> None:
-        """``shared_inputs``: where in a call the tensors are that every microbatch gets whole."""
+        """Note the loss and the layout; ``shared_inputs``: places of tensors in a call that no microbatch cuts."""
         self._shared_inputs = shared_inputs
         self.device = self.link_device = torch.device(device) if device is not None else usual_device()
         self.arrangement = arrangement or Arrangement()
@@ -93,21 +95,21 @@ class ParallelModel(abc.ABC):
     @property
     @abc.abstractmethod
     def is_first(self) -> bool:
-        """This rank gives the batch to the model."""
+        """Whether this rank passes the batch to the model."""
 
     @property
     @abc.abstractmethod
     def is_last(self) -> bool:
-        """This rank has the model's output, and the loss."""
+        """Whether this rank has the model's output, and so the loss."""
 
     @property
     def is_main(self) -> bool:
-        """This rank is the first of all those of the model."""
+        """Whether this rank is the first of all ranks of the model."""
         inner = (self.pipeline_group, self.arrangement.tensor_group)
         return self.replica == 0 and all(group is None or dist.get_rank(group) == 0 for group in inner)
 
     def gather(self, value: Any, *, of_one_copy: bool = False) -> list[Any]:
-        """Return what every rank of the model gives, or every one of this replica. Collective: these ranks."""
+        """Return the values of all ranks of the model, or of this replica. Collective: these ranks."""
         values = [value]
         outer = () if of_one_copy else self.arrangement.replicas
         for group in (self.pipeline_group, self.arrangement.tensor_group, *outer):
@@ -118,7 +120,7 @@ class ParallelModel(abc.ABC):
         return values
 
     def any(self, flag: bool) -> bool:
-        """Whether it is set on any rank of the model. Collective: these ranks."""
+        """Return whether ``flag`` is set on any rank of the model. Collective: all ranks of the model."""
         told = torch.tensor(float(flag), device=self.link_device)
         groups = (self.pipeline_group, self.arrangement.tensor_group, *self.arrangement.replicas)
         for group in groups:
@@ -127,25 +129,25 @@ class ParallelModel(abc.ABC):
         return bool(told)
 
     def back_to_training(self) -> None:
-        """After evaluations: every part has the mode again that it had before the first of them."""
+        """Give every module the training mode that it had before the first evaluation."""
         self._set_mode(is_training=True)
 
     @property
     def num_replicas(self) -> int:
-        """How many copies of the model, or of its stages and shards, work on other data."""
+        """Number of copies of the model, or of its stages and shards, that work on different data."""
         return self.objective.num_replicas
 
     @property
     def replica(self) -> int:
-        """Which of them this rank belongs to."""
+        """Number of the replica that this rank belongs to."""
         return self.objective.replica
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of this rank, for its optimizer."""
+        """Yield the parameters of this rank, for its optimizer."""
         yield from (parameter for _, parameter in self.named_parameters())
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """By the names that they have in the whole model; each once."""
+        """Yield this rank's parameters, each once, with their names in the whole model."""
         met: set[int] = set()
         for module in self.modules:
             for name, parameter in module.named_parameters():
@@ -154,27 +156,27 @@ class ParallelModel(abc.ABC):
                     yield name, parameter
 
     def own_parameters(self) -> Iterator[nn.Parameter]:
-        """Those that no earlier rank of the pipeline has too: over all its ranks, each once."""
+        """Yield the parameters that no earlier rank of the pipeline has, so that its ranks together yield each once."""
         yield from self.parameters()
 
     def train_step(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
-        """Send a batch through, forward and backward; the loss over all of it on the last stage's rank, else None.
+        """Run a batch forward and backward; return its whole loss on the last stage's rank, None on the others.
 
-        ``batch`` is what the model is called with, ``target`` what the loss is (nothing, for one that looks at the
-        output alone, as of a model that is given labels); of both, tensors with the batch's first dimension are cut,
-        everything else goes to each microbatch. Collective: all ranks of the model; those of one replica (of a
-        pipeline, of a tensor parallel group) with the same batch. Raises: SpecError.
+        ``batch`` is what the model is called with. ``target`` goes to the loss; leave it out if the loss uses only the
+        output, as with a model that is given labels. In both, tensors with the batch's first dimension are cut, and
+        everything else goes to each microbatch. Collective: all ranks of the model; the ranks of one replica (of a
+        pipeline, of a tensor parallel group) pass the same batch. Raises: SpecError.
         """
         if self.objective.loss is None:
             raise SpecError(f"there is no loss to train with: {_GIVE_LOSS}")
         self.objective.require_target(target)
         if not torch.is_grad_enabled():
-            raise SpecError("train_step was called under torch.no_grad(): evaluate is the one without gradients")
+            raise SpecError("train_step was called under torch.no_grad(): call it outside, or call evaluate")
         with self._gradients_completed():
             return self.objective.over_replicas(self._run(batch, target, is_training=True).loss)
 
     def evaluate(self, batch: ExampleInputs, target: Any = None) -> Tensor | None:
-        """The loss of a batch on the last stage's rank, else None; gradients stay as they are. As ``train_step``."""
+        """Return the loss of a batch on the last stage's rank, else None; computes no gradients. See ``train_step``."""
         if self.objective.loss is None:
             raise SpecError(f"there is no loss to evaluate: {_GIVE_LOSS}, or call predict")
         self.objective.require_target(target)
@@ -182,19 +184,19 @@ class ParallelModel(abc.ABC):
             return self.objective.over_replicas(self._run(batch, target, is_training=False).loss)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, in a loop of one's own, where it is whole on each rank or in shards. Raises: SpecError."""
+        """Call the model in a training loop of your own, unless it is a pipeline. Raises: SpecError."""
         raise SpecError(
-            "the stages of a pipeline cannot be called: train_step runs a batch forward and backward, with loss= of "
-            "parallelize; evaluate and predict are without gradients"
+            "pipeline stages cannot be called: use train_step to run a batch forward and backward (with loss= of "
+            "parallelize), evaluate and predict to run it without gradients"
         )
 
     def predict(self, batch: ExampleInputs) -> Any:
-        """What the model gives for this replica's batch on the last stage's rank, else None. As ``train_step``."""
+        """Return the model's output for this replica's batch on the last stage's rank, else None. See ``evaluate``."""
         with torch.no_grad():
             return self._run(batch, None, is_training=False, has_loss=False).output()
 
     def rehearse(self, passage: Passage, around: contextlib.AbstractContextManager[None]) -> None:
-        """Train, ``around`` it, with a batch that is cut and weighed; nothing but what this rank does is looked at."""
+        """Train on a batch that is already cut and weighted, inside ``around``, which sees this rank's work only."""
         self._set_mode(is_training=True)
         with self.surroundings():
             self._make_ready(passage)
@@ -203,24 +205,24 @@ class ParallelModel(abc.ABC):
 
     # ---- a batch
 
-    def _make_ready(self, passage: Passage) -> None:  # noqa: B027 - as a rule there is nothing
-        """Make what is kept for further batches of this kind, to train with them."""
+    def _make_ready(self, passage: Passage) -> None:  # noqa: B027 - most models keep nothing
+        """Prepare what is kept between batches of this kind, for training."""
 
     @abc.abstractmethod
     def _send(self, passage: Passage, *, is_training: bool) -> None:
-        """Send all parts through, forward, and backward to train."""
+        """Run all parts forward and, when training, backward."""
 
     def _count_microbatches(self, rows: int) -> int:
-        """As many as wanted, or the next smaller number that cuts ``rows`` into equal parts."""
+        """Return ``num_microbatches``, or the next smaller number that cuts ``rows`` into equal parts."""
         fit = (number for number in range(min(self.num_microbatches, rows), 0, -1) if rows % number == 0)
         return next(filter(self._accepts, fit))
 
     def _accepts(self, count: int) -> bool:
-        """Whether a batch may be cut into so many parts."""
+        """Return whether a batch may be cut into ``count`` parts."""
         return True
 
     def _note_layout(self) -> None:
-        """Once ``modules`` are laid out, before anything is computed with them."""
+        """Note the layout once ``modules`` are laid out, before anything is computed with them."""
         self._replicated = replicated_in(self.modules)
         is_sharded = any(isinstance(module, FSDPModule) for module in self.modules)
         hooked = self.named_parameters() if self.arrangement.replicas else ()
@@ -230,14 +232,17 @@ class ParallelModel(abc.ABC):
 
     @contextlib.contextmanager
     def _gradients_completed(self) -> Iterator[None]:
-        """Those that come in here, of what replicas and stages have in common. Collective: all ranks of the model."""
+        """Average and add up the gradients that replicas and stages share, computed in the block.
+
+        Collective: all ranks of the model.
+        """
         self._later_hooks.require_none()
         with averaged(self._replicated, self.arrangement.replicas), self._gradients_added_up():
             yield
         average_gradients(self._trained_later(), self.arrangement.replicas)
 
     def _trained_later(self) -> list[nn.Parameter]:
-        """Those that were frozen when DDP was made, which does not know of them; FSDP2 does."""
+        """Return parameters that were frozen when DDP was made, which therefore misses them; FSDP2 does not."""
         if not self.arrangement.replicas or any(isinstance(module, FSDPModule) for module in self.modules):
             return []
         return [each for each in self.parameters() if each.requires_grad and each not in self._trained_at_first]
@@ -273,14 +278,14 @@ class ParallelModel(abc.ABC):
             self.known_kinds.warn_of_others(args, kwargs)
 
     def _reshard(self) -> None:
-        """After a pass without a backward one: parameters are shards again, which is what an optimizer takes."""
+        """Reshard parameters after a pass without backward, as the optimizer expects shards."""
         for module in self.modules:
             for part in module.modules():
                 if isinstance(part, FSDPModule):
                     part.reshard()
 
     def share_statistics(self) -> None:
-        """Have the buffers that the first replica has come to on all: they evaluate, and are saved, with these.
+        """Copy the first replica's buffers, such as running statistics, to all; evaluation and checkpoints use them.
 
         Collective: the replicas.
         """
@@ -288,7 +293,7 @@ class ParallelModel(abc.ABC):
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
-        """In here the model runs, and its loss is computed."""
+        """Set the context in which the model and its loss are computed: autocast and loss_parallel."""
         with contextlib.ExitStack() as stack:
             if self.arrangement.autocast is not None:
                 stack.enter_context(torch.autocast(self.device.type, self.arrangement.autocast))
@@ -299,13 +304,16 @@ class ParallelModel(abc.ABC):
             yield
 
     def _set_mode(self, *, is_training: bool) -> None:
-        """What the user has put into another mode by itself, such as a frozen BatchNorm, has it again for training."""
+        """Switch all modules to evaluation, or back to the modes that they had before.
+
+        A module that the user had put into another mode, such as a frozen BatchNorm, is frozen again.
+        """
         if is_training != self._is_evaluating:
             return
         self._is_evaluating = not is_training
         parts = [part for module in self.modules for part in module.modules()]
         if is_training:
-            for part, mode in zip(parts, self._modes):  # from the outermost; what it does then is the user's own
+            for part, mode in zip(parts, self._modes):  # from the outermost, whose train() may be the user's own
                 if part.training != mode or part in self.modules:
                     part.train(mode)
         else:
@@ -316,6 +324,6 @@ class ParallelModel(abc.ABC):
 
 
 def autocast_left(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """For a backward pass: each of its operators computes in what its forward one did."""
+    """Return a context without autocast, for a backward pass: each operator keeps the dtype of its forward."""
     is_on = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
     return torch.autocast(device.type, enabled=False) if is_on else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""What a split looks like: the stages of a partition as bars, the ranks of a mesh as cells, or as a table."""
+"""Pictures of a split: the stages of a partition as bars, the ranks of a mesh as cells or as a table."""
 
 from __future__ import annotations
 
@@ -10,13 +10,20 @@ from ..text import table_lines
 from .costs.partitioner import Partition
 
 _MOST_ROWS = _MOST_COLUMNS = 32
-_COLOURS = ("#7fa3cc", "#f1b26e", "#8cc084", "#e58f8f", "#b6a0d1", "#c4a78d")  # of places on the outermost axis
+_COLOURS = (
+    "#7fa3cc",
+    "#f1b26e",
+    "#8cc084",
+    "#e58f8f",
+    "#b6a0d1",
+    "#c4a78d",
+)  # one for each place on the outermost axis
 
 
 def draw_partition(found: Partition, axes: Any = None) -> Any:
-    """Draw the time and the memory of every stage, its units as steps, with matplotlib, which has to be installed.
+    """Draw the time and the memory of every stage, with its units as steps; needs matplotlib.
 
-    ``axes``: two of them, or None for new ones; returns them.
+    ``axes``: two matplotlib axes, or None for new ones; returns them.
     """
     if axes is None:
         from matplotlib import pyplot
@@ -41,16 +48,17 @@ def draw_partition(found: Partition, axes: Any = None) -> Any:
     axes[0].set_yticks(list(stages), names)
     axes[0].invert_yaxis()
     axes[0].set_xlabel("ms for one microbatch")
-    axes[1].set_xlabel("GB; red: what the node has")
-    axes[0].set_title(f"slowest by mean {found.imbalance:.3f}")
+    axes[1].set_xlabel("GB; red: memory of the node")
+    axes[0].set_title(f"slowest stage / mean: {found.imbalance:.3f}")
     return axes
 
 
 def draw_mesh(sizes: Mapping[str, int], world_size: int, axes: Any = None) -> Any:
-    """Draw which ranks a mesh of these sizes has, with matplotlib: a cell for each, rank by rank along the last axis.
+    """Draw the ranks of a mesh as cells, rank by rank along the last axis; needs matplotlib.
 
-    A row is a place on the other axes, and its colour the place on the first; of a large mesh the first ones are drawn.
-    ``axes``: those to draw in, or None for new ones; returns them. Raises: SpecError where they do not fit.
+    A row is one place on the other axes, coloured by its place on the first; of a large mesh only the first rows and
+    columns are drawn. ``axes``: matplotlib axes to draw in, or None for new ones; returns them.
+    Raises: SpecError when the sizes do not fit ``world_size``.
     """
     *outer, (inner, size) = _shown_axes(sizes, world_size)
     num_rows = world_size // size
@@ -77,9 +85,9 @@ def draw_mesh(sizes: Mapping[str, int], world_size: int, axes: Any = None) -> An
 
 
 def show_mesh(sizes: Mapping[str, int], world_size: int) -> str:
-    """Return which ranks a mesh of these sizes has on each place: a row for each pipeline stage and replica.
+    """Return a table of the ranks of a mesh: one row for each pipeline stage and replica.
 
-    Raises: SpecError where they do not fit.
+    Raises: SpecError when the sizes do not fit ``world_size``.
     """
     *outer, inner = _shown_axes(sizes, world_size)
     rows = world_size // inner[1]
@@ -96,13 +104,13 @@ def show_mesh(sizes: Mapping[str, int], world_size: int) -> str:
 
 
 def _shown_axes(sizes: Mapping[str, int], world_size: int) -> list[tuple[str, int]]:
-    """Without an axis of one rank that nobody has asked for."""
+    """Return the axes to show, without axes of one rank that were not asked for."""
     resolved = resolve_axes(sizes, world_size)
     return [(axis, size) for axis, size in resolved.items() if size > 1 or axis in sizes or len(resolved) == 1]
 
 
 def _places(row: int, sizes: Sequence[int]) -> list[int]:
-    """Where on each axis a row is; the last one turns fastest."""
+    """Return the place on each axis of a row; the last axis varies fastest."""
     places: list[int] = []
     for size in reversed(sizes):
         row, place = divmod(row, size)

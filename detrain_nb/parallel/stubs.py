@@ -1,6 +1,6 @@
-"""What stands, in a stage, for the modules of other stages: zeros of the right shapes, that cost nothing.
+"""Stand-ins, in a stage, for the modules of other stages: zeros of the right shapes, which cost nothing.
 
-What a stub gives is never looked at by what counts; it has to have the right shape for the user's code in between.
+No result depends on the values of a stub; only their shapes matter, for the user's code between modules.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .stages.root_hooks import RootHooks
 
 
 class Reached(BaseException):
-    """The forward has come to the next stage's first module; no ``except Exception`` on the way keeps it."""
+    """The forward has reached the first module of the next stage; a BaseException passes any ``except Exception``."""
 
     def __init__(self, tensor: Tensor) -> None:
         super().__init__()
@@ -34,13 +34,14 @@ class Reached(BaseException):
 
 
 class StageState:
-    """What the parts of a stage share while it runs.
+    """State that the parts of a stage share while it runs.
 
-    ``is_careful``: the forward writes into what it is given, so that zeros have memory of their own, and what is
-    received is copied. ``hooks``: of the model itself. ``replaceable``: the modules that zeros can stand for.
-    ``outputs``: what modules gave in the example, where they could not be asked without values. ``is_on_zeros``:
-    nothing that it computes counts. ``is_taken``: from here on, in this run, the stage computes. ``same_call``: what
-    modules gave in this very call, where that is known: nobody has to be asked. ``is_thrown_away``: it is a copy.
+    ``is_careful``: the forward writes into its inputs, so zeros get memory of their own and received tensors are
+    copied. ``hooks``: those of the model itself. ``replaceable``: the modules that zeros can stand in for.
+    ``outputs``: outputs of modules in the example, where they cannot be computed without values. ``is_on_zeros``: no
+    result counts. ``is_taken``: in this run, the stage's input was consumed: from here on it computes. ``same_call``:
+    outputs of modules in this very call, if known, so that no module has to be run for them. ``is_thrown_away``: the
+    stage is a copy.
     """
 
     def __init__(
@@ -60,32 +61,33 @@ class StageState:
         self.received: Tensor | None = None
         self.is_taken = False
         self._modes_met: set[bool] = set()
-        self.originals: dict[int, Callable[[], Tensor]] = {}  # buffers of the model, by those of the ghosts
-        self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, as zeros
-        self.ghosts: dict[str, nn.Module] = {}  # of modules of other stages, by name
+        self.originals: dict[int, Callable[[], Tensor]] = {}  # buffers of the model, by id of the ghosts' buffers
+        self._left_out: list[tuple[nn.Module, str]] = []  # tensors of other stages, replaced by zeros
+        self.ghosts: dict[str, nn.Module] = {}  # modules of other stages, by name
         self._looks: Mapping[str, Any] | None = None
-        self._answers: dict[Any, Any] = {}  # of modules that look the same, for arguments that do
+        self._answers: dict[Any, Any] = {}  # by the look of module and arguments
 
     @staticmethod
     def on_taken(argument: Tensor) -> None:
-        """Called when what was received is in the place of ``argument``."""
+        """Handle that the received tensor has taken the place of ``argument``."""
 
     def leave_out(self, module: nn.Module, kind: str, key: str) -> None:
-        """Put zeros in the place of a tensor: code that runs before the cut may read it."""
+        """Replace a tensor by zeros, as code that runs before the cut may read it."""
         tensor = getattr(module, kind).pop(key)
         module.__dict__[key] = self.zeros(tensor, self.device)
         self._left_out.append((module, key))
 
     def move(self, device: torch.device) -> None:
-        """Have what stands for others where the inputs are."""
+        """Move the stand-ins to the device of the inputs."""
         if device != self.device:
             self.device = device
             self._make_zeros()
 
     def keep(self, stage: nn.Module) -> Callable[[], None]:
-        """Note what a stage is that may fail half-way and run again; what is returned puts it back.
+        """Note the state of a stage that may fail half-way and run again; return a function that restores it.
 
-        One that has run in its mode so far does not fail any more, and one that is thrown away may run as it is.
+        A stage that has already run in its mode does not fail any more, and a copy to be thrown away needs no
+        restoring.
         """
         if self.is_careful or self.is_thrown_away or stage.training in self._modes_met:
             return lambda: None
@@ -106,7 +108,7 @@ class StageState:
         self._make_zeros()
 
     def zeros(self, like: Tensor, device: torch.device) -> Tensor:
-        """Zeros that code may read, and where it is known to write, may write into."""
+        """Return zeros that code may read and, if the stage is known to write, write into."""
         if self.is_careful:
             return torch.zeros(like.shape, dtype=like.dtype, device=device)
         return zeros_without_memory(like, device)
@@ -116,13 +118,13 @@ class StageState:
             module.__dict__[key] = self.zeros(module.__dict__[key], self.device)
 
     def ask_one_alike(self, name: str, arguments: tuple[Any, ...], ask: Callable[[], Any]) -> Any:
-        """What ``name`` gives, as ``ask`` finds it out of it, or of another module that computes in the same way."""
+        """Return the output of ``name``, from ``ask`` or from an earlier module that computes in the same way."""
         if self._looks is None:
             self._looks = {}
-            with contextlib.suppress(Exception):  # of a class of the user's, whose `extra_repr` looks at values
+            with contextlib.suppress(Exception):  # a user's `extra_repr` may read values
                 self._looks = looks_of(self.ghosts, with_numbers=True)
         if name not in self._looks or any(type(each) is tuple and len(each) == 1 for each in arguments):
-            return ask()  # what it is given has more to it than its look
+            return ask()  # the look does not describe these arguments completely
         key = self._looks[name], arguments
         if key not in self._answers:
             found = ask()
@@ -132,32 +134,32 @@ class StageState:
         return self._answers[key]
 
     def require_own(self, name: str) -> None:
-        """Raises: SpecError where what this stage computes would come of zeros."""
+        """Raise SpecError if a result of this stage would depend on zeros."""
         if self.is_taken and not self.is_on_zeros:
             raise SpecError(
-                f"{name!r} of another stage was called in this one: with this batch layers run in another order, or "
-                "other ones do, than with the example inputs; split it with example inputs of that kind"
+                f"{name!r} of another stage was called in this one: this batch runs other layers, or runs them in "
+                "another order, than the example inputs; split with example inputs of this kind"
             )
 
     def require_taken(self) -> None:
-        """Raises: SpecError."""
+        """Raise SpecError if the stage input was not consumed."""
         if not self.is_taken:
             raise SpecError(
-                f"what was received has gone nowhere: {self.cut_in!r} was not called by the name that it has in the "
-                "model; functions that were made with the model lead around it"
+                f"stage input was never consumed: {self.cut_in!r} was not called through the module tree; call it by "
+                "its name in the model, not through a function made earlier"
             )
 
 
-_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)  # these can be gone through, and what stands for one cannot
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)  # code iterates over these, but not over a stub
 _SEEING = ("_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
 
 class Stub(StandIn):
-    """Stands for the module ``name`` of another stage.
+    """Stand-in for the module ``name`` of another stage.
 
-    ``ghost`` is that module with its tensors on the meta device: it knows the shapes, and answers for attributes. To
-    ``isinstance`` this is one of its class, and what hooks it has see the zeros: code that collects what its layers
-    give finds as many as in the whole model, each in its place.
+    ``ghost`` is that module with its tensors on the meta device: it provides shapes and attributes. For ``isinstance``
+    a stub is of the ghost's class, and hooks on the module see the zeros: code that collects the outputs of its layers
+    gets as many as in the whole model, each in its place.
     """
 
     _tensors: dict[tuple[str, torch.device], Tensor]
@@ -182,26 +184,26 @@ class Stub(StandIn):
         if key not in self._known:
             self._known[key] = self._ask(args, kwargs)
         known = self._known[key]
-        if isinstance(known, Tensor):  # as a rule; tree_map takes its time
+        if isinstance(known, Tensor):  # the usual case; tree_map is slow
             return self._fresh(known)
         return tree_map(lambda leaf: self._fresh(leaf) if isinstance(leaf, Tensor) else leaf, known)
 
     def _fresh(self, zeros: Tensor) -> Tensor:
-        """Another tensor each time: code may mark what it gets."""
+        """Return a new tensor each time, as code may mark what it gets."""
         if self._state.is_careful:
             return torch.zeros(zeros.shape, dtype=zeros.dtype, device=zeros.device)
-        return zeros.detach() if zeros.numel() > 1 else torch.zeros_like(zeros)  # which writes into one cannot harm
+        return zeros.detach() if zeros.numel() > 1 else torch.zeros_like(zeros)  # a write into one element is harmless
 
     @contextlib.contextmanager
     def _ghost_kept(self, *given: Any) -> Iterator[None]:
-        """In here its code runs, on what is ``given``: it writes into nothing that is the user's."""
+        """Let the ghost's code run in the block, on ``given``, and undo its writes into the user's objects."""
         if self._kept is None:
             self.__dict__["_kept"] = State(self._ghost)
         with self._kept.kept(self._state.device), state_kept(*given):
             yield
 
     def _ask(self, args: Any, kwargs: Any) -> Any:
-        """What the module would give, as zeros without memory on the device that it would be on."""
+        """Return the output that the module would have, as zeros without memory on the right device."""
         has_tensor = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
         device = device_of((args, kwargs)) if has_tensor else self._state.device
         argument, same = first_float_tensor(args, kwargs), self._state.same_call.get(self._name)
@@ -217,13 +219,13 @@ class Stub(StandIn):
         self._ghost.train(self.training)
         try:
             with self._ghost_kept(args, kwargs), torch.no_grad():
-                self._ghost.__dict__["_forward_hooks"] = OrderedDict[int, Any]()  # what they see is given in the end
+                self._ghost.__dict__["_forward_hooks"] = OrderedDict[int, Any]()  # they see the final zeros instead
                 return self._ghost(*on_meta, **kwargs_on_meta)
-        except (RuntimeError, LookupError) as exc:  # it looks at values, or for what another stub has not left
+        except (RuntimeError, LookupError) as exc:  # it reads values, or state that a stub did not set
             return self._answer_without_meta(args, kwargs, exc)
 
     def _answer_without_meta(self, args: Any, kwargs: Any, why: Exception) -> Any:
-        """As it was in the example; or of its own code, that runs on zeros; or else what it gets."""
+        """Return the output from the example, or from the module's code run on zeros, or else its argument."""
         argument = first_float_tensor(args, kwargs)
         example = self._state.outputs.get(self._name)
         if argument is not None and example is not None:
@@ -238,8 +240,8 @@ class Stub(StandIn):
         except (RuntimeError, ValueError, LookupError, ArithmeticError) as exc:
             if argument is None:
                 raise SpecError(
-                    f"zeros cannot stand for {self._name!r}, that is on another stage: its code looks at values, and "
-                    f"fails on zeros ({exc}): cut behind it, or have it look inside of a module of its own"
+                    f"zeros cannot stand in for {self._name!r} of another stage: its code reads values and fails on "
+                    f"zeros ({exc}); cut after it, or move the code that reads values into a module of its own"
                 ) from why
             return _on_meta(argument)
 
@@ -251,11 +253,11 @@ class Stub(StandIn):
             if isinstance(ghost._buffers.get(name, ghost.__dict__.get(name)), Tensor):
                 return self._own_tensor(name)
             if isinstance(getattr(type(ghost), name, None), (property, types.FunctionType)):
-                return getattr(self._with_tensors(), name)  # its code reads what any code may
+                return getattr(self._with_tensors(), name)  # its code may read any attribute
             return self._stand_for(name, getattr(ghost, name))
 
     def _own_tensor(self, name: str) -> Tensor:
-        """A buffer, or a tensor that is none: code of any stage may read it."""
+        """Return a buffer, or a tensor attribute: code of any stage may read it."""
         device = self._state.device
         if (name, device) not in self._tensors:
             found = self._ghost._buffers.get(name, self._ghost.__dict__.get(name))
@@ -266,7 +268,7 @@ class Stub(StandIn):
         return self._tensors[name, device]
 
     def _with_tensors(self) -> nn.Module:
-        """The module for code of its own that is no forward pass: with its tensors, zeros as parameters, and stubs."""
+        """Return the module for code outside its forward: its tensors, zeros as parameters, stubs as children."""
         device = self._state.device
         if device not in self._readable:
             made = self._readable[device] = shallow_copy(self._ghost)
@@ -277,7 +279,7 @@ class Stub(StandIn):
         return self._readable[device]
 
     def _stand_for(self, name: Any, found: Any) -> Any:
-        """What code that asks for a part of the module gets: it may compute with its tensors."""
+        """Return the stand-in for a part of the module; code may compute with its tensors."""
         if isinstance(found, Tensor):
             return self._state.zeros(found, self._state.device)
         if isinstance(found, nn.Module):
@@ -290,7 +292,7 @@ def _there(entries: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 
 class _ListStub(Stub):
-    """Stands for a module that others are taken out of by their places, as of ``nn.Sequential``."""
+    """Stand-in for a container that is indexed by position, such as ``nn.Sequential``."""
 
     def __getitem__(self, key: Any) -> Any:
         return self._stand_for(key, self._ghost[key])
@@ -303,7 +305,7 @@ class _ListStub(Stub):
 
 
 class _DictStub(_ListStub):
-    """The same by names."""
+    """Stand-in for a container that is indexed by name."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._ghost)
@@ -319,7 +321,7 @@ class _DictStub(_ListStub):
 
 
 def stub_of(name: str, ghost: nn.Module, state: StageState) -> Stub:
-    """What stands for a module ``name`` of another stage."""
+    """Return a stand-in for the module ``name`` of another stage."""
     if isinstance(ghost, (nn.ModuleDict, nn.ParameterDict)):
         return _DictStub(name, ghost, state)
     if isinstance(ghost, (nn.Sequential, nn.ModuleList, nn.ParameterList)):
@@ -328,21 +330,21 @@ def stub_of(name: str, ghost: nn.Module, state: StageState) -> Stub:
 
 
 class End(Stub):
-    """Stands where the next stage begins."""
+    """Stub at the place where the next stage begins."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         stop_at(self, args, kwargs)
 
 
 def stop_at(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Leave the forward: the next stage begins with what ``module`` is given."""
+    """Leave the forward: the next stage begins with the argument of ``module``."""
     tensor = first_float_tensor(args, kwargs)
-    assert tensor is not None  # the profile says that there is one
+    assert tensor is not None  # the profile found one
     raise Reached(tensor)
 
 
 def unfold(name: str, ghost: nn.Module, state: StageState) -> nn.Module:
-    """A module whose own code runs, on zeros for all tensors that it has; stubs stand for the modules in it."""
+    """Return a module whose own code runs, with zeros for all of its tensors and stubs for the modules inside."""
     made = shallow_copy(ghost)
     for kind in ("_parameters", "_buffers"):
         for key, tensor in list(getattr(made, kind).items()):
@@ -358,8 +360,8 @@ def unfold(name: str, ghost: nn.Module, state: StageState) -> nn.Module:
 
 
 def _look_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """What of arguments decides about shapes, to be looked up by."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # as a rule, and quicker
+    """Return what determines shapes in a call's arguments, as a key."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):  # the usual case, and faster
         return _look_of_leaf(args[0])
     leaves, spec = tree_flatten((args, kwargs))
     return repr(spec), *(_look_of_leaf(leaf) for leaf in leaves)

@@ -161,7 +161,11 @@ def test_timelines_that_are_too_long_are_left_out_and_told_of() -> None:
 
 @pytest.mark.parametrize(
     "mesh, told",
-    [({"pp": -1}, "pp=-1: a plan needs every size"), (3, "the mesh is"), ({"pp": 2.5}, "is a whole number")],
+    [
+        ({"pp": -1}, "pp=-1: a plan needs the size of every axis"),
+        (3, "the mesh is"),
+        ({"pp": 2.5}, "is a whole number"),
+    ],
 )
 def test_a_mesh_that_is_none_is_told_of(mesh: Any, told: str) -> None:
     with pytest.raises(SpecError, match=told):
@@ -195,6 +199,6 @@ def test_ranks_tell_the_plan_of_what_they_run(
     found = par.split(GPT(layers=4), TOKENS, stages)
     told = read_without_torch(plans[0])
     assert told["costs"] == numbers_of(par.partition(found.profile, stages, num_microbatches=8))
-    assert told["memory"] is None and any("there is a process group" in note for note in plans[0]["notes"])
+    assert told["memory"] is None and any("while a process group exists" in note for note in plans[0]["notes"])
     for rank in range(ranks):
         assert sorted({work[1] for work in told["timelines"][0][3][rank]}) == run[rank]

@@ -209,7 +209,7 @@ def test_activations_and_frozen_parameters_count_as_they_are() -> None:
     again = dry_run(model, {"dp_shard": 2}, example_inputs=TOKENS, activations="full").peak
     assert again.activation_bytes < kept.activation_bytes / 4
     model.requires_grad_(False)
-    with pytest.raises(SpecError, match="no parameter of the model is trained"):
+    with pytest.raises(SpecError, match="no parameter of the model has requires_grad"):
         dry_run(model, {"dp_shard": 2}, example_inputs=TOKENS)
     model.head.requires_grad_(True)
     frozen = dry_run(model, {"dp_shard": 2}, example_inputs=TOKENS, activations="full").peak
@@ -435,7 +435,7 @@ def test_a_model_that_looks_at_values_is_tried_with_them() -> None:
 
 
 def test_a_loss_without_its_target_is_told() -> None:
-    with pytest.raises(SpecError, match="there is none: give it"):
+    with pytest.raises(SpecError, match="there is none: pass it"):
         dry_run(GPT(), {"dp_shard": 2}, example_inputs=TOKENS, loss=nn.CrossEntropyLoss())
 
 
@@ -458,7 +458,7 @@ def test_what_tp_leaves_whole_is_told() -> None:
 
 
 def test_wrong_sizes_are_told() -> None:
-    with pytest.raises(SpecError, match="dp_shard=-1: a dry run needs every size"):
+    with pytest.raises(SpecError, match="dp_shard=-1: a dry run needs the size of every axis"):
         dry_run(GPT(), {"dp_shard": -1}, example_inputs=TOKENS)
     with pytest.raises(SpecError, match="no axis of a mesh"):
         dry_run(GPT(), {"dq": 2}, example_inputs=TOKENS)

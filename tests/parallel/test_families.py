@@ -136,7 +136,7 @@ def test_what_zeros_cannot_stand_for_is_told() -> None:
 
     model = nn.Sequential(Divides(), nn.Linear(8, 8), nn.Linear(8, 8))
     nn.init.ones_(model[0].table.weight)
-    with pytest.raises(SpecError, match=r"zeros cannot stand for '0', that is on another stage: .* fails on zeros \("):
+    with pytest.raises(SpecError, match=r"zeros cannot stand in for '0' of another stage: .* fails on zeros \("):
         split(model, tokens(2, 3, 11), at=["2"])
 
 

@@ -28,7 +28,7 @@ def test_call_past_the_replicas_is_told(ranks: Session) -> None:
 
 
 def test_stages_that_are_called_are_refused(ranks: Session) -> None:
-    with pytest.raises(RankError, match="the stages of a pipeline cannot be called: train_step runs a batch"):
+    with pytest.raises(RankError, match="pipeline stages cannot be called: use train_step to run a batch"):
         ranks.run_cell("own_loop_ranks.call_stages()", timeout_s=60)
 
 

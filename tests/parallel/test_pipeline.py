@@ -377,11 +377,11 @@ def test_pipeline_that_cannot_be_is_told(session: Session, code: str, message: s
     [
         (
             "stages.train_step(tokens(4, 1), tokens(4, 2))",
-            "there is no loss to train with: give parallelize, or the Trainer of a plain model, loss=",
+            "there is no loss to train with: pass loss=, a function of the output and the target, to parallelize",
         ),
         (
             "stages.evaluate(tokens(4, 1), tokens(4, 2))",
-            "there is no loss to evaluate: give parallelize, .* a function of the output and the target, or call",
+            "there is no loss to evaluate: pass loss=, .* for a plain model.*, or call predict",
         ),
         ("stages.predict(torch.tensor(1))", "a batch without rows, or without a tensor"),
     ],
@@ -394,7 +394,9 @@ def test_step_that_cannot_be_is_told(session: Session, code: str, message: str) 
 
 def test_training_without_gradients_is_told(session: Session) -> None:
     made = "stages = par.PipelineStages(par.split(GPT(layers=1), tokens(2, 1), 2), loss=TokenLoss(), device='cpu')"
-    with pytest.raises(RankError, match=r"train_step was called under torch.no_grad\(\): evaluate is the one without"):
+    with pytest.raises(
+        RankError, match=r"train_step was called under torch.no_grad\(\): call it outside, or call evaluate"
+    ):
         session.run_cell(
             f"from on_ranks import *\n{made}\nwith torch.no_grad(): stages.train_step(tokens(4, 1), tokens(4, 2))"
         )

@@ -168,7 +168,7 @@ def test_loss_that_is_none_is_told(loss: Any, message: str) -> None:
 @pytest.mark.parametrize("call", ["train_step", "evaluate"])
 def test_missing_loss_is_told_in_words_of_the_user(call: str) -> None:
     with pytest.raises(
-        SpecError, match=r"there is no loss to .*: give parallelize, or the Trainer of a plain"
+        SpecError, match=r"there is no loss to .*: pass loss=, .*or to the Trainer, for a plain"
     ) as error:
         getattr(WholeModel(nn.Linear(3, 2), device="cpu"), call)(torch.randn(6, 3), INTS)
     assert "WholeModel" not in str(error.value)

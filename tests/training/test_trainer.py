@@ -482,9 +482,7 @@ def test_names_of_a_subclass_are_its_own() -> None:
 def test_missing_loss_is_told_in_words_of_the_user() -> None:
     data = DataLoader(classes(8), 4)
     for model in (net(), par.WholeModel(net(), device="cpu")):
-        with pytest.raises(
-            SpecError, match="there is no loss to train with: give parallelize, or the Trainer"
-        ) as error:
+        with pytest.raises(SpecError, match="there is no loss to train with: pass loss=") as error:
             trainer(model=model, train=data, loss=None).fit()
         assert "WholeModel" not in str(error.value)
 

@@ -214,7 +214,7 @@ def test_models_of_transformers_train_as_in_a_loop_by_hand(kind: str) -> None:
             None,
             r"no loss was given, and the model's output has none: give loss=, .* or a loader of dicts with the labels",
         ),
-        (Keyed, SAMPLES, None, r"there is no loss to train with: give parallelize, or the Trainer"),
+        (Keyed, SAMPLES, None, r"there is no loss to train with: pass loss="),
     ],
 )
 def test_dict_that_does_not_go_with_the_model_is_told(model: Any, samples: Any, loss: Any, message: str) -> None:
