@@ -1,6 +1,6 @@
-"""Replicas and shards of a model, or of one stage: DDP, FSDP2 and HSDP as torch has them, block by block.
+"""Replicas and shards of a model or of one stage: torch's DDP, FSDP2 and HSDP, applied block by block.
 
-What is done to a block, in this order: its activations are kept or computed again, it is compiled, it is sharded.
+Applied to a block in this order: activations are kept or recomputed, it is compiled, it is sharded.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ REMATERIALIZATIONS = ("none", "selective", "full")
 class Sharding:
     """How the data parallel ranks of a mesh hold a model; ``apply`` does it.
 
-    ``kind``: "none", "ddp" or "fsdp" (over both axes of the mesh: HSDP). ``dtype``: what it computes in, where that is
-    not the parameters' own. ``comm_hook``: what DDP sends. ``activations``: "none" is computed again in the backward
-    pass, "selective" all but what products of matrices give, or "full". ``block_use``: what the code around the blocks
-    of the model does with them.
+    ``kind``: "none", "ddp" or "fsdp" (over both axes of the mesh: HSDP). ``dtype``: the dtype to compute in, if it is
+    not the parameters' own. ``comm_hook``: how DDP compresses gradients. ``activations``: recompute "none" in the
+    backward pass, "full" (all), or "selective" (all but the results of matrix products). ``block_use``: what the code
+    around the blocks of the model does with them.
     """
 
     kind: str
@@ -55,16 +55,16 @@ class Sharding:
 
     @property
     def replicas(self) -> tuple[dist.ProcessGroup, ...]:
-        """This rank's group on each axis along which ranks have other data."""
+        """This rank's group on each axis along which ranks have different data."""
         if self.mesh is None:
             return ()
         names = self.mesh.mesh_dim_names or ()
         return tuple(self.mesh.get_group(name) for name in names if self.mesh[name].size() > 1)
 
     def apply(self, module: nn.Module, *, is_last: bool) -> nn.Module:
-        """Change ``module`` in place, and return what is to be called in its place.
+        """Change ``module`` in place, and return the module to call instead.
 
-        ``is_last``: what it gives is the model's output, which is float32 again where ``dtype`` is another.
+        ``is_last``: it computes the model's output, which is converted back to float32 if ``dtype`` differs.
         Collective: all ranks of the mesh.
         """
         blocks = list(blocks_of(module))
@@ -101,13 +101,13 @@ class Sharding:
             if names[id(block)] in self.block_use.written_outside:
                 block.register_forward_hook(_give_no_view)
         module.register_forward_hook(_give_as_no_view)
-        if self.block_use.is_seen:  # so nobody writes into a view
+        if self.block_use.is_seen:  # so no code writes into a view
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
         for parameter in module.parameters():
-            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # which FSDP2 refuses
+            if not isinstance(parameter, DTensor) and not parameter.is_contiguous():  # FSDP2 refuses those
                 parameter.data = parameter.data.contiguous()
         for part in module.modules():
-            if isinstance(part, nn.RNNBase):  # cuDNN moves what FSDP2 puts together, and goes on with old values
+            if isinstance(part, nn.RNNBase):  # cuDNN moves gathered weights, and continues with old values
                 part.__dict__["flatten_parameters"] = _leave_where_they_are
         common: dict[str, Any] = {
             "mesh": self.mesh,
@@ -127,8 +127,8 @@ class Sharding:
         for unit in units:
             if names[id(unit)] in self.block_use.writing and any(each.requires_grad for each in unit.parameters()):
                 raise SpecError(
-                    f"{names[id(unit)]} writes into its argument in place, which FSDP2 does not let it: compute "
-                    f"another (x = x + ..., inplace=False), or {_OTHERWISE}"
+                    f"{names[id(unit)]} writes into its argument in place, which FSDP2 does not allow: compute a new "
+                    f"tensor (x = x + ..., inplace=False), or {_OTHERWISE}"
                 )
         for unit in (*units, module):
             for part in _parts_of_other_dtypes(unit, units):
@@ -141,9 +141,9 @@ class Sharding:
 
     def _replicate(self, module: nn.Module) -> nn.Module:
         if not any(parameter.requires_grad for parameter in module.parameters()):
-            return module  # nothing to exchange, which DDP refuses
+            return module  # DDP refuses models without gradients
         (group,) = self.replicas
-        with warnings.catch_warnings():  # its new name sends buffers when it begins, which sparse ones cannot be
+        with warnings.catch_warnings():  # the new option broadcasts buffers at start, which fails for sparse ones
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             replica = DistributedDataParallel(
                 module,
@@ -161,11 +161,11 @@ class Sharding:
 
 
 def _leave_where_they_are() -> None:
-    """In the place of a recurrent layer's ``flatten_parameters``: cuDNN copies the weights for each pass instead."""
+    """Replace a recurrent layer's ``flatten_parameters``: cuDNN copies the weights for each pass instead."""
 
 
 def _reduce_unused(root: FSDPModule) -> None:
-    """Have gradients of what a branch has not used on one replica be 0 there: left out, others would be added up."""
+    """Make gradients of parameters unused on one replica 0 there; otherwise reductions would not match."""
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
         return
@@ -195,10 +195,10 @@ def resolve_sharding(
     activations: str = "none",
     is_compiled: bool = False,
 ) -> Sharding:
-    """Return what the data parallel axes of ``mesh`` ask for.
+    """Return how the data parallel axes of ``mesh`` hold the model.
 
-    ``fsdp``: True for FSDP2, False for DDP, None for DDP where there is nothing but ``dp_replicate`` and DDP is right,
-    else FSDP2. ``schedule``: that of the pipeline, if there is one. Raises: SpecError, with the reason where DDP is
+    ``fsdp``: True for FSDP2, False for DDP; None for DDP if only ``dp_replicate`` is used and DDP is correct, else
+    FSDP2. ``schedule``: the pipeline's, if there is one. Raises: SpecError, for example with the reason why DDP is
     wrong.
     """
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape))
@@ -209,20 +209,22 @@ def resolve_sharding(
     axes = [axis for axis in DATA_AXES if sizes.get(axis, 1) > 1]
     reason = _why_not_ddp(sizes, schedule)
     if fsdp is False and axes and reason:
-        raise SpecError(f"DDP was asked for, and {reason}: FSDP2 is right there (fsdp=True)")
+        raise SpecError(f"DDP was asked for, but {reason}: use FSDP2 (fsdp=True)")
     is_ddp = fsdp is False or fsdp is None and "dp_shard" not in axes and not reason
     if comm_hook != "none" and not (axes and is_ddp):
-        raise SpecError(f"comm_hook={comm_hook!r} is DDP's, which is not used here: give fsdp=False and dp_replicate")
+        raise SpecError(
+            f"comm_hook={comm_hook!r} needs DDP, which is not used here: give fsdp=False and a dp_replicate axis"
+        )
     if comm_hook == "bf16" and mesh.device_type != "cuda":
-        raise SpecError("comm_hook='bf16' is NCCL's, and these ranks are on the CPU: 'fp16' and 'powersgd' work there")
+        raise SpecError("comm_hook='bf16' needs NCCL, but these ranks are on the CPU: use 'fp16' or 'powersgd'")
     if not axes:
         return Sharding("none", dtype=dtype, **common)  # type: ignore[arg-type]
     if is_ddp:
         return Sharding("ddp", mesh["dp_replicate"], dtype=dtype, comm_hook=comm_hook, **common)  # type: ignore[arg-type]
     if "dp_shard" not in sizes:
         raise SpecError(
-            f"a mesh with dp_replicate={sizes['dp_replicate']} alone is DDP's, and {reason or 'FSDP2 was asked for'}: "
-            "give the mesh dp_shard too, 1 if nothing is to be sharded"
+            f"a mesh with only dp_replicate={sizes['dp_replicate']} needs DDP, but {reason or 'FSDP2 was asked for'}: "
+            "give the mesh a dp_shard axis too (1 to shard nothing)"
         )
     reshard = schedule is None if reshard_after_forward is None else reshard_after_forward
     part = mesh["dp_replicate", "dp_shard"] if "dp_replicate" in sizes else mesh["dp_shard"]
@@ -235,12 +237,12 @@ def _why_not_ddp(sizes: Mapping[str, int], schedule: Schedule | None) -> str:
     if sizes.get("tp", 1) > 1:
         return f"DDP fails on tensor parallel parameters (tp={sizes['tp']}): it cannot broadcast a DTensor"
     if schedule is not None and schedule.is_zero_bubble:
-        return f"{schedule} goes around its gradient exchange: replicas would drift apart without a word"
+        return f"{schedule} bypasses the gradient exchange of DDP: replicas would drift apart silently"
     return ""
 
 
 def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
-    """Of those that are in several blocks, or in a block and outside of all."""
+    """Return ids of parameters that are in several blocks, or both in a block and outside of all."""
     owners: dict[int, set[int]] = {}
     inside = {id(part): id(block) for block in blocks for part in block.modules()}
     for part in module.modules():
@@ -249,24 +251,25 @@ def _shared_parameters(module: nn.Module, blocks: list[nn.Module]) -> set[int]:
     return {parameter for parameter, users in owners.items() if len(users) > 1}
 
 
-_OTHERWISE = "keep the model whole (dp_replicate in the place of dp_shard)"
+_OTHERWISE = "keep the model whole (dp_replicate instead of dp_shard)"
 
 
 def _require_always_run(part: nn.Module, chosen: Mapping[int, str]) -> None:
-    """Raises: SpecError for what FSDP2 has to gather by itself, in a block that may not run on every rank."""
+    """Raise SpecError if ``part``, which FSDP2 gathers on its own, is in a block that may not run on every rank."""
     if name := chosen.get(id(part)):
         raise SpecError(
-            f"{name} runs or not as values say, and has a {type(part).__name__} in another dtype than the rest of the "
-            f"model, which FSDP2 would wait for on all ranks: give all one dtype (precision='fp32'), or {_OTHERWISE}"
+            f"{name} may not run on every rank, depending on values, and has a {type(part).__name__} in another dtype "
+            "than the rest of the model, which FSDP2 gathers on all ranks: give all one dtype (precision='fp32'), or "
+            f"{_OTHERWISE}"
         )
 
 
 def _give_no_parameter(
     own: Sequence[nn.Module], names: Mapping[int, str], module: nn.Module, args: Any, output: Any
 ) -> Any:
-    """Copies of parameters that a module returns, whose memory FSDP2 frees behind it; ``own``: the modules with them.
+    """Copy parameters that a module returns, as FSDP2 frees their memory afterwards.
 
-    Raises: SpecError for one that is shards again.
+    ``own``: the modules with parameters. Raises: SpecError when a returned parameter is already resharded.
     """
     if torch.compiler.is_compiling():
         return output
@@ -278,11 +281,11 @@ def _give_no_parameter(
         if parameter is not None and (memory := _memory_of(parameter)) in given and memory is not None
     }
     in_shards = [found[memory] for memory in found if isinstance(given[memory], DTensor)]
-    if in_shards or any(_is_freed(leaf) for leaf in given.values()):  # in a compiled block nobody has looked
+    if in_shards or any(_is_freed(leaf) for leaf in given.values()):  # compiled blocks skip this check
         name = in_shards[0] if in_shards else "of a compiled block"
         raise SpecError(
-            f"the model returns a parameter ({name}), of which each rank has a part by then: return a copy of it "
-            f"(parameter.clone()), or {_OTHERWISE}"
+            f"the model returns a parameter ({name}), of which each rank holds only a part by then: return a copy of "
+            f"it (parameter.clone()), or {_OTHERWISE}"
         )
     return tree_map(lambda leaf: leaf.clone() if _memory_of(leaf) in found else leaf, output) if found else output
 
@@ -304,12 +307,12 @@ def _is_freed(tensor: Tensor) -> bool:
 
 
 def _give_no_view(module: nn.Module, args: Any, output: Any) -> Any:
-    """What comes behind writes into it: of a view autograd would lose what FSDP2 has noted on it."""
+    """Copy views that later code writes into: on a view, autograd would lose FSDP2's backward hooks."""
     return tree_map(lambda leaf: leaf.clone() if _is_view_with_gradient(leaf) else leaf, output)
 
 
 def _give_as_no_view(module: nn.Module, args: Any, output: Any) -> Any:
-    """The same of the model's own outputs, which callers may write into; what was computed is not copied."""
+    """Return the model's outputs as no views, since callers may write into them; their memory is not copied."""
     give: Callable[[Tensor], Tensor] = _AsNoView.apply
     return tree_map(lambda leaf: give(leaf) if _is_view_with_gradient(leaf) else leaf, output)
 
@@ -319,7 +322,7 @@ def _is_view_with_gradient(leaf: Any) -> bool:
 
 
 class _AsNoView(torch.autograd.Function):
-    """A tensor on the same memory, with the same count of what is written into it."""
+    """A tensor on the same memory, with the same version counter, that is not a view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
@@ -331,15 +334,15 @@ class _AsNoView(torch.autograd.Function):
 
 
 def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules in a unit whose parameters are not of the dtype of what is around them: FSDP2 sends each by itself.
+    """Return modules in a unit whose parameters differ in dtype from those around them; FSDP2 sends each on its own.
 
-    The inner ones first. Raises: SpecError for a module with parameters of its own of several.
+    Inner modules come first. Raises: SpecError when one module has parameters of several dtypes.
     """
     others = {id(part) for other in units if other is not unit for part in other.modules()}
     inside = [(name, part, _sizes_by_dtype(part)) for name, part in unit.named_modules() if id(part) not in others]
     if not (sizes := sum((own for _, _, own in inside), Counter[torch.dtype]())):
         return []
-    # the dtype of what is sent together, by its module
+    # the dtype of parameters that are sent together, by module
     around = {"": max(inside[0][2] or sizes, key=sizes.__getitem__)}
     found = []
     for name, part, own in inside:
@@ -357,7 +360,7 @@ def _parts_of_other_dtypes(unit: nn.Module, units: Sequence[nn.Module]) -> list[
 
 
 def _sizes_by_dtype(part: nn.Module) -> Counter[torch.dtype]:
-    """How many numbers a module has in parameters of its own that FSDP2 sends."""
+    """Count, by dtype, the elements of a module's own parameters that FSDP2 sends."""
     sizes: Counter[torch.dtype] = Counter()
     for parameter in part.parameters(recurse=False):
         if parameter.requires_grad and parameter.dim() and parameter.numel():
@@ -366,7 +369,7 @@ def _sizes_by_dtype(part: nn.Module) -> Counter[torch.dtype]:
 
 
 def _outwards(name: str) -> Iterator[str]:
-    """The names of what a module is in, from itself to the whole."""
+    """Yield the name of a module and of all modules around it, up to the model ("")."""
     while name:
         yield name
         name = name.rpartition(".")[0]

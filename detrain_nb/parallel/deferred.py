@@ -1,8 +1,8 @@
-"""A model that is made without memory; each rank then computes the values of its own part, one tensor at a time.
+"""Models made without memory, of which each rank then computes the values of its own part, one tensor at a time.
 
-What the constructor does to tensors is recorded on a tape, and every module notes which of its tensors have what
-values. The model has tensors on the meta device, and is laid out like any other; then `fill` puts values into what a
-rank holds. They are those that the model would have had on one CPU, with the same seed.
+What the constructor does to tensors is recorded on a tape, and every module notes the values that its tensors will
+have. The model has tensors on the meta device and is laid out like any other; then ``fill`` computes the values of
+the parts that a rank holds. They equal those that the model would have had on one CPU, with the same seed.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .tensor.ranks import bounds
 
 Model = TypeVar("Model", bound=nn.Module)
 
-_VALUES = "_deferred_values"  # of a module: by the names that its own tensors have in it
+_VALUES = "_deferred_values"  # attribute of a module: values by the names of its own tensors
 
 
 @dataclass(frozen=True)
 class _Value:
-    """What a tensor will have: what is at ``place`` when ``tape`` has run."""
+    """The future value of a tensor: what is at ``place`` once ``tape`` has run."""
 
     tape: Tape
     place: Place
@@ -49,18 +49,18 @@ class _Value:
 
 
 def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
-    """Return ``make(*args, **kwargs)``, a model, with tensors on the meta device, that gets its values later.
+    """Return the model ``make(*args, **kwargs)`` with tensors on the meta device, which gets its values later.
 
-    ``parallelize`` gives each rank those of its part, ``materialize`` all of them to one process: bit for bit what
-    ``make`` would have given on the CPU with the seed that there is now, buffers included. Random numbers are drawn on
-    memory that is freed at once, so that the generator stands behind it where it would have stood. What sets values
-    belongs into ``make``: a loop over ``init`` functions, ties, a checkpoint that is read. It may look at values
-    (``item()``, ``if``), but not at memory (``numpy()``). What it leaves uninitialised is zero.
+    ``parallelize`` gives each rank the values of its part, ``materialize`` all of them to one process: bit for bit what
+    ``make`` would have given on the CPU with the current seed, buffers included. Random numbers are drawn on memory
+    that is freed at once, so the generator ends in the state it would have had. Code that sets values belongs into
+    ``make``: a loop over ``init`` functions, ties, reading a checkpoint. It may read values (``item()``, ``if``), but
+    not memory (``numpy()``). Uninitialised tensors become zero.
 
-    Raises: SpecError for a model, or tensors in it, for which this cannot be done.
+    Raises: SpecError when this is impossible for the model or one of its tensors.
     """
     if isinstance(make, nn.Module) or not callable(make):
-        raise SpecError("deferred makes the model itself: give it a class, or a function that returns a model")
+        raise SpecError("deferred makes the model itself: pass a class, or a function that returns a model")
     with (
         warnings.catch_warnings(),
         FakeTensorMode(allow_non_fake_inputs=True) as fakes,
@@ -72,24 +72,26 @@ def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
         except (RuntimeError, UnsupportedFakeTensorException) as exc:
             if isinstance(exc, UnsupportedFakeTensorException) or any(words in str(exc) for words in _OF_MEMORY):
                 raise SpecError(
-                    f"{_name_of(make)} wants tensors with memory, which deferred ones have not ({exc}): make it "
+                    f"{_name_of(make)} needs tensors with memory, which deferred tensors lack ({exc}): make it "
                     "without numpy and lazy layers, or without deferred()"
                 ) from exc
             raise
     if not isinstance(model, nn.Module):
-        raise SpecError(f"{_name_of(make)} gave a {type(model).__name__}: deferred() wants what makes an nn.Module")
+        raise SpecError(
+            f"{_name_of(make)} returned a {type(model).__name__}: pass deferred() a function that returns an nn.Module"
+        )
     _leave_on_meta(model, recorder)
     return model
 
 
-# What torch says where a tensor would be read from outside, or made into one of another class.
+# torch's errors when a tensor would be read from outside torch, or turned into another class.
 _OF_MEMORY = ("numpy() is not supported", "already associated to a python object of type FakeTensor")
 
 
 def materialize(model: Model, *, device: torch.device | str | None = None) -> Model:
-    """Give all deferred tensors of ``model`` their values, in place, on ``device``; the rest of it goes there too.
+    """Give all deferred tensors of ``model`` their values, in place, on ``device``, and move its other tensors there.
 
-    ``device``: by default a GPU if there is one, as everywhere here. Raises: SpecError.
+    ``device``: by default a GPU if there is one. Returns ``model``. Raises: SpecError.
     """
     require_model(model)
     require_values(model)
@@ -98,12 +100,12 @@ def materialize(model: Model, *, device: torch.device | str | None = None) -> Mo
 
 
 def is_deferred(module: nn.Module) -> bool:
-    """Whether it has tensors that wait for their values."""
+    """Return whether ``module`` has tensors that wait for their values."""
     return any(_values_of(part) for part in module.modules())
 
 
 def require_values(model: nn.Module) -> None:
-    """Raises: SpecError for a tensor that has no values and will get none, or that was changed behind ``deferred``."""
+    """Raise SpecError if a tensor will get no values, or was changed after ``deferred`` returned."""
     seen: dict[int, tuple[str, _Value]] = {}
     for name, module, key, tensor in _tensors_in(model):
         if not tensor.is_meta:
@@ -111,24 +113,26 @@ def require_values(model: nn.Module) -> None:
         value = _values_of(module).get(key)
         if value is None:
             raise SpecError(
-                f"{name!r} is on the meta device, and nobody knows its values: make all of the model in deferred(), or "
-                "give it values first, as with to_empty()"
+                f"{name!r} is on the meta device and has no values to get: make the whole model in deferred(), or "
+                "give it values first, for example with to_empty()"
             )
         other, known = seen.setdefault(id(tensor), (name, value))
         if known != value:
-            raise SpecError(f"{name!r} was tied to {other!r} behind deferred(): tie them in what it calls")
+            raise SpecError(f"{name!r} was tied to {other!r} after deferred(): tie them in the function passed to it")
         if tensor._version or tuple(tensor.shape) != value.place.size:
-            raise SpecError(f"{name!r} was changed behind deferred(), where it has no values: do it in what it calls")
+            raise SpecError(
+                f"{name!r} was changed after deferred(), when it had no values: change it in the function passed to it"
+            )
 
 
 def find_value(module: nn.Module, key: str) -> Callable[[], Tensor] | None:
-    """What computes the value of a deferred tensor of ``module``; None of one that has its value."""
+    """Return a function that computes the value of a deferred tensor of ``module``, or None if it has its value."""
     value = _values_of(module).get(key)
     return None if value is None else value.compute
 
 
 def tapes_of(model: nn.Module) -> list[Tape]:
-    """What the values of deferred tensors come from, each once."""
+    """Return the tapes that the values of deferred tensors come from, each once."""
     return list({id(each.tape): each.tape for part in model.modules() for each in _values_of(part).values()}.values())
 
 
@@ -139,10 +143,10 @@ def fill(
     plan: TensorPlan | None = None,
     names: Collection[str] | None = None,
 ) -> None:
-    """Put values into the deferred tensors of ``modules``, or of these what ``names`` has; the others go to ``device``.
+    """Put values into the deferred tensors of ``modules`` and move their other tensors to ``device``.
 
-    A DTensor gets this rank's part, where ``plan`` says in which order its rows lie; nothing is sent. What is one
-    tensor stays one, in all ``modules``.
+    ``names``: fill only these. A DTensor gets this rank's part, in the order of rows that ``plan`` gives; nothing is
+    sent. Tied tensors stay tied, across all ``modules``.
     """
     made: dict[int, Tensor] = {}
     for module in modules:
@@ -176,18 +180,18 @@ def _with_value(
 
 
 def _like(tensor: Tensor, made: Tensor, noted: Collection[str] | None = None) -> Tensor:
-    """A parameter where ``tensor`` is one, with its gradient, its hooks and what was ``noted``, by default all."""
+    """Return ``made`` as a parameter if ``tensor`` is one, with its hooks and its attributes (``noted``, or all)."""
     has_gradient = tensor.requires_grad and tensor.is_leaf
     made = nn.Parameter(made, has_gradient) if isinstance(tensor, nn.Parameter) else made.requires_grad_(has_gradient)
     for kind in ("_backward_hooks", "_post_accumulate_grad_hooks") if has_gradient else ():
         if hooks := getattr(tensor, kind, None):
-            setattr(made, kind, hooks)  # the same dict: whoever has a handle can still remove one
+            setattr(made, kind, hooks)  # the same dict: handles can still remove hooks
     made.__dict__.update({key: vars(tensor)[key] for key in (vars(tensor) if noted is None else noted)})
     return made
 
 
 def _local_part(whole: Tensor, like: DTensor) -> Tensor:
-    """What this rank has of ``whole``. Where two axes cut one dimension, the shards of FSDP2 are cut last."""
+    """Return this rank's part of ``whole``. If two axes cut one dimension, the shards of FSDP2 are cut last."""
     mesh = like.device_mesh
     coordinates = mesh.get_coordinate()
     assert coordinates is not None
@@ -200,7 +204,7 @@ def _local_part(whole: Tensor, like: DTensor) -> Tensor:
 
 
 def stand_in(model: nn.Module) -> nn.Module:
-    """A copy that runs, on the CPU: with the values of deferred buffers, and zeros without memory as parameters."""
+    """Return a runnable copy on the CPU: with values for buffers, and zeros without memory as parameters."""
     made = ghost_of(model)
     cpu = torch.device("cpu")
     names = {name for name, module, key, _ in _tensors_in(made) if key not in module._parameters}
@@ -220,10 +224,10 @@ def _values_of(module: nn.Module) -> dict[str, _Value]:
 
 
 def _tensors_in(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Parameters, buffers and other attributes: the name in the model, the module, its own name for it, the tensor."""
+    """Yield parameters, buffers and tensor attributes: name in the model, module, name in the module, tensor."""
     for prefix, module in model.named_modules():
         for tensors in (module._parameters, module._buffers, module.__dict__):
-            for key, tensor in tuple(tensors.items()):  # the first may be noted in the last of these
+            for key, tensor in tuple(tensors.items()):  # the last of these dicts contains the first
                 if isinstance(tensor, Tensor):
                     yield f"{prefix}.{key}" if prefix else key, module, key, tensor
 
@@ -243,7 +247,10 @@ def _leave_on_meta(model: nn.Module, recorder: TapeRecorder) -> None:
     for name, module in model.named_modules():
         replace_tensors(module, lambda tensor: made(tensor) if made.has(tensor) else tensor)
         if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(list(module.__dict__.values()))):
-            raise SpecError(f"{name or 'the model'} has tensors in a list or a dict, which nobody finds: use buffers")
+            raise SpecError(
+                f"{name or 'the model'} has tensors in a list or a dict, where they are not found: register them as "
+                "buffers"
+            )
 
 
 def _on_meta(tensor: Tensor, noted: Collection[str]) -> Tensor:

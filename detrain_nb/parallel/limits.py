@@ -1,4 +1,4 @@
-"""What no model in parts can do, and would do in silence."""
+"""Checks for what a model cut into parts cannot do and would otherwise do silently wrong."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .kept import State, state_kept
 from .recording import device_of, fails_with_inputs, takes_gradients
 from .writes import writes_undone
 
-_OTHERWISE = "keep the model whole (dp_replicate in the place of {axis})"
+_OTHERWISE = "keep the model whole (dp_replicate instead of {axis})"
 
 
 def require_fit(model: nn.Module, *, axis: str) -> None:
-    """Raises: SpecError for what a model cannot do in parts, with the name of what does it.
+    """Raise SpecError if a part of the model does something that cannot be cut; the error names the part.
 
-    ``axis``: of the mesh, which cuts it: "tp" or "dp_shard".
+    ``axis``: the mesh axis that cuts the model, "tp" or "dp_shard".
     """
     otherwise = _OTHERWISE.format(axis=axis)
     for name, module in model.named_modules():
@@ -31,21 +31,24 @@ def require_fit(model: nn.Module, *, axis: str) -> None:
         where = name or "the model"
         if module.max_norm is not None:
             raise SpecError(
-                f"{where} writes into its weight (max_norm={module.max_norm}), of which each rank has a part that "
-                f"would not see it: {otherwise}"
+                f"{where} renormalizes its weight in the forward (max_norm={module.max_norm}), which would not reach "
+                f"the parts of the weight on other ranks: {otherwise}"
             )
         if module.sparse and module.weight.requires_grad and axis == "dp_shard":
-            raise SpecError(f"{where} has sparse gradients, which FSDP2 cannot send: sparse=False, or {otherwise}")
+            raise SpecError(f"{where} has sparse gradients, which FSDP2 cannot send: set sparse=False, or {otherwise}")
     for name, parameter in model.named_parameters():
         if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            instead = "change gradients behind train_step"
+            instead = "change gradients after train_step"
             if axis == "tp":
-                instead = "register it on named_parameters() of what parallelize returns, where it sees that of a part"
+                instead = (
+                    "register it on named_parameters() of what parallelize returns, where it sees the gradient of "
+                    "this rank's part"
+                )
             raise SpecError(f"{name} has a hook on its gradient, which {axis} would drop: {instead}, or {otherwise}")
 
 
 class LaterHooks:
-    """Hooks on gradients of parameters that are laid out, where they would see nothing, or those of one replica."""
+    """Gradient hooks registered after the layout, which would see no gradient, or only that of one replica."""
 
     def __init__(self, named: Iterable[tuple[str, nn.Parameter]], *, axis: str) -> None:
         """``axis``: "dp_shard" or "dp_replicate"."""
@@ -57,20 +60,24 @@ class LaterHooks:
         return {each for kind in self._kinds for each in getattr(parameter, kind, None) or ()}
 
     def require_none(self) -> None:
-        """Raises: SpecError."""
+        """Raise SpecError if a hook was registered since the layout."""
         for name, parameter, at_first in self._at_first:
             if self._of(parameter) - at_first:
-                why = "never comes to" if self._axis == "dp_shard" else "is not yet the mean of all replicas for"
+                why = (
+                    "never sees its gradient"
+                    if self._axis == "dp_shard"
+                    else "sees its gradient before it is averaged over the replicas"
+                )
                 raise SpecError(
-                    f"the gradient of {name} {why} the hook that was registered on it under {self._axis}: change "
-                    "gradients, and make steps, behind the backward pass"
+                    f"a hook registered on {name} after {self._axis} was applied {why}: change gradients, and step "
+                    "the optimizer, after the backward pass"
                 )
 
 
 def require_own_memory(model: nn.Module, *, axis: str) -> None:
-    """Raises: SpecError for tensors of a model that are on the memory of a parameter, and no longer would be.
+    """Raise SpecError if a tensor of the model shares memory with a parameter, which the layout would separate.
 
-    As a parameter that was made of a part of another one, or what a module has kept of a ``weight.data``.
+    Examples: a parameter made from a part of another one, or a ``weight.data`` that a module keeps.
     """
     names = {id(buffer): name for name, buffer in model.named_buffers()}
     names |= {id(parameter): name for name, parameter in model.named_parameters()}
@@ -85,11 +92,11 @@ def require_own_memory(model: nn.Module, *, axis: str) -> None:
         for parameter in on_storage.get(tensor.untyped_storage()._cdata, ()):
             if tensor is not parameter and _overlap(tensor, parameter):
                 kind = "parameter" if id(tensor) in parameters else "tensor"
-                name = names.get(id(tensor), f"of {tuple(tensor.shape)}, which the model keeps,")
+                name = names.get(id(tensor), f"of shape {tuple(tensor.shape)} that the model keeps")
                 raise SpecError(
-                    f"the {kind} {name} is on the memory of the parameter {names[id(parameter)]}, and would not follow "
-                    f"it any more under {axis}: tie them as one (b.weight = a.weight), make it of the parameter in the "
-                    f"forward, or clone it; or {_OTHERWISE.format(axis=axis)}"
+                    f"the {kind} {name} shares memory with the parameter {names[id(parameter)]}, and would no longer "
+                    f"follow it under {axis}: tie them as one (b.weight = a.weight), compute it from the parameter in "
+                    f"the forward, or clone it; or {_OTHERWISE.format(axis=axis)}"
                 )
 
 
@@ -98,13 +105,13 @@ def _has_memory(tensor: Tensor) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Whether they may have an element in common; weights of recurrent layers lie side by side on a GPU."""
+    """Return whether two tensors may share an element; weights of recurrent layers share a storage on a GPU."""
     (begin, end), (first, last) = _extent(one), _extent(other)
     return begin < last and first < end
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """In bytes, on its storage."""
+    """Return the first byte and the end of a tensor in its storage."""
     most = sum((int(size) - 1) * int(stride) for size, stride in zip(tensor.shape, tensor.stride()))
     begin = int(tensor.storage_offset()) * tensor.element_size()
     return begin, begin + (most + 1) * tensor.element_size()
@@ -112,9 +119,9 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """Parameters, by name: written by a forward, read past their modules, and those whose ``_version`` it reads.
+    """Parameters, by name: written by a forward, read past their modules, or queried for ``_version`` by the forward.
 
-    ``is_transformed``: it takes gradients by torch.func.
+    ``is_transformed``: the forward takes gradients by torch.func.
     """
 
     written: frozenset[str] = frozenset()
@@ -124,7 +131,7 @@ class ParameterUse:
 
 
 def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]]) -> ParameterUse:
-    """What the forward does with them, as the model is and evaluating; nothing is told where nobody can look."""
+    """Return how the forward uses parameters, in the current and in evaluation mode; empty if it cannot be profiled."""
     args, kwargs = call
     try:
         with fails_with_inputs(args, kwargs), warnings.catch_warnings():
@@ -143,37 +150,37 @@ def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
 
 
 def require_read_as_attributes(read_past: Collection[str], *, axis: str, kind: str = "parameter") -> None:
-    """Raises: SpecError for a tensor that the code of the model has elsewhere too, where it would stay as it was."""
+    """Raise SpecError if the model's code also holds a tensor elsewhere, where it would stay as it was."""
     if read_past:
         raise SpecError(
             f"the model's code reads its {kind} {_first_of(read_past)} from a list, a function or another object, "
-            f"where {axis} would leave the tensor that it was: read it as an attribute of its module, or "
+            f"where {axis} would leave the old tensor: read it as an attribute of its module, or "
             f"{_OTHERWISE.format(axis=axis)}"
         )
 
 
 def require_made_before(made: Collection[str], *, axis: str) -> None:
-    """Raises: SpecError for parameters and buffers that the first forward makes: nobody has laid them out."""
+    """Raise SpecError if the first forward creates parameters or buffers, which would not be laid out."""
     if made:
         raise SpecError(
-            f"the model makes {_first_of(made)} in its first forward, which {axis} would not know of: make it with the "
-            f"model, or call the model once before; or {_OTHERWISE.format(axis=axis)}"
+            f"the model creates {_first_of(made)} in its first forward, which {axis} would miss: create it with the "
+            f"model, or call the model once beforehand; or {_OTHERWISE.format(axis=axis)}"
         )
 
 
 def require_untransformed(use: ParameterUse) -> None:
-    """Raises: SpecError for a forward under a transform of torch.func, which parameters in parts cannot take."""
+    """Raise SpecError if the forward runs under a transform of torch.func, which cannot handle parameters in parts."""
     if use.is_transformed:
         raise SpecError(
-            "the model's forward takes gradients by torch.func, which cannot look into the parameters that tp lays "
-            f"out: take them by torch.autograd.grad, or {_OTHERWISE.format(axis='tp')}"
+            "the model's forward takes gradients by torch.func, which cannot handle the parameters that tp lays out: "
+            f"take them by torch.autograd.grad, or {_OTHERWISE.format(axis='tp')}"
         )
 
 
 def require_unwritten(written: Collection[str], model: nn.Module, *, axis: str, cut: Collection[str] = ()) -> None:
-    """Raises: SpecError for a parameter that the model's forward writes into, and of which each rank has a part.
+    """Raise SpecError if the forward writes into a parameter of which each rank has a part.
 
-    ``cut``: those, by name; under "dp_shard" all that have a dimension.
+    ``cut``: names of the parameters that are cut; under "dp_shard", every parameter with a dimension is.
     """
     named = dict(model.named_parameters())
     lost = {
@@ -181,26 +188,25 @@ def require_unwritten(written: Collection[str], model: nn.Module, *, axis: str, 
     }
     if lost:
         raise SpecError(
-            f"the model's forward writes into its parameter {_first_of(lost)}, of which {axis} would lose it: write "
-            f"into parameters after the optimizer's step, or {_OTHERWISE.format(axis=axis)}"
+            f"the model's forward writes into its parameter {_first_of(lost)}, and {axis} would lose the change: "
+            f"write into parameters after the optimizer's step, or {_OTHERWISE.format(axis=axis)}"
         )
 
 
 def require_unasked(versions: Collection[str], *, axis: str) -> None:
-    """Raises: SpecError for a parameter whose ``_version`` a forward reads.
+    """Raise SpecError if the forward reads ``_version`` of a parameter.
 
-    What it gets for one that is laid out has the version that it had in the pass before, whatever the optimizer has
-    written.
+    Under a layout the forward sees a tensor whose version does not change when the optimizer writes.
     """
     if versions:
         raise SpecError(
-            f"the model's forward reads _version of its parameter {_first_of(versions)}, which stays as it is under "
-            f"{axis} when the optimizer writes: what is kept by it would be old; compute it in each pass, or "
-            f"{_OTHERWISE.format(axis=axis)}"
+            f"the model's forward reads _version of its parameter {_first_of(versions)}, which does not change under "
+            f"{axis} when the optimizer writes, so what is cached by it would be outdated: compute it in each pass, "
+            f"or {_OTHERWISE.format(axis=axis)}"
         )
 
 
 def _first_of(names: Collection[str]) -> str:
-    """Of names their first, and how many more there are."""
+    """Return the first of some names and how many more there are."""
     name, *others = sorted(names)
     return f"{name} and {len(others)} more" if others else name

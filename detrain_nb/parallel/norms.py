@@ -1,4 +1,4 @@
-"""The norm of all gradients of a model that lies on many ranks, and clipping by it."""
+"""The norm of all gradients of a model that is spread over many ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .model import ParallelModel
 def clip_grad_norm(
     model: ParallelModel | nn.Module | Iterable[nn.Parameter], max_norm: float, *, norm_type: float = 2.0
 ) -> Tensor:
-    """Scale all gradients so that their norm, over all ranks, is ``max_norm`` at most; return what it was.
+    """Scale all gradients so that their norm over all ranks is at most ``max_norm``; return the norm before scaling.
 
-    As ``torch.nn.utils.clip_grad_norm_`` of the whole model on one rank: shards, tensor parallel parts and the stages
-    of a pipeline count together, and what several of them have counts once. Collective: all ranks of the model.
-    Raises: SpecError for a ``max_norm`` that is not above 0, which would turn gradients round.
+    Equals ``torch.nn.utils.clip_grad_norm_`` of the whole model on one rank: shards, tensor parallel parts and pipeline
+    stages count together, and a parameter that several ranks have counts once. Collective: all ranks of the model.
+    Raises: SpecError when ``max_norm`` is not above 0, which would reverse gradients.
     """
     if not isinstance(max_norm, (numbers.Real, Tensor)) or not max_norm > 0:
-        raise SpecError(f"max_norm={max_norm!r}: a norm is above 0; grad_norm returns it and clips nothing")
+        raise SpecError(f"max_norm={max_norm!r} must be above 0; to read the norm without clipping, call grad_norm")
     total = grad_norm(model, norm_type=norm_type)
     for parameters in _by_mesh(_parameters_of(model)):
         nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
@@ -34,7 +34,7 @@ def clip_grad_norm(
 
 
 def grad_norm(model: ParallelModel | nn.Module | Iterable[nn.Parameter], *, norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all gradients, over all ranks: a tensor without dimensions. As ``clip_grad_norm``."""
+    """Return the norm of all gradients over all ranks, as a scalar tensor. Collective: all ranks of the model."""
     own = list(model.own_parameters()) if isinstance(model, ParallelModel) else _parameters_of(model)
     norms = []
     for parameters in _by_mesh(own):
@@ -59,7 +59,7 @@ def _parameters_of(model: ParallelModel | nn.Module | Iterable[nn.Parameter]) ->
 
 
 def _by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Those with gradients, by where they lie: torch does not mix meshes, nor DTensors with plain tensors."""
+    """Group parameters with gradients by their mesh: torch cannot mix meshes, or DTensors with plain tensors."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         if parameter.grad is not None:

@@ -1,4 +1,4 @@
-"""Losses of the parts of a batch, weighed so that they add up to the whole batch's, over microbatches and replicas."""
+"""Losses of parts of a batch, weighted so that they add up to the whole batch's, over microbatches and replicas."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .operators import OperatorMode
 
 
 class Objective:
-    """A loss, and how much each part of a batch counts in it: here, and on the replicas that have other data."""
+    """A loss, and the weight of each part of a batch in it: on this rank, and on replicas with different data."""
 
     def __init__(
         self,
@@ -36,10 +36,12 @@ class Objective:
         device: torch.device | str = "cpu",
         is_in_parts: bool = False,
     ) -> None:
-        """``weight_of(target)``: how much counts there, by default rows, or targets that are not ``ignore_index``.
+        """Note the loss and its weights.
 
-        ``replicas``: this rank's group on each axis of the mesh along which ranks have other data. ``is_in_parts``: of
-        the model's output each rank has its part of the classes.
+        ``weight_of(target)``: the weight of a part; by default its rows, or its targets other than ``ignore_index``.
+        ``replicas``: this rank's group on each axis of the mesh along which ranks have different data. ``is_in_parts``:
+        each rank has only its part of the classes in the model's output.
+        Raises: SpecError.
         """
         require_loss(loss)
         self.loss = loss
@@ -49,26 +51,26 @@ class Objective:
         reduction = _option(loss, "reduction") or "mean"
         if reduction == "none":
             raise SpecError(
-                "the loss gives a number for each target (reduction='none'): give one that adds or averages"
+                "the loss returns one number for each target (reduction='none'): use one that sums or averages"
             )
         self._is_sum = reduction == "sum"
         self._is_known = loss is None or self._is_sum or is_in_parts or bool(name_of_torchs(loss))
-        self._one_row: tuple[Any, Any] | None = None  # of the first part, where parts have no more
+        self._one_row: tuple[Any, Any] | None = None  # output and target of the first part, if parts have one row
         self.ignore_index: int | None = _ignored_by(loss)
         self.replicas = replicas
         self.num_replicas = math.prod(dist.get_world_size(group) for group in replicas)
-        self.replica = replica_number(replicas)  # this rank's among them
+        self.replica = replica_number(replicas)  # this rank's number among them
         self._device = device
 
     def require_target(self, target: Any) -> None:
-        """Raises: SpecError where it is none for this loss: the last stage alone would fail, or the backward pass."""
+        """Raise SpecError if the loss cannot take the target: else only the last stage or the backward would fail."""
         if target is None and self._has_own_weight:
-            raise SpecError("loss_weight looks at the target, and there is none: give it with the batch, on every rank")
+            raise SpecError("loss_weight needs a target, but there is none: pass it with the batch, on every rank")
         if name := name_of_torchs(self.loss):
             require_target_of(name, target)
 
     def weigh(self, targets: Sequence[Any]) -> list[float]:
-        """Return what the loss of each part counts. Gradients of replicas are averaged later: hence their number here.
+        """Return the weight of each part's loss, times the number of replicas, over which gradients are averaged later.
 
         Collective: the replicas.
         """
@@ -77,20 +79,20 @@ class Objective:
         if not any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(targets[0])):
             return [1.0 / len(targets)] * len(targets)
         found = (self._weight_of(target) for target in targets)
-        place = self._device if self.replicas else None  # None: where each is
+        place = self._device if self.replicas else None  # None: each count's own device
         counts = torch.stack([torch.as_tensor(each, dtype=torch.double, device=place) for each in found])
         whole = float(self._sum_over_replicas(counts.sum()))
         return [each * self.num_replicas / whole if whole > 0 else 0.0 for each in counts.tolist()]
 
     def looker(self, num_parts: int) -> Callable[[Any, Any], None] | None:
-        """Return what looks at outputs and targets; None where it is known, or does not matter, what the loss is of.
+        """Return a function that checks the loss by outputs and targets, or None if the loss is known, or of one part.
 
-        It calls the loss again, on every replica: it may gather what they have.
+        It calls the loss again, on every replica, as the loss may be collective.
         """
         return None if self._is_known or num_parts * self.num_replicas == 1 else self._look
 
     def _look(self, output: Any, target: Any) -> None:
-        """Warn of a loss that is, of a batch, not the mean of those of its parts."""
+        """Warn of a loss that, for a batch, is not the mean of the losses of its parts."""
         given = (output, target)
         if self._is_known or any(isinstance(leaf, DTensor) for leaf in tree_leaves(given)):
             return
@@ -109,28 +111,28 @@ class Objective:
                     again = require_one_number(self.compute(*given))
                 whole = self.sums(*given, rows=rows)
                 sums, weights = (torch.stack(each) for each in zip(*(self.sums(*part, rows=rows) for part in parts)))
-        except Exception:  # noqa: BLE001 - it cannot be cut there: who trains with it sees that, or does not need it
+        except Exception:  # noqa: BLE001 - it cannot be cut there: training shows it, or does not need it
             return
         found, expected = (float(total / weight) for total, weight in (whole, (sums.sum(), weights.sum())))
         rough = (leaf.dtype in _ROUGH for leaf in tree_leaves((again, given)) if isinstance(leaf, Tensor))
         is_rough = torch.is_autocast_enabled(torch.device(self._device).type) or any(rough)
         is_close = math.isclose(found, expected, rel_tol=2e-2 if is_rough else 2e-4, abs_tol=1e-7)
         is_random = not math.isclose(found, float(again), rel_tol=1e-6)
-        is_gathered = collectives.are_met  # it is of the rows of all replicas: of other ones, in parts
+        is_gathered = collectives.are_met  # it covers the rows of all replicas: parts would cover others
         if is_close or is_random or is_gathered or self.replica or not math.isfinite(found - expected):
             return
         warnings.warn(
             f"the loss of a batch is not the mean of the losses of its parts: for {rows} rows it is {found:.5g}, from "
-            f"two parts of these {expected:.5g}. Each microbatch and each replica computes its own, so that something "
-            "else is trained than on one rank: give loss_weight= where targets count differently; where the loss "
+            f"their two halves {expected:.5g}. Each microbatch and each replica computes its own loss, so training "
+            "differs from training on one rank: pass loss_weight= if targets have unequal weights; if the loss "
             "compares rows, keep them together (num_microbatches=1, and no dp axis)",
             stacklevel=2,
         )
 
     def sums(self, output: Any, target: Any, *, rows: int) -> tuple[Tensor, Tensor]:
-        """Return the loss of one part, as a sum over what counts in it, and how much that is; without gradients.
+        """Return the loss of one part as a weighted sum, and its weight; without gradients.
 
-        Of a loss that is a sum, or looks at no target, rows count.
+        If the loss is a sum or ignores the target, the weight is the number of rows.
         """
         assert self.compute is not None
         has_rows = any(isinstance(leaf, Tensor) and leaf.dim() for leaf in tree_leaves(target))
@@ -140,13 +142,13 @@ class Objective:
         return torch.where(weight > 0, loss if self._is_sum else loss * weight, 0.0), weight
 
     def over_replicas(self, loss: Tensor | None) -> Tensor | None:
-        """Return the loss of the whole batch from that of this rank's part, as it was weighed. Collective: replicas."""
+        """Return the loss of the whole batch from the weighted losses of all replicas. Collective: the replicas."""
         if loss is None or not self.replicas:
             return loss
         return (self._sum_over_replicas(loss) / self.num_replicas).to(loss.dtype)
 
     def common_rows(self, rows: int) -> int:
-        """Return what divides the rows of every replica: in as many parts all of them are cut, or shards would wait.
+        """Return the greatest common divisor of all replicas' rows: unequal numbers of parts would deadlock the shards.
 
         Collective: the replicas.
         """
@@ -158,7 +160,7 @@ class Objective:
         return rows
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """Add a tensor up over the replicas, in place. Collective: the replicas."""
+        """Sum a tensor over the replicas, in place. Collective: the replicas."""
         for group in self.replicas:
             dist.all_reduce(tensor, group=group)
         return tensor
@@ -168,7 +170,7 @@ class Objective:
 
 
 class _Collectives(OperatorMode):
-    """Notes whether ranks are asked for something."""
+    """Mode that notes whether collectives run."""
 
     are_met = False
 
@@ -185,26 +187,26 @@ def _rows(leaf: Any, *, rows: int, part: slice) -> Any:
 
 
 def _option(loss: Loss | None, name: str) -> Any:
-    """What a loss was made with: a module, or a function with some of its arguments."""
+    """Return an option that a loss was made with, as a module or a partial function."""
     return loss.keywords.get(name) if isinstance(loss, functools.partial) else getattr(loss, name, None)
 
 
 def _ignored_by(loss: Loss | None) -> int | None:
-    """The target that does not count in it, if there is one."""
+    """Return the ``ignore_index`` of a loss, or None."""
     ignored: int | None = _option(loss, "ignore_index")
     inner = loss.func if isinstance(loss, functools.partial) else loss
     return -100 if ignored is None and inner in (F.cross_entropy, F.nll_loss) else ignored
 
 
 def _usual_weight(loss: Loss | None) -> Callable[[Any], Tensor | float]:
-    """How much counts in a target, for losses that leave some of it out, or weigh its classes; else its rows."""
+    """Return the weight function for losses that ignore targets or weight classes; for others, the number of rows."""
     ignored, class_weights = _ignored_by(loss), _option(loss, "weight")
     if ignored is None:
         return lambda target: float(rows_of(target))
 
     def count(target: Any) -> Tensor:
         targets = next(leaf for leaf in tree_leaves(target) if isinstance(leaf, Tensor) and leaf.dim())
-        if targets.is_floating_point():  # a share for each class
+        if targets.is_floating_point():  # class probabilities
             return torch.tensor(float(rows_of(target)))
         if class_weights is None:
             return torch.count_nonzero(targets != ignored)
@@ -215,9 +217,9 @@ def _usual_weight(loss: Loss | None) -> Callable[[Any], Tensor | float]:
 
 
 def loss_on_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """``loss``, which says what it lacks where the output of the model stays in parts (``loss_parallel``).
+    """Wrap ``loss`` to give a clear error if it cannot use a model's output in parts (``loss_parallel``).
 
-    It, and the backward pass, run under `torch.distributed.tensor.parallel.loss_parallel`. Raises: SpecError.
+    Run it, and the backward pass, under ``torch.distributed.tensor.parallel.loss_parallel``. Raises: SpecError.
     """
 
     def run(output: Any, *target: Any) -> Tensor:
@@ -229,8 +231,8 @@ def loss_on_parts(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
             parts = f"{output.shape[-1]} classes over {output.device_mesh.size()} ranks"
             said = str(exc).strip().splitlines()[0]
             raise SpecError(
-                f"the loss needs the whole output, of which each rank has its part ({parts}): use cross entropy, under "
-                f"torch's loss_parallel(), or plan without loss_parallel; torch says: {said}"
+                f"the loss needs the whole output, but each rank has its part ({parts}): use cross entropy, under "
+                f"torch's loss_parallel(), or plan without loss_parallel; torch reports: {said}"
             ) from exc
 
     return run

@@ -13,13 +13,13 @@ from .tensor.plan import TensorPlan
 
 @dataclass(frozen=True)
 class RankMemory(RankBytes):
-    """What the first of the ranks at one place of the pipeline holds when it holds most, in bytes; no other holds more.
+    """What the first rank at one place of the pipeline holds at its peak, in bytes; the others there hold no more.
 
-    ``phase``: when that is: in a "forward" pass, the "loss", a "backward" pass or the step of the "optimizer". What is
-    there then are parameters, with buffers; the gradients that there are by then; the optimizer's state; activations,
-    of all microbatches that are on their way, with the batch; and what works for the moment: layers that FSDP2 has put
-    together, what the loss makes of the output, what is computed again, buffers of what ranks send each other.
-    ``largest`` are the shapes of the largest parameters there, by name, as one rank has them.
+    ``phase``: when the peak is: in a "forward" pass, the "loss", a "backward" pass or the step of the "optimizer". It
+    consists of parameters with buffers; the gradients that exist by then; the optimizer's state; activations of all
+    microbatches in flight, with the batch; and working memory: layers that FSDP2 has gathered, what the loss
+    computes from the output, what is recomputed, and buffers for sending between ranks.
+    ``largest``: shapes of the largest parameters there, by name, as one rank has them.
     """
 
     largest: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -27,7 +27,7 @@ class RankMemory(RankBytes):
 
 @dataclass(frozen=True)
 class DryRun(MeshMemory, ShownAsText):
-    """A layout, and what its ranks would hold; it is shown as a table."""
+    """A layout and what its ranks would hold, shown as a table."""
 
     rows: tuple[RankMemory, ...]
     split: Split | None = None
@@ -35,18 +35,18 @@ class DryRun(MeshMemory, ShownAsText):
 
     @property
     def peak(self) -> RankMemory:
-        """The ranks that hold most."""
+        """The row of the ranks that hold most."""
         return max(self.rows, key=lambda row: row.total_bytes)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON, for ``widgets.plan``, with the partition of its split."""
+        """Return the dry run as plain JSON for ``widgets.plan``, with the partition of its split."""
         found = self.split.partition if self.split is not None else None
         return PlanDescription(costs=found.costs() if found is not None else None, memory=self).to_dict()
 
     def __str__(self) -> str:
         sizes = " x ".join(f"{axis}={size}" for axis, size in self.mesh.items())
-        parts = ("weights", "gradients", "optimizer", "activations", "at work")
-        table: list[tuple[str, ...]] = [("ranks", "stages", "parameters", "most", *parts, "in the")]
+        parts = ("weights", "gradients", "optimizer", "activations", "working")
+        table: list[tuple[str, ...]] = [("ranks", "stages", "parameters", "peak", *parts, "phase")]
         for row in self.rows:
             ranks = f"{row.ranks[0]}-{row.ranks[-1]}" if len(row.ranks) > 1 else str(row.ranks[0])
             stages = ",".join(map(str, row.stages))

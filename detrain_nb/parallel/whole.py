@@ -1,4 +1,4 @@
-"""A model that is on every rank as a whole, or in shards of all its layers: no pipeline."""
+"""A model without a pipeline: on every rank as a whole, or in shards of all its layers."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class WholeModel(ParallelModel):
         arrangement: Arrangement | None = None,
         shared_inputs: Collection[str] = (),
     ) -> None:
-        """Take ``model``, which is moved to ``device`` and laid out in place as ``arrangement`` says.
+        """Move ``model`` to ``device`` and lay it out in place according to ``arrangement``.
 
-        A deferred one gets its values, as ``materialize`` gives them, or ``arrangement`` those of this rank's part.
-        ``loss``, ``loss_weight``: as ``PipelineStages`` has them. ``shared_inputs``: as a profile names them.
+        A deferred model gets its values, as from ``materialize``; under an ``arrangement``, only those of this rank's
+        part. ``loss``, ``loss_weight``: as in ``PipelineStages``. ``shared_inputs``: as named by a profile.
         Raises: SpecError.
         """
         if num_microbatches < 1:
-            raise SpecError(f"{num_microbatches} microbatches: a batch is cut into 1 or more")
+            raise SpecError(f"num_microbatches={num_microbatches}: give 1 or more")
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement, shared_inputs=shared_inputs)
         self.num_microbatches = num_microbatches
         prepare = self.arrangement.prepare
@@ -72,16 +72,16 @@ class WholeModel(ParallelModel):
             self._passes = ReplicatedPasses(list(self.parameters()), self.arrangement.replicas)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model, in a loop of one's own: what this rank gives for its rows, with gradients as in torch.
+        """Call the model in a training loop of your own; return the output for this rank's rows, with gradients.
 
-        ``backward()`` of a loss, a mean over rows as a rule, leaves the mean of the gradients of all replicas. Modes,
-        microbatches and weights are the caller's. Collective: all ranks of the model, which then make the same
-        backward passes. Raises: SpecError for parameters whose gradients ``train_step`` alone completes.
+        ``backward()`` of a loss, usually a mean over rows, leaves the mean of the gradients of all replicas. The caller
+        handles modes, microbatches and weights. Collective: all ranks of the model, which must then run the same
+        backward passes. Raises: SpecError when only ``train_step`` completes the gradients of some parameters.
         """
         if self._replicated and torch.is_grad_enabled():
             raise SpecError(
-                "the model has parameters without a dimension, whose gradients train_step alone averages over the "
-                "replicas: use train_step, give them one dimension, or take dp_replicate in the place of dp_shard"
+                "the model has parameters without a dimension, whose gradients only train_step averages over the "
+                "replicas: use train_step, give them one dimension, or use dp_replicate instead of dp_shard"
             )
         self._require_no_failed_pass()
         if torch.is_grad_enabled():
@@ -108,7 +108,7 @@ class WholeModel(ParallelModel):
 
     @contextlib.contextmanager
     def _failure_noted(self) -> Iterator[None]:
-        """Around a backward pass."""
+        """Note when a backward pass fails."""
         try:
             yield
         except BaseException:
@@ -121,19 +121,21 @@ class WholeModel(ParallelModel):
         for index, (args, kwargs) in enumerate(passage.parts):
             with self._in_sync(is_last=index + 1 == len(passage.parts)):
                 with fails_on_a_part(len(passage.parts)):
-                    passage.take(index, self._known(self._called(*args, **kwargs)))  # and nobody else keeps it
+                    passage.take(
+                        index, self._known(self._called(*args, **kwargs))
+                    )  # passed on directly, so nothing else keeps it alive
                 if is_training:
                     with autocast_left(self.device), _told_of_ddp(), self._failure_noted():
                         passage.losses[index].backward()
 
     def _known(self, output: Any) -> Any:
-        """An output in which DDP and FSDP2 find all tensors: their gradients go by these. Raises: SpecError."""
+        """Return ``output`` if DDP and FSDP2 can find all tensors in it, to handle gradients. Raises: SpecError."""
         if isinstance(self._called, (FSDPModule, DistributedDataParallel)):
             require_known(output)
         return output
 
     def _in_sync(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
-        """Replicas exchange gradients once, when those of all microbatches are there."""
+        """Exchange gradients between replicas only once, in the last microbatch."""
         if isinstance(self._called, FSDPModule):
             self._called.set_requires_gradient_sync(is_last)
             self._called.set_is_last_backward(is_last)
@@ -146,15 +148,15 @@ class WholeModel(ParallelModel):
 def _warn_of_call_past_ddp(module: nn.Module, args: tuple[Any, ...]) -> None:
     if torch.is_grad_enabled() and DistributedDataParallel._get_active_ddp_module() is None:
         warnings.warn(
-            f"{type(module).__name__} was called past what parallelize returned, and gradients are not averaged over "
-            "its replicas: call that in its place",
+            f"{type(module).__name__} was called directly, so gradients are not averaged over its replicas: call what "
+            "parallelize returned instead",
             stacklevel=4,
         )
 
 
 @contextlib.contextmanager
 def _told_of_ddp() -> Iterator[None]:
-    """Raises: SpecError for a parameter whose gradient DDP did not see coming, when it looked at the output."""
+    """Raise SpecError if a parameter gets a gradient that DDP did not expect from the output."""
     try:
         yield
     except RuntimeError as exc:
@@ -162,15 +164,15 @@ def _told_of_ddp() -> Iterator[None]:
             raise
         found = re.search(r"with name (\S+)", str(exc))
         raise SpecError(
-            f"the gradient of {found[1] if found else 'a parameter'} comes past the forward, where DDP does not see "
-            "it: have the model return what a loss computes with its parameters, and compute again what is not kept by "
+            f"the gradient of {found[1] if found else 'a parameter'} bypasses the forward, where DDP does not see it: "
+            "have the model return what a loss computes with its parameters, and recompute activations by "
             "torch.utils.checkpoint with use_reentrant=False"
         ) from exc
 
 
 @contextlib.contextmanager
 def _told_of_shards(model: nn.Module) -> Iterator[None]:
-    """Raises: SpecError where a layer computes that FSDP2 has not put together: its block does not run just then."""
+    """Raise SpecError if a layer runs while FSDP2 has not gathered its parameters, outside its block's forward."""
     try:
         yield
     except RuntimeError as exc:
@@ -180,9 +182,9 @@ def _told_of_shards(model: nn.Module) -> Iterator[None]:
         owners = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(exc.__traceback__)]
         name = next((names[owner] for owner in reversed(owners) if isinstance(owner, nn.Module) and owner in names), "")
         raise SpecError(
-            f"{name or 'a layer'} computes while its block does not run, and dp_shard puts a block's parameters "
-            "together for its forward alone: compute again what is not kept by torch.utils.checkpoint with "
-            "use_reentrant=False, call the block in the place of what is in it, or cut its layers (tp)"
+            f"{name or 'a layer'} runs outside the forward of its block, but dp_shard gathers a block's parameters "
+            "only for that forward: recompute activations by torch.utils.checkpoint with use_reentrant=False, call "
+            "the block instead of what is in it, or cut its layers (tp)"
         ) from exc
 
 

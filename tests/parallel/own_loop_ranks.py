@@ -70,7 +70,9 @@ def told_of(act: Callable[[], Any]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         act()
-    return [told for each in caught if "the loss of a batch" in (told := str(each.message)) or "called past" in told]
+    return [
+        told for each in caught if "the loss of a batch" in (told := str(each.message)) or "was called directly" in told
+    ]
 
 
 def call_past(axes: dict[str, int]) -> list[str]:

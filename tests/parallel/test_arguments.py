@@ -33,7 +33,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     ),
     (par.parallelize, (NET, {"pp": 2}), {"example_inputs": X}, "the mesh is {'pp': 2}: give what make_mesh returns"),
     (par.timeline, ("1F1B", 2, 2.5), {}, "num_microbatches=2.5: give a whole number"),
-    (par.deferred, (NET,), {}, "give it a class, or a function that returns a model"),
+    (par.deferred, (NET,), {}, "pass a class, or a function that returns a model"),
     (par.materialize, ("x",), {}, "the model is 'x': give an nn.Module"),
 ]
 

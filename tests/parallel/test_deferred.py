@@ -258,11 +258,11 @@ class InAList(nn.Module):
 
 
 def test_what_cannot_be_deferred_is_told() -> None:
-    with pytest.raises(SpecError, match=r"OfNumpy wants tensors with memory, .* without numpy"):
+    with pytest.raises(SpecError, match=r"OfNumpy needs tensors with memory, .* without numpy"):
         deferred(OfNumpy)
     with pytest.raises(SpecError, match="the model has tensors in a list or a dict"):
         deferred(InAList)
-    with pytest.raises(SpecError, match="LazyLinear wants tensors with memory"):
+    with pytest.raises(SpecError, match="LazyLinear needs tensors with memory"):
         deferred(nn.LazyLinear, 4)
     with pytest.raises(SpecError, match="gave a int"):
         deferred(lambda: 3)  # type: ignore[arg-type, return-value]
@@ -315,15 +315,15 @@ def test_plan_is_that_of_a_model_with_values() -> None:
 def test_changes_behind_it_are_told() -> None:
     written = deferred(GPT)
     nn.init.zeros_(written.head.weight)
-    with pytest.raises(SpecError, match=r"'head.weight' was changed behind deferred\(\)"):
+    with pytest.raises(SpecError, match=r"'head.weight' was changed after deferred\(\)"):
         materialize(written, device="cpu")
     tied = deferred(GPT)
     tied.head.weight = tied.wte.weight
-    with pytest.raises(SpecError, match=r"'head.weight' was tied to 'wte.weight' behind deferred\(\)"):
+    with pytest.raises(SpecError, match=r"'head.weight' was tied to 'wte.weight' after deferred\(\)"):
         materialize(tied, device="cpu")
     replaced = deferred(GPT)
     replaced.extra = nn.Linear(3, 3, device="meta")
-    with pytest.raises(SpecError, match=r"'extra.weight' is on the meta device, and nobody knows its values"):
+    with pytest.raises(SpecError, match=r"'extra.weight' is on the meta device and has no values to get"):
         materialize(replaced, device="cpu")
 
 

@@ -386,7 +386,7 @@ def test_the_loss_is_left_as_it_was(looks: bool) -> None:
 
 def test_what_parallelize_refuses_in_parts_is_refused() -> None:
     model = nn.Sequential(nn.Embedding(16, 8, max_norm=1.0), nn.Linear(8, 8))
-    with pytest.raises(SpecError, match="0 writes into its weight"):
+    with pytest.raises(SpecError, match="0 renormalizes its weight"):
         dry_run(model, {"dp_shard": 2}, example_inputs=torch.zeros(2, 4, dtype=torch.long))
 
     class Normalizing(nn.Linear):

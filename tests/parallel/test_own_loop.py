@@ -24,7 +24,7 @@ def test_two_models_train_each_other_by_calls(ranks: Session, axes: dict[str, in
 
 def test_call_past_the_replicas_is_told(ranks: Session) -> None:
     for told in ranks.run_cell("own_loop_ranks.call_past({'dp_replicate': 2})", timeout_s=60).values.values():
-        assert len(told) == 1 and "Sequential was called past what parallelize returned" in told[0]
+        assert len(told) == 1 and "Sequential was called directly, so gradients are not averaged" in told[0]
 
 
 def test_stages_that_are_called_are_refused(ranks: Session) -> None:
@@ -130,15 +130,19 @@ def test_graph_of_a_gradient_is_refused_over_replicas(ranks: Session) -> None:
 @pytest.mark.parametrize(
     "kind, axis, why",
     [
-        ("register_hook", "dp_shard", "never comes to"),
-        ("register_post_accumulate_grad_hook", "dp_shard", "never comes to"),
-        ("register_post_accumulate_grad_hook", "dp_replicate", "is not yet the mean of all replicas for"),
+        ("register_hook", "dp_shard", "never sees its gradient"),
+        ("register_post_accumulate_grad_hook", "dp_shard", "never sees its gradient"),
+        (
+            "register_post_accumulate_grad_hook",
+            "dp_replicate",
+            "sees its gradient before it is averaged over the replicas",
+        ),
     ],
 )
 def test_hook_on_a_gradient_that_comes_too_late_is_refused(
     ranks: Session, kind: str, axis: str, why: str, is_called: bool
 ) -> None:
-    message = f"SpecError: the gradient of head.weight {why} the hook that was registered on it under {axis}: change"
+    message = f"SpecError: a hook registered on head.weight after {axis} was applied {why}: change"
     with pytest.raises(RankError, match=message) as told:
         ranks.run_cell(f"own_loop_ranks.call_with_hook({kind!r}, {{{axis!r}: 2}}, is_called={is_called})", timeout_s=60)
     assert sorted(told.value.errors) == [0, 1]

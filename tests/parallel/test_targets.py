@@ -45,7 +45,7 @@ def test_forgotten_target_is_told(loss: Any, call: str) -> None:
 
 def test_weight_of_a_forgotten_target_is_told() -> None:
     model = WholeModel(Labelled(3, 2), loss=lambda output, _: output["loss"], loss_weight=len, device="cpu")
-    with pytest.raises(SpecError, match=r"^loss_weight looks at the target, and there is none"):
+    with pytest.raises(SpecError, match=r"^loss_weight needs a target, but there is none"):
         model.train_step({"x": torch.randn(6, 3), "labels": torch.randn(6, 2)})
 
 

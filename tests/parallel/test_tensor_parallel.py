@@ -136,9 +136,7 @@ def test_head_in_parts_gives_the_loss_of_the_whole_vocabulary(session: Session) 
 
 
 def test_loss_that_needs_the_whole_output_is_told(session: Session) -> None:
-    with pytest.raises(
-        RankError, match=r"needs the whole output, of which each rank has its part \(97 classes over 2 ra"
-    ):
+    with pytest.raises(RankError, match=r"needs the whole output, but each rank has its part \(97 classes over 2 ra"):
         session.run_cell("share_head('whole')")
 
 

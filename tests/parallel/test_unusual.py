@@ -57,7 +57,7 @@ def test_buffer_that_a_function_writes_into_is_that_of_the_whole_model(ranks: Se
 
 def test_buffer_that_a_function_writes_into_is_refused_in_stages(ranks: Session) -> None:
     """Each of them, on one rank too, would write into the same tensor, or into one of its own."""
-    message = "reads its buffer average from a list, a function or another object, where pp would leave the tensor"
+    message = "reads its buffer average from a list, a function or another object, where pp would leave the old"
     require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.Averaging(), {'pp': 2})", message)
 
 
@@ -84,7 +84,9 @@ def test_parameters_that_forward_writes_into_are_not_sharded(ranks: Session, mod
     """Each rank would write into what it gathers for a moment."""
     name = r"averages\.0\.down\.bias and 7 more" if model == "Following()" else r"layers\.0\.up\.weight and 1 more"
     code = f"unusual_ranks.lay_out(unusual_ranks.{model}, {{'dp_shard': 2}})"
-    require_refusal(ranks, code, rf"forward writes into its parameter {name}, of which dp_shard would lose it: write")
+    require_refusal(
+        ranks, code, rf"forward writes into its parameter {name}, and dp_shard would lose the change: write"
+    )
 
 
 @pytest.mark.parametrize("model", WRITING)
@@ -98,7 +100,7 @@ def test_parameters_that_forward_writes_into_are_whole_on_every_rank(ranks: Sess
 @pytest.mark.parametrize("axis, way", [("dp_shard", "weight"), ("dp_shard", "view"), ("tp", "weight")])
 def test_version_of_a_parameter_that_is_laid_out_is_not_asked(ranks: Session, axis: str, way: str) -> None:
     """What the model gets for it never has another one, and what it keeps would be that of the first step."""
-    message = rf"reads _version of its parameter layers\.0\.weight, which stays as it is under {axis} when the"
+    message = rf"reads _version of its parameter layers\.0\.weight, which does not change under {axis} when the"
     require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.Remembering({way!r}), {{{axis!r}: 2}})", message)
 
 
@@ -133,13 +135,15 @@ def test_buffer_that_the_next_microbatch_writes_into_is_what_it_was_in_the_backw
 
 def test_buffer_that_the_first_forward_makes_is_refused_over_stages(ranks: Session) -> None:
     """And is no error for a pass that looks."""
-    message = r"the model makes layers\.0\.mean in its first forward, which pp would not know of: make it with"
+    message = r"the model creates layers\.0\.mean in its first forward, which pp would miss: create it with"
     require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.MakingLate(), {'pp': 2})", message)
     ranks.run_cell("unusual_ranks.par.profile(unusual_ranks.MakingLate(), unusual_ranks.draw(2, 8))", timeout_s=60)
 
 
 def test_block_that_writes_into_its_argument_is_not_sharded(ranks: Session) -> None:
-    message = r"layers\.1 writes into its argument in place, which FSDP2 does not let it: compute another \(x = x \+"
+    message = (
+        r"layers\.1 writes into its argument in place, which FSDP2 does not allow: compute a new tensor \(x = x \+"
+    )
     require_refusal(ranks, "unusual_ranks.lay_out(unusual_ranks.InPlace(False), {'dp_shard': 2})", message)
     code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.InPlace({}), {{{!r}: 2}})"
     for is_own, axis in ((True, "dp_shard"), (False, "dp_replicate")):
@@ -199,7 +203,7 @@ def test_model_that_takes_gradients_in_its_forward_is_right(ranks: Session, axis
 def test_model_that_takes_gradients_by_a_transform_is_refused_in_parts(ranks: Session) -> None:
     """It would look into DTensors; what torch.autograd.grad takes is right there."""
     code = "unusual_ranks.lay_out(unusual_ranks.Forces('func'), {'tp': 2})"
-    require_refusal(ranks, code, r"takes gradients by torch\.func, which cannot look into the parameters that tp lays")
+    require_refusal(ranks, code, r"takes gradients by torch\.func, which cannot handle the parameters that tp")
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Mapped, {'tp': 2})"
     require_refusal(ranks, code, r"calls its layers under a transform of torch\.func \(vmap, grad\), which cannot look")
     code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Forces('grad'), {'tp': 2})"
@@ -224,7 +228,7 @@ def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session)
 
 def test_block_whose_parts_compute_again_behind_it_is_told_in_shards(ranks: Session) -> None:
     """As reversible layers do; under tp it is right."""
-    message = r"blocks\.2\.0 computes while its block does not run, and dp_shard puts a block's parameters together for"
+    message = r"blocks\.2\.0 runs outside the forward of its block, but dp_shard gathers a block's parameters only for"
     require_refusal(ranks, "unusual_ranks.apart_after_steps(unusual_ranks.Reversible, {'dp_shard': 2})", message)
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Reversible, {'tp': 2})"
     assert max(ranks.run_cell(code, timeout_s=60).values.values()) < 1e-6
@@ -251,12 +255,14 @@ def test_output_in_which_nobody_finds_tensors_is_refused(ranks: Session, axis: s
         ("transposed", r"parameter layers.3.weight"),
         ("rows", r"parameter head.weight"),
         ("buffer", r"tensor kept"),
-        ("attribute", r"tensor of \(8, 2\), which the model keeps,"),
+        ("attribute", r"tensor of shape \(8, 2\) that the model keeps"),
     ],
 )
 def test_tensor_on_the_memory_of_a_parameter_is_refused(ranks: Session, way: str, who: str, axis: str) -> None:
     """A step of the optimizer would change one of them alone."""
-    message = f"the {who} is on the memory of the parameter layers.0.weight, and would not .* under {axis}: tie them"
+    message = (
+        f"the {who} shares memory with the parameter layers.0.weight, and would no longer .* under {axis}: tie them"
+    )
     require_refusal(ranks, f"unusual_ranks.lay_out(unusual_ranks.OnOneMemory({way!r}), {{{axis!r}: 2}})", message)
 
 
@@ -283,7 +289,7 @@ def test_loss_that_reads_parameters_in_parts_is_refused(ranks: Session, axis: st
 
 
 def test_loss_that_trains_a_layer_that_only_it_calls_is_refused_on_replicas(ranks: Session) -> None:
-    message = r"the gradient of aside\.(weight|bias) comes past the forward, where DDP does not see it: have the model"
+    message = r"the gradient of aside\.(weight|bias) bypasses the forward, where DDP does not see it: have the model"
     require_refusal(ranks, "unusual_ranks.train_with_loss('aside', {'dp_replicate': 2})", message)
 
 
@@ -301,4 +307,6 @@ def test_parameters_that_a_model_gives_are_trained_in_shards(ranks: Session, way
 
 def test_parameter_that_a_model_gives_past_its_block_is_refused(ranks: Session) -> None:
     code = "unusual_ranks.apart_with_given('past blocks', {'dp_shard': 2})"
-    require_refusal(ranks, code, r"the model returns a parameter \(layers.1.weight\), of which each rank has a part by")
+    require_refusal(
+        ranks, code, r"the model returns a parameter \(layers.1.weight\), of which each rank holds only a part"
+    )

@@ -5,8 +5,8 @@ from __future__ import annotations
 Outcomes = dict[str, dict[str, str]]
 
 _HOOK = r"first\.weight has a hook on its gradient, which .* would drop: "
-_SPARSE = r"table has sparse gradients, .*: sparse=False, or keep the model whole"
-_WRITTEN = r"table writes into its weight \(max_norm=0\.7\), .* keep the model whole"
+_SPARSE = r"table has sparse gradients, .*: set sparse=False, or keep the model whole"
+_WRITTEN = r"table renormalizes its weight in the forward \(max_norm=0\.7\), .* keep the model whole"
 
 _BESIDE = r"cuts: none; not at .*: beside what comes into it .* still needed behind it"
 
