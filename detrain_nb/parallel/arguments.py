@@ -1,4 +1,4 @@
-"""What users give to this package: what is of a wrong kind gets one clear error."""
+"""Checks of arguments from users: each wrong kind gets one clear error."""
 
 from __future__ import annotations
 
@@ -18,35 +18,33 @@ from ..errors import DetrainError, SpecError
 
 
 def require_model(model: Any) -> None:
-    """Raises: SpecError for what is no nn.Module, has TorchScript in it, or parameters without a shape."""
+    """Raise SpecError if ``model`` is not an nn.Module, contains TorchScript or has parameters without a shape."""
     if inspect.isclass(model):
-        raise SpecError(f"the model is the class {model.__name__}: make one, as {model.__name__}(...)")
+        raise SpecError(f"the model is the class {model.__name__}: pass an instance, {model.__name__}(...)")
     if not isinstance(model, nn.Module):
         raise SpecError(f"the model is {_shown(model)}: give an nn.Module")
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise SpecError(
-                f"{name or 'the model'} is TorchScript, which has no hooks to cut it at: "
-                "give the module that it was made from"
+                f"{name or 'the model'} is TorchScript, which has no hooks to cut it at: give the nn.Module that it "
+                "was made from"
             )
     if any(is_lazy(parameter) for parameter in model.parameters()):
-        raise SpecError("the model has lazy parameters, without a shape: call it once, with inputs of the right shape")
+        raise SpecError("the model has lazy parameters without a shape: call it once with inputs of the right shape")
 
 
 def require_mesh(mesh: Any) -> None:
-    """Raises: SpecError for what is no mesh, or no longer one."""
+    """Raise SpecError if ``mesh`` is not a mesh, or its process groups have been destroyed."""
     if not isinstance(mesh, DeviceMesh):
         raise SpecError(f"the mesh is {_shown(mesh)}: give what make_mesh returns")
     try:
         mesh.get_all_groups()
     except RuntimeError as exc:
-        raise SpecError(
-            "the mesh has process groups that have been ended since: make it again, with make_mesh"
-        ) from exc
+        raise SpecError("the process groups of the mesh have been destroyed: make a new one with make_mesh") from exc
 
 
 def require_whole(least: int = 1, **given: Any) -> None:
-    """Raises: SpecError for what is neither None nor a whole number, ``least`` or more."""
+    """Raise SpecError if a value is neither None nor a whole number of at least ``least``."""
     for name, value in given.items():
         if value is None or (is_whole(value) and value >= least):
             continue
@@ -54,28 +52,28 @@ def require_whole(least: int = 1, **given: Any) -> None:
 
 
 def require_sizes(sizes: Any) -> None:
-    """Raises: SpecError for what has no whole numbers by axis."""
+    """Raise SpecError if ``sizes`` is not a mapping of axes to whole numbers."""
     if not isinstance(sizes, Mapping):
         raise SpecError(f"the sizes of the mesh are {_shown(sizes)}: give them by axis, as {{'pp': 2, 'dp_shard': 4}}")
     for axis, size in sizes.items():
         if not is_whole(size):
-            raise SpecError(f"{axis}={size!r}: a number of ranks is a whole number")
+            raise SpecError(f"{axis}={size!r}: give a whole number of ranks")
 
 
 def require_names(**given: Any) -> None:
-    """Raises: SpecError for a text, or a number, in the place of a list of names."""
+    """Raise SpecError if a value is not a list of names."""
     for name, value in given.items():
         if (
             isinstance(value, str)
             or not isinstance(value, Sequence)
             or not all(isinstance(each, str) for each in value)
         ):
-            raise SpecError(f"{name}={value!r}: give a list of the names of modules, as ['layers.4', 'layers.8']")
+            raise SpecError(f"{name}={value!r}: give a list of module names, such as ['layers.4', 'layers.8']")
 
 
 @contextlib.contextmanager
 def fails_on_a_part(num_microbatches: int) -> Iterator[None]:
-    """What a model raises here for one of several microbatches is told with that: it may need the whole batch."""
+    """Add a note to errors of a model on one of several microbatches, as it may need the whole batch."""
     try:
         yield
     except (DetrainError, dist.DistError, torch.OutOfMemoryError):
@@ -83,9 +81,9 @@ def fails_on_a_part(num_microbatches: int) -> Iterator[None]:
     except (RuntimeError, ValueError, LookupError) as exc:
         if num_microbatches > 1:
             note = (
-                f"the model was given one of {num_microbatches} microbatches, in which each tensor that has the "
-                "batch's first dimension is cut along it: where the model needs the whole, as of a graph, give "
-                "num_microbatches=1 (of the schedules of a pipeline GPipe takes that)"
+                f"the model was given one of {num_microbatches} microbatches, and every tensor with the batch's first "
+                "dimension is cut along it: if the model needs all of it, as with a graph, give num_microbatches=1 "
+                "(among the schedules of a pipeline, GPipe accepts that)"
             )
             told: Any = exc
             told.__notes__ = [*getattr(exc, "__notes__", ()), note]  # add_note is Python 3.11's

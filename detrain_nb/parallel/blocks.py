@@ -1,6 +1,6 @@
-"""The repeated parts of a model, such as its layers: the units of sharding, of computing again, of compiling.
+"""The repeated parts of a model, such as its layers: the units of sharding, recomputation and compilation.
 
-And which modules compute in the same way, so that what is found of one holds for all.
+Also finds modules that compute in the same way, so that what holds for one holds for all of them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from .undo import own_attributes
 
 
 class StandIn(nn.Module):
-    """Stands in a stage for a module of another one; what has such a part is no block."""
+    """Stand-in in a stage for a module of another stage; a module that contains one is no block."""
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
-    """What stands in the outermost lists of modules; of a stage what belongs to it as a whole."""
-    found = {id(block): block for block in _find_blocks(module)}  # one layer may be run many times
+    """Yield the entries of the outermost lists of modules; in a stage, those that are complete there."""
+    found = {id(block): block for block in _find_blocks(module)}  # one layer may be listed many times
     inside = {id(part) for block in found.values() for part in block.modules() if part is not block}
     yield from (block for block in found.values() if id(block) not in inside)
 
@@ -42,13 +42,13 @@ def _find_blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def names_of_blocks(model: nn.Module) -> tuple[str, ...]:
-    """The first name of each."""
+    """Return the first name of each block."""
     blocks = {id(block) for block in blocks_of(model)}
     return tuple(name for name, module in model.named_modules() if id(module) in blocks)
 
 
 def parts_of_blocks(model: nn.Module) -> set[str]:
-    """The names of all modules inside of blocks; a block itself is none."""
+    """Return the names of all modules inside blocks, without the blocks themselves."""
     names = {name: [part for part, _ in model.get_submodule(name).named_modules()] for name in names_of_blocks(model)}
     return {f"{name}.{part}" for name, parts in names.items() for part in parts if part}
 
@@ -57,15 +57,15 @@ def _is_unit(block: nn.Module) -> bool:
     return not any(isinstance(part, StandIn) for part in block.modules()) and next(block.parameters(), None) is not None
 
 
-# ---- which of them do the same
+# ---- which modules compute in the same way
 
 
 def looks_of(blocks: Mapping[str, nn.Module], *, with_numbers: bool = False) -> dict[str, Any]:
-    """Of modules by name: equal for those that compute in the same way, whatever the values of their tensors are.
+    """Return a look for each module, equal for modules that compute in the same way; values of tensors do not matter.
 
-    It has classes, the shapes of tensors, hooks and all attributes, of every part. Unless ``with_numbers``, left out is
-    an int that only numbers blocks: in four of a row, or more, it is as far from a number in their name, or from their
-    place in the row.
+    A look has the classes, tensor shapes, hooks and attributes of all parts. Unless ``with_numbers``, it leaves out
+    ints that only number the blocks: in rows of four or more, ints at a fixed distance from a number in the block's
+    name or from its place in the row.
     """
     memo: dict[int, Any] = {}
     found = {name: dict(_Facts(block, memo)) for name, block in blocks.items()}
@@ -78,14 +78,14 @@ def looks_of(blocks: Mapping[str, nn.Module], *, with_numbers: bool = False) -> 
 
 
 def pattern_of(name: str) -> str:
-    """A name without its numbers, which blocks of a row have in common."""
+    """Return a name with its numbers replaced, equal for all blocks of a row."""
     return re.sub(r"\d+", "*", name)
 
 
 Path = tuple[Any, ...]
 Fact = tuple[Path, Any]
 
-_FEWEST_NUMBERED = 4  # of two or three, other numbers may happen to be 0, 1 and 2
+_FEWEST_NUMBERED = 4  # among two or three, 0, 1 and 2 may be a coincidence
 
 
 def _leave_out_numbers(row: Sequence[str], found: Mapping[str, dict[Path, Any]]) -> None:
@@ -108,11 +108,11 @@ _PLAIN = (
     *(bool, float, complex, str, bytes, type(None), type, torch.dtype, torch.device),
     *(types.CodeType, types.BuiltinFunctionType),
 )
-_MOST_ENTRIES, _MOST_DEEP = 1000, 4  # of what is larger, or further inside, only the very same is equal
+_MOST_ENTRIES, _MOST_DEEP = 1000, 4  # larger or deeper objects are compared by identity
 
 
 class _Facts:
-    """What is found in a block, by where it is: module, attribute, place in that. ``memo``: of objects, by identity."""
+    """Facts about a block, by path: module, attribute, place in it. ``memo``: facts of objects, by identity."""
 
     def __init__(self, block: nn.Module, memo: dict[int, Any]) -> None:
         self._block, self._memo = block, memo
@@ -146,9 +146,9 @@ class _Facts:
             yield path, (type(value), id(value))
 
     def _of_object(self, value: Any, depth: int) -> Any:
-        """Looked into once: a configuration is what many parts have."""
+        """Return the facts of an object, found once, as many parts may share a configuration."""
         if id(value) not in self._memo:
-            self._memo[id(value)] = id(value)  # for what leads back to it
+            self._memo[id(value)] = id(value)  # for cycles
             facts = (fact for key, each in vars(value).items() for fact in self._of((key,), each, depth + 1))
             self._memo[id(value)] = type(value), frozenset(facts)
         return self._memo[id(value)]
@@ -159,7 +159,7 @@ def _is_apart(value: Any) -> bool:
 
 
 def _parts_of(value: Any) -> dict[Any, Any] | None:
-    """What a container has in it, or a function with it."""
+    """Return the contents of a container, or the code and captured values of a function, by key."""
     if isinstance(value, types.FunctionType):
         cells = [cell for cell in value.__closure__ or () if cell != types.CellType()]
         contents = [cell.cell_contents for cell in cells]

@@ -1,4 +1,4 @@
-"""Compiled parts of a model: they run as written where we only look, and copies of them are compiled again."""
+"""Compiled parts of a model: they run uncompiled while a model is only inspected, and copies are compiled again."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from torch import nn
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """By ``torch.compile(module)``, or by ``module.compile()``."""
+    """Return whether a module is compiled, by ``torch.compile(module)`` or ``module.compile()``."""
     return _is_wrapped(module) or module._compiled_call_impl is not None
 
 
 def parts_of_compiled(model: nn.Module) -> set[str]:
-    """The names of all modules inside of compiled ones."""
+    """Return the names of all modules inside compiled ones."""
     compiled = [(name, module) for name, module in model.named_modules() if is_compiled(module)]
     return {f"{name}.{part}" for name, module in compiled for part, _ in module.named_modules() if part}
 
 
 def as_written() -> contextlib.AbstractContextManager[Any]:
-    """In here nothing is compiled: torch would take what only looks at a model for what it cannot compile, for good."""
-    if "torch._dynamo.eval_frame" not in sys.modules:  # nobody has compiled anything; importing it takes a second
+    """Run everything uncompiled in the block: torch would mark for good what it cannot compile during an inspection."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # nothing is compiled, and the import takes a second
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
 
 
 def compile_again(copied: nn.Module) -> None:
-    """Have a copy of a module call itself, with the options of the original, which it would call otherwise."""
+    """Make a copy of a compiled module call itself, compiled with the same options, instead of the original."""
     if _is_wrapped(copied):
         copied._initialize()  # type: ignore[operator]
     elif (original := copied._compiled_call_impl) is not None:
@@ -40,7 +40,7 @@ def compile_again(copied: nn.Module) -> None:
 
 
 def run_before(module: nn.Module, hook: Callable[..., None]) -> None:
-    """Call ``hook(module, args, kwargs)`` before the module, and never as a part of what is compiled of it."""
+    """Call ``hook(module, args, kwargs)`` before the module, outside of its compiled code."""
     compiled = module._compiled_call_impl
     if compiled is None:
         module.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
@@ -54,7 +54,7 @@ def run_before(module: nn.Module, hook: Callable[..., None]) -> None:
 
 
 def leave_as_written(copied: nn.Module) -> None:
-    """Have a copy of a module call itself, uncompiled."""
+    """Make a copy of a module call itself, uncompiled."""
     if _is_wrapped(copied):
         copied.__dict__["forward"] = copied._modules["_orig_mod"]
     elif copied._compiled_call_impl is not None:
@@ -67,7 +67,7 @@ def _is_wrapped(module: nn.Module) -> bool:
 
 
 def _options_of(compiled: Callable[..., Any]) -> Callable[..., Any] | None:
-    """What compiles as this function was; torch keeps it in the function alone."""
+    """Return the object that compiles with the options of ``compiled``; only that function holds it."""
     kind = sys.modules["torch._dynamo.eval_frame"].OptimizeContext
     cells = (cell.cell_contents for cell in compiled.__closure__ or ())
     return next((each for each in cells if isinstance(each, kind)), None)

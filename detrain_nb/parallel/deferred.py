@@ -78,7 +78,7 @@ def deferred(make: Callable[..., Model], *args: Any, **kwargs: Any) -> Model:
             raise
     if not isinstance(model, nn.Module):
         raise SpecError(
-            f"{_name_of(make)} returned a {type(model).__name__}: pass deferred() a function that returns an nn.Module"
+            f"{_name_of(make)} returned {type(model).__name__}: pass deferred() a function that returns an nn.Module"
         )
     _leave_on_meta(model, recorder)
     return model

@@ -1,4 +1,4 @@
-"""Interrupts at moments when they can be raised: not while a model is put back, nor where torch ends the process."""
+"""Interrupts raised at safe moments only: not while a model is restored, nor where torch would abort the process."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from typing import Any
 
 _SOON_S = 0.001
 _CALLED_BY_OPERATORS = {"__torch_dispatch__", "find_torch_dispatch_rule", "pack"}
-_CALLED_AT_AN_END = {"__del__", "remove", "_leave"}  # of an object; `remove` is what weak dictionaries have
-# Decorators of these. The middle one is also around what a model has told torch not to compile.
+_CALLED_AT_AN_END = {"__del__", "remove", "_leave"}  # when an object is deleted; `remove` is that of weak dictionaries
+# Files of decorators around these. The middle one also wraps code that a model marks as not to be compiled.
 _AROUND_THESE = ("torch/utils/_stats.py", "torch/_dynamo/eval_frame.py", "torch/_compile.py")
 _ENTERS_OR_LEAVES = {"__enter__", "__exit__"}
 _WAITED_FOR = {*_CALLED_BY_OPERATORS, *_CALLED_AT_AN_END, *_ENTERS_OR_LEAVES}
 
 
 class HeldInterrupts:
-    """Holds SIGINT back in a ``with``, until its end or until ``let_through``.
+    """Context that holds SIGINT back until its end or until ``let_through``.
 
-    Then too it waits for the end of what an operator calls in Python, as the `__torch_dispatch__` of a mode: operators
-    do so in places where torch takes no exception, but ends the process. And for the end of each `__enter__` and
-    `__exit__`: what is begun there would stay, as a mode of torch, for nobody has it yet to end it. Where Python calls
-    what is to be told of an object's end it takes no exception either, and only prints it.
+    Even then a signal waits for the end of Python code that an operator calls, such as a mode's `__torch_dispatch__`:
+    there torch cannot handle an exception and aborts the process. It also waits for the end of each `__enter__` and
+    `__exit__`: an interrupted one would leave, for example, a torch mode active, with no owner to leave it. In
+    callbacks of deleted objects, Python would only print the exception.
     """
 
     def __init__(self) -> None:
@@ -69,7 +69,7 @@ class HeldInterrupts:
             self._before(number, frame)
 
     def _deliver_soon(self) -> None:
-        # Not by `threading`, whose lock the code may have that was interrupted.
+        # Not by `threading`: the interrupted code may hold its lock.
         _thread.start_new_thread(self._deliver_later, ())
 
     def _deliver_later(self) -> None:
@@ -83,7 +83,7 @@ class HeldInterrupts:
 
 
 def _user_of(frame: types.FrameType | None) -> types.FrameType | None:
-    """The function that has the `with`, which context managers are called by."""
+    """Return the frame of the function that contains the `with` statement."""
     while frame is not None and (
         frame.f_code.co_name in _ENTERS_OR_LEAVES
         or frame.f_code.co_flags & inspect.CO_GENERATOR
@@ -94,8 +94,8 @@ def _user_of(frame: types.FrameType | None) -> types.FrameType | None:
 
 
 def _is_to_wait(frame: types.FrameType | None, user: types.FrameType | None) -> bool:
-    """Whether what runs in ``frame``, within what ``user`` calls, may not be interrupted."""
-    is_of_torch = True  # what runs, as far as to here
+    """Return whether the code in ``frame``, called by ``user``, must not be interrupted."""
+    is_of_torch = True  # all frames so far are torch's
     while frame is not None and frame is not user:
         code = frame.f_code
         if code.co_name in _WAITED_FOR:

@@ -1,4 +1,4 @@
-"""A model left as it was: what its code writes while we run it, beside what it returns, is put back afterwards."""
+"""A model left as it was: all side effects of its code in a trial run are undone afterwards."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def state_kept(*roots: Any, device: torch.device = _CPU) -> Iterator[list[Tensor]]:
-    """Put back what code of ``roots``, models and what they are called with, writes in here.
+    """Undo what the code of ``roots``, models and their arguments, writes in the block.
 
-    Yields the tensors that were found; their values are left to `writes_undone`. Caches of `functools` are empty in
-    here and are put back afterwards, so that no tensor without values stays in one. Random numbers that are drawn in
-    here, on the CPU and on ``device``, are drawn again. Objects of the standard library are left as the code leaves
-    them. So are globals, and objects with locks, which others use too, unless a tensor was put into them.
+    Yields the tensors that were found; `writes_undone` restores their values. Caches of `functools` are empty in
+    the block and are restored afterwards, so that none keeps a tensor without values. The states of random generators,
+    on the CPU and on ``device``, are restored. Objects of the standard library are left as the code leaves them.
+    So are globals, and objects with locks, which other code uses too, unless a tensor was put into them.
 
-    Warns of a generator that went on: it cannot be put back. Raises: SpecError, when all else is put back, for what
-    could not be.
+    Warns of a generator that has advanced, which cannot be undone. Raises: SpecError, after all else is restored, when
+    something could not be.
     """
     state = State(*roots)
     with state.kept(device):
@@ -40,7 +40,7 @@ def state_kept(*roots: Any, device: torch.device = _CPU) -> Iterator[list[Tensor
 
 @contextlib.contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Draw what is drawn inside again afterwards: on the CPU and on ``device``, and with Python and numpy."""
+    """Restore the random generators after the block: the CPU's, ``device``'s, Python's and numpy's."""
     numpy = sys.modules.get("numpy")
     of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
     is_other = device.type not in ("cpu", "meta")
@@ -54,7 +54,7 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 
 class State:
-    """All that can be reached from some roots, found once; ``kept`` notes what it is at that moment."""
+    """All state that can be reached from some roots, found once; ``kept`` notes its values at that moment."""
 
     def __init__(self, *roots: Any) -> None:
         self._roots = roots
@@ -71,7 +71,7 @@ class State:
         stand_ins, undos = StandIns(), list[Undo]()
         with HeldInterrupts() as interrupts, random_state_kept(device):
             try:
-                with _disable_current_modes():  # tensors are looked at as they are, and quickly
+                with _disable_current_modes():  # modes would change what is seen, and slow it down
                     undos.append(note_dicts(self._found.dicts, stand_ins))
                     for note in self._found.notes:
                         undos.append(note(stand_ins))
@@ -86,9 +86,9 @@ class State:
         stand_ins.warn_of_moved()
 
     def note(self) -> Undo:
-        """Return what puts back what it is now: for code that may have to run again from its begin.
+        """Return a function that restores the current state, for code that may have to run again from its start.
 
-        In attributes and dicts there are then copies of iterators, which have not gone on; others have.
+        Afterwards attributes and dicts hold unused copies of their iterators; other iterators are not rewound.
         """
         undos = [note_dicts(self._found.dicts, NO_STAND_INS), *(note(NO_STAND_INS) for note in self._found.notes)]
         iterators = IteratorCopies()
@@ -108,11 +108,11 @@ def _undo_all(undos: Sequence[Undo]) -> None:
     for undo in reversed(undos):
         try:
             undo()
-        except Exception as exc:  # noqa: BLE001 - whatever it is, all others are undone too
+        except Exception as exc:  # noqa: BLE001 - whatever fails, the rest is undone too
             failed = failed or exc
     if failed is not None:
         why = f"{type(failed).__name__}: {failed}".rstrip(".")
         raise SpecError(
-            f"what the model's code did when it ran could not be undone ({why}): "
-            "make the model anew, and change what its forward writes"
+            f"side effects of running the model's code could not be undone ({why}): recreate the model, and change "
+            "what its forward writes"
         ) from failed

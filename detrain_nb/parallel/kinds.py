@@ -1,4 +1,4 @@
-"""What kinds of arguments a model is called with: with others than the example's its code may take another path."""
+"""Kinds of arguments that a model is called with: for kinds unlike the example's, its code may take another path."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_SHOWN = 40  # letters of a text
-_MOST = 300  # values in the containers that an argument is of
+_SHOWN = 40  # characters of a string
+_MOST = 300  # values in the containers of one argument
 _DEEP = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class _Kind:
-    """Of a value; ``parts``: of those in it, by how they are read from it, and whether others may be missing there."""
+    """The kind of a value; ``parts``: kinds of the values inside, by how they are accessed.
+
+    ``is_sequence``: entries beyond the known ones are ignored.
+    """
 
     text: str
     parts: Mapping[str, _Kind] = dataclasses.field(default_factory=dict)
@@ -30,21 +33,21 @@ class _Kind:
 
 
 class KnownKinds:
-    """Of the example that a tensor plan was proved with: numbers, shapes and lengths are no kinds, texts are."""
+    """Kinds in the example that a tensor plan was proved with; numbers, shapes and lengths are left out."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         try:
             self._signature: inspect.Signature | None = inspect.signature(model.forward)
-        except (TypeError, ValueError):  # of a function in C
+        except (TypeError, ValueError):  # for a function in C
             self._signature = None
         self._known = self._kinds_of(args, kwargs)
         self._told: set[tuple[str, str]] = set()
 
     def warn_of_others(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Tell of arguments that the example did not have, or had of another kind, once of each kind.
+        """Warn of arguments that the example did not have, or had of another kind, once for each kind.
 
-        No error: with a mask in the place of None, the most usual one, the plan is right as a rule. Those that the
-        example had and a batch has not are left out, as labels are.
+        This is no error, as the most usual case, a mask instead of None, hardly ever breaks the plan. Arguments that
+        the batch lacks, such as labels, are ignored.
         """
         for name, kind in self._kinds_of(args, kwargs).items():
             for where, known, found in _differences(name, self._known.get(name, self._default_of(name)), kind):
@@ -53,13 +56,13 @@ class KnownKinds:
                 self._told.add((where, found))
                 had = f"{where}={known}" if known else f"example inputs without {where}"
                 warnings.warn(
-                    f"the tensor plan was proved with {had}, and this batch has {where}={found}: make the plan with "
+                    f"the tensor plan was proved with {had}, but this batch has {where}={found}: make the plan with "
                     "example inputs of that kind, or compare with the whole model",
                     stacklevel=5,
                 )
 
     def _default_of(self, name: str) -> _Kind | None:
-        """Of an argument that was left out, where it is known."""
+        """Return the kind of an omitted argument's default, if known."""
         known = self._signature.parameters.get(name) if self._signature is not None else None
         return None if known is None or known.default is inspect.Parameter.empty else _kind_of(known.default)
 
@@ -68,7 +71,7 @@ class KnownKinds:
         if self._signature is not None:
             try:
                 named = dict(self._signature.bind_partial(*args, **kwargs).arguments)
-            except TypeError:  # which the model's own call tells
+            except TypeError:  # the call of the model raises a better error
                 return {}
             for parameter in self._signature.parameters.values():
                 if parameter.kind is parameter.VAR_KEYWORD:
@@ -77,7 +80,7 @@ class KnownKinds:
 
 
 def _differences(name: str, known: _Kind | None, found: _Kind) -> Iterator[tuple[str, str, str]]:
-    """Where they differ, and what is there: no further in what is another as a whole."""
+    """Yield where two kinds differ, with both texts; values that differ as a whole are not compared further."""
     if known is None:
         if found.text != str(None):
             yield name, "", found.text

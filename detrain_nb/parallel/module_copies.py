@@ -20,7 +20,7 @@ from .undo import MISSING, OPEN, contents_of_slot, slots_of
 
 
 def shallow_copy(module: nn.Module) -> nn.Module:
-    """Another module with the same tensors and children, whose dictionaries are its own."""
+    """Return a copy of a module with the same tensors and children, but dictionaries of its own."""
     copied: nn.Module = module.__class__.__new__(module.__class__)
     copied.__dict__.update(
         {
@@ -35,14 +35,14 @@ def shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def _own(container: Any) -> Any:
-    """Another one with the same in it, and the same attributes; itself, where its class lets nobody set items."""
+    """Return a shallow copy of a container with its attributes, or itself if its class cannot be copied."""
     kind = type(container)
-    # Of nearly all; `copy` takes its time for those with an order.
+    # The usual kinds; `copy` is slow for an OrderedDict.
     if kind in _COPIED and not getattr(container, "__dict__", None):
         return kind(container)
     try:
         return copy.copy(container)
-    except Exception:  # noqa: BLE001 - as the configurations of diffusers do
+    except Exception:  # noqa: BLE001 - the configurations of diffusers cannot be copied
         return container
 
 
@@ -50,22 +50,22 @@ _COPIED = (dict, OrderedDict, list, set)
 
 
 class _OwnSubclass:
-    """Before a user's class among the bases of one that is made of it: its ``__init_subclass__`` is not for ours."""
+    """Base placed before a user's class in ours, so that the user's ``__init_subclass__`` is not called."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         pass
 
 
 def make_subclass(base: type[nn.Module], name: str, own: dict[str, Any], *before: type[nn.Module]) -> type[nn.Module]:
-    """Return a class with what ``own`` has, and what ``before`` and ``base``, a user's class or made of one, have."""
+    """Return a class with the members ``own`` and the bases ``before`` and ``base``, a user's class or ours."""
     first = () if issubclass(base, _OwnSubclass) else (_OwnSubclass,)
     return type(name, (*before, *first, base), own)
 
 
 def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
-    """A copy of a module, and of all in it, whose tensors are on the meta device; what is shared stays shared.
+    """Return a deep copy of a module with its tensors on the meta device; shared parts stay shared.
 
-    ``make``: gives other tensors than those.
+    ``make``: function that makes other tensors than these.
     """
     copies: dict[int, nn.Module] = {}
     found: dict[int, nn.Module] = {}
@@ -76,7 +76,7 @@ def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
             found[id(inner)] = inner
             ghost = copies[id(inner)] = shallow_copy(inner)
             are_shared = ((key, value) for key, value in ghost.__dict__.items() if inner.__dict__.get(key) is value)
-            # Its own, for its code may write into those of the module, which are the user's.
+            # Copied, as its code may write into the containers, which are the user's.
             own = {key: _own(value) for key, value in are_shared if isinstance(value, OPEN)}
             ghost.__dict__.update(own)
             ghost._modules.update({key: copied(child) for key, child in inner._modules.items() if child is not None})
@@ -85,7 +85,7 @@ def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
             leave_as_written(ghost)
         return copies[id(inner)]
 
-    # Where operators are watched each tensor would take a hundred times as long.
+    # Active modes would make each tensor a hundred times slower.
     with _disable_current_modes() if make is None else contextlib.nullcontext():
         made = copied(module)
     follow_copies(copies, found)
@@ -93,7 +93,7 @@ def ghost_of(module: nn.Module, make: TensorMemo | None = None) -> nn.Module:
 
 
 def replace_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """In all attributes, and in what these contain: recurrent layers have their parameters in a list too."""
+    """Replace tensors in all attributes of a module, even in containers, such as the lists of recurrent layers."""
     for key, value in module.__dict__.items():
         if not holds_words_alone(value) and any(
             isinstance(leaf, Tensor) and change(leaf) is not leaf for leaf in tree_leaves(value)
@@ -107,5 +107,5 @@ def _as_ghost(tensor: Tensor) -> Tensor:
 
 
 def zeros_without_memory(like: Tensor, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # they are kept, and a training pass may save them
+    with torch.inference_mode(False):  # a training pass may save these zeros for backward
         return torch.zeros((), dtype=like.dtype, device=device).expand(like.shape)

@@ -1,4 +1,4 @@
-"""Operators as they are watched: a mode that can be interrupted, and what an operator is given."""
+"""Watching operators: a dispatch mode that can be interrupted, and helpers for the arguments of operators."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TREES = (list, tuple, dict)
 
 
 class OperatorMode(TorchDispatchMode):
-    """A mode that can be interrupted."""
+    """A dispatch mode that can be interrupted."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,11 +33,11 @@ class OperatorMode(TorchDispatchMode):
         return self.on_operator(func, types, args, dict(kwargs or {}))
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """What ``__torch_dispatch__`` is, but for questions for a device, which torch asks more often than all else."""
+        """Handle an operator, as ``__torch_dispatch__`` does, except for the most frequent: queries of a device."""
         raise NotImplementedError
 
     def on_question(self, tensor: Tensor) -> None:
-        """Somebody asks on which device ``tensor`` is."""
+        """Handle that code queries the device of ``tensor``."""
 
     def __enter__(self) -> Any:
         with contextlib.ExitStack() as undone:
@@ -57,7 +57,7 @@ class OperatorMode(TorchDispatchMode):
 
 
 def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return what an operator gives. Without memory torch leaves out what an LSTM on a CPU keeps for its gradients."""
+    """Run an operator. Adds what an LSTM on a CPU keeps for its gradients, which torch leaves out without memory."""
     result = func(*args, **kwargs)
     if func is not torch.ops.aten.mkldnn_rnn_layer.default or not isinstance(result[3], FakeTensor):
         return result
@@ -68,7 +68,7 @@ def run_operator(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> A
 
 
 def leaves_of(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-    """What ``tree_leaves((args, kwargs))`` gives, in a third of the time: operators have few containers."""
+    """Return ``tree_leaves((args, kwargs))`` in a third of the time, as operators have few containers."""
     found: list[Any] = []
     for each in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(each, _TREES):
@@ -79,10 +79,10 @@ def leaves_of(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> l
 
 
 def tensors_of(args: Iterable[Any], kwargs: Mapping[str, Any] | None = None) -> list[Tensor]:
-    """The tensors among these leaves."""
+    """Return the tensors among the leaves of arguments."""
     return [leaf for leaf in leaves_of(args, kwargs) if isinstance(leaf, Tensor)]
 
 
 def storage_of(tensor: Tensor) -> int:
-    """The same for tensors on one memory, as long as it is kept; a sparse one has none that could be asked for."""
+    """Return an id that is equal for tensors on one storage while it lives; sparse tensors get their own."""
     return int(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else id(tensor)

@@ -1,4 +1,4 @@
-"""Backward passes in a loop of one's own. Over replicas DDP, which wants one to each parameter, has no part in them."""
+"""Backward passes in a user's own loop. Over replicas, DDP takes no part, as it expects one pass for each parameter."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from ..errors import SpecError
 from .replicated import average_gradients
 
 FAILED = (
-    "a backward pass ended in an error, or was stopped, in the middle of the work of {whose}; gradients would be wrong "
-    "from then on: make the model anew, lay it out again, and load what was saved of it"
+    "a backward pass failed or was stopped while {whose} was working, so further gradients would be wrong: "
+    "recreate the model, lay it out again, and load its checkpoint"
 )
 
 
 class ReplicatedPasses:
-    """Averages the gradients of all replicas behind each pass that comes to a parameter.
+    """Averages gradients over all replicas after each backward pass that reaches a parameter.
 
-    They are the same on all replicas before such a pass, so their mean behind it is right, whoever made them.
+    Gradients are equal on all replicas before a pass, so their mean afterwards is right, whatever produced them.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[dist.ProcessGroup]) -> None:
         self._parameters, self._state = parameters, _State(parameters, replicas)
-        # Each lives as long as it is kept, with its hooks, which lead to none of them.
+        # Nodes live only while referenced here; their hooks do not refer to them.
         self._nodes: dict[nn.Parameter, Node] = {}
 
     def follow(self, outputs: Sequence[Tensor]) -> None:
-        """Know of a call by what it gave, and of parameters that are trained by now."""
+        """Watch passes through the ``outputs`` of a call, and parameters that have become trainable."""
         for parameter in self._parameters:
             if parameter.requires_grad and parameter not in self._nodes:
                 self._nodes[parameter] = node = get_gradient_edge(parameter).node
@@ -44,7 +44,7 @@ class ReplicatedPasses:
 
     @contextlib.contextmanager
     def left_to_ddp(self) -> Iterator[None]:
-        """In here passes are those of `train_step`, and nothing is done in them."""
+        """Ignore passes in the block: they are those of `train_step`."""
         self._state.is_left = True
         try:
             yield
@@ -53,21 +53,21 @@ class ReplicatedPasses:
 
 
 class ShardedPasses:
-    """Refuses what FSDP2 would do wrong: gradients of gradients, and all that follows a pass that ended in an error."""
+    """Refuses what FSDP2 would compute wrongly: gradients of gradients, and anything after a failed pass."""
 
     def __init__(self) -> None:
         self._running = _RunningPass(lambda: None)
 
     def follow(self, outputs: Sequence[Tensor]) -> None:
-        """Know of a call by what it gave."""
+        """Watch passes through the ``outputs`` of a call."""
         _hook_into(outputs, self._on_pass)
 
     def note_failure(self) -> None:
-        """Of a pass that was not followed."""
+        """Note the failure of a pass that was not watched."""
         self._running.has_failed = True
 
     def require_no_failure(self) -> None:
-        """Raises: SpecError."""
+        """Raise SpecError if an earlier pass failed."""
         if self._running.has_failed:
             raise SpecError(FAILED.format(whose="FSDP2"))
 
@@ -76,8 +76,8 @@ class ShardedPasses:
         self._running.note()
         if torch.is_grad_enabled():
             raise SpecError(
-                "gradients of gradients were asked for (create_graph=True), for which FSDP2 has not kept what it put "
-                "together of the shards: lay the model out without dp_shard (dp_replicate, tp)"
+                "create_graph=True asks for gradients of gradients, but FSDP2 has freed the gathered parameters that "
+                "they need: lay the model out without dp_shard (dp_replicate, tp)"
             )
 
 
@@ -87,7 +87,7 @@ def _hook_into(outputs: Sequence[Tensor], hook: Callable[[Any], None]) -> None:
 
 
 class _State:
-    """``is_left``: passes are as they are."""
+    """State shared by the hooks of passes; ``is_left``: passes are ignored."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], replicas: Sequence[dist.ProcessGroup]) -> None:
         self._parameters, self._replicas = parameters, replicas
@@ -95,17 +95,17 @@ class _State:
         self.is_left = self._has_gradients = False
 
     def on_pass(self, gradients: Any) -> None:
-        """A pass has come to a call's output. In it others may run, those of checkpoints, which belong to it."""
+        """Handle a pass that reaches a call's output. Passes of checkpoints inside it belong to it."""
         if not self.is_left and self._running.note():
             self._has_gradients = False
 
     def on_gradient(self, gradients: Any) -> None:
-        """To a parameter, and not only to the input, as by `torch.autograd.grad`."""
+        """Handle a pass that reaches a parameter, not only an input, as with `torch.autograd.grad`."""
         if not self.is_left and torch.is_grad_enabled():
             raise SpecError(
-                "backward(create_graph=True) was called over replicas: the graph of a parameter's gradient is that of "
-                "this replica alone, of which no mean can be made: take gradients by torch.autograd.grad(..., "
-                "create_graph=True), and call backward() of what is made of them"
+                "backward(create_graph=True) was called over replicas, but the graph of a gradient exists on this "
+                "replica alone and cannot be averaged: call torch.autograd.grad(..., create_graph=True), then "
+                "backward() on what is computed from it"
             )
         self.on_pass(gradients)
         self._has_gradients = True
@@ -116,7 +116,7 @@ class _State:
 
 
 class _RunningPass:
-    """Autograd keeps what it has to call behind a pass, and lets go of it with a pass that ends in an error too."""
+    """The pass that runs, if any: autograd holds its final callback, and drops it when the pass ends or fails."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
         self._at_end = at_end
@@ -131,10 +131,10 @@ class _RunningPass:
         self._noted = (lambda: None) if has_failed else None
 
     def note(self) -> bool:
-        """Return whether it has just begun."""
+        """Note the running pass; return whether it has just begun."""
         if self._noted is not None and self._noted() is not None:
             return False
-        end = functools.partial(self.end)  # of each pass its own, which autograd alone keeps
+        end = functools.partial(self.end)  # one for each pass, kept alive by autograd alone
         self._noted = weakref.ref(end)
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(end)

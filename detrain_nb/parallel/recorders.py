@@ -1,4 +1,4 @@
-"""What all have in common that watch a model run: which tensor is which, and when its modules are entered and left."""
+"""Common parts of recorders of a model's run: numbers for tensors, and hooks on entering and leaving modules."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Met = TypeVar("Met")
 
 
 class OperatorRecorder(OperatorMode, Generic[Met]):
-    """Notes operators, when they have run; what it meets, as a rule tensors, gets numbers from 0 on, and is ``kept``.
+    """A mode that notes operators after they have run, and numbers the objects it meets, usually tensors, from 0.
 
-    So no other gets the ``identity`` of one that has gone: of a tensor its id.
+    Objects are ``kept``, so that no other one can get the ``identity`` (for tensors, the id) of a deleted one.
     """
 
     def __init__(self, identity: Callable[[Met], int] = id) -> None:
@@ -34,11 +34,11 @@ class OperatorRecorder(OperatorMode, Generic[Met]):
         return self._numbers[key]
 
     def known(self, met: Met) -> int:
-        """The number of one that was met, else -1."""
+        """Return the number of an object that was met before, else -1."""
         return self._numbers.get(self._identity(met), -1)
 
     def on_new(self, met: Met) -> None:
-        """It has just got its number, which is the last."""
+        """Handle a new object, which has just got the last number."""
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         result = run_operator(func, args, kwargs)
@@ -46,12 +46,12 @@ class OperatorRecorder(OperatorMode, Generic[Met]):
         return result
 
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
-        """An operator has given ``result``."""
+        """Note an operator and its ``result``."""
         raise NotImplementedError
 
 
 class TensorMemo:
-    """A function of tensors that gives the same one for the same one, and leaves everything else as it is."""
+    """A memoized function of tensors that returns everything else unchanged."""
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         self._make = make
@@ -65,12 +65,12 @@ class TensorMemo:
         return self._made[id(value)][1]
 
     def has(self, value: Tensor) -> bool:
-        """Whether it was given before."""
+        """Return whether the memo was called with ``value`` before."""
         return id(value) in self._made
 
     @property
     def given(self) -> list[Tensor]:
-        """All that were."""
+        """All tensors that the memo was called with."""
         return [tensor for tensor, _ in self._made.values()]
 
 
@@ -82,9 +82,9 @@ def modules_watched(
     *,
     is_first: bool = False,
 ) -> Iterator[None]:
-    """In here ``on_entry(name, module, args, kwargs)`` is called where a module is, and ``on_exit``, with the output.
+    """Call ``on_entry(name, module, args, kwargs)`` before each module in the block, and ``on_exit``, with the output.
 
-    What that returns, if anything, is given in the place of the output. ``is_first``: enter before all other hooks.
+    If ``on_exit`` returns a value, it replaces the output. ``is_first``: enter before all other hooks.
     """
     handles = []
     try:

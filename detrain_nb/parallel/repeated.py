@@ -1,4 +1,4 @@
-"""Blocks of a model that are like one another: some of them are left out, and what they would hold is reckoned."""
+"""Blocks of a model that are alike: some of them are left out, and what they would hold is extrapolated."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _FEWEST = 3  # blocks that run: the first, the last, and one between them
 
 
 class UnlikeBlocks(Exception):
-    """What a block gives is not what it was given: nothing can stand in its place."""
+    """A block's output differs in form from its input, so no other block can be left out."""
 
 
 class Skipping:
-    """Leaves out what is more than ``extra`` blocks beyond the fewest of each row of equal ones.
+    """Callable that leaves out, in each row of equal blocks, all but the fewest plus ``extra`` of them.
 
-    ``left_out``: how many, for each row, by the number of the row.
+    ``left_out``: the number of blocks left out, by row.
     """
 
     def __init__(self, extra: Sequence[int] = ()) -> None:
@@ -45,7 +45,7 @@ class Skipping:
 
 
 class _Row:
-    """What the last block that ran has given, as a tree with one float tensor in it."""
+    """The output of the last block of a row that ran, as a tree with one float tensor in it."""
 
     given: Any = None
 
@@ -61,7 +61,7 @@ _HOLE = object()
 
 
 class _Skipped(Stub):
-    """Gives what it was given; attributes are those of the block that it stands for."""
+    """Stand-in for a block that returns its input; its attributes are those of the block."""
 
     def __init__(self, name: str, block: Any, row: _Row) -> None:
         super().__init__(name, block, StageState(cut_in=None, cut_out=None, replaceable=frozenset(), outputs={}))
@@ -73,13 +73,13 @@ class _Skipped(Stub):
 
 
 def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Of equal blocks that follow one another in one module: it, and their names there."""
+    """Yield rows of equal, consecutive blocks: their parent module and their names in it."""
     blocks = {name: module.get_submodule(name) for name in names_of_blocks(module)}
     looks = {id(blocks[name]): look for name, look in looks_of(blocks).items()}
     uses = Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
 
     def look_of(entry: tuple[str, nn.Module | None]) -> Any:
-        """None for what stays: no block, or one with parameters that others have too."""
+        """Return the look of a block, or None if it must run: it is no block, or it shares parameters."""
         _, child = entry
         is_alone = child is not None and all(uses[id(parameter)] == 1 for parameter in child.parameters())
         return looks.get(id(child)) if is_alone else None
@@ -87,5 +87,5 @@ def _rows(module: nn.Module) -> Iterator[tuple[nn.Module, list[str]]]:
     for parent in list(module.modules()):
         for look, entries in itertools.groupby(parent._modules.items(), look_of):
             row = [key for key, _ in entries]
-            if look is not None and len(row) > 2 * _FEWEST + 1:  # it runs with the fewest blocks, and with one more
+            if look is not None and len(row) > 2 * _FEWEST + 1:  # it must hold the fewest blocks, plus one more
                 yield parent, row

@@ -1,6 +1,6 @@
-"""Parameters that cannot be cut beside shards: whole on every rank, with the mean of the gradients of all replicas.
+"""Parameters that FSDP2 cannot shard: whole on every rank, with gradients averaged over all replicas.
 
-These have no dimension, or no element.
+These are parameters without dimensions or without elements.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
-    """Lay out the parameters of ``module`` that FSDP2 has no dimension to cut; return those that it is to leave alone.
+    """Replicate the parameters of ``module`` that have no dimension to cut; return them, for FSDP2 to ignore.
 
-    They become DTensors too, over ``mesh`` and the mesh that they are on already: optimizers do not mix these with
-    tensors. The code of the model gets plain tensors for them.
+    They become DTensors over ``mesh`` and their present mesh, as optimizers cannot mix DTensors and plain tensors. The
+    model's code sees plain tensors instead.
     """
     modules = dict(module.named_modules())
     found = [
@@ -42,7 +42,7 @@ def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
         if id(parameter) not in made:
             made[id(parameter)] = _replicated(parameter, mesh)
         modules[name]._parameters[key] = made[id(parameter)]
-        for outer in (*modules_around(name), name):  # a checkpoint may run each of them again
+        for outer in (*modules_around(name), name):  # a checkpoint may rerun any of them
             if "_share" not in modules[outer].__dict__:
                 modules[outer].__dict__["_share"] = Share(_ScalarRanks(mesh["dp_shard"]), region)
                 change_class(modules[outer], modules[outer].__dict__["_share"])
@@ -51,7 +51,7 @@ def replicate_scalars(module: nn.Module, mesh: DeviceMesh) -> set[nn.Parameter]:
 
 class _ScalarRanks(MeshRanks):
     def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
-        """Nothing for what is cut: FSDP2 itself, which asks the module for its shards too, makes it whole."""
+        """Return None for sharded parameters: FSDP2 gathers them itself, and also queries the module for its shards."""
         return super().local(parameter, dim) if _is_uncut(parameter) else None
 
 
@@ -69,7 +69,7 @@ def _replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
 
 
 def replicated_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Those of `replicate_scalars`."""
+    """Return the parameters that `replicate_scalars` has laid out in ``modules``."""
     parameters = {id(p): p for module in modules for p in module.parameters()}.values()
     uncut = [p for p in parameters if isinstance(p, DTensor) and _is_uncut(p)]
     return [p for p in uncut if "dp_shard" in (p.device_mesh.mesh_dim_names or ())]
@@ -77,7 +77,7 @@ def replicated_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
 
 @contextlib.contextmanager
 def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.ProcessGroup]) -> Iterator[None]:
-    """Make gradients that come in the block the mean over all replicas, and add them to those that were there.
+    """Average the gradients computed in the block over all replicas, and add them to earlier ones.
 
     Collective: all replicas.
     """
@@ -91,7 +91,7 @@ def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.Process
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter.detach())
             average(local_part(parameter.grad), replicas)
-    except BaseException:  # what there was before is not lost with what failed
+    except BaseException:  # a failure must not lose the earlier gradients
         for parameter, earlier in zip(trained, before):
             parameter.grad = earlier
         raise
@@ -101,12 +101,12 @@ def averaged(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.Process
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of a tensor: the very memory."""
+    """Return this rank's part of a tensor, on the same memory."""
     return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor
 
 
 def average(tensor: Tensor, replicas: Sequence[dist.ProcessGroup]) -> None:
-    """Put the mean over ``replicas`` into ``tensor``. Collective: these."""
+    """Average ``tensor`` in place over ``replicas``. Collective: the replicas."""
     for group in replicas:
         dist.all_reduce(tensor, group=group)
         tensor.div_(dist.get_world_size(group))
@@ -114,7 +114,7 @@ def average(tensor: Tensor, replicas: Sequence[dist.ProcessGroup]) -> None:
 
 @torch.no_grad()
 def average_gradients(parameters: Sequence[nn.Parameter], replicas: Sequence[dist.ProcessGroup]) -> None:
-    """Make the gradients that are there on any of ``replicas`` their mean. Collective: these."""
+    """Average gradients that exist on any of ``replicas``. Collective: the replicas."""
     if not parameters:
         return
     kinds = torch.tensor([_kind_of_gradient(each) for each in parameters], device=parameters[0].device)
@@ -140,7 +140,7 @@ def average_gradients(parameters: Sequence[nn.Parameter], replicas: Sequence[dis
 
 
 def _kind_of_gradient(parameter: nn.Parameter) -> int:
-    """0 where there is none, 1 for a dense one, else one more than the dimensions in which it is sparse."""
+    """Return 0 for no gradient, 1 for a dense one, else 1 plus its number of sparse dimensions."""
     gradient = parameter.grad
     if gradient is None:
         return 0

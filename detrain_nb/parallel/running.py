@@ -1,4 +1,4 @@
-"""Buffers that the forward passes of replicas have changed, each its own: statistics, counts, averages."""
+"""Buffers that the forward passes of replicas change, each on its own: statistics, counts, averages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ Place = tuple[nn.Module, str, Tensor]
 
 
 class RunningBuffers:
-    """Knows which buffers of some modules are no longer what they were."""
+    """Record of the buffers of some modules, which finds those that have changed."""
 
     def __init__(self, modules: Sequence[nn.Module], *, device: torch.device) -> None:
-        """``device``: from which is sent.
+        """Note the buffers of ``modules``; ``device``: from which they are sent.
 
-        What buffers were is known by digests: a write through ``.data``, and those of torch's kernels for BatchNorm, do
-        not raise a tensor's version, and a tensor made in inference mode has none.
+        Changes are found by digests: a write through ``.data``, or by torch's BatchNorm kernels, does not raise a
+        tensor's version, and a tensor made in inference mode has none.
         """
         self._modules, self._device = modules, device
         self._note(self._places())
 
     def share(self, replicas: Sequence[dist.ProcessGroup]) -> None:
-        """Give all replicas what the first one has of those that have changed on any. Collective: the replicas.
+        """Copy buffers that changed on any replica from the first replica to all. Collective: the replicas.
 
-        One that has not the same size on all, such as a table that grows with what comes, stays as it is.
+        A buffer whose size differs between replicas, such as a growing table, is left alone.
         """
         places = self._places()
         if not places or not replicas:
@@ -44,7 +44,7 @@ class RunningBuffers:
         self._note(self._places())
 
     def _places(self) -> list[Place]:
-        """Where the buffers are; one that has several names counts once."""
+        """Return the places of all buffers; a buffer with several names counts once."""
         found: dict[int, Place] = {}
         for module in self._modules:
             for part in module.modules():
@@ -62,7 +62,7 @@ class RunningBuffers:
 
 
 def _digest(buffer: Tensor) -> str:
-    """Of its values, where it has some that can be sent."""
+    """Return a digest of the values of a buffer, or "" if it has none that can be sent."""
     if buffer.is_meta or isinstance(buffer, FakeTensor) or buffer.layout != torch.strided or not buffer.numel():
         return ""
     values = buffer.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten()
@@ -70,7 +70,7 @@ def _digest(buffer: Tensor) -> str:
 
 
 def _of_first(buffer: Tensor, replicas: Sequence[dist.ProcessGroup]) -> Tensor:
-    """The same tensor, with the values of the first replica; another one where nobody can write into it."""
+    """Return ``buffer`` with the values of the first replica; a copy if it cannot be written into."""
     with torch.no_grad():
         own = buffer.clone() if buffer.is_inference() else buffer.contiguous()
         sent = torch.view_as_real(own) if own.is_complex() else own

@@ -1,4 +1,4 @@
-"""Tensors left as they were: what a model writes into them while we run it is put back afterwards."""
+"""Tensors left as they were: what a model writes into them in a trial run is undone afterwards."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 
 from .operators import OperatorMode, storage_of, tensors_of
 
-# Their schemas do not say that they write the running statistics.
+# Their schemas do not show that they write the running statistics.
 _BATCH_NORMS = {torch.ops.aten.native_batch_norm, torch.ops.aten.cudnn_batch_norm, torch.ops.aten.miopen_batch_norm}
 
 
 @contextlib.contextmanager
 def writes_undone(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Give those of ``tensors`` that are written into in here the values that they had.
+    """Restore the values of those ``tensors`` that are written into in the block.
 
-    Yields a list, which has these in the end. A copy is made of no other.
+    Yields a list, which contains the written tensors at the end. Only these are copied.
     """
     written: list[Tensor] = []
     mode = _Writes(tensors)
@@ -34,7 +34,7 @@ def writes_undone(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 @contextlib.contextmanager
 def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Give all ``tensors`` their values back, whatever happens to them in here."""
+    """Restore the values of all ``tensors`` after the block, whatever happens to them."""
     undos = [_note_memory(tensor) for tensor in tensors]
     try:
         yield
@@ -44,14 +44,14 @@ def values_kept(tensors: Sequence[Tensor]) -> Iterator[None]:
 
 
 def has_own_memory(tensor: Tensor) -> bool:
-    """Whether its values can be kept: not those of a sparse tensor, or of one that is made of others."""
+    """Return whether a tensor's values can be kept: not those of a sparse tensor or one composed of others."""
     return tensor.layout == torch.strided and not tensor.is_meta and not is_traceable_wrapper_subclass(tensor)
 
 
 def _note_memory(tensor: Tensor) -> Callable[[], None]:
-    """Return what puts back what is in a tensor's memory; that it was written into is not told by it."""
+    """Return a function that restores the contents of a tensor's memory, but not its version."""
     storage = tensor.untyped_storage()
-    with _disable_current_modes():  # without values nothing would be copied
+    with _disable_current_modes():  # modes without values would copy nothing
         was = storage.clone()
 
     def undo() -> None:
@@ -63,7 +63,7 @@ def _note_memory(tensor: Tensor) -> Callable[[], None]:
 
 
 class _Writes(OperatorMode):
-    """Keeps what is in a tensor before somebody writes into it for the first time."""
+    """Mode that keeps the contents of a tensor before the first write into it."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class _Writes(OperatorMode):
 
 
 def written_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors that an operator in place is given to write into."""
+    """Return the tensors that an in-place operator writes into."""
     schema = func._schema
     if not (schema.is_mutable or func._overloadpacket in _BATCH_NORMS):
         return []

@@ -16,15 +16,15 @@ from detrain_nb.errors import SpecError
 NET, X = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4)), torch.zeros(2, 4)
 CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (par.profile, ("gpt2", X), {}, "the model is 'gpt2': give an nn.Module"),
-    (par.profile, (nn.ReLU, X), {}, r"the model is the class ReLU: make one, as ReLU\(...\)"),
+    (par.profile, (nn.ReLU, X), {}, r"the model is the class ReLU: pass an instance, ReLU\(...\)"),
     (par.tp_plan, (None, X), {}, "the model is None: give an nn.Module"),
     (par.tp_plan, (NET, X), {"tp": 2.0}, "tp=2.0: give a whole number, 1 or more"),
     (par.tp_plan, (NET, X), {"tp": 10**9}, "tp=1000000000: the largest parameter has 8 rows or columns to cut"),
     (par.split, (NET, X, -1), {}, "stages=-1: give a whole number, 1 or more"),
     (par.split, (NET, X, 2.0), {}, "stages=2.0: give a whole number"),
-    (par.split, (NET, X), {"at": "2"}, r"at='2': give a list of the names of modules"),
+    (par.split, (NET, X), {"at": "2"}, r"at='2': give a list of module names"),
     (par.dry_run, (NET, 2), {"example_inputs": X}, "the sizes of the mesh are 2: give them by axis"),
-    (par.dry_run, (NET, {"pp": "2"}), {"example_inputs": X}, "pp='2': a number of ranks is a whole number"),
+    (par.dry_run, (NET, {"pp": "2"}), {"example_inputs": X}, "pp='2': give a whole number of ranks"),
     (
         par.dry_run,
         (NET, {"dp_shard": 2}),
@@ -58,5 +58,5 @@ def test_mesh_of_groups_that_were_ended_is_told() -> None:
         mesh = par.make_mesh(dp_shard=1)
     finally:
         dist.destroy_process_group()
-    with pytest.raises(SpecError, match="ended since: make it again, with make_mesh"):
+    with pytest.raises(SpecError, match="have been destroyed: make a new one with make_mesh"):
         par.parallelize(NET, mesh, example_inputs=X)

@@ -264,7 +264,7 @@ def test_what_cannot_be_deferred_is_told() -> None:
         deferred(InAList)
     with pytest.raises(SpecError, match="LazyLinear needs tensors with memory"):
         deferred(nn.LazyLinear, 4)
-    with pytest.raises(SpecError, match="gave a int"):
+    with pytest.raises(SpecError, match="returned int"):
         deferred(lambda: 3)  # type: ignore[arg-type, return-value]
     with torch.device("meta"), pytest.raises(SpecError, match="deferred values are of dense tensors on the CPU"):
         deferred(nn.Linear, 4, 4)

@@ -164,7 +164,7 @@ def test_timelines_that_are_too_long_are_left_out_and_told_of() -> None:
     [
         ({"pp": -1}, "pp=-1: a plan needs the size of every axis"),
         (3, "the mesh is"),
-        ({"pp": 2.5}, "is a whole number"),
+        ({"pp": 2.5}, "give a whole number"),
     ],
 )
 def test_a_mesh_that_is_none_is_told_of(mesh: Any, told: str) -> None:

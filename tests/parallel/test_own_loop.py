@@ -83,9 +83,7 @@ def test_every_backward_pass_is_of_all_shards(ranks: Session, loop: str) -> None
 
 
 def test_penalty_on_a_gradient_is_refused_in_shards(ranks: Session) -> None:
-    with pytest.raises(
-        RankError, match=r"SpecError: gradients of gradients were asked for \(create_graph=True\)"
-    ) as told:
+    with pytest.raises(RankError, match=r"SpecError: create_graph=True asks for gradients of gradients") as told:
         ranks.run_cell("own_loop_ranks.apart_after_loop('penalty', {'dp_shard': 2})", timeout_s=60)
     assert sorted(told.value.errors) == [0, 1]
 
@@ -107,7 +105,7 @@ def test_part_that_is_trained_later_has_the_gradients_of_all(
 )
 def test_after_a_pass_that_failed_nothing_goes_on(ranks: Session, axis: str, is_called: bool, whose: str) -> None:
     """It has left gradients on their way, which the next pass would take."""
-    message = f"SpecError: a backward pass ended in an error, or was stopped, in the middle of the work of {whose}"
+    message = f"SpecError: a backward pass failed or was stopped while {whose}"
     with pytest.raises(RankError, match=message) as told:
         ranks.run_cell(f"own_loop_ranks.apart_after_failed_pass({{{axis!r}: 2}}, is_called={is_called})", timeout_s=60)
     assert sorted(told.value.errors) == [0, 1]

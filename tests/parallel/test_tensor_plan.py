@@ -1006,7 +1006,7 @@ def test_block_that_reads_what_it_has_written_in_each_pass_is_cut() -> None:
 
 
 def test_parameters_without_a_shape_are_told() -> None:
-    with pytest.raises(SpecError, match="the model has lazy parameters, without a shape: call it once"):
+    with pytest.raises(SpecError, match="the model has lazy parameters without a shape: call it once"):
         tp_plan(nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.Linear(8, 8)), draw(2, 8))
 
 

@@ -157,9 +157,9 @@ def test_batch_of_another_kind_than_the_example_is_told_under_tp(ranks: Session)
     what = "make the plan with example inputs of that kind, or compare with the whole model"
     found = ranks.run_cell("unusual_ranks.warnings_of_kinds()", timeout_s=60).values
     assert found[1] == [] and found[0] == [
-        f"{had} way='plain', and this batch has way='other': {what}",
-        f"{had} weight=None, and this batch has weight=a tensor: {what}",
-        f"{had} way='plain', and this batch has way='third': {what}",
+        f"{had} way='plain', but this batch has way='other': {what}",
+        f"{had} weight=None, but this batch has weight=a tensor: {what}",
+        f"{had} way='plain', but this batch has way='third': {what}",
     ]
 
 
