@@ -1,4 +1,4 @@
-"""One batch on its way through a model: its parts, cut out of it, and what comes of them, put together again."""
+"""One batch on its way through a model: cutting it into parts, and joining their outputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .losses import Loss, require_one_number
 
 
 class Passage:
-    """One batch on its way: its parts, and what the last stage makes of them."""
+    """One batch on its way: its parts, and what the last stage computes from them."""
 
     def __init__(
         self,
@@ -26,24 +26,27 @@ class Passage:
         loss: Loss | None,
         look: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        """Without ``weights`` outputs are kept, and no loss is made of them. ``look`` sees what a loss is made of."""
+        """Without ``weights``, outputs are kept and no loss is computed; ``look`` is called with inputs of the loss."""
         self.parts = parts
         self._targets = targets
         self._weights = weights
         self._loss = loss
         self._look = look
         self._noted: list[tuple[Any, Any]] = []
-        self.losses: dict[int, Tensor] = {}  # weighed, by part
+        self.losses: dict[int, Tensor] = {}  # weighted, by part
         self._outputs: dict[int, Any] = {}
 
     @property
     def loss(self) -> Tensor | None:
-        """Over all parts, plain also where each rank has its part of the classes; None where no last stage is."""
+        """Loss over all parts, plain even if each rank has some of the classes; None without the last stage."""
         losses = [plain(loss.detach()) for loss in self.losses.values()]
         return torch.stack(losses).sum() if losses else None
 
     def output(self) -> Any:
-        """Of all parts; None where no last stage is. Of a number without rows, as a loss, the mean over the parts."""
+        """Return the output of all parts, or None on ranks without the last stage.
+
+        For a number without rows, such as a loss, the mean over the parts is returned.
+        """
         if not self._outputs:
             return None
         outputs = [self._outputs[index] for index in range(len(self.parts))]
@@ -53,7 +56,7 @@ class Passage:
         return tree_map(joined, *outputs)
 
     def take(self, index: int, output: Any) -> None:
-        """What the model gave for a part; with a target the loss is what stays of it."""
+        """Take the model's output for a part: keep it, or with weights only its loss."""
         if not self._weights:
             self._outputs[index] = output
             return
@@ -62,7 +65,7 @@ class Passage:
         if weight > 0:
             self.losses[index] = require_one_number(self._loss(output, self._targets[index])) * weight
             self._note(output, self._targets[index])
-        else:  # a mean of nothing, where all is ignored: its gradient would be no number
+        else:  # all targets are ignored, and a mean of nothing has NaN gradients
             leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
             self.losses[index] = torch.stack([0.0 * leaf.nan_to_num().float().sum() for leaf in leaves]).sum()
 
@@ -72,27 +75,27 @@ class Passage:
             self._noted.append(noted)
 
     def look_at_loss(self) -> None:
-        """Have what a loss was made of seen, of two parts at most, when nothing of this batch can fail any more."""
+        """Call ``look`` with inputs of the loss, for at most two parts, after all that can fail in this batch."""
         for noted in self._noted:
             assert self._look is not None
             self._look(*noted)
 
 
 def rows_of(tree: Any) -> int:
-    """The batch's size: the first dimension of the first tensor that has one. Raises: SpecError."""
+    """Return the batch size: the first dimension of the first tensor that has one. Raises: SpecError."""
     rows = count_rows(tree)
     if not rows:
         raise SpecError(
             "a batch without rows, or without a tensor that is found: give tensors, or tuples, lists and dicts of "
-            "them; what is in a dataclass is known once torch.utils._pytree.register_dataclass has its class"
+            "them; tensors in a dataclass are found after torch.utils._pytree.register_dataclass(its class)"
         )
     return rows
 
 
 def require_rows_in_tensors(tree: Any, *, rows: int, lengths: Mapping[str, int] | None = None) -> None:
-    """``lengths``: of the lists in the example. Raises: SpecError for a list that has an entry for each row.
+    """Raise SpecError if a list has an entry for each row: it is not cut, so every microbatch would get all of it.
 
-    Only tensors are cut: every microbatch would get all of it.
+    ``lengths``: of the lists in the example.
     """
     for place, found in lists_in(tree):
         is_other = lengths is not None and len(found) != lengths.get(place, len(found))
@@ -100,14 +103,14 @@ def require_rows_in_tensors(tree: Any, *, rows: int, lengths: Mapping[str, int] 
         if is_other or len(found) == rows > 1 and not is_of_tensors:
             kind = type(found).__name__
             raise SpecError(
-                f"the batch has a {kind} of {len(found)} entries ({place or 'its arguments'}), one for each of "
-                f"its {rows} rows, and only tensors are cut into microbatches: give a tensor (padded where rows "
-                "differ), a tuple where it is not of the rows, or num_microbatches=1"
+                f"the batch has a {kind} of {len(found)} entries ({place or 'its arguments'}), one for each of its "
+                f"{rows} rows, but only tensors are cut into microbatches: give a tensor (padded if rows differ), a "
+                "tuple if its entries are not rows, or num_microbatches=1"
             )
 
 
 def lists_in(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Lists and numpy arrays, by where they are."""
+    """Yield lists and numpy arrays with their places."""
     if isinstance(tree, Mapping):
         for key, each in tree.items():
             yield from lists_in(each, f"{place}[{key!r}]")
@@ -121,22 +124,22 @@ def lists_in(tree: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _require_rows_first(output: Any, rows: int) -> None:
-    """Raises: SpecError for what cannot be put together from what the parts of ``rows`` gave."""
+    """Raise SpecError if the outputs of parts with ``rows`` rows cannot be concatenated."""
     for path, leaf in tree_flatten_with_path(output)[0]:
         if not isinstance(leaf, Tensor) or not leaf.dim():
             continue
         if len(leaf) % rows or len(leaf) != rows and leaf.dim() > 2 and leaf.shape[1] == rows:
             raise SpecError(
-                f"output{keystr(path)} of the model is {tuple(leaf.shape)} for {rows} rows: outputs of microbatches "
-                "are put together along the first dimension, which is not that of the rows: return it with the rows "
-                "first, or use num_microbatches=1"
+                f"output{keystr(path)} of the model has shape {tuple(leaf.shape)} for {rows} rows: outputs of "
+                "microbatches are concatenated along the first dimension, which is not the rows here; return it with "
+                "the rows first, or use num_microbatches=1"
             )
 
 
 def cut_call(
     args: Sequence[Any], kwargs: Mapping[str, Any], *, count: int, **options: Any
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The arguments of each part, cut as by `cut_batch`; of a flat call, as a rule, no tree is made."""
+    """Return the arguments of each part, cut as in `cut_batch`; usually without building trees, as calls are flat."""
     in_order = [cut_batch(value, count=count, place=f"[0][{number}]", **options) for number, value in enumerate(args)]
     by_name = {key: cut_batch(value, count=count, place=f"[1][{key!r}]", **options) for key, value in kwargs.items()}
     return [
@@ -154,10 +157,10 @@ def cut_batch(
     shared: Collection[str] = (),
     place: str = "",
 ) -> Sequence[Any]:
-    """``count`` equal parts, on ``device``; what does not have the batch's first dimension is in each.
+    """Return ``count`` equal parts on ``device``; values without the batch's first dimension go into each part.
 
-    And so is what stands where ``shared`` says, in a call that has ``tree`` at ``place``: a mask of (T, T), where T may
-    be the number of rows too.
+    So do the values at places in ``shared``, in a call that has ``tree`` at ``place``: for example a mask of (T, T),
+    if T equals the number of rows.
     """
 
     def cut(leaf: Any, where: str) -> Sequence[Any]:
@@ -175,9 +178,9 @@ def cut_batch(
 
 
 def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
-    """Equal parts, into which a model may write: into views that are made together autograd lets nobody.
+    """Cut into equal parts into which a model may write: autograd forbids writes into views from one ``chunk``.
 
-    Each counts by itself how often it was written into: with one count for all a graph of another part would be void.
+    Each part has its own version counter: with a common one, a write would invalidate the graphs of the other parts.
     """
     if count == 1:
         return [tensor]
@@ -186,7 +189,7 @@ def _cut(tensor: Tensor, count: int) -> Sequence[Tensor]:
 
 
 def plain(tensor: Tensor) -> Tensor:
-    """Of a DTensor the whole. Collective: the ranks that have its parts."""
+    """Return the whole of a DTensor. Collective: the ranks that have its parts."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -22,14 +22,14 @@ from .writes import written_by
 
 @dataclass(frozen=True)
 class TensorLook:
-    """What is known of a tensor beside its values."""
+    """Facts about a tensor other than its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     @classmethod
     def of(cls, leaf: Any) -> Any:
-        """What is no tensor is left as it is."""
+        """Return the look of a tensor; return anything else unchanged."""
         return cls(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
 
     def __str__(self) -> str:
@@ -45,35 +45,35 @@ class Op:
     flops: float
     moved_bytes: int
     inside: tuple[str, ...]  # the modules whose code runs, from the outermost
-    is_look: bool  # the code asks for a value that was computed
+    is_look: bool  # the code reads a computed value
     saved_bytes: int = 0
-    writes: Sequence[int] = ()  # of those that it made, what was there before
-    call: tuple[Any, ...] = ()  # the operator, whether a gradient is noted, and what it was given beside tensors
-    asks: Sequence[int] = ()  # of what it read, whose values the code gets to know: as such, or by how many there are
-    is_into: bool = False  # it puts others into a copy of the first that it read
+    writes: Sequence[int] = ()  # those in ``makes`` that existed before
+    call: tuple[Any, ...] = ()  # operator, grad mode, and arguments other than tensors
+    asks: Sequence[int] = ()  # those it read whose values the code learns, directly or by a size
+    is_into: bool = False  # it puts values into a copy of the first tensor it read
 
 
 class Recorder(OperatorRecorder[Tensor]):
-    """Notes every operator that runs, and what autograd keeps."""
+    """Mode that notes every operator that runs, and what autograd saves."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
         self.ops: list[Op] = []
         self.size_bytes: list[int] = []
         self.looks: list[TensorLook] = []
-        self.is_computed: list[bool] = []  # it depends on a parameter, or is one
+        self.is_computed: list[bool] = []  # whether it depends on a parameter, or is one
         self.names: dict[int, str] = {}  # of parameters, by number
         self.inside: tuple[str, ...] = ()  # the modules whose code runs, from the outermost
-        self.made_in: dict[int, int] = {}  # in which checkpoint a tensor was made, by number
+        self.made_in: dict[int, int] = {}  # the checkpoint in which a tensor was made, by number
         self._checkpoints: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._count = itertools.count(1)
-        self._on_storage: dict[int, list[int]] = {}  # the tensors, by number, that are on one storage
+        self._on_storage: dict[int, list[int]] = {}  # numbers of the tensors on each storage
         self.rewrites_parameters = False
         self.written_parameters: set[str] = set()
         self.versions_asked: set[str] = set()  # parameters, by name
         self._saved: set[int] = set()  # storages
         self._in_place: set[int] = set()  # tensors, by number, whose version an operator has changed
-        # The graph has it as long as a tensor here has the graph: held by both, neither would ever go.
+        # A weak proxy: the graph holds this hook, and tensors here hold the graph; a cycle would never be freed.
         self.pack = functools.partial(Recorder.save, weakref.proxy(self))
         for name, tensor in parameters.items():
             number = self.number(tensor)
@@ -92,7 +92,7 @@ class Recorder(OperatorRecorder[Tensor]):
         self.is_computed.append(False)
 
     def follow(self, tensor: Tensor) -> int:
-        """Note that a tensor is on other memory now."""
+        """Note that a tensor now has other memory."""
         number = self.number(tensor)
         self._on_storage.setdefault(storage_of(tensor), []).append(number)
         return number
@@ -102,15 +102,15 @@ class Recorder(OperatorRecorder[Tensor]):
         return any(number in op.writes for op in self.ops)
 
     def saves_what_it_writes(self, tensor: Tensor) -> bool:
-        """Whether autograd keeps a tensor, or a view of it, that is written in place."""
+        """Return whether autograd keeps a tensor, or a view of it, that is written in place."""
         return self.known(tensor) in self._in_place and storage_of(tensor) in self._saved
 
     def computed(self) -> set[int]:
-        """The ids of tensors that depend on a parameter."""
+        """Return the ids of tensors that depend on a parameter."""
         return {id(tensor) for tensor, is_computed in zip(self.kept, self.is_computed) if is_computed}
 
     def save(self, tensor: Tensor) -> None:
-        """Called by autograd for what it keeps; several tensors on one storage are kept once."""
+        """Count a tensor that autograd saves; several tensors on one storage count once."""
         storage = storage_of(tensor)
         if storage not in self._saved and self.ops:
             self._saved.add(storage)
@@ -118,11 +118,11 @@ class Recorder(OperatorRecorder[Tensor]):
             self.ops[-1].saved_bytes += tensor.untyped_storage().nbytes() if is_strided else 0
 
     def checkpoint(self) -> int:
-        """Which torch.utils.checkpoint the code is in, that will run again in the backward pass; 0 for none."""
+        """Return the number of the torch.utils.checkpoint that the code is in, and that reruns it later; 0 for none."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or hooks[0] is self.pack:
             return 0
-        return self._checkpoints.setdefault(hooks[0], next(self._count))  # not by its id, which the next may have
+        return self._checkpoints.setdefault(hooks[0], next(self._count))  # not by id, which may be reused
 
     def on_question(self, tensor: Tensor) -> None:
         self.ops.append(Op([self.number(tensor)], [], 0.0, 0, self.inside, is_look=False))
@@ -132,14 +132,14 @@ class Recorder(OperatorRecorder[Tensor]):
             return super().on_operator(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException) as exc:
             if any(id(leaf) in self.computed() for leaf in leaves_of(args, kwargs)):
-                exc.inside = self.inside  # type: ignore[union-attr]  # for what is told of the blocks there
+                exc.inside = self.inside  # type: ignore[union-attr]  # for the error about the blocks there
             raise
 
     def note(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
         given = leaves_of(args, kwargs)
         reads = [self.number(leaf) for leaf in given if isinstance(leaf, Tensor)]
         makes = list(map(self.number, tensors_of((result,))))
-        moves = makes and not func.is_view  # else it gives another view
+        moves = makes and not func.is_view  # a view moves no bytes
         moved_bytes = sum(self.size_bytes[number] for number in {*reads, *makes}) if moves else 0
         is_from_computed = any(self.is_computed[number] for number in reads)
         written = self._written(func, args, kwargs)
@@ -150,7 +150,7 @@ class Recorder(OperatorRecorder[Tensor]):
             reads, makes = [], [number for number in makes if number not in written]
         else:
             makes += written
-        is_drawn = torch.Tag.nondeterministic_seeded in func.tags  # another stage would draw something else
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags  # another stage would draw different numbers
         for number in makes:
             self.made_in.setdefault(number, self.checkpoint())
             self.is_computed[number] |= is_drawn or is_from_computed
@@ -164,32 +164,32 @@ class Recorder(OperatorRecorder[Tensor]):
         self.ops.append(op)
 
     def look(self, tensor: Tensor) -> None:
-        """Note that the code gets to know a tensor's values otherwise than by an operator."""
+        """Note that the code learns a tensor's values other than by an operator."""
         number = self.number(tensor)
         self.ops.append(Op([number], [], 0.0, 0, self.inside, self.is_computed[number], asks=[number]))
 
     def ask_version(self, tensor: Tensor) -> None:
-        """Note that the code gets to know whether somebody has written into a tensor, or into what it is a view of."""
+        """Note that the code learns whether a tensor, or its base, has been written into."""
         alike = self._on_storage.get(storage_of(tensor), ())
         self.versions_asked.update(self.names[number] for number in alike if number in self.names)
 
     def _is_of_parameters(self, written: Sequence[int], reads: Sequence[int]) -> bool:
-        """Parameters are written, from nothing that was computed but themselves: every stage can do that to its own."""
+        """Return whether parameters are written from nothing computed but themselves, as every stage can do."""
         storages = {storage_of(self.kept[number]) for number in written}
         computed = {storage_of(self.kept[number]) for number in reads if self.is_computed[number]}
         return storages <= self._of_parameters and computed <= storages
 
     def _written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int]:
-        """What an operator in place writes into: its tensor, and all others that are on its memory."""
+        """Return numbers of the tensors that an in-place operator changes: its own, and all on the same memory."""
         written = written_by(func, args, kwargs)
-        for leaf in written:  # transpose_() gives it another shape
+        for leaf in written:  # transpose_() changes the shape
             self.looks[self.number(leaf)] = TensorLook.of(leaf)
         storages = dict.fromkeys(map(storage_of, written))
         return [number for storage in storages for number in self._on_storage[storage]]
 
 
 class AskingMode(TorchFunctionMode):
-    """Notes where the code makes lists of tensors, and arrays, or asks for a version: these are no operators."""
+    """Mode that notes conversions to lists and arrays, and queries of a version, which are no operators."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -214,10 +214,12 @@ _INTO_A_COPY = frozenset(
 
 
 def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The tensors whose values an operator tells: as such, or by the shape of what it makes."""
+    """Return the tensors whose values an operator reveals, directly or by the shape of its result."""
     if func is torch.ops.aten.index.Tensor:
         indices = tensors_of((args[1],))
-        return [leaf for leaf in indices if leaf.dtype in (torch.bool, torch.uint8)]  # of others it is their shape
+        return [
+            leaf for leaf in indices if leaf.dtype in (torch.bool, torch.uint8)
+        ]  # integer indices matter only by shape
     if func is torch.ops.aten.masked_select.default:
         return [args[1]]
     if func.tags and not _TELLING.isdisjoint(func.tags):
@@ -244,20 +246,20 @@ def _of_attention(args: Sequence[Any], result: Any) -> int:
 
 
 def _of_weights(weights: Sequence[Tensor], rows: Tensor) -> int:
-    """Each row is multiplied by each of these matrices."""
+    """Return the FLOPs of multiplying each row by each of these matrices."""
     return 2 * (rows.numel() // rows.shape[-1]) * sum(weight.numel() for weight in weights if weight.dim() > 1)
 
 
 def _of_groups(args: Sequence[Any], result: Any) -> int:
     rows, weights, *_ = args
-    if rows.dim() == weights.dim() == 2:  # the groups are parts of what is summed over
+    if rows.dim() == weights.dim() == 2:  # groups are along the summed dimension
         return int(2 * rows.numel() * weights.shape[-1])
     return int(2 * result.numel() * rows.shape[-1])
 
 
 # What torch does not count, by the name of the operator.
 _UNCOUNTED: dict[str, Callable[[Sequence[Any], Any], int]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _of_attention,  # torch counts only those of GPUs
+    "_scaled_dot_product_flash_attention_for_cpu": _of_attention,  # torch counts only the GPU kernels
     "_grouped_mm": _of_groups,  # the experts of a mixture
     "mkldnn_rnn_layer": lambda args, result: _of_weights(args[1:3], args[0]),
     "_cudnn_rnn": lambda args, result: _of_weights(args[1], args[0]),

@@ -1,6 +1,6 @@
-"""One forward pass, written down: its operators as a graph, and each module with its place among them.
+"""One forward pass, recorded: its operators as a graph, and the place of each module among them.
 
-As a rule it runs on tensors without memory, and computes nothing.
+It usually runs on tensors without memory, and computes nothing.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Recording:
-    """``buffers``: by name, the tensors, by number, that each was when the pass began and when it ended.
+    """What one forward pass did.
 
-    ``read_past``: parameters that are trained, or written, by name, of which the code reads the tensor itself: not as
-    an attribute of their module, but in a list, a closure or another object. ``buffers_read_past``: buffers likewise.
-    ``gathered``: by number, in which attributes of modules the pass has left tensors that it made. ``buffers_saved``:
-    those that it writes in place, and that autograd keeps for the backward pass. ``made``: parameters and buffers that
-    were not there before the pass.
+    ``buffers``: by name, the numbers of the tensors that a buffer was at the start and at the end of the pass.
+    ``read_past``: names of parameters, trained or written, whose tensor the code reads not as an attribute of its
+    module, but from a list, a closure or another object. ``buffers_read_past``: buffers likewise. ``gathered``: by
+    number, the attributes of modules in which the pass left tensors that it made. ``buffers_saved``: those written in
+    place that autograd keeps for the backward pass. ``made``: parameters and buffers that the pass created.
     """
 
     recorder: Recorder
@@ -56,7 +56,7 @@ def record(
         lambda recorder, entries: contextlib.nullcontext()
     ),
 ) -> Recording:
-    """Run ``model`` on what ``copy`` makes of its tensors, and of its inputs', ``around`` it, under `state_kept`."""
+    """Run ``model`` on copies of its tensors and inputs made by ``copy``, inside ``around`` and `state_kept`."""
     made = TensorMemo(copy)
     parameters, buffers = tensors_in(model, "_parameters", made), tensors_in(model, "_buffers", made)
     args, kwargs = tree_map(made, args), tree_map(made, kwargs)
@@ -78,7 +78,7 @@ def record(
             if "yet support saved tensor hooks" not in str(exc):
                 raise
             raise SpecError(_TAKES_GRADIENTS) from exc  # by torch.func
-    recorder.written_parameters.update(  # as an assignment to ``weight.data`` does, which is no operator
+    recorder.written_parameters.update(  # e.g. by assigning ``weight.data``, which is no operator
         name for name, tensor in parameters.items() if storage_of(tensor) != storages[name]
     )
     after = {**buffers, **entries.buffers_left}
@@ -92,9 +92,9 @@ def record(
 
 
 def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mapping[str, Tensor]) -> Iterator[str]:
-    """Where a tensor is replaced in its module, one that is read was elsewhere; it matters where it changes."""
+    """Yield names of tensors that can change, and were read from elsewhere after a replacement in their module."""
     for prefix, part in model.named_modules():
-        if isinstance(part, nn.RNNBase):  # they have a list of their own, which follows where a parameter is set
+        if isinstance(part, nn.RNNBase):  # their list of parameters follows assignments
             continue
         for key, tensor in getattr(part, kind).items():
             name = f"{prefix}.{key}" if prefix else key
@@ -106,19 +106,19 @@ def _read_past(model: nn.Module, kind: str, recorder: Recorder, replaced: Mappin
 
 @contextlib.contextmanager
 def fails_with_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
-    """What a model's own forward raises for example inputs is told with them. Raises: SpecError."""
+    """Add the example inputs to errors that a model's own forward raises. Raises: SpecError."""
     try:
         yield
-    except (DetrainError, torch.OutOfMemoryError, NotImplementedError):  # an operator without fake tensors says so
+    except (DetrainError, torch.OutOfMemoryError, NotImplementedError):  # also raised by operators without fake tensors
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AssertionError) as exc:
         given = [*map(_look_of, args), *(f"{name}={_look_of(value)}" for name, value in kwargs.items())]
         why = str(exc).rstrip(".")
-        if isinstance(exc, (LookupError, AssertionError)):  # some say a name alone, or nothing
+        if isinstance(exc, (LookupError, AssertionError)):  # their text may be a bare name, or empty
             why = f"{type(exc).__name__}: {why}".removesuffix(": ")
         raise SpecError(
-            f"the model fails on the example inputs ({', '.join(given) or 'none'}): {why}: give what it is called "
-            "with, of one microbatch"
+            f"the model fails on the example inputs ({', '.join(given) or 'none'}): {why}; give inputs of one "
+            "microbatch, as the model is called"
         ) from exc
 
 
@@ -129,17 +129,17 @@ def _look_of(value: Any) -> str:
 
 
 def device_of(tree: Any, otherwise: torch.device = _CPU) -> torch.device:
-    """Of the first tensor, or ``otherwise`` where there is none."""
+    """Return the device of the first tensor, or ``otherwise``."""
     return next((leaf.device for leaf in tree_iter(tree) if isinstance(leaf, Tensor)), otherwise)
 
 
 @contextlib.contextmanager
 def without_fused_layers() -> Iterator[None]:
-    """In here torch's transformer layers run as they do in training.
+    """Run torch's transformer layers in the block as they run in training.
 
-    Where no gradient is wanted they would take the weights of all layers inside of them, past those that are cut, and
-    give nested tensors, which no boundary between stages can carry. The threads of a proof enter it in one that is
-    there already: whoever has turned this off turns it on again.
+    Without gradients they would take the weights of all inner layers, past those that are cut, and return nested
+    tensors, which no stage boundary can carry. Threads of a proof enter this while it is active: only the one that
+    turned the fast path off turns it on again.
     """
     if not torch.backends.mha.get_fastpath_enabled():
         yield
@@ -152,7 +152,7 @@ def without_fused_layers() -> Iterator[None]:
 
 
 def tensors_in(model: nn.Module, kind: str, made: Callable[[Any], Any]) -> dict[str, Tensor]:
-    """What ``made`` makes of a kind of tensors; each place in a module once, however many names the module has."""
+    """Apply ``made`` to tensors of a kind; each place in a module counts once, even if the module has several names."""
     return {
         f"{name}.{key}" if name else key: made(tensor)
         for name, module in model.named_modules()
@@ -162,26 +162,26 @@ def tensors_in(model: nn.Module, kind: str, made: Callable[[Any], Any]) -> dict[
 
 
 def first_float_tensor(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-    """The argument of a module that is taken for what was computed so far, as masks and positions are not."""
+    """Return the argument of a module that is taken as the computed value, unlike masks and positions."""
     values = (*args, *kwargs.values())
     return next((value for value in values if isinstance(value, Tensor) and value.is_floating_point()), None)
 
 
 def modules_around(name: str) -> list[str]:
-    """The names of the modules that a module is part of, from the model itself on."""
+    """Return the names of all modules around a module, starting with the model ("")."""
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))]
 
 
 @dataclass(frozen=True)
 class ModuleOutput:
-    """What a module gave for its first float argument, of ``argument_shape``: a tree of `TensorLook`."""
+    """Output of a module for a first float argument of ``argument_shape``, as a tree of `TensorLook`."""
 
     argument_shape: tuple[int, ...]
     tree: Any
 
     def scaled_to(self, argument: Tensor) -> Any:
-        """The same, on the meta device, for another argument: sizes that are the argument's follow it, as do rows."""
+        """Return the output on the meta device for another argument: sizes equal to the argument's, and rows, scale."""
         return tree_map(lambda leaf: self._scale(leaf, argument) if isinstance(leaf, TensorLook) else leaf, self.tree)
 
     def _scale(self, look: TensorLook, argument: Tensor) -> Tensor:
@@ -199,32 +199,34 @@ def _unpack(packed: None) -> Tensor:
 
 
 def takes_gradients(exc: SpecError, *, by_transform: bool = False) -> bool:
-    """Whether a pass was refused because the model takes gradients in its forward; ``by_transform``: by torch.func."""
+    """Return whether a pass failed because the model's forward takes gradients; ``by_transform``: by torch.func."""
     return _TAKES_GRADIENTS in str(exc) and not (by_transform and exc.__cause__ is None)
 
 
 _TAKES_GRADIENTS = (
-    "the model takes gradients in its own forward (torch.autograd.grad, torch.func.grad), which a pass without a "
-    "backward one cannot follow: lay it out without pp and tp (dp_replicate, dp_shard)"
+    "the model takes gradients in its own forward (torch.autograd.grad, torch.func.grad), which a forward pass alone "
+    "cannot follow: lay it out without pp and tp (dp_replicate, dp_shard)"
 )
 
 
 class Entries:
-    """When each module is entered and left, counted in operators."""
+    """Record of when each module is entered and left, counted in operators."""
 
     def __init__(self, model: nn.Module, recorder: Recorder) -> None:
         self.model = model
         self._recorder = recorder
-        self.entered: list[tuple[int, str, int | None]] = []  # the operator that comes next, the module, its argument
-        self.inside: dict[str, tuple[str, ...]] = {}  # the modules whose code, or hook, has called it first
-        self.checkpointed_with: set[str] = set()  # with what they are given: no place to go on from
-        self.reentrant: set[str] = set()  # where no gradient is noted of what has one: a checkpoint does that later
+        self.entered: list[tuple[int, str, int | None]] = []  # next operator, module, its argument
+        self.inside: dict[str, tuple[str, ...]] = {}  # modules whose code, or hook, was first to call it
+        self.checkpointed_with: set[str] = set()  # with their argument: no place to resume at
+        self.reentrant: set[str] = set()  # run without grad on an argument with one: a checkpoint's
         self.left: dict[str, int] = {}
         self.given: dict[str, list[int]] = {}  # tensors that it returned, by number
-        self.outputs: dict[str, ModuleOutput] = {}  # of modules that give tensors alone
+        self.outputs: dict[str, ModuleOutput] = {}  # of modules that return only tensors
         self.giving_others: set[str] = set()  # modules that return more than tensors
         self.calls: dict[str, int] = {}
-        self.time_first: list[tuple[str, tuple[int, ...]]] = []  # layers that want (T, B, D), and what they get
+        self.time_first: list[
+            tuple[str, tuple[int, ...]]
+        ] = []  # layers that expect (T, B, D), and their inputs' shapes
         self.buffers_left: dict[str, Tensor] = {}  # as they are when the model returns
 
     def watched(self) -> contextlib.AbstractContextManager[None]:
@@ -235,7 +237,7 @@ class Entries:
         self.inside.setdefault(name, self._recorder.inside)
         self._recorder.inside = (*self._recorder.inside, name)
         argument = first_float_tensor(args, kwargs)
-        if argument is not None and is_functorch_wrapped_tensor(argument):  # in torch.vmap: one row of it
+        if argument is not None and is_functorch_wrapped_tensor(argument):  # in torch.vmap: one row
             argument = None
         number = None if argument is None else self._recorder.number(argument)
         if argument is not None and _takes_time_first(module) and argument.dim() == 3:
@@ -249,8 +251,8 @@ class Entries:
 
     def _on_exit(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         argument = first_float_tensor(args, kwargs)
-        if argument is not None and output is argument:  # dropout that evaluates: what reads it next reads another
-            with torch.enable_grad():  # into a view made without, nobody may write
+        if argument is not None and output is argument:  # dropout in evaluation: give readers a new tensor
+            with torch.enable_grad():  # a view made without grad could not be written into
                 output = argument.view_as(argument)
         self._recorder.inside = self._recorder.inside[:-1]
         self.left[name] = len(self._recorder.ops)

@@ -1,7 +1,7 @@
-"""One rank's training step, on tensors without memory: the real layout, schedule and loss run, and storages are noted.
+"""One rank's training step on tensors without memory: layout, schedule and loss are real, and storages are noted.
 
-Torch's fake backend stands for all other ranks. Where a model has many equal blocks a few of them run: each further
-one adds what the last one did.
+Torch's fake backend replaces all other ranks. If a model has many equal blocks, only a few run: each further
+one adds as much as the last one did.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .writes import writes_undone
 
 @contextlib.contextmanager
 def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
-    """In here this process is one of many, of which the others do not exist."""
-    import torch.distributed._tools.fake_collectives  # noqa: F401 - what collectives do to tensors without memory
+    """Make this process one of ``world_size`` ranks in the block; the others do not exist."""
+    import torch.distributed._tools.fake_collectives  # noqa: F401 - collectives on tensors without memory
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    excepthook = sys.excepthook  # torch puts a rank before every line of a traceback, and leaves it so
+    excepthook = sys.excepthook  # torch prefixes traceback lines with the rank, and never resets this
     with HeldInterrupts() as interrupts:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         try:
@@ -54,7 +54,7 @@ def fake_ranks(rank: int, world_size: int) -> Iterator[None]:
 
 
 def _forget_collectives() -> None:
-    """Of what torch keeps of operators on tensors without memory: of a group that has gone nobody asks again."""
+    """Drop torch's cache entries of collectives: no operator will use a destroyed group again."""
     for key in [key for key in FakeTensorMode.cache if getattr(key.key[0], "namespace", "") in _OF_COLLECTIVES]:
         FakeTensorMode.cache.pop(key, None)
 
@@ -63,15 +63,15 @@ _OF_COLLECTIVES = ("c10d", "_c10d_functional")
 
 
 def as_one_rank_runs(schedule: Schedule) -> Schedule:
-    """The schedule, for fewer microbatches than all ranks together need."""
+    """Return a schedule that accepts fewer microbatches than all ranks together need."""
     return _FewMicrobatches(schedule.name) if schedule.name == "1F1B" else schedule
 
 
 class _FewMicrobatches(Schedule):
-    """1F1B with fewer microbatches than stages; torch asks for as many when it is made, and not when it runs."""
+    """1F1B with fewer microbatches than stages; torch checks their number when it is made, not when it runs."""
 
     def require_microbatches(self, count: int, *, num_stages: int, num_ranks: int) -> None:
-        """Nobody waits for another rank here."""
+        """Accept any number, as no other rank exists here."""
 
     def make(self, stages: Sequence[Any], count: int, loss: Callable[..., Any] | None) -> Any:
         made = super().make(stages, max(count, stages[0].num_stages), loss)
@@ -80,7 +80,7 @@ class _FewMicrobatches(Schedule):
 
 
 class Actor:
-    """A model, its inputs and loss without memory; or, ``has_values``, copies, for code that looks at values."""
+    """A model, its inputs and loss without memory; or, with ``has_values``, copies, for code that reads values."""
 
     def __init__(
         self, model: nn.Module, example_inputs: ExampleInputs, target: Any, loss: Loss, *, has_values: bool
@@ -96,7 +96,7 @@ class Actor:
 
     @contextlib.contextmanager
     def model_kept(self) -> Iterator[None]:
-        """In here copies run, which have in common with the user's model what is no parameter and no buffer."""
+        """Restore after the block what the copies share with the user's model: all except parameters and buffers."""
         copied = {
             *map(id, (*self.model.parameters(), *self.model.buffers(), *tree_leaves((self._example, self._target))))
         }
@@ -105,17 +105,17 @@ class Actor:
             yield
 
     def copy(self) -> nn.Module:
-        """Of the model, to be laid out."""
+        """Return a copy of the model, to be laid out."""
         return self._copy_of(self.model)
 
     def copy_of_loss(self) -> Loss:
-        """One that is no module has what it keeps as the user's, which is put back."""
+        """Return a copy of a loss module; any other loss keeps the user's state, which is restored."""
         return self._copy_of(self._loss) if isinstance(self._loss, nn.Module) else self._loss
 
     def _copy_of(self, module: nn.Module) -> nn.Module:
         made = TensorMemo(self._copy)
         copied = ghost_of(module, made)
-        for part in copied.modules():  # recurrent layers have their parameters in a list too
+        for part in copied.modules():  # recurrent layers also have their parameters in a list
             replace_tensors(part, lambda tensor: tensor if tensor.is_cpu and not made.has(tensor) else made(tensor))
         return copied
 
@@ -130,13 +130,13 @@ class Actor:
         return made.requires_grad_(tensor.requires_grad)
 
     def boundaries(self, found: Split | None, dtype: torch.dtype | None) -> Boundaries | None:
-        """Of every rank the same: all batches are the example."""
+        """Return the stage boundaries, the same for every rank, as every batch is the example."""
         if found is not None and self._boundaries is None:
             self._boundaries = _OfOneBatch(found, dtype)
         return self._boundaries
 
     def play(self, laid_out: ParallelModel, *, keeps_sent: bool) -> list[Peak]:
-        """Let one rank train with one batch; return what it holds, phase by phase. ``keeps_sent``: of the schedule."""
+        """Train on one batch as one rank; return what it holds, by phase. ``keeps_sent``: as in the schedule."""
         laid_out.objective.require_target(self._target)
         storages = Storages(are_fake=self._fakes is not None, keeps_sent=keeps_sent)
         for module in laid_out.modules:
@@ -164,14 +164,14 @@ class Actor:
 
 
 class _Forgetful(FakeTensorConverter):
-    """Keeps no weak reference to what operators make: a stage swaps tensors, which torch refuses then."""
+    """Converter that keeps no weak references to results: with them, torch refuses a stage's swaps of tensors."""
 
     def set_tensor_memo(self, t: Tensor, v: FakeTensor) -> None:
         pass
 
 
 class _OfOneBatch(Boundaries):
-    """Those of the profile, or, where autocast chooses what layers give, of a run with it."""
+    """Boundaries from the profile or, if autocast decides the dtypes, from a run under autocast."""
 
     def __init__(self, found: Split, dtype: torch.dtype | None) -> None:
         self._found, self._dtype = found, dtype
@@ -202,7 +202,7 @@ def _noted_loss(loss: Callable[..., Tensor] | None, storages: Storages) -> Calla
 
 def _noted_passes(laid_out: ParallelModel, storages: Storages) -> contextlib.AbstractContextManager[None]:
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        storages.tell(module.parameters(), "working")  # those that FSDP2 has put together; its shards are weights
+        storages.tell(module.parameters(), "working")  # parameters that FSDP2 has gathered; its shards are weights
         storages.begin("backward")
 
     for module in laid_out.called:

@@ -1,4 +1,4 @@
-"""Whether all ranks of a mesh have made the same model, and the same plan: else it is told, before they hang."""
+"""Checks that all ranks of a mesh have the same model and plan: otherwise they would hang."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from .deferred import tapes_of
 from .tensor.plan import TensorPlan
 
 _PIECE = 1 << 22  # elements
-# One for the process: each rank trains its part of these. A mark on the model would be a change of what is the user's.
+# Models of which each rank trains a part. Not a mark on the model, as that would change the user's object.
 _in_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.device) -> None:
-    """Compare classes, code, names and shapes over a mesh; where only values differ, all take those of its first rank.
+    """Compare classes, code, names and shapes over a mesh; if only values differ, broadcast those of its first rank.
 
-    ``device``: through which values are sent. Collective: all ranks of ``mesh``. Raises: SpecError, which names the
-    ranks and the first thing that differs.
+    ``device``: on which values are sent. Collective: all ranks of ``mesh``. Raises: SpecError, which names the
+    ranks and the first difference.
     """
     tapes = tapes_of(model)
     more = [f"values of {len(tape)} operations ({tape.fingerprint()[:8]})" for tape in tapes]
@@ -41,17 +41,20 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
     kinds = tuple(_digest("\n".join(each)) for each in (lines, lines_without_code))
     every = _gather(mesh, (sys.version_info[:2], *kinds, _digest(" ".join(figures)), model in _in_stages))
     pythons, with_code, without_code, values, are_in_stages = (set(each) for each in zip(*every.values()))
-    if len(pythons) > 1:  # each compiles the same code in its own way
+    if len(pythons) > 1:  # each version has its own bytecode
         with_code, lines = without_code, lines_without_code
     if len(with_code) > 1:
         _raise_difference(mesh, lines, "the model", "run the same code with the same data on all")
     if len(values) > 1:
         if True in are_in_stages:
             raise SpecError(
-                f"the model was laid out in stages before, and each rank has trained its own alone: {_MAKE_ANEW}"
+                f"the model was laid out in stages before, and each rank has trained only its own stage: {_MAKE_ANEW}"
             )
         if any(tensor.layout != torch.strided for tensor in tensors):
-            raise SpecError("ranks have other values, of sparse tensors too, which cannot be sent: seed them alike")
+            raise SpecError(
+                "values differ between ranks, and those of sparse tensors cannot be sent: use the same seed on all "
+                "ranks"
+            )
         with torch.no_grad():
             for tensor in tensors:
                 tensor.copy_(_of_first(mesh, tensor.detach(), device))
@@ -60,33 +63,33 @@ def require_same_model(model: nn.Module, mesh: DeviceMesh, *, device: torch.devi
 
 
 def require_not_laid_out(model: nn.Module) -> None:
-    """Raises: SpecError for a model whose parameters are parts by now."""
+    """Raise SpecError if the parameters of ``model`` are already cut into parts."""
     if name := next((name for name, each in model.named_parameters() if isinstance(each, DTensor)), ""):
-        raise SpecError(f"the model is laid out already ({name} is a DTensor): {_MAKE_ANEW}")
+        raise SpecError(f"the model is already laid out ({name} is a DTensor): {_MAKE_ANEW}")
 
 
 _MAKE_ANEW = (
-    "save what parallelize gave (training.save), make the model anew, lay that one out and load; to begin from the "
-    "start, make the model in the cell that lays it out"
+    "save what parallelize returned (training.save), recreate the model, lay the new one out and load; to start "
+    "over, make the model in the cell that lays it out"
 )
 
 
 def note_stages(model: nn.Module) -> None:
-    """Remember that each rank trains another part of ``model`` from now on."""
+    """Note that each rank trains a different part of ``model`` from now on."""
     _in_stages.add(model)
 
 
 def require_same_options(mesh: DeviceMesh, **options: Any) -> None:
-    """Compare what a model is laid out with. Collective: all ranks of ``mesh``. Raises: SpecError."""
+    """Compare the options of a layout. Collective: all ranks of ``mesh``. Raises: SpecError when they differ."""
     lines = [f"{name}={value!r}" for name, value in options.items()]
     if len(set(map(tuple, _gather(mesh, lines).values()))) > 1:
-        _raise_difference(mesh, lines, "what is asked for", "give the same on all ranks")
+        _raise_difference(mesh, lines, "the call of parallelize", "give the same on all ranks")
 
 
 def plan_of_all(mesh: DeviceMesh, make: Callable[[], TensorPlan | None]) -> TensorPlan | None:
-    """Return the tensor plan that ``make`` gives, if any, which has to be that of every rank: each cuts by its own.
+    """Return the tensor plan from ``make``, if any, and check that all ranks have the same, as each cuts by its own.
 
-    Collective: all ranks of ``mesh``. Raises: SpecError on all ranks, also where one alone cannot make it.
+    Collective: all ranks of ``mesh``. Raises: SpecError on all ranks, even if only one cannot make the plan.
     """
     plan: TensorPlan | None = None
     failure: SpecError | None = None
@@ -102,12 +105,12 @@ def plan_of_all(mesh: DeviceMesh, make: Callable[[], TensorPlan | None]) -> Tens
         is_of_all = len(refused) == len(every) and len({*refused.values()}) == 1
         raise SpecError(why if is_of_all else f"rank {rank}: {why}") from failure
     if len({digest for _, digest in every.values()}) > 1:
-        _raise_difference(mesh, lines, "the tensor plan", "give all ranks the same, edited in the same way")
+        _raise_difference(mesh, lines, "the tensor plan", "give all ranks the same plan, edited in the same way")
     return plan
 
 
 def _gather(mesh: DeviceMesh, value: Any) -> dict[int, Any]:
-    """What every rank gives, by rank. Collective: all ranks of ``mesh``."""
+    """Return the value of every rank, by rank. Collective: all ranks of ``mesh``."""
     values = {dist.get_rank(): value}
     for axis in range(mesh.ndim):
         every = [values] * mesh.size(axis)
@@ -117,24 +120,24 @@ def _gather(mesh: DeviceMesh, value: Any) -> dict[int, Any]:
 
 
 def _of_first(mesh: DeviceMesh, tensor: Tensor, device: torch.device) -> Tensor:
-    """What the first rank has. Collective: all ranks of ``mesh``."""
+    """Return the first rank's tensor. Collective: all ranks of ``mesh``."""
     sent = tensor.to(device)
-    for axis in reversed(range(mesh.ndim)):  # those that are first on all later axes have it already
+    for axis in reversed(range(mesh.ndim)):  # ranks that are first on all later axes already have it
         dist.broadcast(sent, group=mesh.get_group(axis), group_src=0)
     return sent
 
 
 def _raise_difference(mesh: DeviceMesh, lines: list[str], what: str, instead: str) -> None:
-    """Every rank comes here."""
+    """Raise SpecError with the first difference. Collective: all ranks of ``mesh``."""
     every: dict[int, list[str]] = _gather(mesh, lines)
     usual = Counter(map(tuple, every.values())).most_common(1)[0][0]
     others = [rank for rank, own in every.items() if tuple(own) != usual]
     one, first = every[others[0]], next(rank for rank, own in every.items() if tuple(own) == usual)
     at = next((i for i, (ours, theirs) in enumerate(zip(one, usual)) if ours != theirs), None)
     if at is None:
-        difference = f"it has {len(one)} parts, on rank {first} there are {len(usual)}"
+        difference = f"it has {len(one)} parts, but {len(usual)} on rank {first}"
     else:
-        difference = f"there it has {one[at]}, on rank {first} {usual[at]}"
+        difference = f"it has {one[at]}, but {usual[at]} on rank {first}"
     named = f"rank {others[0]}" if len(others) == 1 else f"ranks {', '.join(map(str, others))}"
     raise SpecError(f"{what} on {named} differs: {difference}; {instead}")
 
@@ -150,7 +153,7 @@ def _describe(model: nn.Module, *, has_code: bool) -> Iterator[str]:
 
 
 def _describe_plan(plan: TensorPlan) -> Iterator[str]:
-    """Whatever order a set had on this rank."""
+    """Yield the lines of a plan, sorted, as the order of a set may differ between ranks."""
     roles = plan.roles
     yield f"tp={plan.tp}"
     yield from (f"{name or 'the model'}: {roles.get(name, 'whole')}" for name in plan.modules)
@@ -169,7 +172,7 @@ def _look_of(tensor: Any) -> str:
 
 
 def dense_parts(tensor: Tensor) -> list[Tensor]:
-    """Of a sparse one its values, and where they are."""
+    """Return the dense tensors of a sparse tensor, its indices and values; else the tensor itself."""
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -181,9 +184,9 @@ def dense_parts(tensor: Tensor) -> list[Tensor]:
 
 
 def _figures(tensor: Tensor) -> str:
-    """Sums over it, piece by piece: a tensor may be half of the memory."""
+    """Return sums over a tensor, computed in pieces, as it may fill half of the memory."""
     flat = (torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()).flatten()
-    # The same values in another order are others.
+    # Weights by place, so that a different order counts as a difference.
     places = torch.arange(min(_PIECE, len(flat)), device=flat.device) % 1021 + 1
     pieces = (piece.double() for piece in flat.split(_PIECE))
     sums = [torch.stack([p.sum(), p.abs().sum(), (p * places[: len(p)]).sum()]) for p in pieces]

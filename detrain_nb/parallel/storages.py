@@ -1,4 +1,4 @@
-"""Which storages live while a model trains, and how long; so what is there when most is, phase by phase."""
+"""Lifetimes of storages while a model trains, and from these the peak of memory in each phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ("weights", "gradients", "activations", "working")
 
 @dataclass(frozen=True)
 class Peak:
-    """What is there, by kind, when most is in a phase."""
+    """Bytes by kind at the peak of a phase."""
 
     phase: str
     size_bytes: tuple[float, ...]
@@ -35,7 +35,7 @@ class Peak:
 
 @dataclass
 class _Stay:
-    """The time of a storage with one size. ``kind``: where it was told."""
+    """Lifetime of a storage at one size. ``kind``: if it was given by `tell`."""
 
     size_bytes: int
     phase: int
@@ -44,10 +44,10 @@ class _Stay:
 
 
 class Storages(OperatorMode):
-    """Notes the storages that are made in it, and when they go.
+    """Mode that notes when storages are created and freed.
 
-    ``are_fake``: what has values is then no tensor of the model, but numbers that schedules and ranks reckon with, and
-    keeps them. ``keeps_sent``: what goes to another rank stays until `let_go`, as its sender waits no earlier.
+    ``are_fake``: tensors with values are then not the model's, but numbers of schedules and ranks, and keep their
+    values. ``keeps_sent``: sent tensors stay until `let_go`, as the sender waits no earlier.
     """
 
     def __init__(self, *, are_fake: bool, keeps_sent: bool = False) -> None:
@@ -56,14 +56,14 @@ class Storages(OperatorMode):
         self._sent: list[Any] = []
         self._faked: dict[tuple[Any, ...], Tensor] = {}
         self._phases: list[tuple[str, int]] = [("start", 0)]
-        self._changes: list[tuple[_Stay, int]] = []  # and how many bytes come, or go
+        self._changes: list[tuple[_Stay, int]] = []  # with the bytes that are added
         self._here: dict[int, tuple[weakref.ref[Any], _Stay]] = {}  # by the storage's address
 
     # ---- what happens
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """In here everything is noted; FSDP2 gives memory back by another size, which is no operator."""
+        """Note everything in the block; also resizes, by which FSDP2 frees memory, and which are no operators."""
         resize = torch.UntypedStorage.resize_
 
         def noted(storage: torch.UntypedStorage, size_bytes: int) -> Any:
@@ -79,22 +79,22 @@ class Storages(OperatorMode):
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
     def begin(self, phase: str) -> None:
-        """What comes now is in another phase; of a "forward" one activations are what outlives it."""
+        """Begin a phase; activations are what is made in a "forward" phase and outlives it."""
         self._phases.append((phase, len(self._changes)))
 
     def let_go(self) -> None:
-        """All has arrived that was sent."""
+        """Release sent tensors, as all have arrived."""
         self._sent.clear()
 
     def tell(self, tensors: Iterable[Any], kind: str) -> None:
-        """Say what storages are of which that was not said before; unknown ones are noted."""
+        """Set the kind of storages that have none yet, and note unknown ones."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self._note(tensor.to_local() if isinstance(tensor, DTensor) else tensor, kind)
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
-            return NotImplemented  # their parts come here themselves
+            return NotImplemented  # their parts are handled separately
         if self._are_fake:
             given = tensors_of(args, kwargs)
             fake = next((leaf for leaf in given if isinstance(leaf, FakeTensor)), None)
@@ -104,19 +104,19 @@ class Storages(OperatorMode):
             if fake is not None and not func._schema.is_mutable:
                 args = [self._as_fake(each, fake.fake_mode) for each in args]
             if func is torch.ops.aten._local_scalar_dense.default and len(self._phases) == 1:
-                return 1  # a schedule asks whether all stages know their shapes
+                return 1  # the answer to a schedule: all stages know their shapes
         if self._keeps_sent and func is torch.ops.c10d.send.default:
             self._sent.append(args[0])
         result = run_operator(func, args, kwargs)
         if not self._are_fake and func is torch.ops.c10d.recv_.default and len(self._phases) == 1:
             for tensor in args[0]:
-                tensor.fill_(1)  # the same question, and no memory that nobody wrote
+                tensor.fill_(1)  # the answer to the same query, in initialised memory
         for leaf in tensors_of((result,)):
             self._note(leaf)
         return result
 
     def _as_fake(self, value: Any, fakes: FakeTensorMode) -> Any:
-        """One that looks the same in the place of a tensor with values: torch would make one anew for each operator."""
+        """Return a cached fake tensor with the look of a tensor with values; torch would make one for each operator."""
         if type(value) is not Tensor or value.numel() < 2 or value.layout != torch.strided or value.requires_grad:
             return value
         look = value.shape, value.stride(), value.dtype, value.device
@@ -127,7 +127,7 @@ class Storages(OperatorMode):
 
     def _note(self, tensor: Tensor, kind: str = "") -> None:
         place = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-        if place.type == "meta":  # what stands for other stages asks shapes there
+        if place.type == "meta":  # stubs of other stages compute shapes there
             return
         if tensor.layout != torch.strided:
             for part in dense_parts(tensor):
@@ -157,10 +157,10 @@ class Storages(OperatorMode):
             self._leave(key)
             self._enter(storage, "working")
 
-    # ---- what it comes to
+    # ---- results
 
     def peaks(self) -> list[Peak]:
-        """Of every phase, in their order."""
+        """Return the peak of every phase, in order."""
         now = dict.fromkeys(KINDS, 0)
         found: list[Peak] = []
         begins = [begin for _, begin in self._phases] + [len(self._changes)]

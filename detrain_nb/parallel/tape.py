@@ -1,7 +1,7 @@
-"""Operators on tensors without memory, that were written down, and run again for those whose values are wanted.
+"""A record of operators on tensors without memory, rerun for those tensors whose values are needed.
 
-A value is computed from what was written to its storage, and from what was read for that, as far back as it matters: so
-views, writes in place and ``.data`` need no care of their own. tape_recorder.py writes the tape.
+A value is computed from the writes to its storage, and from what these read, as far back as it matters: so
+views, in-place writes and ``.data`` need no special care. tape_recorder.py records the tape.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from torch.utils._pytree import tree_map
 from .operators import tensors_of
 
 _TRIM_BYTES = 1 << 25
-_KEPT_SIZES = 4  # how many times the largest storage of a look is kept for the next one
+_KEPT_SIZES = 4  # times the largest storage that is kept between two reads
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies: in which storage, by number, and how."""
+    """Where a tensor is: the number of its storage, and its layout there."""
 
     storage: int
     offset: int
@@ -39,12 +39,12 @@ class Place:
         return torch.empty(0, dtype=self.dtype, device="cpu").set_(storage, self.offset, self.size, self.stride)
 
     def scratch(self) -> Tensor:
-        """A tensor that looks like it, with whatever is in memory."""
+        """Return an uninitialised tensor of this layout."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="cpu")
 
 
 class OwnGenerator:
-    """Stands in arguments for a generator, whose state the operator has."""
+    """Stand-in in arguments for a generator, whose state is in the operator."""
 
     def __repr__(self) -> str:
         return "generator"
@@ -54,8 +54,8 @@ class OwnGenerator:
 class Op:
     """An operator call, with places for its tensors.
 
-    ``made``: by leaf of the result, those on new storages. ``writes`` has the storages that it changes or makes,
-    ``covered`` of these the ones of which nothing is left. ``state``: of the generator, before it drew.
+    ``made``: for each leaf of the result, its place if it is on a new storage. ``writes``: the storages that it changes
+    or makes; ``covered``: those it overwrites completely. ``state``: of the generator, before it drew.
     """
 
     func: Any
@@ -73,7 +73,7 @@ class Op:
 
 
 class Tape:
-    """Operators, in their order, and values of what they make. It is open until all of them are there."""
+    """Operators in order, and the values that they make. It is open until all operators are recorded."""
 
     def __init__(self, size_of: Callable[[int], int]) -> None:
         """``size_of``: the bytes of a storage, by its number."""
@@ -83,8 +83,8 @@ class Tape:
         self._count = 0
         self._constants: dict[int, torch.UntypedStorage] = {}
         self._writers: dict[int, list[int]] = {}
-        self._recent: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the operator before which they were so
-        self._passed_bytes = 0  # that were written since memory was given back
+        self._recent: dict[int, tuple[int, torch.UntypedStorage]] = {}  # with the operator up to which they are current
+        self._passed_bytes = 0  # written since memory was last trimmed
 
     # ---- while it is open
 
@@ -95,18 +95,18 @@ class Tape:
         self._count += 1
 
     def set_constant(self, number: int, storage: torch.UntypedStorage) -> None:
-        """What is in a storage before any operator writes to it; else there are zeros."""
+        """Set the contents of a storage before its first write, which are zeros by default."""
         self._constants[number] = storage
 
     def is_written(self, number: int) -> bool:
         return bool(self._writers.get(number))
 
     def forget_values(self) -> None:
-        """Compute what is wanted next from the beginning: somebody may have written to what is kept."""
+        """Drop kept values, which may have been written to: the next value is computed from the beginning."""
         self._recent = {}
 
     def close(self, places: Iterable[Place], sizes: Mapping[int, int]) -> None:
-        """Forget what the values of ``places`` do not need. ``sizes``: the bytes of storages, by number."""
+        """Drop what the values of ``places`` do not need. ``sizes``: the bytes of storages, by number."""
         kept, storages = self._needed([(place.storage, self._count) for place in places], {})
         self._ops = {index: self._ops[index] for index in sorted(kept)}
         self._constants = {number: each for number, each in self._constants.items() if number in storages}
@@ -116,7 +116,7 @@ class Tape:
     # ---- values
 
     def value(self, place: Place) -> Tensor:
-        """Compute what the tensor at ``place`` has now, on the CPU; the default generator is used for it."""
+        """Compute the current value of the tensor at ``place`` on the CPU, with the default generator."""
         wanted = [(place.storage, self._count)]
         try:
             needed, storages = self._needed(wanted, self._recent)
@@ -137,7 +137,7 @@ class Tape:
     def _needed(
         self, wanted: list[tuple[int, int]], recent: Mapping[int, tuple[int, Any]]
     ) -> tuple[set[int], set[int]]:
-        """The operators that make storages what they were before an operator, and all storages that these touch."""
+        """Return the operators that produce storages as they were before an operator, and all storages involved."""
         ops: set[int] = set()
         storages: set[int] = set()
         waiting = list(wanted)
@@ -167,9 +167,9 @@ class Tape:
     def _run(
         self, indices: list[int], found: dict[int, torch.UntypedStorage], times: dict[int, int], wanted: int
     ) -> None:
-        """Run operators on the storages ``found``, and note in ``times`` before which operator each is as it is.
+        """Run operators on the storages ``found``; note in ``times`` the operator up to which each is current.
 
-        What none of them needs any more is freed, or, while recording, kept for the next look, which may go on from it.
+        Storages that are no longer needed are freed; while recording, some are kept for the next read, to resume from.
         """
         last_use: dict[int, int] = {}
         for index in indices:
@@ -223,7 +223,7 @@ class Tape:
                 place.on(self._storage(place.storage, found)).copy_(leaf)
 
     def _storage(self, number: int, found: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
-        """What was never written is zero."""
+        """Return a storage; one that was never written is zero."""
         if number not in found:
             constant = self._constants.get(number)
             found[number] = (
@@ -234,13 +234,13 @@ class Tape:
         return found[number]
 
     def free_what_piles_up(self, op: Op) -> None:
-        """Called when it has run."""
+        """Trim free memory now and then, after an operator has run."""
         self._passed_bytes += sum(map(self._size_of, op.writes))
         if self._passed_bytes > _TRIM_BYTES:
             self._passed_bytes = 0
             _trim()
 
-    # ---- what it is
+    # ---- fingerprints
 
     def __len__(self) -> int:
         return len(self._ops)
@@ -249,7 +249,7 @@ class Tape:
         return self
 
     def fingerprint(self) -> str:
-        """Of operators and constants: what the values are, but for the random numbers."""
+        """Return a digest of operators and constants: of everything that determines values but random numbers."""
         digest = hashlib.sha256()
         for index, op in self._ops.items():
             digest.update(f"{index} {op!r}\n".encode())
@@ -259,7 +259,7 @@ class Tape:
         return digest.hexdigest()
 
     def drawn_from(self) -> str:
-        """A fingerprint of the ``states``."""
+        """Return a digest of ``states``."""
         digest = hashlib.sha256()
         for op in self._ops.values():
             if op.state is not None:
@@ -268,7 +268,7 @@ class Tape:
 
     @property
     def states(self) -> Tensor:
-        """Of the generators, before each operator that draws: uint8 of (operators, bytes of a state)."""
+        """States of the generators before each operator that draws: uint8 of (operators, bytes of a state)."""
         found = [op.state for op in self._ops.values() if op.state is not None]
         return torch.stack(found) if found else torch.empty(0, 0, dtype=torch.uint8)
 
@@ -280,11 +280,11 @@ class Tape:
 
 
 class _Overwritten(Exception):
-    """What was kept has been written to since it was as it is wanted."""
+    """A kept value is newer than the one that is needed."""
 
 
 def _trim() -> None:
-    """Give free memory back to the system, where the C library can: between what lives on it would be kept."""
+    """Return free memory to the system if the C library can; it would keep memory between live blocks."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
@@ -292,5 +292,5 @@ def _trim() -> None:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> bytes | ctypes.Array[ctypes.c_char]:
-    """Its memory, not a copy of it."""
+    """Return the memory of a storage, without copying it."""
     return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr()) if storage.nbytes() else b""

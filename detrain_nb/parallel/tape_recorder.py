@@ -1,7 +1,7 @@
-"""What a constructor does to tensors, on tensors without memory, written down on a tape.
+"""Recording on a tape what a constructor does to tensors, while these have no memory.
 
-Random numbers are drawn when they are recorded, on memory that is freed at once: so the generator goes the way that it
-would have gone, and its state before each operator is known.
+Random numbers are drawn while recording, on memory that is freed at once: so the generator passes through the
+states that it would have had, and the state before each operator is known.
 """
 
 from __future__ import annotations
@@ -28,37 +28,38 @@ from .recorders import OperatorRecorder, TensorMemo
 from .tape import Op, OwnGenerator, Place, Tape
 from .writes import written_by
 
-# What they write does not depend on what was there.
+# Their results do not depend on the old values.
 _DRAWING = ("normal_", "uniform_", "random_", "exponential_", "geometric_", "log_normal_", "cauchy_", "bernoulli_")
 _OVERWRITING = frozenset((*_DRAWING, "zero_", "fill_", "copy_"))
 
 
 class TapeRecorder(OperatorRecorder[torch.UntypedStorage]):
-    """Records what runs inside of it, under the fake tensors of ``fakes``."""
+    """Mode that records operators on the fake tensors of ``fakes``."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
-        super().__init__(lambda storage: storage._cdata)  # these have no memory
+        super().__init__(lambda storage: storage._cdata)  # not data_ptr(): these have no memory
         self.tape = Tape(lambda number: int(self.kept[number].nbytes()))
         self._fakes = fakes
         self._stand_ins = TensorMemo(functools.partial(TapeRecorder._stand_in, weakref.proxy(self)))
 
     def is_changed(self, tensor: Tensor) -> bool:
-        """Whether a tensor that is not fake was written to."""
+        """Return whether a real tensor was written to."""
         is_met = storage_of(tensor) in map(storage_of, self._stand_ins.given)
         return is_met and self.tape.is_written(self._number(self.fake(tensor)))
 
     def place_of(self, tensor: Tensor) -> Place:
-        """Raises: SpecError for what is not dense and on the CPU."""
+        """Return the place of a tensor. Raises: SpecError when it is not dense and on the CPU."""
         if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.device.type != "cpu":
             kind = f"{str(tensor.layout).removeprefix('torch.')} tensor on {tensor.device}"
             raise SpecError(
-                f"the code makes a {kind}: deferred values are of dense tensors on the CPU; materialize them elsewhere"
+                f"the code makes a {kind}, but deferred supports dense tensors on the CPU only: make it there, and "
+                "give materialize a device"
             )
         size, stride = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))
         return Place(self._number(tensor), int(tensor.storage_offset()), size, stride, tensor.dtype)
 
     def fake(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor with values: it has those that the tensor has now, or had when it was first met."""
+        """Return the fake of a real tensor, which has the values of the tensor now or at its first use."""
         found: Tensor = tensor if isinstance(tensor, FakeTensor) else self._stand_ins(tensor)
         return found
 
@@ -70,19 +71,19 @@ class TapeRecorder(OperatorRecorder[torch.UntypedStorage]):
         return made
 
     def finish(self, places: Iterable[Place]) -> None:
-        """Leave on the tape what the values of ``places`` need."""
+        """Keep on the tape only what the values of ``places`` need."""
         self.tape.close(places, {number: int(each.nbytes()) for number, each in enumerate(self.kept)})
 
     def on_operator(self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        if func is torch.ops.aten.lift_fresh.default:  # what torch.tensor() gives
+        if func is torch.ops.aten.lift_fresh.default:  # the result of torch.tensor()
             return self._lift(func, *args)
         args, kwargs = tree_map(lambda leaf: self.fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
         try:
             result = super().on_operator(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             return self._look(func, args, kwargs)
-        self._fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()  # it has weak references, and then
-        return result  # Module.to() cannot swap tensors
+        self._fakes.fake_tensor_converter.meta_converter.tensor_memo.clear()  # its weak references
+        return result  # would keep Module.to() from swapping tensors
 
     def _lift(self, func: Any, tensor: Tensor) -> Any:
         made = func(tensor)
@@ -92,9 +93,12 @@ class TapeRecorder(OperatorRecorder[torch.UntypedStorage]):
         return made
 
     def _look(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The code asks for values: they are computed, and what comes of them is a constant. Raises: SpecError."""
+        """Compute values that the code reads; results become constants. Raises: SpecError."""
         if func._schema.is_mutable:
-            raise SpecError(f"{func} writes in a way that depends on values, which cannot be deferred")
+            raise SpecError(
+                f"{func} writes in a way that depends on values, which cannot be deferred: make the model without "
+                "deferred()"
+            )
         with _disable_current_modes():
             args, kwargs = tree_map(self._current, (args, kwargs))
             result = func(*args, **kwargs)
@@ -117,7 +121,7 @@ class TapeRecorder(OperatorRecorder[torch.UntypedStorage]):
         if name.endswith("_like") or name.startswith("new_"):
             reads = []
         elif written and name in _OVERWRITING:
-            others = reads[1:]  # the first is what is written
+            others = reads[1:]  # the first is written
             is_blind = not {*map(self._number, written)} & {*map(self._number, others)}
             reads = others if is_blind else reads
         fresh = [place.storage for place in made if place is not None]
@@ -142,7 +146,7 @@ class TapeRecorder(OperatorRecorder[torch.UntypedStorage]):
         return self.place_of(leaf) if isinstance(leaf, Tensor) else leaf
 
     def _draw(self, op: Op, args: Any, kwargs: Any) -> None:
-        """Have the generator go on, as far as the operator takes it."""
+        """Advance the generator as the operator does."""
         generators = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)]
         generator = generators[0] if generators else torch.default_generator
         with _disable_current_modes():
@@ -161,7 +165,7 @@ class TapeRecorder(OperatorRecorder[torch.UntypedStorage]):
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether each element of its storage is in it, once."""
+    """Return whether a tensor contains each element of its storage exactly once."""
     numel = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape) if size > 1):
         if stride != numel:

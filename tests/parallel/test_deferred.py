@@ -266,7 +266,7 @@ def test_what_cannot_be_deferred_is_told() -> None:
         deferred(nn.LazyLinear, 4)
     with pytest.raises(SpecError, match="returned int"):
         deferred(lambda: 3)  # type: ignore[arg-type, return-value]
-    with torch.device("meta"), pytest.raises(SpecError, match="deferred values are of dense tensors on the CPU"):
+    with torch.device("meta"), pytest.raises(SpecError, match="deferred supports dense tensors on the CPU only"):
         deferred(nn.Linear, 4, 4)
 
 

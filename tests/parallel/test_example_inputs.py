@@ -26,7 +26,7 @@ GIVEN_TO: dict[str, Callable[[nn.Module, Any], Any]] = {
 @pytest.mark.parametrize(
     "shape, message",
     [
-        ([(2, 7)], r"the model fails on the example inputs \(float32 \(2, 7\)\): .*8.*: give what it is called with"),
+        ([(2, 7)], r"the model fails on the example inputs \(float32 \(2, 7\)\): .*8.*; give inputs of one microbatch"),
         ([(2, 8), (2, 8)], r"\(float32 \(2, 8\), float32 \(2, 8\)\): .* takes 2 positional arguments but 3 were given"),
         ({"y": (2, 8)}, r"\(y=float32 \(2, 8\)\): .* unexpected keyword argument 'y'"),
         ([], r"the model fails on the example inputs \(none\): .* missing 1 required positional argument"),

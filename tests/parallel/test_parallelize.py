@@ -123,7 +123,7 @@ def test_compiled_blocks(two_ranks: Session, axes: dict[str, int]) -> None:
     require_close(two_ranks, axes, compile=True, layers=2)
 
 
-@pytest.mark.parametrize("axis, told", [("pp", "was laid out in stages before"), ("dp_shard", "is laid out already")])
+@pytest.mark.parametrize("axis, told", [("pp", "was laid out in stages before"), ("dp_shard", "is already laid out")])
 def test_cell_that_lays_a_trained_model_out_once_more_loses_nothing(two_ranks: Session, axis: str, told: str) -> None:
     """Each rank has trained its own part, and the values of the first rank would take the place of the others'."""
     two_ranks.run_cell(
@@ -137,7 +137,7 @@ def test_cell_that_lays_a_trained_model_out_once_more_loses_nothing(two_ranks: S
     )
     look = "[float(getattr(each, '_local_tensor', each).sum()) for each in laid_out.parameters()]"
     before = two_ranks.run_cell(look).values
-    with pytest.raises(RankError, match=f"{told}.*make the model anew, lay that one out and load"):
+    with pytest.raises(RankError, match=f"{told}.*recreate the model, lay the new one out and load"):
         two_ranks.run_cell("again()")
     assert two_ranks.run_cell(look).values == before
 
@@ -329,7 +329,7 @@ def test_ddp_that_was_asked_for_is_refused_on_all_ranks(
 
 def test_rank_with_another_model_is_named(two_ranks: Session) -> None:
     code = "mixed_ranks.lay_out(mixed_ranks.Other() if rank == 1 else mixed_ranks.Small(), {'dp_shard': 2})"
-    with pytest.raises(RankError, match="the model on rank 1 differs: there it has the model: Other") as caught:
+    with pytest.raises(RankError, match="the model on rank 1 differs: it has the model: Other") as caught:
         two_ranks.run_cell(code, timeout_s=30)
     assert sorted(caught.value.errors) == [0, 1], "nobody is left waiting"
 

@@ -164,7 +164,7 @@ def test_batch_of_another_kind_than_the_example_is_told_under_tp(ranks: Session)
 
 
 def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None:
-    message = "the tensor plan on rank 1 differs: there it has 0: whole, on rank 0 0: colwise; give all ranks"
+    message = "the tensor plan on rank 1 differs: it has 0: whole, but 0: colwise on rank 0; give all ranks"
     require_refusal(ranks, "unusual_ranks.plan_alone(1)", message)
     message = "rank 1: the tensor plan is for tp=4, but the mesh has tp=2"
     require_refusal(ranks, "unusual_ranks.plan_alone(1, is_refused=True)", message)
@@ -172,7 +172,7 @@ def test_plan_that_was_edited_on_one_rank_is_told_on_all(ranks: Session) -> None
 
 @pytest.mark.parametrize("axis", ["pp", "dp_shard"])
 def test_precision_of_one_rank_alone_is_told_on_all(ranks: Session, axis: str) -> None:
-    message = "what is asked for on rank 1 differs: there it has precision='bf16', on rank 0 precision=None"
+    message = "the call of parallelize on rank 1 differs: it has precision='bf16', but precision=None on rank 0"
     require_refusal(ranks, f"unusual_ranks.lay_out_alone({axis!r})", message)
 
 

@@ -21,7 +21,7 @@ REFUSED: Outcomes = {
     "hooks behind accumulation": {"tp": _HOOK, "dp_shard": _HOOK},
     "max_norm": {"tp": _WRITTEN, "dp_shard": _WRITTEN},
     "Encodec": {
-        "pp": r"output\['audio_codes'\] of the model is \(1, 2, 1, 64\) for 2 rows: .* return it with the rows"
+        "pp": r"output\['audio_codes'\] of the model has shape \(1, 2, 1, 64\) for 2 rows: .* return it with the rows"
     },
     # In evaluation it fills a cache of a layer, which another call reads.
     "LeViT": {"pp": r"evaluating, .*attention_bias_cache, which the model keeps for its next call, is no buffer"},
