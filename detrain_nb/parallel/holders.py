@@ -1,7 +1,7 @@
-"""What holds modules beside the module that they are part of, and copies of it that hold others in their places.
+"""Objects that hold modules from outside the module tree, and copies of a model that hold other modules instead.
 
-Containers, objects, functions with what they have of where they were made, methods, `functools.partial`. What leads to
-no module that was copied stays what it is, in all copies.
+These are containers, objects, functions with their closures, methods and `functools.partial`. Objects that lead to
+no copied module are shared by all copies.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from .blocks import StandIn
 from .search import has_state
 from .undo import MISSING, OF_MODULES, OPEN, contents_in, contents_of, contents_of_slot, refill, slots_of
 
-_MOST_DEEP = 8  # from an attribute to a module: what is further inside is not the model's
+_MOST_DEEP = 8  # steps from an attribute to a module: deeper objects are not the model's
 _WORDS = frozenset((bool, int, float, str, bytes, type(None)))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type, Tensor, torch.dtype, torch.device, types.ModuleType)
 _HOOKS = frozenset(key for key in OF_MODULES if key.endswith("_hooks"))
 
 
 def follow_copies(copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module]) -> None:
-    """Have the attributes and hooks of ``copies`` lead to these too, where they led to ``found``, which were copied.
+    """Make the attributes and hooks of ``copies`` refer to these where they referred to the originals ``found``.
 
-    What lies between, an object that has one of them say, is copied too; the user's own stays as it is.
+    Objects in between, such as one that holds a module, are copied too; the user's own ones stay unchanged.
     """
     held = [(made, key, value) for made in copies.values() for key, value in _held_by(made)]
     follow = _Following(copies, found, [value for _, _, value in held])
@@ -81,7 +81,7 @@ def _all_parts_of(value: Any) -> Iterable[Any]:
 
 
 def holds_words_alone(value: Any) -> bool:
-    """Whether a container has nothing but words and numbers in it, or rows of these, as a vocabulary has."""
+    """Return whether a container has only strings and numbers, or rows of them, as a vocabulary has."""
     if type(value) not in (list, tuple, dict, set, frozenset):
         return False
     held = (*value, *value.values()) if isinstance(value, dict) else value
@@ -90,16 +90,16 @@ def holds_words_alone(value: Any) -> bool:
 
 
 class _Following:
-    """A function of what may hold modules, of all that there are ``roots``."""
+    """Function that maps objects to their copies if they lead to modules; ``roots`` are all such objects."""
 
     def __init__(self, copies: Mapping[int, nn.Module], found: Mapping[int, nn.Module], roots: Iterable[Any]) -> None:
         self._copies, self._found = copies, found
         self._made: dict[int, Any] = {}
-        self._kept: list[Any] = []  # so that an id stays its own
+        self._kept: list[Any] = []  # keeps ids valid
         self._leading = self._find_leading(roots)
 
     def _find_leading(self, roots: Iterable[Any]) -> set[int]:
-        """The ids of what leads to a module that was found: from there back to all that hold it."""
+        """Return the ids of objects that lead to a found module, by going back from it to all holders."""
         holders: dict[int, list[int]] = {}
         level = list(roots)
         for _ in range(_MOST_DEEP):
@@ -127,7 +127,7 @@ class _Following:
             return value
         if id(value) not in self._made:
             made = self._copied(value)
-            self._made.setdefault(id(value), made)  # unless what it holds led back to it
+            self._made.setdefault(id(value), made)  # unless a cycle made it already
         return self._made[id(value)]
 
     def _copied(self, value: Any) -> Any:
@@ -142,7 +142,9 @@ class _Following:
             return functools.lru_cache(**value.cache_parameters())(self(value.__wrapped__))
         if isinstance(value, weakref.ref):
             target = value()
-            return weakref.ref(self(target)) if id(target) in self._found else value  # else nobody would have it
+            return (
+                weakref.ref(self(target)) if id(target) in self._found else value
+            )  # a copy would have no other reference
         if isinstance(value, (tuple, frozenset)):
             parts = map(self, value)
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -158,7 +160,7 @@ class _Following:
         cells = function.__closure__ or ()
         own = tuple(types.CellType() if id(contents_of(cell)) in self._leading else cell for cell in cells)
         made = types.FunctionType(function.__code__, function.__globals__, function.__name__, None, own)
-        self._made[id(function)] = made  # which may be in a cell of its own
+        self._made[id(function)] = made  # before its cells, which may refer to it
         made.__defaults__ = self(function.__defaults__)
         made.__kwdefaults__ = self(function.__kwdefaults__)
         made.__dict__.update({key: self(each) for key, each in vars(function).items()})
@@ -168,21 +170,21 @@ class _Following:
         return made
 
     def _open(self, value: Any) -> Any:
-        """A container, or an object with attributes; itself, where its class lets nobody copy it."""
+        """Return a copy of a container or object, or itself if its class cannot be copied."""
         owner: Any = type(value)
         is_container = isinstance(value, OPEN)
         try:
             made = object.__new__(owner) if not is_container and owner.__new__ is object.__new__ else copy.copy(value)
-        except Exception:  # noqa: BLE001 - as the configurations of diffusers do
+        except Exception:  # noqa: BLE001 - the configurations of diffusers cannot be copied
             return value
         if made is value:
             return value
-        self._made[id(value)] = made  # which may be in itself
+        self._made[id(value)] = made  # before its contents, which may refer to it
         if is_container:
             refill(made, map(self, contents_in(value)))
         if isinstance(held := getattr(value, "__dict__", None), dict):
             made.__dict__.update({key: self(each) for key, each in held.items()})
-        for slot in slots_of(owner):  # past what its class does when one is set
+        for slot in slots_of(owner):  # bypasses __setattr__ of its class
             if (each := contents_of_slot(value, slot)) is not MISSING:
                 slot.__set__(made, self(each))
         return made

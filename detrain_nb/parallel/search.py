@@ -1,9 +1,9 @@
-"""What can be reached from a model, whatever its class is, and so may be written by its code.
+"""Search for all state that a model's code can reach, and so may write, whatever the model's class is.
 
-Attributes, what is in containers, closures, random generators; and from its classes their attributes, caches of
-`functools`, and the globals that their code names. What the model has itself is put back whatever became of it. Globals
-and objects with locks may be used by others too, or say what was done once and for all: of them only what tensors were
-put into.
+It covers attributes, contents of containers, closures, random generators; and, from its classes, their attributes,
+caches of `functools`, and the globals that their code names. The model's own state is always restored. Globals
+and objects with locks may be in use elsewhere, or may record what is done once per process: they are restored only
+if tensors were put into them.
 """
 
 from __future__ import annotations
@@ -49,28 +49,28 @@ from .undo import (
 
 
 class Search:
-    """Finds the ``tensors`` there are, and how to note all that is there."""
+    """Search from some roots that finds all ``tensors`` and the ways to note all other state."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
         self.dicts: list[FoundDict] = []
         self.notes: list[Callable[[StandIns], Undo]] = []
-        self._seen: dict[int, Any] = {}  # the values too, so that an id stays its own
+        self._seen: dict[int, Any] = {}  # with the values, to keep ids valid
         self._own: list[Any] = []
         self._of_others: list[Any] = []
-        self._waiting = self._own  # one of these two, with the rule for what is in it
+        self._waiting = self._own  # one of these two lists; the rule goes with it
         self._rule: Rule = whatever_came
         self._slots: dict[type, tuple[types.MemberDescriptorType, ...]] = {}
-        self._packages = set(_packages_with_torch(len(sys.modules)))  # whose globals are looked at
-        self._names_of: dict[int, set[str]] = {}  # of a file, that are noted
-        self._named = {"forward"}  # what code of the model calls by name, as far as it is known
-        self._unnamed: dict[str, list[Any]] = {}  # functions of classes that nobody has named so far
+        self._packages = set(_packages_with_torch(len(sys.modules)))  # packages whose globals are searched
+        self._names_of: dict[int, set[str]] = {}  # noted names, by namespace
+        self._named = {"forward"}  # names that the model's code calls, as far as known
+        self._unnamed: dict[str, list[Any]] = {}  # functions of classes that no code has named so far
 
     def find(self, root: Any) -> None:
         if isinstance(root, nn.Module):
             self._packages.update({_root_of(type(module)) for module in root.modules()} - _NOT_THE_MODELS)
         self._own.append(root)
-        while self._own or self._of_others:  # what can be reached in both ways is the model's own
+        while self._own or self._of_others:  # state reachable in both ways is the model's own
             self._waiting, self._rule = (self._own, whatever_came) if self._own else (self._of_others, tensors_came)
             self._add(self._waiting.pop())
 
@@ -137,13 +137,13 @@ class Search:
         self.notes.append(lambda _: note_tensor(tensor))
 
     def _add_memory(self, view: memoryview) -> None:
-        """Of an object, which may be of a kind that is not known here."""
+        """Add the object behind a memoryview, which may be of an unknown kind."""
         self._waiting.append(view.obj)
         if view.c_contiguous and not view.readonly and view.nbytes <= _MOST_OF_AN_ARRAY:
             self.notes.append(lambda _: note_array(view.cast("B")))
 
     def _add_class(self, owner: type) -> None:
-        """And those that it inherits from; of a module's those alone that are modules."""
+        """Add a class and its bases; for a module's class, only bases that are modules."""
         for base in owner.__mro__:
             is_mixin = issubclass(owner, nn.Module) and not issubclass(base, nn.Module)
             if is_mixin or _root_of(base) in _NOT_THE_MODELS or (base is not owner and not self._is_new(base)):
@@ -168,7 +168,7 @@ class Search:
             self._add_names(namespace, names, may_set=_has(function.__code__, "STORE_GLOBAL"))
 
     def _namespaces_of(self, function: types.FunctionType, names: Sequence[str]) -> Iterator[dict[str, Any]]:
-        """Of its file, and of the modules that it names or imports."""
+        """Yield the globals of a function's file, and of modules that it names or imports."""
         package = function.__globals__.get("__package__")
         imported: list[Any] = []
         if _has(function.__code__, "IMPORT_NAME"):
@@ -185,9 +185,9 @@ class Search:
                     waiting.append(vars(each))
 
     def _add_names(self, namespace: dict[str, Any], names: Sequence[str], *, may_set: bool) -> None:
-        """Those that code has in a file; a class is looked into where it was made.
+        """Add the globals that code names; a class is added only where it was defined.
 
-        Most are of attributes, and stand for nothing in a file, or for a function or a class, and will go on to.
+        Most names are attributes: in the file they mean nothing, or a function or class, and so are not noted.
         """
         known = self._names_of.setdefault(id(namespace), set())
         noted = []
@@ -204,16 +204,16 @@ class Search:
             self.notes.append(functools.partial(note_names, namespace, noted))
 
 
-# ---- what is looked into
+# ---- what is searched
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, types.ModuleType)
-_MOST_OF_AN_ARRAY = 1 << 26  # bytes: a larger one is data, which a model reads
+_MOST_OF_AN_ARRAY = 1 << 26  # bytes: larger arrays are data, which models only read
 _OF_CLASSES = (types.FunctionType, staticmethod, classmethod, property)
 _LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition, threading.Event, threading.Thread)
 _WITHOUT_TENSORS = ("huggingface_hub", "httpx", "httpx2", "packaging", "tqdm", "regex", "tokenizers", "yaml", "IPython")
 _NOT_THE_MODELS = {*sys.stdlib_module_names, "torch", "numpy", "detrain_nb", *_WITHOUT_TENSORS}
 _OF_TORCH = frozenset(map(id, (torch, nn, nn.functional, Tensor)))
-# Of the standard library: they hold values.
+# Modules of the standard library whose objects hold values.
 _HOLDERS = ("collections", "types", "argparse", "weakref", "_weakrefset", "functools")
 _APART = (
     "torch.distributed",
@@ -229,7 +229,7 @@ def _root_of(value: Any) -> str:
 
 
 def _led_to_by(value: Any) -> Sequence[Any]:
-    """What something leads to that does not change itself."""
+    """Return the objects that an immutable object refers to."""
     if isinstance(value, (tuple, frozenset)):
         return tuple(value)
     if isinstance(value, types.MethodType):
@@ -246,7 +246,7 @@ def _led_to_by(value: Any) -> Sequence[Any]:
 
 
 def has_state(value: Any) -> bool:
-    """Whether its attributes may be the model's."""
+    """Return whether the attributes of ``value`` may be the model's."""
     if isinstance(value, nn.Module):
         return True
     name = str(type(value).__module__)
@@ -254,7 +254,7 @@ def has_state(value: Any) -> bool:
 
 
 def has_locks(value: Any) -> bool:
-    """Whether other threads may use it meanwhile."""
+    """Return whether other threads may use ``value`` meanwhile."""
     held = getattr(value, "__dict__", None)
     return (
         isinstance(held, dict)
@@ -263,12 +263,12 @@ def has_locks(value: Any) -> bool:
     )
 
 
-# Of all that the process has imported, as of code below, the same is true for whoever asks: these are the process's.
+# These caches depend only on what the process has imported, and on code, so all callers can share them.
 @functools.lru_cache(maxsize=1)
 def _packages_with_torch(num_loaded: int) -> frozenset[str]:
-    """Those that may keep tensors; ``num_loaded``: of modules, so that one which comes later is looked at.
+    """Return the packages that may hold tensors; ``num_loaded``: number of modules, a cache key for later imports.
 
-    Without them a model that names a library for plots or tables would lead through all of it.
+    Without this limit, a model that names a library for plots or tables would lead through all of it.
     """
     found = {
         name.partition(".")[0]
@@ -280,13 +280,13 @@ def _packages_with_torch(num_loaded: int) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _has(code: types.CodeType, instruction: str) -> bool:
-    """Whether it may have one, as a statement ``global`` or an import, it or the code in it."""
+    """Return whether code, or code inside it, may have an instruction, such as that of a ``global`` or an import."""
     inner = (each for each in code.co_consts if isinstance(each, types.CodeType))
     return dis.opmap[instruction] in code.co_code[::2] or any(_has(each, instruction) for each in inner)
 
 
 @functools.lru_cache(maxsize=4096)
 def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """Of globals and of attributes, that code has, and the code in it."""
+    """Return the names of globals and attributes in code, and in code inside it."""
     inner = (name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names_in(each))
     return tuple(dict.fromkeys((*code.co_names, *inner)))

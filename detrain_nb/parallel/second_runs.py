@@ -1,8 +1,8 @@
-"""A block whose forward runs again in the backward pass: what it writes is written once, by the first of the two runs.
+"""Blocks whose forward runs again in the backward pass: their side effects happen once, in the first run.
 
-The second one begins as the first did, on copies: what it saves for the gradients stays as it saw it. That is what lies
-in attributes and buffers of the block's modules, and in containers, arrays, objects and generators of random numbers
-there. Who writes elsewhere, or takes from an iterator, does so twice.
+The second run starts from the state that the first one saw, on copies, so tensors saved for gradients stay intact. This
+covers attributes and buffers of the block's modules, and containers, arrays, objects and random generators in
+them. Writes elsewhere, and reads from an iterator, happen twice.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ from .writes import has_own_memory
 
 _OF_MODULES = OF_MODULES - {"training"}
 _PLAIN = frozenset((bool, int, float, complex, str, bytes, type(None)))
-_MOST_INSIDE, _LONGEST = 1000, 1 << 16  # containers of a block that are looked into, and how long these may be
+_MOST_INSIDE, _LONGEST = 1000, 1 << 16  # containers of a block that are searched, and their length
 _MOST_OF_AN_ARRAY = 1 << 20  # bytes
 _preserve_version = torch.autograd._unsafe_preserve_version_counter
 
 
 class SecondRuns:
-    """Of a block, which ``name`` tells in warnings; ``told`` are those of all blocks, as one of a kind is enough.
+    """Reruns of a block, called ``name`` in warnings; ``told`` are the warnings of all blocks, one of each kind.
 
-    ``is_sharded``: its parameters are put together for each run.
+    ``is_sharded``: the block's parameters are gathered for each run.
     """
 
     def __init__(self, block: nn.Module, name: str, *, told: set[str], is_sharded: bool) -> None:
         self._block, self._name, self._told = block, name, told
         self._parameters = () if is_sharded else tuple(block.named_parameters())
-        self._known: dict[tuple[bool, ...], _Known] = {}  # by the parts' modes
+        self._known: dict[tuple[bool, ...], _Known] = {}  # by training modes of the parts
 
     def prepare(self, *, is_all: bool) -> None:
-        """Let the block's forward run again in the backward pass; its names, hooks and class stay as they are.
+        """Make the block's forward run again in the backward pass; names, hooks and class are unchanged.
 
-        ``is_all``: what products of matrices give is computed again too.
+        ``is_all``: results of matrix products are recomputed too.
         """
         forward: Callable[..., Any] = self._block.forward
         selective = functools.partial(create_selective_checkpoint_contexts, _policy)
@@ -67,7 +67,7 @@ class SecondRuns:
         def checkpointed(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            if torch.compiler.is_compiling():  # what is written is none of what is computed again there
+            if torch.compiler.is_compiling():  # compiled code does not repeat its writes when it recomputes
                 of_policy: dict[str, Any] = {} if is_all else {"context_fn": selective}
                 return checkpoint(forward, *args, use_reentrant=False, **of_policy, **kwargs)
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -75,7 +75,7 @@ class SecondRuns:
         self._block.forward = checkpointed
 
     def contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Return those for the first and for each further run of one call, as ``context_fn`` of a checkpoint does."""
+        """Return the contexts for the first and for each further run, as ``context_fn`` of a checkpoint does."""
         before = _State()
         return self._noting(before), _Undoing(self._block, before)
 
@@ -93,9 +93,9 @@ class SecondRuns:
             if id(each.tensor) not in known.written and each.is_written():
                 known.written[id(each.tensor)] = each.tensor
                 if not is_first:
-                    self._tell(f"{self._named(each.tensor)} is written by this forward, and was not by the first one")
+                    self._tell(f"{self._named(each.tensor)} is written by this forward, but was not by the first one,")
         if is_first:
-            # Another one: what the first run has looked at is put back behind each further run of it.
+            # A new object: the first run's own is used in each of its further runs.
             self._known[modes] = _Known(known.written, before.generators_drawn_from(), before.unchanged_objects())
         before.keep_written(known.written)
         for (name, parameter), version in zip(self._parameters, versions):
@@ -103,7 +103,7 @@ class SecondRuns:
                 self._tell(f"the parameter {name} is written by each forward")
 
     def _statistics(self) -> dict[int, Tensor]:
-        """Of layers of which it is known that they write them: the first run may have needed others."""
+        """Return buffers of layers that are known to write them; the first run may not have used all."""
         parts = (part for part in self._block.modules() if isinstance(part, nn.modules.batchnorm._NormBase))
         return {id(buffer): buffer for part in parts if part.training for buffer in part.buffers(recurse=False)}
 
@@ -119,14 +119,14 @@ class SecondRuns:
         if key not in self._told:
             self._told.add(key)
             warnings.warn(
-                f"{what} of {self._name}, which runs twice where activations are computed again: it is written twice; "
-                "leave activations= out, or write it outside of the block",
+                f"{what} of {self._name}, which runs twice as activations are recomputed, so the write happens twice: "
+                "leave activations= out, or write outside of the block",
                 stacklevel=2,
             )
 
 
 class _Both(contextlib.AbstractContextManager[None]):
-    """One context in another, each time that it is entered."""
+    """Nested contexts that can be entered repeatedly."""
 
     def __init__(self, *contexts: contextlib.AbstractContextManager[Any]) -> None:
         self._contexts = contexts
@@ -141,7 +141,7 @@ class _Both(contextlib.AbstractContextManager[None]):
         self._stack.__exit__(*exc_info)
 
 
-# What costs more to compute than to keep.
+# Operators that cost more to recompute than to keep.
 _KEPT = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -160,8 +160,11 @@ def _policy(context: Any, operation: Any, *args: Tensor, **kwargs: Any) -> Check
 
 @dataclass
 class _Known:
-    """What the first forward has shown: tensors that it writes in place, generators of all that it draws from, and
-    objects that it leaves as they are. By id."""
+    """What the first forward has shown, by id.
+
+    These are tensors that it writes in place, global generators that it draws from, and objects that it leaves
+    unchanged.
+    """
 
     written: dict[int, Tensor] = field(default_factory=dict)
     generators: list[Any] = field(default_factory=list)
@@ -169,24 +172,26 @@ class _Known:
 
 
 def _generators() -> list[Any]:
-    """Those of Python and of numpy that all code has in common; torch's own a checkpoint puts back."""
+    """Return the global generators of Python and numpy; a checkpoint restores torch's itself."""
     of_numpy = sys.modules.get("numpy.random.mtrand")
     return [random.seed.__self__, *(() if of_numpy is None else (of_numpy._rand,))]  # type: ignore[attr-defined]
 
 
 class _State:
-    """What a block's modules hold, at a moment."""
+    """State of a block's modules at one moment."""
 
     def __init__(self) -> None:
         self.tensors: dict[int, _Values] = {}
-        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes, or buffers, and what they were
-        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # and their attributes
+        self._held: list[
+            tuple[dict[str, Any], dict[str, Any]]
+        ] = []  # dicts of attributes or buffers, and their old contents
+        self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # with their attributes
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
-        self._others: dict[int, tuple[Any, functools.partial[Any]]] = {}  # and what puts each back
+        self._others: dict[int, tuple[Any, functools.partial[Any]]] = {}  # with functions that restore them
         self.known = _Known()
 
     def look(self, block: nn.Module, known: _Known, *, has_all_values: bool = False) -> None:
-        """Note what there is; the values of tensors that are ``known`` to be written, or of all."""
+        """Note the state; the values of all tensors, or of those ``known`` to be written."""
         self.known, has_graphs, waiting = known, False, list(known.generators)
         for part in block.modules():
             own = {key: value for key, value in vars(part).items() if key not in _OF_MODULES}
@@ -217,12 +222,12 @@ class _State:
             self._forget_graphs()
 
     def generators_drawn_from(self) -> list[Any]:
-        """Of those that all code has in common."""
+        """Return the global generators that were drawn from."""
         noted = [(each, self._others[id(each)][1], note_values(each, most_bytes=0)) for each in self.known.generators]
         return [each for each, was, now in noted if now and repr(was.args) != repr(now.args)]
 
     def unchanged_objects(self) -> dict[int, Any]:
-        """All, where nothing was written that attributes of modules lead to; else none, as one leads to another."""
+        """Return all objects if nothing that attributes lead to was written; else none, as objects are linked."""
         for each, held in self._objects.values():
             if not are_same([*vars(each), *vars(each).values()], [*held, *held.values()]):
                 return {}
@@ -232,12 +237,12 @@ class _State:
         return {key: each for key, (each, _) in self._objects.items()}
 
     def keep_written(self, written: Iterable[int]) -> None:
-        """Of tensors only those that the forward writes in place."""
+        """Keep only tensors that the forward writes in place."""
         known = set(written)
         self.tensors = {key: each for key, each in self.tensors.items() if key in known}
 
     def put_back(self) -> None:
-        """Have everything as it was, but what is in tensors: see `_Values.begin_again`."""
+        """Restore everything except the values of tensors, for which see `_Values.begin_again`."""
         for holder, held in self._held:
             for key in [key for key in holder if key not in _OF_MODULES and key not in held]:
                 del holder[key]
@@ -249,7 +254,7 @@ class _State:
             put_back()
 
     def _forget_graphs(self) -> None:
-        """Have values without their history in the place of those with one: what runs again needs the values alone."""
+        """Replace tensors that have an autograd history by detached ones, as a rerun needs only their values."""
         plain = TensorMemo(lambda tensor: tensor if tensor.grad_fn is None else tensor.detach().requires_grad_())
         for _, held in self._held:
             held.update({key: plain(value) for key, value in held.items()})
@@ -258,22 +263,22 @@ class _State:
 
 
 class _Values:
-    """Of a tensor, before a run; a copy of what is in its memory where ``is_kept``."""
+    """Version of a tensor before a run and, if ``is_kept``, a copy of its values."""
 
     def __init__(self, tensor: Tensor, *, is_kept: bool) -> None:
         self.tensor, self._version = tensor, _version_of(tensor)
         self._was = tensor.detach().clone() if is_kept else None
 
     def is_written(self) -> bool:
-        """Statistics of a BatchNorm do not tell it by their version."""
+        """Return whether the tensor has changed; the statistics of a BatchNorm change without a new version."""
         if _version_of(self.tensor) != self._version:
             return True
         return self._was is not None and not torch.equal(self._was, self.tensor)
 
     def begin_again(self, common: dict[int, Tensor]) -> Callable[[], None]:
-        """Give the tensor other memory, with what was in its own; return what gives it its own again.
+        """Give the tensor new memory with its old values; return a function that gives it back its own.
 
-        ``common``: the bytes of memory that several tensors have in common, which they do then too.
+        ``common``: copies of memory that several tensors share, which they continue to share.
         """
         own, was, memory = self.tensor.data, self._was, storage_of(self.tensor)
         if memory not in common:
@@ -286,7 +291,7 @@ class _Values:
 
 
 class _Undoing(contextlib.AbstractContextManager[None]):
-    """Around each further run, of which there may be several."""
+    """Context around each further run, of which there may be several."""
 
     def __init__(self, block: nn.Module, before: _State) -> None:
         self._block, self._before = block, before
@@ -312,7 +317,7 @@ class _Undoing(contextlib.AbstractContextManager[None]):
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """A copy of the memory that it is in."""
+    """Return a copy of a tensor's memory."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).clone()
 
 
@@ -325,6 +330,6 @@ def _version_of(tensor: Tensor) -> int:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether it is an object whose attributes the block's code may write."""
+    """Return whether ``value`` is an object whose attributes the block's code may write."""
     is_other = isinstance(value, (nn.Module, type, types.FunctionType, types.ModuleType))
     return hasattr(value, "__dict__") and not is_other and has_state(value) and not has_locks(value)

@@ -1,4 +1,4 @@
-"""What is noted of a place that code may write into; each note gives what puts it back."""
+"""Notes of places that code may write into; each note returns a function that restores the place."""
 
 from __future__ import annotations
 
@@ -17,34 +17,34 @@ import torch
 from torch import Tensor, nn
 
 Undo = Callable[[], None]
-Rule = Callable[[Iterable[Any]], bool]  # whether a place is put back, by the values that came to it
+Rule = Callable[[Iterable[Any]], bool]  # whether to restore a place, by its new values
 
 MISSING: Any = object()
 REFILLED = (list, set, deque)
-OPEN = (OrderedDict, dict, *REFILLED)  # the first of these that a container is one of has its methods
+OPEN = (OrderedDict, dict, *REFILLED)  # a container's methods are those of its first match
 OF_MODULES = frozenset(vars(nn.Module()))  # hooks, parameters, children
 ARRAYS = (bytearray, array.array)
 _OF_EVERY_CLASS = ("__dict__", "__weakref__", "__doc__", "__module__", "_abc_impl", "__slotnames__")
 
 
 def whatever_came(_: Iterable[Any]) -> bool:
-    """The rule for what is the model's own."""
+    """Restore always: the rule for the model's own state."""
     return True
 
 
 def tensors_came(values: Iterable[Any]) -> bool:
-    """The rule for what others may use too, or that may say what was done once and for all."""
+    """Restore if a tensor came: the rule for shared state, or state that records what is done only once."""
     return any(map(_has_tensor, values))
 
 
 class StandIns:
-    """Used during the run in the place of what could not be put back: an empty cache, a copy of an iterator."""
+    """Replacements during a run for what cannot be restored: an empty cache, a copy of an iterator."""
 
     def __init__(self) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}  # the original too, so that its id stays its own
+        self._made: dict[int, tuple[Any, Any]] = {}  # with the original, to keep its id valid
 
     def of(self, value: Any) -> Any:
-        """``value`` itself where it needs none."""
+        """Return the replacement of ``value``, or ``value`` itself if it needs none."""
         if type(value) not in _WITH_STAND_IN:
             return value
         if id(value) not in self._made:
@@ -52,8 +52,8 @@ class StandIns:
         return self._made[id(value)][1]
 
     def of_all(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """By their keys, those that there are."""
-        if _WITH_STAND_IN.isdisjoint(map(type, values.values())):  # as a rule, and quicker
+        """Return the replacements by key, where there are any."""
+        if _WITH_STAND_IN.isdisjoint(map(type, values.values())):  # the usual case, and faster
             return {}
         made = {key: self.of(value) for key, value in values.items()}
         return {key: each for key, each in made.items() if each is not values[key]}
@@ -61,11 +61,11 @@ class StandIns:
     def warn_of_moved(self) -> None:
         for value, made in self._made.values():
             if isinstance(made, _Watched) and made.is_moved:
-                place = f" of line {value.gi_code.co_firstlineno}" if isinstance(value, types.GeneratorType) else ""
+                place = f" from line {value.gi_code.co_firstlineno}" if isinstance(value, types.GeneratorType) else ""
                 name = getattr(value, "__qualname__", "")
                 warnings.warn(
-                    f"the model takes from a {type(value).__name__} {name}{place}, which has gone on and cannot be put "
-                    "back: give the model an iterator that can be copied, as of a list",
+                    f"the model reads from a {type(value).__name__} {name}{place}, which has advanced and cannot be "
+                    "put back: give the model an iterator that can be copied, such as that of a list",
                     stacklevel=2,
                 )
 
@@ -83,24 +83,24 @@ class StandIns:
         return self._copy(value)
 
     def _copy(self, iterator: Any) -> Any:
-        """With copies of those that it takes from, which `copy.copy` would move on."""
+        """Copy an iterator, with the iterators that it reads from, which `copy.copy` would advance."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 kind, args, *states = iterator.__reduce__()
-        except TypeError:  # a generator; and a later Python copies none of itertools
+        except TypeError:  # a generator; later Pythons cannot copy itertools either
             return _Watched(iterator)
         made = kind(*map(self.of, args))
         for state in states:
             parts = tuple(map(self.of, state)) if isinstance(state, tuple) else state
             if isinstance(iterator, itertools.cycle):
-                parts = [*parts[0]], parts[1]  # else both would add to one list
+                parts = [*parts[0]], parts[1]  # otherwise both would share one list
             made.__setstate__(parts)
         return made
 
 
 class IteratorCopies(StandIns):
-    """Of iterators alone, where they can be copied, for code that may have to run again."""
+    """Replacements of iterators only, if they can be copied, for code that may have to run again."""
 
     def of(self, value: Any) -> Any:
         made = super().of(value) if type(value) in _ITERATORS else value
@@ -108,7 +108,7 @@ class IteratorCopies(StandIns):
 
 
 class _NoStandIns(StandIns):
-    """What is used stays what it is."""
+    """Replacements that replace nothing."""
 
     def of(self, value: Any) -> Any:
         return value
@@ -118,7 +118,7 @@ NO_STAND_INS = _NoStandIns()
 
 
 class _Watched:
-    """A generator, and whether it was asked for anything."""
+    """A generator that notes whether it was used."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -131,7 +131,7 @@ class _Watched:
         self.is_moved = True
         return next(self._original)
 
-    def __getattr__(self, name: str) -> Any:  # as send
+    def __getattr__(self, name: str) -> Any:  # such as send
         if name.startswith("_"):
             raise AttributeError(name)
         self.is_moved = True
@@ -153,7 +153,7 @@ _WITH_STAND_IN = frozenset((functools._lru_cache_wrapper, staticmethod, classmet
 
 
 class FoundDict(NamedTuple):
-    """``base``: its class that changes it."""
+    """A dict to note; ``base``: the class whose methods change it."""
 
     base: Any
     value: Any
@@ -161,7 +161,7 @@ class FoundDict(NamedTuple):
 
 
 def note_dicts(dicts: Sequence[FoundDict], stand_ins: StandIns) -> Undo:
-    """Of many, most of which are empty, as those of hooks are."""
+    """Note many dicts, most of which are empty, such as those of hooks."""
     empty, notes = list[FoundDict](), list[Undo]()
     for found in dicts:
         if found.base.__len__(found.value):
@@ -194,7 +194,7 @@ def _note_dict(found: FoundDict, stand_ins: StandIns) -> Undo:
         if rule(each for key, each in now.items() if each is not given.get(key, MISSING)):
             refill(value, (*was, *was.values()))
             return
-        for key, each in now.items():  # of others, who have learnt something
+        for key, each in now.items():  # shared state, which has changed without tensors
             if each is given.get(key, MISSING) and each is not was[key]:
                 base.__setitem__(value, key, was[key])
 
@@ -217,7 +217,7 @@ def note_items(value: Any, rule: Rule, stand_ins: StandIns) -> Undo:
 
 
 def note_array(value: Any) -> Undo:
-    was = bytes(value) if isinstance(value, memoryview) else value[:]  # of which a part is no copy
+    was = bytes(value) if isinstance(value, memoryview) else value[:]  # a slice of it would be no copy
 
     def undo() -> None:
         if bytes(value) != bytes(was):
@@ -227,7 +227,7 @@ def note_array(value: Any) -> Undo:
 
 
 def note_values(value: Any, *, most_bytes: int) -> functools.partial[Any] | None:
-    """What puts a generator of random numbers, or an array of so many bytes at most, back; None for what is neither."""
+    """Return a function that restores a random generator, or an array up to ``most_bytes``; None for anything else."""
     if isinstance(value, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
@@ -244,7 +244,7 @@ def note_values(value: Any, *, most_bytes: int) -> functools.partial[Any] | None
 
 
 def note_tensor(tensor: Tensor) -> Undo:
-    """What it is beside its values; without these it counts writes all the same."""
+    """Note a tensor's state other than its values, such as its version, gradient and hooks."""
     is_leaf, requires_grad = tensor.is_leaf, tensor.requires_grad
     grad, hooks = (tensor.grad, tensor._backward_hooks) if is_leaf else (None, None)
     writes = None if tensor.is_inference() else tensor._version
@@ -252,7 +252,7 @@ def note_tensor(tensor: Tensor) -> Undo:
     place_undone = _note_place(tensor) if has_place else None
 
     def undo() -> None:
-        if is_leaf and not tensor.is_leaf:  # something with a gradient was written into it
+        if is_leaf and not tensor.is_leaf:  # a tensor with a gradient was written into it
             tensor.detach_()
         if place_undone is not None:
             place_undone()
@@ -271,7 +271,7 @@ def note_tensor(tensor: Tensor) -> Undo:
 
 
 def _note_place(tensor: Tensor) -> Undo:
-    """Where it is in memory: as ``tensor.data = other`` and operators such as ``resize_`` change it."""
+    """Note a tensor's memory, which ``tensor.data = other`` and operators such as ``resize_`` change."""
     alias, was = tensor.detach(), _place_of(tensor)
     size_bytes = alias.untyped_storage().nbytes()
 
@@ -346,19 +346,19 @@ def note_names(namespace: dict[str, Any], names: Sequence[str], stand_ins: Stand
 
 
 def base_of(container: Any) -> Any:
-    """Its class among ``OPEN``; None for what is none of these."""
+    """Return the class of a container among ``OPEN``, or None."""
     return next((base for base in OPEN if isinstance(container, base)), None)
 
 
 def contents_in(container: Any) -> list[Any]:
-    """What a container has in it, of a dict the keys and then the values; nothing of what is none of ``OPEN``."""
+    """Return the contents of a container in ``OPEN``, for a dict its keys and then its values; else nothing."""
     if (base := base_of(container)) is None:
         return []
     return [*base.__iter__(container), *(base.values(container) if isinstance(container, dict) else ())]
 
 
 def refill(container: Any, contents: Iterable[Any]) -> None:
-    """By the methods of its base: a Counter would count what it is updated with."""
+    """Replace the contents by the methods of the base class: a Counter's own would count."""
     base = base_of(container)
     base.clear(container)
     if isinstance(container, dict):
@@ -375,7 +375,7 @@ def are_same(now: Sequence[Any], was: Sequence[Any]) -> bool:
 
 
 def own_attributes(module: nn.Module) -> dict[str, Any]:
-    """What the user's code has put into it, beside parameters, buffers, children and hooks."""
+    """Return the attributes that the user's code has set: no parameters, buffers, children or hooks."""
     return {key: value for key, value in vars(module).items() if key not in OF_MODULES}
 
 
@@ -384,14 +384,14 @@ def attributes_of(owner: type) -> dict[str, Any]:
 
 
 def slots_of(owner: type) -> Iterator[types.MemberDescriptorType]:
-    """Those that code of Python gives a class; members of C may be for reading alone."""
+    """Yield the slots of Python classes; members of C types may be read-only."""
     for base in owner.__mro__:
         if "__slots__" in vars(base):
             yield from (each for each in vars(base).values() if isinstance(each, types.MemberDescriptorType))
 
 
 def contents_of_slot(value: Any, slot: types.MemberDescriptorType) -> Any:
-    """Past a property that hides it."""
+    """Return the contents of a slot, even if a property hides it; MISSING if it is empty."""
     try:
         return slot.__get__(value)
     except AttributeError:  # it is empty
@@ -406,7 +406,7 @@ def contents_of(cell: types.CellType) -> Any:
 
 
 def _has_tensor(value: Any, depth: int = 6) -> bool:
-    """Whether there is one in it: in containers, and in attributes of objects."""
+    """Return whether ``value`` contains a tensor, in containers or in attributes of objects."""
     if isinstance(value, Tensor):
         return True
     if isinstance(value, (str, bytes, type, types.ModuleType, types.FunctionType)) or not depth:

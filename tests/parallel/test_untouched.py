@@ -243,7 +243,7 @@ def test_generator_that_went_on_is_named() -> None:
 
     model = Takes()
     before = look_of(model)
-    with pytest.warns(UserWarning, match="takes from a generator .*Takes.__init__.* and cannot be put back") as told:
+    with pytest.warns(UserWarning, match="reads from a generator .*Takes.__init__.* and cannot be put back") as told:
         par.profile(model, draw(2, 8))
     assert len(told) == 2
     assert_untouched(model, before)
