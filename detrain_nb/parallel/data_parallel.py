@@ -165,7 +165,7 @@ def _leave_where_they_are() -> None:
 
 
 def _reduce_unused(root: FSDPModule) -> None:
-    """Make gradients of parameters unused on one replica 0 there; otherwise reductions would not match."""
+    """Make gradients of parameters unused on one replica 0 there: left out, other gradients would be summed instead."""
     if hasattr(root, "set_reduce_scatter_unused_params"):
         root.set_reduce_scatter_unused_params(True)
         return

@@ -238,7 +238,7 @@ class _Layout:
                 return play(lambda module: None)
 
     def _played_microbatches(self, place: int) -> int | None:
-        """Return how many microbatches to play; under 1F1B a second round holds what its first microbatch holds."""
+        """Return how many microbatches to play; under 1F1B, none after the first of a second round holds more."""
         count = self.num_microbatches
         if count is None or self.found is None or self.order.name != "1F1B":
             return count

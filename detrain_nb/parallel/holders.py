@@ -142,9 +142,7 @@ class _Following:
             return functools.lru_cache(**value.cache_parameters())(self(value.__wrapped__))
         if isinstance(value, weakref.ref):
             target = value()
-            return (
-                weakref.ref(self(target)) if id(target) in self._found else value
-            )  # a copy would have no other reference
+            return weakref.ref(self(target)) if id(target) in self._found else value  # a copy would be deleted
         if isinstance(value, (tuple, frozenset)):
             parts = map(self, value)
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)

@@ -135,7 +135,7 @@ def find_parameter_use(model: nn.Module, call: tuple[tuple[Any, ...], dict[str, 
     args, kwargs = call
     try:
         with fails_with_inputs(args, kwargs), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what torch tells of this look is told when the model runs
+            warnings.simplefilter("ignore")  # torch repeats these warnings when the model runs
             profiles = [profile_call(model, args, kwargs)]
             if model.training:
                 place = device_of([*model.parameters(), *model.buffers()])

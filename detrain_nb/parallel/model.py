@@ -232,7 +232,7 @@ class ParallelModel(abc.ABC):
 
     @contextlib.contextmanager
     def _gradients_completed(self) -> Iterator[None]:
-        """Average and add up the gradients that replicas and stages share, computed in the block.
+        """Average and add up the gradients, computed in the block, of parameters that replicas and stages share.
 
         Collective: all ranks of the model.
         """

@@ -217,9 +217,7 @@ def _asked_by(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list
     """Return the tensors whose values an operator reveals, directly or by the shape of its result."""
     if func is torch.ops.aten.index.Tensor:
         indices = tensors_of((args[1],))
-        return [
-            leaf for leaf in indices if leaf.dtype in (torch.bool, torch.uint8)
-        ]  # integer indices matter only by shape
+        return [leaf for leaf in indices if leaf.dtype in (torch.bool, torch.uint8)]  # others matter by shape
     if func is torch.ops.aten.masked_select.default:
         return [args[1]]
     if func.tags and not _TELLING.isdisjoint(func.tags):

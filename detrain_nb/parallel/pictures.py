@@ -10,14 +10,7 @@ from ..text import table_lines
 from .costs.partitioner import Partition
 
 _MOST_ROWS = _MOST_COLUMNS = 32
-_COLOURS = (
-    "#7fa3cc",
-    "#f1b26e",
-    "#8cc084",
-    "#e58f8f",
-    "#b6a0d1",
-    "#c4a78d",
-)  # one for each place on the outermost axis
+_COLOURS = ("#7fa3cc", "#f1b26e", "#8cc084", "#e58f8f", "#b6a0d1", "#c4a78d")  # places on the outermost axis
 
 
 def draw_partition(found: Partition, axes: Any = None) -> Any:

@@ -55,7 +55,7 @@ class TensorMemo:
 
     def __init__(self, make: Callable[[Tensor], Tensor]) -> None:
         self._make = make
-        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # the original too, so that its id stays its own
+        self._made: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, to keep its id valid
 
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -224,9 +224,7 @@ class Entries:
         self.outputs: dict[str, ModuleOutput] = {}  # of modules that return only tensors
         self.giving_others: set[str] = set()  # modules that return more than tensors
         self.calls: dict[str, int] = {}
-        self.time_first: list[
-            tuple[str, tuple[int, ...]]
-        ] = []  # layers that expect (T, B, D), and their inputs' shapes
+        self.time_first: list[tuple[str, tuple[int, ...]]] = []  # layers that expect (T, B, D), and their inputs
         self.buffers_left: dict[str, Tensor] = {}  # as they are when the model returns
 
     def watched(self) -> contextlib.AbstractContextManager[None]:

@@ -182,9 +182,7 @@ class _State:
 
     def __init__(self) -> None:
         self.tensors: dict[int, _Values] = {}
-        self._held: list[
-            tuple[dict[str, Any], dict[str, Any]]
-        ] = []  # dicts of attributes or buffers, and their old contents
+        self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []  # attributes or buffers, and old ones
         self._objects: dict[int, tuple[Any, dict[str, Any]]] = {}  # with their attributes
         self._contents: dict[int, tuple[Any, list[Any]]] = {}
         self._others: dict[int, tuple[Any, functools.partial[Any]]] = {}  # with functions that restore them

@@ -121,9 +121,7 @@ class WholeModel(ParallelModel):
         for index, (args, kwargs) in enumerate(passage.parts):
             with self._in_sync(is_last=index + 1 == len(passage.parts)):
                 with fails_on_a_part(len(passage.parts)):
-                    passage.take(
-                        index, self._known(self._called(*args, **kwargs))
-                    )  # passed on directly, so nothing else keeps it alive
+                    passage.take(index, self._known(self._called(*args, **kwargs)))  # keeps the only reference
                 if is_training:
                     with autocast_left(self.device), _told_of_ddp(), self._failure_noted():
                         passage.losses[index].backward()
