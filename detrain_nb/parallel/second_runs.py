@@ -93,7 +93,7 @@ class SecondRuns:
             if id(each.tensor) not in known.written and each.is_written():
                 known.written[id(each.tensor)] = each.tensor
                 if not is_first:
-                    self._tell(f"{self._named(each.tensor)} is written by this forward, but was not by the first one,")
+                    self._tell(f"{self._named(each.tensor)} is written by this forward, but was not by the first one")
         if is_first:
             # A new object: the first run's own is used in each of its further runs.
             self._known[modes] = _Known(known.written, before.generators_drawn_from(), before.unchanged_objects())
@@ -119,8 +119,8 @@ class SecondRuns:
         if key not in self._told:
             self._told.add(key)
             warnings.warn(
-                f"{what} of {self._name}, which runs twice as activations are recomputed, so the write happens twice: "
-                "leave activations= out, or write outside of the block",
+                f"{self._name}: {what}; the block runs twice as activations are recomputed, so the write happens "
+                "twice: leave activations= out, or write outside of the block",
                 stacklevel=2,
             )
 

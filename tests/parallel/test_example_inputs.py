@@ -53,7 +53,7 @@ class Asserts(nn.Linear):
 @pytest.mark.parametrize("take", GIVEN_TO.values(), ids=GIVEN_TO)
 def test_what_a_model_asserts_of_its_inputs_is_told(take: Callable[..., Any]) -> None:
     with pytest.raises(
-        SpecError, match=r"(?s)on the example inputs \(float32 \(2, 8\)\): AssertionError.*: give what it"
+        SpecError, match=r"(?s)on the example inputs \(float32 \(2, 8\)\): AssertionError.*; give inputs of one"
     ):
         take(nn.Sequential(Asserts(8, 8), nn.Linear(8, 8)), torch.zeros(2, 8))
 

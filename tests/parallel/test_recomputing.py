@@ -171,9 +171,9 @@ def test_second_run_begins_as_the_first_and_leaves_nothing(way: str, activations
     [
         (
             "parameter",
-            "the parameter average is written by each forward of 0.0, which runs twice as activations are",
+            "0.0: the parameter average is written by each forward; the block runs twice as activations are",
         ),
-        ("later", "table is written by this forward, but was not by the first one, of 0.0, which runs twice"),
+        ("later", "0.0: table is written by this forward, but was not by the first one; the block runs twice"),
     ],
 )
 def test_what_a_second_run_writes_again_is_told(way: str, message: str) -> None:
