@@ -87,9 +87,9 @@ def _device_type() -> str:
     if len(set(every)) > 1:
         without = [str(rank) for rank, kind in enumerate(every) if kind == "cpu"]
         raise SpecError(
-            f"ranks {', '.join(without)} have no GPU that their group can use, but others do: use ranks of one kind, "
-            "or, for a pipeline over both, make_mesh(pp=..., device_type='cpu') and parallelize(..., device='cuda') "
-            "on ranks with a GPU"
+            f"only some ranks have a GPU that their group can use (without: {', '.join(without)}): use ranks of one "
+            "kind, or, for a pipeline over both, make_mesh(pp=..., device_type='cpu') and parallelize(..., "
+            "device='cuda') on ranks with a GPU"
         )
     return every[0]
 

@@ -451,7 +451,7 @@ def test_users_model_stays_on_its_device(two_ranks: Session) -> None:
 
 
 def test_ranks_with_unlike_devices_are_told(two_ranks: Session) -> None:
-    with pytest.raises(RankError, match="ranks 0 have no GPU that their group can use, but others do"):
+    with pytest.raises(RankError, match=r"only some ranks have a GPU that their group can use \(without: 0\)"):
         two_ranks.run_cell("mixed_ranks.choose_device('cpu:gloo,cuda:nccl')", timeout_s=30)
     of_gloo = two_ranks.run_cell("mixed_ranks.choose_device('cpu:gloo,cuda:gloo')", timeout_s=30)
     assert of_gloo.values == {0: "cpu", 1: "cpu"}, "gloo sends no tensor of a GPU to one rank"
