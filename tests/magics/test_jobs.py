@@ -42,7 +42,7 @@ pytestmark = pytest.mark.timeout(120)
     ("line", "error"),
     [
         ("shw", "%job: 'shw' is no command: did you mean show?"),
-        ("--name x", "--name stands behind a command: %job submit --name"),
+        ("--name x", "--name must follow a subcommand: %job submit --name"),
         ("submit", "%job submit: the following arguments are required: SPEC"),
         ("submit a.json b", "'b' is one word too many"),
         ("show x --training.epochs 2", "--training.epochs is no option here"),

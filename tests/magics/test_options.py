@@ -39,8 +39,8 @@ _COMMANDS = (
         ("%distributed START", f"'START' is no command: there are {_COMMANDS}"),
         ("%distributed intrrupt", "'intrrupt' is no command: did you mean interrupt?"),
         ("%distributed nosuch", f"'nosuch' is no command: there are {_COMMANDS}"),
-        ("%distributed --nodes gpu1", "--nodes stands behind a command: %distributed start --nodes"),
-        ("%distributed -n 2", "-n stands behind a command: %distributed start -n"),
+        ("%distributed --nodes gpu1", "--nodes must follow a subcommand: %distributed start --nodes"),
+        ("%distributed -n 2", "-n must follow a subcommand: %distributed start -n"),
         # no such option
         ("%distributed start --node gpu1", "--node is no option here: did you mean --nodes?"),
         ("%distributed start --no-synk", "--no-synk is no option here: did you mean --no-sync?"),
@@ -93,7 +93,7 @@ _COMMANDS = (
         ("%%distributed --timeout 1e300", "argument --timeout: 1e300 seconds: give more than 0, at most 100000000"),
         (
             f"%%distributed --max-lines {10**12}",
-            f"argument --max-lines: {10**12} is more than 1000000000; 0 is no limit",
+            f"argument --max-lines: {10**12} is more than 1000000000; 0 means no limit",
         ),
         ("%distributed start --device gpu", "--device 'gpu': give one of auto, cpu, cuda"),
         ("%distributed start --start spawn", "--start 'spawn': give one of fork, exec"),
@@ -108,7 +108,7 @@ _COMMANDS = (
         ("%distributed data chekc x", "check 'chekc': give one of check"),
         ("%distributed log --cell last", "argument --cell: 'last' is no whole number"),
         ("%%distributed --timeout x", "argument --timeout: 'x' is no number"),
-        ("%%distributed --max-lines -1", "argument --max-lines: -1 is less than 0; 0 is no limit"),
+        ("%%distributed --max-lines -1", "argument --max-lines: -1 is less than 0; 0 means no limit"),
         ("%%distributed --merge some", "--merge 'some': give one of same, all, rank0"),
         ("%broadcast x --from gpu1", "argument --from: 'gpu1' is no whole number"),
         # a word too many
@@ -122,8 +122,8 @@ _COMMANDS = (
         ("%distributed attach one two", "'two' is one word too many: leave it out"),
         ("%distributed start 'a b'", "'a b' is one word too many: did you mean --nodes 'a b'?"),
         ("%%distributed gpu1", "'gpu1' is one word too many: did you mean -r gpu1?"),
-        ("%%rank 0 1", "'1' is one word too many: several ranks have commas between them, as in 0,2"),
-        ("%pull a b", "'b' is one word too many: several names have commas between them, ranks stand behind -r"),
+        ("%%rank 0 1", "'1' is one word too many: separate several ranks by commas, as in 0,2"),
+        ("%pull a b", "'b' is one word too many: separate names by commas; ranks must follow -r"),
         ("%distributed start 'x", "No closing quotation: start 'x"),
     ],
 )
@@ -143,12 +143,12 @@ def test_wrong_line_says_what_to_do(line: str, said: str) -> None:
 @pytest.mark.parametrize(
     ("assignment", "said"),
     [
-        ("hang=nan", "hang is a number, 0 or more, not 'nan'"),
-        ("hang=1e300", "hang is at most 100000000, not '1e300'"),
-        ("timeout=-1", "timeout is a number, 0 or more, not '-1'"),
-        ("warm=inf", "warm is a number, 0 or more, not 'inf'"),
-        (f"max_lines={10**12}", f"max_lines is at most 1000000000, not '{10**12}'"),
-        ("max_chars=1e3", "max_chars is a number, 0 or more, not '1e3'"),
+        ("hang=nan", "hang must be a number, 0 or more, not 'nan'"),
+        ("hang=1e300", "hang must be at most 100000000, not '1e300'"),
+        ("timeout=-1", "timeout must be a number, 0 or more, not '-1'"),
+        ("warm=inf", "warm must be a number, 0 or more, not 'inf'"),
+        (f"max_lines={10**12}", f"max_lines must be at most 1000000000, not '{10**12}'"),
+        ("max_chars=1e3", "max_chars must be a number, 0 or more, not '1e3'"),
     ],
 )
 def test_setting_that_cannot_be_says_what_is_allowed(assignment: str, said: str) -> None:

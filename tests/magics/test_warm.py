@@ -76,7 +76,7 @@ def test_what_is_kept_ends_with_the_setting_and_with_the_kernel(kernel: Any) -> 
     assert kernel.run("%distributed config warm=1").status == "ok"
     psutil.wait_procs([soon_over], timeout=10)
     assert not soon_over.is_running()
-    assert "at most 86400 seconds, a day" in kernel.run("%distributed config warm=1e99").error
+    assert "at most 86400 seconds (one day)" in kernel.run("%distributed config warm=1e99").error
     for wrong in ("warm=-1", "warm=inf", "warm=nan", "warm=soon"):
         assert "warm is a number, 0 or more" in kernel.run(f"%distributed config {wrong}").error
     assert kernel.run("%distributed config warm=60").status == "ok"
