@@ -20,14 +20,14 @@ from .pipeline import PipelineMagics
 
 __all__ = ["DistributedMagics", "JobMagics", "current_session", "load_ipython_extension", "unload_ipython_extension"]
 
-_UNLOADED = "detrain_nb_unloaded"  # the same, after %unload_ext
-_MAGICS = "detrain_nb_magics"  # where the notebook's magics are found again, as an attribute of its IPython
+_UNLOADED = "detrain_nb_unloaded"  # attribute of the IPython shell that keeps the magics after %unload_ext
+_MAGICS = "detrain_nb_magics"  # attribute of the IPython shell that keeps the loaded magics
 
 
 def current_session() -> Session:
-    """The session that this notebook holds, for plain Python: ``current_session().ranks.where()`` from a timer, say.
+    """Return the session of this notebook, for plain Python: ``current_session().ranks.where()`` in a timer, say.
 
-    Raises: SessionError when the magics are not loaded, or hold none.
+    Raises: SessionError when the magics are not loaded or hold no session.
     """
     magics: DistributedMagics | None = getattr(get_ipython(), _MAGICS, (None, []))[0]
     session = magics.session if magics else None
@@ -37,7 +37,7 @@ def current_session() -> Session:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """Register the magics; loading twice keeps the session that runs, and so does ``%reload_ext``."""
+    """Register the magics; loading them twice, or ``%reload_ext``, keeps the running session."""
     if hasattr(ipython, _MAGICS):
         return
     magics: DistributedMagics = ipython.__dict__.pop(_UNLOADED, None) or DistributedMagics(ipython)
@@ -58,21 +58,22 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Take the magics away. The session stays for who loads them again, and ends with this process."""
+    """Remove the magics. The session stays for a later ``%load_ext``, and ends with this process."""
     magics, undo = ipython.__dict__.pop(_MAGICS, (None, []))
     if magics is None:
         return
     setattr(ipython, _UNLOADED, magics)
     if magics.session is not None:
         print(
-            "the session goes on: %load_ext detrain_nb has it again; it ends with this kernel, or by %distributed stop"
+            "the session keeps running: %load_ext detrain_nb takes it up again; it ends with this kernel, or by "
+            "%distributed stop"
         )
     for act in undo:
         act()
 
 
 def _register(ipython: Any, magics: Magics) -> Callable[[], None]:
-    """Returns what takes them away again."""
+    """Register ``magics``; returns the function that removes them."""
     ipython.register_magics(magics)
 
     def take_away() -> None:

@@ -1,4 +1,4 @@
-"""The boards of one notebook: those that were asked for, and those that a long cell shows by itself."""
+"""The boards of one notebook: those that the user asked for, and those that a long cell shows automatically."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from .render import LiveCell
 
 _DRAWN_S = 2.0
-LONG_S = 2.0  # a cell that runs for less shows no board by itself
+LONG_S = 2.0  # a shorter cell shows no board automatically
 
 
 class Boards:
-    """With ``%distributed config board=auto`` each session has one, above the output of its first long cell."""
+    """The boards; with ``%distributed config board=auto`` each session gets one above its first long cell."""
 
     def __init__(self, ipython: Any, is_auto: Callable[[], bool]) -> None:
         self._has_kernel = getattr(ipython, "kernel", None) is not None
@@ -30,7 +30,7 @@ class Boards:
         self._shown: list[tuple[Session, BoardView]] = []
 
     def show(self, session: Session) -> None:
-        """Display one below the cell that runs now; in a terminal its plain form."""
+        """Display a board below the running cell; in a terminal, its plain text."""
         view = self._make(session)
         if self._has_kernel:
             display(view)
@@ -39,7 +39,7 @@ class Boards:
 
     @contextmanager
     def above(self, session: Session, live: LiveCell) -> Iterator[None]:
-        """While ``live`` runs for long, show a board above it, if the session is to have one and has none."""
+        """Show a board above ``live`` when that runs for long, if the session should have one and has none."""
         if not (self._is_auto() and self._has_kernel) or self._has_one(session):
             yield
             return
@@ -50,7 +50,7 @@ class Boards:
             putting.end()
 
     def settle_ended(self) -> None:
-        """Let plain HTML take the place of the boards of sessions that have ended, or were left."""
+        """Replace the boards of sessions that have ended, or were left, by plain HTML."""
         with self._lock:
             ended = [(session, view) for session, view in self._shown if not session.is_alive]
             self._shown = [each for each in self._shown if each not in ended]
@@ -61,7 +61,7 @@ class Boards:
         return any(shown is session for shown, _ in self._shown)
 
     def _make(self, session: Session) -> BoardView:
-        from ..widgets import board  # it takes its time to import
+        from ..widgets import board  # slow to import
 
         view = board(session)
         with self._lock:
@@ -70,7 +70,7 @@ class Boards:
 
 
 class _PutAbove:
-    """Puts a board above a cell that runs for long."""
+    """A thread that puts a board above a cell that runs for long."""
 
     def __init__(self, live: LiveCell, make: Callable[[], BoardView]) -> None:
         self._live = live
@@ -84,13 +84,13 @@ class _PutAbove:
         if self._has_ended.wait(LONG_S) or not self._live.can_have_head:
             return
         view = self._make()
-        view.settled()  # has it take a first board, here and not where the screen waits for it
+        view.settled()  # builds the first board here, as the screen would wait for it
         if not self._has_ended.is_set():
             self._live.set_head(view.new_display())
             self._view = view
 
     def end(self) -> None:
-        """The cell has ended, and is drawn anew with its board: JupyterLab fails where that is being drawn already."""
+        """Wait until the page has drawn the board: JupyterLab fails when the ended cell is redrawn meanwhile."""
         self._has_ended.set()
         self._thread.join()
         if self._view is not None:

@@ -1,4 +1,4 @@
-"""What may stand for a value on the line of a magic: hosts, sessions, files, variables. It opens no connection."""
+"""Completions of values on the line of a magic: hosts, sessions, files, variables. No connection is opened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..transport.ssh_config import list_hosts
 from .given_spec import read_spec
 from .options import setting_candidates
 
-_LIMIT_S = 0.05  # a key was pressed
+_LIMIT_S = 0.05  # the user has pressed a key and waits
 _TO_ESCAPE = re.compile(r"([^\w@%+=:,./~-])")
 _ESCAPED = re.compile(r"\\(.)")
 _MOST_JOBS = 100  # the newest
@@ -30,7 +30,7 @@ _EVERYWHERE = {*dir(builtins), *keyword.kwlist, "In", "Out", "get_ipython"}
 
 
 class Candidates:
-    """``of`` gives what a word that was begun may become; ``session`` is the notebook's, if it holds one."""
+    """The completions: ``of`` returns those of a word; ``session`` returns the notebook's session, or None."""
 
     def __init__(self, session: Callable[[], Session | None], ipython: Any) -> None:
         self._session = session
@@ -64,7 +64,7 @@ class Candidates:
         return [number for number in numbers if number.startswith(word)]
 
     def of(self, kind: str | None, word: str, before: Sequence[str] = ()) -> list[str] | None:
-        """Whole words that begin with ``word``, behind those ``before``; None where nothing is known of the kind."""
+        """Return the words that begin with ``word``, after the words ``before``; None for an unknown kind."""
         if kind == "NODE":
             return sorted(self._in_time(lambda word: self._nodes_named(before, word), word))
         find = self._by_kind.get(kind or "")
@@ -83,7 +83,7 @@ class Candidates:
         return [name for name, value in here if type(value).__name__ == "PipelineSpec" and name.startswith(word)]
 
     def _nodes_named(self, words: Sequence[str], word: str) -> list[str]:
-        """Those of the spec, behind the format of an export; else those of a job."""
+        """Return nodes of the spec, after the format of an export; else nodes of a job."""
         others = [_ESCAPED.sub(r"\1", name) for name in words if name not in TARGETS]
         own = self._own_specs("")
         specs = [name for name in others if name in own or os.path.isfile(os.path.expanduser(name))]
@@ -92,7 +92,7 @@ class Candidates:
         return _nodes_of_job(words, word)
 
     def _variables(self, word: str) -> list[str]:
-        """Those of the first idle rank, for the last place of a list; not the names that Python has everywhere."""
+        """Return variables of the first idle rank, for the last place of a list; without names that Python defines."""
         session = self._session()
         start = word.rpartition(",")[2]
         found = session.ranks.complete(start, len(start)) if session else None
@@ -102,8 +102,8 @@ class Candidates:
         return _in_list(word, [name for name in names if name.isidentifier() and name not in _EVERYWHERE])
 
     def _in_time(self, read: Callable[[str], Iterable[str]], word: str) -> list[str]:
-        """What ``read`` finds; nothing while a disk, or what an Include names, keeps us waiting."""
-        if self._reading in threading.enumerate():  # is_alive() is not so once its join was interrupted
+        """Return what ``read`` finds; nothing if a slow disk or an ``Include`` takes longer than 0.05 s."""
+        if self._reading in threading.enumerate():  # is_alive() is wrong after an interrupted join
             return []
         found: list[str] = []
 
@@ -118,12 +118,12 @@ class Candidates:
 
 
 def similar_nodes(nodes: str) -> str:
-    """A question about hosts that nobody knows: hosts of ~/.ssh/config, and nodes files, with nearly such a name.
+    """Return a question about unknown hosts: hosts of ~/.ssh/config, and nodes files, with a similar name.
 
-    Of a file there is none to ask: a nodes file was meant as one, of any other it is said what makes one of it.
+    Empty for a nodes file; for any other file, how to make a nodes file of it.
     """
     if os.path.isfile(os.path.expanduser(nodes)):
-        how = f"{nodes} is a file, but no nodes file: %pipeline import {nodes} -o nodes.toml reads lists of hosts"
+        how = f"{nodes} is not a nodes file: %pipeline import {nodes} -o nodes.toml converts a list of hosts"
         return "" if nodes.lower().endswith(SUFFIXES) else how
     with contextlib.suppress(OSError, DetrainError):
         known = list_hosts(Path.home() / ".ssh" / "config")
@@ -136,7 +136,7 @@ def similar_nodes(nodes: str) -> str:
 
 
 def _in_list(word: str, names: Iterable[str], *, prefix: str = "") -> list[str]:
-    """Names for the last place of a list with commas, of those that do not stand in it."""
+    """Return names for the last place of a list with commas, except those already in it."""
     before, comma, last = word.rpartition(",")
     given = {part.rpartition("@")[2] for part in before.split(",")}
     start = last.removeprefix(prefix)
@@ -144,8 +144,8 @@ def _in_list(word: str, names: Iterable[str], *, prefix: str = "") -> list[str]:
 
 
 def _hosts_and_files(word: str) -> list[str]:
-    """Hosts of ~/.ssh/config, with or without a user; nodes files, unless a list of hosts was begun."""
-    from ..spec.node import THIS_MACHINE  # pydantic takes its time
+    """List hosts of ~/.ssh/config, with or without a user; and nodes files, unless a list of hosts was begun."""
+    from ..spec.node import THIS_MACHINE  # pydantic is slow to import
 
     user, at, _ = word.rpartition(",")[2].rpartition("@")
     found: list[str] = []
@@ -157,7 +157,7 @@ def _hosts_and_files(word: str) -> list[str]:
 
 
 def _files(word: str, *, suffixes: tuple[str, ...] = ("",)) -> list[str]:
-    """Folders, and files with one of ``suffixes``."""
+    """List folders, and files with one of ``suffixes``."""
     typed = _ESCAPED.sub(r"\1", word)
     folder, start = os.path.split(typed)
     before = typed[: len(typed) - len(start)]
@@ -171,7 +171,7 @@ def _files(word: str, *, suffixes: tuple[str, ...] = ("",)) -> list[str]:
 
 
 def _nodes_but_first(word: str) -> list[str]:
-    """Those of all sessions that are known: which one is meant may stand further on in the line."""
+    """List them for all known sessions: the session may be named later in the line."""
     return _in_list(word, dict.fromkeys(node.name for known in known_sessions().values() for node in known.nodes[1:]))
 
 
@@ -180,7 +180,7 @@ def _sessions(word: str) -> list[str]:
 
 
 def _jobs(word: str) -> list[str]:
-    """The ids and names of the newest jobs; a name stands for the newest of it."""
+    """List ids and names of the newest jobs; a name means its newest job."""
     from ..jobs.record import Record
 
     known = Record().summaries(limit=_MOST_JOBS)
@@ -189,7 +189,7 @@ def _jobs(word: str) -> list[str]:
 
 
 def _nodes_of_job(words: Sequence[str], word: str) -> list[str]:
-    """Those of the first job that is named on the line."""
+    """List the nodes of the first job on the line."""
     from ..jobs.noting import nodes_of_row
     from ..jobs.record import Record
 
@@ -205,7 +205,7 @@ def _specs(word: str) -> list[str]:
 
 
 def _fields(word: str) -> list[str]:
-    """``--training.`` of what was begun as ``--tr``, and its fields behind the dot; ``--source.git.`` again."""
+    """Complete ``--tr`` to ``--training.``, then its fields; ``--source.git.`` is a section again."""
     from ..spec import PipelineSpec
 
     section, dot, _ = word.removeprefix("--").rpartition(".")

@@ -1,4 +1,4 @@
-"""``%distributed COMMAND``: one method for each."""
+"""The commands of ``%distributed``, one method each."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .screen import Screen, screen_for
 from .stops import NOTHING_RUNS, told_when_interrupted
 from .transcript import Text
 
-_LAST_CELL = 1_000_000  # that a choice of cells may name
+_LAST_CELL = 1_000_000  # the highest number in --cells
 _EVERYTHING = RenderOptions(max_lines=0, max_chars=0)
-_CODE_CHARS = 80  # of a cell's first line, in a list
+_CODE_CHARS = 80  # of a cell's first line in the list
 _AS_IT_CAME = replace(_EVERYTHING, merge="all", is_kept=False)
 
 
@@ -41,7 +41,7 @@ class SessionCommands:
         self._hosts = HostCommands(ipython, holder)
 
     def run(self, line: str) -> None:
-        """Raises: HelpShown, UsageError, and what the command does."""
+        """Run the command of a line. Raises: HelpShown, UsageError, and the errors of the command."""
         parser = options.session_parser()
         args = parser.parse_line(line)
         if args.command is None:
@@ -60,34 +60,34 @@ class SessionCommands:
         if session is not None and session.is_alive:
             if different := self._holder.differs(wanted):
                 raise UsageError(
-                    f"%distributed start: the session has {count_ranks(len(session.ranks))}, with another "
-                    f"{', '.join(different)}; to start them anew, %distributed stop first (their variables are lost)"
+                    f"%distributed start: the session with {count_ranks(len(session.ranks))} was started with another "
+                    f"{', '.join(different)}; to change that, %distributed stop first (all variables are lost)"
                 )
-            print(f"session {session.name!r} runs already, with {count_ranks(len(session.ranks))}: go on")
+            print(f"session {session.name!r} is already running with {count_ranks(len(session.ranks))}")
             return
         with told_when_interrupted("%distributed start", NOTHING_RUNS):
             print(self._holder.start(wanted))
 
     def _stop(self, args: Any) -> None:
-        with told_when_interrupted("%distributed stop", "the ranks end in the background"):
+        with told_when_interrupted("%distributed stop", "the ranks are being stopped in the background"):
             self._holder.end(args.name, cold=args.cold)
 
     def _restart(self, args: Any) -> None:
         if args.ranks is None:
-            left = "no ranks are left, nor their variables; %distributed restart starts them"
+            left = "the ranks have been stopped, and their variables are lost; %distributed restart starts new ones"
             with told_when_interrupted("%distributed restart", left):
                 print(self._holder.restart(args.count, env=args.env, cold=args.cold, force=args.force))
             return
         if args.env or args.cold:
             raise UsageError(
-                f"%distributed restart: {'--env' if args.env else '--cold'} is for all ranks: leave out -r"
+                f"%distributed restart: {'--env' if args.env else '--cold'} applies to all ranks: leave out -r"
             )
         self._replace(args.ranks, "%distributed restart")
 
     def _replace(self, ranks: str, prog: str) -> None:
         session = self._holder.running()
         chosen = session.ranks.choose(ranks)
-        with told_when_interrupted(prog, f"{format_ranks(chosen)} start anew all the same"):
+        with told_when_interrupted(prog, f"the restart of {format_ranks(chosen)} continues"):
             session.restart(chosen)
         print(_fresh(chosen, session))
 
@@ -101,19 +101,17 @@ class SessionCommands:
         own = self._holder.session.name if self._holder.session else None
         lines = [
             f"{name}  {known}  "
-            + ("(this notebook)" if name == own else f"{known.own_end}; %distributed stop {name} ends it")
+            + ("(this notebook)" if name == own else f"{known.own_end}; %distributed stop {name} stops it")
             for name, known in known_sessions().items()
         ]
         if kept_s := seconds_kept():
-            lines.append(
-                f"torch stays imported for this notebook's next start, for {kept_s:.0f} s: stop --cold ends it"
-            )
-        print("\n".join(lines) or "no session runs on this machine, or was started from it")
+            lines.append(f"torch stays imported for this notebook's next start for {kept_s:.0f} s: stop --cold ends it")
+        print("\n".join(lines) or "no session is running on this machine, or was started from it")
 
     def _attach(self, args: Any) -> None:
-        with told_when_interrupted("%distributed attach", "the ranks go on without this notebook"):
+        with told_when_interrupted("%distributed attach", "the ranks keep running without this notebook"):
             session = self._holder.attach(args.name, nodes=args.nodes, steal=args.steal, without=args.without)
-        left = "this notebook holds the session; %distributed log --cell N shows what was missed of a cell"
+        left = "this notebook holds the session; %distributed log --cell N shows the missed output of a cell"
         with told_when_interrupted("%distributed attach", left):
             self._show_all_missed(session)
 
@@ -126,18 +124,18 @@ class SessionCommands:
             self._say(f"{news}\n", "stderr")
         session.log.confirm_missed()
         for number, ranks in session.log.running_cells.items():
-            self._say(f"cell {number} still runs on {format_ranks(ranks)}: what it prints appears here\n")
+            self._say(f"cell {number} is still running on {format_ranks(ranks)}; its output appears here\n")
         if session.failure:
             raise session.failure
 
     def _show_missed(self, session: Session, number: int) -> None:
-        """All that is known of a cell, in the order in which it came; what a running one prints later comes below."""
+        """Show all that is known of a cell, in order of arrival; later output of a running cell follows below it."""
         screen = screen_for(self._ipython)
         is_there = number in session.log.printed or number in session.log.running_cells
         screen.show(Text("stdout", f"cell {number}:\n" if is_there else f"cell {number} has ended\n"))
         plan = session.ranks.plan_of(number)
         live = LiveCell(screen, session.ranks.choose(None, plan=plan), number, _AS_IT_CAME, nodes=plan.node_names)
-        shown: set[int] = set()  # the ranks whose errors stand there
+        shown: set[int] = set()  # the ranks whose errors have been shown
 
         def show_end(run: Cell) -> None:
             live.end(run.bundles())
@@ -155,7 +153,7 @@ class SessionCommands:
         has_left = True
 
     def _say(self, text: str, stream: str = "stdout") -> None:
-        """In order with what screens show, as a print would not be."""
+        """Show a text in order with the output of screens, which a print would not keep."""
         screen = screen_for(self._ipython)
         screen.show(Text(stream, text))
         screen.close()
@@ -163,7 +161,7 @@ class SessionCommands:
     def _detach(self, args: Any) -> None:
         session = self._holder.running()
         self._holder.detach()
-        print(f"detached: the ranks go on; %distributed attach {session.name} comes back to them")
+        print(f"detached: the ranks keep running; %distributed attach {session.name} takes them up again")
 
     def _status(self, args: Any) -> None:
         display(self._holder.running().status())
@@ -177,7 +175,7 @@ class SessionCommands:
         if getattr(self._ipython, "kernel", None) is None:
             display(session.variables(names, ranks=args.ranks))
             return
-        from ..widgets import vars  # anywidget takes its time
+        from ..widgets import vars  # anywidget is slow to import
 
         display(vars(session, names, ranks=args.ranks))
 
@@ -192,7 +190,7 @@ class SessionCommands:
             session.ranks.interrupt(args.ranks)
         else:
             stories = [f"cell {number}: {story}" for number, story in session.stop_cells().items()]
-            print("\n".join(stories) or "no cell runs")
+            print("\n".join(stories) or "no cell is running")
 
     def _replay(self, args: Any) -> None:
         session = self._holder.running()
@@ -241,11 +239,10 @@ class SessionCommands:
         cells = sorted({*session.log.printed, *(session.log.running_cells if args.follow else ())})
         wanted = _wanted_cell(args.cell, cells, session)
         if wanted in session.log.lacking and wanted not in cells:
-            raise UsageError(f"%distributed log: of cell {wanted} it has nothing: {session.log.lacking[wanted]}")
+            raise UsageError(f"%distributed log: the log has nothing of cell {wanted}: {session.log.lacking[wanted]}")
         if wanted not in cells and wanted in session.log.cells_before:
             raise UsageError(
-                f"%distributed log: what cell {wanted} printed, if anything, was shown before this notebook attached: "
-                "it is not kept here"
+                f"%distributed log: output of cell {wanted}, if any, was shown before this notebook attached"
             )
         if wanted not in cells:
             which = f"cell {wanted}, the last one," if args.cell is None else f"cell {args.cell}"
@@ -264,17 +261,19 @@ class SessionCommands:
         except KeyboardInterrupt:
             session.log.unfollow(wanted, live)
             live.finish({})
-            self._say(f"no longer followed, cell {wanted} goes on: %distributed interrupt stops it\n", "stderr")
+            self._say(
+                f"no longer following cell {wanted}, which keeps running: %distributed interrupt stops it\n", "stderr"
+            )
             return
         live.finish({rank: bundle for rank, bundle in run.bundles().items() if rank in chosen})
         _show_errors(run, screen, world_size=plan.world_size, except_of=set(everyone) - set(chosen))
         notes = []
         if plan.world_size > len(session.ranks):
-            notes.append(f"cell {wanted} ran before the session shrank: ranks have the numbers that they had then")
+            notes.append(f"cell {wanted} ran before the session shrank; its output has the rank numbers of that time")
         if why := session.log.lacking.get(wanted):
-            notes.append(f"what cell {wanted} printed after that is not in the log: {why}")
+            notes.append(f"later output of cell {wanted} is not in the log: {why}")
         if wanted in session.log.cells_before:
-            notes.append(f"what was shown of cell {wanted} before this notebook attached is not in the log")
+            notes.append(f"output of cell {wanted} from before this notebook attached is not in the log")
         for words in notes:
             screen.show(Text("stderr", f"{words}\n"))
         screen.close()
@@ -287,7 +286,7 @@ class SessionCommands:
 
 
 def _show_errors(run: Cell, screen: Screen, *, world_size: int, except_of: set[int]) -> None:
-    """Show what a cell raised, ``except_of`` some ranks; these become more."""
+    """Show the errors of a cell, except those of the ranks in ``except_of``; adds the shown ranks to that set."""
     errors = {rank: error for rank, error in run.errors().items() if rank not in except_of}
     if errors:
         except_of.update(errors)
@@ -296,18 +295,18 @@ def _show_errors(run: Cell, screen: Screen, *, world_size: int, except_of: set[i
 
 
 def _fresh(ranks: Sequence[int], session: Session) -> str:
-    """What to say of ranks that were replaced as the user wished."""
+    """Return what to print about ranks that the user had replaced."""
     short = short_ranks(ranks)
     others = ", the others kept their variables" if len(ranks) < len(session.ranks) else ""
     words = (
-        f"{format_ranks(ranks)} started anew{others}:\n  %distributed replay -r {short}  runs earlier cells there again"
+        f"{format_ranks(ranks)} restarted{others}:\n  %distributed replay -r {short}  runs earlier cells there again"
     )
     has_source = others and 0 not in ranks
-    return f"{words}\n  %broadcast NAME -r {short}  brings variables from rank 0" if has_source else words
+    return f"{words}\n  %broadcast NAME -r {short}  copies variables from rank 0" if has_source else words
 
 
 def _wanted_cell(asked: int | None, printed: Sequence[int], session: Session) -> int:
-    """The number of the cell that is meant: the last that ran, a number, or counted from the last that printed."""
+    """Return the number of the cell to show: the last that ran, ``asked``, or counted back from the last output."""
     if asked is None:
         known = [ran.cell for ran in session.log.cells] or printed
         return known[-1] if known else 0
@@ -317,26 +316,26 @@ def _wanted_cell(asked: int | None, printed: Sequence[int], session: Session) ->
 
 
 def _cells(session: Session) -> str:
-    """A line for each cell that ran: its number, its ranks, the first line of its code, and whether it printed."""
+    """Return a line per cell that ran: number, ranks, first line of code, and the state of its output."""
     printed, running, lacking = session.log.printed, session.log.running_cells, session.log.lacking
     lines = []
     for ran in session.log.cells:
         first = next((line.strip() for line in ran.code.splitlines() if line.strip()), "")
         on = "" if len(ran.ranks) == len(session.ranks) else f"[{short_ranks(ran.ranks)}] "
-        kept = f" (not all of it is here: {lacking[ran.cell]})" if ran.cell in lacking else ""
+        kept = f" (output is incomplete: {lacking[ran.cell]})" if ran.cell in lacking else ""
         nothing = " (not kept here)" if ran.cell in session.log.cells_before else " (printed nothing)"
-        state = " (runs)" if ran.cell in running else kept or ("" if ran.cell in printed else nothing)
+        state = " (running)" if ran.cell in running else kept or ("" if ran.cell in printed else nothing)
         lines.append(f"cell {ran.cell}: {on}{one_line(first[:_CODE_CHARS])}{state}\n")
     return "".join(lines) or "no cell has run\n"
 
 
 def _parse_cells(text: str) -> list[int]:
-    """``1-4,7`` -> the numbers. Raises: UsageError."""
+    """Return the cell numbers of a text such as ``1-4,7``. Raises: UsageError."""
     found: list[int] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdigit() or (dash and not last.isdigit()):
-            raise UsageError(f"%distributed replay: {part!r} is no choice of cells: give numbers like 1-4,7")
+            raise UsageError(f"%distributed replay: {part!r} is not a range of cells: give numbers such as 1-4,7")
         if dash and int(last) < int(first):
             raise UsageError(f"%distributed replay: {part!r} runs backwards: give {last}-{first}")
         if int(last or first) > _LAST_CELL:

@@ -1,7 +1,6 @@
-"""Tab and Shift+Tab in the body of a %%distributed cell are answered by the ranks, on the line of a magic by
-its options and by what may stand for their values.
+"""Tab and Shift+Tab: the ranks answer in the body of a %%distributed cell, options and values on a magic's line.
 
-The kernel's own completion knows only the notebook's names, and a matcher suppresses them only when it found something;
+The kernel's own completion knows only the notebook's names, and a matcher suppresses them only if it finds something,
 so the kernel's two methods are wrapped instead.
 """
 
@@ -27,7 +26,7 @@ from .pipeline import pipeline_parser
 _Answer = TypeVar("_Answer")
 
 _CELL_MAGICS = ("%%distributed", "%%rank")
-_WORD = re.compile(r"(?:\\.|[^\s\\])+")  # a blank in a name is written with a backslash
+_WORD = re.compile(r"(?:\\.|[^\s\\])+")  # a space in a name is escaped by a backslash
 _LINE_PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
     "%distributed": session_parser,
     "%pull": pull_parser,
@@ -40,7 +39,7 @@ _LINE_PARSERS: dict[str, Callable[[], argparse.ArgumentParser]] = {
 
 
 def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Callable[[], None]:
-    """Wrap the kernel's completion and inspection; returns what undoes it."""
+    """Wrap the kernel's completion and inspection; returns the undo."""
     kernel = getattr(ipython, "kernel", None)
     if kernel is None:
         return lambda: None
@@ -73,25 +72,25 @@ def route_to_ranks(ipython: Any, session: Callable[[], Session | None]) -> Calla
 
 
 def _of_its_ranks(code: str, ask: Callable[[str | None], _Answer]) -> _Answer | None:
-    """Ask the ranks that the cell is meant for: what stands in it is not for the node of another."""
+    """Query only the ranks that the cell is for, as other nodes must not see its code."""
     prog, _, line = code.partition("\n")[0].strip().partition(" ")
     try:
         return ask(cell_parser(prog).parse_line(line).ranks)
-    except (UsageError, HelpShown, SpecError):  # it names none that are there
+    except (UsageError, HelpShown, SpecError):  # the line names no existing ranks
         return None
 
 
 def _body_start(code: str, position: int) -> int | None:
-    """Where the body of a cell for the ranks begins, when ``position`` is in it."""
+    """Return where the body of a cell for the ranks begins, if ``position`` is in it."""
     first, newline, _ = code.partition("\n")
     is_ours = first.split(maxsplit=1)[:1] and first.split(maxsplit=1)[0] in _CELL_MAGICS
     return len(first) + 1 if is_ours and newline and position > len(first) else None
 
 
 def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | None:
-    """What the word that is being written on the line of a magic of ours may become, and that word.
+    """Return the completions of the last word on the line of a magic of detrain_nb, and that word.
 
-    None where the notebook knows better: on other lines.
+    None on other lines, which the notebook completes.
     """
     line = before.rpartition("\n")[2].lstrip()
     prog, space, rest = line.partition(" ")
@@ -115,7 +114,7 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
     action = _next_action(parser, words)
     if action is not None and action.option_strings:
         return _values(action, word, candidates, words) or [], word
-    names = [max(each.option_strings, key=len) for each in parser._actions if each.option_strings]  # the long ones
+    names = [max(each.option_strings, key=len) for each in parser._actions if each.option_strings]  # the long forms
     if any(each.dest == "format" for each in parser._actions):
         names = [name for name in names if name not in _of_other_formats(words)]
     options = sorted(name for name in names if name.startswith(word))
@@ -131,14 +130,14 @@ def _on_line(before: str, candidates: Candidates) -> tuple[list[str], str] | Non
 
 
 def _of_other_formats(words: list[str]) -> set[str]:
-    """The options of an export that the format among ``words`` does not have."""
+    """Return the export options that the format among ``words`` does not have."""
     target = next((TARGETS[word] for word in words if word in TARGETS), None)
     others = set(OPTIONS) - set(target.options) if target else set[str]()
     return {as_typed(name) for name in others}
 
 
 def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Action | None:
-    """What a word behind ``words`` is given to: the option before it, or the next place of those without one."""
+    """Return the action that takes a word after ``words``: an option, or the next positional argument."""
     option, place = None, 0
     for word in words:
         if option is not None:
@@ -155,7 +154,7 @@ def _next_action(parser: argparse.ArgumentParser, words: list[str]) -> argparse.
 
 
 def _values(action: argparse.Action | None, word: str, candidates: Candidates, before: list[str]) -> list[str] | None:
-    """What may stand for a value that begins with ``word``, behind the words ``before``; None where it is not known."""
+    """Return values that begin with ``word``, after the words ``before``; None if there are no known ones."""
     if action is None:
         return None
     if action.choices is not None:

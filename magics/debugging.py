@@ -1,6 +1,6 @@
-"""``%debug`` and ``%pdb on`` after an error of a magic: no code of the notebook can be looked at, and a line says so.
+"""``%debug`` and ``%pdb on`` after an error of a magic: one line explains that there is no notebook code to inspect.
 
-IPython would open its debugger in a frame of ours, and wait for input.
+IPython would open its debugger in a frame of detrain_nb and wait for input.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..errors import CellTimeout, DetrainError, NodeLost, RankError, RankLost
 from .notebook import replace_methods
 
 _ON_RANKS = (
-    "the error came from ranks, where no debugger can be opened: look at their variables with %%distributed, or bring "
-    "them here with %pull; a function can be called, and debugged, in a cell of the notebook"
+    "the error comes from ranks, where no debugger can be opened: inspect their variables with %%distributed, or copy "
+    "them here with %pull; to debug a function, call it in a cell of the notebook"
 )
-_NOTHING = "there is nothing to debug: the error came from the magic, and not from code that ran in the notebook"
+_NOTHING = "there is nothing to debug: the error comes from the magic, not from code that ran in the notebook"
 
 
 def refuse_debugger(ipython: Any, guard: CodeType) -> Callable[[], None]:
-    """Open no debugger after an error that came through ``guard``, which all magics do. Returns what undoes it."""
+    """Open no debugger after an error that passed through ``guard``, as all errors of magics do; returns the undo."""
     usual = ipython.debugger
 
     def debugger(force: bool = False) -> None:
@@ -38,7 +38,7 @@ def refuse_debugger(ipython: Any, guard: CodeType) -> Callable[[], None]:
 
 
 def _why_not(error: BaseException | None, guard: CodeType) -> str:
-    """Empty where the debugger has something to show: code of the notebook, or a fault of ours."""
+    """Return why no debugger opens; empty if it can show notebook code, or a bug of detrain_nb."""
     if not isinstance(error, (DetrainError, UsageError)):
         return ""
     if all(frame.f_code is not guard for frame, _ in traceback.walk_tb(error.__traceback__)):

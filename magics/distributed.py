@@ -28,7 +28,7 @@ _ASKS_FOR_HELP = re.compile(r"%%(distributed|rank|torchrun)\s(.*\s)?(-h|--help)\
 
 
 def help_without_body(ipython: Any) -> Callable[[], None]:
-    """Let ``%%distributed --help`` stand alone: IPython calls no cell magic without a body. Returns what undoes it."""
+    """Let ``%%distributed --help`` work without a body, which IPython demands of a cell magic; returns the undo."""
 
     def add_body(lines: list[str]) -> list[str]:
         return [*lines, "\n"] if len(lines) == 1 and _ASKS_FOR_HELP.match(lines[0]) else lines
@@ -53,12 +53,12 @@ class DistributedMagics(Magics):
 
     @property
     def session(self) -> Session | None:
-        """The session that the notebook holds now."""
+        """The session that the notebook holds, if any."""
         return self.holder.session
 
     @cell_magic
     def distributed(self, line: str, code: str) -> None:
-        """Run the cell on every rank of the session, and start one where none runs.
+        """Run the cell on every rank of the session; start a session if none is running.
 
         %%distributed [-n N] [-r RANKS] [--merge all|same|rank0] [--timeout S] [--out NAME] [--quiet] [--max-lines N]
         """
@@ -71,13 +71,13 @@ class DistributedMagics(Magics):
 
     @line_magic("distributed")  # type: ignore[arg-type]
     def distributed_line(self, line: str) -> None:
-        """The session of this notebook.
+        """Start, inspect, stop or attach to the session of this notebook.
 
         %distributed start [--nodes NODES] [-n N] [--force] [--fresh] [--device auto|cpu|cuda] [--backend NAME]
                            [--name NAME] [--no-init] [--env K=V] [--seed N] [--start fork|exec] [--linger S]
                            [--group-timeout S]
         %distributed doctor [--nodes NODES] | put FILE... [--to FOLDER] | get REMOTE... | data check PATH | shrink
-        %distributed nodes [FILE] (a form, from which the session can be started)
+        %distributed nodes [FILE] (a form that can start the session)
         %distributed status | where | board | stop [NAME] | restart [-n N | -r RANKS] | list
         %distributed interrupt [-r RANKS | --kill RANKS] | replay -r RANKS [--cells 1-4]
         %distributed log [--cell N | --list] [--rank RANKS] [--follow] | config [KEY=VALUE]
@@ -87,20 +87,28 @@ class DistributedMagics(Magics):
 
     @line_magic
     def pull(self, line: str) -> None:
-        """Bring variables of the ranks into the notebook: %pull NAME[,NAME...] [-r RANKS] [--as NEW]
+        """Copy variables of the ranks into the notebook.
 
-        From several ranks comes a dict {rank: value}, from one rank (-r 0) the value itself.
+        %pull NAME[,NAME...] [-r RANKS] [--as NEW]
+
+        Several ranks give a dict {rank: value}, one rank (-r 0) gives the value itself.
         """
         guard("%pull", lambda: self._pull(line))
 
     @line_magic
     def push(self, line: str) -> None:
-        """Set variables on the ranks to the notebook's values: %push NAME[,NAME...] [-r RANKS]"""
+        """Set variables on the ranks to the notebook's values.
+
+        %push NAME[,NAME...] [-r RANKS]
+        """
         guard("%push", lambda: self._push(line))
 
     @line_magic
     def broadcast(self, line: str) -> None:
-        """Give ranks the variables of another: %broadcast NAME[,NAME...] [--from 0] [-r RANKS]"""
+        """Copy variables of one rank to others.
+
+        %broadcast NAME[,NAME...] [--from 0] [-r RANKS]
+        """
         guard("%broadcast", lambda: self._broadcast(line))
 
     def _run_cell(self, prog: str, line: str, code: str) -> None:
@@ -123,12 +131,12 @@ class DistributedMagics(Magics):
                     observer=live,
                     values=bool(args.out),
                     number=number,
-                    first_line=2,  # below the magic's own
+                    first_line=2,  # after the magic's own line
                 )
         except KeyboardInterrupt as exc:
             if isinstance(exc, DetrainError):
                 raise
-            left = "it has ended on its ranks" if live.has_begun else "no rank has run the cell"
+            left = "the cell has ended on its ranks" if live.has_begun else "no rank has run the cell"
             raise SessionError(f"{prog} was interrupted: {left}") from None
         finally:
             live.finish({r.rank: r.bundle for r in result if r.bundle} if result else {})
@@ -136,25 +144,25 @@ class DistributedMagics(Magics):
             self._ipython.user_ns[args.out] = result
 
     def _execution_count(self) -> int:
-        """The number in the prompt of the cell that runs now; IPython counts on before or after, by version."""
+        """Return the number in the prompt of the running cell; IPython versions count up before or after it runs."""
         return len(self._ipython.user_ns.get("In", ())) - 1
 
     def _parse_cell_line(self, prog: str, line: str) -> Any:
-        """Lines recur from cell to cell, and argparse takes its time."""
+        """Parse a line, each text once: lines recur from cell to cell, and argparse is slow."""
         key = (prog, line)
         if key not in self._parsed:
             args = self._cell_parsers[prog].parse_line(line)
             if args.out is not None and not _is_variable(args.out):
-                raise UsageError(f"{prog}: --out {args.out!r} is no name of a variable")
+                raise UsageError(f"{prog}: --out {args.out!r} is not a valid variable name")
             self._parsed[key] = args
         return self._parsed[key]
 
     def _check_syntax(self, code: str) -> None:
-        """Raises: CellSyntaxError, before anything is sent."""
+        """Check the cell before anything is sent. Raises: CellSyntaxError; UsageError when it is empty."""
         if not code.strip():
             raise UsageError("%%distributed: the cell is empty: write the code to run below its first line")
         try:
-            python = "\n" + self._ipython.transform_cell(code)  # below the magic's own line
+            python = "\n" + self._ipython.transform_cell(code)  # after the magic's own line
             compile(python, "<cell>", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         except SyntaxError as exc:
             raise CellSyntaxError(exc) from None
@@ -173,7 +181,7 @@ class DistributedMagics(Magics):
         args = options.pull_parser().parse_line(line)
         names = [name for name in args.names.split(",") if name]
         if args.new_name is not None and (len(names) != 1 or not _is_variable(args.new_name)):
-            raise UsageError("%pull: --as gives one variable another name, and a name is an identifier")
+            raise UsageError("%pull: --as renames a single variable, and the new name must be an identifier")
         session = self.holder.running()
         chosen = session.ranks.choose(args.ranks)
         with told_when_interrupted("%pull", "no variable of the notebook was set"):
@@ -188,16 +196,16 @@ class DistributedMagics(Magics):
         names = [name for name in args.names.split(",") if name]
         here = self._ipython.user_ns
         if missing := [name for name in names if name not in here]:
-            hidden = self._ipython.user_ns_hidden  # what IPython has put there, ``open`` among it
+            hidden = self._ipython.user_ns_hidden  # names that IPython itself defines, such as ``open``
             own = [name for name in here if name[:1] != "_" and here[name] is not hidden.get(name)]
             near = difflib.get_close_matches(missing[0], own, 1)
             hint = f": did you mean {near[0]!r}?" if near else ""
-            raise UsageError(f"%push: there is no variable {missing[0]!r} in the notebook{hint}")
+            raise UsageError(f"%push: the notebook has no variable {missing[0]!r}{hint}")
         if not names:
             raise UsageError(f"%push: {args.names!r} names no variable")
         session = self.holder.running()
         chosen = session.ranks.choose(args.ranks)
-        with told_when_interrupted("%push", "ranks may have some of it"):
+        with told_when_interrupted("%push", "some ranks may have the new values"):
             session.push({name: here[name] for name in names}, ranks=chosen)
         _say_notices(session)
 
@@ -210,7 +218,7 @@ class DistributedMagics(Magics):
 
 
 def _say_notices(session: Session) -> None:
-    """What has been noted is said now, once."""
+    """Print the notices that have not been printed yet."""
     for words in session.news.pop_notices():
         print(words, file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""The spec that a line of a magic names, with the fields that the line sets."""
+"""The spec that the line of a magic names, with the fields that the line sets."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 __all__ = ["SPEC", "file_of", "read_spec", "show_findings"]
 
-SPEC = "a .json, .toml or .yaml file, its URL, or a variable; or a script, .py"
+SPEC = "a .json, .toml or .yaml file, its URL, a variable, or a Python script"
 
 
 def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineSpec:
-    """The spec in a variable of the notebook, in a file or at a URL; ``fields`` as `take_fields` gives them.
+    """Load a spec from a variable of the notebook, a file or a URL; ``fields`` are those of `take_fields`.
 
     Raises: SpecError.
     """
-    from ..spec import PipelineSpec  # pydantic takes its time
+    from ..spec import PipelineSpec  # pydantic is slow to import
 
     named = ipython.user_ns.get(where) if ipython is not None and where.isidentifier() else None
     if named is not None and not isinstance(named, PipelineSpec):
@@ -37,12 +37,12 @@ def read_spec(ipython: Any, where: str, fields: Sequence[str] = ()) -> PipelineS
 
 
 def file_of(where: str) -> str | None:
-    """Its path or URL; None for what `read_spec` takes from a variable: no file of a spec is without a suffix."""
+    """Return the path or URL; None where `read_spec` takes a variable, as files of specs have a suffix."""
     return None if where.isidentifier() else where
 
 
 def show_findings(findings: Sequence[Finding], where: str) -> None:
-    """Print what was found in the spec that the line names as ``where``. Raises: SpecError with what is an error."""
+    """Print the findings of the spec ``where``. Raises: SpecError with those that are errors."""
     errors = [str(each) for each in findings if each.severity == "error"]
     for each in findings:
         if each.severity != "error":
@@ -50,4 +50,4 @@ def show_findings(findings: Sequence[Finding], where: str) -> None:
     if errors:
         raise SpecError("\n".join(errors))
     if not findings:
-        print(f"{where}: nothing is wrong with it")
+        print(f"{where}: no faults found")

@@ -1,4 +1,4 @@
-"""What every magic runs in: what goes wrong with it is one line, or what the ranks raised."""
+"""The frame of every magic: an error shows as one line, or as what the ranks raised."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..errors import CellSyntaxError, DetrainError, JobError, SpecError
 from .options import HelpShown
 from .stops import told_when_interrupted
 
-PROG = "%job"  # what begins a command about jobs here
+PROG = "%job"  # prefix of the job commands that an error names
 T = TypeVar("T")
 
 
 def guard(prog: str, act: Callable[[], T]) -> T | None:
-    """Help is printed; a wrong line is one line, and so is a stop; what the ranks raised fails the cell."""
+    """Run ``act``: print help, show a bad line or an interrupt as one line, and raise what the ranks raised."""
     try:
         with told_when_interrupted(prog):
             return act()

@@ -29,13 +29,13 @@ from .waiting import describe_beside, describe_waiting, waiting_sessions
 if TYPE_CHECKING:
     from ..spec.node import Node
 
-_NUMBERS = re.compile(r"[-\d,\s]+")  # of ranks; a name, or all, is not known before they are there
-STOP_GAP_S = 0.2  # a front end that restarts a kernel interrupts it, and says so 1 ms later; 180 on busy processors
+_NUMBERS = re.compile(r"[-\d,\s]+")  # rank numbers; host names can be checked only once the ranks run
+STOP_GAP_S = 0.2  # a front end interrupts a kernel and announces its restart 1 ms later, 180 ms on a busy CPU
 
 
 @dataclass(frozen=True)
 class StartOptions:
-    """What ``%distributed start`` was asked, kept for ``restart``."""
+    """The options of ``%distributed start``, kept for ``restart``."""
 
     count: int | None = None
     nodes: str | Sequence[Node] | None = None
@@ -52,15 +52,15 @@ class StartOptions:
     group_timeout: float | None = None
     fresh: bool = False
     force: bool = False
-    env_names: tuple[str, ...] = ()  # set by an earlier kernel, to values that are written nowhere
-    is_env_lost: bool = False  # the ranks have been started anew, without those of ``env_names`` that ``env`` lacks
-    is_known: bool = True  # else an earlier kernel's, of which there is no record
+    env_names: tuple[str, ...] = ()  # set by an earlier kernel; their values are stored nowhere
+    is_env_lost: bool = False  # the ranks were restarted without the ``env_names`` that ``env`` lacks
+    is_known: bool = True  # False: started by an earlier kernel that left no record
 
     @classmethod
     def of_earlier(
         cls, name: str, nodes: Sequence[Node] | None, started: StartedWith | None, **otherwise: Any
     ) -> StartOptions:
-        """What an earlier kernel was asked; where that is not known, the defaults and ``otherwise``."""
+        """Return the options of an earlier kernel; without a record, the defaults and ``otherwise``."""
         if started is None:
             return cls(**{**otherwise, "name": name, "nodes": nodes or None, "is_known": False})
         return cls(
@@ -80,9 +80,9 @@ class StartOptions:
         )
 
     def again(self, *, count: int | None, env: Sequence[tuple[str, str]], force: bool) -> StartOptions:
-        """The same for another start: with ``count`` ranks, if given, and ``env`` added.
+        """Return the options for another start: with ``count`` ranks, if given, and ``env`` added.
 
-        With another count more ranks than there is room for need ``force`` again.
+        A different count needs ``force`` again to start more ranks than there is room for.
         """
         nodes = self.nodes
         if count and nodes and not isinstance(nodes, str):
@@ -93,29 +93,29 @@ class StartOptions:
 
     @property
     def linger_s(self) -> float:
-        """How long the ranks wait for a notebook: what was asked for, else DETRAIN_NB_LINGER, else the usual."""
+        """Seconds that the ranks run without a notebook: as asked, else DETRAIN_NB_LINGER, else the default."""
         return _linger_s() if self.linger is None else self.linger
 
     def has_env_of(self, before: StartOptions) -> bool:
-        """The same variables; of those that an earlier kernel has set nothing but the names is known."""
+        """Check that both set the same variables; of those set by an earlier kernel only the names are known."""
         wanted, known = dict(self.env), dict(before.env)
         names = {*known, *(() if before.is_env_lost else before.env_names)}
         return wanted.keys() == names and all(wanted[name] == value for name, value in known.items())
 
     @property
     def not_kept(self) -> str:
-        """What the user has to say again, in a line; empty when nothing was lost with an earlier kernel."""
+        """A line with what the user must give again; empty when nothing was lost with an earlier kernel."""
         if not self.is_known:
-            return "how it was started is not known here: what was not said now is as by default"
+            return "there is no record of the original start options: those not given now have their defaults"
         missing = [name for name in self.env_names if name not in dict(self.env)]
         if not missing:
             return ""
         again = " ".join(f"--env {name}=..." for name in missing)
-        return f"values of --env are not kept, {', '.join(missing)} not set: %distributed restart {again}"
+        return f"values of --env are not stored; {', '.join(missing)} not set: %distributed restart {again}"
 
 
 class SessionHolder:
-    """One per notebook. ``session`` is the one that it holds now, if any."""
+    """The holder of a notebook's session. ``session`` is the one it holds now, or None."""
 
     def __init__(self, ipython: Any) -> None:
         self.session: Session | None = None
@@ -123,37 +123,37 @@ class SessionHolder:
         self._stop_gap_s = STOP_GAP_S if getattr(ipython, "kernel", None) else 0.0
         self.settings = Settings.from_env()
         self._kernel = kernel_name(ipython)
-        # of the notebook, or that which it had before a restart: its session's, unless told otherwise
+        # the notebook's name, or its name before a kernel restart; also the default name of its session
         self.name = _holder_left_by(self._kernel) or session_name(ipython.user_ns, connection_file(ipython))
         self._started_with: StartOptions | None = None
         self._starting = threading.Lock()
-        self._ended: Session | None = None  # perhaps its stop was interrupted, and goes on
+        self._ended: Session | None = None  # its stop may have been interrupted before the end
 
     def start(self, wanted: StartOptions, *, watch: StartWatch | None = None) -> Session:
-        """Start the session of this notebook; with ``fresh``, end first what an earlier kernel has left of it.
+        """Start the session of this notebook; with ``fresh``, stop first the session that an earlier kernel left.
 
-        So is one that its user has left when no cell ran, by a restart of the kernel, as variables of the notebook are.
-        ``watch`` follows the start instead of the cell that runs. Raises: SessionError while another start goes on.
+        A session that was idle when the user restarted the kernel is stopped too: its variables go with the notebook's.
+        ``watch`` follows the start in place of the running cell. Raises: SessionError during another start.
         """
         if not self._starting.acquire(blocking=False):
-            raise SessionError("a session of this notebook is being started already: wait for it, or cancel it there")
+            raise SessionError("a session of this notebook is already being started: wait for it, or cancel it there")
         try:
             return self._start(wanted, watch)
         finally:
             self._starting.release()
 
     def start_from_form(self, nodes: list[Node], watch: StartWatch) -> Session:
-        """Start the session of this notebook on ``nodes``, for a form. Raises: SessionError where one runs already."""
+        """Start the session of this notebook on the ``nodes`` of a form. Raises: SessionError when one is running."""
         if self.session is not None and self.session.is_alive:
             raise SessionError(
-                f"session {self.session.name!r} of this notebook runs already, with "
-                f"{count_ranks(len(self.session.ranks))}: %distributed stop ends it first (their variables are lost)"
+                f"session {self.session.name!r} of this notebook is already running with "
+                f"{count_ranks(len(self.session.ranks))}: %distributed stop first (all variables are lost)"
             )
         return self.start(StartOptions(nodes=nodes), watch=watch)
 
     @property
     def listed_nodes(self) -> Sequence[Node] | None:
-        """What a form started the last session on, which may stand in no file; None where a line named the nodes."""
+        """The nodes of the form that started the last session, perhaps in no file; None if a line named the nodes."""
         nodes = self._started_with.nodes if self._started_with else None
         return None if isinstance(nodes, str) else nodes
 
@@ -167,19 +167,19 @@ class SessionHolder:
         there = known_sessions().get(name)
         is_left = there is not None and there.is_left and there.holder == self.name
         if there and there.nodes and wanted.nodes is None and not (wanted.fresh or is_left):
-            raise SessionError(  # its ranks would stay there, and nobody would find them under this name
-                f"session {name!r} runs already, {there}: %distributed attach {name} goes on with it, "
-                "%distributed start --fresh ends it first, --name gives this one another name"
+            raise SessionError(  # its ranks would keep running, and no longer be found under this name
+                f"session {name!r} is already running, {there}: %distributed attach {name} takes it up, "
+                "%distributed start --fresh stops it first, --name starts this one under another name"
             )
         if there and (wanted.fresh or is_left):
             if is_left and not wanted.fresh:
                 say(
-                    f"session {name!r}, from before this notebook's kernel was restarted, ends: "
-                    "its ranks begin anew, and all their variables are lost"
+                    f"session {name!r}, from before this notebook's kernel was restarted, is stopped: "
+                    "new ranks are started, and all variables of the old ones are lost"
                 )
             try:
                 end_session(name, holder=self.name, ask_passphrase=ask)
-            except SessionError as exc:  # another notebook holds it; or one on nodes has ended by itself
+            except SessionError as exc:  # another notebook holds it, or it ran on nodes and has ended by itself
                 refusal = exc
         for words in describe_beside(self.name, name):
             say(words)
@@ -220,7 +220,7 @@ class SessionHolder:
         return redrawn_line(self._ipython, is_live=self.settings.output == "live")
 
     def differs(self, wanted: StartOptions) -> list[str]:
-        """Name the options of ``wanted`` that the running session was not started with."""
+        """Return the options of ``wanted`` in which the running session differs."""
         session, before = self.session, self._started_with or StartOptions()
         if session is None:
             return []
@@ -240,9 +240,9 @@ class SessionHolder:
     def restart(
         self, count: int | None, *, env: Sequence[tuple[str, str]] = (), cold: bool = False, force: bool = False
     ) -> Session:
-        """End the session and start another with the options of the last, also one that an earlier kernel has left.
+        """Stop the session and start another with the same options, also one that an earlier kernel left.
 
-        ``env`` is added to what the ranks had. What of that is not known any more is said. ``cold``: see ``end``.
+        ``env`` is added to the variables of the ranks; those whose values are lost are reported. ``cold``: see ``end``.
         """
         if self.session is not None or cold:
             self.end(cold=cold)
@@ -255,9 +255,9 @@ class SessionHolder:
         return self.start(wanted)
 
     def attach(self, name: str | None, *, nodes: str | None, steal: bool, without: str = "") -> Session:
-        """Hold a session that runs already: this notebook's, or the only one there is."""
+        """Attach to a running session, by default this notebook's or the only one that is known."""
         if self.session is not None and self.session.is_alive:
-            raise UsageError(f"%distributed attach: this notebook holds session {self.session.name!r} already")
+            raise UsageError(f"%distributed attach: this notebook already holds session {self.session.name!r}")
         there = known_sessions()
         if name is None:
             name = self._left_behind or (next(iter(there)) if len(there) == 1 else self.name)
@@ -288,12 +288,12 @@ class SessionHolder:
         return self._hold(session)
 
     def _hold(self, session: Session, *, say: Callable[[str], object] = print) -> Session:
-        """Hold ``session`` from now on, instead of one that was taken over, or lost."""
+        """Hold ``session`` from now on, in place of one that was taken over or lost."""
         if self.session is not None:
             self.session.detach()  # it has ended, or is this very session under an earlier connection
         session.settings.stop_gap_s = self._stop_gap_s
         words = self.apply_settings(session)
-        if words and session.log.cells:  # else nothing was made with the groups that there were
+        if words and session.log.cells:  # without a cell, nothing was built on the old process groups
             say(words)
         self.session = session
         for words in session.news.pop_notices():
@@ -301,7 +301,7 @@ class SessionHolder:
         return session
 
     def apply_settings(self, session: Session) -> str:
-        """Have ``session`` keep to the settings; says when that of collectives holds, where it is another now."""
+        """Apply the settings to ``session``; returns when a changed check of collectives takes effect."""
         session.settings.hang_s, session.settings.warm_s = self.settings.hang, self.settings.warm
         return session.settings.check_collectives(self.settings.check == "on") if session.is_alive else ""
 
@@ -312,16 +312,16 @@ class SessionHolder:
             session.detach()
 
     def leave_to_restart(self) -> None:
-        """Leave the session to the next kernel: a front end drops what comes while it restarts this one."""
+        """Leave the session to the next kernel: the front end drops output while it restarts this one."""
         session, self.session = self.session, None
         if session is not None:
             note_left(session.name, is_left=not session.log.running_cells, kernel=self._kernel)
             session.detach(is_seen=False)
 
     def end(self, name: str | None = None, *, cold: bool = False) -> None:
-        """End the session, where one runs; with ``name``, one that this notebook does not hold.
+        """Stop the session, if one is running; with ``name``, one that this notebook does not hold.
 
-        With ``cold`` nothing is kept for the next start, from an earlier session neither.
+        ``cold``: keep no process for the next start, not even that of an earlier session.
         """
         if name is not None and (self.session is None or self.session.name != name):
             if name not in (there := known_sessions()):
@@ -333,48 +333,48 @@ class SessionHolder:
             self._ended = None
             if ended.not_ended:
                 nodes = ", ".join(ended.not_ended)
-                print(f"{nodes} could not be told: the ranks there end by themselves when nobody comes for some time")
+                print(f"{nodes} could not be reached; the ranks there exit after --linger (default {LINGER_S:.0f} s)")
         elif self.name in known_sessions():
             end_session(self.name, holder=self.name, ask_passphrase=ask_passphrase)
         if cold:
             drop_kept()
 
     def end_own(self) -> None:
-        """End the session that this notebook holds, and no other."""
+        """Stop the session that this notebook holds, and no other."""
         drop_kept()
         if self.session is not None:
             self.end(cold=True)
 
     def running(self) -> Session:
-        """The session. Raises: UsageError where there is none."""
+        """Return the session. Raises: UsageError when there is none."""
         if self.session is None:
             if there := self.what_is_there:
-                raise UsageError(f"no session runs in this notebook\n{there}")
-            raise UsageError("no session runs: start one with %%distributed or %distributed start")
+                raise UsageError(f"no session is running in this notebook\n{there}")
+            raise UsageError("no session is running: start one with %%distributed or %distributed start")
         return self.session
 
     def for_cell(self, count: int | None, ranks: str | None = None, *, force: bool = False) -> Session:
-        """The session, started if there is none. Raises: SessionError, UsageError for another number of ranks."""
+        """Return the session, started if needed. Raises: SessionError; UsageError for another number of ranks."""
         if self.session is None:
             wanted = self._wanted_by_cell(count, force=force)
             if wanted.count and not wanted.nodes and ranks and _NUMBERS.fullmatch(ranks):
-                parse_ranks(ranks, world_size=wanted.count)  # before ranks are started that the cell is not for
+                parse_ranks(ranks, world_size=wanted.count)  # before ranks are started that the cell cannot use
             return self.start(wanted)
         if not self.session.is_alive:
             raise self.session.failure or SessionError(
                 f"session {self.session.name!r} has ended: start another with %distributed restart"
             )
-        before = self._started_with.count if self._started_with else None  # on nodes it is how many on each
+        before = self._started_with.count if self._started_with else None  # with nodes: ranks per node
         asked_for = (None, len(self.session.ranks), before)
         if count not in asked_for:
             raise UsageError(
                 f"%%distributed: the session has {count_ranks(len(self.session.ranks))}; "
-                f"to have {count}, %distributed restart -n {count} (their variables are lost)"
+                f"to have {count}, %distributed restart -n {count} (all variables are lost)"
             )
         return self.session
 
     def _wanted_by_cell(self, count: int | None, *, force: bool) -> StartOptions:
-        """Ranks on this machine; where a restart of the kernel has left some on hosts, they begin anew there."""
+        """Return options for ranks on this machine, or on the hosts where a kernel restart left a session."""
         left = known_sessions().get(self.name)
         if left is None or not (left.nodes and left.is_left and left.holder == self.name):
             return StartOptions(count=count, force=force)
@@ -385,12 +385,12 @@ class SessionHolder:
 
     @property
     def what_is_there(self) -> str:
-        """Lines about this notebook's sessions that earlier kernels have left; empty when there are none."""
+        """Lines about this notebook's sessions that earlier kernels left; empty when there are none."""
         return "" if self.session is not None else "\n".join(describe_waiting(self.name))
 
     @property
     def _left_behind(self) -> str:
-        """The session that an earlier kernel of this notebook has left: of the usual name, or of one it was given."""
+        """The session that an earlier kernel of this notebook left, preferably the one with the default name."""
         return next(iter(waiting_sessions(self.name)), "")
 
 
@@ -399,7 +399,7 @@ def _holder_left_by(kernel: str) -> str:
 
 
 def _are_same_nodes(wanted: str | Sequence[Node] | None, before: str | Sequence[Node] | None) -> bool:
-    """Also where a notebook that has attached knows the nodes, but not how its user named them."""
+    """Compare nodes; after an attach, ``before`` has the nodes themselves, not the text of the user."""
     if wanted is None or before is None or isinstance(before, str):
         return wanted == before
     read = list(_read_nodes(wanted) or ())
@@ -407,14 +407,14 @@ def _are_same_nodes(wanted: str | Sequence[Node] | None, before: str | Sequence[
 
 
 def _is_same_node(wanted: Node, placed: Node) -> bool:
-    """``placed`` has the number of its ranks, and their devices alone, also where its user did not say how many."""
+    """Compare nodes; ``placed`` always has a number of ranks, and devices for these alone."""
     ranks = wanted.ranks or placed.ranks
     devices = wanted.devices[:ranks] if isinstance(wanted.devices, tuple) else wanted.devices
     return wanted.model_copy(update={"ranks": ranks, "devices": devices}) == placed
 
 
 def _read_nodes(nodes: str | Sequence[Node] | None, *, say: Callable[[str], object] = print) -> Sequence[Node] | None:
-    """The nodes that a user means; what they run before Python is shown. Raises: SpecError."""
+    """Return the nodes of the user's text, and show what they run before Python. Raises: SpecError."""
     if isinstance(nodes, str):
         from ..spec.nodes_file import parse_nodes
 
@@ -426,15 +426,15 @@ def _read_nodes(nodes: str | Sequence[Node] | None, *, say: Callable[[str], obje
 
 
 def _unknown_session(name: str, there: Iterable[str]) -> SessionError:
-    """No session of that name is known; those that are, the likely ones first."""
+    """Return the error for an unknown session name, with a similar name or all known names."""
     known = list(there)
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    advice = f"did you mean {near[0]}?" if near else f"those that are known here: {', '.join(known) or 'none'}"
-    return SessionError(f"no session {name!r} runs on this machine, or was started from it; {advice}")
+    advice = f"did you mean {near[0]}?" if near else f"known sessions: {', '.join(known) or 'none'}"
+    return SessionError(f"no session {name!r} is running on this machine, or was started from it; {advice}")
 
 
 def ask_passphrase(path: str) -> str | None:
-    """Hidden, as IPython asks for it in a notebook and a terminal; None where nobody can be asked."""
+    """Ask for a passphrase through IPython, with hidden input; returns None where there is no input."""
     try:
         return getpass.getpass(f"passphrase of {path}: ") or None
     except (StdinNotImplementedError, EOFError):
@@ -442,7 +442,7 @@ def ask_passphrase(path: str) -> str | None:
 
 
 def _linger_s() -> float:
-    """DETRAIN_NB_LINGER, in seconds, else the usual."""
+    """Return DETRAIN_NB_LINGER in seconds, or the default."""
     text = os.environ.get("DETRAIN_NB_LINGER", "")
     try:
         return max(0.0, float(text))

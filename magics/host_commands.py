@@ -1,4 +1,4 @@
-"""``%distributed put``, ``get``, ``data``, ``doctor``, ``nodes``: files on hosts, what ails hosts, which there are."""
+"""``%distributed put``, ``get``, ``data``, ``doctor``, ``nodes``: files on hosts, their faults, a form of nodes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from .stops import told_when_interrupted
 if TYPE_CHECKING:
     from ..deploy.files import Copied
 
-_SOME_FILES = "some of the files may be there"
+_SOME_FILES = "some of the files may have been copied"
 
 
 class HostCommands:
-    """The commands of one notebook that are about hosts and their files."""
+    """The commands of one notebook for hosts and their files."""
 
     def __init__(self, ipython: Any, holder: SessionHolder) -> None:
         self._ipython = ipython
@@ -55,10 +55,10 @@ class HostCommands:
         print(f"in {to}" if len(copied) == 1 else f"in {to}, each node's in a folder of its name")
 
     def data(self, args: Any) -> None:
-        """Say whether the same files are on every node. Raises: SpecError where none has any."""
+        """Check that every node has the same files. Raises: SpecError when no node has any."""
         check = self._holder.running().files.check_data(args.path)
         if not check.is_anywhere:
-            raise SpecError(f"{args.path}: on no node")
+            raise SpecError(f"{args.path}: no node has it")
         display(check)
 
     def doctor(self, args: Any) -> None:
@@ -68,9 +68,9 @@ class HostCommands:
 
         nodes = args.nodes or (self._holder.session.ranks.nodes if self._holder.session else None)
         if nodes is None:
-            raise UsageError("%distributed doctor: no session on other machines runs: name hosts with --nodes")
+            raise UsageError("%distributed doctor: no session is running on other machines: name hosts with --nodes")
         if args.save and not str(args.nodes).endswith(SUFFIXES):
-            raise UsageError("%distributed doctor: --save writes into the nodes file: give one with --nodes")
+            raise UsageError("%distributed doctor: --save writes to a nodes file: give one with --nodes")
         wanted = {name: getattr(args, name) or args.save for name in ("bandwidth", "speed")}
         with self._lines() as note:
             report = examine(nodes, **wanted, on_progress=note, ask_passphrase=ask_passphrase)
@@ -81,7 +81,7 @@ class HostCommands:
             path = Path(os.path.expanduser(args.nodes))
             before = f"{path}.before"
             is_kept = write_nodes(path, report.measured_nodes(), before=before)
-            print(f"{path} has what was measured" + f"; as it was it is {before}" * is_kept)
+            print(f"the measurements are in {path}" + f"; its earlier version is {before}" * is_kept)
 
     def nodes(self, args: Any) -> None:
         """Show nodes as a form, from which the session of this notebook can be started."""
@@ -103,10 +103,10 @@ def _say_copied(copied: dict[str, Copied]) -> None:
         files = "1 file" if done.files == 1 else f"{done.files:,} files"
         print(f"{name or Path.cwd().name}: {files}, {format_size(done.size_bytes)}")
         if done.num_there:
-            print(f"  there already, the same files: {done.num_there:,}")
+            print(f"  already there and identical: {done.num_there:,}")
         if done.num_skipped:
             shown = ", ".join(done.skipped[:3])
-            print(f"  left out, neither file nor folder: {done.num_skipped:,} ({shown})")
+            print(f"  skipped, neither file nor folder: {done.num_skipped:,} ({shown})")
         if done.num_kept:
             shown = ", ".join(done.kept[:3])
-            print(f"  kept here, may hold keys: {done.num_kept:,} ({shown}): what is named itself goes")
+            print(f"  not copied, may hold keys: {done.num_kept:,} ({shown}); to copy a file, name it itself")

@@ -1,4 +1,4 @@
-"""A job as the notebook shows it: its lines and state as they come, and when it is over the same at every run."""
+"""A job as the notebook shows it: output and state live, then a final form that is equal for equal runs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["JobCell"]
 
 _REDRAW_S = 0.5
-_MOST_ASIDE, _MOST_ASIDE_CHARS = 1000, 1 << 20  # lines of all that is no rank
+_MOST_ASIDE, _MOST_ASIDE_CHARS = 1000, 1 << 20  # lines that come from no rank
 
 
 class JobCell:
-    """Takes what ``Job.attach`` and ``Job.logs`` give. Ranks are shown as those of a cell are, bounds and all.
+    """A view fed by ``Job.attach`` and ``Job.logs``. Ranks are shown like those of a cell, with the same limits.
 
-    In the last form what is no rank's stands first, that of ``setup`` before that of torchrun, by node; what was said
-    of links that broke is gone.
+    The final form begins with lines from no rank, those of ``setup`` before those of torchrun, by node; lines about
+    broken links are dropped.
     """
 
     def __init__(
@@ -35,12 +35,14 @@ class JobCell:
     ) -> None:
         self._job = job
         self._ranks = range(job.world_size or 1) if rank is None else range(rank, rank + 1)
-        self._nodes: dict[int, str] = {}  # whose lines are shown as those of a rank; empty where the job has one node
+        self._nodes: dict[
+            int, str
+        ] = {}  # by the number in the cell, the node whose lines are shown there; empty if the job has one node
         of_node = "" if node is None else f" --node {node}"
         self._read = f"%job logs {job.id}{of_node}"
         self._cell = LiveCell(screen, tuple(self._ranks), 0, options, nodes=self._nodes, how_to_read=self._read)
         self._cleaners: dict[int, PieceCleaner] = {}
-        self._is_live = options.is_live  # else nothing is shown that the last form would show elsewhere
+        self._is_live = options.is_live  # False: show no lines now that the final form would move
         self._titles: list[str] = []
         self._aside: list[LogLine] = []
         self._room_aside_chars, self._num_left_out = _MOST_ASIDE_CHARS, 0
@@ -48,12 +50,12 @@ class JobCell:
         self._drawn_at = 0.0
 
     def say(self, title: str) -> None:
-        """Show a line of ours above all others."""
+        """Show a line of detrain_nb above all others."""
         self._titles.append(title)
         self._say_aside(title)
 
     def take(self, line: LogLine) -> None:
-        """Show a line below those that stand there."""
+        """Show a line of output below the earlier ones."""
         rank = int(line.source) if line.source.isdecimal() else -1
         if rank in self._ranks:
             self._cell.output(self._speaker(line.node, rank), "stdout", f"{line.text}\n")
@@ -72,9 +74,9 @@ class JobCell:
             self._cell.output(speaker, "stdout", cleaner.clean(piece))
 
     def _speaker(self, node: str, rank: int) -> int:
-        """Who says it, for the cell: a rank of the node that first had one of that number, or of a further node.
+        """Return the cell's number for a rank of ``node``: ``rank`` on the first node that has it, higher on others.
 
-        Ranks of an elastic job go from node to node; and a node that is not trusted may say that it has any rank.
+        Ranks of an elastic job move between nodes, and a node that is not trusted may claim any rank.
         """
         speaker = rank
         while self._nodes.setdefault(speaker, node) != node:
@@ -83,18 +85,18 @@ class JobCell:
         return speaker
 
     def take_metrics(self, values: Mapping[str, Any]) -> None:
-        """Keep what a rank has logged last for the line of its state."""
+        """Keep the last metrics of a rank for the status line."""
         self._metrics = f"; {describe_metrics(values)}"
 
     def take_reports(self, reports: Mapping[str, NodeReport | None]) -> None:
-        """Draw the line of its state anew, a few times a second."""
+        """Redraw the status line, at most twice a second."""
         now = time.monotonic()
         if now - self._drawn_at >= _REDRAW_S:
             self._drawn_at = now
             self._cell.waiting(f"job {self._job.id} {_describe(reports)}{self._metrics}")
 
     def finish(self, status: JobStatus | None = None) -> None:
-        """Bring it into its last form; without ``status`` it is not known how the job is."""
+        """Bring the view into its final form; without ``status`` the state of the job is unknown."""
         told = [line for line in self._aside if line.source or status is None]
         if status is not None:
             told.sort(key=lambda line: (line.source != "setup", line.node))
@@ -111,10 +113,10 @@ class JobCell:
 
 
 def _describe(reports: Mapping[str, NodeReport | None]) -> str:
-    """``running for 12 s``, and which nodes are in another state."""
+    """Describe the common state, as in ``running for 12 s``, and which nodes are in another one."""
     known = [each for each in reports.values() if each is not None]
     if not known:
-        return "waits for its nodes"
+        return "is waiting for its nodes"
     states = {node: "silent" if each is None else each.state for node, each in reports.items()}
     common = max(set(states.values()), key=[*states.values()].count)
     others = [f"{node} {state}" for node, state in states.items() if state != common]

@@ -13,18 +13,18 @@ from .options import LineParser, not_negative, positive
 
 __all__ = ["job_parser", "parse_job_line", "parse_torchrun_line", "torchrun_parser"]
 
-_COMMAND = re.compile(r"(?:^|\s)--(?:\s|$)")  # what begins a command
+_COMMAND = re.compile(r"(?:^|\s)--(?:\s|$)")  # begins a command
 
 
 def parse_job_line(line: str) -> tuple[LineParser, argparse.Namespace]:
-    """``args.fields`` are words that set fields of the spec, ``args.shell_line`` is what stands behind ``--``.
+    """Parse a line: ``args.fields`` are words that set spec fields, ``args.shell_line`` is the text after ``--``.
 
     Raises: UsageError, HelpShown.
     """
     parser = job_parser()
     before, shell_line = line, ""
     if line.split(maxsplit=1)[:1] == ["exec"] and (found := _COMMAND.search(line)):
-        before, shell_line = line[: found.start()], line[found.end() :].strip()  # as it is: a shell reads it
+        before, shell_line = line[: found.start()], line[found.end() :].strip()  # unchanged, as a shell parses it
     words = parser.split_line(before)
     fields: list[str] = []
     if words and words[0] in SPEC_COMMANDS:
@@ -35,7 +35,7 @@ def parse_job_line(line: str) -> tuple[LineParser, argparse.Namespace]:
 
 
 def parse_torchrun_line(line: str) -> argparse.Namespace:
-    """``args.arguments`` are the script's: all from the first word that is no option, or behind ``--``.
+    """Parse a line: ``args.arguments``, the script's, begin at the first word that is not an option, or after ``--``.
 
     Raises: UsageError, HelpShown.
     """
@@ -43,18 +43,18 @@ def parse_torchrun_line(line: str) -> argparse.Namespace:
     words, own = parser.split_line(line), []
     if "--" in words:
         words, own = words[: words.index("--")], words[words.index("--") + 1 :]
-    fields, words = take_fields(words, has_whole=False)  # the script may have options of such names
+    fields, words = take_fields(words, has_whole=False)  # the script may have options of the same names
     args = parser.parse_words(words)
     args.fields, args.arguments = fields, [*args.arguments, *own]
     return args
 
 
 def job_parser() -> LineParser:
-    """``%job COMMAND``."""
+    """Return the parser of ``%job COMMAND``."""
     parser = LineParser(
         prog="%job",
-        description="Jobs: scripts that run to their end on all nodes, detached.",
-        epilog="Example: %(prog)s submit train.toml --follow. %(prog)s? has more of them.",
+        description="Jobs: scripts that run to completion on all nodes, detached from the notebook.",
+        epilog="Example: %(prog)s submit train.toml --follow. %(prog)s? shows more.",
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     added = add_job_commands(commands, spec=SPEC)
@@ -62,32 +62,34 @@ def job_parser() -> LineParser:
         _add_max_lines(added[name])
     for name in ("submit", "restart"):
         _add_view(added[name])
-    words = "a live view of a job: progress, curves, logs, its model; with buttons that stop and restart it"
+    words = "a live view of a job: progress, curves, logs, model, and buttons to stop and restart it"
     add_one_job(commands, "view", words)
     return parser
 
 
 def torchrun_parser() -> LineParser:
-    """``%%torchrun``."""
+    """Return the parser of ``%%torchrun``."""
     parser = LineParser(
         prog="%%torchrun",
-        description="Run the cell as a script under torchrun on all nodes, detached: a job, see %job --help.",
+        description="Run the cell as a script under torchrun on all nodes, as a detached job (see %job --help).",
         epilog=FIELDS,
     )
-    parser.add_argument("--spec", metavar="SPEC", help="a spec: all but what is run comes from there")
+    parser.add_argument("--spec", metavar="SPEC", help="take everything but the script from this spec")
     add_name_and_nodes(parser)
-    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="how many ranks on each node")
-    parser.add_argument("--out", metavar="NAME", help="put the job into this variable of the notebook")
+    parser.add_argument("-n", dest="count", type=positive, metavar="N", help="number of ranks per node")
+    parser.add_argument("--out", metavar="NAME", help="store the job in this variable of the notebook")
     add_follow(parser)
     _add_view(parser)
     _add_max_lines(parser)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="the script's; also behind --")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, metavar="ARGUMENTS", help="arguments of the script; also after --"
+    )
     return parser
 
 
 def _add_view(parser: OptionParser) -> None:
-    parser.add_argument("--view", action="store_true", help="show a live view of it; the cell does not wait")
+    parser.add_argument("--view", action="store_true", help="show a live view of the job; the cell does not wait")
 
 
 def _add_max_lines(parser: OptionParser) -> None:
-    parser.add_argument("--max-lines", type=not_negative, metavar="N", help="show at most N lines; 0 is no limit")
+    parser.add_argument("--max-lines", type=not_negative, metavar="N", help="show at most N lines; 0 means no limit")

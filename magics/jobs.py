@@ -38,7 +38,7 @@ __all__ = ["JobMagics"]
 
 @magics_class
 class JobMagics(Magics):
-    """The magics about jobs of one notebook. They need no session; ``settings`` gives the notebook's."""
+    """The job magics of one notebook, which need no session; ``settings`` returns the notebook's settings."""
 
     def __init__(self, shell: Any, settings: Callable[[], Settings], run_cells: RunCells) -> None:
         super().__init__(shell)
@@ -48,28 +48,28 @@ class JobMagics(Magics):
 
     @line_magic
     def job(self, line: str) -> Any:
-        """Jobs: scripts that run to their end on all nodes, whatever becomes of this notebook.
+        """Submit and manage jobs: scripts that run to completion on all nodes, even without this notebook.
 
-        A spec says what runs where (docs/jobs.md). It is a file, its URL, or a variable; a %%torchrun cell needs none.
+        A spec defines what runs where (docs/jobs.md): a file, its URL, or a variable. A %%torchrun cell needs none.
 
-            %job submit train.toml                        start it, and return the job; --follow shows what it prints
-            %job submit train.toml --training.epochs 2    with another value of a field, for this once
-            %job check train.toml --on-nodes              what is wrong with it; nothing is started
-            %job submit train.toml --dry-run              what would run where, and which files would travel
+            %job submit train.toml                        start the job and return it; --follow shows its output
+            %job submit train.toml --training.epochs 2    the same with another value of a field
+            %job check train.toml --on-nodes              find faults of the spec; nothing is started
+            %job submit train.toml --dry-run              show what would run where, and the files to copy
 
-        JOB is an id, what that begins with, or a name: the newest job of that name.
+        JOB is an id, the beginning of an id, or a name, which means the newest job of that name.
 
-            %job list                                     the newest jobs, and how they are
-            %job show train                               one of them: its nodes, its plan, what it has logged last
+            %job list                                     the newest jobs and their states
+            %job show train                               one job: its nodes, its plan, its last metrics
             %job view train                               the same live: progress, curves, logs; stop, restart, download
-            %job attach train                             follow what it prints, to its end; the stop button leaves it
-            %job logs train --tail 20                     what it has printed; also -f, --rank 3, --node gpu1
-            %job exec train -- nvidia-smi                 a shell command on all its nodes
-            %job fetch train *.pt --to models             copy what it has made to this machine
-            %job stop train                               end it; %job restart train submits its spec again
-            %job rm train                                 remove it, once it is over; or all, --older-than 30
+            %job attach train                             follow its output to the end; the stop button leaves it
+            %job logs train --tail 20                     its output so far; also -f, --rank 3, --node gpu1
+            %job exec train -- nvidia-smi                 run a shell command on all its nodes
+            %job fetch train *.pt --to models             copy its files to this machine
+            %job stop train                               stop it; %job restart train submits its spec again
+            %job rm train                                 remove it once it has finished; or all, --older-than 30
 
-        %job COMMAND --help has all options. `list` returns all jobs, `stop` a state, `show` what is shown.
+        %job COMMAND --help shows all options. `list` returns the jobs, `stop` a state, `show` its report.
         """
         return guard("%job", lambda: self._run(line))
 
@@ -78,24 +78,24 @@ class JobMagics(Magics):
         """Run the cell as a script under torchrun on all nodes, detached, and return the job.
 
             %%torchrun -n 2                              two ranks on this machine
-            %%torchrun --nodes gpu1,gpu2 --follow        on hosts; what is printed is shown here, to the end
-            %%torchrun --spec train.toml -- --lr 0.1     all but the script is the spec's; --lr 0.1 is for the script
+            %%torchrun --nodes gpu1,gpu2 --follow        on hosts; the output is shown here, to the end
+            %%torchrun --spec train.toml -- --lr 0.1     the spec without its script; --lr 0.1 is for the cell
             %%torchrun --name demo --out job             the job is in the variable job, and %job knows it as demo
 
-        It is plain Python in processes of its own: the notebook's variables, and what IPython adds, are not there.
-        --SECTION.FIELD VALUE sets a field of the spec, as --training.epochs 2. %%torchrun --help has all options.
+        The script is plain Python in its own processes, without the notebook's variables and IPython's magics.
+        --SECTION.FIELD VALUE sets a field of the spec: --training.epochs 2. %%torchrun --help shows all options.
         """
         return guard("%%torchrun", lambda: self._torchrun(line, code))
 
     def _run(self, line: str) -> Any:
-        """Raises: HelpShown, UsageError, and what the command does."""
+        """Run the command of a line. Raises: HelpShown, UsageError, and the errors of the command."""
         parser, args = parse_job_line(line)
         if args.command is None:
             raise HelpShown(parser.format_help())
         with told_when_interrupted(f"%job {args.command}"):
             return getattr(self, f"_{args.command}")(args)
 
-    # ---- what starts one
+    # ---- start
 
     def _submit(self, args: Any) -> Job | None:
         from ..jobs import submit
@@ -109,9 +109,12 @@ class JobMagics(Magics):
     def _torchrun(self, line: str, code: str) -> Job | None:
         args = parse_torchrun_line(line)
         if args.out is not None and not (args.out.isidentifier() and not keyword.iskeyword(args.out)):
-            raise UsageError(f"%%torchrun: --out {args.out!r} is no name of a variable")
+            raise UsageError(f"%%torchrun: --out {args.out!r} is not a valid variable name")
         _check_script(code)
-        source: dict[str, Any] = {"script_text": f"\n{code}", "arguments": args.arguments}  # lines have their numbers
+        source: dict[str, Any] = {
+            "script_text": f"\n{code}",
+            "arguments": args.arguments,
+        }  # keeps the line numbers of the cell
         if args.spec is None:
             name = session_name(self._ipython.user_ns, kernel_name(self._ipython))
             data: dict[str, Any] = {"name": name[:MOST_NAME_CHARS]}
@@ -126,10 +129,10 @@ class JobMagics(Magics):
         return self._submit_spec("%%torchrun", spec, args)
 
     def _submit_spec(self, prog: str, spec: PipelineSpec, args: Any, *, file: str | None = None) -> Job | None:
-        """The job, where it is not followed: a cell that has shown its end shows no more."""
+        """Submit a spec; returns the job unless the cell follows it to its end."""
         from ..jobs import submit
 
-        with told_when_interrupted(prog, "%job list says whether it runs"), self._line() as say:
+        with told_when_interrupted(prog, "%job list shows whether it is running"), self._line() as say:
             job = submit(
                 spec,
                 file=file,
@@ -144,11 +147,11 @@ class JobMagics(Magics):
         path = spec.source.notebook
         if path is None or not self._run_cells.are_newer_than(path):
             return []
-        return [f"{path} was changed since it was saved: the job runs what is saved: save it, and submit again"]
+        return [f"{path} has unsaved changes, and the job runs the saved version: save it and submit again"]
 
     def _restart(self, args: Any) -> Job | None:
         job = self._find(args.job)
-        with told_when_interrupted("%job restart", "%job list says whether it runs"), self._line() as say:
+        with told_when_interrupted("%job restart", "%job list shows whether it is running"), self._line() as say:
             again = job.restart(on_progress=say)
         return self._begun("%job restart", again, args)
 
@@ -162,15 +165,18 @@ class JobMagics(Magics):
             display(_live_view(job))
             return None
         if args.follow:
-            titles = [*notes, f"job {job.id} runs: %job stop {job.id} ends it, an interrupt of this cell does not"]
+            titles = [
+                *notes,
+                f"job {job.id} is running: %job stop {job.id} stops it, an interrupt of this cell does not",
+            ]
             self._follow(prog, job, max_lines=args.max_lines, titles=titles)
             return None
         for note in notes:
             print(note)
-        print(f"job {job.id} runs: %job logs -f {job.id} follows it")
+        print(f"job {job.id} is running: %job logs -f {job.id} follows it")
         return None if out else job
 
-    # ---- how it is
+    # ---- state
 
     def _list(self, args: Any) -> JobList:
         from ..jobs import jobs
@@ -192,13 +198,13 @@ class JobMagics(Magics):
         else:
             findings = check_here(spec)
         show_findings(findings, args.spec)
-        with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
+        with contextlib.suppress(SpecError):  # it fits only on nodes with GPUs, as a warning says
             display(spec.plan())
 
     def _stop(self, args: Any) -> JobStatus:
         return self._find(args.job).stop(grace_s=args.grace)
 
-    # ---- what it prints
+    # ---- output
 
     def _attach(self, args: Any) -> None:
         self._follow("%job attach", self._find(args.job), max_lines=args.max_lines)
@@ -226,12 +232,12 @@ class JobMagics(Magics):
         titles: Sequence[str] = (),
         fails: bool = True,
     ) -> None:
-        """Raises: JobFailed where the job did not succeed, if it ``fails``; SessionError when it was interrupted."""
+        """Follow a job to its end. Raises: JobFailed for a failure, if ``fails``; SessionError on interrupt."""
         view = self._lines_of(job, max_lines, node=node, rank=rank)
         for title in titles:
             view.say(title)
         status: JobStatus | None = None
-        goes_on = f"job {job.id} goes on: %job attach {job.id} follows it again, %job stop {job.id} ends it"
+        goes_on = f"job {job.id} keeps running: %job attach {job.id} follows it again, %job stop {job.id} stops it"
         with told_when_interrupted(prog, goes_on):
             try:
                 status = job.attach(
@@ -265,11 +271,11 @@ class JobMagics(Magics):
         )
         return JobCell(screen_for(self._ipython), job, options, node=node, rank=rank)
 
-    # ---- what it has made, and what is left of it
+    # ---- results, and removal
 
     def _fetch(self, args: Any) -> None:
         job = self._find(args.job)
-        again = "the same line goes on with what is missing"
+        again = "run the same line again to copy what is missing"
         with told_when_interrupted("%job fetch", again), self._line() as draw:
             bar = CopyProgress("fetch", draw)
             fetched = job.fetch(
@@ -282,10 +288,10 @@ class JobMagics(Magics):
         from ..jobs import execute
 
         if (args.job is None) == (args.nodes is None):
-            raise UsageError("%job exec: name a job, or --nodes, whose nodes run the command: %job exec JOB -- COMMAND")
+            raise UsageError("%job exec: give either a job or --nodes: %job exec JOB -- COMMAND")
         if not args.shell_line:
-            raise UsageError("%job exec: no command was given: write it behind --, as in %job exec JOB -- nvidia-smi")
-        with told_when_interrupted("%job exec", "the command was ended on all nodes"):
+            raise UsageError("%job exec: no command was given: write it after --, as in %job exec JOB -- nvidia-smi")
+        with told_when_interrupted("%job exec", "the command was stopped on all nodes"):
             if args.job is not None:
                 job = self._find(args.job)
                 executed = job.execute(args.shell_line, timeout_s=args.timeout, on_line=print)
@@ -304,8 +310,8 @@ class JobMagics(Magics):
         from ..jobs import prune
 
         if not args.jobs and args.older_than is None:
-            raise UsageError("%job rm: name jobs, or --older-than DAYS")
-        for job in [self._find(wanted) for wanted in args.jobs]:  # all are known, or none is removed
+            raise UsageError("%job rm: give jobs, or --older-than DAYS")
+        for job in [self._find(wanted) for wanted in args.jobs]:  # an unknown job is an error before any is removed
             job.remove(anyway=args.anyway)
             print(f"removed {job.id}")
         kept: list[str] = []
@@ -323,13 +329,13 @@ class JobMagics(Magics):
         if kept:
             raise JobError("\n".join(kept))
 
-    # ---- what they share
+    # ---- shared
 
     def _read_spec(self, args: Any) -> PipelineSpec:
         return read_spec(self._ipython, args.spec, _fields(args))
 
     def _find(self, wanted: str | None) -> Job:
-        """Without a name the last one, which is said."""
+        """Find a job; without a name the last one submitted, whose id is printed."""
         from ..jobs import find_job
 
         job = find_job(wanted, ask_passphrase=ask_passphrase)
@@ -342,7 +348,7 @@ class JobMagics(Magics):
 
 
 def _live_view(job: Job) -> Any:
-    """The widget, which needs libraries of its own: those are imported when one is shown."""
+    """Return the widget of a job, whose libraries are imported when one is shown."""
     from ..widgets import job as view_of
 
     return view_of(job)
@@ -355,13 +361,13 @@ def _from_dict(data: dict[str, Any]) -> PipelineSpec:
 
 
 def _fields(args: Any) -> list[str]:
-    """The fields that the line sets, name and nodes among them, as words."""
+    """Return the fields that the line sets, including name and nodes, as words."""
     named = [f"--{name}={text}" for name in ("name", "nodes") if (text := getattr(args, name)) is not None]
     return [*args.fields, *named]
 
 
 def _check_script(code: str) -> None:
-    """Raises: CellSyntaxError, before anything is sent."""
+    """Check the script before anything is sent. Raises: CellSyntaxError; UsageError when it is empty."""
     if not code.strip():
         raise UsageError("%%torchrun: the cell is empty: write the script below its first line")
     try:

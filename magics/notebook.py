@@ -1,4 +1,4 @@
-"""What is known of the notebook: its name, when its kernel ends, whether its file is as old as its cells."""
+"""Facts about the notebook: its name, the end of its kernel, and whether its file lacks cells that ran."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def session_name(user_ns: dict[str, Any], kernel: str) -> str:
-    """A name from the notebook's file, so that the same notebook finds its session again; else from its ``kernel``'s.
+    """Return a name from the notebook's file, so that it finds its session again; else from its ``kernel``'s name.
 
-    Where there is neither, as in a terminal, a unique one.
+    In a terminal, which has neither, the name is unique.
     """
     path = _notebook_path(user_ns)
     if not path:
@@ -27,7 +27,7 @@ def session_name(user_ns: dict[str, Any], kernel: str) -> str:
 
 
 def _notebook_path(user_ns: dict[str, Any]) -> str:
-    """`detrain-nb run` says it in DETRAIN_NB_NOTEBOOK, JupyterLab in JPY_SESSION_NAME, VS Code in a variable."""
+    """Return the path that `detrain-nb run`, JupyterLab (both in the environment) or VS Code (a variable) set."""
     path = (
         os.environ.get("DETRAIN_NB_NOTEBOOK") or os.environ.get("JPY_SESSION_NAME") or user_ns.get("__vsc_ipynb_file__")
     )
@@ -47,7 +47,7 @@ class RunCells:
         self._ipython.events.unregister("pre_run_cell", self._note)
 
     def are_newer_than(self, path: str) -> bool:
-        """The file at ``path`` is that of this notebook, and lacks what was run here; of other front ends: False."""
+        """Check that the file at ``path`` is this notebook's and lacks cells that ran; False in other front ends."""
         saved: dict[str, str] = {}
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, RecursionError):
             path = os.path.expanduser(path)
@@ -56,7 +56,7 @@ class RunCells:
             cells = json.loads(Path(path).read_text("utf-8-sig"))["cells"]
             saved = {cell["id"]: "".join(cell["source"]) for cell in cells if "id" in cell}
         known = [cell for cell in self._texts if cell in saved]
-        is_new = bool(known) and self._last not in saved  # else the ids of this front end are not those of the file
+        is_new = bool(known) and self._last not in saved  # else this front end has other ids than the file
         return is_new or any(self._texts[cell].rstrip() != saved[cell].rstrip() for cell in known)
 
     def _note(self, info: Any) -> None:
@@ -65,18 +65,18 @@ class RunCells:
 
 
 def connection_file(ipython: Any) -> str:
-    """Of the kernel; the same after a restart. Empty in a terminal."""
+    """Return the path of the kernel's connection file, which a restart keeps; empty in a terminal."""
     app = getattr(getattr(ipython, "kernel", None), "parent", None)
     return str(getattr(app, "abs_connection_file", ""))
 
 
 def kernel_name(ipython: Any) -> str:
-    """Of the kernel, the same after a restart, though the notebook may have another name then; empty in a terminal."""
+    """Return the kernel's name, which a restart keeps even if the notebook is renamed; empty in a terminal."""
     return Path(connection_file(ipython)).name
 
 
 def on_shutdown(ipython: Any, end: Callable[[], None], detach: Callable[[], None]) -> Callable[[], None]:
-    """Call ``end`` when the kernel is shut down for good, ``detach`` when it restarts; returns what undoes it."""
+    """Call ``end`` when the kernel is shut down for good, ``detach`` when it restarts; returns the undo."""
     kernel = getattr(ipython, "kernel", None)
     if kernel is None:
         return lambda: None
@@ -90,7 +90,7 @@ def on_shutdown(ipython: Any, end: Callable[[], None], detach: Callable[[], None
 
 
 def replace_methods(owner: Any, **methods: Callable[..., Any]) -> Callable[[], None]:
-    """Have ``owner`` call these instead of its own; returns what undoes it."""
+    """Replace methods of ``owner``; returns the undo."""
     before = {name: getattr(owner, name) for name in methods}
     vars(owner).update(methods)
     return lambda: vars(owner).update(before)

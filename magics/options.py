@@ -361,7 +361,7 @@ def session_parser() -> LineParser:
         "--cell",
         type=whole,
         metavar="CELL",
-        help="the number in its prompt; default: the last cell that ran; -1 is the last that printed, -2 the one before",
+        help="the number in its prompt; default: the last cell that ran; -1: the last that printed, -2: the one before",
     )
     which.add_argument("--list", action="store_true", help="list the cells that ran, with their numbers")
     log.add_argument("--follow", action="store_true", help="keep showing output until the cell finishes")

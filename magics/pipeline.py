@@ -1,4 +1,4 @@
-"""%pipeline: the pipelines beside the notebook; what a spec would do, its faults, and its export to other files."""
+"""%pipeline: the pipelines next to the notebook; the plan of a spec, its faults, its export and import."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
     from ..formats import Imported
     from ..spec import PipelineSpec
 
-_MEANT_COMMAND = "a command line stands behind --, as in: import -- {}"
+_MEANT_COMMAND = "a command line must follow --, as in: import -- {}"
 
 
 @magics_class
 class PipelineMagics(Magics):
-    """They need no session, and start nothing."""
+    """The magic ``%pipeline``, which needs no session and starts nothing."""
 
     @line_magic
     def pipeline(self, line: str) -> Plan | Imported | None:
-        """The pipelines beside the notebook; or a spec in a file, or in a variable: what it would do.
+        """Open the pipelines next to the notebook; or plan, check, export or import a spec.
 
-            %pipeline                                        My Pipelines: a list to open, run and make them from
-            %pipeline console other/                         the same of another folder
-            %pipeline plan train.toml                        which rank is where, and what of the pipeline it has
+            %pipeline                                        My Pipelines: a list to open, run and create pipelines
+            %pipeline console other/                         the same for another folder
+            %pipeline plan train.toml                        the node of every rank, and its part of the pipeline
             %pipeline plan train.toml --parallelism.pp 4     the same with another value of a field
-            %pipeline check train.toml                       what is wrong with it
+            %pipeline check train.toml                       the faults of the spec
             %pipeline export slurm train.toml --output train.sbatch --gpus 8 --time 2:00:00
             %pipeline export torchrun train.toml             a shell script for every node, printed
             %pipeline import node_configs.json -o nodes.toml  a file of another tool as a spec, or as nodes
             %pipeline import -- torchrun -m package.train    a command line as a spec
 
-        They start nothing, and ask no node: %job submit train.toml starts it.
-        %pipeline COMMAND --help has all options.
+        None of these starts anything or connects to a node: %job submit train.toml starts a job.
+        %pipeline COMMAND --help shows all options.
         """
         return guard("%pipeline", lambda: self._run(line))
 
@@ -59,7 +59,7 @@ class PipelineMagics(Magics):
         if args.command == "import":
             return _import(args, command)
         if command:
-            raise UsageError(f"%pipeline {args.command}: -- {command[0]}: only import takes a command")
+            raise UsageError(f"%pipeline {args.command}: -- {command[0]}: only import takes a command line")
         if args.command == "console":
             _show_console(self.shell, args.folder)
             return None
@@ -77,7 +77,7 @@ class PipelineMagics(Magics):
 
 
 def _show_console(ipython: Any, folder: str) -> None:
-    """A page where there is a front end, else the list as text."""
+    """Show the pipelines as a page in a notebook, as a text list in a terminal."""
     if not hasattr(ipython, "kernel"):
         from ..pipelines import MyPipelines
 
@@ -98,7 +98,7 @@ def _export(spec: PipelineSpec, args: argparse.Namespace) -> None:
 
 
 def _split_command(words: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
-    """Take apart what stands before and behind ``--``."""
+    """Split words into those before and those after ``--``."""
     end = words.index("--") if "--" in words else len(words)
     return words[:end], words[end + 1 :]
 
@@ -107,7 +107,7 @@ def _import(args: argparse.Namespace, command: Sequence[str]) -> Imported:
     from ..formats import import_command, import_file, write_import
 
     if bool(command) == (args.file is not None):
-        raise UsageError("%pipeline import: give a file, or a command line behind --: import -- torchrun train.py")
+        raise UsageError("%pipeline import: give a file, or a command line after --: import -- torchrun train.py")
     imported = import_command(command) if command else import_file(args.file, kind=args.kind)
     if args.output is not None:
         print(write_import(imported, args.output))
@@ -115,23 +115,23 @@ def _import(args: argparse.Namespace, command: Sequence[str]) -> Imported:
 
 
 def pipeline_parser() -> LineParser:
-    """``%pipeline COMMAND``."""
+    """Return the parser of ``%pipeline COMMAND``."""
     parser = LineParser(
         prog="%pipeline",
-        description="The pipelines beside the notebook, and what a spec would do.",
-        epilog="Example: %(prog)s plan train.toml --training.epochs 2. %(prog)s? has more of them.",
+        description="Open the pipelines next to the notebook; or plan, check, export or import a spec.",
+        epilog="Example: %(prog)s plan train.toml --training.epochs 2. %(prog)s? shows more.",
     )
     commands: Any = parser.add_subparsers(dest="command", metavar="COMMAND", parser_class=LineParser)
-    console = commands.add_parser("console", help="the pipelines in a folder: to open, run and make them")
-    console.add_argument("folder", metavar="FOLDER", nargs="?", default="pipelines", help="by default pipelines/")
-    plan = commands.add_parser("plan", help="which rank is where, and what of the pipeline it has")
-    check = commands.add_parser("check", help="what is wrong with it, as far as that is known without its nodes")
+    console = commands.add_parser("console", help="list the pipelines of a folder, to open, run and create them")
+    console.add_argument("folder", metavar="FOLDER", nargs="?", default="pipelines", help="default: pipelines/")
+    plan = commands.add_parser("plan", help="show the node of every rank, and its part of the pipeline")
+    check = commands.add_parser("check", help="show the faults of a spec that can be found without its nodes")
     for looked_at in (plan, check):
         looked_at.add_argument("spec", metavar="SPEC", help=SPEC)
-    export = commands.add_parser("export", help="write it as a file of another tool, such as a batch script of Slurm")
+    export = commands.add_parser("export", help="write a spec as a file of another tool, such as a Slurm batch script")
     add_export_options(export, spec=SPEC)
     imports = commands.add_parser(
-        "import", help="read a file of another tool, or a command line of torchrun, as a spec", bare=_MEANT_COMMAND
+        "import", help="read a file of another tool, or a torchrun command line, as a spec", bare=_MEANT_COMMAND
     )
     add_import_options(imports)
     return parser

@@ -1,4 +1,4 @@
-"""How far a start or a copy is, as one line that is drawn anew."""
+"""The progress of a start or a copy, as one line that is redrawn."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _PATIENCE_S = 0.5
 
 @contextmanager
 def redrawn_line(ipython: Any, *, is_live: bool, is_alone: bool = False) -> Iterator[Callable[[str], None]]:
-    """A line that is drawn anew, and gone at the end; none where output is not live, or while it takes no time.
+    """Yield a function that redraws a line; none shows in the first 0.5 s, after the end, or if output is not live.
 
-    ``is_alone``: the cell shows nothing else yet, so that not even an empty output is left of it, where it was slow.
+    ``is_alone``: the cell shows nothing else yet, so its output is cleared at the end if the line was shown.
     """
     screen, started = screen_for(ipython), time.monotonic()
     last = ""

@@ -23,13 +23,13 @@ _LIMIT_S = 60.0
 _PERHAPS = "--- from here on perhaps shown before:"
 _NEW = "--- from here on new:"
 _THERE = re.compile(
-    r"session (\S+) of this notebook is there \(agent pid \d+\): "
-    r"%distributed attach shows what was missed and goes on, %distributed restart starts anew, "
-    r"%distributed stop ends it; without a notebook it ends by itself after 10 minutes\n"
+    r"session (\S+) of this notebook was left running \(agent pid \d+\): "
+    r"%distributed attach takes it up and shows missed output, %distributed restart starts new ranks, "
+    r"%distributed stop stops it; without a notebook it ends by itself after 10 minutes\n"
 )
 _KEPT_BY_ATTACH = (
     "to keep its variables, attach first: "
-    "the next %%distributed cell or %distributed start ends its ranks, and all their variables are lost\n"
+    "the next %%distributed cell or %distributed start stops its ranks, and all their variables are lost\n"
 )
 
 
@@ -182,7 +182,7 @@ def test_restarted_kernel_finds_the_cell_running_and_all_it_printed(start_front:
     before = front.text(counting)
     assert f"SessionError: session '{name}' was left, its ranks go on: %distributed attach" in before
     attach = front.begin("%distributed attach")
-    front.wait(lambda: "still runs on ranks 0-1: what it prints appears here\n" in front.text(attach))
+    front.wait(lambda: "is still running on ranks 0-1; its output appears here\n" in front.text(attach))
     last = _numbers(front.text(attach), 0)[-1]
     front.wait(lambda: _numbers(front.text(attach), 0)[-1] > last + 50)
     stopped = front.run("%distributed interrupt")
@@ -238,7 +238,7 @@ def test_killed_kernel_loses_no_line_and_repeats_few(start_front: Any, count: in
     attach = front.begin("%distributed attach")
     last = [f"[{rank}] {count - 1:06d}\n" for rank in range(4)]
     # Where the flood was over before the kernel was killed, nothing is new, which is said after the last line.
-    front.wait(lambda: all(line in front.text(attach) for line in [*last, "what it prints appears here\n"]))
+    front.wait(lambda: all(line in front.text(attach) for line in [*last, "its output appears here\n"]))
     shown = front.text(attach)
     perhaps, mark, new = shown.partition(_NEW)
     if not mark:
@@ -271,7 +271,7 @@ def test_killed_kernel_loses_no_line_of_hosts_over_ssh(start_front: Any, testbed
         front.wait(lambda: all(f"[h{rank}:{rank}] 001100\n" in front.text(counting) for rank in (0, 1)))
         front.kill()
         before = _of_hosts(front.text(counting))
-        assert "is there (on h0, h1)" in front.restart(now=True)
+        assert "was left running (on h0, h1)" in front.restart(now=True)
         attach = front.begin("%distributed attach")
         last = [f"[h{rank}:{rank}] {count - 1:06d}\n" for rank in (0, 1)]
         front.wait(lambda: all(line in front.text(attach) for line in last))
@@ -335,7 +335,7 @@ def test_error_and_value_that_come_after_the_attach_are_shown_below_it(start_fro
     front.kill()
     front.restart(now=True)
     attach = front.begin("%distributed attach")
-    front.wait(lambda: "still runs on ranks 1-2: what it prints appears here\n" in front.text(attach))
+    front.wait(lambda: "is still running on ranks 1-2; its output appears here\n" in front.text(attach))
     assert front.text(attach).count("ValueError: early") == 1
     assert _PERHAPS not in front.text(attach), "there is nothing to show between marks"
     (tmp_path / "go").touch()
@@ -353,11 +353,11 @@ def test_blocked_cell_of_before_is_freed_by_interrupt(start_front: Any, tmp_path
     _eventually((tmp_path / "0").exists)
     front.kill()
     front.restart(now=True)
-    assert "still runs on rank 0: what it prints" in front.run("%distributed attach")
+    assert "is still running on rank 0; its output" in front.run("%distributed attach")
     _eventually(lambda: "all_reduce" in front.run("%distributed where"))
     assert "freed" in front.run("%distributed interrupt")
     assert front.run("%%distributed\nt = torch.ones(1); dist.all_reduce(t)\nprint(x)") == "[0] 0\n[1] 1\n"
-    assert front.run("%distributed interrupt") == "no cell runs\n"
+    assert front.run("%distributed interrupt") == "no cell is running\n"
 
 
 @pytest.mark.slow
@@ -415,14 +415,14 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
     detached = "detached: the ranks go on; %distributed attach shared comes back to them\n"
     for _ in range(2):
         assert front.run("%distributed detach") == detached
-        assert "no session runs" in front.run("%distributed status")
+        assert "no session is running" in front.run("%distributed status")
         assert front.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert front.run("%distributed detach") == detached
-    ends = "without a notebook it ends by itself after 10 minutes; %distributed stop shared ends it"
+    ends = "without a notebook it ends by itself after 10 minutes; %distributed stop shared stops it"
     assert re.search(rf"^shared  agent pid \d+  {ends}$", other.run("%distributed list"), re.MULTILINE)
     assert other.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert re.search(r"^shared  agent pid \d+  \(this notebook\)$", other.run("%distributed list"), re.MULTILINE)
-    assert "this notebook holds session 'shared' already" in other.run("%distributed attach shared")
+    assert "this notebook already holds session 'shared'" in other.run("%distributed attach shared")
     assert other.run("%%distributed\nprint(x)") == "[0] 5\n[1] 6\n"
     held = "SessionError: session 'shared' is held by second-"
     assert front.run("%distributed attach shared").startswith(held)
@@ -441,7 +441,7 @@ def test_session_of_another_name_is_found_by_its_notebook_again(start_front: Any
     front.run("%%distributed\nx = rank")
     said = front.restart()
     assert re.search(
-        r"session tuesday of this notebook is there .*: %distributed attach tuesday .* stop tuesday ends", said
+        r"session tuesday of this notebook was left running .*: %distributed attach tuesday .* stop tuesday stops", said
     )
     assert start_front("/x/stranger.ipynb").run("%distributed list").count("tuesday  agent pid") == 1
     assert "<Session 'tuesday'" in front.run("%distributed attach")
@@ -543,7 +543,7 @@ def test_stop_of_a_follower_only_stops_following(start_front: Any) -> None:
     front.kernel.manager.interrupt_kernel()
     front.wait(lambda: log in front._idle)
     said = front.text(log)
-    assert re.search(r"no longer followed, cell \d+ goes on: %distributed interrupt stops it\n$", said)
+    assert re.search(r"no longer following cell \d+, which keeps running: %distributed interrupt stops it\n$", said)
     numbers = _numbers(said, 0)
     assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     time.sleep(0.5)

@@ -59,4 +59,4 @@ def test_no_board_is_shown_by_itself_unless_it_is_asked_for(own: Any) -> None:
 
 def test_board_needs_a_session(start_kernel: Any) -> None:
     kernel = start_kernel()
-    assert "no session runs: start one" in kernel.run("%distributed board").error
+    assert "no session is running: start one" in kernel.run("%distributed board").error

@@ -325,7 +325,7 @@ def test_cell_runs_as_a_job_from_its_start_to_what_it_made(kernel: Any, tmp_path
     begun = kernel.run(f"%%torchrun -n 2 --name demo --training.epochs 4 --out job -- a 'b c'\n{_SCRIPT}")
     assert begun.status == "ok", begun.error
     assert kernel.run("from detrain_nb.jobs.record import Record; Record().get('demo').file").rich() == ["b''"]
-    assert _without_id(begun.text()) == "job demo-ID runs: %job logs -f demo-ID follows it\n"
+    assert _without_id(begun.text()) == "job demo-ID is running: %job logs -f demo-ID follows it\n"
     assert [kind for kind, _ in begun.shown] == ["stdout"], "nothing is left of what was drawn meanwhile"
     followed = kernel.run("%job attach demo")
     drawn = [content["data"].get("text/plain", "") for kind, content in followed.live if "display" in kind]
@@ -375,7 +375,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
     wrong = (
         ("%%torchrun --lr 1\n1", "UsageError: %%torchrun: --lr is no option here"),
         ("%%torchrun\n ", "UsageError: %%torchrun: the cell is empty"),
-        ("%%torchrun --out 1\n1", "UsageError: %%torchrun: --out '1' is no name of a variable"),
+        ("%%torchrun --out 1\n1", "UsageError: %%torchrun: --out '1' is not a valid variable name"),
         ("%%torchrun --training.epoch 1\n1", "training.epoch"),
         ("%%torchrun\nx = = 1", "  line 2\n    x = = 1"),
         ("%job submit nowhere.json", "nowhere.json"),
@@ -383,7 +383,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         (f"%job check {spec} --training.epochs 0", "training.epochs"),
         ("%job exec", "UsageError: %job exec: name a job, or --nodes"),
         ("%job exec x", "UsageError: %job exec: no command was given"),
-        ("%job rm", "UsageError: %job rm: name jobs, or --older-than DAYS"),
+        ("%job rm", "UsageError: %job rm: give jobs, or --older-than DAYS"),
         ("%job exec --nodes localhost --timeout 0 -- ls", "UsageError: timeout 0 s: give more than 0"),
         ("%job list --limit 0", "UsageError: limit 0: give 1 to "),
         ("%job rm --older-than -1", "UsageError: older than -1 days: give 0 to 100000"),
@@ -411,7 +411,7 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     first, again = kernel.run(code), kernel.run(code)
     assert _without_id(first.text()) == _without_id(again.text())
     assert _without_id(first.text()).startswith(
-        "job fails-ID runs: %job stop fails-ID ends it, an interrupt of this cell does not\n[0] rank 0"
+        "job fails-ID is running: %job stop fails-ID stops it, an interrupt of this cell does not\n[0] rank 0"
     )
     failed = r"JobFailed: job \S+ failed, exit 3 after .* \(rank 1 on this machine\): rank 1 exited with 3"
     assert re.fullmatch(rf"{failed}\n  \| all say this", first.error), "what it printed stands above"
@@ -426,7 +426,9 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     source = {"script_text": "import time\nprint('begun', flush=True)\ntime.sleep(600)"}
     spec.write_text(json.dumps({"name": "waits", "source": source}))
     followed = kernel.run(f"%job submit {spec} --follow", interrupt_when="begun")
-    assert re.match(r"SessionError: .* was interrupted: job \S+ goes on: %job attach", followed.error), followed.error
+    assert re.match(r"SessionError: .* was interrupted: job \S+ keeps running: %job attach", followed.error), (
+        followed.error
+    )
     assert "begun" in followed.text()
     taken = kernel.run(f"%job submit {spec}")
     goes_on = r"JobError: job (waits-\S+) runs already: %job stop \1 ends it; or give this one another name"
@@ -444,7 +446,7 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     assert "stopped" in kernel.run("%job stop waits").rich()[0]
     assert kernel.run("%job attach waits").error.startswith("JobFailed: ")
     again = kernel.run("%job restart waits")
-    assert _without_id(again.text()) == "job waits-ID runs: %job logs -f waits-ID follows it\n", again.error
+    assert _without_id(again.text()) == "job waits-ID is running: %job logs -f waits-ID follows it\n", again.error
     assert "removed waits-" in kernel.run("%job rm --older-than 0").text()
     assert "JobError: job waits-" in kernel.run("%job rm waits").error
     assert kernel.run("%job stop waits --grace 0").status == "ok"

@@ -107,10 +107,10 @@ def test_replay_shows_what_each_cell_prints_and_redraws_nothing_where_output_is_
 @pytest.mark.slow
 def test_ranks_are_replaced_by_command(kernel: Any) -> None:
     replaced = kernel.run("%distributed interrupt --kill 1")
-    assert "rank 1 started anew, the others kept their variables" in replaced.text()
+    assert "rank 1 restarted, the others kept their variables" in replaced.text()
     assert "%distributed replay -r 1  runs earlier cells there again" in replaced.text()
     assert kernel.run("%%distributed\nglobals().get('kept')").rich() == ["[0] 1"]
-    assert "ranks 0-1 started anew" in kernel.run("%distributed restart -r all").text()
+    assert "ranks 0-1 restarted" in kernel.run("%distributed restart -r all").text()
     shown = kernel.run("%%distributed\ndist.barrier(); 'kept' in globals()")
     assert shown.rich() == ["[0-1] False"]
 
@@ -128,7 +128,7 @@ _PRESS_SOON = "import os, signal, threading; threading.Timer(0.3, os.kill, (os.g
     ("line", "said"),
     [
         ("%pull kept", "SessionError: %pull was interrupted: no variable of the notebook was set"),
-        ("%push number", "SessionError: %push was interrupted: ranks may have some of it"),
+        ("%push number", "SessionError: %push was interrupted: some ranks may have the new values"),
         ("%distributed where", "SessionError: %distributed where was interrupted"),
         (
             "%broadcast kept --from 1 -r 1",
@@ -155,14 +155,14 @@ def test_stop_while_a_magic_waits_for_ranks_is_one_line(unharmed_kernel: Any, li
     [
         ("%distributed interrupt --kill 7", "rank 7 is not there"),
         ("%distributed replay", "the following arguments are required: -r/--ranks"),
-        ("%distributed replay -r 0 --cells x", "'x' is no choice of cells"),
+        ("%distributed replay -r 0 --cells x", "'x' is not a range of cells"),
         ("%distributed replay -r 0 --cells 99", "cell 99 was not run on the ranks"),
         ("%distributed replay -r 0 --cells 5-1", "'5-1' runs backwards: give 1-5"),
         (f"%distributed replay -r 0 --cells 1-{10**12}", f"there is no cell {10**12}"),
         ("%%distributed -r 1-0\nkept", "'1-0' runs backwards: give 0-1"),
         (f"%%distributed -r 0-{10**12}\nkept", "rank 2 is not there"),
         ("%distributed restart -r 5", "rank 5 is not there"),
-        ("%distributed attach nosuch", "holds session"),
+        ("%distributed attach nosuch", "already holds session"),
         ("%distributed config hang=x", "hang is a number"),
         ("%broadcast nothing", "no variable 'nothing'"),
         ("%broadcast kept --from 9", "rank 9 is not there"),

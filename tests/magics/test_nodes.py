@@ -92,10 +92,10 @@ def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel:
     assert kernel.run("from detrain_nb import current_session\n%distributed attach").status == "ok"
     assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
     assert kernel.run("current_session().files.is_synced").rich() == ["False"]
-    assert "runs already, with 2 ranks: go on" in kernel.run(kernel.start_line).text()
+    assert "is already running with 2 ranks" in kernel.run(kernel.start_line).text()
     again = kernel.run("%distributed restart --env TOKEN=new")
     assert again.status == "ok", again.error
-    assert "not kept" not in again.text()
+    assert "not stored" not in again.text()
     assert kernel.run(_LOOK).text() == "[left:0] h0 7 new\n[right:1] h1 7 new\n"
     assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
 
@@ -106,7 +106,7 @@ def test_cell_after_a_restart_is_on_the_hosts_again(kernel: Any) -> None:
     kernel.client.wait_for_ready(timeout=60)
     kernel.run("%load_ext detrain_nb")
     outcome = kernel.run("%%distributed\nimport socket\nsocket.gethostname()[-2:]")
-    assert "its ranks begin anew" in outcome.text() and "values of --env are not kept" in outcome.text()
+    assert "new ranks are started" in outcome.text() and "values of --env are not stored" in outcome.text()
     assert outcome.rich() == ["[left:0] 'h0'", "[right:1] 'h1'"]
 
 
@@ -114,7 +114,7 @@ def test_cell_is_refused_where_the_session_on_the_hosts_was_left(kernel: Any) ->
     assert kernel.run("%%distributed\nkept = rank").status == "ok"
     kernel.run("%distributed detach")
     error = kernel.run("%%distributed\nrank").error
-    assert re.search(r"session '\S+' runs already, on left, right: %distributed attach \S+ goes on with it", error), (
+    assert re.search(r"session '\S+' is already running, on left, right: %distributed attach \S+ takes it up", error), (
         error
     )
     assert kernel.run("%distributed attach").status == "ok"

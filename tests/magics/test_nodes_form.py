@@ -24,7 +24,7 @@ def test_one_start_at_a_time_and_none_beside_a_session_that_runs(start_kernel: A
     assert kernel.run(_HOLDER).status == "ok"
     kernel.run("is_free = holder._starting.acquire()")
     while_starting = kernel.run("%%distributed\n1")
-    assert "a session of this notebook is being started already" in while_starting.error
+    assert "a session of this notebook is already being started" in while_starting.error
     kernel.run("holder._starting.release()")
     started = kernel.run(
         "import threading; made = []; thread = threading.Thread(target=lambda: made.append(start()))\n"
@@ -33,7 +33,7 @@ def test_one_start_at_a_time_and_none_beside_a_session_that_runs(start_kernel: A
     assert started.rich() == ["1"], started.error
     assert kernel.run("%%distributed\nprint(rank)").text() == "[localhost:0] 0\n[localhost:1] 1\n"
     again = kernel.run("start()")
-    assert "runs already, with 2 ranks: %distributed stop ends it first" in again.error
+    assert "is already running with 2 ranks: %distributed stop first" in again.error
     [text] = kernel.run("%distributed nodes").rich()
     assert text.startswith("Nodes: 1\n") and "auto, 2 ranks" in text, "what was typed is not lost by a start"
     assert kernel.run("%distributed stop").status == "ok"

@@ -203,7 +203,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("nodes.toml", ""),
         (
             "cluster",
-            "cluster is a file, but no nodes file: %pipeline import cluster -o nodes.toml reads lists of hosts",
+            "cluster is not a nodes file: %pipeline import cluster -o nodes.toml converts a list of hosts",
         ),
         ("gpu1", ""),
         ("elsewhere.example.org", ""),
@@ -229,8 +229,8 @@ def test_start_on_a_host_with_a_typo_asks_for_the_other(holder: SessionHolder) -
 
 
 def test_session_with_a_typo_is_perhaps_another(holder: SessionHolder) -> None:
-    said = "no session 'trian' runs on this machine, or was started from it; "
-    with pytest.raises(SessionError, match=f"^{said}those that are known here: none$"):
+    said = "no session 'trian' is running on this machine, or was started from it; "
+    with pytest.raises(SessionError, match=f"^{said}known sessions: none$"):
         holder.attach("trian", nodes=None, steal=False)
     remember("train", [Node(host="gpu1")], holder="a notebook")
     with pytest.raises(SessionError, match=f"^{said}did you mean train\\?$"):

@@ -35,7 +35,7 @@ def test_plan_is_returned(magics: PipelineMagics, tmp_path: Path) -> None:
 
 def test_spec_without_faults_is_told_so(magics: PipelineMagics, capsys: pytest.CaptureFixture[str]) -> None:
     assert magics.pipeline("check spec") is None
-    assert capsys.readouterr().out == "spec: nothing is wrong with it\n"
+    assert capsys.readouterr().out == "spec: no faults found\n"
 
 
 def test_script_is_printed_or_written(
@@ -72,10 +72,10 @@ def test_import_is_returned_or_written(
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("import", "give a file, or a command line behind --: import -- torchrun train.py"),
-        ("import a -- torchrun b.py", "give a file, or a command line behind --"),
+        ("import", "give a file, or a command line after --: import -- torchrun train.py"),
+        ("import a -- torchrun b.py", "give a file, or a command line after --"),
         ("import a --from hostfil", f"--from 'hostfil': give one of {', '.join(KINDS)}"),
-        ("import torchrun t.py", "'t.py' is one word too many: a command line stands behind --, as in: import -- t.py"),
+        ("import torchrun t.py", "'t.py' is one word too many: a command line must follow --, as in: import -- t.py"),
         ("plan spec -- x", "-- x: only import takes a command"),
         ("import gone.yaml", "gone.yaml cannot be read: it is not there"),
         ("import -o a.txt -- torchrun t.py", "a.txt: its name ends in none of .json, .toml, .yaml, .yml"),

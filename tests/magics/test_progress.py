@@ -200,7 +200,7 @@ def test_far_more_ranks_than_there_is_room_for_are_asked_about(kernel: Any) -> N
         )
         assert "start at most" in refused.error and "--force" in refused.error
         assert len(refused.error.strip().splitlines()) == 1
-    assert "no session runs" in kernel.run("%distributed status").error
+    assert "no session is running" in kernel.run("%distributed status").error
     assert kernel.run("%%distributed -n 2\nimport time\nx = rank + 1").status == "ok"
 
 

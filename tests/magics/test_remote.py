@@ -114,7 +114,7 @@ def test_doctor_saves_how_fast_a_host_is(idle: Any) -> None:
     assert idle.run(f"open('measured.json', 'w').write({content!r})").status == "ok"
     shown = " ".join("\n".join(_lines(idle.run("%distributed doctor --nodes measured.json --save"))).split())
     assert "1.0 of the fastest" in shown
-    assert "measured.json has what was measured" in shown
+    assert "the measurements are in " in shown
     assert json.loads(idle.run("print(open('measured.json').read())").text())["nodes"][0]["relative_speed"] == 1.0
 
 
@@ -148,7 +148,7 @@ def test_doctor_examines_the_hosts_of_the_session(kernel: Any) -> None:
         ("%distributed data", "check"),
         ("%distributed data check", "PATH"),
         ("%distributed shrink", "no (node|rank)|nothing"),
-        ("%distributed start --nodes h0", "the session has 2 ranks, with another"),
+        ("%distributed start --nodes h0", "the session with 2 ranks was started with another"),
         ("%%distributed -r nosuch\nprint(1)", "nosuch"),
         ("%%rank nosuch\nprint(1)", "nosuch"),
     ],
@@ -158,7 +158,7 @@ def test_wrong_line_is_answered_with_one(kernel: Any, line: str, words: str) -> 
 
 
 def test_data_that_is_on_no_node_is_an_error(kernel: Any) -> None:
-    _assert_one_line(kernel.run("%distributed data check nosuchfolder"), "nosuchfolder: on no node")
+    _assert_one_line(kernel.run("%distributed data check nosuchfolder"), "nosuchfolder: no node has it")
 
 
 def test_file_that_no_host_has_is_said_in_a_line_for_each(kernel: Any) -> None:
@@ -222,5 +222,7 @@ def test_shrink_leaves_the_ranks_of_the_hosts_that_are_left(kernel: Any, testbed
     assert "keep" in shrunk[0]
     assert kernel.run("%%distributed\ndist.barrier()\nprint(kept, dist.get_world_size())").text() == "[left:0] 0 1\n"
     earlier = kernel.run(f"%distributed log --cell {cell}")
-    assert earlier.text("stderr").startswith(f"cell {cell} ran before the session shrank: ranks have the numbers that")
+    assert earlier.text("stderr").startswith(
+        f"cell {cell} ran before the session shrank; its output has the rank numbers"
+    )
     assert earlier.text() == "[left:0] of 0\n[right:1] of 1\n"

@@ -16,9 +16,9 @@ _LOOK = "import os\nprint(torch.initial_seed() - rank, dist.is_initialized(), os
 _ASKED = "{k: v for k, v in vars(get_ipython().detrain_nb_magics[0].holder._started_with).items() if v is not None}"
 _KEPT_BY_ATTACH = (
     "to keep its variables, attach first: "
-    "the next %%distributed cell or %distributed start ends its ranks, and all their variables are lost\n"
+    "the next %%distributed cell or %distributed start stops its ranks, and all their variables are lost\n"
 )
-_ENDS = "kernel was restarted, ends: its ranks begin anew, and all their variables are lost\n"
+_ENDS = "kernel was restarted, is stopped: new ranks are started, and all variables of the old ones are lost\n"
 _KEPT = {
     "count": 2, "device": "cpu", "backend": "gloo", "no_init": True, "no_sync": True,
     "seed": 7, "start": "exec", "linger": 30.0, "group_timeout": 90.0,
@@ -41,7 +41,7 @@ def _renew(kernel: Any) -> str:
     kernel.manager.restart_kernel(now=False)
     kernel.client.wait_for_ready(timeout=60)
     said = str(kernel.run("%load_ext detrain_nb").text())
-    assert "is there" in said
+    assert "was left running" in said
     return said
 
 
@@ -58,7 +58,7 @@ def test_restart_after_attach_has_the_options_of_the_start_and_says_what_was_not
     assert kernel.run("%distributed attach").status == "ok"
     again = kernel.run("%distributed restart").text()
     assert again.splitlines()[0] == (
-        "values of --env are not kept, TOKEN, DEBUG not set: %distributed restart --env TOKEN=... --env DEBUG=..."
+        "values of --env are not stored; TOKEN, DEBUG not set: %distributed restart --env TOKEN=... --env DEBUG=..."
     )
     assert _asked(kernel) == _KEPT
     assert kernel.run("%%distributed\n" + _LOOK).text() == "[0-1] 7 False None\n"
@@ -70,8 +70,8 @@ def test_values_that_are_given_again_are_kept_from_then_on(kernel: Any) -> None:
     assert kernel.run("%distributed start -n 1 --no-init --seed 7 --env TOKEN=geheim --env DEBUG=1").status == "ok"
     _renew(kernel)
     again = kernel.run("%distributed restart --env TOKEN=new").text()
-    assert "not kept, DEBUG not set: %distributed restart --env DEBUG=...\n" in again
-    assert "not kept" not in kernel.run("%distributed restart --env DEBUG=1").text()
+    assert "not stored; DEBUG not set: %distributed restart --env DEBUG=...\n" in again
+    assert "not stored" not in kernel.run("%distributed restart --env DEBUG=1").text()
     assert kernel.run("%%distributed\n" + _LOOK).text() == "[0] 7 False new\n"
     assert kernel.run("%distributed stop").status == "ok"
 
@@ -82,10 +82,10 @@ def test_line_that_started_the_session_goes_on_with_it_after_an_attach(kernel: A
     _renew(kernel)
     assert kernel.run("%distributed attach").status == "ok"
     again = kernel.run(line)
-    assert again.text().endswith("runs already, with 1 rank: go on\n"), again.error
+    assert again.text().endswith("is already running with 1 rank\n"), again.error
     assert "with another --env, --linger;" in kernel.run("%distributed start -n 1 --no-init --linger 7").error
     assert "with another --env;" in kernel.run(f"{line} --env DEBUG=1").error
-    assert "not kept, TOKEN not set" in kernel.run("%distributed restart").text()
+    assert "not stored; TOKEN not set" in kernel.run("%distributed restart").text()
     assert "with another --env;" in kernel.run(line).error, "these ranks do not have it"
     assert kernel.run("%distributed stop").status == "ok"
 
@@ -121,7 +121,7 @@ def test_notebook_that_was_renamed_finds_its_ranks_after_a_restart(kernel: Any, 
     try:
         kernel.manager.restart_kernel(now=False)
         kernel.client.wait_for_ready(timeout=60)
-        assert "of this notebook is there" in kernel.run("%load_ext detrain_nb").text()
+        assert "of this notebook was left running" in kernel.run("%load_ext detrain_nb").text()
         assert kernel.run(line).status == "ok"
         listed = kernel.run("%distributed list").text()
         assert listed.count("agent pid") == 1 and "another" not in listed
@@ -135,22 +135,22 @@ def test_every_session_that_waits_is_told_of_by_its_name(kernel: Any, request: p
     assert kernel.run(f"%distributed start -n 1 --no-init --name {names[0]}").status == "ok"
     said = _renew(kernel)
     assert re.search(
-        rf"^session {names[0]} of this notebook is there \(agent pid \d+\): "
-        rf"%distributed attach {names[0]} shows what was missed and goes on, %distributed stop {names[0]} ends it; "
+        rf"^session {names[0]} of this notebook was left running \(agent pid \d+\): "
+        rf"%distributed attach {names[0]} takes it up and shows missed output, %distributed stop {names[0]} stops it; "
         rf"without a notebook it ends by itself after 10 minutes\n"
         rf"to keep its variables, attach first: "
-        rf"%distributed start --name {names[0]} ends its ranks, and all their variables are lost\n"
-        rf"without an attach, the next %%distributed cell starts another session beside it\n",
+        rf"%distributed start --name {names[0]} stops its ranks, and all their variables are lost\n"
+        rf"unless you attach, the next %%distributed cell starts another session next to it\n",
         said,
     ), said
     beside = kernel.run(f"%distributed start -n 1 --no-init --name {names[1]}")
     assert f"session {names[0]} of this notebook stays" in beside.text(), "whoever starts one is told"
     said = _renew(kernel)
-    assert all(f"session {name} of this notebook is there" in said for name in names), said
-    assert said.endswith("starts another session beside them\n")
+    assert all(f"session {name} of this notebook was left running" in said for name in names), said
+    assert said.endswith("starts another session next to them\n")
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     said = _renew(kernel)
-    assert said.count("of this notebook is there") == 3
+    assert said.count("of this notebook was left running") == 3
     assert _KEPT_BY_ATTACH in said and "beside" not in said, "the next cell ends the one of the notebook's own name"
     for name in names:
         assert kernel.run(f"%distributed stop {name}").status == "ok"
@@ -163,8 +163,8 @@ def test_cell_that_starts_a_session_beside_one_that_waits_says_so(kernel: Any) -
     _renew(kernel)
     beside = kernel.run("%%distributed -n 1\n'kept' in globals()")
     assert re.fullmatch(
-        r"session waits of this notebook stays beside the new one \(agent pid \d+\): %distributed detach, then "
-        r"%distributed attach waits goes on with it; %distributed stop waits ends it; "
+        r"session waits of this notebook stays next to the new one \(agent pid \d+\): %distributed detach, then "
+        r"%distributed attach waits takes it up; %distributed stop waits stops it; "
         r"without a notebook it ends by itself after 2 minutes\n",
         beside.text(),
     ), beside.text()
@@ -173,7 +173,7 @@ def test_cell_that_starts_a_session_beside_one_that_waits_says_so(kernel: Any) -
     assert kernel.run("%distributed detach\n%distributed attach waits").status == "ok"
     assert kernel.run("%%distributed\nkept").rich() == ["[0] 1"]
     again = kernel.run("%distributed restart").text()
-    assert "of this notebook stays beside" in again, "the one that was left for it"
+    assert "of this notebook stays next to" in again, "the one that was left for it"
     assert kernel.run("%distributed stop").status == "ok"
     assert kernel.run("%distributed stop").status == "ok"
 
@@ -196,7 +196,7 @@ def test_ranks_of_a_kernel_that_died_are_not_ended_by_a_start(kernel: Any) -> No
     kernel.manager.restart_kernel(now=True)
     kernel.client.wait_for_ready(timeout=60)
     said = kernel.run("%load_ext detrain_nb").text()
-    assert "is there" in said and "are lost" not in said
+    assert "was left running" in said and "are lost" not in said
     assert "runs already" in kernel.run("%distributed start -n 1 --no-init").error
     assert kernel.run("%distributed stop").status == "ok"
 
@@ -228,7 +228,7 @@ def test_restart_of_what_nobody_knows_says_so_once(kernel: Any, runtime_folder: 
         record.unlink()
     _renew(kernel)
     assert kernel.run("%distributed attach").status == "ok"
-    assert kernel.run("%distributed restart").text().startswith("how it was started is not known here")
+    assert kernel.run("%distributed restart").text().startswith("there is no record of the original start options")
     assert "not known" not in kernel.run("%distributed restart").text()
     assert kernel.run("%%distributed\nrank").rich() == ["[0] 0", "[1] 1"]
     assert kernel.run("%distributed stop").status == "ok"
@@ -238,5 +238,5 @@ def test_restart_of_what_nobody_knows_says_so_once(kernel: Any, runtime_folder: 
 def test_env_is_for_all_ranks(kernel: Any) -> None:
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     said = kernel.run("%distributed restart -r 0 --env A=1").error
-    assert said.strip() == "UsageError: %distributed restart: --env is for all ranks: leave out -r"
+    assert said.strip() == "UsageError: %distributed restart: --env applies to all ranks: leave out -r"
     assert kernel.run("%distributed stop").status == "ok"

@@ -41,7 +41,7 @@ def test_restart_and_stop_then_start_are_warm_and_cold_says_no(kernel: Any) -> N
     assert "NameError" in kernel.run("%%distributed\nx").error
     assert kernel.run("%distributed stop").status == "ok"
     listed = kernel.run("%distributed list").text()
-    assert "torch stays imported for this notebook's next start, for" in listed
+    assert "torch stays imported for this notebook's next start for" in listed
     assert "cold" not in kernel.run("%distributed start -n 1 --no-init").text()
     assert _warm_process(kernel) == warm
     changed = kernel.run("import os; os.environ['NEW'] = '1'\n%distributed restart").text()
@@ -113,4 +113,4 @@ def test_interrupted_command_says_what_is_left_and_the_next_cell_starts_ranks(ke
 
 
 def test_cold_is_for_all_ranks(kernel: Any) -> None:
-    assert "--cold is for all ranks: leave out -r" in kernel.run("%distributed restart -r 0 --cold").error
+    assert "--cold applies to all ranks: leave out -r" in kernel.run("%distributed restart -r 0 --cold").error
