@@ -35,9 +35,7 @@ class JobCell:
     ) -> None:
         self._job = job
         self._ranks = range(job.world_size or 1) if rank is None else range(rank, rank + 1)
-        self._nodes: dict[
-            int, str
-        ] = {}  # by the number in the cell, the node whose lines are shown there; empty if the job has one node
+        self._nodes: dict[int, str] = {}  # whose lines are shown, by number in the cell; empty for a job of one node
         of_node = "" if node is None else f" --node {node}"
         self._read = f"%job logs {job.id}{of_node}"
         self._cell = LiveCell(screen, tuple(self._ranks), 0, options, nodes=self._nodes, how_to_read=self._read)

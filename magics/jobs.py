@@ -111,10 +111,7 @@ class JobMagics(Magics):
         if args.out is not None and not (args.out.isidentifier() and not keyword.iskeyword(args.out)):
             raise UsageError(f"%%torchrun: --out {args.out!r} is not a valid variable name")
         _check_script(code)
-        source: dict[str, Any] = {
-            "script_text": f"\n{code}",
-            "arguments": args.arguments,
-        }  # keeps the line numbers of the cell
+        source: dict[str, Any] = {"script_text": f"\n{code}", "arguments": args.arguments}  # the cell's line numbers
         if args.spec is None:
             name = session_name(self._ipython.user_ns, kernel_name(self._ipython))
             data: dict[str, Any] = {"name": name[:MOST_NAME_CHARS]}
