@@ -1,4 +1,4 @@
-"""My Pipelines: spec files beside the notebook, and the form by which one is edited; for views, and for plain Python.
+"""My Pipelines: spec files next to the notebook, and the form that edits one; for views and for plain Python.
 
 from detrain_nb.pipelines import MyPipelines
 

@@ -1,4 +1,4 @@
-"""What is typed into a form: nested plain JSON, kept also where it is wrong, and the document that it stands for."""
+"""The input of a form as nested plain JSON, kept even if it is invalid, and the document that it stands for."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ _PATH = re.compile(r"nodes\[([0-9]{1,6}|n[0-9]{1,9})\](?:\.(.+))?", re.DOTALL)
 
 
 def parse_path(text: str, rows: list[str]) -> Path:
-    """Take apart ``training.steps``, ``nodes[0].host`` or ``nodes[n3].host``; ``rows`` are the keys of the nodes.
+    """Split ``training.steps``, ``nodes[0].host`` or ``nodes[n3].host`` into steps; ``rows`` are the keys of the nodes.
 
-    Raises: SpecError for a node that is not there.
+    Raises: SpecError for a node that does not exist.
     """
     if not (match := _PATH.fullmatch(text)):
         if rows and text.startswith("nodes."):
-            raise SpecError(f"{show(text)} is no field: give that of a node as nodes[0].host")
+            raise SpecError(f"{show(text)} is not a field: write a field of a node as nodes[0].host")
         return tuple(text.split("."))
     key = match[1]
     place = rows.index(key) if key in rows else int(key) if key.isdigit() else len(rows)
     if place >= len(rows):
-        raise SpecError(f"{show(text)}: there is no such node: there are {len(rows)}")
+        raise SpecError(f"{show(text)}: no such node; the form has {len(rows)}")
     return ("nodes", place, *(match[2].split(".") if match[2] else ()))
 
 
 def field_of(path: Path) -> FieldInfo | None:
-    """The field that stands there; None where there is none."""
+    """Return the field at ``path``, or None."""
     if len(path) == 3 and path[0] == "nodes":
         return NODE_FIELDS.get(str(path[2]))
     return FIELDS.get(".".join(map(str, path)))
 
 
 def get_at(draft: Any, path: Path) -> Any:
-    """What is typed there; an empty text where nothing is."""
+    """Return what is typed at ``path``; an empty text if nothing is."""
     for step in path:
         is_row = isinstance(draft, list) and isinstance(step, int) and step < len(draft)
         if not is_row and not (isinstance(draft, dict) and step in draft):
@@ -66,7 +66,7 @@ def get_at(draft: Any, path: Path) -> Any:
 
 
 def set_at(draft: dict[str, Any], path: Path, typed: object) -> None:
-    """Put it there; an empty text takes the field away."""
+    """Put ``typed`` at ``path``; an empty text removes the field."""
     table: Any = draft
     for step in path[:-1]:
         there = table[int(step)] if isinstance(table, list) else table.get(step)
@@ -80,18 +80,18 @@ def set_at(draft: dict[str, Any], path: Path, typed: object) -> None:
 
 
 def document_of(content: PipelineSpec | Mapping[str, Any]) -> dict[str, Any]:
-    """What a file of it holds. Raises: SpecError for what is neither a spec nor a document."""
+    """Return ``content`` as the document of a file. Raises: SpecError if it is neither a spec nor a document."""
     if isinstance(content, PipelineSpec):
         return content.to_dict()
     if not isinstance(content, Mapping):
-        raise SpecError(f"{show(content)} is no pipeline: give a PipelineSpec, or fields with names, as in a file")
+        raise SpecError(f"{show(content)} is not a pipeline: give a PipelineSpec, or a mapping of fields, as in a file")
     document = dict(content)
     check_values(document)
     return document
 
 
 def make_draft(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Write a document as one types it; what belongs to no field stays as it is, for the spec to refuse."""
+    """Write a document as a user types it; content of unknown fields stays as it is, for the spec to refuse."""
     copied: dict[str, Any] = json.loads(json.dumps(data))
     draft = _type_table(copied, ())
     if isinstance(source := draft.get("source"), dict) and "kind" not in source:
@@ -121,22 +121,22 @@ def _type_table(table: dict[str, Any], before: Path) -> dict[str, Any]:
 
 
 def find_kind(draft: Mapping[str, Any]) -> str:
-    """Which source is meant; empty where nothing says it."""
+    """Return the chosen kind of source; empty if none is chosen."""
     source = draft.get("source")
     kind = source.get("kind") if isinstance(source, dict) else None
     return kind if isinstance(kind, str) else ""
 
 
 def make_document(draft: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the document that a draft stands for, and what of it cannot be read, by path.
+    """Return the document that a draft stands for, and the errors of unreadable fields by path.
 
-    Of a source only the chosen kind goes in: what was typed for the others stays in the draft.
+    Of the source only the chosen kind is included: what was typed for the others stays in the draft.
     """
     faults: dict[str, str] = {}
     document = _read_table(draft, (), faults)
     source, kind = document.setdefault("source", {}), find_kind(draft)
     if kind in SOURCE_KINDS and isinstance(source, dict) and kind not in source:
-        source[kind] = {} if kind == "git" else ""  # so that the fault is told of that field
+        source[kind] = {} if kind == "git" else ""  # so that the error names that field
     return document, faults
 
 
@@ -176,7 +176,7 @@ def _read_field(field: FieldInfo, typed: object, path: Path, faults: dict[str, s
 
 
 def _is_aside(path: Path, source: Mapping[str, Any]) -> bool:
-    """Of a source whose kind is chosen: what belongs to the others, and the choice itself."""
+    """Check that ``path`` is the choice of a source kind, or belongs to a kind that is not chosen."""
     if path[:1] != ("source",) or len(path) != 2:
         return False
     if path[1] == "kind":
@@ -188,5 +188,5 @@ def _is_aside(path: Path, source: Mapping[str, Any]) -> bool:
 
 
 def format_path(path: Path) -> str:
-    """Write it as the errors of a spec do: ``nodes[0].host``."""
+    """Write a path as the errors of a spec do: ``nodes[0].host``."""
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path).removeprefix(".")

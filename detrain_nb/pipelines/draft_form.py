@@ -1,4 +1,4 @@
-"""A form without a page: what is typed, by whom, what two editors have typed at once, and what can be brought back."""
+"""A form without a page: its input, its editors, their conflicts, and what can be undone."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from .typed import Typed, size_of
 
 __all__ = ["MOST_NODES", "DraftForm", "FieldConflict", "build_node", "label_of"]
 
-MOST_NODES = 256  # to which nodes are added in a form; a file may have more
-_MOST_CHARS = 500_000  # of one text: a script
-_MOST_CHARS_IN_ALL = 4_000_000  # as JSON; a file has 1 MB at most, and all of it is read again at each edit
+MOST_NODES = 256  # in a form; a file may have more
+_MOST_CHARS = 500_000  # of one text, such as a script
+_MOST_CHARS_IN_ALL = 4_000_000  # as JSON: a file is at most 1 MB, and each edit reads all of it again
 _MOST_CONFLICTS, _MOST_UNDOS = 200, 20
-_keys = map("n{}".format, itertools.count(1))  # of nodes: each names one, in whatever form and thread
+_keys = map("n{}".format, itertools.count(1))  # of nodes, unique over all forms and threads
 
 
 @dataclass(frozen=True)
 class FieldConflict:
-    """A field was changed elsewhere before an edit of it came, which was not applied: ``mine`` is that edit.
+    """An edit that was not applied, as the field had been changed elsewhere before it: ``mine`` is that edit.
 
-    ``theirs`` is what stands there; None where the node of the field was removed. ``editor`` is who made the edit.
+    ``theirs`` is the value now; None if the node of the field was removed. ``editor`` made the edit.
     """
 
     path: str
@@ -44,7 +44,7 @@ class FieldConflict:
 
 @dataclass(frozen=True)
 class _Undo:
-    """What was taken away, in ``words``; ``bring_back`` returns the key of a node that it brings."""
+    """A removal, described in ``words``; ``bring_back`` reverts it and returns the key of a restored node."""
 
     words: str
     bring_back: Callable[[], str]
@@ -52,55 +52,55 @@ class _Undo:
 
 
 class DraftForm:
-    """A draft that is edited field by field; nothing that is typed is lost. A subclass says what is wrong with it.
+    """A draft that is edited field by field; no input is lost. A subclass checks it for faults.
 
-    Paths are those of the errors of a spec: ``training.steps``, ``nodes[0].host``. A node has a key besides, which
-    stays when others are moved: ``nodes[n3].host``; ``rows`` has them in order. Several threads may use it.
+    Paths are written as in the errors of a spec: ``training.steps``, ``nodes[0].host``. A node also has a key, which
+    stays when others are moved: ``nodes[n3].host``; ``rows`` has the keys in order. Several threads may use a form.
     """
 
     def __init__(self, content: Mapping[str, Any]) -> None:
-        self.lock = threading.RLock()  # who reads several things of it holds it
+        self.lock = threading.RLock()  # hold it to read several values of one state
         self._listeners: list[Callable[[], object]] = []
-        self._changed: dict[tuple[str | int, ...], tuple[int, str]] = {}  # by the path with a key: when, and by whom
-        self._removed: dict[str, tuple[int, Any]] = {}  # rows and where they were, by key
+        self._changed: dict[tuple[str | int, ...], tuple[int, str]] = {}  # by the path with a key: revision, editor
+        self._removed: dict[str, tuple[int, Any]] = {}  # by key: the place and the row
         self._conflicts: dict[tuple[str, str], FieldConflict] = {}
         self._undos: list[_Undo] = []
-        self._origin: Any = None  # where all nodes are from; it comes back with them
+        self._origin: Any = None  # of all nodes; an undo restores it with them
         self.revision = 0
         self.rows: list[str] = []
         self._load(content, "")
 
     def _judge(self, *, is_read: bool) -> Iterable[Finding]:
-        """What is wrong with the document, and what may be; ``is_read``: all that is typed could be read."""
+        """Return errors and warnings of the document; ``is_read``: all input could be read."""
         raise NotImplementedError
 
-    # ---- what it says
+    # ---- state
 
     @property
     def draft(self) -> dict[str, Any]:
-        """A copy of all that is typed."""
+        """A copy of all input."""
         with self.lock:
             return copy.deepcopy(self._draft)
 
     @property
     def document(self) -> dict[str, Any]:
-        """What a file of it holds, right or wrong."""
+        """The document that a file would hold, valid or not."""
         with self.lock:
             return copy.deepcopy(self._document)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """What is wrong, and what may be, each with the path of its field."""
+        """Errors and warnings, each with the path of its field."""
         return self._findings
 
     @property
     def errors(self) -> dict[str, str]:
-        """What is wrong by the path of a field; empty where it is about the whole."""
+        """Errors by the path of a field; the path is empty for errors of the whole."""
         return self._by_path("error")
 
     @property
     def warnings(self) -> dict[str, str]:
-        """What may be wrong, by path."""
+        """Warnings by the path of a field."""
         return self._by_path("warning")
 
     @property
@@ -109,37 +109,37 @@ class DraftForm:
 
     @property
     def undo_words(self) -> str:
-        """What `undo` would bring back; empty where that is nothing."""
+        """What `undo` would bring back, in words; empty if there is nothing."""
         return self._undos[-1].words if self._undos else ""
 
     def nodes_by_key(self) -> dict[str, Node | None]:
-        """The node of each row, None where it cannot be one."""
+        """Return the node of each row by key; None for a row that is not a valid node."""
         with self.lock:
             return {key: build_node(row)[0] for key, row in zip(self.rows, self._document.get("nodes", ()))}
 
     def typed(self, path: str) -> Any:
-        """What is typed into a field; an empty text where nothing is. Raises: SpecError for no field."""
+        """Return what is typed into a field; an empty text if nothing is. Raises: SpecError for an unknown field."""
         with self.lock:
             return copy.deepcopy(get_at(self._draft, self._place(path)))
 
     def key_path(self, path: str) -> str:
-        """The same path with the key of a node in place of its number, for who keeps it. Raises: SpecError."""
+        """Return ``path`` with the key of a node in place of its number, which may change. Raises: SpecError."""
         with self.lock:
             return format_path(self._keyed(self._place(path)))
 
     def on_change(self, call: Callable[[], object]) -> Callable[[], None]:
-        """Have ``call`` called after each change, by whom ever; returns what ends that."""
+        """Call ``call`` after each change by any editor; returns the function that ends this."""
         self._listeners.append(call)
         return lambda: self._listeners.remove(call) if call in self._listeners else None
 
-    # ---- what is typed
+    # ---- input
 
     def edit(self, path: str, typed: Typed, *, revision: int | None = None, editor: str = "") -> bool:
-        """Put what was typed into a field; an empty text is nothing, and `True` a box that is ticked.
+        """Put input into a field; an empty text clears it, and `True` is a box that is ticked.
 
-        ``revision`` is the one of the form that the ``editor``, a page for one, had seen. Where another editor has
-        changed that very field since, nothing is done but noted as one of `conflicts`. Returns whether it was done.
-        Raises: SpecError for a path that is no field, or a text that is too long.
+        ``revision`` is the revision of the form that the ``editor``, such as a page, has seen. If another editor has
+        changed the same field since, the edit is not applied but added to `conflicts`. Returns whether it was applied.
+        Raises: SpecError for an unknown field, or a text that is too long.
         """
         _check_typed(path, typed)
         with self.lock:
@@ -148,15 +148,15 @@ class DraftForm:
         return done
 
     def resolve(self, path: str, *, keep: str, editor: str = "") -> None:
-        """End the conflict of a field: ``keep`` "mine" does the edit now, "theirs" drops it. Raises: SpecError."""
+        """Resolve the conflict of a field: ``keep`` "mine" applies the edit, "theirs" drops it. Raises: SpecError."""
         with self.lock:
             conflict = self._conflicts.get((path, editor))
             if conflict is None:
-                raise SpecError(f"{show(path)} has no conflict: it was resolved, or there was none")
+                raise SpecError(f"{show(path)} has no conflict: it was resolved, or never existed")
             if keep == "mine":
                 for key in [key for key in self._removed if path.startswith(f"nodes[{key}]")]:
                     self._bring_back(key)
-                self._edit(path, conflict.mine, None, editor)  # what it raises leaves the conflict
+                self._edit(path, conflict.mine, None, editor)  # an error leaves the conflict
             else:
                 self._count()
             self._conflicts.pop((path, editor), None)
@@ -165,11 +165,11 @@ class DraftForm:
     # ---- nodes
 
     def add_node(self, typed: Mapping[str, Typed] | None = None, *, at: int | None = None) -> str:
-        """Add a node, at the end if ``at`` does not say where; returns its key. Raises: SpecError."""
+        """Add a node at place ``at``, by default at the end; returns its key. Raises: SpecError."""
         for name, each in (typed or {}).items():
             _check_typed(name, each)
             if name not in NODE_FIELDS:
-                raise SpecError(f"{show(name)} is no field of a node: {nearest(name, NODE_FIELDS)}")
+                raise SpecError(f"{show(name)} is not a field of a node: {nearest(name, NODE_FIELDS)}")
         with self.lock:
             _check_room(len(self.rows) + 1)
             _check_size(self._draft, typed)
@@ -179,7 +179,7 @@ class DraftForm:
         return key
 
     def add_nodes(self, nodes: Iterable[Node]) -> list[str]:
-        """Add all of them, or none, at the end; returns their keys. Raises: SpecError."""
+        """Add all of the nodes at the end, or none; returns their keys. Raises: SpecError."""
         with self.lock:
             typed = _type_nodes(nodes, before=len(self.rows))
             keys = [self._insert(row, next(_keys), len(self.rows)) for row in typed]
@@ -188,7 +188,7 @@ class DraftForm:
         return keys
 
     def replace_nodes(self, nodes: Iterable[Node], *, words: str = "", origin: Any = None) -> None:
-        """Have other nodes; ``words`` let it be undone. Raises: SpecError."""
+        """Replace all nodes; with ``words``, which describe that, it can be undone. Raises: SpecError."""
         with self.lock:
             typed = _type_nodes(nodes)
             before = self.rows, self._draft.get("nodes", []), self._origin
@@ -199,7 +199,7 @@ class DraftForm:
         self._tell()
 
     def copy_node(self, key: str) -> str:
-        """Add a node like that one below it, without its name; returns the key of the new one. Raises: SpecError."""
+        """Add a copy of a node below it, without its name; returns the key of the copy. Raises: SpecError."""
         with self.lock:
             place = self._row(key)
             row = self._draft["nodes"][place]
@@ -207,7 +207,7 @@ class DraftForm:
         return self.add_node(typed, at=place + 1)
 
     def remove_node(self, key: str) -> None:
-        """Take a node away; a later edit of it is a conflict, which can bring it back. Raises: SpecError."""
+        """Remove a node; a later edit of it is a conflict, which can bring it back. Raises: SpecError."""
         with self.lock:
             place = self._row(key)
             self.rows.pop(place)
@@ -222,16 +222,16 @@ class DraftForm:
         self._tell()
 
     def restore_node(self, key: str) -> None:
-        """Bring back a node that was removed, where it was. Raises: SpecError where none was."""
+        """Bring back a removed node to its place. Raises: SpecError if ``key`` was not removed."""
         with self.lock:
             if key not in self._removed:
-                raise SpecError(f"{show(key)} is no node that was removed")
+                raise SpecError(f"{show(key)} is not a removed node")
             self._bring_back(key)
             self._count()
         self._tell()
 
     def undo(self) -> str:
-        """Bring back what was removed or replaced last; returns the key of a node that was. Raises: SpecError."""
+        """Undo the last removal or replacement; returns the key of a restored node, or "". Raises: SpecError."""
         with self.lock:
             if not self._undos:
                 raise SpecError("there is nothing to undo")
@@ -241,7 +241,7 @@ class DraftForm:
         return key
 
     def move_node(self, key: str, by: int) -> None:
-        """Move a node down, or up where ``by`` is below 0; it stays among the others. Raises: SpecError."""
+        """Move a node down by ``by`` places, up if it is negative, at most to the ends. Raises: SpecError."""
         with self.lock:
             place = self._row(key)
             to = min(max(0, place + by), len(self.rows) - 1)
@@ -250,7 +250,7 @@ class DraftForm:
             self._count()
         self._tell()
 
-    # ---- how
+    # ---- internals
 
     def _load(self, data: Mapping[str, Any], editor: str) -> None:
         self._draft = make_draft(data)
@@ -272,7 +272,7 @@ class DraftForm:
             self._note_conflict(FieldConflict(path, None, typed, editor, self.revision))
             return False
         if field_of(place) is None and typed != "":
-            raise SpecError(f"{show(path)} is no field: it can only be taken away, by an empty text")
+            raise SpecError(f"{show(path)} is not a field: it can only be removed, by an empty text")
         keyed, there = self._keyed(place), get_at(self._draft, place)
         at, by = self._changed.get(keyed, self._loaded)
         if revision is not None and at > revision and by != editor and there != typed:
@@ -291,7 +291,7 @@ class DraftForm:
             self._conflicts.pop(next(iter(self._conflicts)))
 
     def _count(self) -> None:
-        """Something has changed: look at all of it again."""
+        """Count a change, and check the whole draft again."""
         self.revision += 1
         self._document, unread = make_document(self._draft)
         judged = [each for each in self._judge(is_read=not unread) if each.field not in unread]
@@ -310,26 +310,26 @@ class DraftForm:
         return {path: "; ".join(texts) for path, texts in found.items()}
 
     def _place(self, path: str) -> Path:
-        """Raises: SpecError for what is no field, and has nothing typed in it."""
+        """Parse a path. Raises: SpecError if it is not a field and has no input."""
         place = parse_path(path, self.rows)
         there = get_at(self._draft, place)
         if field_of(place) is None and (there == "" or isinstance(there, dict) or self._is_of_rows(place)):
             names = NODE_FIELDS if place[:1] == ("nodes",) else FIELDS
-            raise SpecError(f"{show(path)} is no field: {nearest(str(place[-1]), names)}")
+            raise SpecError(f"{show(path)} is not a field: {nearest(str(place[-1]), names)}")
         return place
 
     def _is_of_rows(self, place: Path) -> bool:
         return place[0] == "nodes" and len(place) < 3 and bool(self.rows)
 
     def _keyed(self, place: Path) -> tuple[str | int, ...]:
-        """The same with the key of the node, which stays when others are moved."""
+        """Replace the number of a node by its key, which stays when others are moved."""
         if len(place) > 1 and place[0] == "nodes" and isinstance(place[1], int) and place[1] < len(self.rows):
             return (f"nodes[{self.rows[place[1]]}]", *place[2:])
         return place
 
     def _row(self, key: str) -> int:
         if key not in self.rows:
-            raise SpecError(f"{show(key)} is no node of the form: it was removed, or all were replaced")
+            raise SpecError(f"{show(key)} is not a node of the form: it was removed, or all were replaced")
         return self.rows.index(key)
 
     def _is_removed(self, path: str) -> bool:
@@ -357,24 +357,24 @@ class DraftForm:
 
 
 def label_of(row: object) -> str:
-    """What a node is called by what is typed for it, however wrong that is."""
+    """Return what to call a node by its typed name or host, even if those are invalid."""
     typed = row if isinstance(row, dict) else {}
     texts = (str(typed.get(name, "")).strip() for name in ("name", "host"))
     return printable(next(filter(None, texts), "new node")[:80])
 
 
 def build_node(row: Any) -> tuple[Node | None, list[Finding]]:
-    """The node of a row of a document, or what is wrong with it, by field."""
+    """Return the node of a row of a document, or its errors by field."""
     try:
         return Node(**row), []
     except SpecError as exc:
         return None, findings_of(exc)
-    except TypeError:  # no table
+    except TypeError:  # not a table
         return None, [Finding("", "give a table of fields")]
 
 
 def _type_nodes(nodes: Iterable[Node], *, before: int = 0) -> list[Any]:
-    """What is typed for them; there are so many ``before``. Raises: SpecError."""
+    """Return nodes as input; the form has ``before`` nodes already. Raises: SpecError."""
     fields = [node.to_fields() for node in nodes]
     _check_room(before + len(fields))
     typed: list[Any] = make_draft({"nodes": fields})["nodes"]
@@ -383,18 +383,18 @@ def _type_nodes(nodes: Iterable[Node], *, before: int = 0) -> list[Any]:
 
 def _check_room(number: int) -> None:
     if number > MOST_NODES:
-        raise SpecError(f"a form has at most {MOST_NODES} nodes: write a file")
+        raise SpecError(f"a form has at most {MOST_NODES} nodes: write a file instead")
 
 
 def _check_typed(path: str, typed: object) -> None:
-    """Raises: SpecError."""
+    """Check the type and the length of input. Raises: SpecError."""
     if not isinstance(typed, str | bool):
-        raise SpecError(f"{show(path)}: a text is typed, or true or false, not {show(typed)}")
+        raise SpecError(f"{show(path)}: input must be a text, true or false, not {show(typed)}")
     if isinstance(typed, str) and len(typed) > _MOST_CHARS:
-        raise SpecError(f"{show(path)}: a text of {len(typed)} characters: give at most {_MOST_CHARS}")
+        raise SpecError(f"{show(path)}: the text has {len(typed)} characters: give at most {_MOST_CHARS}")
 
 
 def _check_size(draft: object, typed: object) -> None:
-    """Raises: SpecError."""
+    """Check the size of all input. Raises: SpecError."""
     if typed and size_of([draft, typed]) > _MOST_CHARS_IN_ALL:
-        raise SpecError(f"more than {_MOST_CHARS_IN_ALL:,} characters in all are typed: a file has 1 MB at most")
+        raise SpecError(f"the form would have more than {_MOST_CHARS_IN_ALL:,} characters: a file has at most 1 MB")

@@ -1,4 +1,4 @@
-"""A pipeline as a line of a list: what of its file, its mesh, its nodes and its last job is told at one look."""
+"""Pipelines as lines of a list: file, mesh, nodes and last job at a glance."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .spec_file import SpecFile
 
 __all__ = ["Entries", "Entry", "LastJob", "describe_job", "make_entry"]
 
-_MOST_NODES = 2  # that are named one by one
+_MOST_NODES = 2  # listed by name
 _MOST_METRICS_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
 class LastJob:
-    """The newest job of a pipeline as it was last known: no node was asked. All but ``id`` and times are for people."""
+    """The newest job of a pipeline as last known, without a query. All but ``id`` and times are display texts."""
 
     id: str
     sign: Sign
@@ -34,14 +34,14 @@ class LastJob:
     detail: str
     submitted_at: float
     is_over: bool
-    count: int  # of the jobs of its name and file
+    count: int  # jobs with its name and file
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A pipeline in the list. ``errors``: what is wrong with its file; ``is_spec``: it can be run as it is.
+    """A pipeline in the list. ``errors`` are the faults of its file; ``is_spec``: it can be run as it is.
 
-    ``axes`` has those of its mesh that are not 1, ``nodes`` is a line of words. ``is_beside``: it is in the folder.
+    ``axes`` are the mesh axes whose size is not 1, ``nodes`` is a display text. ``is_beside``: it is in the folder.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Entry:
 
     @property
     def fault(self) -> str:
-        """What keeps it from being run, in a few words."""
+        """What prevents a run, in a few words."""
         if self.is_spec or not self.errors:
             return ""
         count = len(self.errors)
@@ -71,17 +71,17 @@ class Entry:
 
     @property
     def searched(self) -> str:
-        """The text in which a search looks: name, file, nodes, mesh, status; in small letters."""
+        """The text that a search looks in: name, file, nodes, mesh and status, case-folded."""
         job = f"{self.job.word} {self.job.detail} {self.job.id}" if self.job else "never run"
         return f"{self.name} {self.file} {self.description} {self.mesh} {self.nodes} {job} {self.fault}".casefold()
 
     def matches(self, search: str) -> bool:
-        """Every word of ``search`` stands in it."""
+        """Check that every word of ``search`` occurs in `searched`."""
         return all(word in self.searched for word in search.casefold().split())
 
 
 class Entries(ShownAsText, Sequence[Entry]):
-    """Pipelines, as a list and as a table. ``more``: so many files of the folder were not looked at."""
+    """Pipelines, as a list and as a table. ``more`` files of the folder were not read."""
 
     def __init__(self, entries: Sequence[Entry], *, folder: str, more: int = 0, notices: Sequence[str] = ()) -> None:
         self._entries, self.folder, self.more, self.notices = tuple(entries), folder, more, tuple(notices)
@@ -113,7 +113,7 @@ class Entries(ShownAsText, Sequence[Entry]):
 
 
 def make_entry(found: SpecFile, *, file: str, is_beside: bool) -> Entry:
-    """Describe what a file says; of one with faults, as much as can be read."""
+    """Describe a file; one with faults as far as it can be read."""
     data, plan = found.data or {}, _plan_of(found.spec)
     description = data.get("description")
     return Entry(
@@ -131,7 +131,7 @@ def make_entry(found: SpecFile, *, file: str, is_beside: bool) -> Entry:
 
 
 def describe_job(job: JobSummary, *, count: int, spec: PipelineSpec | None, now: float | None = None) -> LastJob:
-    """Say how a job was when it was last heard of."""
+    """Describe the last known state of a job."""
     now = time.time() if now is None else now
     sign, word = sign_and_word(job.state, job.exit_code)[0], describe_state(job.state, job.exit_code)
     is_over = job.state in OVER
@@ -140,14 +140,14 @@ def describe_job(job: JobSummary, *, count: int, spec: PipelineSpec | None, now:
         took = None if job.started_at is None or job.ended_at is None else job.ended_at - job.started_at
         detail = f"{when}, in {describe_seconds(took)}" if took is not None else when
     else:
-        detail = f"known {describe_age(job.updated_at, now=now)}"
+        detail = f"as of {describe_age(job.updated_at, now=now)}"
         share = _share(job.metrics, spec)
         word = f"{word} {share}" if share and sign == "run" else word
     return LastJob(job.id, sign, word, detail, job.submitted_at, is_over, count)
 
 
 def _share(metrics: str, spec: PipelineSpec | None) -> str:
-    """``37 %`` of the steps of the spec, by what was last logged; it came from a node."""
+    """Return ``37 %`` of the steps of the spec, by the last metrics, which a node sent."""
     steps = spec.training.steps if spec else None
     if not steps or not metrics or len(metrics) > _MOST_METRICS_CHARS:
         return ""
@@ -162,7 +162,7 @@ def _share(metrics: str, spec: PipelineSpec | None) -> str:
 
 
 def _describe_time(at: float, *, now: float) -> str:
-    """``today 11:20``, ``yesterday 17:44``, ``2026-03-01 08:10``."""
+    """Return ``today 11:20``, ``yesterday 17:44``, ``2026-03-01 08:10``."""
     then, today = datetime.fromtimestamp(at), datetime.fromtimestamp(now)
     days = (today.date() - then.date()).days
     day = {0: "today", 1: "yesterday"}.get(days, f"{then:%Y-%m-%d}")
@@ -170,7 +170,7 @@ def _describe_time(at: float, *, now: float) -> str:
 
 
 def _plan_of(spec: PipelineSpec | None) -> Plan | None:
-    """None where it does not fit, or how many GPUs there are is not known here."""
+    """Return the plan; None if the spec does not fit its nodes, or their number of GPUs is unknown here."""
     try:
         return spec.plan() if spec else None
     except DetrainError:
@@ -178,19 +178,19 @@ def _plan_of(spec: PipelineSpec | None) -> Plan | None:
 
 
 def _axes(spec: PipelineSpec | None, data: Mapping[str, Any], plan: Plan | None) -> tuple[tuple[str, int], ...]:
-    """Those of the plan, else those that are given: -1 is what is left, and nobody knows that then."""
+    """Return the axes of the plan, else the given ones; without -1, which only a plan can resolve."""
     if plan is not None and plan.mesh is not None:
         return tuple((axis, size) for axis, size in plan.mesh.axes.items() if size != 1)
     given = data.get("parallelism", {})
     try:
         mesh = spec.parallelism if spec else Parallelism(**given) if isinstance(given, dict) else Parallelism()
-    except (DetrainError, TypeError):  # TypeError: a name that is no text
+    except (DetrainError, TypeError):  # TypeError: a name that is not a text
         return ()
     return tuple((axis, size) for axis, size in mesh.axes.items() if size not in (1, -1))
 
 
 def _nodes(spec: PipelineSpec | None, data: Mapping[str, Any], plan: Plan | None) -> str:
-    """``gpu1, gpu2 · 8 ranks``; of more nodes how many."""
+    """Return ``gpu1, gpu2 · 8 ranks``; for more nodes their number."""
     if spec is None:
         given = data.get("nodes")
         return count_of(len(given), "node") if isinstance(given, list) and given else HERE

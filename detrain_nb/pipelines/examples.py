@@ -1,4 +1,4 @@
-"""Pipelines to begin with: each is a whole document, whose script needs nothing but torch."""
+"""Example pipelines: whole documents whose scripts need nothing but torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 __all__ = ["EXAMPLES", "Example"]
 
 _SCRIPT = """\
-# Two spirals, told apart by a small network. How it is spread stands in the spec: see job_spec().
+# A small network tells two spirals apart. The spec defines how it is parallelized: see job_spec().
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -67,7 +67,7 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Example:
-    """One of them: its ``name``, what is said of it, what it ``needs``, and its document."""
+    """An example pipeline: its texts, what it ``needs``, and its document."""
 
     name: str
     title: str
@@ -102,7 +102,7 @@ EXAMPLES = (
     _make(
         "two-stages",
         "Two stages, two hosts",
-        "A network cut in two over SSH hosts: give their names.",
+        "A network in two stages on two SSH hosts: enter their names.",
         "needs 2 nodes",
         nodes=[{"host": "gpu1", "ranks": 1}, {"host": "gpu2", "ranks": 1}],
         pp=2,

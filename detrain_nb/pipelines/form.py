@@ -1,4 +1,4 @@
-"""The form of a pipeline, without a page: what is typed, what the spec says of it, and the last spec that was right.
+"""The form of a pipeline without a page: its input, the faults that the spec finds, and the last valid spec.
 
 from detrain_nb.pipelines import SpecForm
 
@@ -23,7 +23,7 @@ __all__ = ["SpecForm"]
 
 
 class SpecForm(DraftForm):
-    """A draft of a pipeline, edited field by field. The spec decides what is right; nothing that is typed is lost."""
+    """A draft of a pipeline, edited field by field. The spec decides what is valid; no input is lost."""
 
     def __init__(self, content: PipelineSpec | Mapping[str, Any] | None = None) -> None:
         self._spec: PipelineSpec | None = None
@@ -31,7 +31,7 @@ class SpecForm(DraftForm):
 
     @property
     def spec(self) -> PipelineSpec | None:
-        """The last spec that was right; None before there was one. Who sets it has the form show that."""
+        """The last valid spec; None before the first. Setting it loads that spec into the form."""
         return self._spec
 
     @spec.setter
@@ -40,23 +40,23 @@ class SpecForm(DraftForm):
 
     @property
     def is_right(self) -> bool:
-        """`spec` is what is typed, and nothing that is known here keeps it from being started."""
+        """Whether `spec` is the present input, and no error that is known here prevents a start."""
         return self._is_spec and not self.errors
 
     def load(self, content: PipelineSpec | Mapping[str, Any], *, editor: str = "") -> None:
-        """Have the form show a spec, or a document; all that was typed is replaced. Raises: SpecError."""
+        """Load a spec or a document, which replaces all input. Raises: SpecError."""
         with self.lock:
             self._load(document_of(content), editor)
         self._tell()
 
     def to_code(self) -> str:
-        """Python that builds and submits the spec. Raises: SpecError where what is typed is none."""
+        """Return Python that builds and submits the spec. Raises: SpecError if the input is not a valid spec."""
         from .form_code import write_code
 
         with self.lock:
             if not self._is_spec or self._spec is None:
                 faults = "; ".join(f"{path}: {said}" if path else said for path, said in self.errors.items())
-                raise SpecError(f"this is no pipeline yet: {faults}")
+                raise SpecError(f"this is not a pipeline yet: {faults}")
             return write_code(self._spec)
 
     def _judge(self, *, is_read: bool) -> Iterable[Finding]:
@@ -73,7 +73,7 @@ class SpecForm(DraftForm):
 
 
 def number_nodes(findings: Iterable[Finding], names: Iterable[str]) -> list[Finding]:
-    """A check names a node by its name: ``nodes.gpu1.ranks`` is ``nodes[0].ranks``. There may be thousands of both."""
+    """Replace names of nodes by numbers: ``nodes.gpu1.ranks`` is ``nodes[0].ranks``. Both may number thousands."""
     places, numbered = {name: place for place, name in enumerate(names)}, list[Finding]()
     for each in findings:
         name, field = each.field.removeprefix("nodes."), each.field

@@ -1,4 +1,4 @@
-"""A spec as the Python that builds it, and submits it: what a cell of a notebook holds in place of a form."""
+"""A spec as the Python that builds and submits it, for a notebook cell in place of a form."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..spec import PipelineSpec
 
 __all__ = ["write_code"]
 
-_MOST_CHARS = 100  # of a line, where it can be broken
+_MOST_CHARS = 100  # of a line that can be broken
 _INDENT = "    "
 
 
 def write_code(spec: PipelineSpec) -> str:
-    """Write cells' Python that builds an equal spec and submits it; it shows the job."""
+    """Write Python for a cell that builds an equal spec, submits it and shows the job."""
     fields = spec.to_dict()
     script = fields.get("source", {}).get("script_text", "")
     before = ""
@@ -30,7 +30,7 @@ def write_code(spec: PipelineSpec) -> str:
 
 
 class _Name(str):
-    """A variable, in place of a value."""
+    """The name of a variable, in place of a value."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class _Name(str):
 
 
 def _has_lines(text: str) -> bool:
-    """It can stand between triple quotes as it is."""
+    """Check that a text has several lines, and fits between triple quotes unchanged."""
     lines = text.split("\n")
     is_plain = all(line.isprintable() for line in lines) and '"""' not in text and "\\" not in text
     return len(lines) > 1 and is_plain and not text.endswith('"')
@@ -67,7 +67,7 @@ def _value(model: type[BaseModel], name: str, value: Any, indent: str, names: se
 
 
 def _bracket(opening: str, items: list[str], closing: str, indent: str, *, begins: int) -> str:
-    """On one line, or each item on its own."""
+    """Write the items on one line if they fit, else one per line."""
     line = f"{opening}{', '.join(items)}{closing}"
     if "\n" not in line and len(indent) + begins + len(line) < _MOST_CHARS:
         return line

@@ -1,4 +1,4 @@
-"""A pipeline as a file of another tool, as plain JSON for a page: the formats, and the text of one."""
+"""The export of a pipeline to other tools, as plain JSON for a page: the formats, and the text of one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["describe_targets", "export_typed", "review_export"]
 
 _GPUS = "gpus"
 _MOST_GPUS = 1_000_000
-_MOST_SHOWN = 300_000  # characters: a script may stand there once for each node
+_MOST_SHOWN = 300_000  # characters: a script may appear once per node
 
 
 def describe_targets() -> list[dict[str, Any]]:
-    """Return the formats, each with its options and what to give for them; ``gpus`` is an option of all."""
+    """Return the formats, each with its options and their descriptions; all have the option ``gpus``."""
     gpus = {_GPUS: GPUS}
     return [
         {"name": name, "about": target.about, "suffix": target.suffix, "options": {**gpus, **target.options}}
@@ -35,9 +35,9 @@ def export_typed(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> str
 
 
 def review_export(spec: PipelineSpec, to: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Return the ``text``, and how many ``more`` characters it has where it is long; or the ``error``.
+    """Return the ``text``, with the number of characters cut off as ``more``; or the ``error``.
 
-    Beside an error stands the ``option`` or the ``field`` of the form with which it begins; empty: none.
+    With an error comes the ``option`` or the ``field`` of the form that it begins with; empty: none.
     """
     try:
         text = export_typed(spec, to, options)

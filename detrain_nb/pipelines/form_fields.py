@@ -1,4 +1,4 @@
-"""The fields of a form, described for a page: all of it is read off the models of the spec and their JSON Schema."""
+"""The fields of a form, described for a page; all of it comes from the models of the spec and their JSON Schema."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["FIELDS", "HOW_OF", "KIND_PATH", "NODE_FIELDS", "SOURCE_KINDS", "STEP
 Kind = Literal["text", "area", "number", "flag", "choice", "list", "words", "lines", "variables"]
 Step = Literal["general", "nodes", "source"]
 
-KIND_PATH = "source.kind"  # of the form alone: which of the fields of a source that exclude each other is meant
+KIND_PATH = "source.kind"  # only in the form: which of the exclusive fields of a source is used
 SOURCE_KINDS = tuple(name.removeprefix("source.") for group in ONE_OF for name in group if name.startswith("source."))
 _STEP_OF: Mapping[str, Step] = {  # by the first name of a path
     **dict.fromkeys(("name", "description", "parallelism", "training", "model", "image"), "general"),
@@ -25,7 +25,10 @@ _STEP_OF: Mapping[str, Step] = {  # by the first name of a path
     **dict.fromkeys(("source", "data", "checkpoint", "artifacts", "env", "secrets"), "source"),
 }
 STEPS: tuple[Step, ...] = ("general", "nodes", "source")
-_OF_KIND = {"source.entry", *(f"source.{kind}" for kind in SOURCE_KINDS)}  # given with a kind of source, else not there
+_OF_KIND = {
+    "source.entry",
+    *(f"source.{kind}" for kind in SOURCE_KINDS),
+}  # required for their kind of source, else absent
 _WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are not written with commas
     "description": "area",
     "source.script_text": "area",
@@ -33,21 +36,21 @@ _WRITTEN: Mapping[str, Kind] = {  # texts of several lines, and lists that are n
     "source.setup": "lines",
     "setup": "lines",
 }
-_HOW: Mapping[Kind, str] = {"variables": "a line NAME=value for each", "words": "as in a shell: --name 'a b' --fast"}
-HOW_OF: Mapping[str, str] = {  # by path, of a field whose hint does not say what it is for
-    "name": "of the file, its jobs and the model (--model_name, in the style detrain); a-z, A-Z, 0-9 and . _ -",
+_HOW: Mapping[Kind, str] = {"variables": "one NAME=value per line", "words": "as in a shell: --name 'a b' --fast"}
+HOW_OF: Mapping[str, str] = {  # by path, for fields whose hint does not explain their use
+    "name": "name of the file, its jobs and the model (--model_name, in the style detrain); a-z, A-Z, 0-9 and . _ -",
     "source.argument_style": '"detrain" adds --gpu, --epochs, --batch_size, --lr, --model_name (the name of the '
     "pipeline), --split_size",
-    "source.git.url": "https://host/path, ssh://host/path, user@host:path or a path; no password in it: a private one "
-    "needs a token (https) or a key (ssh)",
-    "source.git.ref": "a branch, a tag or a commit; each start takes what is there then, and fetches only what is new: "
+    "source.git.url": "https://host/path, ssh://host/path, user@host:path or a path, without a password: a private "
+    "repository needs a token (https) or a key (ssh)",
+    "source.git.ref": "a branch, a tag or a commit; each start uses its latest state, and fetches only new commits: "
     "a pull, not another clone",
-    "source.git.how": '"clone": each node asks the git host; "bundle": this machine does, and sends it to the nodes; '
-    '"auto": "clone", or "bundle" where a node does not reach that host',
-    "source.git.token": "of a private repository, by https: the name of an environment variable here that holds a "
-    "token; never the token itself",
-    "source.git.ssh_key": "of a private repository, by ssh: the path of a private key on the machine that clones; "
-    "none: the keys that ssh finds there",
+    "source.git.how": '"clone": each node fetches from the git host; "bundle": this machine fetches and sends it; '
+    '"auto": "clone", or "bundle" if a node cannot reach the git host',
+    "source.git.token": "for a private repository over https: the name of an environment variable on this machine that "
+    "holds a token; never the token itself",
+    "source.git.ssh_key": "for a private repository over ssh: the path of a private key on the machine that clones; "
+    "empty: the keys that ssh finds there",
 }
 _UNITS = {"_mbit_s": " (Mbit/s)", "_ms": " (ms)", "_gb": " (GB)", "_s": " (s)"}
 _TITLES = {
@@ -57,17 +60,16 @@ _TITLES = {
     "ssh_key": "SSH key",
     "env": "Environment variables",
 }
-_SECTIONS = {"data": "Data", "model": "Model", "checkpoint": "Checkpoint"}  # whose fields are called alike
+_SECTIONS = {"data": "Data", "model": "Model", "checkpoint": "Checkpoint"}  # sections with equal field names
 
 
 @dataclass(frozen=True)
 class FieldInfo:
-    """One field: its ``path``, as ``training.epochs``, and what a page shows of it.
+    """A field: its ``path``, such as ``training.epochs``, and what a page shows of it.
 
-    ``is_required``: of what belongs to a kind of source, once that is chosen. ``choices`` of a kind other than choice
-    are proposals. ``is_whole``: a number without a fraction. ``low`` and
-    ``high`` are bounds that may be given, ``above`` one that may not. ``default`` is the text of what holds where
-    nothing is typed; empty where that is nothing.
+    ``is_required``: for a field of a kind of source, once that kind is chosen. ``choices`` are suggestions unless the
+    kind is choice. ``is_whole``: a number without a fraction. ``low`` and ``high`` are inclusive bounds, ``above`` is
+    an exclusive lower bound. ``default`` is the text of the value that holds without input; empty if there is none.
     """
 
     path: str
@@ -86,7 +88,7 @@ class FieldInfo:
     annotation: Any
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a page needs of it, as plain JSON; ``how`` it is typed, where the hint does not say that."""
+        """Return what a page needs, as plain JSON; ``how`` explains the input where the hint does not."""
         names = ("path", "title", "hint", "kind", "step", "low", "high", "above", "default")
         return {
             **{name: getattr(self, name) for name in names},
@@ -103,7 +105,7 @@ def _schema() -> dict[str, Any]:
 
 
 def _walk(model: type[BaseModel], before: str, step: Step | None, *, is_optional: bool = False) -> Iterator[FieldInfo]:
-    """The fields of a model that are typed, those of the models in it as well; a list of nodes is apart."""
+    """Yield the input fields of a model and of the models in it, except its list of nodes."""
     schema = _schema() if model is PipelineSpec else _schema()["$defs"][model.__name__]
     for name, field in model.model_fields.items():
         path = f"{before}{name}"

@@ -1,4 +1,4 @@
-"""What starting a pipeline would do, as plain JSON for a page: which rank is where, what each node runs, its files."""
+"""What a start of a pipeline would do, as plain JSON for a page: its ranks, commands and files per node."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .spec_file import leaves
 
 __all__ = ["find_hidden", "review_spec"]
 
-_MOST_RANKS = 256  # that are told one by one
+_MOST_RANKS = 256  # listed one by one
 _MOST_FILES, _MOST_HIDDEN = 20, 20
 
 
 def review_spec(spec: PipelineSpec) -> dict[str, Any]:
     """Return the plan as nodes with their ranks and stages, the commands and the documents.
 
-    No node is asked. What cannot be made says why in its place: ``error`` of the plan and of the commands.
+    No node is queried. A plan, or commands, that cannot be made have an ``error`` instead.
     """
     return {
         "plan": _told(lambda: _plan(spec.plan(), spec.parallelism)),
@@ -64,7 +64,7 @@ def _plan(plan: Plan, parallelism: Parallelism) -> dict[str, Any]:
 
 
 def _bubble(plan: Plan, parallelism: Parallelism) -> float | None:
-    """How much of a step ranks wait at least, as far as that is known without the model."""
+    """Return the least share of a step that ranks wait, if it is known without the model."""
     count = plan.batch.microbatches if plan.batch else parallelism.microbatches
     if count is None or len(plan.stages) < 2:
         return None
@@ -91,12 +91,14 @@ def _commands(spec: PipelineSpec) -> dict[str, Any]:
 
 
 def find_hidden(document: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Which fields have characters by which they look like something else: what is looked at is what is started."""
+    """Find fields that look different from what they hold, as the user must see what is started."""
     told = []
     for path, value in leaves(document):
         text = "".join(map(str, value)) if isinstance(value, list) else str(value)
         hidden = sorted({f"U+{ord(char):04X}" for char in text if not char.isprintable() and char not in "\t\r\n"})
         if hidden:
             where = printable("".join(path).removeprefix("."))[:120]
-            told.append((where, f"has characters that are not seen, or turn the writing: {name_some(hidden)}"))
+            told.append(
+                (where, f"has characters that are invisible, or change the direction of text: {name_some(hidden)}")
+            )
     return told[:_MOST_HIDDEN]

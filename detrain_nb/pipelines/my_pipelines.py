@@ -1,4 +1,4 @@
-"""My Pipelines: the spec files beside a notebook, and those opened lately; listed, opened, saved, run, thrown away."""
+"""My Pipelines: the spec files next to a notebook, and those opened recently: list, open, save, run, delete."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ __all__ = ["MyPipelines"]
 
 _T = TypeVar("_T")
 _MOST_LISTED = 1_000  # files of the folder
-_MOST_ASKED = 100  # jobs at once: their states fit into a line of the talk
+_MOST_ASKED = 100  # jobs at once: their states fit into one line of the protocol
 _ASK_LIMIT_S = 15.0
-_READING_S = 5.0  # in which files are read for one list: those of a repository may be made to take their time
-_SCHEMA = "$schema"  # which an editor reads, and no spec has
+_READING_S = 5.0  # to read the files of one list: a repository may have files that are slow on purpose
+_SCHEMA = "$schema"  # read by editors, and not part of a spec
 
 
 class MyPipelines:
-    """The pipelines in ``folder``, by default ``pipelines/`` where the notebook is, and those opened lately elsewhere.
+    """The pipelines in ``folder``, by default ``pipelines/`` next to the notebook, and recent ones from elsewhere.
 
-    A pipeline is named by its file in the folder without the suffix, or by a path; what has no slash and ends in
-    ``.toml`` is the one in the folder where there is one, else a file where the notebook is. Nothing is made or written
-    before something is saved. Nodes are asked by `run` and `ask_after_jobs` alone.
+    A pipeline is named by its file in the folder without the suffix, or by a path. A name without a slash that ends in
+    ``.toml`` is the file in the folder, or, if there is none, the file next to the notebook. Nothing is created or
+    written before something is saved. Only `run` and `ask_after_jobs` contact nodes.
     """
 
     def __init__(
@@ -61,15 +61,17 @@ class MyPipelines:
         self._record = record or Record()
         self._recent = recent or RecentFiles()
         self._trash = Trash(self.folder)
-        self._reading = threading.Lock()  # a view lists them, and asks after their jobs, in threads of its own
-        self._unsaid: list[str] = []  # what the next list has to say
-        self._known: dict[Path, tuple[tuple[int, ...], SpecFile, Entry]] = {}  # what was read, by what the file was
+        self._reading = threading.Lock()  # a view lists files, and queries jobs, in its own threads
+        self._unsaid: list[str] = []  # notices for the next list
+        self._known: dict[
+            Path, tuple[tuple[int, ...], SpecFile, Entry]
+        ] = {}  # files that were read, with their state then
 
     def entries(self, search: str = "") -> Entries:
-        """List them by name, those that ``search`` matches; what cannot be read is listed with its error.
+        """List pipelines that match ``search``, by name; those that cannot be read are listed with their error.
 
-        What takes too long is read for the next list. How their last jobs are is what was last heard of them.
-        Raises: SpecError where the folder cannot be read.
+        Files that take too long are read for the next list. States of jobs are the last known ones.
+        Raises: SpecError when the folder cannot be read.
         """
         with self._reading:
             notices, self._unsaid = self._unsaid, []
@@ -78,7 +80,7 @@ class MyPipelines:
         return Entries(chosen, folder=_home_as_tilde(self.folder), more=more, notices=[*dict.fromkeys(notices)])
 
     def _read_all(self, notices: list[str]) -> tuple[list[Entry], int]:
-        """All entries, and how many more files there are. `_reading` is held. Raises: SpecError."""
+        """Return all entries, and how many more files there are; `_reading` must be held. Raises: SpecError."""
         paths, more = self._paths()
         others = _tried(self._recent.paths, notices) or []
         read_until = time.monotonic() + _READING_S
@@ -87,7 +89,7 @@ class MyPipelines:
         return self._with_jobs(list(found.values()), notices), more
 
     def open(self, pipeline: str | os.PathLike[str]) -> SpecFile:
-        """Read one, and note down that it was opened. Raises: SpecError for another tool's file, too."""
+        """Read a pipeline, and record that it was opened. Raises: SpecError, also for a file of another tool."""
         path = self.find(pipeline)
         try:
             found = read_spec_file(path)
@@ -102,10 +104,10 @@ class MyPipelines:
         return found
 
     def find(self, pipeline: str | os.PathLike[str]) -> Path:
-        """Return the full path of the file that is meant; it may not be there. Raises: SpecError."""
+        """Return the full path of a pipeline's file, which need not exist. Raises: SpecError."""
         text = os.fspath(pipeline)
         if "\0" in text or not text.strip():
-            raise SpecError(f"{show(text)} is no pipeline: give the name of one, or a path")
+            raise SpecError(f"{show(text)} is not a pipeline: give a name or a path")
         if "/" in text or os.sep in text or not _is_name(text):
             return Path(os.path.realpath(os.path.expanduser(text)))
         place, beside_notebook = self._place(check_name(text)), Path(os.path.realpath(text))
@@ -113,24 +115,24 @@ class MyPipelines:
         return beside_notebook if is_there else place
 
     def create(self, content: PipelineSpec | Mapping[str, Any], *, name: str | None = None) -> SpecFile:
-        """Write a new one, under ``name`` or its own; what is no spec yet is a draft. Raises: Conflict, SpecError."""
+        """Write a new pipeline under ``name`` or its own; it may be a draft. Raises: Conflict, SpecError."""
         data = document_of(content)
         stem = check_name(str(data.get("name", "")) if name is None else name)
         return self._write(self._place(stem), {**data, "name": stem}, before=None)
 
     def create_example(self, example: Example) -> SpecFile:
-        """Write an example, under its name or the next that is free. Raises: SpecError."""
+        """Write an example under its name, or the next free one. Raises: SpecError."""
         return self.create(example.data, name=self._free_name(example.name))
 
     def add(self, content: PipelineSpec | Mapping[str, Any], *, name: str = "") -> SpecFile:
-        """Write what is from elsewhere, under its name, else ``name``, or the next that is free. Raises: SpecError."""
+        """Write a pipeline from elsewhere under its name, else ``name``, or the next free one. Raises: SpecError."""
         data = document_of(content)
         return self.create(data, name=self._free_name(_stem(str(data.get("name") or name))))
 
     def save(self, opened: SpecFile, content: PipelineSpec | Mapping[str, Any], *, anyway: bool = False) -> SpecFile:
-        """Write what was opened anew; a text with comments or of another layout is kept in ``.trash``.
+        """Write an opened pipeline again; a text with comments or another layout is kept in ``.trash``.
 
-        Raises: Conflict where the file has changed since, unless ``anyway``; SpecError.
+        Raises: Conflict when the file has changed since, unless ``anyway``; SpecError.
         """
         data = document_of(content)
         schema = {_SCHEMA: opened.data[_SCHEMA]} if opened.data and _SCHEMA in opened.data else {}
@@ -140,11 +142,11 @@ class MyPipelines:
         return saved
 
     def save_as(self, name: str, content: PipelineSpec | Mapping[str, Any]) -> SpecFile:
-        """Write it as a new one of another name; the one that it was opened from stays. Raises: Conflict, SpecError."""
+        """Write a new pipeline under another name; the opened one stays. Raises: Conflict, SpecError."""
         return self.create(content, name=name)
 
     def duplicate(self, pipeline: str | os.PathLike[str]) -> SpecFile:
-        """Write the same under the next free name, as ``train-2``. Raises: SpecError."""
+        """Write a copy under the next free name, such as ``train-2``. Raises: SpecError."""
         found = read_spec_file(self.find(pipeline))
         if found.data is None:
             raise SpecError(f"{printable(found.path.name)} cannot be duplicated: {found.errors[0]}")
@@ -152,7 +154,7 @@ class MyPipelines:
         return self.create(data, name=self._free_name(_stem(found.path.stem)))
 
     def delete(self, pipeline: str | os.PathLike[str]) -> Deleted:
-        """Move it to ``.trash`` in the folder; one that is elsewhere is only taken off the list. Raises: SpecError."""
+        """Move a pipeline to ``.trash``; one outside the folder only leaves the list. Raises: SpecError."""
         path = self.find(pipeline)
         if self._is_beside(path):
             self._require_own_folder()
@@ -161,16 +163,16 @@ class MyPipelines:
         return Deleted(path.stem, path, None)
 
     def restore(self, deleted: Deleted) -> Path:
-        """Bring it back; where another one has its name by now, under the next free one. Raises: SpecError."""
+        """Bring a pipeline back; if its name is taken by now, under the next free one. Raises: SpecError."""
         if deleted.place is None:
             self._recent.add(deleted.path)
         return self._trash.give_back(deleted)
 
     def run(self, pipeline: str | os.PathLike[str], *, as_read: SpecFile | None = None, **options: Any) -> Job:
-        """Submit it as a job, with the ``options`` of `detrain_nb.jobs.submit`.
+        """Submit a pipeline as a job, with the ``options`` of `detrain_nb.jobs.submit`.
 
-        ``as_read``: what somebody has seen of it. Raises: Conflict where the file is another one by now; what
-        ``submit`` raises.
+        ``as_read``: the file as the user has seen it. Raises: Conflict when it has changed since; the errors of
+        ``submit``.
         """
         from ..jobs import submit
 
@@ -178,7 +180,7 @@ class MyPipelines:
         if as_read is not None and found.revision != as_read.revision:
             raise Conflict(
                 f"{printable(found.path.name)} was changed after it was read here, and was not started",
-                advice="open it again, look at it, and start it then",
+                advice="open it again, check it, then start it",
             )
         if found.spec is None:
             faults = name_some(found.errors, separator="; ")
@@ -187,22 +189,22 @@ class MyPipelines:
         return job
 
     def ask_after_jobs(self) -> bool:
-        """Ask how the listed jobs are that are not over, for 15 s in all; does one of them go on? Raises: SpecError."""
+        """Query unfinished jobs of the list, for 15 s in all; returns whether any is left. Raises: SpecError."""
         going = self._going()
         if not going:
             return False
-        with contextlib.suppress(DetrainError):  # the list says what is wrong with the record
+        with contextlib.suppress(DetrainError):  # the list reports errors of the record
             ask_after(going[:_MOST_ASKED], self._record, limit_s=_ASK_LIMIT_S, ask_passphrase=None)
         return bool(self._going())
 
     def _going(self) -> list[str]:
-        """The ids of listed jobs that are not over. What a list has to say is left to the next one."""
+        """Return the ids of listed jobs that are not over; notices are left for the next list."""
         with self._reading:
             entries, _ = self._read_all([])
         return [each.job.id for each in entries if each.job and not each.job.is_over]
 
     def find_job(self, wanted: str) -> Job:
-        """Return one of their jobs, as `detrain_nb.jobs.find_job` finds it. Raises: JobError."""
+        """Return a job of these pipelines, as `detrain_nb.jobs.find_job` does. Raises: JobError."""
         from ..jobs import find_job
 
         job: Job = find_job(wanted, record=self._record)
@@ -214,7 +216,7 @@ class MyPipelines:
         return write_spec_file(path, data, before=before, anyway=anyway)
 
     def _entry(self, path: Path, read_until: float) -> Entry:
-        """What is known of a file that has not changed since is not read again."""
+        """Return the entry of a file, which is read only if it has changed."""
         is_beside = self._is_beside(path)
         file = path.name if is_beside else _home_as_tilde(path)
         try:
@@ -224,11 +226,11 @@ class MyPipelines:
                 return known[2]
             if time.monotonic() > read_until:
                 return _unread(
-                    path, file, "was not read yet, as others took long: list them again", is_beside=is_beside
+                    path, file, "was not read yet, as other files took long: list again", is_beside=is_beside
                 )
             found = read_spec_file(path)
         except FileNotFoundError:
-            return _unread(path, file, "it is not there any more", is_beside=is_beside)
+            return _unread(path, file, "the file no longer exists", is_beside=is_beside)
         except (OSError, SpecError) as exc:
             return _unread(path, file, printable(str(exc))[:300], is_beside=is_beside)
         entry = make_entry(found, file=printable(file), is_beside=is_beside)
@@ -243,7 +245,7 @@ class MyPipelines:
             known = self._known.get(entry.path)
             found = newest.get((entry.name, os.fsencode(entry.path)))
             if found is None and known and (older := newest.get((entry.name, None))):
-                # an earlier release has noted no file: the job is of this one if that has not changed since
+                # earlier releases recorded no file: the job is of this one if it has not changed since
                 found = older if known[0][-1] <= older[0].submitted_at * 1e9 else None
             if found is None:
                 told.append(entry)
@@ -253,7 +255,7 @@ class MyPipelines:
         return told
 
     def _paths(self) -> tuple[list[Path], int]:
-        """The files of the folder by name, and how many more there are. Raises: SpecError."""
+        """Return the files of the folder by name, and how many more there are. Raises: SpecError."""
         if not os.path.lexists(self.folder):
             return [], 0
         self._require_own_folder()
@@ -262,15 +264,17 @@ class MyPipelines:
         return [self.folder / name for name in names[:_MOST_LISTED]], max(0, len(names) - _MOST_LISTED)
 
     def _require_own_folder(self) -> None:
-        """Raises: SpecError for a link: a folder that came with a notebook leads to no other one."""
+        """Refuse a link: a folder that came with a notebook must not lead elsewhere. Raises: SpecError."""
         if os.path.lexists(self.folder) and not stat.S_ISDIR(self.folder.lstat().st_mode):
-            raise SpecError(f"{printable(str(self.folder))} is no folder, or a link: name the folder that it leads to")
+            raise SpecError(
+                f"{printable(str(self.folder))} is a link or not a folder: give the folder that it leads to"
+            )
 
     def _free_name(self, wanted: str) -> str:
         return free_name(wanted, lambda name: os.path.lexists(self._place(name)))
 
     def _place(self, stem: str) -> Path:
-        """The file of a name in the folder: of several that of TOML, as a new one is."""
+        """Return the file of a name in the folder: of several the TOML file, as new ones are."""
         places = [self.folder / f"{stem}{suffix}" for suffix in (SUFFIX, *SUFFIXES)]
         return next((place for place in places if os.path.lexists(place)), places[0])
 
@@ -279,17 +283,17 @@ class MyPipelines:
 
 
 def _is_listed(name: str) -> bool:
-    """What of the folder may be a pipeline; a schema, which an editor reads, is none."""
+    """Check that a file can be a pipeline; a schema for editors is not."""
     return name.endswith(SUFFIXES) and not name.startswith(".") and not name.endswith(".schema.json")
 
 
 def _is_name(text: str) -> bool:
-    """It can be the name of one in the folder; ``train.yaml`` is a file where the notebook is."""
+    """Check that a text can be a name in the folder; ``train.yaml`` is a file next to the notebook."""
     return Path(text).suffix.lower() not in (".json", ".yaml", ".yml")
 
 
 def _stem(text: str) -> str:
-    """What of the name of a file is the name of a pipeline."""
+    """Return the name of a pipeline for the name of a file."""
     try:
         return check_name(text)
     except SpecError:
@@ -302,9 +306,9 @@ def _unread(path: Path, file: str, error: str, *, is_beside: bool) -> Entry:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Raises: SpecError for a file of another tool."""
+    """Refuse a file of another tool. Raises: SpecError."""
     if said := explain_no_spec(path):
-        raise SpecError(f"{said}, or by Import… in My Pipelines")
+        raise SpecError(f"{said}, or use Import… in My Pipelines")
 
 
 def _home_as_tilde(path: Path) -> str:
@@ -313,7 +317,7 @@ def _home_as_tilde(path: Path) -> str:
 
 
 def _tried(ask: Callable[[], _T], notices: list[str]) -> _T | None:
-    """A record that cannot be used leaves the list without what it has, and says so in a notice."""
+    """Return what ``ask`` returns; on an error None, with the error as a notice of the list."""
     try:
         return ask()
     except DetrainError as exc:

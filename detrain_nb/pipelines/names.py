@@ -1,4 +1,4 @@
-"""How the files of pipelines are called: one name each, which leads out of no folder."""
+"""Names of pipeline files: plain names, which cannot lead out of a folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_name(name: str) -> str:
     """Return the name of a pipeline, without the suffix of a file. Raises: SpecError."""
     stem = name.removesuffix(SUFFIX)
     if not is_job_name(stem):
-        raise SpecError(f"name {show(name)}: give {NAME_RULE}, as mnist-2")
+        raise SpecError(f"name {show(name)}: give {NAME_RULE}, such as mnist-2")
     return stem
 
 

@@ -1,4 +1,4 @@
-"""Which spec files this user has opened lately: paths in a small file that outlives kernels."""
+"""The spec files that this user opened recently: paths in a small file that outlives kernels."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _MOST_PATH_CHARS = 4096
 
 
 class RecentFiles:
-    """The newest first, in ``file``: by default where ``XDG_STATE_HOME`` says, else in ~/.local/state.
+    """The recent files, newest first, in ``file``: by default under ``XDG_STATE_HOME``, else in ~/.local/state.
 
-    A file that others can write is not believed; one that is damaged counts as empty.
+    A file that others can write is not trusted; a damaged one counts as empty.
     """
 
     def __init__(self, file: Path | None = None) -> None:
         self._file = file
 
     def paths(self) -> list[Path]:
-        """List them; what they name may be gone. Raises: SpecError for a file that is not this user's alone."""
+        """List the paths, whose files may be gone. Raises: SpecError if others can write the list."""
         with named_errors("the list of recent pipelines", "read", kind_of=lambda exc: SpecError):
             file = self._place()
             try:
@@ -43,11 +43,11 @@ class RecentFiles:
             return _parse(locate(file).read(limit_bytes=_MOST_BYTES, may_be_link=False))
 
     def add(self, path: Path) -> None:
-        """Put a file first. Raises: SpecError."""
+        """Put a path first in the list. Raises: SpecError."""
         self._write([path, *(each for each in self.paths() if each != path)])
 
     def remove(self, path: Path) -> None:
-        """Take a file off the list; one that is not there is no error. Raises: SpecError."""
+        """Remove a path from the list; an unknown path is no error. Raises: SpecError."""
         paths = self.paths()
         if path in paths:
             self._write([each for each in paths if each != path])

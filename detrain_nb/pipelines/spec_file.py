@@ -1,4 +1,4 @@
-"""The file of a spec: it is written only where it is still as it was read, unless the user says so."""
+"""The file of a spec, which is written only if it has not changed since it was read, unless the user insists."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from ..text import name_some, printable, show
 
 __all__ = ["SpecFile", "find_changes", "leaves", "read_spec_file", "write_spec_file"]
 
-_MOST_CHANGES = 20  # that are told one by one
+_MOST_CHANGES = 20  # listed one by one
 _KEEP_OR_MOVE = "keep yours (anyway=True), or save under another name"
 _CHOICES = "keep yours (anyway=True), take theirs (open it again), or save under another name"
 
 
 @dataclass(frozen=True)
 class SpecFile:
-    """A file and what it says: ``spec`` where that is a pipeline, else ``errors`` say why it is none.
+    """A file and its content: ``spec`` if that is a pipeline, else ``errors`` say why it is not.
 
-    ``data`` is the document, also of a spec with faults; None where the file is no document. ``revision`` is the
-    SHA-256 of its bytes, ``changed_at`` in seconds of the epoch, ``owner`` the user whose file it is.
+    ``data`` is the document, also of a spec with faults; None if the file is not a document. ``revision`` is the
+    SHA-256 of its bytes, ``changed_at`` is in seconds since the epoch, ``owner`` is the user who owns the file.
     """
 
     path: Path
@@ -48,20 +48,20 @@ class SpecFile:
 
     @property
     def name(self) -> str:
-        """The name that the spec has, else that of the file."""
+        """The name of the spec, else of the file."""
         said = (self.data or {}).get("name")
         return printable(said if isinstance(said, str) and said else self.path.stem)[:80]
 
     @property
     def is_formatted(self) -> bool:
-        """Whether it would be written again as it is: without comments, for one."""
+        """Whether a rewrite would keep the text as it is; comments, for one, would be lost."""
         return self.data is not None and self.text == format_document(self.data, suffix_of(self.path))
 
 
 def read_spec_file(path: Path) -> SpecFile:
-    """Read it, whatever it holds; no link is followed.
+    """Read a file with any content; no link is followed.
 
-    Raises: SpecError where it cannot be read, or is no JSON, TOML or YAML by its name.
+    Raises: SpecError when it cannot be read, or its name is not one of a JSON, TOML or YAML file.
     """
     suffix = suffix_of(path)
     location = locate(path)
@@ -83,9 +83,9 @@ def read_spec_file(path: Path) -> SpecFile:
 
 
 def write_spec_file(path: Path, data: Mapping[str, Any], *, before: SpecFile | None, anyway: bool = False) -> SpecFile:
-    """Write it, whole or not at all, where the file is as it was ``before``; None: where there is none.
+    """Write a file, completely or not at all, if it is as it was ``before``; with None, if there is no file.
 
-    ``anyway`` writes over what others have made of it. No link is written through.
+    ``anyway`` overwrites changes by others. No link is written through.
     Raises: Conflict, SpecError.
     """
     text = format_document(data, suffix_of(path), where=printable(str(path)))
@@ -99,7 +99,7 @@ def write_spec_file(path: Path, data: Mapping[str, Any], *, before: SpecFile | N
 
 
 def find_changes(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[FieldChange, ...]:
-    """Return the fields in which two documents differ, by their paths; what may be a secret is not shown."""
+    """Return the fields in which two documents differ, by path; possible secrets are not shown."""
     there, here = dict(leaves(theirs)), dict(leaves(mine))
     paths = [path for path in {**there, **here} if path and there.get(path) != here.get(path)]
     return tuple(
@@ -111,7 +111,7 @@ def find_changes(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> tuple[Fi
 
 
 def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], object]]:
-    """The values of a document that hold no other, each with the steps to it."""
+    """Yield the values of a document that contain no others, each with the steps to it."""
     if isinstance(value, Mapping) and value:
         for name, inner in value.items():
             yield from leaves(inner, (*path, f".{name}"))
@@ -119,11 +119,11 @@ def leaves(value: object, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
         for number, inner in enumerate(value):
             yield from leaves(inner, (*path, f"[{number}]"))
     else:
-        yield path, json.loads(json.dumps(value))  # of a tuple a list, as in a file
+        yield path, json.loads(json.dumps(value))  # a tuple becomes a list, as in a file
 
 
 def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | None) -> None:
-    """Raises: Conflict."""
+    """Check that the file is as it was ``before``. Raises: Conflict."""
     named = _short(path)
     if not os.path.lexists(path):
         if before is not None:
@@ -134,10 +134,10 @@ def _require_unchanged(path: Path, data: Mapping[str, Any], before: SpecFile | N
         return
     changes = () if found.data is None else find_changes(found.data, data)
     at = time.strftime("%H:%M:%S on %Y-%m-%d", time.localtime(found.changed_at))
-    told = name_some([str(each) for each in changes], separator="; ") or "as a document it says the same"
+    told = name_some([str(each) for each in changes], separator="; ") or "the content is the same"
     if found.data is None:
-        told = f"it is no document by now: {found.errors[0]}"
-    what = "is there already" if before is None else "was changed after it was read here"
+        told = f"it is not a valid document now: {found.errors[0]}"
+    what = "already exists" if before is None else "was changed after it was read here"
     whose = f", by its owner {found.owner}" if found.owner else ""
     raise Conflict(
         f"{named} {what}: it was written at {at}{whose} ({told})",
@@ -159,7 +159,7 @@ def _read_bytes(location: Location) -> tuple[bytes, float, str]:
 
 
 def _owner(state: os.stat_result) -> str:
-    """The user's name, or number; empty on a system that has none."""
+    """Return the name of the owner, or the number; empty on a system without owners."""
     if os.name != "posix":
         return ""
     import pwd
@@ -172,7 +172,7 @@ def _owner(state: os.stat_result) -> str:
 
 @contextmanager
 def _saving(path: Path) -> Iterator[None]:
-    """No other process of this user writes it meanwhile by this way. Raises: Conflict."""
+    """Lock the file against other processes of this user that write it this way. Raises: Conflict."""
     if os.name != "posix":
         yield
         return

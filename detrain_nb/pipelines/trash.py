@@ -1,4 +1,4 @@
-"""Where deleted pipelines go, and come back from: ``.trash`` beside them."""
+"""The trash of deleted pipelines: the folder ``.trash`` next to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Deleted", "Trash"]
 
 @dataclass(frozen=True)
 class Deleted:
-    """A pipeline that was taken away. ``place``: where its file is now; None where only its line in the list went."""
+    """A deleted pipeline. ``place``: where its file is now; None if it was only removed from the list."""
 
     name: str
     path: Path
@@ -27,12 +27,12 @@ class Deleted:
 
     def __str__(self) -> str:
         if self.place is None:
-            return f"{self.name} was taken off the list; its file {printable(str(self.path))} stays"
+            return f"{self.name} was removed from the list; its file {printable(str(self.path))} stays"
         return f"{self.name} was moved to {printable(f'{self.path.parent.name}/{self.place.parent.name}')}"
 
 
 class Trash:
-    """The folder ``.trash`` in that of the pipelines; it is made when something is thrown away."""
+    """The folder ``.trash`` in the folder of the pipelines, created when the first one is deleted."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder / ".trash"
@@ -43,13 +43,13 @@ class Trash:
             return Deleted(name, path, _move_to_free(path, self._made(), path.stem))
 
     def give_back(self, deleted: Deleted) -> Path:
-        """Move it to where it was, or beside it where another one is there now. Raises: SpecError."""
+        """Move a file back to its place, or under a free name if that is taken. Raises: SpecError."""
         if deleted.place is None:
             return deleted.path
         with named_errors(deleted.name, "brought back", kind_of=lambda exc: SpecError):
             self._made()  # it may have become a link since
             if not os.path.lexists(deleted.place):
-                raise SpecError(f"{deleted.name} cannot be brought back: it is not in {self._folder} any more")
+                raise SpecError(f"{deleted.name} cannot be brought back: it is no longer in {self._folder}")
             return _move_to_free(deleted.place, deleted.path.parent, deleted.path.stem)
 
     def keep(self, path: Path, text: str) -> Path:
@@ -65,17 +65,17 @@ class Trash:
     def _made(self) -> Path:
         self._folder.mkdir(exist_ok=True)
         if not stat.S_ISDIR(self._folder.lstat().st_mode):
-            raise NotADirectoryError(errno.ENOTDIR, f"{self._folder} is no folder, or a link: move it away")
+            raise NotADirectoryError(errno.ENOTDIR, f"{self._folder} is a link or not a folder: move it away")
         return self._folder
 
 
 def _move_to_free(source: Path, folder: Path, stem: str) -> Path:
-    """Move a file into ``folder`` and replace none there. Raises: OSError."""
+    """Move a file into ``folder`` without replacing another. Raises: OSError."""
     suffix = source.suffix
     while True:
         place = folder / f"{free_name(stem, lambda name: os.path.lexists(folder / f'{name}{suffix}'))}{suffix}"
         try:
-            os.link(source, place, follow_symlinks=False)  # fails where somebody was faster, as a rename does not
+            os.link(source, place, follow_symlinks=False)  # unlike a rename, fails if the name was taken meanwhile
         except FileExistsError:
             continue
         except (OSError, NotImplementedError):  # a file system without hard links

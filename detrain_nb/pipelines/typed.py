@@ -1,4 +1,4 @@
-"""What is typed into a field, and the value that it stands for: by the type of the field, as on a command line."""
+"""The input of a field and the value that it stands for, by the type of the field, as on a command line."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .form_fields import FieldInfo
 
 __all__ = ["NOTHING", "Typed", "read_typed", "size_of", "write_typed"]
 
-Typed = str | bool  # a box is ticked or not, all else is a text
-NOTHING = object()  # no value was given: the default holds
+Typed = str | bool  # a bool for a checkbox, a text for all else
+NOTHING = object()  # no value was given, so the default holds
 
 
 def read_typed(field: FieldInfo, typed: object) -> Any:
-    """Return the value that was typed, or NOTHING; a text that is none goes on as it is, for the spec to say why.
+    """Return the typed value, or NOTHING; an invalid text is returned unchanged, for the spec to explain.
 
-    Raises: SpecError where the spec would not know what is wrong with the text.
+    Raises: SpecError if the spec could not explain what is wrong with the text.
     """
     if not isinstance(typed, str):
         return NOTHING if typed is None else typed
@@ -30,19 +30,19 @@ def read_typed(field: FieldInfo, typed: object) -> Any:
 
 
 def write_typed(field: FieldInfo, value: object) -> Typed:
-    """Return what is typed for a value of a document, whatever it is: `read_typed` reads a right one as equal."""
+    """Return the input for any value of a document; `read_typed` reads a valid value back as equal."""
     if field.kind == "flag" and isinstance(value, bool):
         return value
     if isinstance(value, str):
         return value
     if value == [] and field.default_value:
-        return "[]"  # nothing would be the default
+        return "[]"  # an empty input would mean the default
     text = _write(field, value)
     return text if text is not None and _is_read_back(field, text, value) else json.dumps(value, ensure_ascii=False)
 
 
 def size_of(typed: object) -> int:
-    """Count the characters of all that is typed, as JSON."""
+    """Count the characters of input as JSON."""
     return len(json.dumps(typed, ensure_ascii=False))
 
 
@@ -74,7 +74,7 @@ def _read_words(typed: str) -> Any:
         try:
             return read_json(typed, where="")
         except SpecError:
-            pass  # a word that begins so
+            pass  # it is a word that begins with [
     try:
         return shlex.split(typed)
     except ValueError as exc:
@@ -82,27 +82,29 @@ def _read_words(typed: str) -> Any:
 
 
 def _read_variables(typed: str) -> Any:
-    """Lines with NAME=value."""
+    """Read lines of NAME=value."""
     if typed.lstrip().startswith("{"):
         try:
             return read_json(typed, where="")
         except SpecError as exc:
-            raise SpecError(f"is no JSON{exc}: write a line NAME=value for each") from None
+            raise SpecError(f"is not JSON{exc}: write one NAME=value per line") from None
     found: dict[str, str] = {}
     for number, line in enumerate(typed.split("\n"), 1):
         name, equals, value = line.partition("=")
         if not line.strip():
             continue
         if not equals or not name.strip():
-            raise SpecError(f"line {number} is no variable: write NAME=value; a secret goes by its name alone below")
+            raise SpecError(
+                f"line {number} is not a variable: write NAME=value; for a secret only its name, in the field below"
+            )
         if name.strip() in found:
-            raise SpecError(f"line {number}: {name.strip()[:60]} stands twice: leave out one")
+            raise SpecError(f"line {number}: {name.strip()[:60]} appears twice: remove one")
         found[name.strip()] = value
     return found or None
 
 
 def _write(field: FieldInfo, value: object) -> str | None:
-    """The way people write it; None where there is none."""
+    """Write a value the way people do; None if there is no such way."""
     if isinstance(value, list | tuple):
         if not all(type(each) in (str, int) for each in value):
             return None

@@ -182,10 +182,10 @@ def test_spec_that_is_assigned_is_shown() -> None:
     form.spec = PipelineSpec.from_dict(WHOLE)
     assert form.typed("training.learning_rate") == "1e-05" and form.typed("nodes[1].devices") == "0, 1"
     for path in ("nodes.1.devices", "nodes.x.devices"):
-        with pytest.raises(SpecError, match=r"is no field: give that of a node as nodes\[0\]\.host"):
+        with pytest.raises(SpecError, match=r"is not a field: write a field of a node as nodes\[0\]\.host"):
             form.edit(path, "0")
     for other in (None, 5, "train.toml"):
-        with pytest.raises(SpecError, match=r"is no pipeline: give a PipelineSpec, or fields with names"):
+        with pytest.raises(SpecError, match=r"is not a pipeline: give a PipelineSpec, or a mapping of fields"):
             form.spec = other  # type: ignore[assignment]
     stop()
     form.edit("name", "other")
@@ -199,7 +199,7 @@ def test_file_with_faults_is_shown_as_it_is_and_can_be_mended() -> None:
     assert form.document["colour"] == "red" and form.document["training"]["stepz"] == 3
     for path in ("colour", "training.stepz"):
         assert "is not a field" in form.errors[path]
-        with pytest.raises(SpecError, match="only be taken away"):
+        with pytest.raises(SpecError, match="only be removed"):
             form.edit(path, "blue")
         form.edit(path, "")
     form.edit("name", "train")
@@ -215,7 +215,7 @@ def test_file_with_faults_is_shown_as_it_is_and_can_be_mended() -> None:
 def test_path_that_is_no_field_is_refused(path: str) -> None:
     form = SpecForm({**RIGHT, "nodes": [{"host": "gpu1"}]})
     before = form.draft
-    with pytest.raises(SpecError, match=r"no field|no such node"):
+    with pytest.raises(SpecError, match=r"not a field|no such node"):
         form.edit(path, "x")
     with pytest.raises(SpecError):
         form.edit(path, "")
@@ -258,10 +258,10 @@ def test_form_takes_no_more_than_a_file_could_hold_several_times(monkeypatch: py
         form.remove_node(form.copy_node(key))
     assert len(json.dumps(form._removed)) < 20_000, "what was removed is kept as far as there is room"
     form.edit("description", long)
-    with pytest.raises(SpecError, match="more than 20,000 characters in all are typed"):
+    with pytest.raises(SpecError, match="more than 20,000 characters"):
         for _ in range(20):
             form.copy_node(key)
-    with pytest.raises(SpecError, match="in all"):
+    with pytest.raises(SpecError, match="more than 20,000 characters"):
         form.edit("name", long)
     assert form.edit("description", ""), "it can be made less"
 
@@ -279,7 +279,7 @@ def test_edit_of_an_old_revision_is_kept_as_a_conflict(monkeypatch: pytest.Monke
     form.resolve("training.steps", keep="mine", editor="two")
     assert form.typed("training.steps") == "4000" and form.conflicts == ()
     form.edit("training.steps", "1", revision=seen, editor="one")
-    with monkeypatch.context() as patch, pytest.raises(SpecError, match="in all"):
+    with monkeypatch.context() as patch, pytest.raises(SpecError, match="would have more than"):
         patch.setattr(draft_form, "_MOST_CHARS_IN_ALL", 10)
         form.resolve("training.steps", keep="mine", editor="one")
     assert [each.mine for each in form.conflicts] == ["1"], "what could not be applied is kept"
@@ -437,7 +437,7 @@ def test_code_submits_the_pipeline(home: Path) -> None:
 
 
 def test_code_of_what_is_no_pipeline_is_refused() -> None:
-    with pytest.raises(SpecError, match="no pipeline yet: name: is missing"):
+    with pytest.raises(SpecError, match="not a pipeline yet: name: is missing"):
         SpecForm().to_code()
 
 
@@ -496,6 +496,6 @@ def test_review_names_fields_that_look_like_something_else(home: Path) -> None:
     fields = {**RIGHT, "nodes": [{"host": "localhost", "devices": "cpu", "ranks": 1}]}
     assert review_spec(PipelineSpec.from_dict({**fields, "source": plain}))["commands"]["warnings"] == []
     assert review_spec(PipelineSpec.from_dict({**fields, "source": turned}))["commands"]["warnings"] == [
-        "source.script_text has characters that are not seen, or turn the writing: U+202E",
-        "source.setup has characters that are not seen, or turn the writing: U+200B, U+2066",
+        "source.script_text has characters that are invisible, or change the direction of text: U+202E",
+        "source.setup has characters that are invisible, or change the direction of text: U+200B, U+2066",
     ]

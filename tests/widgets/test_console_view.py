@@ -100,7 +100,7 @@ def test_pipeline_that_another_tab_has_open_is_deleted_and_its_form_closed(page:
         ("create_example", {"name": "other"}, "one of two-copies"),
         ("edit", {"path": "name", "typed": "x", "revision": 1, "editor": "p"}, "no pipeline is open"),
         ("open_file", {"path": "gone.yaml"}, "it is not there"),
-        ("open_file", {"path": "a\0b"}, "is no pipeline"),
+        ("open_file", {"path": "a\0b"}, "is not a pipeline"),
         ("change_nodes", {"do": "format", "key": ""}, "one of add"),
     ],
 )

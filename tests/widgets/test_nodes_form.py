@@ -224,7 +224,7 @@ def test_hostile_text_stays_text(view: _Collecting, text: str) -> None:
 
 def test_line_with_hidden_characters_is_named_and_still_a_node(view: _Collecting) -> None:
     row = view.adds(host="gpu1", setup="pip install\u200b torch")
-    said = "has characters that are not seen, or turn the writing: U+200B"
+    said = "has characters that are invisible, or change the direction of text: U+200B"
     assert view.rows[0]["warnings"] == {"setup": said} and len(view.nodes) == 1
     view.types(row, setup="pip install torch")
     assert view.rows[0]["warnings"] == {}
@@ -243,7 +243,7 @@ def test_what_a_page_may_send_is_bounded(view: _Collecting) -> None:
         with pytest.raises(RuntimeError, match="edit"):
             view.asks("edit", **wrong)
     for path in (f"nodes[{row}].model_config", f"nodes[{row}]", "nodes", "nodes[n0].host"):
-        with pytest.raises(RuntimeError, match=r"is no field|no such node"):
+        with pytest.raises(RuntimeError, match=r"is not a field|no such node"):
             view.asks("edit", **{**right, "path": path})
     assert view.rows[0]["typed"] == {}
     with pytest.raises(RuntimeError, match="test: keys"):
