@@ -1,8 +1,8 @@
 """The terminal that a stream of one rank writes to: its last rows, and a cursor that cannot leave them.
 
-What programs draw with is understood: return, backspace, cursor movement, erasing. Whatever a rank sends, positions are
-bounded by the rows and columns that it is told to have, and time and memory are linear. The library for this, pyte, is
-under the LGPL, has no types, and takes some hundred times as long for plain lines.
+It understands what programs draw with: return, backspace, cursor movement, erasing. For any input, positions are
+bounded by the rows and columns that the rank is told to have, and time and memory are linear. The library for this,
+pyte, is under the LGPL, has no types, and is about a hundred times slower for plain lines.
 """
 
 from __future__ import annotations
@@ -17,36 +17,36 @@ from typing import cast
 
 from ..launch import TERMINAL_COLUMNS, TERMINAL_ROWS
 
-_MAX_COLUMNS = 250_000  # what is longer goes on in the next row
-_MAX_DRAWN_COLUMNS = 1000  # a row that is longer cannot be drawn on
+_MAX_COLUMNS = 250_000  # a longer row continues in the next one
+_MAX_DRAWN_COLUMNS = 1000  # a longer row cannot be drawn on
 _MAX_MARKS = 16  # of one letter
 _TOKENS = re.compile(r"\x1b\[([0-9;:]*)([A-Za-z])|[\r\n\x08]|[^\r\n\x08\x1b]+")
 _PLAIN = "\x1b[0m"
-_STYLES = re.compile(r"(\x1b\[[0-9;:]*m)")  # as they stand in a row
+_STYLES = re.compile(r"(\x1b\[[0-9;:]*m)")  # as stored in a row
 _NARROW = re.compile("[\t\x20-\x7e\xa0-\xac\xae-\u02ff\u2010-\u2027\u2190-\u22ff\u2400-\u25fc\u2800-\u28ff]*")
 
 
 class Drawn(str):
-    """A line on which a program has drawn, as it does with a bar of progress."""
+    """A line on which a program has drawn, such as a progress bar."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True)
 class Fed:
-    """What a text has changed."""
+    """The changes by a text."""
 
     final: list[str]  # lines that cannot be drawn on any more
-    new: list[str]  # lines that will probably stay as they are: to be shown, and final some time later
-    is_taken_back: bool = False  # lines that were new earlier are drawn on after all
-    turns: Sequence[int] = ()  # of the final lines, in which each was written last; they never fall
+    new: list[str]  # lines that will probably not change: to show now, final later
+    is_taken_back: bool = False  # lines that were new earlier have been drawn on after all
+    turns: Sequence[int] = ()  # in which each final line was last written; never decreasing
 
 
 _NOTHING = Fed([], [])
 
 
 class RankTerminal:
-    """``feed`` it what the rank writes; show what is new, and below that the ``block`` in which the rank draws."""
+    """A terminal: ``feed`` it, show what is new, and below that the ``block`` in which the rank draws."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -55,21 +55,21 @@ class RankTerminal:
 
     def _begin(self) -> None:
         self._rows: list[str | _Row] = [""]  # a str where nothing was drawn
-        self._turns = [0]  # in which each row was written last
-        self._top = 0  # a row: those above have left the terminal
+        self._turns = [0]  # in which each row was last written
+        self._top = 0  # the first row on the terminal: those above have scrolled off
         self._row = 0
         self._column: int | None = None  # None: at the end of the last row
-        self._style = ""  # the sequence that sets the colours in which it writes
-        self._open_style = ""  # that of the last row's end, where nothing was drawn
-        self._not_blank = 0  # a row that had letters when it was looked at last
+        self._style = ""  # the sequence that sets the present colours
+        self._open_style = ""  # still open at the end of the last row, if nothing was drawn there
+        self._not_blank = 0  # a row that had letters at the last check
         self._reach = 0  # how far above the last row the rank has drawn
-        self._num_shown = 0  # of the rows, from the top: they were new
+        self._num_shown = 0  # of the rows, from the top: those were reported as new
         self._is_taken_back = False
 
     def feed(self, text: str, *, turn: int = 0) -> Fed:
-        """Take what the rank wrote next, free of control sequences but those for colours and for the cursor.
+        """Take the next output of the rank, which has control sequences only for colours and the cursor.
 
-        ``turn`` counts how often the rank has gone from one stream to the other.
+        ``turn`` counts how often the rank has changed from one stream to the other.
         """
         self._turn = turn
         if self._column is not None or self._style or "\x1b" in text or "\r" in text or "\x08" in text:
@@ -88,18 +88,18 @@ class RankTerminal:
         return self._scroll() if more else _NOTHING
 
     def settle(self) -> Fed:
-        """Let what was new be final, and what was written below what was drawn: something else is shown below it."""
+        """Make all lines above the drawn ones final, as other output is shown below them."""
         last = len(self._rows) - 1
         in_block = range(self._num_shown, last)
         if self._column is None and isinstance(self._rows[last], str):
-            count = last  # it does not draw now
+            count = last  # nothing is being drawn
         else:
             count = next((index for index in in_block if isinstance(self._rows[index], _Row)), min(self._row, last))
         self._num_shown = 0
         return self._let_go(count, [])
 
     def _let_go(self, count: int, new: list[str], *, is_taken_back: bool = False) -> Fed:
-        """The first ``count`` rows are final."""
+        """Drop the first ``count`` rows, and return them as final."""
         if not count and not new and not is_taken_back:
             return _NOTHING
         final, turns = self._first(count)
@@ -109,14 +109,14 @@ class RankTerminal:
         return Fed(final, new, is_taken_back, turns)
 
     def _first(self, count: int) -> tuple[list[str], list[int]]:
-        """The lines of the first rows, and in which turn each was written, or one behind it."""
+        """Return the lines of the first rows, and the turn in which each was written, or a later one."""
         rows, turns = self._rows[:count], self._turns[:count]
         if _Row in map(type, rows):
             turns = [turn for row, turn in zip(rows, turns) if not _is_erased(row)]
         return _lines(rows), list(accumulate(turns, max, initial=self._final_turn))[1:]
 
     def end(self) -> Fed:
-        """The cell is over: all rows are final, and those of the block are new."""
+        """End the cell: all rows are final, and those of the block are new."""
         self._close_style()
         last = max((index for index, row in enumerate(self._rows) if not _is_blank(row)), default=-1)
         count = max(last + 1, self._row)
@@ -126,13 +126,13 @@ class RankTerminal:
 
     @property
     def shown(self) -> Fed:
-        """Lines that were new, and are not final, as if they were."""
+        """Lines that were new and are not final yet, as if they were."""
         lines, turns = self._first(self._num_shown)
         return Fed(lines, [], turns=turns)
 
     @property
     def block(self) -> list[str]:
-        """The lines that were not new so far: those that are drawn, and the one that is not finished."""
+        """The lines that have not been new so far: drawn ones, and the unfinished one."""
         if not self._rows[-1] and self._num_shown == len(self._rows) - 1:
             return []
         lines = _lines([_shortened(row) for row in self._rows[self._num_shown :]])
@@ -148,7 +148,7 @@ class RankTerminal:
         return self._reach > 0
 
     def _scroll(self) -> Fed:
-        """Let go of the rows that the cursor cannot come to again."""
+        """Drop the rows that the cursor cannot reach again."""
         rows, settled = self._rows, len(self._rows) - 1 - self._reach
         over = max(self._top, len(rows) - TERMINAL_ROWS)
         self._top = 0
@@ -162,7 +162,7 @@ class RankTerminal:
         return self._let_go(over, new, is_taken_back=is_taken_back)
 
     def _take(self, text: str) -> None:
-        gathered: list[str] = []  # in one style, with nothing between that changes the row: each piece would copy it
+        gathered: list[str] = []  # text of one style within a row: writing each piece would copy the row
         style = self._style
         for token in _TOKENS.finditer(text):
             whole, command = token[0], token[2]
@@ -176,7 +176,7 @@ class RankTerminal:
                 continue
             number = int(token[1]) if command and token[1].isdecimal() else 0
             if self._column is None and (command == "J" or command == "K" and number not in (1, 2)):
-                continue  # nothing is behind the end of the last row
+                continue  # nothing is after the end of the last row
             self._write_all(gathered, style)
             if command:
                 self._close_style()
@@ -192,7 +192,7 @@ class RankTerminal:
         self._write_all(gathered, style)
 
     def _write_all(self, gathered: list[str], style: str) -> None:
-        """Write it, and go on in ``style``."""
+        """Write the gathered text, then continue in ``style``."""
         self._write("".join(gathered))
         gathered.clear()
         self._style = style
@@ -214,7 +214,7 @@ class RankTerminal:
             self._rows.append("")
             self._top = max(self._top, len(self._rows) - TERMINAL_ROWS)
             self._column = None
-        elif self._is_wiped_below():  # all that was drawn here is gone: it is as if it began
+        elif self._is_wiped_below():  # all drawings were erased: begin afresh
             self._drop_below()
             if isinstance(row := self._rows[self._row], _Row):
                 row.clear()
@@ -223,7 +223,7 @@ class RankTerminal:
             self._column = None
 
     def _is_wiped_below(self) -> bool:
-        """There is nothing in the cursor's row and below it."""
+        """Check that there is nothing in the cursor's row and below it."""
         if self._row <= self._not_blank < len(self._rows) and not _is_wiped(self._rows[self._not_blank]):
             return False
         below = range(self._row, len(self._rows))
@@ -253,7 +253,7 @@ class RankTerminal:
                 self._next_row()
 
     def _overwrite(self, text: str) -> int:
-        """Write on a row with colours, or a drawn one, as much as there is room for; returns how much that was."""
+        """Write on a row with colours, or a drawn one, as far as there is room; returns the room that there was."""
         row = self._drawn_row() if self._column is not None else self._row_with_cells()
         column, is_last = self._place, self._row == len(self._rows) - 1
         room = max(0, (_MAX_COLUMNS if is_last else _MAX_DRAWN_COLUMNS + 1) - column)
@@ -271,14 +271,14 @@ class RankTerminal:
         return self._count_columns()
 
     def _count_columns(self) -> int:
-        """How many columns the cursor's row has; of one that is too long to be drawn on, about that."""
+        """Count the columns of the cursor's row; approximately if it is too long to draw on."""
         row = self._rows[self._row]
         if isinstance(row, str) and len(row) <= _MAX_DRAWN_COLUMNS and not _NARROW.fullmatch(row):
-            row = self._rows[self._row] = _Row.of(row)  # once: each control sequence that comes asks again
+            row = self._rows[self._row] = _Row.of(row)  # converted once, as each control sequence counts again
         return len(row)
 
     def _row_with_cells(self) -> _Row:
-        """The cursor's row, to be changed."""
+        """Return the cursor's row as cells, to be changed."""
         self._close_style()
         row = self._rows[self._row]
         if isinstance(row, str):
@@ -290,7 +290,7 @@ class RankTerminal:
         return row
 
     def _drawn_row(self) -> _Row:
-        """The cursor's row, to be drawn on; the next one, if it is too long for that."""
+        """Return the cursor's row to draw on; if it is too long for that, a later one."""
         while len(self._rows[self._row]) > _MAX_DRAWN_COLUMNS:
             self._next_row()
         row = self._row_with_cells()
@@ -325,7 +325,7 @@ class RankTerminal:
         self._reach = max(self._reach, len(self._rows) - 1 - self._row)
 
     def _erase(self, command: str, number: int) -> None:
-        """Erase a part of the row; for J, what is behind and below the cursor and nothing else."""
+        """Erase a part of the row; for J, only what is after and below the cursor."""
         if number > 2 or command == "J" and number:
             return
         place = self._place
@@ -338,14 +338,14 @@ class RankTerminal:
 
 @dataclass(slots=True)
 class _Row:
-    """A row that was drawn on: a letter in each column, and none in the second one of a wide letter."""
+    """A row that was drawn on: a letter per column, and none in the second column of a wide letter."""
 
     cells: list[str]
     styles: list[str]  # empty where nothing has a colour
     is_drawn: bool = False
     had_letters: bool = False
     text: str | None = None  # as it is shown, until something changes
-    letter_at: int = 0  # a column where something was when it was looked at last; -1: there was nothing, nor is now
+    letter_at: int = 0  # a column that had a letter at the last check; -1: the row is still blank
 
     @classmethod
     def of(cls, text: str) -> _Row:
@@ -361,7 +361,7 @@ class _Row:
         return len(self.cells)
 
     def write(self, column: int, text: str, style: str) -> int:
-        """Write over what stands there; returns the column behind it."""
+        """Overwrite the cells from ``column`` on; returns the column after the text."""
         cells = self.cells
         cells += " " * (column - len(cells))
         letters = list(text) if _NARROW.fullmatch(text) else self._letters(column, text)
@@ -381,7 +381,7 @@ class _Row:
         return end
 
     def _letters(self, column: int, text: str) -> list[str]:
-        """The cells of ``text``; marks at its beginning belong to what stands before."""
+        """Return the cells of ``text``; marks at its beginning belong to the letter before it."""
         letters: list[str] = []
         for letter in text:
             width = _width(letter)
@@ -402,26 +402,26 @@ class _Row:
             self.styles[start:end] = [""] * len(self.styles[start:end])
 
     def clear(self) -> None:
-        """Be as a row on which nothing was drawn, but that is none as long as it is empty."""
+        """Reset the row to one on which nothing was drawn, but which is no line while it is empty."""
         self.cells, self.styles, self.is_drawn, self.text = [], [], False, None
 
     @property
     def is_blank(self) -> bool:
-        """Nothing in it has a letter or a colour; asked for after each change."""
+        """Whether no cell has a letter or a colour; read after each change."""
         if self.letter_at >= 0:
             behind = self._find_letter(self.letter_at)
             self.letter_at = behind if behind >= 0 else self._find_letter(0)
         return self.letter_at < 0
 
     def _find_letter(self, start: int) -> int:
-        """The first column from ``start`` on with a letter or a colour, or -1."""
+        """Return the first column from ``start`` on with a letter or a colour, or -1."""
         seen: Iterator[str] = map(str.strip, islice(self.cells, start, None))
         if self.styles:
             seen = map(str.__add__, seen, islice(self.styles, start, None))
         return next(compress(count(start), seen), -1)
 
     def line(self) -> str:
-        """As it is shown; where something was drawn without blanks at its end."""
+        """Return the row as shown; without blanks at its end if it was drawn on."""
         if self.text is None:
             end = len(self.cells)
             while self.is_drawn and end and self.cells[end - 1] == " " and not (self.styles and self.styles[end - 1]):
@@ -455,7 +455,7 @@ def _width(letter: str) -> int:
 
 
 def _lines(rows: list[str | _Row]) -> list[str]:
-    """As they are shown; a row from which all was erased is none."""
+    """Return rows as lines to show; a row from which all was erased is left out."""
     if _Row not in map(type, rows):
         return cast("list[str]", rows)
     return [row if isinstance(row, str) else row.line() for row in rows if not _is_erased(row)]
@@ -466,7 +466,7 @@ def _is_erased(row: str | _Row) -> bool:
 
 
 def _shortened(row: str | _Row) -> str | _Row:
-    """Of a row that is made up anew whenever it has grown, no more than can be drawn on."""
+    """Cut a row to the columns that can be drawn on, as it is built again whenever it has grown."""
     if isinstance(row, str) or len(row) <= _MAX_DRAWN_COLUMNS:
         return row
     end = _MAX_DRAWN_COLUMNS
@@ -483,8 +483,8 @@ def _is_blank(row: str | _Row) -> bool:
 
 @functools.lru_cache(4096)
 def _restyled(style: str, parameters: str) -> str:
-    """The colours ``style`` after a sequence with these parameters, as one sequence; empty where there are none."""
-    attributes: dict[str, str] = {}  # one for each kind: no style is longer than that
+    """Return the colours ``style`` after a sequence with these parameters, as one sequence; empty for none."""
+    attributes: dict[str, str] = {}  # one per kind, which limits the length of a style
     codes = iter(f"{style[2:-1]};{parameters or '0'}".split(";"))
     for code in codes:
         if code.startswith(("38:", "48:")):
@@ -506,7 +506,7 @@ def _set_attribute(attributes: dict[str, str], number: int) -> None:
         attributes.pop(kind, None)
 
 
-# kinds are named by a code: 38 for the colour of letters, 48 for that behind them
+# kinds are named by a code: 38 for the colour of letters, 48 for the background
 _KINDS = {
     **{number: str(number) for number in range(1, 10)},
     **dict.fromkeys((*range(30, 38), *range(90, 98)), "38"),

@@ -36,21 +36,21 @@ _DRAWN_CHARS = 500  # of a line
 _STREAMS = ("stdout", "stderr")
 _MOST_NOTICES = 1000  # in one cell
 _MOST_DISPLAYS = 10_000  # with an id, in one cell
-_MOST_SHOWN_CHARS = 64 << 20  # that are remembered as they were shown
-_TOO_MUCH = Text("stderr", "\0")  # as no item is
+_MOST_SHOWN_CHARS = 64 << 20  # of shown items that are remembered
+_TOO_MUCH = Text("stderr", "\0")  # equal to no item
 
 
 @dataclass(frozen=True)
 class RenderOptions:
-    """How a cell is shown; a limit of 0 is none."""
+    """How a cell is shown; a limit of 0 means no limit."""
 
     merge: str = "same"
     is_live: bool = True
     is_quiet: bool = False
     max_lines: int = 5_000
     max_chars: int = 200_000
-    is_kept: bool = True  # in memory, for the canonical form; else it stands as it came, and nothing takes it away
-    redraws: bool = True  # lines that are not finished, and who is waited for
+    is_kept: bool = True  # in memory, for the canonical form; else output stays as it arrived
+    redraws: bool = True  # unfinished lines, and the notice about waiting ranks
 
 
 class LiveCell:
@@ -71,9 +71,9 @@ class LiveCell:
         nodes: Nodes | None = None,
         how_to_read: str | None = None,
     ) -> None:
-        """``nodes``: the names of the ranks' nodes, where they have one.
+        """Create the view. ``nodes``: the names of the ranks' nodes, if they have names.
 
-        ``how_to_read``: the line that shows all of it again; with ``--rank`` that of one.
+        ``how_to_read``: the line that shows all output again, with ``--rank`` that of one rank.
         """
         self._screen = screen
         self._nodes = {} if nodes is None else nodes
@@ -86,23 +86,23 @@ class LiveCell:
         self._share_chars = -(-options.max_chars // len(ranks))
         self._transcripts: dict[int, Transcript] = {}
         self._terminals: dict[tuple[int, str], RankTerminal] = {}
-        self._turns: dict[int, tuple[int, str]] = {}  # of each rank's streams: how many so far, and whose it is
-        self._blocks: dict[tuple[int, str], list[str]] = {}  # what is drawn there
+        self._turns: dict[int, tuple[int, str]] = {}  # by rank: the number of stream changes, and the present stream
+        self._blocks: dict[tuple[int, str], list[str]] = {}  # the lines that are drawn
         self._displays: dict[int, dict[str, tuple[str, Rich]]] = {}
-        self._to_be_cleared: set[int] = set()  # ranks that have something to show first
+        self._to_be_cleared: set[int] = set()  # when these ranks show the next output
         self._num_displays = 0
-        self._standing: dict[str, int] = {}  # ids of displays that the screen can redraw alone: 2 below a label, or 1
-        self._notices: list[Item] = []  # they stand above all that ranks say
+        self._standing: dict[str, int] = {}  # ids of displays that the screen can redraw alone: 2 with a label, else 1
+        self._notices: list[Item] = []  # shown above all output of ranks
         self._shown: list[Item] = []
         self._shown_chars = 0
-        self._is_redrawn = False  # something of what was shown is another now
-        self._is_outdated = False  # other lines stand there than should: the screen asks for all of them
+        self._is_redrawn = False  # some of what was shown has changed
+        self._is_outdated = False  # the lines shown are wrong: the screen will ask for all of them
         self._effort_live = Effort()  # of all redraws together: a rank can ask for one with a few bytes
         self._room_lines, self._room_chars = options.max_lines, options.max_chars
         self._lines_not_shown = 0
         self._room_notices = _MOST_NOTICES
         self._waiting = ""
-        self._is_transient = False  # something stands there that will not
+        self._is_transient = False  # transient lines are shown
         self._fed_at: dict[tuple[int, str], float] = {}
         self._is_finished = False
         self._is_shown = False  # all of it, after the end
@@ -111,19 +111,19 @@ class LiveCell:
 
     @property
     def can_have_head(self) -> bool:
-        """Something can be put above its output while it runs."""
+        """Whether something can be put above the output while the cell runs."""
         with self._lock:
             return self._can_clear
 
     def set_head(self, head: Head) -> None:
-        """Show it above all that ranks say, from now on."""
+        """Show ``head`` above all output of ranks, from now on."""
         with self._lock:
             if self._can_clear:
                 self._screen.set_head(head)
                 self._invalidate()
 
     def admit(self, rank: int) -> None:
-        """One more rank says something; it may have been there already."""
+        """Admit output of one more rank, which may be known already."""
         with self._lock:
             if rank not in self._transcripts:
                 self._transcripts[rank] = Transcript(max_lines=self._share_lines, max_chars=self._share_chars)
@@ -162,7 +162,7 @@ class LiveCell:
             rich = Rich(bundle)
             if is_update and display_id in self._displays[rank]:
                 self._redraw(rank, display_id, rich)
-                return  # one that is not known, of an earlier cell or kernel, is shown here
+                return  # an unknown display, of an earlier cell or kernel, is shown here
             self._clear_now(rank)
             for stream in _STREAMS:
                 self._keep(rank, stream, self._terminals[rank, stream].settle())
@@ -176,7 +176,7 @@ class LiveCell:
             self._show_display(rank, rich, own_id)
 
     def _redraw(self, rank: int, display_id: str, rich: Rich) -> None:
-        """Show it in the place of what was displayed under this id."""
+        """Replace the output that was displayed under this id."""
         own_id, before = self._displays[rank][display_id]
         if self._options.is_kept:
             if not self._transcripts[rank].replace_rich(before, rich):
@@ -204,7 +204,7 @@ class LiveCell:
         return rich_items({rank: rich.bundle}, is_merging=False, nodes=self._nodes)
 
     def clear(self, rank: int, wait: bool) -> None:
-        """Take back what the rank has shown; with ``wait``, when it shows the next: the last frame of a loop stays."""
+        """Clear the rank's output; with ``wait``, when it shows the next: the last frame of a loop stays."""
         with self._lock:
             if rank not in self._transcripts or not self._options.is_kept:
                 return
@@ -213,7 +213,7 @@ class LiveCell:
                 self._clear_now(rank)
 
     def _clear_now(self, rank: int) -> None:
-        """Take back what the rank has shown, if it has asked for that."""
+        """Clear the rank's output, if the rank has asked for that."""
         if rank not in self._to_be_cleared:
             return
         self._to_be_cleared.discard(rank)
@@ -246,13 +246,13 @@ class LiveCell:
             self._screen.show(notice)
 
     def retell(self, notices: Iterable[str]) -> None:
-        """In the last form these stand, on stdout, in the place of the notices that were given so far."""
+        """Replace the notices so far in the final form, where these are shown on stdout."""
         with self._lock:
             self._notices = [Text("stdout", f"{text}\n") for text in notices]
             self._is_redrawn = True
 
     def shown_so_far(self) -> Callable[[], bool]:
-        """Has what was given so far been shown? What is not drawn live, or had no room, is shown at the end."""
+        """Return whether all output so far has been shown, as a function; some is shown only at the end."""
         if self._is_shown or self._is_drawing and not self._lines_not_shown:
             return self._screen.shown_so_far()
         return lambda: self._is_shown
@@ -285,7 +285,7 @@ class LiveCell:
         self._is_shown = True
 
     def end(self, values: dict[int, Bundle]) -> None:
-        """The cell has ended: let stand what was shown as it came, with the lines and the values that are left."""
+        """End the cell: keep the output as it arrived, and show the remaining lines and values."""
         with self._lock:
             self._end_terminals()
             if self._is_outdated:
@@ -297,7 +297,7 @@ class LiveCell:
             self._is_finished = self._is_shown = True
 
     def leave(self) -> None:
-        """All that was given is shown when this returns; what comes later is shown below it."""
+        """Return when all output given has been shown; later output is shown below it."""
         self._screen.close()
 
     @property
@@ -316,13 +316,13 @@ class LiveCell:
         self._blocks.clear()
 
     def _turn_of(self, rank: int, stream: str) -> int:
-        """How often the rank has gone from one stream to the other."""
+        """Count how often the rank has changed from one stream to the other."""
         turn, before = self._turns.get(rank, (0, stream))
         self._turns[rank] = (turn + (stream != before), stream)
         return self._turns[rank][0]
 
     def _keep(self, rank: int, stream: str, fed: Fed) -> None:
-        """For the canonical form."""
+        """Keep final lines for the canonical form."""
         if self._options.is_kept:
             _add(self._transcripts[rank], stream, fed)
 
@@ -332,14 +332,14 @@ class LiveCell:
         count = self._fitting(lines)
         if count < len(lines) and self._is_finished and not self._lines_not_shown:
             self._show_live(
-                Text("stdout", f"... what comes now is not shown: read it with {self._how_to_read(rank)} ...\n")
+                Text("stdout", f"... later output is not shown: read it with {self._how_to_read(rank)} ...\n")
             )
         for kind, some in by_stream(stream, lines[:count]):
             self._show_live(Text(shown_stream(kind), prefixed_lines(rank, some, self._nodes)))
         self._lines_not_shown += len(lines) - count
 
     def _invalidate(self) -> None:
-        """Have all shown anew when something is sent next: a rank can ask for it thousands of times a second."""
+        """Have all output shown again before the next message: a rank can ask for it thousands of times a second."""
         if not self._is_outdated:
             self._is_outdated = True
             self._screen.invalidate(self._show_anew)
@@ -352,7 +352,7 @@ class LiveCell:
                 self._draw_transient()
 
     def _show_so_far(self) -> None:
-        """Show all that was shown so far in canonical form."""
+        """Show all output so far in canonical form."""
         so_far = {rank: transcript.copy() for rank, transcript in self._transcripts.items()}
         for (rank, stream), terminal in self._terminals.items():
             _add(so_far[rank], stream, terminal.shown)
@@ -367,7 +367,7 @@ class LiveCell:
         self._lines_not_shown = 0
 
     def _fitting(self, lines: list[str]) -> int:
-        """How many of ``lines`` the live view still has room for."""
+        """Return how many of ``lines`` fit into the live view, and use up their room."""
         count = len(lines)
         if self._options.max_lines:
             count = min(count, self._room_lines)
@@ -381,10 +381,10 @@ class LiveCell:
         return count
 
     def _show_live(self, item: Item, display_id: str = "") -> bool:
-        """False where it is not shown now."""
+        """Show an item live; returns False if it is not shown now."""
         if self._is_outdated:
             return False  # it will be shown with all the others
-        if self._is_drawing or self._is_finished and not self._options.is_quiet:  # what comes late is always shown
+        if self._is_drawing or self._is_finished and not self._options.is_quiet:  # late output is always shown
             self._screen.show(item, display_id=display_id)
             if self._options.is_kept:
                 self._note_shown(item)
@@ -392,7 +392,7 @@ class LiveCell:
         return False
 
     def _note_shown(self, item: Item) -> None:
-        """Keep it to compare it with the last form; where that would be too much, all is shown anew at the end."""
+        """Remember an item to compare it with the final form; above the limit, all is shown again at the end."""
         self._shown_chars += len(item.text) if isinstance(item, Text) else item.num_chars
         if self._shown_chars > _MOST_SHOWN_CHARS:
             self._shown = [_TOO_MUCH]
@@ -400,7 +400,7 @@ class LiveCell:
             self._shown.append(item)
 
     def _draw_transient(self) -> None:
-        """The lines that ranks have not finished, and who is waited for."""
+        """Draw the unfinished lines of ranks, and the notice about waiting ranks."""
         if not self._is_drawing or self._is_finished or not self._options.redraws:
             return
         lines = [line for source, block in sorted(self._blocks.items()) for line in self._drawn(source, block)]
@@ -415,7 +415,7 @@ class LiveCell:
         self._is_transient = bool(lines)
 
     def _drawn(self, source: tuple[int, str], block: list[str]) -> list[str]:
-        """Lines that are drawn, or one that has stood unfinished for a while; not one that is just on its way."""
+        """Return drawn lines, or a line that has been unfinished for 0.2 s; not one whose rest is on its way."""
         is_standing = self._terminals[source].is_drawn or time.monotonic() - self._fed_at[source] > _STANDING_S
         if not block or not is_standing or self._options.merge == "rank0" and source[0] != min(self._transcripts):
             return []
@@ -434,7 +434,7 @@ class LiveCell:
 
 
 def _add(transcript: Transcript, stream: str, fed: Fed) -> None:
-    """What is final of a stream."""
+    """Add the final lines of a stream."""
     start = 0
     for kind, lines in by_stream(stream, fed.final):
         transcript.add_lines(kind, lines, fed.turns[start : start + len(lines)])
@@ -442,7 +442,7 @@ def _add(transcript: Transcript, stream: str, fed: Fed) -> None:
 
 
 def _rest(shown: list[Item], items: list[Item]) -> list[Item] | None:
-    """What is left to show of ``items`` when ``shown`` stands there; None when ``items`` begin otherwise."""
+    """Return what is left to show of ``items`` after ``shown``; None if ``items`` begin differently."""
     if not shown:
         return items
     *before, last = shown

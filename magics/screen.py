@@ -1,7 +1,7 @@
-"""Where a cell's output goes: into the notebook cell that caused it, or to a terminal.
+"""Where the output of a cell appears: in the notebook cell that caused it, or in a terminal.
 
-In a kernel, stream messages with the cell's own parent header are sent by one thread, in batches: a print from a thread
-would land in whatever cell ran last, and a message a line is more than a front end takes.
+In a kernel, one thread sends stream messages in batches, with the cell's own parent header: a print from a thread would
+land in the cell that ran last, and a front end cannot take one message per line.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from IPython.core.displaypub import CapturingDisplayPublisher
 from ..wire import SIZES
 from .transcript import Bundle, Item, Rich, Text
 
-_GAP_S = 0.05  # 20 batches a second: a Jupyter server drops above 1,000 messages
+_GAP_S = 0.05  # 20 batches a second: a Jupyter server drops what exceeds 1,000 messages a second
 _REDRAW_S = 0.1
-_FRAME_S = 0.01  # a frame that is drawn in several writes is whole after that
+_FRAME_S = 0.01  # after that time a frame drawn in several writes is complete
 _LONGEST_FRAME_S = 0.3
-_MOVED_CHARS = 200_000  # more is not sent again to have the redrawn lines below it
+_MOVED_CHARS = 200_000  # longer output is not sent again to keep redrawn lines below it
 _MOVED_CHARS_PER_S = 100_000
-_ANEW_CHARS_PER_S = 5_000_000  # of cells that are shown anew again and again, pictures and all
-_MOST_KEPT_CHARS = 64 << 20  # of what a terminal has shown, or something else is to take
-_INDENT = "    "  # of text that stands for a picture: nothing of a node's begins a line
-_MOST_UPDATES = 25  # of displays, in a batch; those that wait are redrawn once, as they are then
+_ANEW_CHARS_PER_S = 5_000_000  # of cells that are shown again repeatedly, with their pictures
+_MOST_KEPT_CHARS = 64 << 20  # of output that a terminal has shown, or that is captured
+_INDENT = "    "  # of text in place of a picture: no text of a node begins a line
+_MOST_UPDATES = 25  # of displays per batch; the others wait, and are redrawn once in their latest form
 _IDLE_S = 2.0
 _DRAW_LIMIT_S = 1.0
 _CLOSE_LIMIT_S = 600.0  # hundreds of megabytes at a server's rate
-_CLEAR: tuple[str, dict[str, Any]] = ("clear_output", {"wait": True})  # when the next output comes
+_CLEAR: tuple[str, dict[str, Any]] = ("clear_output", {"wait": True})  # when the next output arrives
 _STORED = ("stream", "display_data")
 Head = Callable[[], list[dict[str, Any]]]  # the contents of display messages, each with an id
 _RESENT_CHARS = 250_000
@@ -47,81 +47,81 @@ _SERVED_BATCH_CHARS = 200_000
 
 
 class Screen(ABC):
-    """Takes output in order, from any thread. One that redraws nothing leaves out what is not abstract."""
+    """A sink for output in order, from any thread. One that redraws nothing needs only the abstract methods."""
 
     can_clear = False
 
     @abstractmethod
     def show(self, item: Item, *, display_id: str = "") -> None:
-        """Show an item below what stands there."""
+        """Show an item below the earlier ones."""
 
     @abstractmethod
     def update(self, rich: Rich, display_id: str) -> None:
         """Redraw a rich output that was shown under ``display_id``."""
 
     def set_transient(self, text: str) -> None:  # noqa: B027
-        """Lines that are being redrawn; gone when ``text`` is empty."""
+        """Show lines that are being redrawn; an empty ``text`` removes them."""
 
     def draw_now(self, text: str) -> None:
-        """``set_transient`` that returns when the lines have been sent: they will stand there no longer."""
+        """Set the transient lines and return when they have been sent, as they may be removed right after."""
         self.set_transient(text)
 
     def invalidate(self, show_anew: Callable[[], None]) -> None:  # noqa: B027
-        """What stands there is out of date: call ``show_anew`` before anything else is sent, in the screen's thread."""
+        """Mark the output as out of date: the screen's thread calls ``show_anew`` before it sends anything else."""
 
     def set_head(self, head: Head) -> None:  # noqa: B027
-        """``head`` gives what stands above all else from when all is shown anew next."""
+        """Set ``head``: it returns what comes above all else whenever all is shown again."""
 
     def replace(self, items: list[Item]) -> None:  # noqa: B027
-        """Show ``items`` instead of all that was shown."""
+        """Show ``items`` in place of all earlier output."""
 
     @abstractmethod
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
-        """Show the last form, ``items``; ``rest`` is what is left to show of them, None when something else stands.
+        """Show the final form, ``items``; ``rest`` is what is not shown of them yet, None if other output is shown.
 
-        True where all was shown anew: no display has its id any more.
+        Returns True if all was shown again: then no display has its id any more.
         """
 
     def shown_so_far(self) -> Callable[[], bool]:
-        """A question: has all that was given so far been shown?"""
+        """Return a function that tells whether all output given so far has been shown."""
         return lambda: True
 
     @abstractmethod
     def close(self) -> None:
-        """All that was given is shown when this returns; more may still come, and is shown at once."""
+        """Return when all output given has been shown; later output is shown at once."""
 
 
 class KernelScreen(Screen):
-    """The output of the notebook cell that runs now: make it in the main thread, inside the cell."""
+    """The output of the running notebook cell: create it in the main thread, inside the cell."""
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
         self._parent = kernel.get_parent("shell")
         code = self._parent.get("content", {}).get("code", "%%")
-        # else the cell may have shown something else before, as with %run or in a loop
+        # other cells may have shown something before, as with %run or in a loop
         is_job = code.lstrip().startswith("%job") and "\n" not in code.strip()
         self.can_clear = code.lstrip().startswith(("%%", "%distributed")) or is_job
         if not self.can_clear:
-            with contextlib.suppress(Exception):  # a cell may have put anything there
+            with contextlib.suppress(Exception):  # the cell may have replaced the streams by anything
                 sys.stdout.flush()
                 sys.stderr.flush()
         self._is_served = "JPY_SESSION_NAME" in os.environ
         self._changed = threading.Condition()
         self._waiting: list[tuple[str, dict[str, Any]]] = []
-        self._updates: dict[str, tuple[int, dict[str, Any]]] = {}  # those that wait, with their count, by display id
-        self._outdated: tuple[int, Callable[[], None]] | None = None  # its count, and what shows the cell anew
-        self._anew_from = 0.0  # when it may be shown anew next
+        self._updates: dict[str, tuple[int, dict[str, Any]]] = {}  # waiting, with their count, by display id
+        self._outdated: tuple[int, Callable[[], None]] | None = None  # its count, and what shows the cell again
+        self._anew_from = 0.0  # earliest time to show the cell again
         self._head: Head | None = None
         self._head_ids: set[str] = set()
         self._transient = ""
         self._transient_shown = ""
         self._transient_id = ""
         self._redrawn_at = self._drawn_at = self._moved_at = 0.0
-        self._outline: list[str] = []  # what was sent and stands in the cell, message by message
-        self._texts: list[tuple[str, dict[str, Any]]] | None = []  # the same, where it is text and not too much
+        self._outline: list[str] = []  # the stream or kind of each message in the cell
+        self._texts: list[tuple[str, dict[str, Any]]] | None = []  # the messages, while they are short texts only
         self._thread: threading.Thread | None = None
         self._is_closed = False
-        self._given = self._sent = 0  # counts of what came in and of what went out
+        self._given = self._sent = 0  # counts of items received and sent
 
     def shown_so_far(self) -> Callable[[], bool]:
         with self._changed:
@@ -133,7 +133,7 @@ class KernelScreen(Screen):
 
     def update(self, rich: Rich, display_id: str) -> None:
         with self._changed:
-            if display_id in self._updates:  # nobody has seen the one before
+            if display_id in self._updates:  # the one before was never shown
                 self._updates[display_id] = (self._updates[display_id][0], _display(rich.bundle, display_id))
                 return
             self._given += 1
@@ -202,7 +202,7 @@ class KernelScreen(Screen):
         self._outline.clear()
 
     def _would_be_stored_otherwise(self, items: list[Item], rest: list[Item]) -> bool:
-        """The same text would be stored in other pieces: not every front end joins them as JupyterLab does."""
+        """Check that the text would be stored in other pieces, which not every front end joins as JupyterLab does."""
         if sum(len(item.text) for item in items if isinstance(item, Text)) > _RESENT_CHARS:
             return False
         waiting = [each for each in self._waiting if not self._is_head(each[1])]
@@ -256,18 +256,18 @@ class KernelScreen(Screen):
                     return
             if self._is_served and unpaced_bytes > _SERVED_BATCH_CHARS // 2:
                 time.sleep(unpaced_bytes / _SERVER_BYTES_PER_S)
-            with self._changed:  # what comes after silence goes out at once, the rest waits for its batch
+            with self._changed:  # output after silence is sent at once, the rest waits for its batch
                 self._changed.wait_for(lambda: self._is_closed, _GAP_S)
 
     def _take_outdated(self) -> Callable[[], None] | None:
-        """What shows the cell anew, if that is to be done now: a large cell is not sent many times a second."""
+        """Return what shows the cell again, if that is due: a large cell is not sent many times a second."""
         if not self._outdated or time.monotonic() < self._anew_from and not self._is_closed:
             return None
         (_, show_anew), self._outdated = self._outdated, None
         return show_anew
 
     def _take_waiting(self) -> tuple[list[tuple[str, dict[str, Any]]], int]:
-        """What is to be sent now, and up to which count that is all; lines that are redrawn stay below all others."""
+        """Return what to send now, and the count of items sent with it; redrawn lines stay below all others."""
         batch, above = _merged(self._waiting), self._texts if self.can_clear else None
         if batch and self._transient_id and above is not None and _are_texts(batch) and not self._is_closed:
             gap_s = _LONGEST_FRAME_S + _count_chars(above) / _MOVED_CHARS_PER_S
@@ -326,11 +326,11 @@ class KernelScreen(Screen):
         self._transient_shown, self._redrawn_at = self._transient, time.monotonic()
         kind = "update_display_data" if self._transient_id else "display_data"
         self._transient_id = self._transient_id or uuid.uuid4().hex
-        shown = self._transient_shown  # of what has no form a front end shows nothing, of an empty text a blank line
+        shown = self._transient_shown  # front ends show an empty bundle as nothing, an empty text as a blank line
         self._send(kind, _display({"text/plain": shown} if shown else {}, self._transient_id))
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
-        """An IOPub message of this cell. ipykernel's socket hands it to its own thread: any thread may."""
+        """Send an IOPub message of this cell, from any thread: ipykernel's socket hands it to its own thread."""
         with contextlib.suppress(OSError):  # the kernel is going down
             self._kernel.session.send(
                 self._kernel.iopub_socket, kind, content, parent=self._parent, ident=kind.encode()
@@ -344,8 +344,8 @@ class TextScreen(Screen):
         self._lock = threading.Lock()
         self._shown: list[Rich] = []
         self._shown_chars = 0
-        self._foot = ""  # what a terminal shows where the next line will stand
-        self._updates: dict[str, Rich] = {}  # those that wait, by display id
+        self._foot = ""  # what a terminal shows where the next line will appear
+        self._updates: dict[str, Rich] = {}  # waiting, by display id
         self._updated_at = 0.0
 
     def show(self, item: Item, *, display_id: str = "") -> None:
@@ -363,14 +363,14 @@ class TextScreen(Screen):
             stream.flush()
 
     def _note_shown(self, item: Rich) -> None:
-        """What is remembered too long ago may be shown once more at the end."""
+        """Remember an item as shown; one that was forgotten may be shown once more at the end."""
         self._shown_chars += item.num_chars
         if self._shown_chars > _MOST_KEPT_CHARS:
             self._shown, self._shown_chars = [], item.num_chars
         self._shown.append(item)
 
     def update(self, rich: Rich, display_id: str) -> None:
-        """Show it below, a few of all that are redrawn at a time; of the others the last form at the end."""
+        """Show a redrawn output below, a few at a time; the final form of the others at the end."""
         self._updates[display_id] = rich
         if time.monotonic() - self._updated_at >= _REDRAW_S:
             self._show_updates(_MOST_UPDATES)
@@ -381,14 +381,14 @@ class TextScreen(Screen):
             self.show(self._updates.pop(display_id))
 
     def set_transient(self, text: str) -> None:
-        """The last of the lines, on a terminal; it is drawn again when it changes, below what was shown since."""
+        """Draw the last of the lines on a terminal, again when it changes, below what was shown since."""
         if not text:
             self._show_updates()
         with self._lock:
             self._draw_foot(text.rpartition("\n")[2])
 
     def _draw_foot(self, text: str) -> None:
-        end = "\x1b[0m" if "\x1b" in text else ""  # of its colours, where that is cut off
+        end = "\x1b[0m" if "\x1b" in text else ""  # resets its colours, if it is cut off
         text = text[: shutil.get_terminal_size().columns - 1] + end
         if text != self._foot and sys.stdout.isatty():
             sys.stdout.write(f"\r\x1b[K{text}")
@@ -396,7 +396,7 @@ class TextScreen(Screen):
             self._foot = text
 
     def settle(self, items: list[Item], rest: list[Item] | None) -> bool:
-        """Show the values, which are new; lines that others would join now stand there as they came."""
+        """Show the values, which are new; lines that would be merged now stay as they arrived."""
         if rest is None:
             rest = [item for item in items if isinstance(item, Rich) and item not in self._shown]
         for item in rest:
@@ -408,18 +408,18 @@ class TextScreen(Screen):
 
 
 class CapturedScreen(Screen):
-    """Where something else takes what a cell shows, as ``%%capture`` does: the last form of it, when it has ended."""
+    """A screen for captured output, as under ``%%capture``: hands over the final form when the cell has ended."""
 
     def __init__(self, ipython: Any) -> None:
         self._publisher = ipython.display_pub
         self._streams = {"stdout": sys.stdout, "stderr": sys.stderr}
         self._items: list[Item] = []
         self._kept_chars = 0
-        self._places: dict[str, int] = {}  # of displays among the items, by their ids
+        self._places: dict[str, int] = {}  # of displays in the items, by their ids
         self._is_closed = False
 
     def show(self, item: Item, *, display_id: str = "") -> None:
-        """What does not fit any more is left out; the last form has bounds of its own."""
+        """Keep an item while there is room; the final form has limits of its own."""
         chars = len(item.text) if isinstance(item, Text) else item.num_chars
         if self._kept_chars + chars <= _MOST_KEPT_CHARS:
             self._kept_chars += chars
@@ -453,7 +453,7 @@ class CapturedScreen(Screen):
     def _hand_over(self) -> None:
         items, self._items, self._kept_chars = self._items, [], 0
         self._places.clear()
-        with contextlib.suppress(ValueError):  # late, and the file that took it is closed
+        with contextlib.suppress(ValueError):  # the output is late, and the capturing file is closed
             for item in items:
                 if isinstance(item, Text):
                     self._streams[item.stream].write(item.text)
@@ -463,7 +463,7 @@ class CapturedScreen(Screen):
 
 
 def screen_for(ipython: Any) -> Screen:
-    """The screen of the cell that runs now."""
+    """Return the screen of the running cell."""
     kernel = getattr(ipython, "kernel", None)
     if isinstance(getattr(ipython, "display_pub", None), CapturingDisplayPublisher) or (
         kernel and not _are_own_streams()
@@ -473,8 +473,8 @@ def screen_for(ipython: Any) -> Screen:
 
 
 def _are_own_streams() -> bool:
-    """Neither stream of the kernel is redirected."""
-    from ipykernel.iostream import OutStream  # a terminal can do without
+    """Check that neither stream of the kernel is redirected."""
+    from ipykernel.iostream import OutStream  # not needed in a terminal
 
     return isinstance(sys.stdout, OutStream) and isinstance(sys.stderr, OutStream)
 
@@ -499,12 +499,12 @@ def _display(bundle: Bundle, display_id: str) -> dict[str, Any]:
 
 
 def _with_sizes(bundle: Bundle) -> tuple[Bundle, Bundle]:
-    """The data of a message, and its metadata: the sizes in which images are to be shown."""
+    """Return the data of a message, and its metadata: the sizes of images."""
     return {mime: data for mime, data in bundle.items() if mime != SIZES}, bundle.get(SIZES, {})
 
 
 def _merged(batch: list[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
-    """Neighbouring texts of one stream become one message."""
+    """Merge neighbouring texts of one stream into one message."""
     merged: list[tuple[str, dict[str, Any], list[str]]] = []
     for kind, content in batch:
         last = merged[-1] if merged else None

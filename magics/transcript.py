@@ -1,9 +1,9 @@
-"""What each rank said in one cell, within bounds, and its canonical form: the same at every run of the same cell.
+"""The output of each rank in one cell, within limits, and its canonical form: equal for equal runs of a cell.
 
-While a cell runs, lines appear as they come, so two runs differ in order. The canonical form has the ranks in order,
-the lines of each as it wrote them, and what several ranks said identically once, marked ``[0-3]``; on one node that has
-a name, ``[gpu1:0]``. Where stdout and stderr take very many turns, all of stdout stands before stderr. What was drawn
-on stderr is no error, but a bar: it is shown as stdout is.
+While a cell runs, lines appear as they arrive, so two runs differ in order. The canonical form has the ranks in order,
+the lines of each as it wrote them, and lines that several ranks printed identically once, marked ``[0-3]``; on one node
+that has a name, ``[gpu1:0]``. If stdout and stderr alternate very often, all of stdout comes before stderr. A drawing
+on stderr is a progress bar, not an error: it is shown like stdout.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from ..wire import count_values
 from .rank_terminal import Drawn
 
 Bundle = dict[str, Any]
-Nodes = Mapping[int, str]  # the names of the ranks' nodes, of those that have one
+Nodes = Mapping[int, str]  # the names of the ranks' nodes, if they have names
 TAIL_LINES = 200
-FURTHER = 1 << 20  # where several nodes have had a rank, it is so much higher for each that came after the first
+FURTHER = 1 << 20  # added to a rank for each further node that has had the same rank
 _STREAMS = ("stdout", "drawn", "stderr")
 _MOST_TURNS = 30  # of stdout and stderr between two rich outputs; JupyterLab hides what comes after 50 outputs
 _PREFIX_CHARS = 5  # "[0] " and the newline
 # Above either, lines are matched by their position. Steps are counted, not timed: each run of a cell looks the same.
 _DIFF_LINES = 2000
 _DIFF_STEPS = 1_000_000  # of the diffs of one cell, about 0.1 s
-_SHORTEST_BEGINNING = 40  # of a line that is cut off; a shorter one says nothing
+_SHORTEST_BEGINNING = 40  # of a line that is cut off; a shorter one is of no use
 _SHORTEST_CUT = 1000  # a shorter line is shown whole or not at all
 _PLAIN = "\x1b[0m"
 _CUT_COLOUR = re.compile(r"\x1b[^a-zA-Z]*$")
 _MOST_RICH, _MOST_RICH_CHARS = 1000, 64 << 20  # of one rank in one cell
 _CHARS_OF_A_VALUE = 64  # of JSON
 _CHARS_OF_A_COLOUR = 100  # a page has an element for each
-_LABEL_CHARS = 20  # about that stands before each line of a text
-_MOST_INDENTED_CHARS = MOST_TEXT_CHARS + 10_000  # with what stands before its lines
+_LABEL_CHARS = 20  # about the length of the label before each line
+_MOST_INDENTED_CHARS = MOST_TEXT_CHARS + 10_000  # including the labels of its lines
 
 
 @dataclass(frozen=True)
@@ -81,13 +81,13 @@ _Written = tuple[int, str, str]  # the turn in which it was written, its stream,
 
 
 class Transcript:
-    """What one rank said: its first lines within the limits, its last ``TAIL_LINES``, all rich outputs.
+    """The output of one rank: its first lines within the limits, its last ``TAIL_LINES``, all rich outputs.
 
     The last lines take at most a quarter of the characters.
     """
 
     def __init__(self, *, max_lines: int, max_chars: int) -> None:
-        """Zero means no limit."""
+        """Create an empty transcript; a limit of 0 means no limit."""
         tail_lines = min(TAIL_LINES, max_lines * 4 // 5) if max_lines else TAIL_LINES
         self._head_lines = max_lines - tail_lines if max_lines else None
         self._head_chars = max_chars * 3 // 4 if max_chars else None
@@ -100,14 +100,14 @@ class Transcript:
         self._room_rich, self._room_rich_chars = _MOST_RICH, _MOST_RICH_CHARS
 
     def copy(self) -> Transcript:
-        """Another one that has said the same so far."""
+        """Return another transcript with the same output so far."""
         copied = copy.copy(self)
         copied._head = [entry if isinstance(entry, Rich) else entry.copy() for entry in self._head]
         copied._tail = self._tail.copy()
         return copied
 
     def add_lines(self, stream: str, lines: list[str], turns: Sequence[int] = ()) -> None:
-        """Lines of a stream, see ``Said``; ``turns``: the turn in which each was written, if that is known."""
+        """Add lines of a stream, see ``Said``; ``turns``: the turn in which each was written, if known."""
         turns = turns or [0] * len(lines)
         fitting = self._fitting(lines)
         if shown := [*lines[:fitting], *self._cut(lines[fitting:])]:
@@ -122,7 +122,7 @@ class Transcript:
             self._tail.extend(zip(turns[last_lines], itertools.repeat(stream), lines[last_lines]))
 
     def add_rich(self, rich: Rich) -> bool:
-        """False where there is no room for it any more."""
+        """Add a rich output; returns False if there is no room for it."""
         self._room_rich -= 1
         self._room_rich_chars -= rich.num_chars
         if self._room_rich < 0 or self._room_rich_chars < 0:
@@ -132,7 +132,7 @@ class Transcript:
         return True
 
     def replace_rich(self, old: Rich, new: Rich) -> bool:
-        """A rich output was redrawn under its display id; False where there is no room for the new one."""
+        """Replace a redrawn rich output; returns False if there is no room for the new one."""
         grown_chars = new.num_chars - old.num_chars
         if grown_chars > self._room_rich_chars or not any(entry is old for entry in self._head):
             return False
@@ -148,7 +148,7 @@ class Transcript:
         self._room_lines, self._room_chars = self._head_lines, self._head_chars
 
     def sections(self, how_to_read: str) -> list[tuple[list[Said], Rich | None]]:
-        """What was said between two rich outputs, in the order in which it was, and the rich output that ended it."""
+        """Return the lines before each rich output, in order, with that output; last, the lines after all of them."""
         sections: list[tuple[list[Said], Rich | None]] = []
         said: list[Said] = []
         for entry in self._head:
@@ -180,7 +180,7 @@ class Transcript:
         return tail
 
     def _fitting(self, lines: list[str]) -> int:
-        """How many of ``lines`` still fit in the head; the room they take is gone."""
+        """Return how many of ``lines`` fit in the head, and use up their room."""
         if self._left_out or self._cut_chars:
             return 0
         count = len(lines) if self._room_lines is None else min(len(lines), self._room_lines)
@@ -196,7 +196,7 @@ class Transcript:
         return count
 
     def _cut(self, rest: list[str]) -> list[str]:
-        """Of ``rest``, which does not fit, the beginning of the first line, where there is room for it."""
+        """Return the beginning of the first line of ``rest``, which does not fit, if there is room for it."""
         room = (self._room_chars or 0) - _PREFIX_CHARS
         has_room = self._room_lines != 0 and room >= _SHORTEST_BEGINNING
         if not rest or len(rest[0]) < _SHORTEST_CUT or self._left_out or self._cut_chars or not has_room:
@@ -206,7 +206,7 @@ class Transcript:
 
 
 def beginning_of(line: str, num_chars: int) -> str:
-    """As much of a line; its colours end with it."""
+    """Return the first ``num_chars`` of a line, with its colours reset at the end."""
     beginning = _CUT_COLOUR.sub("", line[:num_chars])
     return f"{beginning}{_PLAIN}" if "\x1b" in beginning and not beginning.endswith(_PLAIN) else beginning
 
@@ -216,7 +216,7 @@ def _in_order(lines: Iterable[_Written]) -> list[Said]:
 
 
 def counted_more(count: int, what: str) -> str:
-    """``1 more line``, ``2,000 more lines``; empty where there are none."""
+    """Return ``1 more line`` or ``2,000 more lines``; empty for none."""
     return f"{count:,} more {what}{'' if count == 1 else 's'}" if count > 0 else ""
 
 
@@ -228,7 +228,7 @@ def canonical(
     nodes: Nodes | None = None,
     effort: Effort | None = None,
 ) -> list[Item]:
-    """The canonical form of a cell. ``merge`` is "same" (identical lines once), "all", or "rank0" (the first rank)."""
+    """Return the canonical form of a cell. ``merge``: "same" (identical lines once), "all" or "rank0" (first rank)."""
     nodes = nodes or {}
     chosen = sorted(transcripts)[:1] if merge == "rank0" else sorted(transcripts)
     by_rank = {rank: transcripts[rank].sections(how_to_read[rank]) for rank in chosen}
@@ -245,7 +245,7 @@ def canonical(
 
 
 def _texts(merged: list[_Marked], nodes: Nodes) -> list[Item]:
-    """A text for each turn of the streams, or one for each stream, where a front end would not show so many."""
+    """Return a text for each turn of the streams, or one per stream if a front end would not show so many."""
 
     def by_turn(marked: list[_Marked]) -> list[Item]:
         runs = itertools.groupby(marked, key=lambda each: shown_stream(each[1][0]))
@@ -256,7 +256,7 @@ def _texts(merged: list[_Marked], nodes: Nodes) -> list[Item]:
 
 
 def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | None = None) -> list[Item]:
-    """Rich outputs of the ranks, identical ones once; text goes out with its ranks before it, so does an image's."""
+    """Return rich outputs of the ranks, identical ones once, each with the label of its ranks before it."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(bundles):
         key = json.dumps(bundles[rank], sort_keys=True) if is_merging else str(rank)
@@ -275,10 +275,10 @@ def rich_items(bundles: dict[int, Bundle], *, is_merging: bool, nodes: Nodes | N
 
 
 def _indented(prefix: str, text: str) -> str:
-    """The text behind ``prefix``; where many short lines become very long by it, the beginning."""
+    """Return the text indented after ``prefix``; only the beginning, if many short lines become too long."""
     before_line = "\n" + " " * len(prefix)
     indented = prefix + text.replace("\n", before_line, _MOST_INDENTED_CHARS // len(before_line))
-    plain = _PLAIN if "\x1b" in text and not text.endswith(_PLAIN) else ""  # what comes below has its own colours
+    plain = _PLAIN if "\x1b" in text and not text.endswith(_PLAIN) else ""  # the text below has its own colours
     if len(indented) <= _MOST_INDENTED_CHARS:
         return indented + plain
     return f"{_CUT_COLOUR.sub('', indented[:_MOST_INDENTED_CHARS])}{plain}{before_line}... the rest is not shown ..."
@@ -289,7 +289,7 @@ class _TooMuch(Exception):
 
 
 class Effort:
-    """How much work diffs may still be."""
+    """The work that is left for diffs."""
 
     def __init__(self) -> None:
         self._left_steps = _DIFF_STEPS
@@ -301,7 +301,7 @@ class Effort:
 
 
 class _Matcher(difflib.SequenceMatcher[Said]):
-    """Raises _TooMuch where lines were chosen to be slow to match: each match may look at all lines again."""
+    """A matcher that raises _TooMuch for lines that are slow to match: each match may look at all lines again."""
 
     def __init__(self, a: list[Said], b: list[Said], effort: Effort) -> None:
         super().__init__(None, a, b, autojunk=False)
@@ -317,7 +317,7 @@ class _Matcher(difflib.SequenceMatcher[Said]):
 
 
 def merge_lines(lines: dict[int, list[Said]], *, is_merging: bool, effort: Effort | None = None) -> Iterator[_Marked]:
-    """The lines of several ranks in order of rank, those that stand in the same place of several ranks' output once."""
+    """Return the lines of several ranks by rank, those in the same place of several ranks' output once."""
     effort = effort or Effort()
     if not is_merging:
         return iter([((rank,), line) for rank in sorted(lines) for line in lines[rank]])
@@ -347,7 +347,7 @@ def _merge_two(first: list[_Marked], second: list[_Marked], effort: Effort) -> l
 
 
 def _merge_by_place(lines: dict[int, list[Said]]) -> list[_Marked]:
-    """Lines that stand at the same place of every rank's output once."""
+    """Merge lines that are equal at the same place of every rank's output."""
     ranks = tuple(sorted(lines))
     merged: list[_Marked] = []
     places = itertools.zip_longest(*(lines[rank] for rank in ranks))
@@ -362,7 +362,7 @@ def _merge_by_place(lines: dict[int, list[Said]]) -> list[_Marked]:
 
 
 def joined(items: Iterable[Item]) -> list[Item]:
-    """Neighbouring texts of one stream as one."""
+    """Join neighbouring texts of one stream."""
     result: list[Item] = []
     for stream, run in itertools.groupby(items, key=lambda item: item.stream if isinstance(item, Text) else None):
         if stream is None:
@@ -373,7 +373,7 @@ def joined(items: Iterable[Item]) -> list[Item]:
 
 
 def label(ranks: Sequence[int], nodes: Nodes) -> str:
-    """Who says it: ``[0-3]``, or ``[gpu1:0-1]`` when all of them are on one node that has a name."""
+    """Return the label ``[0-3]``, or ``[gpu1:0-1]`` if all ranks are on one node that has a name."""
     names = {nodes.get(rank, "") for rank in ranks}
     name = names.pop() if len(names) == 1 else ""
     numbers = short_ranks(rank % FURTHER for rank in ranks)
@@ -381,17 +381,17 @@ def label(ranks: Sequence[int], nodes: Nodes) -> str:
 
 
 def by_stream(stream: str, lines: list[str]) -> Iterator[tuple[str, list[str]]]:
-    """Lines that a rank wrote to ``stream``; those of stderr on which it has drawn as a stream of their own."""
+    """Yield the lines of ``stream`` in runs; lines drawn on stderr are a stream of their own."""
     for is_drawn, run in itertools.groupby(lines, key=lambda line: stream == "stderr" and isinstance(line, Drawn)):
         yield "drawn" if is_drawn else stream, list(run)
 
 
 def shown_stream(stream: str) -> str:
-    """Where the notebook shows it."""
+    """Return the stream on which the notebook shows ``stream``."""
     return "stdout" if stream == "drawn" else stream
 
 
 def prefixed_lines(rank: int, lines: list[str], nodes: Nodes | None = None) -> str:
-    """Finished lines of one rank as they are shown live."""
+    """Return finished lines of one rank as they are shown live."""
     prefix = f"{label([rank], nodes or {})} "
     return prefix + f"\n{prefix}".join(lines) + "\n"

@@ -378,7 +378,7 @@ def test_late_lines_without_room_are_told_once() -> None:
     cell.leave()
     standing = _standing(sent)
     assert "late 0" in standing and "late 39" not in standing and "[0] \n" not in standing
-    assert standing.count("what comes now is not shown: read it with %distributed log --cell 7 --rank 0") == 1
+    assert standing.count("later output is not shown: read it with %distributed log --cell 7 --rank 0") == 1
 
 
 @pytest.mark.parametrize(("code", "is_kept"), [("%run setup.ipynb", True), ("%%distributed\n1", False), ("", True)])
