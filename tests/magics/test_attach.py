@@ -412,7 +412,7 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
     front, other = start_front("/x/first.ipynb"), start_front("/x/second.ipynb")
     front.run("%distributed start -n 2 --name shared --no-init")
     front.run("%%distributed\nx = rank + 5\nprint('shown')")
-    detached = "detached: the ranks go on; %distributed attach shared comes back to them\n"
+    detached = "detached: the ranks keep running; %distributed attach shared takes them up again\n"
     for _ in range(2):
         assert front.run("%distributed detach") == detached
         assert "no session is running" in front.run("%distributed status")
@@ -431,7 +431,7 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
     assert other.run("%distributed detach") == detached
     assert front.run("%distributed stop shared") == ""
     assert "shared" not in front.run("%distributed list")
-    assert "no session 'shared' runs on this machine" in other.run("%distributed attach shared")
+    assert "no session 'shared' is running on this machine" in other.run("%distributed attach shared")
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_no_board_is_shown_by_itself_unless_it_is_asked_for(own: Any) -> None:
     assert not displayed_views(own.run(ENDLESS.replace("%%distributed", "%%distributed --timeout 4")))
     first, second = own.run("%distributed board"), own.run("%distributed board")
     assert len(displayed_views(first)) == len(displayed_views(second)) == 1
-    assert "board is one of off, auto, not 'always'" in own.run("%distributed config board=always").error
+    assert "board must be one of off, auto, not 'always'" in own.run("%distributed config board=always").error
     ended = settled_by(own.run("%distributed restart"))
     assert ended.keys() >= displayed_views(first) | displayed_views(second)
     assert own.run("%distributed stop").status == "ok"

@@ -381,7 +381,7 @@ def test_wrong_use_is_one_line_and_starts_nothing(kernel: Any, tmp_path: Path) -
         ("%job submit nowhere.json", "nowhere.json"),
         (f"%job submit {spec} --parallelism.pp x", "UsageError: --parallelism.pp"),
         (f"%job check {spec} --training.epochs 0", "training.epochs"),
-        ("%job exec", "UsageError: %job exec: name a job, or --nodes"),
+        ("%job exec", "UsageError: %job exec: give either a job or --nodes"),
         ("%job exec x", "UsageError: %job exec: no command was given"),
         ("%job rm", "UsageError: %job rm: give jobs, or --older-than DAYS"),
         ("%job exec --nodes localhost --timeout 0 -- ls", "UsageError: timeout 0 s: give more than 0"),

@@ -163,11 +163,11 @@ def test_stop_while_a_magic_waits_for_ranks_is_one_line(unharmed_kernel: Any, li
         (f"%%distributed -r 0-{10**12}\nkept", "rank 2 is not there"),
         ("%distributed restart -r 5", "rank 5 is not there"),
         ("%distributed attach nosuch", "already holds session"),
-        ("%distributed config hang=x", "hang is a number"),
+        ("%distributed config hang=x", "hang must be a number"),
         ("%broadcast nothing", "no variable 'nothing'"),
         ("%broadcast kept --from 9", "rank 9 is not there"),
         ("%broadcast", "the following arguments are required"),
-        ("%distributed stop nosuch", "no session 'nosuch' runs"),
+        ("%distributed stop nosuch", "no session 'nosuch' is running"),
     ],
 )
 def test_wrong_lines_are_one_clear_error(unharmed_kernel: Any, line: str, complaint: str) -> None:

@@ -88,7 +88,7 @@ def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel:
     assert kernel.run(_LOOK).text() == "[left:0] h0 7 geheim\n[right:1] h1 7 geheim\n"
     kernel.manager.restart_kernel(now=False)
     kernel.client.wait_for_ready(timeout=60)
-    assert "is there (on left, right)" in kernel.run("%load_ext detrain_nb").text()
+    assert "was left running (on left, right)" in kernel.run("%load_ext detrain_nb").text()
     assert kernel.run("from detrain_nb import current_session\n%distributed attach").status == "ok"
     assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
     assert kernel.run("current_session().files.is_synced").rich() == ["False"]

@@ -78,7 +78,7 @@ def test_what_is_kept_ends_with_the_setting_and_with_the_kernel(kernel: Any) -> 
     assert not soon_over.is_running()
     assert "at most 86400 seconds (one day)" in kernel.run("%distributed config warm=1e99").error
     for wrong in ("warm=-1", "warm=inf", "warm=nan", "warm=soon"):
-        assert "warm is a number, 0 or more" in kernel.run(f"%distributed config {wrong}").error
+        assert "warm must be a number, 0 or more" in kernel.run(f"%distributed config {wrong}").error
     assert kernel.run("%distributed config warm=60").status == "ok"
     assert kernel.run("%distributed start -n 1 --no-init").status == "ok"
     last = _warm_process(kernel)
@@ -95,7 +95,9 @@ def test_variable_that_is_wrong_is_named_and_takes_no_magic_away(
     monkeypatch.setenv("DETRAIN_NB_WARM", "soon")
     monkeypatch.setenv("DETRAIN_NB_OUTPUT", "final")
     assert Settings.from_env() == Settings(output="final")
-    assert capsys.readouterr().err == ("DETRAIN_NB_WARM: warm is a number, 0 or more, not 'soon'; warm=600.0 holds\n")
+    assert capsys.readouterr().err == (
+        "DETRAIN_NB_WARM: warm must be a number, 0 or more, not 'soon'; warm=600.0 is used instead\n"
+    )
 
 
 @pytest.mark.slow
