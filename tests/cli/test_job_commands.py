@@ -233,7 +233,7 @@ def test_wrong_use_is_one_line(
         ("jobs stop a b", "detrain-nb jobs stop: 'b' is one word too many: leave it out"),
         (
             "jobs exec x ls",
-            "detrain-nb jobs exec: 'ls' is one word too many: a command stands behind --, as in: exec JOB -- ls",
+            "detrain-nb jobs exec: 'ls' is one word too many: a command must follow --, as in: exec JOB -- ls",
         ),
         ("jobs restart", "detrain-nb jobs restart: the following arguments are required: JOB"),
     ],
