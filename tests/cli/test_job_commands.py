@@ -226,10 +226,10 @@ def test_wrong_use_is_one_line(
         ),
         ("jobs list -- ls", "detrain-nb: -- ls: only import and jobs exec take a command"),
         ("jobs", "detrain-nb jobs: the following arguments are required: ACTION"),
-        ("jobs shw", "detrain-nb jobs: 'shw' is no command: did you mean show?"),
-        ("jobs logs x --rnk 1", "detrain-nb jobs logs: --rnk is no option here: did you mean --rank?"),
+        ("jobs shw", "detrain-nb jobs: 'shw' is not a command: did you mean show?"),
+        ("jobs logs x --rnk 1", "detrain-nb jobs logs: --rnk is not an option here: did you mean --rank?"),
         ("jobs logs x --rank", "detrain-nb jobs logs: --rank needs a value: --rank R"),
-        ("jobs logs x --rank one", "detrain-nb jobs logs: argument --rank: 'one' is no whole number"),
+        ("jobs logs x --rank one", "detrain-nb jobs logs: argument --rank: 'one' is not a whole number"),
         ("jobs stop a b", "detrain-nb jobs stop: 'b' is one word too many: leave it out"),
         (
             "jobs exec x ls",

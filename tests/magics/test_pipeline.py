@@ -80,7 +80,7 @@ def test_import_is_returned_or_written(
         ("import gone.yaml", "gone.yaml cannot be read: it is not there"),
         ("import -o a.txt -- torchrun t.py", "a.txt: its name ends in none of .json, .toml, .yaml, .yml"),
         ("plan", "the following arguments are required: SPEC"),
-        ("plna spec", "'plna' is no command: did you mean plan?"),
+        ("plna spec", "'plna' is not a command: did you mean plan?"),
         ("plan gone.json", "gone.json cannot be read: it is not there"),
         ("plan titan.toml", "titan.toml: is no spec, but of the kind torchtitan: make one of it first: import"),
         ("export torchrn spec", "'torchrn' is no format to export to: give one of torchrun, slurm"),
