@@ -349,7 +349,7 @@ class SessionHolder:
         """Return the session. Raises: UsageError when there is none."""
         if self.session is None:
             if there := self.what_is_there:
-                raise UsageError(f"no session is running in this notebook\n{there}")
+                raise UsageError(f"this notebook holds no session\n{there}")
             raise UsageError("no session is running: start one with %%distributed or %distributed start")
         return self.session
 

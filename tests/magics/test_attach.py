@@ -415,7 +415,7 @@ def test_detached_session_is_attached_to_by_the_same_kernel_and_by_another(start
     detached = "detached: the ranks keep running; %distributed attach shared takes them up again\n"
     for _ in range(2):
         assert front.run("%distributed detach") == detached
-        assert "no session is running" in front.run("%distributed status")
+        assert "this notebook holds no session" in front.run("%distributed status")
         assert front.run("%distributed attach shared") == "<Session 'shared': 2 ranks on cpu, running>\n"
     assert front.run("%distributed detach") == detached
     ends = "without a notebook it ends by itself after 10 minutes; %distributed stop shared stops it"
