@@ -1,4 +1,4 @@
-"""What a user does about a job that failed: said where the cause can be told from what is known of it."""
+"""Advice about a failed job, where its state, exit code or last lines reveal the cause."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ _SIGNALS = {1: "SIGHUP", 2: "SIGINT", 6: "SIGABRT", 9: "SIGKILL", 11: "SIGSEGV",
 _MODULE = re.compile(r"No module named '([\w.-]{1,80})'")
 _FILE = re.compile(r"FileNotFoundError: .*?: '([^'\n]{1,200})'")
 _BY_STATE = {
-    LOST: "something has killed the job's runner: look at memory and log of the machine, then run it again",
-    RESTARTED: "the machine was started anew: run the job again",
-    UNREADABLE: "another release of detrain_nb wrote its files: use that release, or look into the job's folder there",
+    LOST: "the job's runner was killed: check the machine's memory and system log, then run the job again",
+    RESTARTED: "the machine, or its container, was restarted: run the job again",
+    UNREADABLE: "another release of detrain_nb wrote its files: use that release, or inspect its folder on the node",
 }
 
 
 def _of_module(text: str) -> str:
-    """No command that installs it: what a node names may be anybody's package, and runs code where it is installed."""
+    """Name no install command: the node chooses the module name, and installing a stranger's package runs its code."""
     found = _MODULE.search(text)
     name = f"'{found[1].partition('.')[0]}'" if found else "that name"
-    return f"install the package that has the module {name} on every node, say in the spec's setup; then run it again"
+    return f"install the package that has the module {name} on every node, e.g. in the spec's setup; then run it again"
 
 
 def _of_file(text: str) -> str:
     found = _FILE.search(text)
     name = f"'{found[1]}'" if found else "the file"
-    return f"have {name} on every node that reads it, or name another one; then run it again"
+    return f"put {name} on every node that reads it, or use another path; then run it again"
 
 
-# What stands in the last lines, and what to do then; the first that fits.
+# Patterns to find in the last lines, and the advice for each; the first match wins.
 _BY_LINES: tuple[tuple[re.Pattern[str], Callable[[str], str]], ...] = (
     (
         re.compile(r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory"),
-        lambda text: "lower batch_size, or split the model further (dp_shard, tp, pp), or have fewer microbatches",
+        lambda text: "lower batch_size, split the model further (dp_shard, tp, pp), or use fewer microbatches",
     ),
     (
         re.compile(r"No space left on device|Disk quota exceeded"),
-        lambda text: "free disk space there, then run it again",
+        lambda text: "free disk space on the node, then run it again",
     ),
     (_MODULE, _of_module),
     (_FILE, _of_file),
     (
         re.compile(r"NCCL (?:error|WARN)|ncclUnhandledCudaError|ncclSystemError"),
-        lambda text: "examine the nodes with detrain-nb doctor: NCCL has failed between them or on their GPUs",
+        lambda text: "NCCL failed between the nodes or on their GPUs: check them with detrain-nb doctor",
     ),
     (
         re.compile(r"Permission denied|PermissionError"),
-        lambda text: "let your account there read and write what is named, then run it again",
+        lambda text: "give your account on the node access to the path in the last lines, then run it again",
     ),
 )
 
 
 def advise(status: JobStatus) -> str:
-    """One sentence for a job that is over and did not succeed; empty for any other."""
+    """Return one sentence of advice for a job that is over and did not succeed; empty for any other job."""
     if not status.is_over or status.exit_code == 0 or status.state == STOPPED:
         return ""
     if status.state in _BY_STATE:
@@ -68,25 +68,23 @@ def advise(status: JobStatus) -> str:
         if pattern.search(last):
             return say(last)
     if status.exit_code == 137:
-        return (
-            "it was killed, often for lack of memory: lower batch_size, split the model further, or use a larger node"
-        )
+        return "killed, often for lack of memory: lower batch_size, split the model further, or use a larger node"
     if status.exit_code == 127:
-        return "something could not be started: look at the setup lines and at python of the node"
+        return "a command could not be started: check the setup lines and the node's python"
     if status.failed_rank is None:
-        return "look at the set-up and at torchrun's log, mend what they name, and run it again"
-    return "read its last lines, mend the script, and run it again"
+        return "read the setup log and torchrun's log, fix what they report, and run it again"
+    return "read its last lines, fix the script, and run it again"
 
 
 def describe_cause(status: JobStatus) -> str:
-    """``rank 3 on gpu1 ended with exit code 3``."""
+    """Describe how a job ended: ``rank 3 on gpu1 exited with code 3``."""
     rank = "" if status.failed_rank is None else f"rank {status.failed_rank}"
     has_several = len(status.reports) + len(status.silent) > 1
     where = f" on {told_node(status.failed_node)}" if status.failed_node and has_several else ""
     code = status.exit_code
     if code is None:
         return f"the job is {status.state}{where}"
-    how = f"exit code {code}"
+    how = f"code {code}"
     if code > 128:
         how += f" (signal {code - 128}{', ' + _SIGNALS[code - 128] if code - 128 in _SIGNALS else ''})"
-    return f"{rank or 'the job'}{where} ended with {how}"
+    return f"{rank or 'the job'}{where} exited with {how}"

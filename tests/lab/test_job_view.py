@@ -316,8 +316,8 @@ def test_failed_job_leads_with_the_cause_and_shows_what_is_hostile_as_text(
     view = view_of(nb, 1)
     expect(state_of(view)).to_have_text("failed", timeout=LIMIT_MS)
     note = view.locator(".fail .note")
-    expect(note).to_contain_text("rank 1 ended with exit code 1")
-    expect(note).to_contain_text("To do: Free disk space there, then run it again.")
+    expect(note).to_contain_text("rank 1 exited with code 1")
+    expect(note).to_contain_text("To do: Free disk space on the node, then run it again.")
     expect(view.locator(".fail pre")).to_contain_text(f"OSError: [Errno 28] No space left on device: '{HOSTILE}'")
     expect(view.locator(".charts")).to_be_hidden()
     expect(

@@ -555,5 +555,5 @@ def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:
     bundle = settled.bundle()
     assert "<script" not in bundle["text/html"] and "<img" not in bundle["text/html"]
     assert len(bundle["text/html"]) < 50_000
-    assert "rank 0 ended with exit code 1 at step 2,999." in bundle["text/plain"]
+    assert "rank 0 exited with code 1 at step 2,999." in bundle["text/plain"]
     assert "A restart goes on from checkpoint 10." in bundle["text/plain"]
