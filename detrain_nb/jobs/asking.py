@@ -1,4 +1,4 @@
-"""All nodes of a job asked at once: the talks with their job services, and what failed on which node."""
+"""Requests to all nodes of a job in parallel: the talks with their job services, and the failures by node."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _Result = TypeVar("_Result")
 
 
 def ask_facts(talk: Talk) -> NodeResources:
-    """What a node says that it has. Raises: FilesError."""
+    """Ask a node for its resources. Raises: FilesError."""
     talk.say("facts")
     return read_facts(talk.hear("facts"))
 
@@ -33,9 +33,10 @@ def ask_facts(talk: Talk) -> NodeResources:
 def plan_as_made(
     spec: PipelineSpec, nodes: Sequence[Transport], *, world_size: int | None, limit_s: float
 ) -> Plan | None:
-    """The plan that a job was started with, if ``nodes``, those that answer, have as many GPUs as then.
+    """Return the plan that a job was started with; None when the GPUs of ``nodes`` now give another world size.
 
-    Raises: SpecError where a node does not say how many it has, and the plan needs it.
+    ``nodes``: those of the job that answer.
+    Raises: SpecError when the plan needs the GPU count of a node that does not report it.
     """
 
     def ask(index: int) -> int:
@@ -49,7 +50,7 @@ def plan_as_made(
 
 @contextlib.contextmanager
 def open_job_talks(nodes: Sequence[Transport], stop: Stop) -> Iterator[list[Talk]]:
-    """The job services of all nodes, until ``stop`` is asked; where one cannot be reached, none is held.
+    """Open a talk with the job service of each node; ``stop`` ends them. If one node cannot be reached, close all.
 
     Raises: DetrainError.
     """
@@ -65,9 +66,9 @@ def open_job_talks(nodes: Sequence[Transport], stop: Stop) -> Iterator[list[Talk
 
 
 def on_all(nodes: Sequence[Transport], act: Callable[[int], _Result]) -> list[_Result]:
-    """Act on all nodes at once, each by its position; return the results in their order.
+    """Call ``act`` with the position of each node, all in parallel; return the results in the order of ``nodes``.
 
-    All come to their end, also where one fails. Raises: DetrainError with a line for each that failed.
+    Every call finishes, even if another one fails. Raises: DetrainError with a line for each node that failed.
     """
     outcomes = try_on_all(nodes, act)
     failures = [outcome for outcome in outcomes if isinstance(outcome, DetrainError)]
@@ -81,7 +82,7 @@ def on_all(nodes: Sequence[Transport], act: Callable[[int], _Result]) -> list[_R
 def send_to_all(
     nodes: Sequence[Transport], act: Callable[[int, OnProgress], _Result], on_progress: OnProgress
 ) -> list[_Result]:
-    """As `on_all`, for what takes its time: ``on_progress`` gets the sums over all nodes, in this thread."""
+    """Call ``act`` as `on_all` does, for long transfers; ``on_progress`` gets the sums over all nodes, here."""
 
     def run(node: Transport, stop: Stop, tell: OnProgress) -> _Result:
         def note(files: int, done: int, total: int) -> None:
@@ -97,7 +98,7 @@ def send_to_all(
 def try_on_all(
     nodes: Sequence[Transport], act: Callable[[int], _Result], *, limit_s: float | None = None
 ) -> list[_Result | DetrainError]:
-    """The same, with the failure of a node in its place. After ``limit_s`` the others are said not to have answered."""
+    """Call ``act`` as `on_all` does, but return failures in place of results; after ``limit_s`` a node has failed."""
 
     def run(index: int) -> _Result:
         with _explained(nodes[index]):
@@ -114,14 +115,14 @@ def try_on_all(
             outcomes.append(future.result(0))
         except TimeoutError:
             outcomes.append(TransportError(f"{label(node)}: it did not answer within {limit_s or 0:g} s"))
-        except DetrainError as exc:  # anything else is our own fault
+        except DetrainError as exc:  # any other exception is a bug of ours
             outcomes.append(exc)
     return outcomes
 
 
 @contextlib.contextmanager
 def _explained(node: Transport) -> Iterator[None]:
-    """What goes wrong in the block is a DetrainError with the name of ``node``."""
+    """Turn a FilesError of the block into a DetrainError that names ``node``."""
     try:
         yield
     except Untrue as exc:
@@ -131,7 +132,7 @@ def _explained(node: Transport) -> Iterator[None]:
 
 
 def _begin(act: Callable[[int], _Result], index: int) -> Future[_Result]:
-    """In a thread that keeps no process from its end: a host may take long to say that it is not there."""
+    """Start ``act`` in a daemon thread: a host that is down may take long to time out and must not delay exit."""
     future: Future[_Result] = Future()
 
     def run() -> None:
@@ -147,7 +148,7 @@ def _begin(act: Callable[[int], _Result], index: int) -> Future[_Result]:
 
 
 class _Arrivals:
-    """Talks that threads open; one that comes after all were closed is closed at once."""
+    """Talks opened by several threads; a talk that opens after `close` is closed at once."""
 
     def __init__(self) -> None:
         self._stack = contextlib.ExitStack()

@@ -13,11 +13,11 @@ from .report_checks import NodeResources
 
 __all__ = ["find_crowds"]
 
-_CROWDED = 8  # times as many ranks as a node has room for: it would not even answer a stop
+_CROWDED = 8  # times the ranks a node has room for: with more it would be too busy to answer a stop
 
 
 def find_crowds(plan: Plan, nodes: Sequence[Transport], facts: Sequence[NodeResources]) -> Iterator[str]:
-    """Say which node has more ranks than it has room for. Raises: SpecError where that is many times as many."""
+    """Yield a message for each node with more ranks than it has room for. Raises: SpecError above 8 times that."""
     for part, node, said in zip(plan.nodes, nodes, facts):
         room = {"cpus": said.cpus, "free_bytes": said.memory_bytes}
         most, ranks = most_ranks(**room), len(part.ranks)

@@ -1,4 +1,4 @@
-"""What a job has logged, drawn as curves, or written for TensorBoard."""
+"""Metrics that a job has logged, drawn as curves or written for TensorBoard."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["plot", "write_tensorboard"]
 Curve = list[tuple[int, float, float]]  # step, time, value
 
 _MOST_PICTURES = 12
-_MOST_RANKS = 8  # that have a curve each
+_MOST_RANKS = 8  # drawn, one curve each
 _MOST_LABEL_CHARS = 80  # of a name: each takes a millisecond to lay out
 _OUR_SUFFIX = ".detrain_nb"
 
 
 def plot(metrics: Iterable[Mapping[str, Any]], *names: str, axes: Sequence[Any] | None = None) -> Sequence[Any]:
-    """Draw a picture for each of ``names``, by default for the first that were logged, with a curve for each rank.
+    """Draw a chart for each of ``names``, by default the first 12 that were logged, with one curve per rank.
 
-    ``axes``: those to draw in, one for each name, or None for new ones; returns them.
-    Raises: SpecError where nothing of the name was logged, or matplotlib is not installed.
+    ``axes``: the matplotlib axes to draw in, one per name; None creates them. Returns the axes.
+    Raises: SpecError when one of ``names`` or any number at all was never logged, or matplotlib is not installed.
     """
     curves = _curves_of(metrics)
     shown = _choose(curves, names)
@@ -38,7 +38,7 @@ def plot(metrics: Iterable[Mapping[str, Any]], *names: str, axes: Sequence[Any] 
             steps, _, values = zip(*curves[name][rank])
             place.plot(steps, values, label=f"rank {rank}", marker="." if len(steps) == 1 else "")
         label = name if len(name) <= _MOST_LABEL_CHARS else f"{name[: _MOST_LABEL_CHARS - 3]}..."
-        place.set_ylabel(label.replace("$", r"\$"))  # or it would be a formula
+        place.set_ylabel(label.replace("$", r"\$"))  # else matplotlib reads it as a formula
         if len(ranks) > 1:
             more = f"{len(ranks) - _MOST_RANKS} more ranks" if len(ranks) > _MOST_RANKS else None
             place.legend(title=more, fontsize="small")
@@ -47,9 +47,9 @@ def plot(metrics: Iterable[Mapping[str, Any]], *names: str, axes: Sequence[Any] 
 
 
 def write_tensorboard(folder: str | Path, metrics: Iterable[Mapping[str, Any]]) -> list[Path]:
-    """Write a folder for each rank into ``folder``, in the place of what was written there before; return their files.
+    """Write one folder per rank into ``folder``, replacing event files of an earlier call; return the files.
 
-    Raises: SpecError where nothing was logged, or torch or tensorboard is not installed; OSError.
+    Raises: SpecError when nothing was logged, or torch or tensorboard is not installed; OSError.
     """
     curves = _curves_of(metrics)
     _choose(curves, ())
@@ -82,7 +82,7 @@ def _new_axes(number: int) -> list[Any]:
 
 
 def _curves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, Curve]]:
-    """By name and rank, by step. Of a step that was trained again, after a restart, the last value counts."""
+    """Group the numbers by name and rank, sorted by step. Of a step repeated after a restart, keep the latest value."""
     found: dict[str, dict[int, dict[int, tuple[float, float]]]] = {}
     for line in metrics:
         for name, value in line.items():
@@ -98,7 +98,7 @@ def _curves_of(metrics: Iterable[Mapping[str, Any]]) -> dict[str, dict[int, Curv
 
 
 def _as_float(value: object) -> float:
-    if not isinstance(value, (int, float)):  # of a time: a node may log anything
+    if not isinstance(value, (int, float)):  # a node may log anything as its time
         return 0.0
     try:
         return float(value)
@@ -107,10 +107,10 @@ def _as_float(value: object) -> float:
 
 
 def _choose(curves: Mapping[str, Mapping[int, Curve]], names: Sequence[str]) -> list[str]:
-    """Raises: SpecError."""
+    """Return the names to draw. Raises: SpecError when one of ``names``, or any number at all, was never logged."""
     if not curves:
         raise SpecError("no numbers were logged: call detrain_nb.log_metrics(step, loss=...) in the script")
     for name in names:
         if name not in curves:
-            raise SpecError(f"no {printable(name)!r} was logged: there is {name_some(list(curves), most=20)}")
+            raise SpecError(f"{printable(name)!r} was never logged: choose from {name_some(list(curves), most=20)}")
     return list(dict.fromkeys(names)) or list(curves)[:_MOST_PICTURES]

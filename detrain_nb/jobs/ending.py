@@ -1,4 +1,4 @@
-"""The parts of a job on its nodes: ended, and removed."""
+"""Stopping and removing the parts of a job on its nodes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .job_status import JobStatus
 
 __all__ = ["remove_parts", "stop_parts"]
 
-_STOP_LIMIT_S = 30.0  # beside the grace
+_STOP_LIMIT_S = 30.0  # on top of the grace period
 
 
 def stop_parts(nodes: Sequence[Transport], job: str, *, grace_s: float) -> list[DetrainError]:
-    """End its ranks on all nodes; returns why that was not possible on some. Raises: SpecError."""
+    """Stop the ranks of a job on all nodes; return the failures. Raises: SpecError for an invalid ``grace_s``."""
     if not 0 <= grace_s <= 3600:
         raise SpecError(f"grace {grace_s:g} s: give 0 to 3600")
     patience = Patience(answer_s=grace_s + _STOP_LIMIT_S)
@@ -32,15 +32,16 @@ def stop_parts(nodes: Sequence[Transport], job: str, *, grace_s: float) -> list[
 
 
 def remove_parts(nodes: Sequence[Transport], status: JobStatus, *, anyway: bool) -> None:
-    """Remove its folders on the nodes that answer, or on none.
+    """Remove the folders of a job on the nodes that answer.
 
-    Raises: JobError while it runs, or where no node answers, unless ``anyway``; DetrainError.
+    Raises: JobError while it runs, or, unless ``anyway``, when its state is unknown as nodes do not answer;
+    DetrainError.
     """
     if status.state == UNKNOWN and not anyway:
         why = "; ".join(f"{node} does not answer: {each}" for node, each in status.silent.items())
-        raise JobError(f"job {status.id}: {why}", advice="{} forgets it here", typed="--anyway")
+        raise JobError(f"job {status.id}: {why}", advice="{} forgets the job here", typed="--anyway")
     if not status.is_over and status.state != UNKNOWN:
-        raise JobError(f"job {status.id} is {status.state}", advice="{} ends it first", typed=f"stop {status.id}")
+        raise JobError(f"job {status.id} is {status.state}", advice="stop it first with {}", typed=f"stop {status.id}")
     there = [index for index, node in enumerate(nodes) if label(node) in status.reports]
 
     def remove(position: int) -> None:

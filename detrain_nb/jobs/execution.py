@@ -1,4 +1,4 @@
-"""One command on every node at once: what it prints is shown by node, and the worst exit status counts."""
+"""One shell command, run on all nodes at once: its output is shown by node, and the worst exit status counts."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from .report_checks import read_number
 
 __all__ = ["Executed", "execute"]
 
-FAILED_HERE = 255  # as ssh says where it could not reach a host
-_MOST_PIECE_BYTES = 1 << 17  # of what waits to be shown; a node sends half as much
-_MOST_LINES = 1000  # wait to be shown
+FAILED_HERE = 255  # the exit status of ssh for a host that it cannot reach
+_MOST_PIECE_BYTES = 1 << 17  # of one piece of output; a node sends at most half as much
+_MOST_LINES = 1000  # waiting to be shown
 _LOOK_GAP_S = 0.1
 _SLACK_S = 60.0
 
 
 @dataclass(frozen=True)
 class Executed:
-    """How a command has ended: its exit status, or why it could not be run, for each node."""
+    """Outcome of a command on each node: its exit status, or why it could not be run."""
 
     statuses: dict[str, int | DetrainError]
 
     @property
     def status(self) -> int:
-        """The worst: of a node on which it could not be run, 255; else the largest."""
+        """The largest exit status; 255 for a node on which the command could not be run."""
         return max(FAILED_HERE if isinstance(each, DetrainError) else each for each in self.statuses.values())
 
 
@@ -50,15 +50,15 @@ def execute(
     on_line: Callable[[LogLine], object] | None = None,
     slack_s: float = _SLACK_S,
 ) -> Executed:
-    """Run a shell command on all nodes; in the folder and with the environment of ``job``, where one is named.
+    """Run a shell command on all nodes; with ``job``, in its folder and environment.
 
-    ``on_line`` is called in this thread. After ``timeout_s`` the command is ended there; a node that does not
-    say so within ``slack_s`` more is not waited for. Raises: SpecError.
+    ``on_line`` is called in this thread. After ``timeout_s`` the nodes kill the command; a node that does not
+    report its end within another ``slack_s`` is not waited for. Raises: SpecError.
     """
     if not command.strip() or "\0" in command:
-        raise SpecError("no command was given: give what a shell is to run")
+        raise SpecError("the command is empty or contains a NUL byte: give a shell command")
     if not 0 < timeout_s <= 1e6:
-        raise SpecError(f"timeout {timeout_s:g} s: give more than 0 and at most a million")
+        raise SpecError(f"timeout {timeout_s:g} s: give more than 0 and at most 1000000")
     output, stop, several = _Output(), Stop(), len(nodes) > 1
 
     def run(index: int) -> int:
@@ -74,7 +74,7 @@ def execute(
     except BaseException:
         output.is_wanted = False
         stop.ask()
-        stop.insist()  # the command ends with the talk
+        stop.insist()  # a node kills the command when the talk closes
         raise
     finally:
         pool.shutdown(wait=False)
@@ -82,25 +82,25 @@ def execute(
 
 
 class _Output:
-    """What a command prints on all nodes, as lines that wait to be shown; a node waits meanwhile."""
+    """Lines that a command prints on all nodes, queued for display; a node waits while the queue is full."""
 
     def __init__(self) -> None:
         self._lines: queue.Queue[LogLine] = queue.Queue(_MOST_LINES)
         self.is_wanted = True
 
     def take_all(self, talk: Talk, node: str) -> int:
-        """To the end of the command; returns its exit status. Raises: FilesError."""
+        """Queue the output until the command ends; return its exit status. Raises: FilesError."""
         file = FollowedFile()
         while (said := talk.hear("output", "exit"))["type"] == "output":
             size = as_size(said.get("size"))
             if size > _MOST_PIECE_BYTES:
-                raise Untrue(f"a piece of {size:,} bytes came: {_MOST_PIECE_BYTES:,} is the most")
+                raise Untrue(f"it sent a piece of {size:,} bytes; the limit is {_MOST_PIECE_BYTES:,}")
             self._put(node, file.take(file.offset, b"".join(talk.read(size))))
         self._put(node, file.end())
         return read_number(said.get("status"), least=-255, most=255)
 
     def show_until_done(self, work: Future[Any], on_line: Callable[[LogLine], object] | None) -> None:
-        """Give each line to ``on_line``, in this thread, until ``work`` is done and none waits."""
+        """Give each line to ``on_line``, in this thread, until ``work`` is done and the queue is empty."""
         while not (work.done() and self._lines.empty()):
             with contextlib.suppress(queue.Empty):
                 line = self._lines.get(timeout=_LOOK_GAP_S)

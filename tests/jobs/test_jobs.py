@@ -216,7 +216,7 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
     assert job.status().state == "running"
     with pytest.raises(JobError, match="runs already"):
         submit(spec_of("pass", name="sleeping"))
-    with pytest.raises(JobError, match=r"is running: find_job\(.*\)\.stop\(\) ends it first"):
+    with pytest.raises(JobError, match=r"is running: stop it first with find_job\(.*\)\.stop\(\)"):
         job.remove()
     executed = job.execute("echo here; exit 5", on_line=None)
     assert executed.status == 5
@@ -353,7 +353,7 @@ def test_job_whose_node_is_gone_is_forgotten_only_when_asked_to(home: Path) -> N
     record, job = Record(), "gone-20200101-000000-beef"
     record.add(job, name="gone", nodes='[{"host": "127.0.0.1", "port": 1}]', spec="{}", state="not started")
     record.update(job, ended_at=time.time() - 40 * 86400)
-    with pytest.raises(JobError, match=r"does not answer.*: anyway=True forgets it here"):
+    with pytest.raises(JobError, match=r"does not answer.*: anyway=True forgets the job here"):
         find_job(job).remove()
     assert prune(30) == []
     assert prune(30, anyway=True) == [job]

@@ -444,7 +444,7 @@ def test_status_of_a_node_that_lies_is_no_status(tmp_path: Path) -> None:
     node = LyingNode({"status": lambda talk, order: talk.say("status", jobs=[{"id": JOB, "state": "ended"}])})
     job = Job(JOB, "a", [node], record=record)
     assert job.status().state == "unknown"
-    with pytest.raises(JobError, match=r"does not answer.*: anyway=True forgets it here"):
+    with pytest.raises(JobError, match=r"does not answer.*: anyway=True forgets the job here"):
         job.remove()
     assert record.get(JOB).state == "running"
     with pytest.raises(JobError, match="did not succeed"):

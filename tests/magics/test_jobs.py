@@ -434,12 +434,12 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     goes_on = r"JobError: job (waits-\S+) runs already: %job stop \1 ends it; or give this one another name"
     assert re.fullmatch(goes_on, taken.error), taken.error
     assert re.fullmatch(
-        r"JobError: job (\S+) is running: %job stop \1 ends it first", kernel.run("%job rm waits").error
+        r"JobError: job (\S+) is running: stop it first with %job stop \1", kernel.run("%job rm waits").error
     )
     not_over = r"JobError: job \S+ is running: --anyway fetches what there is"
     assert re.fullmatch(not_over, kernel.run("%job fetch waits").error)
     in_python = kernel.run("from detrain_nb.jobs import find_job\nfind_job('waits').remove()").error
-    assert re.fullmatch(r"JobError: job (\S+) is running: find_job\('\1'\)\.stop\(\) ends it first", in_python), (
+    assert re.fullmatch(r"JobError: job (\S+) is running: stop it first with find_job\('\1'\)\.stop\(\)", in_python), (
         in_python
     )
     assert "running" in kernel.run("%job list").rich()[0]
