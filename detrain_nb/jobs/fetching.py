@@ -1,4 +1,4 @@
-"""What a job has made, from all its nodes into a folder: only below it, only what was asked for, each file whole."""
+"""Fetching of artifacts from all nodes of a job: only below the given folder, only what matches, only whole files."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ _GLOB = re.compile(r"[*?[]")
 _MOST_LEFT_OUT = 10_000_000
 _MOST_FOLDERS, _MOST_NAME_CHARS = 10_000, 1 << 24  # of a node's files
 _LIST_LIMIT_S = 30.0
-_DIGEST_CHARS = 16  # of the name of a part
+_DIGEST_CHARS = 16  # in the name of a partly fetched file
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """What was fetched: ``files`` by their paths here; ``num_there`` of them were here already.
+    """Result of a fetch: ``files`` by their local paths; ``num_there`` of them were already here, with this content.
 
-    In the place of ``replaced`` ones another was.
+    ``replaced``: those that overwrote a file with other content.
 
-    ``num_left_out`` more match and stay on the nodes: links, what is no file or cannot be read, names that are no text.
+    ``num_left_out`` more match but stay on the nodes: links, special or unreadable files, names that are not text.
     """
 
     folder: str
@@ -52,23 +52,23 @@ class Fetched:
     size_bytes: int
     num_there: int = 0
     num_left_out: int = 0
-    silent: tuple[str, ...] = ()  # nodes of which nothing came
+    silent: tuple[str, ...] = ()  # nodes from which nothing was fetched
     replaced: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        there = f", {self.num_there} here already" if self.num_there else ""
+        there = f", {self.num_there} already here" if self.num_there else ""
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
         left_out, shown = _tell_left_out(self.num_left_out), printable(name_some(self.files))
         if self.replaced:
             left_out = f"; replaced {printable(name_some(self.replaced))}{left_out}"
         if self.silent:
-            left_out += f"; nothing came from {name_some(self.silent)}"
+            left_out += f"; nothing fetched from {name_some(self.silent)}"
         return f"{count}, {format_size(self.size_bytes)}{there}: {shown} in {self.folder}{left_out}"
 
 
 @dataclass(frozen=True)
 class MadeFile:
-    """What a job has made on a node, by what that says; ``written_at`` in seconds of the epoch, by its clock."""
+    """Artifact of a job, as its node reports it; ``written_at`` in seconds since the epoch, by the node's clock."""
 
     node: str
     name: str
@@ -78,15 +78,15 @@ class MadeFile:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a file of a node goes."""
+    """A file of a node and its local path."""
 
     file: NodeFile
-    path: str  # below the folder here
+    path: str  # relative to the local folder
 
 
 @dataclass(frozen=True)
 class _Here:
-    """What a fetch finds below ``root``, and may write over."""
+    """Local folder ``root`` of a fetch, and which files were already there, kept or replaced."""
 
     root: Path
     before: dict[str, str]
@@ -96,7 +96,7 @@ class _Here:
     replaced: list[str] = field(default_factory=list)
 
     def lacks(self, each: Place, place: HerePlace) -> bool:
-        """The file has to come; else it is there, or another is, which is kept."""
+        """Check that a file must be fetched; if not, note that it is already there, or that a differing one is kept."""
         found, full = place.digest(), str(self.root / each.path)
         if found == each.file.digest:
             self.there.append(each.path)
@@ -110,12 +110,12 @@ class _Here:
 
 
 def require_success(status: JobStatus) -> None:
-    """Raises: JobError where a job is not over, or did not succeed."""
+    """Raise JobError when a job is not over, or did not succeed."""
     if status.state == ENDED and status.exit_code == 0:
         return
     is_going = not status.is_over and status.state != UNKNOWN
     how = f"is {status.state}" if is_going else f"did not succeed: {describe_state(status.state, status.exit_code)}"
-    raise JobError(f"job {status.id} {how}", advice="{} fetches what there is", typed="--anyway")
+    raise JobError(f"job {status.id} {how}", advice="{} fetches what exists", typed="--anyway")
 
 
 def fetch(
@@ -130,17 +130,18 @@ def fetch(
     on_progress: OnProgress | None = None,
     cancel: Stop | None = None,
 ) -> Fetched:
-    """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is made.
+    """Fetch the artifacts that match one of ``patterns`` into ``folder``, which is created if missing.
 
-    A file that is the same on several nodes comes once; others of the same name go into a folder with their node's
-    name. What came before a link broke does not come again. ``asked``: the positions of those that are asked in
-    ``nodes``, which are all of the job. ``fetched_before`` has the SHA-256 of what earlier fetches of the job have
-    written, by its full path, and gets what this one writes: a file here that differs from both is kept, unless
-    ``replace``.
-    Raises: JobError where nothing matches, or once all else has come where a file was kept; DetrainError.
+    A file with equal content on several nodes is fetched once; files of one name with different content go into a
+    folder with their node's name. A fetch that was cut off resumes: bytes that arrived are not sent again.
+
+    ``nodes`` are all nodes of the job, ``asked`` the positions of those to fetch from. ``fetched_before`` maps the
+    full path of each file that earlier fetches of the job wrote to its SHA-256, and gets those that this one writes:
+    a local file that differs from both the artifact and that SHA-256 is kept, unless ``replace``.
+    Raises: JobError when nothing matches, or, after everything else was fetched, when a file was kept; DetrainError.
     """
     if _URL.match(os.fspath(folder)):
-        raise SpecError("a URL is no folder of this machine: fetch into a folder")
+        raise SpecError("the target is a URL: fetch into a folder of this machine")
     numbers = list(range(len(nodes)) if asked is None else asked)
     root = Path(os.path.abspath(os.path.expanduser(folder)))
     names = [label(node) for node in nodes]
@@ -170,28 +171,28 @@ def fetch(
 def _nothing_matches(job: str, patterns: Sequence[str], num_left_out: int) -> JobError:
     which = printable(name_some(patterns))
     names = [each for each in patterns if not each.endswith("/") and not _GLOB.search(each)]
-    hint = f"; all of a folder is {printable(names[0])}/" if names else ""
+    hint = f"; for a whole folder write {printable(names[0])}/" if names else ""
     return JobError(f"job {job} has no artifact that matches {which}{hint}{_tell_left_out(num_left_out)}")
 
 
 def _differs(job: str, here: _Here) -> JobError:
     which = printable(name_some(sorted(here.kept)))
-    verbs = "differs, and is" if len(here.kept) == 1 else "differ, and are"
-    told = f"job {job}: {which} in {here.root} {verbs} kept; all else has come"
-    return JobError(told, advice="{} writes over what differs", typed="--replace")
+    verbs = "differs and was" if len(here.kept) == 1 else "differ and were"
+    told = f"job {job}: {which} in {here.root} {verbs} kept; everything else was fetched"
+    return JobError(told, advice="{} overwrites what differs", typed="--replace")
 
 
 def _tell_left_out(count: int) -> str:
     if not count:
         return ""
-    which = "is a link or no file, or has an odd name" if count == 1 else "are links or no files, or have odd names"
-    return f"; left out {'was' if count == 1 else 'were'} {count} that {which}"
+    which = "link, special file or odd name" if count == 1 else "links, special files or odd names"
+    return f"; left out {count} {which}"
 
 
 def _list_files(
     node: Transport, index: int, job: str, patterns: Sequence[str], cancel: Stop | None
 ) -> tuple[list[NodeFile], int]:
-    """Its files, and how many it leaves out."""
+    """List the matching files of a node, and count those it leaves out."""
     with open_job_talk(node, stop=cancel) as talk:
         talk.say("artifacts", id=job, node_rank=index, patterns=list(patterns))
         files: dict[str, NodeFile] = {}
@@ -201,27 +202,27 @@ def _list_files(
             said = talk.hear("files")
             more, has_more = read_files(said), said.get("more") is True
             if has_more and len(more) < FILES_OF_A_LINE:
-                raise Untrue(f"{len(more)} files came at once, and it says that there are more")
+                raise Untrue(f"it announced more files after a message with only {len(more)}")
             for file in more:
-                if file.name.rpartition("/")[0] not in folders:  # else those above it are known as well
+                if file.name.rpartition("/")[0] not in folders:  # else its parents are known, too
                     folders |= _folders_of(file.name)
                 num_chars += len(file.name)
                 if len(folders) > _MOST_FOLDERS or num_chars > _MOST_NAME_CHARS:
                     most = f"{_MOST_FOLDERS:,} folders, or {_MOST_NAME_CHARS:,} characters of names"
-                    raise FilesError(f"the files are in more than {most}: ask for fewer by a pattern")
+                    raise FilesError(f"the artifacts have more than {most}: narrow the pattern")
             add_different(files, more)
     unasked = next((name for name in files if not any(fits(name, each) for each in patterns)), None)
     if unasked is not None:
-        raise DetrainError(f"{label(node)}: it offers {printable(unasked)}, which was not asked for")
+        raise DetrainError(f"{label(node)}: it listed {printable(unasked)}, which matches no requested pattern")
     return [*files.values()], read_number(said.get("left_out", 0), most=_MOST_LEFT_OUT)
 
 
 def list_made(
     nodes: Sequence[Transport], job: str, patterns: Sequence[str], *, first: Sequence[str] = ()
 ) -> list[MadeFile]:
-    """The artifacts that match one of ``patterns``, without reading them: the first 500 of each node that answers.
+    """List the artifacts that match one of ``patterns``, without reading them: at most 500 of each node that answers.
 
-    Those that match one of ``first`` come before all others. Raises: DetrainError where no node answers.
+    Those that match one of ``first`` are listed before all others. Raises: DetrainError when no node answers.
     """
 
     def ask(index: int) -> list[MadeFile]:
@@ -241,9 +242,10 @@ def list_made(
 def choose_places(
     names: Sequence[str], listed: Sequence[Sequence[NodeFile]], *, reserved: Sequence[str] = ()
 ) -> list[list[Place]]:
-    """Where the files of each node go: one that others have as well, but not the same, below the node's name.
+    """Choose the local path of each file: below the node's name if nodes have files of one name that differ.
 
-    So does one in a folder with a node's name, of ``reserved`` too, where there are several: it is no other node's.
+    With several nodes, counting ``reserved`` names, a file in a folder called like a node also goes below the name of
+    its own node: it must not pass for a file of the other node.
     """
     taken_names = {name.casefold() for name in (*names, *reserved)}
     digests: dict[str, set[str]] = {}
@@ -273,30 +275,30 @@ def _folders_of(name: str) -> set[str]:
 
 
 def _check_room(root: Path, total: int) -> Path:
-    """The folder that is there already, at ``root`` or above.
+    """Return the nearest existing folder: ``root`` or one above it.
 
-    Raises: SpecError where the disk has less room than the files take, or a file is where a folder should be.
+    Raises: SpecError when the files do not fit on the disk, or a file is where a folder should be.
     """
     above = next(folder for folder in (root, *root.parents) if folder.exists())
     if not above.is_dir():
-        raise SpecError(f"{above} is no folder: fetch into another one")
+        raise SpecError(f"{above} is not a folder: fetch into another one")
     free = shutil.disk_usage(above).free
     if total > free:
         raise SpecError(
-            f"{format_size(total)} do not fit: {above} has {format_size(free)} free: fetch into another folder"
+            f"{format_size(total)} do not fit, {above} has {format_size(free)} free: fetch into another folder"
         )
     return above
 
 
 def _check_case(root: Path, above: Path, paths: Sequence[str]) -> None:
-    """Raises: SpecError where files would be one, since the file system of ``above`` ignores case."""
+    """Raise SpecError when two paths would be one file, since the file system of ``above`` ignores case."""
     names = Names(str(root))
     try:
         for path in paths:
             names.take(path)
     except FilesError as exc:
         with (
-            contextlib.suppress(OSError),  # a folder that cannot be written: what comes next says it
+            contextlib.suppress(OSError),  # a folder that cannot be written: the fetch reports that next
             tempfile.TemporaryDirectory(prefix=".detrain_nb-", dir=above) as made,
         ):
             if ignores_case(made):
@@ -343,12 +345,12 @@ def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, place: HerePla
             digest = _fill(talk, job, index, file, written, note)
             if digest != file.digest:
                 is_kept = False
-                raise Untrue(f"{printable(file.name)}: what came is not what its digest says; fetch it again")
+                raise Untrue(f"{printable(file.name)}: its content does not match its SHA-256; fetch it again")
             if place.digest() not in (found, digest):
-                raise FilesError(f"{printable(file.name)} was written here meanwhile: fetch it again")
-            if place.opened is not None:  # while it is locked
+                raise FilesError(f"{printable(file.name)} was changed here during the fetch: fetch it again")
+            if place.opened is not None:  # before closing the part unlocks it
                 place.put(part)
-        if place.opened is None:  # Windows renames no file that is open
+        if place.opened is None:  # Windows cannot rename an open file
             place.put(part)
     except BaseException:
         if not is_kept:
@@ -357,7 +359,7 @@ def _fetch_file(talk: Talk, job: str, index: int, file: NodeFile, place: HerePla
 
 
 def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, note: OnSize) -> str:
-    """Write what is missing of a file; returns the SHA-256 of all of it."""
+    """Write the missing bytes of a file; return the SHA-256 of the whole file."""
     digest, have = hashlib.sha256(), 0
     if os.fstat(written.fileno()).st_size > file.size:
         written.truncate(0)
@@ -367,10 +369,10 @@ def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, n
     talk.say("read", id=job, node_rank=index, name=file.name, offset=have)
     said = talk.hear("file")
     size = as_size(said.get("size"))
-    if said.get("private") is True and os.name == "posix":  # nobody else could read it there
+    if said.get("private") is True and os.name == "posix":  # on the node, no other user can read it
         os.fchmod(written.fileno(), 0o600)
     if have + size != file.size:
-        raise Untrue(f"{printable(file.name)} has changed meanwhile: fetch it again")
+        raise Untrue(f"{printable(file.name)} changed on the node during the fetch: fetch it again")
     for data in talk.read(size):
         written.write(data)
         digest.update(data)
@@ -382,7 +384,7 @@ def _fill(talk: Talk, job: str, index: int, file: NodeFile, written: BinaryIO, n
 
 @contextlib.contextmanager
 def _explained(path: Path) -> Iterator[None]:
-    """What this machine's disk cannot do at ``path`` is not the node's fault."""
+    """Name the local ``path`` in an OSError of the block, since the node is not at fault."""
     try:
         yield
     except OSError as exc:

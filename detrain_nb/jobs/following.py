@@ -1,4 +1,4 @@
-"""The logs of all nodes, followed at once: a link that breaks is made again, and nothing is lost or said twice."""
+"""Logs of all nodes, followed at once: a broken connection is reopened, and no line is lost or repeated."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .report_checks import STATUS_BYTES, NodeReport, check_log_name, read_report
 
 __all__ = ["Follower", "OnPiece", "OnReports", "Retries", "Wanted"]
 
-OnPiece = Callable[[str, int, bytes], object]  # the node, "" where the job has one; the rank; what it wrote
+OnPiece = Callable[[str, int, bytes], object]  # the node, "" if the job has only one; the rank; the bytes it wrote
 OnReports = Callable[[Mapping[str, NodeReport | None]], object]
 
-_MOST_PIECE_BYTES = 1 << 18  # of short lines, which take twenty times as much in memory
+_MOST_PIECE_BYTES = 1 << 18  # short lines take twenty times as much in memory
 _MOST_FILES = 8192  # of a node
-_MOST_BATCHES = 32  # wait to be shown: a node waits meanwhile
+_MOST_BATCHES = 32  # waiting to be shown; a node waits while there are that many
 _MOST_TAIL_LINES = 1_000_000
 _LOOK_GAP_S = 0.2
 _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
@@ -34,7 +34,7 @@ _RANK_OF = re.compile(r"(?:metrics/)?rank-([0-9]+)\.")
 
 @dataclass(frozen=True)
 class Retries:
-    """How long a node that does not answer is tried again, and how long between two tries."""
+    """How long to retry a node that does not answer, and the gaps between two attempts."""
 
     lost_after_s: float = 600.0
     shortest_gap_s: float = 0.5
@@ -43,9 +43,9 @@ class Retries:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which lines: of the nodes, by position, of the ranks, and whether of logs, of metrics or of neither.
+    """Selection of lines: of which nodes, by position, of which rank, and of logs, of metrics or of neither.
 
-    What torchrun says is left out unless it is wanted: where a rank has failed that is the trace of its own code.
+    The log of torchrun is left out unless it is wanted: when a rank fails, it has a traceback of torchrun's own code.
     """
 
     nodes: Collection[int] | None = None
@@ -53,12 +53,12 @@ class Wanted:
     has_logs: bool = True
     has_torchrun: bool = False
     has_metrics: bool = False
-    is_once: bool = False  # what is there, and no more
-    tail: int | None = None  # of what is there only the last lines of each log
-    num_ranks: int | None = None  # that the job has, where that is known
+    is_once: bool = False  # only what exists now
+    tail: int | None = None  # of what exists now, only so many last lines of each log
+    num_ranks: int | None = None  # of the job, None if unknown
 
     def check(self, job: str) -> None:
-        """Raises: SpecError for a rank that the job has not, and for too long a tail."""
+        """Raise SpecError for a rank that the job does not have, or an invalid tail."""
         if self.rank is not None and (self.rank < 0 or (self.num_ranks is not None and self.rank >= self.num_ranks)):
             there = "count from 0" if self.num_ranks is None else f"are 0 to {self.num_ranks - 1}"
             raise SpecError(f"job {job} has no rank {self.rank}: its ranks {there}")
@@ -76,7 +76,7 @@ class Wanted:
         return self.has_metrics if name.startswith("metrics/") else self.has_logs
 
     def order(self, *, is_again: bool) -> dict[str, object]:
-        """What of it the node has to know, to send no more than that. A tail is that of the first link."""
+        """Return the request fields that limit what the node sends. Only the first connection asks for a tail."""
         which: dict[str, object] = {"rank": self.rank, "logs": self.has_logs, "metrics": self.has_metrics}
         return {"once": self.is_once, **which, "tail": None if is_again else self.tail}
 
@@ -86,15 +86,15 @@ class _NodeState:
     files: dict[str, FollowedFile] = field(default_factory=dict)
     report: NodeReport | None = None
     failure: DetrainError | None = None
-    answered_at: float | None = None  # by the link that is there
+    answered_at: float | None = None  # over the current connection
     is_done: bool = False
 
 
 class Follower:
-    """Follow one job on all its nodes; ``run`` returns what each of them said at last.
+    """Follower of one job on all its nodes; ``run`` returns the last report of each node.
 
-    ``on_line`` and ``on_metrics`` are called in the thread that calls ``run``; what they raise, an interrupt too, ends
-    it. The job goes on.
+    ``on_line`` and ``on_metrics`` are called in the thread that calls ``run``. An exception in them, or an interrupt,
+    ends ``run``; the job continues.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class Follower:
         retries: Retries | None = None,
         cancel: Stop | None = None,
     ) -> None:
-        """``on_reports`` gets, several times a second, what each node has said of the job so far, by name.
+        """Prepare to follow; ``on_reports`` gets the last report of each node, by name, several times a second.
 
-        ``on_piece`` gets what ranks print, as it comes, in place of lines: for who draws bars that have no line's end.
+        ``on_piece`` gets the output of ranks as it arrives, instead of lines: progress bars have no line end.
         """
         self._nodes = nodes
         self._job = job
@@ -132,7 +132,7 @@ class Follower:
         self._stop = cancel or Stop()
 
     def run(self, limit_s: float | None = None) -> dict[int, NodeReport | DetrainError]:
-        """Follow to the end of the job, or for ``limit_s``; returns a report or a failure for each node.
+        """Follow to the end of the job, or for ``limit_s``; return a report or a failure for each node.
 
         Raises: TimeoutError; TransportError once ``cancel`` was asked.
         """
@@ -159,7 +159,7 @@ class Follower:
         return {index: self._outcome_of(index) for index in self._states}
 
     def has_shown_end(self, index: int, rank: int | None) -> bool:
-        """The last lines of what failed on a node were given: of its ``rank``, else of its set-up, or of torchrun."""
+        """Check that the last lines of a failure were shown: those of ``rank``, else of torchrun, else of setup."""
         state = self._states.get(index)
         if rank is not None or state is None:
             return state is not None and self._wanted.wants(f"rank-{rank}.log")
@@ -169,7 +169,7 @@ class Follower:
         state = self._states[index]
         if state.failure is not None:
             return state.failure
-        return state.report or NodeLost(f"{label(self._nodes[index])}: it has said nothing of job {self._job}")
+        return state.report or NodeLost(f"{label(self._nodes[index])}: it sent no report on job {self._job}")
 
     def _show_some(self) -> None:
         try:
@@ -201,7 +201,7 @@ class Follower:
             try:
                 with open_job_talk(self._nodes[index], stop=self._stop, patience=patience) as talk:
                     if has_told:
-                        self._put(index, "", ["it answers again"])
+                        self._put(index, "", ["connected again"])
                     self._listen(index, talk)
                 break
             except DetrainError as exc:
@@ -215,7 +215,7 @@ class Follower:
                     state.failure = NodeLost(str(exc))
                     break
                 if not has_told:
-                    self._put(index, "", [f"the link broke, and is made again: {exc}"])
+                    self._put(index, "", [f"connection lost, reconnecting: {exc}"])
                     has_told = True
                 self._is_stopped.wait(gap_s)
                 gap_s = min(2 * gap_s, self._retries.longest_gap_s)
@@ -224,11 +224,11 @@ class Follower:
         state.is_done = True
 
     def _has_held(self, state: _NodeState) -> bool:
-        """A job may print nothing for hours: a link that answered, and stayed, was none that breaks again and again."""
+        """Check that the connection answered and lasted, which resets the retries: a job may be silent for hours."""
         return state.answered_at is not None and time.monotonic() - state.answered_at > self._retries.longest_gap_s
 
     def _listen(self, index: int, talk: Talk) -> None:
-        """Raises: FilesError."""
+        """Handle the messages of a node until the job ends. Raises: FilesError."""
         state = self._states[index]
         offsets = {name: file.offset for name, file in state.files.items()}
         talk.say(
@@ -246,7 +246,7 @@ class Follower:
             if said["type"] == "status":
                 report = next((each for each in read_reports(said) if each.node_rank == index), state.report)
                 if report and state.report and report.restarts > state.report.restarts and self._wanted.has_logs:
-                    self._put(index, "", [f"all ranks begin anew: restart {report.restarts}"])
+                    self._put(index, "", [f"all ranks were restarted: restart {report.restarts}"])
                 state.report = report
                 continue
             name, offset, size = (
@@ -255,13 +255,13 @@ class Follower:
                 as_size(said.get("size")),
             )
             if size > _MOST_PIECE_BYTES:
-                raise Untrue(f"a piece of {size:,} bytes came: {_MOST_PIECE_BYTES:,} is the most")
+                raise Untrue(f"it sent a piece of {size:,} bytes; the limit is {_MOST_PIECE_BYTES:,}")
             data = b"".join(talk.read(size))
             if not self._wanted.wants(name) and name != "torchrun.log":
                 continue
             if name not in state.files and len(state.files) >= _MOST_FILES:
-                raise Untrue(f"more than {_MOST_FILES:,} files came")
-            is_begun = self._wanted.tail is not None and not size  # it says from where on it sends the file
+                raise Untrue(f"it sent more than {_MOST_FILES:,} files")
+            is_begun = self._wanted.tail is not None and not size  # empty: it gives the offset where a tail begins
             file = state.files.setdefault(name, FollowedFile.of(name, offset if is_begun else 0))
             in_pieces = self._on_piece is not None and name.startswith("rank-")
             lines = file.take_piece(offset, data) if in_pieces else file.take(offset, data)
@@ -269,7 +269,7 @@ class Follower:
                 self._put(index, name, lines)
 
     def _put(self, index: int, name: str, lines: list[str] | bytes) -> None:
-        """Hand lines over, which waits until there is room."""
+        """Queue the lines; wait while the queue is full."""
         while lines and not self._is_stopped.is_set():
             try:
                 self._batches.put((index, name, lines), timeout=_LOOK_GAP_S)

@@ -1,4 +1,4 @@
-"""One job, wherever it runs: asked, followed, stopped, fetched from. It goes on whatever becomes of this process."""
+"""One job, wherever it runs: query, follow and stop it, fetch from it. It does not depend on this process."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ OnLine = Callable[[LogLine], object]
 OnMetrics = Callable[[dict[str, Any]], object]
 _STATUS_LIMIT_S = 30.0
 _LOOK_BACK = Patience(silence_s=15.0, answer_s=30.0)
-_MOST_BYTES, _MOST_SHOWN_BYTES = 2_000_000_000, 20_000_000  # of what is kept in memory
+_MOST_BYTES, _MOST_SHOWN_BYTES = 2_000_000_000, 20_000_000  # of output kept in memory
 
 
 class Job(ShownAsText):
-    """A job that was submitted; ``find_job`` gives it back in any later process of this user on this machine."""
+    """A submitted job; ``find_job`` finds it again in any later process of this user on this machine."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Job(ShownAsText):
         ask_passphrase: AskPassphrase | None = None,
         notices: Sequence[str] = (),
     ) -> None:
-        """No ``nodes``: the job runs on this machine. ``notices``: what the user should know of its submission."""
+        """Name the job; without ``nodes`` it runs on this machine. ``notices`` tell the user about its submission."""
         self.id, self.name, self.notices = job_id, name, tuple(notices)
         self._nodes = tuple(nodes)
         self._record = record
@@ -73,14 +73,14 @@ class Job(ShownAsText):
 
     @property
     def spec(self) -> PipelineSpec:
-        """What was submitted. Raises: SpecError where another release has written what this one cannot read."""
+        """The submitted spec. Raises: SpecError when another release wrote it and this one cannot read it."""
         from ..spec import PipelineSpec
 
         return PipelineSpec.from_dict(json.loads(self._record.get(self.id).spec))
 
     @property
     def world_size(self) -> int | None:
-        """How many ranks it was started with; None where that is not known."""
+        """The number of ranks it was started with; None if unknown."""
         return self._record.get(self.id).world_size
 
     def __repr__(self) -> str:
@@ -91,42 +91,42 @@ class Job(ShownAsText):
         where = ", ".join(map(label, self._transports()))
         return f"job {self.id}: {describe_state(row.state, row.exit_code)}, on {where}"
 
-    # ---- how it is
+    # ---- its status
 
     def status(self, *, limit_s: float = _STATUS_LIMIT_S) -> JobStatus:
-        """Ask all nodes. One that does not answer in ``limit_s`` is named in ``silent``."""
+        """Ask all nodes for its status; a node that does not answer within ``limit_s`` is listed in ``silent``."""
         said = try_on_all(self._transports(), self._ask_node, limit_s=limit_s)
         return self._note(said)
 
     def last_known(self) -> JobStatus:
-        """As it was when its nodes were asked last; nobody is asked."""
+        """Return its status as of the last time its nodes were asked; they are not asked now."""
         return known_status(self._record.get(self.id))
 
     def wait(self, timeout_s: float | None = None) -> JobStatus:
-        """Wait until the job is over; ``.check()`` of what is returned raises where it failed. Raises: TimeoutError."""
+        """Wait until the job is over; ``.check()`` of the result raises if the job failed. Raises: TimeoutError."""
         return self._follow(Wanted(has_logs=False), limit_s=timeout_s)
 
     def show(self) -> JobReport:
-        """How it is, for people: its nodes, its plan, and the last it has logged."""
+        """Return a report for people: its nodes, its plan, and the metrics logged last."""
         status = self.status()
         kept = Kept(self.id, _MOST_SHOWN_BYTES)
         if any(each.metrics for each in status.reports.values()):
             wanted = Wanted(has_logs=False, has_metrics=True, is_once=True, tail=SHOWN_STEPS)
-            with contextlib.suppress(DetrainError, TimeoutError):  # what has come until then is shown
+            with contextlib.suppress(DetrainError, TimeoutError):  # show what arrived until then
                 self._follow(wanted, on_metrics=kept.add_metrics, limit_s=_STATUS_LIMIT_S)
         return JobReport(status, self._plan_of(status), kept.by_step())
 
     def _plan_of(self, status: JobStatus) -> Plan | None:
         nodes = [node for node in self._transports() if label(node) in status.reports]
-        with contextlib.suppress(SpecError):  # another release has written it
+        with contextlib.suppress(SpecError):  # written by another release
             return plan_as_made(self.spec, nodes, world_size=self.world_size, limit_s=_STATUS_LIMIT_S)
         return None
 
     def on_change(self, on_news: OnNews) -> Callable[[], None]:
-        """Call ``on_news`` with a `JobNews` now, and whenever something has changed, in a thread of the job's own.
+        """Call ``on_news`` with a `JobNews` now and after each change, in a thread of the job's own; return at once.
 
-        It comes back at once. What it returns ends the calls: threads are there, and nodes are asked, at most once a
-        second, as long as somebody listens and the job is not over. What ``on_news`` raises ends the calls, too.
+        Call the returned function to end the calls; an exception in ``on_news`` ends them, too. While there is a
+        listener and the job is not over, threads run and ask each node at most once a second.
         """
         with self._watching:
             stop = self._watch.add(on_news) if self._watch else None
@@ -150,12 +150,12 @@ class Job(ShownAsText):
         on_reports: OnReports | None = None,
         on_piece: OnPiece | None = None,
     ) -> JobStatus:
-        """Follow all it prints to its end, from the beginning. An interrupt ends that, and the job goes on.
+        """Follow all output of the job, from its beginning to its end. An interrupt ends this, and the job continues.
 
-        Of the last lines of what failed, what is returned has the very last alone where the others were followed.
+        The returned status has only the very last line of a failed rank if ``on_line`` already got the others.
         ``tail`` is as in `logs`.
-        ``on_metrics`` gets what its ranks log, ``on_reports`` several times a second what each node says of it.
-        ``on_piece`` gets what ranks print in place of ``on_line``: as it comes, bars and colours in it, not cleaned.
+        ``on_metrics`` gets what its ranks log, ``on_reports`` the last report of each node, several times a second.
+        ``on_piece`` gets the output of ranks instead of ``on_line``: raw, as it arrives, with its bars and colours.
         """
         has_metrics = on_metrics is not None
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, has_metrics=has_metrics, tail=tail)
@@ -173,11 +173,11 @@ class Job(ShownAsText):
         on_piece: OnPiece | None = None,
         cancel: Stop | None = None,
     ) -> JobLog:
-        """What it has printed so far, of one node or rank or of all; with ``follow`` to its end.
+        """Return its output so far, of one node or rank or of all; with ``follow``, all output until its end.
 
-        ``torchrun``: what that says, too. ``tail``: of what there is so many last lines of each rank, at most 4 MB.
-        ``on_line`` gets each line as it comes, and none is kept then; ``on_piece`` as in `attach`.
-        Another thread ends it by ``cancel``.
+        ``torchrun``: include the log of torchrun. ``tail``: of the output so far, only so many last lines of each
+        rank, at most 4 MB. ``on_line`` gets each line as it arrives, and the result is empty then; ``on_piece`` as in
+        `attach`. Another thread can end the call with ``cancel``.
         """
         kept = Kept(self.id, _MOST_BYTES)
         wanted = Wanted(self._positions(node), rank, has_torchrun=torchrun, is_once=not follow, tail=tail)
@@ -185,13 +185,13 @@ class Job(ShownAsText):
         return JobLog(tuple(kept.lines) if follow else in_order(kept.lines))
 
     def metrics(self, *, rank: int | None = None) -> list[dict[str, Any]]:
-        """What all ranks have logged with ``log_metrics``, by step and rank; while the job runs, too."""
+        """Return what all ranks have logged with ``log_metrics``, by step and rank; also while the job runs."""
         kept = Kept(self.id, _MOST_BYTES)
         self._follow(Wanted(None, rank, has_logs=False, has_metrics=True, is_once=True), on_metrics=kept.add_metrics)
         return kept.by_step()
 
     def log_before(self, part: LogPart) -> LogPart:
-        """The lines of a log that stand before ``part``, which `on_change` gave, or this; at most 64 kB of them.
+        """Return the lines of a log before ``part``, at most 64 kB; ``part`` is from `on_change` or from this method.
 
         Raises: DetrainError.
         """
@@ -200,24 +200,24 @@ class Job(ShownAsText):
             return hear_back(talk, self.id, node_rank, part)
 
     def plot(self, *names: str) -> Any:
-        """Draw the curves of what was logged, with matplotlib; all of it, or that of ``names``."""
+        """Draw curves of the logged metrics with matplotlib: those of ``names``, by default the first 12."""
         from .curves import plot
 
         return plot(self.metrics(), *names)
 
     def write_tensorboard(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """Write what was logged for TensorBoard, a folder for each rank, in the place of what it wrote there before.
+        """Write the logged metrics for TensorBoard, one folder per rank, replacing what an earlier call wrote there.
 
-        Returns the files. Raises: SpecError where nothing was logged, or torch or tensorboard is not installed.
+        Returns the files. Raises: SpecError when nothing was logged, or torch or tensorboard is not installed.
         """
         from .curves import write_tensorboard
 
         return write_tensorboard(os.fspath(folder), self.metrics())
 
-    # ---- what is done with it
+    # ---- actions
 
     def stop(self, *, grace_s: float = GRACE_S) -> JobStatus:
-        """End all its ranks: by SIGTERM, and after ``grace_s`` by SIGKILL. One that is over already stays as it is."""
+        """Stop all its ranks: SIGTERM, then SIGKILL after ``grace_s``. A job that is already over stays as it is."""
         failures = stop_parts(self._transports(), self.id, grace_s=grace_s)
         if self._watch:
             self._watch.look_now()
@@ -234,11 +234,11 @@ class Job(ShownAsText):
         on_progress: Callable[[str], object] | None = None,
         cancel: Stop | None = None,
     ) -> Job:
-        """Submit the same spec again as a new job, which goes on from the last checkpoint; a running one is stopped.
+        """Submit the same spec again as a new job that resumes from the last checkpoint; stop this one if it runs.
 
-        Its source is what is there now, and travels by ``storage``: by default the one that it was submitted with,
-        unless that had a password in it. Another thread ends it by ``cancel``: nothing new runs then.
-        Raises: SpecError where a secret that it names is not set here.
+        The source is sent as it is now, through ``storage``: by default the location used at submission, unless its
+        URL had a password. Another thread can end the call with ``cancel``; no new job runs then.
+        Raises: SpecError when a secret that the spec names is not set here.
         """
         started = start_again(
             self.spec,
@@ -263,10 +263,10 @@ class Job(ShownAsText):
         )
 
     def list_made(self, pattern: str | Sequence[str] | None = None, *, first: Sequence[str] = ()) -> list[MadeFile]:
-        """List what `fetch` would bring, also while it runs: the first 500 files of each node, unread.
+        """List what `fetch` would fetch, also while the job runs: at most 500 files of each node, without reading them.
 
         Files that match a pattern of ``first`` come before all others, in the order of these patterns.
-        Raises: DetrainError where no node answers.
+        Raises: DetrainError when no node answers.
         """
         patterns = [pattern] if isinstance(pattern, str) else list(pattern or self.spec.artifacts)
         return list_made(self._transports(), self.id, patterns, first=first)
@@ -281,12 +281,13 @@ class Job(ShownAsText):
         on_progress: OnProgress | None = None,
         cancel: Stop | None = None,
     ) -> Fetched:
-        """Fetch what it has made into the folder ``to``: what matches ``pattern``, by default the spec's ``artifacts``.
+        """Fetch artifacts into the folder ``to``: those that match ``pattern``, by default the spec's ``artifacts``.
 
-        A file there that differs is kept, unless it is as a fetch of this job has left it, or with ``replace``. Another
-        thread ends it by ``cancel``.
-        Raises: JobError where one was kept, once all else has come; where it is not over, or did not succeed:
-        ``anyway`` fetches what there is, of the nodes that answer.
+        A local file that differs is kept, unless it is as an earlier fetch of this job left it, or ``replace`` is set.
+        ``anyway``: fetch what exists, from the nodes that answer, even if the job is not over or failed.
+        Another thread can end the call with ``cancel``.
+        Raises: JobError when the job is not over or did not succeed, unless ``anyway``; after everything else was
+        fetched, when a file was kept.
         """
         status = self.status()
         if not anyway:
@@ -313,11 +314,11 @@ class Job(ShownAsText):
         return dataclasses.replace(fetched, silent=tuple(status.silent))
 
     def execute(self, command: str, *, timeout_s: float = COMMAND_LIMIT_S, on_line: OnLine | None = print) -> Executed:
-        """Run a shell command on all its nodes, in its folder and with its environment, but for its secrets."""
+        """Run a shell command on all its nodes, in its folder and with its environment, without its secrets."""
         return execute(self._transports(), command, job=self.id, timeout_s=timeout_s, on_line=on_line)
 
     def remove(self, *, anyway: bool = False) -> None:
-        """Remove its folders on all nodes, and what is known of it here; ``anyway`` also where a node does not answer.
+        """Remove its folders on all nodes, and its record here; with ``anyway`` even if a node does not answer.
 
         Raises: JobError while it runs, DetrainError.
         """
@@ -327,7 +328,7 @@ class Job(ShownAsText):
     # ---- its nodes
 
     def close(self) -> None:
-        """Leave its nodes; the job goes on. What is asked later connects anew."""
+        """Disconnect from its nodes; the job continues. A later call connects again."""
         for transport in self._reached:
             transport.leave()
 
@@ -344,7 +345,7 @@ class Job(ShownAsText):
             return [names.index(node)]
         if node.isdecimal() and int(node) < len(names):
             return [int(node)]
-        raise SpecError(f"job {self.id} has no node {node!r}: it has {', '.join(names)}")
+        raise SpecError(f"job {self.id} has no node {node!r}: its nodes are {', '.join(names)}")
 
     def _ask_node(self, index: int) -> NodeReport | None:
         with open_job_talk(self._transports()[index]) as talk:
@@ -361,9 +362,9 @@ class Job(ShownAsText):
         limit_s: float | None = None,
         cancel: Stop | None = None,
     ) -> JobStatus:
-        """Hear what is ``wanted`` of it, to its end or once, and judge how it is then.
+        """Follow what is ``wanted``, to the end of the job or once, and return the job's status after that.
 
-        Raises: JobError where no node has the job, or none answers who asks once; SpecError for a rank it has not.
+        Raises: JobError when no node has the job or, if asked once, none answers; SpecError for a rank it lacks.
         """
         wanted = dataclasses.replace(wanted, num_ranks=self.world_size)
         wanted.check(self.id)
@@ -388,7 +389,7 @@ class Job(ShownAsText):
             raise JobError("\n".join(map(str, failed.values())))
         if wanted.is_once and on_line:
             for index, failure in failed.items():
-                on_line(LogLine(label(nodes[index]), "", f"not all of it: {failure}"))
+                on_line(LogLine(label(nodes[index]), "", f"output is incomplete: {failure}"))
         if len(said) < len(nodes) or wanted.is_once:
             return self.status()
         status = self._note([said[index] for index in range(len(nodes))])
@@ -398,7 +399,7 @@ class Job(ShownAsText):
         return status
 
     def _note(self, said: Sequence[NodeReport | DetrainError | None]) -> JobStatus:
-        """Judge what the nodes say, and note it down."""
+        """Derive the status from the nodes' answers, and record it."""
         by_name = {label(node): each for node, each in zip(self._transports(), said)}
         status = judge(self.id, self.name, by_name, least_nodes=least_nodes(self._record.get(self.id)))
         if status.state != UNKNOWN:

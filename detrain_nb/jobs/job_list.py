@@ -1,4 +1,4 @@
-"""All jobs of this user that were submitted from this machine: what was last known, and what nodes say within 3 s."""
+"""Jobs that this user submitted from this machine: their last known state, and what nodes report within 3 s."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["find_job", "jobs"]
 
 _MOST_LISTED = 1_000_000_000
-_MOST_ASKED = 100  # jobs of a node: their states fit into a line of the talk
+_MOST_ASKED = 100  # jobs of a node: their states fit into one line of the talk
 
 
 def jobs(
@@ -28,7 +28,7 @@ def jobs(
     record: Record | None = None,
     ask_passphrase: AskPassphrase | None = None,
 ) -> JobList:
-    """List the newest jobs; those that are not over are asked after, for ``limit_s`` in all. Raises: SpecError."""
+    """List the newest jobs; ask nodes about those that are not over, for ``limit_s`` in all. Raises: SpecError."""
     if not 1 <= limit <= _MOST_LISTED:
         raise SpecError(f"limit {limit}: give 1 to {_MOST_LISTED}")
     record = record or Record()
@@ -43,7 +43,7 @@ def jobs(
 def find_job(
     wanted: str | None = None, *, record: Record | None = None, ask_passphrase: AskPassphrase | None = None
 ) -> Job:
-    """The job of an id, of what an id begins with, or the newest of a name; without one the last submitted from here.
+    """Find a job by its id, the beginning of its id, or its name (the newest); by default the last one submitted here.
 
     Raises: JobError.
     """

@@ -1,4 +1,4 @@
-"""One job for people: the state of each node, who does what, and the last it has logged."""
+"""Report on one job for people: the state of each node, which ranks do what, and the metrics logged last."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .report_checks import NodeReport
 __all__ = ["SHOWN_STEPS", "JobReport", "describe_metrics"]
 
 _NODE_COLUMNS = ("node", "state", "exit", "ranks", "restarts", "")
-SHOWN_STEPS = 10  # of what was logged the last
-_MOST_NAMES = 8  # the first
-_MOST_CHARS = 40  # of a name or a text that was logged
+SHOWN_STEPS = 10  # the last that were logged
+_MOST_NAMES = 8  # of metrics, the first
+_MOST_CHARS = 40  # of a logged name or text
 _WORD = re.compile(r"[\w./@%+-]*", re.ASCII)
 _LEFT = "text-align:left"
 _FAILED = f"{_LEFT};{RED}"
@@ -38,7 +38,7 @@ _FAILED = f"{_LEFT};{RED}"
 
 @dataclass(frozen=True)
 class JobReport(ShownAsText):
-    """How a job is: shown as tables. ``metrics``: lines of ``Job.metrics()``."""
+    """Report on a job, shown as tables. ``metrics``: lines of ``Job.metrics()``."""
 
     status: JobStatus
     plan: Plan | None = None
@@ -59,7 +59,7 @@ class JobReport(ShownAsText):
             for node, each in status.reports.items()
         ]
         rows += [
-            ((told_node(node), "no answer", "", "", "", printable(why)), True) for node, why in status.silent.items()
+            ((told_node(node), "no report", "", "", "", printable(why)), True) for node, why in status.silent.items()
         ]
         body = "".join(f"<tr>{html_cells(cells, style=_FAILED if is_red else _LEFT)}</tr>" for cells, is_red in rows)
         head = html_cells(_NODE_COLUMNS, tag="th", style=_LEFT)
@@ -77,16 +77,16 @@ class JobReport(ShownAsText):
         return "".join(parts)
 
     def _with_ranks(self, report: NodeReport) -> NodeReport:
-        """A node names the ranks that have begun; before that it has those of the plan."""
+        """Fill in the ranks of the plan: a node reports only ranks that have started."""
         if self.plan is None or report.ranks or report.is_over or report.node_rank >= len(self.plan.nodes):
             return report
         return replace(report, ranks=self.plan.nodes[report.node_rank].ranks)
 
 
 def describe_metrics(values: Mapping[str, Any]) -> str:
-    """``step 120, loss 0.031``: of what a rank has logged in one step, the first few names.
+    """Describe what a rank logged in one step, by the first few names: ``step 120, loss 0.031``.
 
-    It stands among words of ours: what has more than one word is quoted.
+    The text appears inside messages of ours, so a name or value of more than one word is quoted.
     """
     shown = [f"{_one_word(name)} {_as_word(values[name])}" for name in _names_in([values])]
     return ", ".join([f"step {_short(values.get('step'))}", *shown])
@@ -114,7 +114,7 @@ def _node_cells(node: str, report: NodeReport) -> tuple[str, ...]:
 
 
 def _metrics_table(lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The last steps, a row for each rank. What stands in them came from a node."""
+    """Return the last steps, one row per rank. Names and values came from a node, so they are cleaned."""
     last = lines[-SHOWN_STEPS:]
     names = _names_in(last)
     rows = [[_short(line.get(name)) for name in ("step", "rank", *names)] for line in last]

@@ -91,7 +91,7 @@ class JobStatus(ShownAsText):
             restarts = f", {report.restarts} restart{'s' * (report.restarts > 1)}" if report.restarts else ""
             reason = f": {behind_ours(report.reason)}" if report.reason else ""
             lines.append(f"  {told_node(node)}: {state}{ranks}{restarts}{reason}")
-        lines += [f"  {told_node(node)}: no answer: {why}" for node, why in self.silent.items()]
+        lines += [f"  {told_node(node)}: no report: {why}" for node, why in self.silent.items()]
         if self.is_over and self.last_lines:
             lines += [f"{self.whose_lines}:", *map(quoted, self.last_lines)]
         return "\n".join(lines)

@@ -114,7 +114,7 @@ def make_place(root: Path, name: str) -> Iterator[HerePlace]:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(here, dir_fd=opened)
             if not stat.S_ISDIR(os.stat(here, dir_fd=opened, follow_symlinks=False).st_mode):
-                raise FilesError(f"{folder} is no folder: {name} cannot be written below it")
+                raise FilesError(f"{folder} is not a folder: {name} cannot be written below it")
             if opened is not None:
                 inner = open_inside(part, opened, folder, is_made=True)
                 os.close(opened)

@@ -64,7 +64,7 @@ def test_node_that_is_silent_keeps_its_name() -> None:
 
 def test_what_stays_on_the_nodes_is_told() -> None:
     fetched = Fetched("here", ("a.pt",), 5, num_left_out=2)
-    assert str(fetched) == "1 file, 5 B: a.pt in here; left out were 2 that are links or no files, or have odd names"
+    assert str(fetched) == "1 file, 5 B: a.pt in here; left out 2 links, special files or odd names"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -115,7 +115,7 @@ def test_success_is_no_failure() -> None:
 
 
 def test_silent_node_is_named() -> None:
-    assert "b: no answer: b: it does not answer" in str(status(report("running"), SILENT))
+    assert "b: no report: b: it does not answer" in str(status(report("running"), SILENT))
 
 
 def test_last_lines_of_no_rank_are_said_to_be_none_of_a_rank() -> None:

@@ -120,12 +120,12 @@ def test_what_it_made_is_fetched(done: tuple[Job, JobStatus, list[LogLine]], tmp
     assert not list(tmp_path.rglob("*.part"))
     assert done[0].fetch(to=tmp_path).num_there == 3
     (tmp_path / "model.pt").write_text("mine")
-    with pytest.raises(JobError, match=r"model\.pt in .* differs, and is kept"):
+    with pytest.raises(JobError, match=r"model\.pt in .* differs and was kept"):
         done[0].fetch(to=tmp_path)
     Record().note_fetched(done[0].id, {str(tmp_path / "model.pt"): hashlib.sha256(b"mine").hexdigest()})
     assert done[0].fetch(to=tmp_path).num_there == 2
     assert (tmp_path / "model.pt").read_bytes() != b"mine"
-    with pytest.raises(SpecError, match=r"model\.pt is no folder"):
+    with pytest.raises(SpecError, match=r"model\.pt is not a folder"):
         done[0].fetch(to=tmp_path / "model.pt")
 
 

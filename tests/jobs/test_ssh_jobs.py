@@ -86,7 +86,7 @@ def test_links_that_break_lose_no_line(job_of: StartJob, testbed: Testbed, tmp_p
     assert len(threads) == 2
     for node in ("h0", "h1"):
         assert steps_of(lines, node) == list(range(1, 401))
-    assert any("the link broke" in line.text for line in lines)
+    assert any("connection lost" in line.text for line in lines)
     assert job.fetch(to=tmp_path).files == ("model.pt",)
 
 

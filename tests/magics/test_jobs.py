@@ -168,7 +168,7 @@ def test_last_form_is_the_same_in_whatever_order_nodes_answer(order: list[int]) 
         said[node, source] += 1
         view.take(LogLine(node, source, text))
         if number == 3:
-            view.take(LogLine("a", "", "the link broke, and is made again"))
+            view.take(LogLine("a", "", "connection lost, reconnecting"))
     view.finish(_OVER)
     assert screen.text == (
         "[a:setup] begin\n[a:setup] only setup on a\n[b:setup] begin\n[b:setup] only setup on b\n"
@@ -436,7 +436,7 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     assert re.fullmatch(
         r"JobError: job (\S+) is running: stop it first with %job stop \1", kernel.run("%job rm waits").error
     )
-    not_over = r"JobError: job \S+ is running: --anyway fetches what there is"
+    not_over = r"JobError: job \S+ is running: --anyway fetches what exists"
     assert re.fullmatch(not_over, kernel.run("%job fetch waits").error)
     in_python = kernel.run("from detrain_nb.jobs import find_job\nfind_job('waits').remove()").error
     assert re.fullmatch(r"JobError: job (\S+) is running: stop it first with find_job\('\1'\)\.stop\(\)", in_python), (
