@@ -1,4 +1,4 @@
-"""How a job is, made of what its nodes say."""
+"""Status of a job, derived from the reports of its nodes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .report_checks import NodeReport
 
 __all__ = ["OVER", "JobStatus", "Sign", "describe_age", "describe_state", "has_failed", "judge", "sign_and_word"]
 
-Sign = Literal["new", "run", "ok", "bad", "stopped", "lost"]  # what a page draws beside the word
+Sign = Literal["new", "run", "ok", "bad", "stopped", "lost"]  # what a page draws next to the word
 OVER = (*terms.OVER, NOT_STARTED)
 _SIGNS: Mapping[str, Sign] = {
     SUBMITTING: "new",
@@ -38,14 +38,14 @@ _SIGNS: Mapping[str, Sign] = {
     STOPPED: "stopped",
     UNKNOWN: "lost",
 }
-_GONE = 1  # the exit status of a job that has left none
+_GONE = 1  # the exit status of a job without an exit code
 
 
 @dataclass(frozen=True)
 class JobStatus(ShownAsText):
-    """One job: its state, and once it is over its exit code, 0 where all ranks succeeded.
+    """Status of one job: its state, and once it is over its exit code, 0 if all ranks succeeded.
 
-    ``reports`` has what each node said of its part, by name; ``silent`` why one has said nothing.
+    ``reports``: each node's report on its part, by name. ``silent``: the nodes without a report, and why.
     """
 
     id: str
@@ -68,17 +68,17 @@ class JobStatus(ShownAsText):
 
     @property
     def exit_status(self) -> int:
-        """What a shell is told: the exit code of the job, 1 where it has none of its own."""
+        """Exit status for a shell: the exit code of the job, 1 if it has none."""
         return _GONE if self.exit_code is None else self.exit_code
 
     @property
     def whose_lines(self) -> str:
-        """What to write above ``last_lines``: those of the set-up and of torchrun are of no rank."""
+        """Heading for ``last_lines``; those of setup and of torchrun belong to no rank."""
         lines = "the last line" if len(self.last_lines) == 1 else "the last lines"
         return lines if self.failed_rank is None else f"{lines} of rank {self.failed_rank}"
 
     def check(self) -> JobStatus:
-        """Return it. Raises: JobFailed, with the rank and its last lines, where the job is over and did not succeed."""
+        """Return itself. Raises: JobFailed, with the rank and its last lines, when the job is over without success."""
         if self.is_over and self.exit_code != 0:
             raise JobFailed(self._failure())
         return self
@@ -113,10 +113,10 @@ class JobStatus(ShownAsText):
 def judge(
     job: str, name: str, said: Mapping[str, NodeReport | DetrainError | None], *, least_nodes: int | None = None
 ) -> JobStatus:
-    """Make one state of those of the nodes; None: a node knows no such job.
+    """Combine the states of all nodes into one; None means that a node does not know the job.
 
-    ``least_nodes`` of an elastic job suffice, with the first among them: the others may be lost on the way. Such a job
-    goes on, is stopped and fails as its first node does.
+    An elastic job needs only ``least_nodes`` nodes, the first among them: the others may be lost on the way. It
+    continues, is stopped and fails together with its first node.
     """
     reports = {node: each for node, each in said.items() if isinstance(each, NodeReport)}
     silent = {node: str(each) for node, each in said.items() if isinstance(each, DetrainError)}
@@ -168,7 +168,7 @@ def _state(reports: Mapping[str, NodeReport], *, has_silent: bool, has_missing: 
 
 
 def _state_of_elastic(state: str, reports: Mapping[str, NodeReport], least_nodes: int) -> str:
-    """What becomes of ``state``, that of all nodes, where some are over: a job can do without them."""
+    """Adjust ``state``, that of all nodes, when some are over: an elastic job can continue without them."""
     first = next((each for each in reports.values() if each.node_rank == 0), None)
     going = [each.state for each in reports.values() if not each.is_over]
     if first is None or first.is_over and (going or first.exit_code == 0):
@@ -179,7 +179,7 @@ def _state_of_elastic(state: str, reports: Mapping[str, NodeReport], least_nodes
 
 
 def _times(reports: Iterable[NodeReport], *, is_over: bool) -> tuple[float | None, float | None]:
-    """When a job began and ended, by one clock, of the node that took longest: those of nodes may be days apart."""
+    """Return when a job began and ended, both by the clock of the slowest node: clocks may differ by days."""
     begun = [(each.started_at, each.ended_at) for each in reports if each.started_at is not None]
     took = [(end - start, start, end) for start, end in begun if end is not None]
     if is_over and took:
@@ -188,9 +188,9 @@ def _times(reports: Iterable[NodeReport], *, is_over: bool) -> tuple[float | Non
 
 
 def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:
-    """The node whose own rank failed, before those that ended as another node did; empty where none has failed.
+    """Return the node whose own rank failed, else one that ended because of another node; empty if none failed.
 
-    Of a job that was stopped one that was: others may have failed as they missed its ranks.
+    For a stopped job, return a node that was stopped: others may have failed because its ranks were missing.
     """
 
     def order(node: str) -> tuple[bool, bool, float]:
@@ -204,24 +204,24 @@ def _first_failed(reports: Mapping[str, NodeReport], state: str) -> str:
 
 
 def has_failed(state: str, exit_code: int | None) -> bool:
-    """It is over, and neither succeeded nor was stopped by the user."""
+    """Check that a job is over, and neither succeeded nor was stopped by the user."""
     return state in OVER and state != STOPPED and exit_code != 0
 
 
 def sign_and_word(state: str, exit_code: int | None) -> tuple[Sign, str]:
-    """A state for people: its sign, and the word beside that."""
+    """Return the sign and the word that show a state to people."""
     if state == ENDED:
         return ("ok", "succeeded") if exit_code == 0 else ("bad", "failed")
     return _SIGNS.get(state, "bad"), printable(state)[:40]
 
 
 def describe_state(state: str, exit_code: int | None) -> str:
-    """``succeeded``; ``failed, exit 3``; ``stopped``, whose code is that of the signal; ``lost``."""
+    """Describe a state: ``succeeded``; ``failed, exit 3``; ``stopped``, without the code of the signal; ``lost``."""
     _, word = sign_and_word(state, exit_code)
     return f"{word}, exit {exit_code}" if exit_code and state != STOPPED else word
 
 
 def describe_age(at: float, *, now: float | None = None) -> str:
-    """How long ago it was, in words."""
+    """Describe in words how long ago ``at`` was."""
     seconds = (time.time() if now is None else now) - at
     return "just now" if seconds < 2 else f"{describe_seconds(seconds)} ago"

@@ -1,4 +1,4 @@
-"""What a job logs, kept as curves of a bounded number of points while it runs, however long that is."""
+"""Metrics of a running job, kept as curves with a bounded number of points however long it runs."""
 
 from __future__ import annotations
 
@@ -14,31 +14,31 @@ from ..text import printable
 __all__ = ["MOST_POINTS", "Curve", "LiveCurves"]
 
 MOST_POINTS = 2000  # of a curve
-_MOST_CURVES = 64  # the first that are logged, and as many more of those that are looked at first
+_MOST_CURVES = 64  # the first names logged, and as many more of those that users look at first
 _LOOKED_AT_FIRST = re.compile(r"loss|learning_rate|(?:^|/)lr$|_per_s$", re.IGNORECASE)
 _MOST_NAME_CHARS = 200
-_PACE_STEPS = 50  # over the last of them it is told how fast a job is
-_LEAST_PACE_S = 0.5  # of a point of its curve: what is logged at once says nothing of that
+_PACE_STEPS = 50  # the last ones, over which the pace is measured
+_LEAST_PACE_S = 0.5  # between two points of the pace curve: steps logged in one burst have no pace
 
-Point = tuple[int, float | None]  # the step, and the mean there; None where no value was a finite number
-_Kept = tuple[int, float | None, int]  # a point, and how many of its values were no finite numbers
+Point = tuple[int, float | None]  # the step, and the mean value there; None if no value was finite
+_Kept = tuple[int, float | None, int]  # a point, and how many of its values were not finite
 
 
 class Curve:
-    """The values of one name: all of them, or means of equally many, so that ``MOST_POINTS`` are not exceeded.
+    """Values of one name: all of them, or means of equally many, to stay within ``MOST_POINTS`` points.
 
-    ``rank`` is whose they are. A step that comes again, after a restart, takes the place of all from there on.
-    ``first_bad`` is the first step whose value was no finite number; ``bad_since``: none has come from there on.
+    ``rank`` logged them. A step that is repeated after a restart replaces all values from that step on.
+    ``first_bad`` is the first step whose value was not finite; since step ``bad_since`` no value was finite.
     """
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.last: float | None = None  # as it was logged; nan and inf, too
+        self.last: float | None = None  # as logged; may be nan or inf
         self.first_bad: int | None = None
         self.bad_since: int | None = None
         self._points: list[_Kept] = []
-        self._stride = 1  # values of a point
-        self._open: list[_Kept] = []  # values of the next one
+        self._stride = 1  # values per point
+        self._open: list[_Kept] = []  # values of the next point
 
     def add(self, step: int, value: float) -> None:
         self._take_back(step)
@@ -75,11 +75,11 @@ class Curve:
 
     @property
     def num_bad(self) -> int:
-        """How many values were no finite numbers."""
+        """The number of values that were not finite."""
         return sum(bad for _, _, bad in (*self._points, *self._open))
 
     def points(self, most: int = MOST_POINTS) -> list[Point]:
-        """At most ``most`` of them, by step: means where there are more."""
+        """Return at most ``most`` points, by step; they are means if there are more values."""
         found = [*self._points, *([_mean(self._open)] if self._open else [])]
         width = -(-len(found) // most)
         kept = found if width <= 1 else [_mean(found[at : at + width]) for at in range(0, len(found), width)]
@@ -87,7 +87,7 @@ class Curve:
 
 
 def _mean(points: list[_Kept]) -> _Kept:
-    """Of those that are finite."""
+    """Return the mean of the finite values."""
     values = [value for _, value, _ in points if value is not None]
     return (
         points[-1][0],
@@ -97,21 +97,21 @@ def _mean(points: list[_Kept]) -> _Kept:
 
 
 class LiveCurves:
-    """All curves of a job, by name. Where several ranks log a name, it is that of the first of them."""
+    """All curves of a job, by name. If several ranks log a name, the curve is that of the lowest rank."""
 
     def __init__(self) -> None:
         self._curves: dict[str, Curve] = {}
-        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS)  # steps of the first rank, and when
+        self._pace: deque[tuple[int, float]] = deque(maxlen=_PACE_STEPS)  # steps of the lowest rank, and their times
         self._pace_rank: int | None = None
-        self._pace_from: tuple[int, float] | None = None  # where the next point of its curve begins
+        self._pace_from: tuple[int, float] | None = None  # where the next point of the pace curve begins
         self._num_paced, self._paced_s = 0, 0.0
-        self.num_steps: int | None = None  # that the job has in all, where it logs that as ``total_steps``
+        self.num_steps: int | None = None  # of the whole job, if it logs ``total_steps``
         self.steps_per_s = Curve(0)
-        self.last_step: int | None = None  # of the first rank that logs
+        self.last_step: int | None = None  # of the lowest rank that logs
         self._lead: int | None = None
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Take a line of `read_metrics_line`."""
+        """Add a line from `read_metrics_line`."""
         step, rank = line["step"], line["rank"]
         total = line.get("total_steps")
         if type(total) is int and 0 < total < 1 << 53:
@@ -135,7 +135,7 @@ class LiveCurves:
                 curve.add(step, _as_float(value))
 
     def _counts_otherwise(self, step: int, rank: int, names: Iterable[str]) -> bool:
-        """The step is an earlier one, and new to all that is logged there: an epoch, say. A restart repeats steps."""
+        """Check that a line counts epochs, say: an earlier step, yet new for its names. A restart repeats steps."""
         if rank != self._lead or self.last_step is None or step >= self.last_step:
             return False
         lasts = [curve.last_step for name in names if (curve := self._curves.get(name))]
@@ -151,7 +151,7 @@ class LiveCurves:
         if rank != self._pace_rank or (self._pace and step == self._pace[-1][0]):
             return
         if self._pace and (step < self._pace[-1][0] or at < self._pace[-1][1]):
-            self._pace.clear()  # it goes on from a checkpoint
+            self._pace.clear()  # it resumed from a checkpoint
         if self._pace:
             self._num_paced += step - self._pace[-1][0]
             self._paced_s += at - self._pace[-1][1]
@@ -172,12 +172,12 @@ class LiveCurves:
 
     @property
     def mean_pace(self) -> float | None:
-        """Steps per second, over all of them."""
+        """Steps per second, over all steps."""
         return self._num_paced / self._paced_s if self._paced_s > 0 else None
 
     @property
     def pace(self) -> float | None:
-        """Steps per second, over the last ones."""
+        """Steps per second, over the last steps."""
         if len(self._pace) < 2 or self._pace[-1][1] <= self._pace[0][1]:
             return None
         return (self._pace[-1][0] - self._pace[0][0]) / (self._pace[-1][1] - self._pace[0][1])

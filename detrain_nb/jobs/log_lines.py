@@ -1,4 +1,4 @@
-"""Lines of a job: made of the pieces in which its files come, kept in memory, and put in order."""
+"""Lines of a job: assembled from the pieces in which its files arrive, kept in memory, and sorted."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from .report_checks import clean_line
 __all__ = ["FollowedFile", "JobLog", "Kept", "LogLine", "in_order", "place_of"]
 
 _MOST_LINE_BYTES = 1 << 16  # a longer one is shown in parts
-_LINE_TAKES_BYTES = 200  # beside its texts
-# The end of a bar of tqdm, as [00:02<00:04, 9.94it/s], with what a print has written behind it on its line. It takes
-# nothing back that it has matched: no other thread has its turn meanwhile, and a node sends megabytes of almost bars.
+_LINE_TAKES_BYTES = 200  # in addition to its texts
+# The end of a tqdm bar, such as [00:02<00:04, 9.94it/s], before text that a print wrote after it on the same line. The
+# pattern never backtracks: matching holds the GIL, and a node may send megabytes of text that nearly is a bar.
 _BAR = re.compile(rb"\[[0-9:]{4,12}(?:<[^]\r\n,]{1,20})?, ([^]\r\n]{1,300}+)\]{1,3} {0,300}+(?=[^\r\n\x1b ])")
 _MOST_DRAWN_BYTES = 1000
 _TAKE_BACK = b"\r\x1b[K"
@@ -27,9 +27,9 @@ _TAKE_BACK = b"\r\x1b[K"
 
 @dataclass(frozen=True)
 class LogLine:
-    """A line of a job, clean of what controls a terminal. ``source``: a rank, "setup", "torchrun", or "" for ours.
+    """A line of a job, without control sequences. ``source``: a rank, "setup", "torchrun", or "" for our own.
 
-    ``node`` is empty where the job has one node.
+    ``node`` is empty if the job has only one node.
     """
 
     node: str
@@ -52,7 +52,7 @@ class JobLog(ShownAsText):
 
 
 class Kept:
-    """Lines that are kept in memory, of logs or of metrics, as far as they take ``most_bytes``; then JobError."""
+    """Lines of logs or metrics, kept in memory up to ``most_bytes``; more raises JobError."""
 
     def __init__(self, job: str, most_bytes: int) -> None:
         self.lines: list[LogLine] = []
@@ -68,38 +68,38 @@ class Kept:
         self.metrics.append(values)
 
     def by_step(self) -> list[dict[str, Any]]:
-        """The metrics by step and rank."""
+        """Return the metrics, sorted by step and rank."""
         return sorted(self.metrics, key=lambda line: (line["step"], line["rank"]))
 
     def _count(self, parts: Sequence[object]) -> None:
         self._num_bytes += _LINE_TAKES_BYTES + sum(map(sys.getsizeof, parts))
         if self._num_bytes > self._most_bytes:
-            raise JobError(f"job {self._job}: what came takes more than {self._most_bytes:,} bytes: ask for one rank")
+            raise JobError(f"job {self._job}: its output takes more than {self._most_bytes:,} bytes: ask for one rank")
 
 
 @dataclass
 class FollowedFile:
-    """A file as far as it has come: its bytes come in pieces, some of them again, and leave it as lines."""
+    """A file that arrives in pieces, some of them twice, and is turned into lines."""
 
     offset: int = 0
-    rest: bytearray = field(default_factory=bytearray)  # of a line that has not ended
+    rest: bytearray = field(default_factory=bytearray)  # of an unfinished line
     most_line_bytes: int = _MOST_LINE_BYTES
     _is_in_line: bool = False
-    _drawn: bytes = b""  # what was drawn on it last
+    _drawn: bytes = b""  # what was drawn last on that line
 
     @classmethod
     def of(cls, name: str, offset: int = 0) -> FollowedFile:
-        """One of a job: what was logged is of no use in parts."""
+        """Return one for a file of a job; a line of metrics is useless in parts, so it may be longer."""
         return cls(offset, most_line_bytes=MOST_LINE_BYTES if name.startswith("metrics/") else _MOST_LINE_BYTES)
 
     def take(self, offset: int, data: bytes) -> list[str]:
-        """The lines that ``data``, which stands at ``offset``, completes."""
+        """Return the lines that ``data``, found at ``offset`` of the file, completes."""
         return self.to_lines(self.take_piece(offset, data))
 
     def to_lines(self, piece: bytes) -> list[str]:
-        """The lines that a piece of `take_piece` completes."""
+        """Return the lines that a piece from `take_piece` completes."""
         *whole, rest = (bytes(self.rest) + piece).split(b"\n")
-        if len(rest) > self.most_line_bytes:  # of a bar only what is drawn last stands there
+        if len(rest) > self.most_line_bytes:  # keep only what a bar has drawn last
             rest = rest[max(0, rest.rfind(b"\r", 0, -1)) :]
         while len(rest) > self.most_line_bytes:
             whole.append(rest[: self.most_line_bytes])
@@ -108,9 +108,9 @@ class FollowedFile:
         return [_as_line(line) for line in whole]
 
     def take_piece(self, offset: int, data: bytes) -> bytes:
-        """What of ``data``, which stands at ``offset``, has not come yet; a line says what is missing.
+        """Return the part of ``data``, found at ``offset`` of the file, that is new; a line reports missing bytes.
 
-        It is as it is, but for a print behind a bar, which takes its place: stdout and stderr share a log.
+        It is unchanged, except that text printed after a progress bar replaces the bar: stdout and stderr share a log.
         """
         gap = b""
         if offset > self.offset:
@@ -133,17 +133,17 @@ class FollowedFile:
         return _TAKE_BACK.join(data[begin:end] for begin, end in parts)
 
     def begun(self) -> str:
-        """The line that has not ended, as what is drawn last on it, of a bar say."""
+        """Return the unfinished line as it was drawn last, for example a progress bar."""
         return _as_line(bytes(self.rest[max(0, self.rest.rfind(b"\r", 0, -1)) :]))
 
     def end(self) -> list[str]:
-        """What is left when no more comes."""
+        """Return the rest as a line, at the end of the file."""
         rest, self.rest = bytes(self.rest), bytearray()
         return [_as_line(rest)] if rest else []
 
 
 def _is_of_bar(text: bytes, found: re.Match[bytes]) -> bool:
-    """It has a rate, and its line was drawn anew."""
+    """Check that a match is a progress bar: it has a rate, and its line was redrawn."""
     begin = max(0, found.start() - _MOST_DRAWN_BYTES)
     is_redrawn = text.rfind(b"\r", begin, found.start()) > text.rfind(b"\n", begin, found.start())
     return is_redrawn and (b"/s" in found[1] or b"s/" in found[1])
@@ -155,11 +155,11 @@ def _as_line(data: bytes) -> str:
 
 
 def in_order(lines: Iterable[LogLine]) -> tuple[LogLine, ...]:
-    """By node: what setup printed, what torchrun said, then the ranks in their order."""
+    """Sort lines by node, then setup, torchrun, and the ranks in order."""
     return tuple(sorted(lines, key=lambda line: place_of(line.node, line.source)))
 
 
 def place_of(node: str, source: str) -> tuple[str, int, int]:
-    """Where a log stands among those of a job."""
+    """Return the sort key of a log among those of a job."""
     is_rank = source.isdecimal()
     return node, 2 if is_rank else 1 if source == "torchrun" else 0, int(source) if is_rank else 0

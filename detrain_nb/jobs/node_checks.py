@@ -1,4 +1,4 @@
-"""What is wrong with a spec as its nodes are now: the doctor, torch, libraries, free disk, the port, and its ranks."""
+"""Checks of a spec against its nodes as they are now: doctor, torch, libraries, free disk, port, and ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TRY_IMPORT = "import importlib.util as u, sys; print(*[name for name in sys.arg
 
 
 def check_here(spec: PipelineSpec) -> list[Finding]:
-    """Return what is wrong with ``spec``, its secrets and the folder of its source; no node is asked."""
+    """Return the findings on ``spec``, its secrets and its source folder; no node is asked."""
     path = spec.source.path
     findings = spec.check() if path is None or "://" in path else _plan_source(spec)[1]
     return [*findings, *_check_secrets(spec)]
@@ -53,10 +53,10 @@ def check_nodes(
     ask_passphrase: AskPassphrase | None = None,
     on_progress: Callable[[str], object] | None = None,
 ) -> list[Finding]:
-    """Return what is wrong with ``spec``, as its nodes are now too. Nothing is started there.
+    """Return the findings on ``spec`` and on its nodes as they are now. Nothing is started there.
 
-    ``storage``: the location by which its source is to travel, as `submit` takes it. ``on_progress`` is told who gets
-    the token of a repository, before anybody does.
+    ``storage``: the location through which the source is sent, as for `submit`. ``on_progress`` is told who will get
+    the token of a repository, before it is sent.
     """
     source, findings = _plan_source(spec)
     findings += _check_secrets(spec)
@@ -67,7 +67,7 @@ def check_nodes(
     nodes = transports_to(list(spec.nodes) or None, ask_passphrase=ask_passphrase)
     try:
         facts = try_on_all(nodes, lambda index: _facts_of(nodes[index]))
-        judged = {each.field for each in findings if each.severity == "error"}  # the doctor names what to do about it
+        judged = {each.field for each in findings if each.severity == "error"}  # the doctor says what to do
         findings += [each for each in _check_facts(spec, nodes, facts, source.size_bytes) if each.field not in judged]
         answering = [node for node, said in zip(nodes, facts) if not isinstance(said, DetrainError)]
         if spec.rendezvous.port and nodes[0] in answering:
@@ -92,7 +92,7 @@ def _plan_source(spec: PipelineSpec) -> tuple[ShippedSource, list[Finding]]:
 
 
 def _examine(nodes: Sequence[Node], ask_passphrase: AskPassphrase | None) -> Iterator[Finding]:
-    from ..doctor import examine  # it takes its time, and a job without nodes asks no host
+    from ..doctor import examine  # slow to import, and not needed for a job without nodes
 
     for each in examine(nodes, ask_passphrase=ask_passphrase).problems:
         said = ": ".join(filter(None, (each.check, each.what, each.advice, each.command)))
@@ -122,10 +122,10 @@ def _check_facts(
             continue
         known[node.name] = said.gpus
         if not said.torch:
-            yield Finding(field, "torch is missing there: install it, or name another python")
+            yield Finding(field, "torch is not installed: install it there, or set another python")
         if said.free_bytes < size_bytes + _ROOM_BYTES:
             free = format_size(said.free_bytes)
-            yield Finding(field, f"{free} are free where jobs are: set XDG_STATE_HOME there, in its setup", "warning")
+            yield Finding(field, f"only {free} free for jobs: set XDG_STATE_HOME in the setup of the node", "warning")
     try:
         plan = spec.plan(gpus=known)
         answers = [each for each in facts if isinstance(each, NodeResources)]
@@ -139,7 +139,7 @@ def _check_facts(
 def _check_endpoint(
     rendezvous: Rendezvous, first: Transport, answering: Sequence[Transport], *, is_alone: bool
 ) -> Iterator[Finding]:
-    """Can the first node listen where its store will be, as a job has it?"""
+    """Yield a finding if the first node cannot listen where the store of the job will be."""
     try:
         settle_here(answering)
     except LaunchError as exc:
@@ -150,19 +150,22 @@ def _check_endpoint(
 
 
 def check_port(node: Transport, address: str, port: int) -> Iterator[Finding]:
-    """Can a node listen there?"""
+    """Yield a finding if a node cannot listen on ``address`` and ``port``, or this cannot be checked."""
     command = shlex.join([node.python, "-c", _TRY_PORT, address, str(port)])
     said: list[LogLine] = []
     (outcome,) = execute([node], command, timeout_s=_COMMAND_LIMIT_S, on_line=said.append).statuses.values()
     if isinstance(outcome, DetrainError):
-        yield Finding("rendezvous.port", f"whether port {port} is free is not known: {outcome}", "warning")
+        yield Finding("rendezvous.port", f"could not check that port {port} is free: {outcome}", "warning")
     elif outcome:
         why = said[-1].text if said else f"exit {outcome}"
         yield Finding("rendezvous.port", f"{label(node)} cannot listen on {address} port {port}: {why}")
 
 
 def _check_libraries(spec: PipelineSpec, storage: str | None, nodes: Sequence[Transport]) -> Iterator[Finding]:
-    """Have the nodes what opens the URLs? Of the spec's own only its script knows whether it opens them there."""
+    """Yield a finding for each library that a URL needs and a node lacks.
+
+    For URLs of the spec it is a warning: only the script knows whether it opens them on the nodes.
+    """
     urls = {f"{name}.url": part.url for name in ("data", "model", "checkpoint") if (part := getattr(spec, name))}
     if storage:
         try:
@@ -177,13 +180,15 @@ def _check_libraries(spec: PipelineSpec, storage: str | None, nodes: Sequence[Tr
     for node, missing in zip(nodes, try_on_all(nodes, lambda index: _find_missing(nodes[index], names))):
         for field, library in needed.items():
             if not isinstance(missing, DetrainError) and library in missing:
-                said = f"{label(node)} lacks {library}, which opens such a URL: install it there"
+                said = f"{label(node)} lacks {library}, which this URL needs: install it there"
                 yield Finding(field, said, "error" if field == "storage" else "warning")
 
 
 def _check_repository(source: ShippedSource, nodes: Sequence[Transport]) -> Iterator[Finding]:
-    """Do the nodes get it, or this machine where one does not reach its host? It is there for the job then."""
+    """Yield findings if a node cannot fetch the repository, or this machine cannot for a node without access.
 
+    What is fetched is kept for the job.
+    """
     if source.git and source.git.how == "bundle":
         nodes = ()
 
@@ -193,7 +198,7 @@ def _check_repository(source: ShippedSource, nodes: Sequence[Transport]) -> Iter
 
     told = [str(said) for said in try_on_all(nodes, fetch) if isinstance(said, DetrainError)]
     if source.unreached:
-        yield Finding("source.git", f"{source.unreached}: it is fetched where you submit, and sent", "warning")
+        yield Finding("source.git", f"{source.unreached}: it will be fetched where you submit, and sent", "warning")
     if source.unreached or not nodes:
         try:
             fetch_here(source, os.environ)

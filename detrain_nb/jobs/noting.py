@@ -1,4 +1,4 @@
-"""What nodes say of jobs, noted down in the record for who cannot ask them."""
+"""Reports of nodes on jobs, written to the record for callers that cannot ask the nodes."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ __all__ = [
 
 ASK_LIMIT_S = 3.0
 _MOST_OF_A_NAME = 100
-_SUBMIT_LIMIT_S = 600.0  # of another machine that shares the record
+_SUBMIT_LIMIT_S = 600.0  # for a submission from another machine that shares the record
 
 
 def note_down(status: JobStatus, record: Record) -> None:
-    """Keep how a job is for who cannot ask its nodes."""
+    """Write the status of a job to the record."""
     known: Changes = {
         "state": status.state,
         "exit_code": status.exit_code,
@@ -57,7 +57,7 @@ def note_down(status: JobStatus, record: Record) -> None:
 
 
 class Noting:
-    """Makes the state of one job of what its nodes say, and notes it down when it has changed."""
+    """Judge of one job: derives its status from the reports of its nodes, and records it when it has changed."""
 
     def __init__(self, job: str, name: str, nodes: Sequence[str], record: Record) -> None:
         self._job, self._name, self._nodes, self._record = job, name, nodes, record
@@ -69,13 +69,13 @@ class Noting:
         if status.state == UNKNOWN:
             return self._recall(status)
         if (status.state, status.exit_code) != self._noted:
-            with contextlib.suppress(JobError):  # another process has held the record: it is noted the next time
+            with contextlib.suppress(JobError):  # another process holds the record: write it the next time
                 note_down(status, self._record)
                 self._noted = status.state, status.exit_code
         return status
 
     def _recall(self, unknown: JobStatus) -> JobStatus:
-        """A job that was over stays over while its nodes say nothing."""
+        """Return the recorded status if the job was over: it stays over while its nodes do not answer."""
         with contextlib.suppress(JobError):
             known = known_status(self._record.get(self._job))
             if known.state in OVER:
@@ -84,7 +84,7 @@ class Noting:
 
 
 def running_job(name: str, *, record: Record, ask_passphrase: AskPassphrase | None = None) -> str | None:
-    """The id of a job of that name that is not over, as far as is known within 3 s."""
+    """Return the id of a job of that name that is not over; its nodes are asked for at most 3 s."""
     going = [row.id for row in record.summaries(limit=_MOST_OF_A_NAME, name=name) if row.state not in OVER]
     if going:
         ask_after(going, record, limit_s=ASK_LIMIT_S, ask_passphrase=ask_passphrase)
@@ -92,7 +92,7 @@ def running_job(name: str, *, record: Record, ask_passphrase: AskPassphrase | No
 
 
 def least_nodes(row: JobRow) -> int | None:
-    """How many nodes of an elastic job suffice; None of any other."""
+    """Return how many nodes an elastic job needs; None for any other job."""
     with contextlib.suppress(ValueError, AttributeError):
         found = json.loads(row.spec).get("rendezvous", {}).get("min_nodes")
         return found if isinstance(found, int) else None
@@ -100,29 +100,29 @@ def least_nodes(row: JobRow) -> int | None:
 
 
 def known_status(row: JobSummary) -> JobStatus:
-    """What the record has, which may be old."""
+    """Return the status in the record, which may be out of date."""
     return JobStatus(row.id, row.name, row.state, row.exit_code, started_at=row.started_at, ended_at=row.ended_at)
 
 
 def nodes_of_row(text: str, job: str) -> list[Node]:
-    """The nodes of a job, as the record has them; none for one on this machine. Raises: JobError."""
+    """Return the nodes of a job from the record; none if it runs on this machine. Raises: JobError."""
     from ..spec.node import Node
 
     try:
         return [Node(**fields) for fields in json.loads(text)]
     except (ValueError, TypeError) as exc:
-        raise JobError(f"the nodes of job {job} cannot be read, another release has written them: {exc}") from exc
+        raise JobError(f"the nodes of job {job} cannot be read; another release wrote them: {exc}") from exc
 
 
 def ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passphrase: AskPassphrase | None) -> None:
-    """Note down what the nodes say; each is asked once for all its jobs."""
+    """Record what the nodes report; each node is asked once for all of its jobs."""
     transports: dict[str, Transport] = {}
-    parts: dict[str, list[str]] = {}  # of a job, the keys of its nodes by node rank
+    parts: dict[str, list[str]] = {}  # by job, the keys of its nodes in order of node rank
     for job in ids:
         try:
             described = nodes_of_row(record.get(job).nodes, job)
             reached = transports_to(described or None, ask_passphrase=ask_passphrase)
-        except DetrainError:  # it is shown as it was last known
+        except DetrainError:  # the job is shown as last known
             continue
         keys = [_key_of(transport) for transport in reached]
         transports |= {key: transport for key, transport in zip(keys, reached) if key not in transports}
@@ -144,7 +144,7 @@ def ask_after(ids: Iterable[str], record: Record, *, limit_s: float, ask_passphr
 
 
 def hear_reports(talk: Talk, wanted: Sequence[str]) -> list[NodeReport]:
-    """What a node says of jobs, which may take several answers. Raises: FilesError."""
+    """Ask a node for its reports on jobs, in several answers if needed. Raises: FilesError."""
     reports: list[NodeReport] = []
     while wanted:
         talk.say("status", ids=wanted)
@@ -175,7 +175,7 @@ def _note(
 
 
 def _may_come(row: JobSummary) -> bool:
-    """Another process is at it, and no node has it yet."""
+    """Check that another process is still submitting the job, and no node has it yet."""
     if row.state != SUBMITTING:
         return False
     is_at_it = is_being_submitted(row.name)

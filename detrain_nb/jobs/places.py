@@ -1,4 +1,4 @@
-"""Where a fetched file goes here: in one opened folder, whatever others put in the place of names meanwhile."""
+"""Local place of a fetched file: a name in an opened folder, which stays the same if others swap folders."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _CAREFUL = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_
 
 @dataclass(frozen=True)
 class HerePlace:
-    """Where a file goes: ``name`` in a folder that is ``opened``, so that others cannot put another in its place.
+    """Place of a file: ``name`` in the folder with descriptor ``opened``, so that others cannot swap the folder.
 
-    Where folders cannot be opened, on Windows, ``name`` is the whole path.
+    On Windows, which cannot open folders, ``opened`` is None and ``name`` is the whole path.
     """
 
     opened: int | None
@@ -35,9 +35,9 @@ class HerePlace:
         return name if self.opened is not None else os.path.join(os.path.dirname(self.name), name)
 
     def digest(self) -> str | None:
-        """The SHA-256 of the file that is there; None where nothing is, and empty for a link or what is no file.
+        """Return the SHA-256 of the existing file; None if there is none, empty for a link or special file.
 
-        Raises: IsADirectoryError where a folder is.
+        Raises: IsADirectoryError for a folder.
         """
         try:
             state = os.stat(self.name, dir_fd=self.opened, follow_symlinks=False)
@@ -51,9 +51,9 @@ class HerePlace:
             return None
 
     def open_part(self, digest: str) -> tuple[str, int, bool]:
-        """What an earlier fetch has left of a file, to go on with, or a new one; its name, and whether it stays.
+        """Open the part of a file that an earlier fetch left, or a new one; return name, descriptor, keep on failure.
 
-        Where another process is at that one, or it is not this user's alone, a new one of another name is begun.
+        If another process writes that part, or it is not this user's alone, a new part of another name is created.
         """
         base = f".{os.path.basename(self.name)[:100]}.{digest}"
         left = self.beside(f"{base}.part")
@@ -68,7 +68,7 @@ class HerePlace:
         return new, os.open(new, os.O_RDWR | os.O_CREAT | os.O_EXCL | _CAREFUL, 0o666, dir_fd=self.opened), False
 
     def _is_named(self, name: str, opened: int) -> bool:
-        """It was not whole meanwhile, and renamed."""
+        """Check that another fetch has not completed and renamed the part meanwhile."""
         return os.path.samestat(os.fstat(opened), os.stat(name, dir_fd=self.opened, follow_symlinks=False))
 
     def put(self, part: str) -> None:
@@ -80,7 +80,7 @@ class HerePlace:
 
 
 def _is_own(opened: int) -> bool:
-    """A file of this user that has no other name, and that no other process writes: it is locked then."""
+    """Check that a file is this user's, has no other name, and is not written by another process; lock it."""
     state = os.fstat(opened)
     if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
         return False
@@ -99,9 +99,9 @@ def _is_own(opened: int) -> bool:
 
 @contextlib.contextmanager
 def make_place(root: Path, name: str) -> Iterator[HerePlace]:
-    """Make the folders of a file below ``root``; each is opened in the one before, and none is a link.
+    """Create the folders of a file below ``root``; each is opened inside its parent, and none is a link.
 
-    Raises: OSError, also for a folder of another user where everybody can make one, as in /tmp.
+    Raises: OSError, also for a folder of another user where every user can create one, as in /tmp.
     """
     *parents, last = name.split("/")
     opened, folder = (open_users_folder(root, is_made=True) if _HAS_DIR_FD else None), root

@@ -1,4 +1,4 @@
-"""What a submission would do: what runs where, and which files travel; no node is asked for it."""
+"""Preview of a submission: what would run where, and which files would be sent; no node is asked."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _MOST_FILES = 20
 
 @dataclass(frozen=True)
 class Submission(ShownAsText):
-    """A job that was not submitted. ``commands`` has the argv of each node, by its name.
+    """A job that was not submitted. ``commands``: the argv of each node, by its name.
 
-    ``env`` are the variables of its ranks, ``from_here`` those that a node is to have as they are here, by its name. A
-    spec may be somebody else's: each line of what is shown is one that it cannot have written.
+    ``env``: the variables of its ranks. ``from_here``: by node name, the variables that the node gets from this
+    process. The spec may come from a stranger, so its values must not be able to forge a line of the output.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Submission(ShownAsText):
 
     @property
     def size_bytes(self) -> int:
-        """Of all files that would travel, were none of them there."""
+        """The size of all files, as if no node had any of them."""
         return sum(size for _, size in self.files)
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ class Submission(ShownAsText):
         if self.repository:
             return [*lines, *self.repository, *(f"warning: {each}" for each in self.warnings)]
         count = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
-        lines.append(f"{count}, {format_size(self.size_bytes)}, would travel, but for those that are there:")
+        lines.append(f"{count}, {format_size(self.size_bytes)}, would be sent, except for files that the nodes have:")
         lines += [f"  {name}  {format_size(size)}" for name, size in self.files[:_MOST_FILES]]
         if len(self.files) > _MOST_FILES:
             lines.append(f"  and {len(self.files) - _MOST_FILES} more")
@@ -79,7 +79,7 @@ class Submission(ShownAsText):
 
 
 def preview(spec: PipelineSpec, source: ShippedSource) -> Submission:
-    """Say what submitting ``spec`` would do. Raises: SpecError."""
+    """Return what submitting ``spec`` would do. Raises: SpecError."""
     plan = spec.plan()
     return Submission(
         spec.name,
@@ -107,7 +107,7 @@ def _describe_repository(source: ShippedSource) -> tuple[str, ...]:
 
 
 def _commands(spec: PipelineSpec, source: ShippedSource, plan: Plan) -> Iterator[tuple[str, list[str]]]:
-    """The name of each node, and what it would run."""
+    """Yield the name of each node and the argv that it would run."""
     settings, num_nodes = spec.rendezvous, len(plan.nodes)
     first = spec.nodes[0].address or spec.nodes[0].host if num_nodes > 1 else "127.0.0.1"
     meeting = Rendezvous(

@@ -1,4 +1,4 @@
-"""Jobs that are over and old, removed on their nodes and here."""
+"""Removal of old jobs that are over, on their nodes and here."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ def prune(
     on_job: Callable[[str, DetrainError | None], object] | None = None,
     ask_passphrase: AskPassphrase | None = None,
 ) -> list[str]:
-    """Remove the jobs that ended more than so many days ago; return their ids.
+    """Remove the jobs that ended more than ``older_than_days`` ago; return their ids.
 
-    One whose node cannot be asked stays, or is forgotten here, ``anyway``. ``on_job`` gets each id, with what kept it.
+    A job with a node that does not answer is kept; with ``anyway`` it is forgotten here. ``on_job`` gets each id, and
+    the error that kept the job, or None.
     """
     if not 0 <= older_than_days <= 100_000:
         raise SpecError(f"older than {older_than_days:g} days: give 0 to 100000")

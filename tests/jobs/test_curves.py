@@ -79,7 +79,7 @@ def test_time_that_is_none_is_no_time(time: str) -> None:
 def test_what_cannot_be_drawn_is_told() -> None:
     with pytest.raises(SpecError, match=r"no numbers were logged: call detrain_nb.log_metrics"):
         plot([{"step": 1, "rank": 0, "time": 1.0, "phase": "a"}])
-    with pytest.raises(SpecError, match="no 'los' was logged: there is loss, lr"):
+    with pytest.raises(SpecError, match="'los' was never logged: choose from loss, lr"):
         plot(METRICS, "los")
 
 

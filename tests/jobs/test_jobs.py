@@ -158,7 +158,7 @@ def test_dry_run_says_what_would_run_and_starts_nothing(home: Path) -> None:
     told = submit(spec_of("print(1)", image="some/image:1"), dry_run=True)
     assert isinstance(told, Submission)
     assert "\nwarning: image: some/image:1: only exports start containers yet" in str(told)
-    assert "torch.distributed.run" in str(told) and "would travel" in str(told)
+    assert "torch.distributed.run" in str(told) and "would be sent" in str(told)
     assert len(jobs()) == before
 
 

@@ -470,7 +470,7 @@ def test_command_that_prints_control_characters_is_shown_clean() -> None:
 def test_port_that_a_node_does_not_try_is_not_said_to_be_taken() -> None:
     (finding,) = check_port(LyingNode({}, "b"), "127.0.0.1", 29500)
     assert finding.severity == "warning"
-    assert finding.text.startswith("whether port 29500 is free is not known: b: ")
+    assert finding.text.startswith("could not check that port 29500 is free: b: ")
 
 
 @pytest.mark.timeout(30)

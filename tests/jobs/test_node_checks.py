@@ -84,7 +84,7 @@ def test_library_that_a_node_lacks_is_said(home: Path) -> None:
         {"name": "checked", "source": {"script_text": "1"}, "checkpoint": {"url": "oci://bucket/runs"}}
     )
     said = [str(each) for each in check_nodes(spec, storage="oci://bucket/sources")]
-    missing = "this machine lacks ocifs, which opens such a URL: install it there"
+    missing = "this machine lacks ocifs, which this URL needs: install it there"
     assert f"warning: checkpoint.url: {missing}" in said
     assert f"storage: {missing}" in said
 
@@ -104,7 +104,7 @@ def test_repository_is_fetched_as_the_job_would(home: Path, tmp_path: Path) -> N
         assert fault.startswith(f"source.git: this machine: git {url}: there is no branch, tag or commit 'gone'")
     warning, fault = check(url=url)
     assert warning.startswith(f"warning: source.git: this machine: git {url} cannot be reached: ")
-    assert warning.endswith(": it is fetched where you submit, and sent")
+    assert warning.endswith(": it will be fetched where you submit, and sent")
     assert fault.startswith(f"source.git: this machine: git {url} cannot be reached: ")
     (fault,) = check(url=url, how="clone")
     assert fault.startswith(f"source.git: this machine: git {url} cannot be reached: ")
