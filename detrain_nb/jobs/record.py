@@ -1,6 +1,6 @@
-"""Which jobs were submitted from this machine, and what was last known of them: a file that outlives kernels.
+"""Record of the jobs submitted from this machine and their last known state: a file that outlives kernels.
 
-Several notebooks and shells use it at once: each call is one transaction, and none holds the file open between two.
+Several notebooks and shells use it at once: each call is one transaction, and closes the file again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ __all__ = ["FORMATS", "Changes", "JobRow", "JobSummary", "Record", "bring_up_to_
 _FILE_NAME = "jobs.sqlite"
 _BUSY_LIMIT_S = 10.0
 _MOST_NAMES = 500  # in one query
-_LAST_CHARACTER = chr(0x10FFFF)  # sorts behind all that can follow
-# What each format adds to the one before; a file says which one it has. None of these is ever changed.
+_LAST_CHARACTER = chr(0x10FFFF)  # sorts after all characters that can follow
+# What each format adds to the previous one; a file has the number of its format. Never change any of these.
 FORMATS: tuple[Sequence[str], ...] = (
     (
         """CREATE TABLE jobs (
@@ -37,7 +37,7 @@ FORMATS: tuple[Sequence[str], ...] = (
             metrics TEXT NOT NULL DEFAULT '', updated_at REAL NOT NULL, release TEXT NOT NULL,
             spec_digest TEXT NOT NULL, nodes TEXT NOT NULL
         )""",
-        # apart from the jobs, so that a list reads none; each is there once, however often it was submitted
+        # apart from the jobs, so that listing those reads no spec; a spec that is submitted again is stored once
         "CREATE TABLE specs (digest TEXT PRIMARY KEY, spec TEXT NOT NULL)",
         "CREATE INDEX jobs_by_time ON jobs (submitted_at)",
         "CREATE INDEX jobs_by_name ON jobs (name, submitted_at)",
@@ -48,7 +48,7 @@ FORMATS: tuple[Sequence[str], ...] = (
         "CREATE TABLE fetched (id TEXT, path BLOB, sha256 TEXT NOT NULL, PRIMARY KEY (id, path))",
         "ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT ''",
     ),
-    ("ALTER TABLE jobs ADD COLUMN file BLOB",),  # NULL: an earlier release has noted none
+    ("ALTER TABLE jobs ADD COLUMN file BLOB",),  # NULL: written by an earlier release
 )
 _SUMMARY = (
     "jobs.id, name, state, exit_code, submitted_at, started_at, ended_at, world_size, metrics, updated_at, release"
@@ -58,9 +58,9 @@ _NEWEST = "ORDER BY submitted_at DESC, jobs.id DESC LIMIT"
 
 
 class Changes(TypedDict, total=False):
-    """What may be noted down of a job; None is not known. ``metrics``: the last ones, as JSON.
+    """Fields of a job that can be updated; None means unknown. ``metrics``: the last ones, as JSON.
 
-    ``source``: the commit, or a digest of the files, that it runs; empty where that is not known.
+    ``source``: the commit, or a digest of the files, that it runs; empty if unknown.
     """
 
     state: str
@@ -74,7 +74,7 @@ class Changes(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class JobSummary:
-    """A job as it was at ``updated_at``. Times are seconds of the epoch; ``metrics`` is JSON, or empty."""
+    """A job as it was at ``updated_at``. Times are seconds since the epoch; ``metrics`` is JSON, or empty."""
 
     id: str
     name: str
@@ -91,10 +91,10 @@ class JobSummary:
 
 @dataclass(frozen=True)
 class JobRow(JobSummary):
-    """All that is kept of a job; ``nodes`` and ``spec`` are the JSON that was given, ``storage`` a URL or empty.
+    """All that is recorded of a job; ``nodes`` and ``spec`` are the submitted JSON, ``storage`` a URL or empty.
 
-    ``file``: the full path of the file that the spec is in, as `os.fsencode` gives it; empty where there is none, None
-    where an earlier release has submitted it.
+    ``file``: the full path of the file with the spec, as `os.fsencode` gives it; empty if there is none, None if an
+    earlier release submitted the job.
     """
 
     nodes: str
@@ -105,10 +105,10 @@ class JobRow(JobSummary):
 
 
 class Record:
-    """The jobs of this user, in ``file``: by default where ``XDG_STATE_HOME`` says, else in ~/.local/state.
+    """The jobs of this user, in ``file``: by default below ``XDG_STATE_HOME``, or ~/.local/state if that is not set.
 
-    Each method raises JobError where the file cannot be used: others can write it, a newer release has written it, it
-    is damaged, or another process has held it for ``busy_limit_s``.
+    Each method raises JobError when the file cannot be used: others can write it, a newer release wrote it, it is
+    damaged, or another process has locked it for ``busy_limit_s``.
     """
 
     def __init__(self, file: Path | None = None, *, busy_limit_s: float = _BUSY_LIMIT_S) -> None:
@@ -118,11 +118,11 @@ class Record:
     def add(
         self, id: str, *, name: str, nodes: str, spec: str, state: str, storage: str = "", file: bytes | None = b""
     ) -> None:
-        """Note down a job that is being submitted now, as `JobRow` has it. Raises: JobError for an id that is there."""
+        """Add a job that is being submitted, with the fields of `JobRow`. Raises: JobError when the id exists."""
         digest, now = hashlib.sha256(spec.encode()).hexdigest(), time.time()
         with self._changing() as db:
             if db.execute("SELECT 1 FROM jobs WHERE id = ?", (id,)).fetchone():
-                raise JobError(f"job {id} is there already: give another id")
+                raise JobError(f"job {id} already exists: give another id")
             db.execute("INSERT OR IGNORE INTO specs VALUES (?, ?)", (digest, spec))
             db.execute(
                 "INSERT INTO jobs "
@@ -132,15 +132,15 @@ class Record:
             )
 
     def update(self, id: str, **changes: Unpack[Changes]) -> None:
-        """Note down what is known now. A job that was removed meanwhile, by another process too, stays removed."""
+        """Update what is known of a job. A job that was removed meanwhile, also by another process, stays removed."""
         if unknown := changes.keys() - Changes.__annotations__.keys():
-            raise TypeError(f"{min(unknown)!r} is not kept of a job")
+            raise TypeError(f"{min(unknown)!r} is not a field of a job")
         columns = "".join(f"{name} = ?, " for name in changes)
         with self._changing() as db:
             db.execute(f"UPDATE jobs SET {columns}updated_at = ? WHERE id = ?", (*changes.values(), time.time(), id))
 
     def get_last(self) -> JobRow:
-        """Return the job that was submitted last, and started. Raises: JobError where there is none."""
+        """Return the last job that was submitted and started. Raises: JobError when there is none."""
         with self._reading() as db:
             where = f"WHERE state != '{NOT_STARTED}' {_NEWEST} 1"
             row = db.execute(f"SELECT {_SUMMARY}, {_DETAILS} FROM jobs JOIN specs ON digest = spec_digest {where}")
@@ -149,13 +149,13 @@ class Record:
         raise JobError("no job was submitted from here")
 
     def get(self, wanted: str) -> JobRow:
-        """Return the job of an id, the newest of a name, or the one whose id begins so. Raises: JobError.
+        """Return the job of an id, the newest of a name, or the only one whose id begins so. Raises: JobError.
 
-        Of a name, a submission that failed stands behind all that were started: nobody asks for its logs.
+        Of one name, a submission that failed comes after all that were started: it has no logs to look at.
         """
         shown = printable(wanted)[:80]
         if not wanted or not wanted.isprintable():
-            raise JobError(f"{shown!r} is no job: give its id, what that begins with, or a name")
+            raise JobError(f"{shown!r} is not a job: give its id, the beginning of its id, or a name")
         columns = f"SELECT {_SUMMARY}, {_DETAILS} FROM jobs JOIN specs ON digest = spec_digest WHERE"
         with self._reading() as db:
             for where in ("jobs.id = ?", f"name = ? AND state != '{NOT_STARTED}'", "name = ?"):
@@ -168,24 +168,24 @@ class Record:
             raise JobError(f"no job {shown!r} was submitted from here", advice=those, typed="list")
         if len(rows) > 1:
             raise JobError(
-                f"several jobs begin with {shown!r}: {name_some([row[0] for row in rows])}: give more of one"
+                f"several jobs begin with {shown!r}: {name_some([row[0] for row in rows])}: give more of an id"
             )
         return JobRow(*rows[0])
 
     def summaries(self, limit: int | None = None, *, name: str | None = None) -> list[JobSummary]:
-        """List the newest jobs first, those of one name if that is given."""
+        """List the jobs, the newest first; with ``name``, only those of that name."""
         where, named = ("", ()) if name is None else ("WHERE name = ?", (name,))
         values = (*named, -1 if limit is None else limit)
         with self._reading() as db:
             return [JobSummary(*row) for row in db.execute(f"SELECT {_SUMMARY} FROM jobs {where} {_NEWEST} ?", values)]
 
     def newest_of(self, names: Sequence[str]) -> dict[tuple[str, bytes | None], tuple[JobSummary, int]]:
-        """Return the newest job of each of these names and each ``file`` (see `JobRow`), and how many these have.
+        """Return the newest job for each of these names and each ``file`` (see `JobRow`), and the number of such jobs.
 
-        As in `get`, a submission that failed stands behind all that were started.
+        As in `get`, a submission that failed comes after all that were started.
         """
         found: dict[tuple[str, bytes | None], tuple[JobSummary, int]] = {}
-        order = f"MAX(submitted_at - (state = '{NOT_STARTED}') * 1e12)"  # the other columns are those of that row
+        order = f"MAX(submitted_at - (state = '{NOT_STARTED}') * 1e12)"  # SQLite takes the other columns from that row
         columns = f"SELECT {_SUMMARY}, file, COUNT(*), {order} FROM jobs WHERE name IN"
         with self._reading() as db:
             for begin in range(0, len(names), _MOST_NAMES):
@@ -196,7 +196,7 @@ class Record:
         return found
 
     def remove(self, id: str) -> None:
-        """Forget a job, and its spec where no other has the same. One that is not there is no error."""
+        """Forget a job, and its spec unless another job has the same. A missing job is no error."""
         with self._changing() as db:
             digest = db.execute("SELECT spec_digest FROM jobs WHERE id = ?", (id,)).fetchone() or ("",)
             db.execute("DELETE FROM jobs WHERE id = ?", (id,))
@@ -205,22 +205,22 @@ class Record:
             db.execute(f"DELETE FROM specs WHERE digest = ? AND NOT EXISTS ({is_used})", digest)
 
     def fetched(self, id: str) -> dict[str, str]:
-        """What was written here when artifacts of a job were fetched: SHA-256 by full path."""
+        """Return the files that fetches of a job wrote here: SHA-256 by full path."""
         with self._reading() as db:
             rows = db.execute("SELECT path, sha256 FROM fetched WHERE id = ?", (id,)).fetchall()
         return {os.fsdecode(path): digest for path, digest in rows}
 
     def note_fetched(self, id: str, files: Mapping[str, str]) -> None:
-        """Note down what was written, beside what was before."""
+        """Add files that a fetch wrote to those recorded before."""
         with self._changing() as db:
             rows = [(id, os.fsencode(path), digest) for path, digest in files.items()]
             db.executemany("INSERT OR REPLACE INTO fetched VALUES (?, ?, ?)", rows)
 
     @contextmanager
     def _changing(self) -> Iterator[sqlite3.Connection]:
-        """All that happens in it, or nothing of it."""
+        """Yield the database in one transaction: all of its changes are made, or none."""
         with self._reading() as db:
-            db.execute("BEGIN IMMEDIATE")  # not first to read: two who then wait for each other would both fail
+            db.execute("BEGIN IMMEDIATE")  # lock before reading: two readers that wait to write would both fail
             with db:
                 yield db
 
@@ -238,7 +238,7 @@ class Record:
             finally:
                 db.close()
         except OSError as exc:
-            why = f"{exc.filename}: {exc.strerror}: let it be a folder to write in" if exc.filename else exc
+            why = f"{exc.filename}: {exc.strerror}: make it a writable folder" if exc.filename else exc
             raise JobError(
                 f"the record of jobs cannot be used: {why}, or set XDG_STATE_HOME to another folder"
             ) from exc
@@ -246,10 +246,10 @@ class Record:
             raise JobError(f"the record of jobs {file} cannot be used: {_told(exc, self._busy_limit_s)}") from exc
 
     def _prepare(self) -> Path:
-        """Where it is; it may not be there yet. Raises: OSError for one that is not this user's alone."""
+        """Return the path of the file, which may not exist. Raises: OSError when it is not this user's alone."""
         file = self._file or state_folder() / _FILE_NAME
         file = make_private_folder(file.parent) / file.name
-        # looked at by its name: who opened and closed the file would end the locks that other threads have on it
+        # lstat, not open: closing the file would release the locks that other threads hold on it
         try:
             state = file.lstat()
         except FileNotFoundError:
@@ -260,15 +260,15 @@ class Record:
 
 
 def bring_up_to_date(db: sqlite3.Connection, file: Path, formats: Sequence[Sequence[str]] = FORMATS) -> None:
-    """Add what a file of an older release lacks. Raises: JobError for one of a newer release."""
+    """Upgrade a file of an older release. Raises: JobError for a file of a newer release."""
     if _format_of(db) == len(formats):
         return
     db.execute("BEGIN IMMEDIATE")
     with db:
         if (found := _format_of(db)) > len(formats):
             raise JobError(
-                f"the record of jobs {file} is of a newer release: it has format {found}, and this one reads up to "
-                f"{len(formats)}: update detrain_nb, or set XDG_STATE_HOME to another folder"
+                f"the record of jobs {file} was written by a newer release: it has format {found}, and this one reads "
+                f"up to {len(formats)}: update detrain_nb, or set XDG_STATE_HOME to another folder"
             )
         for statements in formats[found:]:
             for statement in statements:
@@ -283,8 +283,8 @@ def _format_of(db: sqlite3.Connection) -> int:
 
 def _told(error: sqlite3.Error, busy_limit_s: float) -> str:
     if getattr(error, "sqlite_errorname", "").startswith("SQLITE_BUSY"):
-        return f"another process has held it for {busy_limit_s:g} s: end that one, or try again"
+        return f"another process has locked it for {busy_limit_s:g} s: stop that process, or try again"
     is_of_system = isinstance(error, sqlite3.OperationalError)  # a full disk, a file that is read-only
-    if is_of_system and getattr(error, "sqlite_errorname", "") != "SQLITE_ERROR":  # that: its tables are not ours
+    if is_of_system and getattr(error, "sqlite_errorname", "") != "SQLITE_ERROR":  # else its tables are not ours
         return str(error)
-    return f"{error}: move it away, and a new one is begun"
+    return f"{error}: move it away, and a new one is created"

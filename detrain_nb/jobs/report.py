@@ -1,4 +1,4 @@
-"""The jobs of this user as a table: what was last known of each, and how long ago that was."""
+"""Table of the jobs of this user: the last known state of each, and how old that is."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .record import JobSummary
 __all__ = ["MOST_SHOWN", "JobList"]
 
 _COLUMNS = ("job", "state", "exit", "ranks", "submitted", "took", "last metrics", "known")
-MOST_SHOWN = 200  # of more the newest are
+MOST_SHOWN = 200  # the newest ones
 _MOST_METRICS, _MOST_NAME_CHARS = 4, 40
 _MOST_METRICS_CHARS = 1 << 16
-_LEFT = "text-align:left;white-space:nowrap"  # an id would be broken at its dashes
+_LEFT = "text-align:left;white-space:nowrap"  # else an id would wrap at its dashes
 _FAILED = f"{_LEFT};{RED}"
 
 
@@ -86,7 +86,7 @@ def _cells(row: JobSummary, now: float) -> tuple[str, ...]:
 
 
 def _metrics_of(row: JobSummary) -> list[str]:
-    """``step 120``, ``loss 0.031``: the step first, and few values. They came from a node."""
+    """Return the step and a few values, as ``step 120``, ``loss 0.031``. They came from a node, so they are checked."""
     if not row.metrics or len(row.metrics) > _MOST_METRICS_CHARS:
         return []
     try:

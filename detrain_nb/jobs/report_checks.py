@@ -1,4 +1,4 @@
-"""What a node says of jobs, checked in one place: types, lengths, counts, names. It may say anything."""
+"""Checks of all that a node reports on jobs: types, lengths, counts, names. A node may send anything."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ _MOST_FILES = 100_000
 _MOST_CHARS = 4096
 _MOST_TIME = 32_503_680_000.0  # the year 3000, after which Windows has no date
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-_TERMINAL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # what moves or colours
+_TERMINAL = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")  # escapes
 
 
 @dataclass(frozen=True)
 class NodeReport:
-    """What a node says of its part of a job. ``id`` and ``node_rank`` name the part."""
+    """Report of a node on its part of a job; ``id`` and ``node_rank`` identify the part."""
 
     id: str
     node_rank: int
@@ -63,7 +63,7 @@ class NodeReport:
     restarts: int = 0
     started_at: float | None = None
     ended_at: float | None = None
-    metrics: Mapping[str, int | float | str] | None = None  # the last
+    metrics: Mapping[str, int | float | str] | None = None  # those logged last
 
     @property
     def is_over(self) -> bool:
@@ -72,9 +72,9 @@ class NodeReport:
 
 @dataclass(frozen=True)
 class NodeResources:
-    """What a node has for jobs; ``torch`` is empty where it is not installed.
+    """Resources of a node for jobs; ``torch`` is its version, empty if it is not installed.
 
-    ``free_bytes`` are of the disk where jobs are. ``memory_bytes`` are free, 0 where that is not known.
+    ``free_bytes``: free on the disk for jobs. ``memory_bytes``: free memory, 0 if unknown.
     """
 
     gpus: int
@@ -94,7 +94,7 @@ class NodeFile:
 
 
 def read_reports(said: Mapping[str, Any]) -> list[NodeReport]:
-    """What stands in the answer to "status". Raises: Untrue."""
+    """Read the answer to "status". Raises: Untrue."""
     jobs = said.get("jobs")
     if not isinstance(jobs, list) or len(jobs) > _MOST_JOBS:
         raise Untrue("a list of jobs was expected")
@@ -102,12 +102,12 @@ def read_reports(said: Mapping[str, Any]) -> list[NodeReport]:
 
 
 def read_report(said: object) -> NodeReport:
-    """One job's part on a node. Raises: Untrue."""
+    """Read the report on a node's part of one job. Raises: Untrue."""
     if not isinstance(said, dict):
-        raise Untrue("what is said of a job is no mapping")
+        raise Untrue("the report on a job is not a mapping")
     state = said.get("state")
     if state not in (*LIVE, *OVER):
-        raise Untrue(f"{clean(state)[:40]!r} is no state of a job")
+        raise Untrue(f"{clean(state)[:40]!r} is not a state of a job")
     failed = said.get("failed_rank")
     exit_code = said.get("exit_code")
     return NodeReport(
@@ -128,26 +128,26 @@ def read_report(said: object) -> NodeReport:
 
 
 def find_part(reports: Sequence[NodeReport], job: str, node_rank: int) -> NodeReport | None:
-    """What was said of one part of a job; None where nothing was."""
+    """Return the report on one part of a job; None if there is none."""
     return next((each for each in reports if (each.id, each.node_rank) == (job, node_rank)), None)
 
 
 def read_files(said: Mapping[str, Any]) -> list[NodeFile]:
-    """What stands in the answer to "artifacts": each name can only be one below a folder. Raises: Untrue."""
+    """Read the answer to "artifacts"; each name must stay below the folder. Raises: Untrue."""
     files: list[NodeFile] = []
     for entry in _list(said.get("files"), most=_MOST_FILES):
         if not isinstance(entry, list) or len(entry) != 3:
             raise Untrue("a file with its size and digest was expected")
         name, size, digest = entry
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise Untrue(f"{clean(digest)[:80]!r} is no SHA-256")
+            raise Untrue(f"{clean(digest)[:80]!r} is not a SHA-256")
         files.append(NodeFile(check_name(name), as_size(size), digest))
     add_different({}, files)
     return files
 
 
 def read_made(said: Mapping[str, Any]) -> list[tuple[str, int, float]]:
-    """Names of artifacts, their sizes, and when each was written last. Raises: Untrue."""
+    """Read names of artifacts, their sizes, and when each was last written. Raises: Untrue."""
     found: list[tuple[str, int, float]] = []
     for entry in _list(said.get("files"), most=FILES_OF_A_LINE):
         if not isinstance(entry, list) or len(entry) != 3:
@@ -157,12 +157,12 @@ def read_made(said: Mapping[str, Any]) -> list[tuple[str, int, float]]:
 
 
 def read_checkpoints(said: object) -> list[tuple[int, float]]:
-    """Steps, and when each was kept. Raises: Untrue."""
+    """Read the steps of checkpoints, and when each was saved. Raises: Untrue."""
     return _numbers_with_times(said, most=MOST_CHECKPOINTS)
 
 
 def read_times(said: object) -> list[tuple[int, float]]:
-    """Offsets in a log, and when what stands from there on was printed. Raises: Untrue."""
+    """Read offsets in a log, and when the text from each on was printed. Raises: Untrue."""
     return _numbers_with_times(said, most=LOOK_TIMES)
 
 
@@ -176,20 +176,20 @@ def _numbers_with_times(said: object, *, most: int) -> list[tuple[int, float]]:
 
 
 def add_different(files: dict[str, NodeFile], more: Sequence[NodeFile]) -> None:
-    """Add ``more`` to all files that a node has told so far, by name.
+    """Add ``more`` to all files that a node has listed so far, by name.
 
-    Raises: Untrue where they are too many, or two have one name.
+    Raises: Untrue when there are too many, or two have the same name.
     """
     number = len(files) + len(more)
     if number > _MOST_FILES:
-        raise Untrue(f"more than {_MOST_FILES:,} files came: ask for fewer by a pattern")
+        raise Untrue(f"it listed more than {_MOST_FILES:,} files: narrow the pattern")
     files.update((file.name, file) for file in more)
     if len(files) < number:
-        raise Untrue("a name stands twice among the files")
+        raise Untrue("a name appears twice among the files")
 
 
 def read_facts(said: Mapping[str, Any]) -> NodeResources:
-    """What a node says of itself. Raises: Untrue."""
+    """Read the resources of a node. Raises: Untrue."""
     return NodeResources(
         gpus=read_number(said.get("gpus"), most=_MOST_GPUS),
         cpus=read_number(said.get("cpus"), most=_MOST_CPUS),
@@ -200,37 +200,37 @@ def read_facts(said: Mapping[str, Any]) -> NodeResources:
 
 
 def read_pointers(said: object) -> list[str]:
-    """Names of files, for a message. Raises: Untrue."""
+    """Read names of files, to be shown in a message. Raises: Untrue."""
     return [_text(each, most=4096) for each in _list(said, most=MOST_POINTERS)]
 
 
 def read_port(said: object) -> int:
-    """Raises: Untrue."""
+    """Read a port, or 0. Raises: Untrue."""
     return read_number(said, least=0, most=65535)
 
 
 def read_number(said: object, *, least: int = 0, most: int = 1 << 62) -> int:
-    """Raises: Untrue."""
+    """Read a whole number in a range. Raises: Untrue."""
     if type(said) is not int or not least <= said <= most:  # a bool is an int
         raise Untrue(f"{clean(said)[:40]!r}: a whole number from {least} to {most} was expected")
     return said
 
 
 def check_log_name(said: object) -> str:
-    """The name of a file that can be followed. Raises: Untrue."""
+    """Read the name of a file that can be followed. Raises: Untrue."""
     if not isinstance(said, str) or not OUTPUT_NAME.fullmatch(said):
-        raise Untrue(f"{clean(said)[:80]!r} is no log of a job")
+        raise Untrue(f"{clean(said)[:80]!r} is not a log of a job")
     return said
 
 
 def clean_line(line: str) -> str:
-    """A line that a rank printed, for a terminal or a page: tabs stay, colours and what moves a cursor do not."""
+    """Clean a line that a rank printed for a terminal or a page: keep tabs, drop colours and cursor movements."""
     line = _TERMINAL.sub("", line.rstrip("\r").rpartition("\r")[2])
     return "".join(char if char.isprintable() or char == "\t" else "?" for char in line)
 
 
 def _metrics(said: object) -> dict[str, int | float | str] | None:
-    """Numbers by name, and short texts; what is more than a list shows is left out."""
+    """Read numbers and short texts by name; leave out more than a list shows."""
     if said is None:
         return None
     if not isinstance(said, dict):
@@ -267,5 +267,5 @@ def _time(said: object) -> float | None:
     if said is None:
         return None
     if isinstance(said, bool) or not isinstance(said, (int, float)) or not 0 <= said < _MOST_TIME:
-        raise Untrue(f"{clean(said)[:40]!r} is no time")
+        raise Untrue(f"{clean(said)[:40]!r} is not a time")
     return float(said)

@@ -1,4 +1,4 @@
-"""A job that was submitted, submitted again: the same spec, and the source as it is now."""
+"""A job submitted again: the same spec, with the source as it is now."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def start_again(
     on_progress: Callable[[str], object] | None,
     cancel: Stop | None,
 ) -> Started:
-    """Start ``spec`` as a new job in the place of ``before``, which ``stop`` ends once all is there that is needed.
+    """Start ``spec`` as a new job that replaces ``before``, which ``stop`` stops once secrets and source are ready.
 
-    ``cancel`` ends it from another thread.
-    Raises: SpecError where a secret that it names is not set here, DetrainError.
+    Another thread can end the call with ``cancel``.
+    Raises: SpecError when a secret that the spec names is not set here; DetrainError.
     """
     given = None if secrets is None else dict(secrets)
     gather_secrets(spec, given)  # before anything is stopped

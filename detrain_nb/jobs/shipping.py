@@ -1,6 +1,6 @@
-"""The source of a job, sent to a node: what is there already stays, and a repository is fetched there.
+"""Source of a job, sent to a node: only files that it lacks are sent, and a repository is fetched there.
 
-node/job/sources.py is the other end. What goes through a store (``s3://``, ``file://``) is put there once for all.
+node/job/sources.py is the other end. Through a store (``s3://``, ``file://``), files are uploaded once for all nodes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .source import GitSource, ShippedSource, SourceFile, read_token
 __all__ = ["ship"]
 
 _CHUNK_BYTES = 1 << 18
-_INDEX_BYTES = 8  # of a file, in a list
+_INDEX_BYTES = 8  # for each file, in the list of those that a node needs
 _REASON_CHARS = 300
 _DIGITS = frozenset("0123456789abcdef")
-_STORE_PREFIXES = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "HF_")  # of variables that let a program into a store
+_STORE_PREFIXES = ("AWS_", "FSSPEC_", "GOOGLE_", "AZURE_", "HF_")  # of variables with the credentials of a store
 
 
 def ship(
@@ -37,14 +37,16 @@ def ship(
     environment: Mapping[str, str] | None = None,
     on_progress: OnProgress | None = None,
 ) -> str:
-    """Have a source on the node that ``talk`` leads to; returns its id there, which "prepare" names.
+    """Put a source on the node of ``talk``; return its id there, for "prepare".
 
-    It is empty for a repository where ``source.unreached`` says of a node, by its name ``node``, that it does not reach
-    the host: what `fetch_here` makes of it is to be shipped instead.
-    ``storage``: the URL of a folder that this machine can write and the nodes can read. ``environment`` are secrets:
-    the token of a repository, and what lets a node into the store; a token may also stand in this process' own.
-    ``on_progress`` is told the files that are sent, the bytes, and the bytes in all; what the store has counts as sent.
-    It may run for several nodes at once. Raises: SpecError, DetrainError; FilesError with what the node says.
+    The id is empty for a repository whose host a node does not reach, as ``source.unreached`` says by the name
+    ``node``: then ship what `fetch_here` makes of it instead.
+
+    ``storage``: the URL of a folder that this machine can write and the nodes can read. ``environment``: secrets,
+    namely the token of a repository and the credentials of the store; a token may also be in the environment of this
+    process. ``on_progress`` gets the files sent, the bytes sent, and the total bytes; files that the store already has
+    count as sent. Several threads may call it for several nodes.
+    Raises: SpecError, DetrainError; FilesError with the reason that the node gives.
     """
     given = environment or {}
     if source.git is not None:
@@ -75,16 +77,16 @@ def _ship_files(
             _send(talk, file, progress)
     ready = talk.hear("ready").get("source")
     if ready != hashlib.sha256(text).hexdigest():
-        raise Untrue("it has another source than was sent")
+        raise Untrue("its source differs from what was sent")
     return str(ready)
 
 
 def _choose(files: tuple[SourceFile, ...], indices: object) -> list[SourceFile]:
-    """What the node wants, of what it was told of. Raises: Untrue."""
+    """Return the listed files that the node needs. Raises: Untrue."""
     if not isinstance(indices, list) or len(indices) > len(files):
-        raise Untrue("it does not say which files it wants")
+        raise Untrue("it sent no valid list of the files it needs")
     if any(as_size(index) >= len(files) for index in indices) or len(set(indices)) != len(indices):
-        raise Untrue("it wants a file that does not travel")
+        raise Untrue("it asked for a file that is not in the source, or asked twice")
     return [files[index] for index in indices]
 
 
@@ -96,12 +98,12 @@ def _send(talk: Talk, file: SourceFile, progress: Progress) -> None:
             left -= len(data)
             progress.advance(len(data))
     if left:
-        raise Untrue(f"{file.name} became shorter while it was sent: submit the job again")
+        raise Untrue(f"{file.name} shrank while it was being sent: submit the job again")
     progress.end_file()
 
 
 def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile], progress: Progress) -> None:
-    """Put there what is not there yet."""
+    """Upload the files that the store lacks."""
     folder = locate(storage)
     for file in wanted:
         _put(file, folder / file.sha256, progress)
@@ -109,7 +111,7 @@ def _put_into_store(talk: Talk, storage: str, wanted: list[SourceFile], progress
 
 
 def _put(file: SourceFile, there: Location, progress: Progress) -> None:
-    """What was opened goes there, by a copy: whatever stands at its path by then does not."""
+    """Upload a copy of the opened file, which was checked; the file at its path may have changed by now."""
     before = progress.size
     if not there.exists():
         with tempfile.TemporaryDirectory(prefix="detrain-nb-") as folder:
@@ -122,7 +124,7 @@ def _put(file: SourceFile, there: Location, progress: Progress) -> None:
 
 
 def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Mapping[str, str], node: str) -> str:
-    """Each node finds out by itself which commit a branch is at: none of them chooses what the others run."""
+    """Have a node fetch the repository; each resolves the branch itself, so none chooses what the others run."""
     token = read_token(git, environment)
     if source.unreached:
         return ""
@@ -131,7 +133,7 @@ def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Ma
     if said["type"] == "unreached":
         why = clean(said.get("text"))[:_REASON_CHARS]
         if git.how == "clone":
-            raise FilesError(f'{why}; source.git.how = "auto" has it fetched where you are, and sent')
+            raise FilesError(f'{why}; source.git.how = "auto" fetches it where you submit, and sends it')
         source.unreached = f"{node}: {why}"
         return ""
     commit = _as_digits(said.get("commit"), (40, 64))
@@ -145,14 +147,14 @@ def _ship_git(talk: Talk, source: ShippedSource, git: GitSource, environment: Ma
 
 def _tell_apart(commit: str, source: ShippedSource, git: GitSource) -> str:
     if not source.said_by:
-        return f"it has commit {commit[:12]}, and {source.commit[:12]} was asked for"
+        return f"it fetched commit {commit[:12]}, but {source.commit[:12]} was requested"
     return (
-        f"{git.ref or 'its own branch'} is commit {commit[:12]} here, and {source.commit[:12]} on {source.said_by}: "
-        "submit again if it has gone on meanwhile, or give the whole commit as source.git.ref"
+        f"{git.ref or 'the default branch'} is commit {commit[:12]} on this node, but {source.commit[:12]} "
+        f"on {source.said_by}: submit again if the branch has moved, or set source.git.ref to a full commit"
     )
 
 
 def _as_digits(said: object, lengths: tuple[int, ...]) -> str:
     if not isinstance(said, str) or len(said) not in lengths or not _DIGITS.issuperset(said):
-        raise Untrue("what it says of the source is none")
+        raise Untrue("it sent no valid commit or id of the source")
     return said

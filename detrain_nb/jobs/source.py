@@ -1,4 +1,4 @@
-"""What of a spec's source travels to the nodes of a job, and what its ranks run of it."""
+"""Source of a spec: the files that are sent to the nodes of a job, and the program that its ranks run."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ _MOST_FILES = 50_000
 _MOST_NAMED = 3
 _CHUNK_BYTES = 1 << 20
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
-_AGAIN = "was changed while it was sent: submit the job again"
+_AGAIN = "was changed while it was being sent: submit the job again"
 
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file that travels. ``open`` gives it to read, and raises SpecError where it is not what it was any more."""
+    """A file to send. ``open`` returns it for reading, and raises SpecError when it has changed since it was listed."""
 
     name: str
     size: int
@@ -65,7 +65,7 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class GitSource:
-    """A repository; ``token`` is the name of a variable of the environment here. ``how`` is that of a spec."""
+    """A repository; ``token`` is the name of an environment variable of this process. ``how`` is as in a spec."""
 
     url: str
     ref: str
@@ -77,11 +77,11 @@ class GitSource:
 
 @dataclass
 class ShippedSource:
-    """What travels: ``files``, or a repository. ``program`` is what runs, in the folder that has them.
+    """Source to send: ``files``, or a repository. ``program`` runs in the folder with it.
 
-    ``commit`` is its ref, where that is one; else the first node that fetches says it, by its name ``said_by``, and the
-    others have to find the same one. ``unreached`` is said by the first that does not reach the host: then none has to.
-    It is shared by the threads that send it, which hold ``lock`` for what only one of them is to do.
+    ``commit`` is the ref, if that is a commit; else the first node that fetches reports it, ``said_by`` is that node's
+    name, and all others must find the same commit. The first node that does not reach the host sets ``unreached``:
+    then no node has to. Threads that send the source share it, and hold ``lock`` for what only one of them may do.
     """
 
     program: tuple[str, ...]
@@ -99,7 +99,7 @@ class ShippedSource:
 
     @property
     def digest(self) -> str:
-        """The same where the same files travel; of a repository its commit. Empty where that is not known."""
+        """Digest that is equal for equal files; for a repository its commit. Empty if unknown."""
         if self.commit or not self.files:
             return self.commit
         listed = sorted((file.name, file.sha256, file.is_executable) for file in self.files)
@@ -107,15 +107,15 @@ class ShippedSource:
 
     def __str__(self) -> str:
         if self.git:
-            ref = self.commit or self.git.ref or "its own branch"
+            ref = self.commit or self.git.ref or "its default branch"
             return f"{self.git.url} at {ref}" + (f", folder {self.git.folder}" if self.git.folder else "")
         return f"{len(self.files)} file{'s' if len(self.files) != 1 else ''}, {format_size(self.size_bytes)}"
 
 
 def plan_source(spec: PipelineSpec) -> ShippedSource:
-    """Find what of ``spec.source`` travels. The host of a repository is not asked.
+    """Find what to send of ``spec.source``. The host of a repository is not asked.
 
-    Raises: SpecError for what is missing, is too much, or holds keys; DetrainError for a store that does not answer.
+    Raises: SpecError for what is missing, too large, or holds keys; DetrainError for a store that does not answer.
     """
     source = spec.source
     if source.module is not None:
@@ -136,24 +136,24 @@ def plan_source(spec: PipelineSpec) -> ShippedSource:
 
 
 def fetch_bundle(source: ShippedSource, given: Mapping[str, str] | None = None) -> ShippedSource:
-    """Fetch a repository that is to be sent from here (bundle), as `fetch_here` does; any other source stays as it is.
+    """Fetch a repository that is sent from here (bundle), as `fetch_here` does; return any other source unchanged.
 
-    ``given`` may have its token, beside the environment of this process.
+    ``given`` may have its token, as may the environment of this process.
     """
     is_bundle = source.git is not None and source.git.how == "bundle"
     return fetch_here(source, {**os.environ, **(given or {})}) if is_bundle else source
 
 
 def describe_token(git: GitSource) -> str:
-    """Who gets the token of a repository; empty where it needs none."""
+    """Describe who gets the token of a repository; empty if it needs none."""
     if not git.token:
         return ""
     nodes = "" if git.how == "bundle" else "every node and to "
-    return f"the value that {git.token} has here goes to {nodes}{parse_git_url(git.url).host}"
+    return f"the value of {git.token} here is sent to {nodes}{parse_git_url(git.url).host}"
 
 
 def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
-    """The token of a repository; empty where it needs none. Raises: SpecError where the variable is not set."""
+    """Return the token of a repository; empty if it needs none. Raises: SpecError when its variable is not set."""
     if not git.token:
         return ""
     if not (token := environment.get(git.token)):
@@ -165,7 +165,7 @@ def read_token(git: GitSource, environment: Mapping[str, str]) -> str:
 
 
 def _one_script(name: str, data: bytes, spec: PipelineSpec) -> ShippedSource:
-    """With the file of its schedule, which it reads by the same relative path."""
+    """Return a script as source, with the file of its schedule, if any, which it reads by the same relative path."""
     files, schedule = [_of_bytes(_check(name), data)], spec.parallelism.schedule
     if schedule.endswith(".csv") and not schedule.startswith(("/", "~")):
         written = locate(Path(schedule)).read(limit_bytes=MOST_BYTES)
@@ -179,19 +179,18 @@ def _one_script(name: str, data: bytes, spec: PipelineSpec) -> ShippedSource:
 def _with_entry(source: Source, files: list[SourceFile], kept: list[str], skipped: list[str]) -> ShippedSource:
     entry = _check(source.entry or "")
     if entry not in {file.name for file in files}:
-        why = "it stays here, as it may hold keys" if entry in kept else f"it is not there, or left out by {OWN_FILE}"
-        why = "it is a link out of the folder, or no file" if entry in skipped else why
-        raise SpecError(f"source.entry {entry!r} does not travel with {source.path}: {why}")
+        why = "it may hold keys" if entry in kept else f"it does not exist, or {OWN_FILE} leaves it out"
+        why = "it is a link out of the folder, or not a file" if entry in skipped else why
+        raise SpecError(f"source.entry {entry!r} is not sent with {source.path}: {why}")
     notices = []
     if kept:
         notices.append(
-            f"these stay here, as they may hold keys: {_name_all(kept)}: "
-            f"a line !NAME in {OWN_FILE} sends one that does not"
+            f"not sent, as they may hold keys: {_name_all(kept)}: a line !NAME in {OWN_FILE} sends one that does not"
         )
     if skipped:
         notices.append(
-            f"these do not travel, as they are links out of the folder or no files: {_name_all(skipped)}: "
-            "copy there what the ranks need of them"
+            f"not sent, as they are links out of the folder or not files: {_name_all(skipped)}: "
+            "copy into the folder what the ranks need of them"
         )
     return ShippedSource((entry,), tuple(files), notices=tuple(notices))
 
@@ -229,7 +228,7 @@ def _of_folder(path: str) -> tuple[list[SourceFile], list[str], list[str]]:
 
 
 def _open_unchanged(path: str, name: str, size: int, sha256: str) -> IO[bytes]:
-    """What was listed, and nothing that others have put in its place: it is read before any of it is sent."""
+    """Open a file as it was listed, not a replacement: its digest is checked before any of it is sent."""
     try:
         file = open_regular(os.path.realpath(path))
     except OSError as exc:
@@ -248,7 +247,7 @@ def _open_unchanged(path: str, name: str, size: int, sha256: str) -> IO[bytes]:
 
 
 def _of_url(url: str) -> tuple[list[SourceFile], list[str], list[str]]:
-    """Each file is read here once: its digest is not known before."""
+    """Read each file at a URL once, to learn its digest, and keep it here."""
     blobs, files, kept = _blobs_here(), list[SourceFile](), list[str]()
     left = _LIMIT_BYTES
     with open_folder(url) as top, named_errors(top.name, "listed"):
@@ -265,7 +264,7 @@ def _of_url(url: str) -> tuple[list[SourceFile], list[str], list[str]]:
             left -= len(data)
             files.append(_in_blobs(blobs, name, io.BytesIO(data), is_executable=False))
     if not files and not kept:
-        raise SpecError(f"{top.name}: no such folder, or nothing is in it")
+        raise SpecError(f"{top.name}: no such folder, or it is empty")
     return files, kept, []
 
 
@@ -283,16 +282,16 @@ def _of_git(source: Source, git: Git) -> ShippedSource:
 
 
 def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> ShippedSource:
-    """Fetch a repository, and have it travel as files; which commit is asked of its host, whatever nodes have said.
+    """Fetch a repository here, to send it as files; its host names the commit, whatever nodes have reported.
 
-    Raises: SpecError where the token is not set or the entry is not in it, DetrainError.
+    Raises: SpecError when the token is not set, or the entry is not in the repository; DetrainError.
     """
     wanted, (entry,) = source.git, source.program
     assert wanted is not None
     access = GitAccess(read_token(wanted, environment), wanted.ssh_key)
     limits = GitLimits(
         laid_out_bytes=_LIMIT_BYTES, files=_MOST_FILES, memory_bytes=2 << 30
-    )  # those of a folder that is sent from here
+    )  # as for a folder that is sent from here
     try:
         cache = sources_folder()
         parts = fetch_parts(cache, wanted.url, wanted.ref, folder=wanted.folder, access=access, limits=limits)
@@ -306,25 +305,25 @@ def fetch_here(source: ShippedSource, environment: Mapping[str, str]) -> Shipped
         raise DetrainError(f"{HERE}: {exc}") from exc
     if entry not in {file.name for file in files}:
         raise SpecError(f"source.entry {entry!r} is not in {wanted.url} at commit {parts[0].commit[:12]}")
-    notices = [f"links that do not travel: {name_some(skipped)}"] if skipped else []
+    notices = [f"links that are not sent: {name_some(skipped)}"] if skipped else []
     if pointers:
         notices.append(tell_pointers(pointers))
     return ShippedSource((entry,), tuple(files), notices=tuple(notices), commit=parts[0].commit)
 
 
 def tell_pointers(names: Sequence[str]) -> str:
-    """What the ranks find in the place of files that git LFS has, and how they get those."""
+    """Describe what ranks find in place of files that git LFS has, and how to get those files."""
     named = ", ".join(map(clean, names[:_MOST_NAMED])) + (" and others" if len(names) > _MOST_NAMED else "")
     return (
-        f"git LFS has the contents of {named}: the ranks find a few lines that say where; to have them, clone the "
-        "repository with git-lfs here and give the folder as source.path, or fetch them by a line of source.setup"
+        f"git LFS has the contents of {named}: the ranks find only pointers to them; to get the contents, clone the "
+        "repository with git-lfs here and give the folder as source.path, or fetch them in a line of source.setup"
     )
 
 
 def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:
-    """All files below ``folder``; a link travels as the file that it leads to in there, as no other does.
+    """List all files below ``folder``; a link counts as the file it leads to, or is skipped if that is outside.
 
-    Raises: SpecError where it is too much so.
+    Raises: SpecError when they are too large, with the targets of links.
     """
     blobs, files, skipped = _blobs_here(), list[SourceFile](), list[str]()
     left = _LIMIT_BYTES
@@ -341,7 +340,7 @@ def _gather(folder: Path) -> tuple[list[SourceFile], list[str]]:
                 left -= os.fstat(file.fileno()).st_size
                 if left < 0:
                     limit = format_size(_LIMIT_BYTES)
-                    raise SpecError(f"the repository has more than {limit}, with what its links lead to: name a folder")
+                    raise SpecError(f"the repository has more than {limit}, including link targets: name a folder")
                 is_executable = bool(os.fstat(file.fileno()).st_mode & 0o100)
                 files.append(_in_blobs(blobs, _check(shown), file, is_executable=is_executable))
     return sorted(files, key=lambda file: file.name), [clean(name) for name in skipped]
@@ -375,7 +374,7 @@ def _blobs_here() -> Blobs:
 
 
 def _in_blobs(blobs: Blobs, name: str, file: IO[bytes], *, is_executable: bool) -> SourceFile:
-    """Keep a file by its digest here, until it is sent."""
+    """Keep a file here by its digest, until it is sent."""
     digest = hashlib.sha256()
     while data := file.read(_CHUNK_BYTES):
         digest.update(data)

@@ -682,7 +682,8 @@ def test_node_does_not_choose_what_the_others_run(ref: str, tmp_path: Path, home
     }
     lying, git_of = LyingNode(answers, "a"), {"url": str(work), "ref": first if ref == "the commit" else ref}
     spec = PipelineSpec.from_dict({"name": "chosen", "source": {"git": git_of, "entry": "train.py"}})
-    said = f"^a: it has commit {evil[:12]}, and {first[:12]} was" if ref == "the commit" else "main is commit .* here, "
+    told = f"^a: it fetched commit {evil[:12]}, but {first[:12]} was"
+    said = told if ref == "the commit" else "main is commit .* on this node, "
     with pytest.raises(DetrainError, match=said):
         submit(spec, nodes=[lying, LocalTransport(Node(host="localhost"))], record=Record(tmp_path / "jobs.sqlite"))
     assert "prepare" not in [order["type"] for order in lying.heard]

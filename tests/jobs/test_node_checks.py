@@ -144,7 +144,7 @@ def test_who_gets_a_token_is_said_before(how: str, home: Path, tmp_path: Path, m
         said: list[tuple[str, int]] = []
         assert check_nodes(spec, on_progress=lambda text: said.append((text, len(host.asked)))) == []
         to = "127.0.0.1" if how == "bundle" else "every node and to 127.0.0.1"
-        assert said == [(f"the value that A_TOKEN has here goes to {to}", 0)]
+        assert said == [(f"the value of A_TOKEN here is sent to {to}", 0)]
         assert any("t0ken" in who for _, who in host.asked)
 
 

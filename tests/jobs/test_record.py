@@ -48,9 +48,9 @@ def test_what_was_noted_down_is_there(record: Record) -> None:
     assert row.submitted_at <= row.updated_at <= time.time()
     record.update("run-1", exit_code=None)
     assert record.get("run-1").exit_code is None
-    with pytest.raises(JobError, match="job run-1 is there already"):
+    with pytest.raises(JobError, match="job run-1 already exists"):
         add(record, "run-1")
-    with pytest.raises(TypeError, match="'spec' is not kept of a job"):
+    with pytest.raises(TypeError, match="'spec' is not a field of a job"):
         record.update("run-1", spec="")  # type: ignore[call-arg]
 
 
@@ -79,7 +79,7 @@ def test_job_is_found_by_id_by_name_and_by_a_beginning(record: Record) -> None:
         with pytest.raises(JobError, match=r"was submitted from here: jobs\(\) shows those that were"):
             record.get(wrong)
     for wrong in ("", "a\x1b[2J", "\udc80"):
-        with pytest.raises(JobError, match="is no job: give its id"):
+        with pytest.raises(JobError, match="is not a job: give its id"):
             record.get(wrong)
 
 
@@ -180,7 +180,7 @@ def test_who_holds_it_too_long_is_told(file: Path, record: Record) -> None:
     add(record, "a")
     with closing(sqlite3.connect(file, isolation_level=None)) as other:
         other.execute("BEGIN EXCLUSIVE")
-        with pytest.raises(JobError, match=r"cannot be used: another process has held it for 0\.1 s"):
+        with pytest.raises(JobError, match=r"cannot be used: another process has locked it for 0\.1 s"):
             Record(file, busy_limit_s=0.1).update("a", state="ended")
         other.execute("ROLLBACK")
     assert record.get("a").state == "submitting"
@@ -216,7 +216,7 @@ def test_record_of_a_newer_release_is_refused_and_left_alone(file: Path, record:
         db.execute("PRAGMA user_version = 7")
     before = file.read_bytes()
     for use in (record.summaries, lambda: record.get("a"), lambda: record.remove("a"), lambda: add(record, "b")):
-        with pytest.raises(JobError, match="of a newer release: it has format 7, and this one reads up to 4: update"):
+        with pytest.raises(JobError, match="by a newer release: it has format 7, and this one reads up to 4: update"):
             use()
     assert file.read_bytes() == before
 
@@ -257,7 +257,7 @@ def test_jobs_of_an_older_release_keep_all_and_have_no_storage_and_no_known_file
 def test_damaged_record_is_told(file: Path, record: Record) -> None:
     add(record, "a")
     file.write_bytes(b"no database" * 1000)
-    with pytest.raises(JobError, match="file is not a database: move it away, and a new one is begun"):
+    with pytest.raises(JobError, match="file is not a database: move it away, and a new one is created"):
         record.summaries()
 
 
@@ -275,7 +275,7 @@ def test_record_that_another_program_has_changed_says_what_to_do(
     add(record, "a")
     with closing(sqlite3.connect(file)) as db:
         db.execute(change)
-    with pytest.raises(JobError, match=f"jobs.sqlite cannot be used: {said}: move it away, and a new one is begun"):
+    with pytest.raises(JobError, match=f"jobs.sqlite cannot be used: {said}: move it away, and a new one is created"):
         record.get("a")
 
 
@@ -326,7 +326,7 @@ def test_folder_in_which_others_can_put_another_is_refused(tmp_path: Path) -> No
 
 def test_place_where_no_folder_can_be_is_said(tmp_path: Path) -> None:
     (tmp_path / "state").touch()
-    with pytest.raises(JobError, match=r"state: .*: let it be a folder to write in, or set XDG_STATE_HOME"):
+    with pytest.raises(JobError, match=r"state: .*: make it a writable folder, or set XDG_STATE_HOME"):
         Record(tmp_path / "state" / "jobs.sqlite").summaries()
 
 

@@ -173,10 +173,10 @@ def test_folder_travels_without_what_stays_here(tmp_path: Path, node: Path) -> N
     (folder / "train.py").chmod(0o755)
     source = plan(path=str(folder), entry="train.py")
     (notice,) = source.notices
-    assert "these stay here, as they may hold keys: .env, id_rsa" in notice
+    assert "not sent, as they may hold keys: .env, id_rsa" in notice
     assert arrive(source, node) == {"train.py": b"1", "pkg/a b.py": b"2", ".gitignore": b"data/\n"}
     assert os.access(tmp_path / "source/train.py", os.X_OK) and not os.access(tmp_path / "source/pkg/a b.py", os.X_OK)
-    for entry, said in {"data/x.py": "left out by .detrainignore", "gone.py": "it is not there"}.items():
+    for entry, said in {"data/x.py": ".detrainignore leaves it out", "gone.py": "it does not exist"}.items():
         with pytest.raises(SpecError, match=said):
             plan(path=str(folder), entry=entry)
     with pytest.raises(SpecError, match="is a home directory or contains one"):
@@ -199,7 +199,7 @@ def test_links_out_of_the_folder_are_told_of(tmp_path: Path, node: Path) -> None
     os.mkfifo(folder / "pipe")
     source = plan(path=str(folder), entry="train.py")
     (notice,) = source.notices
-    assert "links out of the folder or no files: data, gone, lib/helper.py, pipe: copy there" in notice
+    assert "links out of the folder or not files: data, gone, lib/helper.py, pipe: copy into" in notice
     assert arrive(source, node) == {"train.py": b"1", ".gitignore": b"scratch\n"}
     with pytest.raises(SpecError, match="it is a link out of the folder"):
         plan(path=str(folder), entry="lib/helper.py")
@@ -231,7 +231,7 @@ def test_file_that_others_put_in_the_place_of_one_is_not_sent(tmp_path: Path, no
     source = plan(path=str(folder), entry="train.py")
     (folder / "other.py").unlink()
     (folder / "other.py").symlink_to(secret)
-    with source_talk(node) as talk, pytest.raises(SpecError, match=r"other\.py was changed while it was sent"):
+    with source_talk(node) as talk, pytest.raises(SpecError, match=r"other\.py was changed while it was being sent"):
         ship(talk, source)
     assert not any(path.read_bytes() == b"333" for path in (node / "blobs").rglob("*") if path.is_file())
 
@@ -388,12 +388,14 @@ def test_repository_is_cloned_there_or_sent_from_here(
         bundled = plan(git={**where, "how": "bundle"}, entry="train.py")
         commit(work, {"train.py": "print(3)"})
         host.publish(work, "x.git")
-        with pytest.raises(Untrue, match=f"main is commit .* here, and {first[:12]} on a: submit again if it has gone"):
+        with pytest.raises(
+            Untrue, match=f"main is commit .* on this node, but {first[:12]} on a: submit again if the branch"
+        ):
             arrive(cloned, node.with_name("second node"), node="b")  # one of them lies, or the branch has gone on
         pinned = plan(git={**where, "ref": first.upper()}, entry="train.py")
         assert pinned.commit == first and arrive(pinned, node.with_name("third node"), at="third") == there
         assert plan(git={**where, "how": "bundle", "folder": "sub"}, entry="main.py").files[0].size == 8
-    assert bundled.commit == first and bundled.notices == ("links that do not travel: leads_out",)
+    assert bundled.commit == first and bundled.notices == ("links that are not sent: leads_out",)
     del there["leads_out"]
     assert arrive(bundled, node, at="bundled") == there
     assert "t0ken" not in repr((cloned, bundled))
@@ -404,7 +406,7 @@ def test_files_that_git_lfs_has_the_contents_of_are_told_of(tmp_path: Path) -> N
     work = tmp_path / "work"
     commit(work, {".gitattributes": "*.bin filter=lfs\n", "train.py": "1", "weights.bin": pointer})
     (notice,) = plan(git={"url": str(work), "how": "bundle"}, entry="train.py").notices
-    assert notice.startswith("git LFS has the contents of weights.bin: the ranks find a few lines that say where")
+    assert notice.startswith("git LFS has the contents of weights.bin: the ranks find only pointers to them")
     commit(work, {f"{number}.bin": pointer for number in range(3)})
     (notice,) = plan(git={"url": str(work), "how": "bundle"}, entry="train.py").notices
     assert notice.startswith("git LFS has the contents of 0.bin, 1.bin, 2.bin and others: ")
@@ -424,7 +426,7 @@ def test_repository_is_sent_from_here_to_all_where_a_node_does_not_reach_its_hos
         with monkeypatch.context() as patch, source_talk(node) as talk:
             patch.setenv("PATH", str(tmp_path))  # without git
             assert ship(talk, source, node="b") == ""
-            with pytest.raises(FilesError, match=r'git is not installed; source\.git\.how = "auto" has it'):
+            with pytest.raises(FilesError, match=r'git is not installed; source\.git\.how = "auto" fetches it where'):
                 ship(talk, plan(git={"url": host.url("x.git"), "how": "clone"}, entry="train.py"))
         assert source.unreached == "b: git is not installed"
         asked = len(host.asked)
@@ -459,7 +461,7 @@ def test_dry_run_says_who_would_get_a_token_and_gives_it_to_nobody(
         told = str(submit(spec, dry_run=True))
         assert not host.asked
     to = "127.0.0.1" if how == "bundle" else "every node and to 127.0.0.1"
-    assert f"\nthe value that OPENAI_API_KEY has here goes to {to}" in told and KEY not in told
+    assert f"\nthe value of OPENAI_API_KEY here is sent to {to}" in told and KEY not in told
     assert f"{'this machine' if how == 'bundle' else 'every node'} fetches {host.url('x.git')}" in told
 
 
@@ -469,7 +471,7 @@ def test_links_of_a_repository_do_not_multiply_what_is_sent(tmp_path: Path, home
     for number in range(60):
         (work / f"link{number}").symlink_to("big")
     commit(work, {"train.py": "1", "big": b"\0" * 10_000_000})
-    with pytest.raises(SpecError, match="more than 500 MB, with what its links lead to"):
+    with pytest.raises(SpecError, match="more than 500 MB, including link targets"):
         plan(git={"url": str(work), "how": "bundle"}, entry="train.py")
 
 

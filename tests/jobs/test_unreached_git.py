@@ -76,7 +76,7 @@ def test_nothing_is_sent_where_nodes_have_to_clone_or_it_is_their_token_that_is_
         fields = {"name": "must-clone", "source": {"git": {**git, **changed}, "entry": "train.py"}}
         submit(PipelineSpec.from_dict(fields), nodes=nodes, secrets={"GIT_TOKEN": TOKEN})
 
-    with pytest.raises(DetrainError, match=r'^h0: git .* cannot be reached: .*; source\.git\.how = "auto" has it'):
+    with pytest.raises(DetrainError, match=r'^h0: git .* cannot be reached: .*; source\.git\.how = "auto" fetches'):
         try_it(how="clone")
     host.token = "another"
     with pytest.raises(DetrainError, match=r"^(h0|localhost): git [^\n]*") as caught:

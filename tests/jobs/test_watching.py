@@ -346,11 +346,11 @@ def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> Non
     ("name", "size", "times", "why"),
     [
         ("rank-0.log", 1 << 20, [], "more than was asked for"),
-        ("../passwd", 10, [], "is no log of a job"),
+        ("../passwd", 10, [], "is not a log of a job"),
         ("metrics/rank-0.jsonl", 1 << 30, [], "more than was asked for"),
         ("rank-0.log", 1, [[0, 1.0]] * 257, "a list of at most 256 was expected"),
-        ("rank-0.log", 1, [[0, 1e300]], "is no time"),
-        ("rank-0.log", 1, [[0, 4e10]], "is no time"),
+        ("rank-0.log", 1, [[0, 1e300]], "is not a time"),
+        ("rank-0.log", 1, [[0, 4e10]], "is not a time"),
     ],
 )
 def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, times: list[object], why: str) -> None:
@@ -519,7 +519,7 @@ def job_on(node: LyingNode) -> Job:
     [
         ([["../../.bashrc", 1, 1.0]], "leads out of the folder"),
         ([["a.pt", -1, 1.0]], "no number of bytes"),
-        ([["a.pt", 1, "now"]], "is no time"),
+        ([["a.pt", 1, "now"]], "is not a time"),
         ([["a.pt", 1, 1.0]] * 501, "a list of at most 500"),
     ],
 )
