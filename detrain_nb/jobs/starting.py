@@ -1,6 +1,6 @@
-"""From a spec to a job on all its nodes: everything is prepared everywhere before anything runs, or nothing is.
+"""From a spec to a job on all its nodes: all nodes are prepared before anything runs, or nothing runs.
 
-A notebook that dies in between leaves nothing: what a node has prepared goes with the talk that asked for it.
+A notebook that dies in between leaves nothing: a node drops what it has prepared when the talk that asked for it ends.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ Say = Callable[[str], object]
 
 @dataclass(frozen=True)
 class Started:
-    """A job that runs; ``transports`` lead to its nodes, and are connected.
+    """A running job; ``transports`` are connected to its nodes.
 
-    ``notices``: what the user should know of it.
+    ``notices``: what the user should know about it.
     """
 
     id: str
@@ -77,11 +77,11 @@ def start(
     file: bytes | None = b"",
     cancel: Stop | None = None,
 ) -> Started:
-    """Start a job of a spec that was read with `read_spec`, on its nodes or on ``nodes``, with its source.
+    """Start a job from a spec that `read_spec` returned, on its nodes or on ``nodes``, with its source.
 
-    ``before``: the id of the job that is restarted, whose checkpoints are taken over. ``file`` is noted in the record.
-    ``cancel`` ends it from another thread.
-    Raises: as `submit`. Nothing runs then.
+    ``before``: the id of the job that is restarted, whose checkpoints are taken over. ``file`` is written to the
+    record. Another thread can end the call with ``cancel``.
+    Raises: as `submit`; nothing runs then.
     """
     storage = _full_url(storage)
     given = secrets, storage, nodes, record, ask_passphrase, on_progress, before, file
@@ -89,7 +89,7 @@ def start(
 
 
 def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The values of all secrets that a spec names. Raises: SpecError with those that are not set."""
+    """Return the values of all secrets that a spec names. Raises: SpecError that lists those that are not set."""
     known = {**os.environ, **(given or {})}
     if missing := [name for name in spec.secrets if not known.get(name)]:
         kind, them = ("secret", "it") if len(missing) == 1 else ("secrets", "them")
@@ -100,7 +100,7 @@ def gather_secrets(spec: PipelineSpec, given: Mapping[str, str] | None = None) -
 def read_spec(
     spec: PipelineSpec | str | os.PathLike[str], name: str | None, nodes: Sequence[Node | Transport] | None
 ) -> PipelineSpec:
-    """Make a spec of what was given, with a ``name`` or ``nodes`` in place of its own, and check it.
+    """Load the given spec, with ``name`` or ``nodes`` in place of its own, and check it.
 
     Raises: SpecError.
     """
@@ -109,8 +109,12 @@ def read_spec(
     if isinstance(spec, (str, os.PathLike)):
         spec = PipelineSpec.load(os.fspath(spec))
     if not isinstance(spec, PipelineSpec):
-        made = "PipelineSpec.from_dict makes one" if isinstance(spec, dict) else "give one, its path, or its URL"
-        raise SpecError(f"a spec of type {type(spec).__name__}, not PipelineSpec: {made}")
+        made = (
+            "convert it with PipelineSpec.from_dict"
+            if isinstance(spec, dict)
+            else "give a PipelineSpec, its path, or its URL"
+        )
+        raise SpecError(f"spec of type {type(spec).__name__}, not PipelineSpec: {made}")
     overrides: dict[str, object] = {} if name is None else {"name": name}
     if nodes is not None:
         described = [node.node if isinstance(node, Transport) else node for node in nodes]
@@ -123,7 +127,7 @@ def read_spec(
 
 
 def _full_paths(spec: PipelineSpec) -> dict[str, object]:
-    """What stands here by a relative path: a restart may come from another folder."""
+    """Make a relative source path absolute: a restart may run in another folder."""
     kind = spec.source.kind
     path = getattr(spec.source, kind)
     if kind not in ("script", "notebook", "path") or "://" in path:
@@ -132,14 +136,14 @@ def _full_paths(spec: PipelineSpec) -> dict[str, object]:
 
 
 def _full_url(storage: str | None) -> str | None:
-    """A path is one of this machine, from the folder that we are in; nodes find the same there. Raises: SpecError."""
+    """Turn a path into a file URL, relative to the current folder; nodes use the same path. Raises: SpecError."""
     path = locate(storage).path if storage else ""
     return f"file://{path}" if storage and "://" not in storage else storage
 
 
 @dataclass
 class _Starting:
-    """One submission, from the first question to the last answer."""
+    """One submission, from its first check to the last answer of a node."""
 
     spec: PipelineSpec
     source: ShippedSource
@@ -159,7 +163,7 @@ class _Starting:
         secrets = gather_secrets(self.spec, self.given)
         nodes = list(self.spec.nodes if self.nodes is None else self.nodes)
         self._transports = transports_to(nodes or None, ask_passphrase=self.ask_passphrase)
-        self._refuse_running()  # first: who has the name's lock is at it, and that is not us yet
+        self._refuse_running()  # before taking the lock of the name, which marks a job as being submitted
         with submitting(self.spec.name):
             return self._run(_make_id(self.spec.name), secrets)
 
@@ -189,7 +193,7 @@ class _Starting:
                 self._prepare_and_launch(talks, orders, ready, secrets)
         except BaseException as exc:
             with contextlib.suppress(DetrainError):
-                if not self._may_run or self._undo(job):  # who submits it is told, and nobody later
+                if not self._may_run or self._undo(job):  # the caller gets the error; later there is nothing to see
                     self.record.remove(job)
                 else:
                     self.record.update(job, state=NOT_STARTED, ended_at=time.time(), exit_code=None)
@@ -197,7 +201,7 @@ class _Starting:
                 transport.leave()
             if isinstance(exc, KeyboardInterrupt) and not self._may_run:
                 raise KeyboardInterrupt("nothing was started") from None
-            if isinstance(exc, FilesError):  # of a talk, outside of what names its node
+            if isinstance(exc, FilesError):  # from a talk, outside the code that names its node
                 raise DetrainError(str(exc)) from exc
             raise
         self.record.update(job, state=RUNNING, started_at=time.time())
@@ -206,19 +210,19 @@ class _Starting:
     # ---- before any node is asked
 
     def _refuse_running(self) -> None:
-        """Raises: JobError where a job of this name runs, as far as is known here; each node looks for itself."""
+        """Raise JobError when a job of this name is running, as far as known here; each node checks for itself."""
         if running := running_job(self.spec.name, record=self.record, ask_passphrase=self.ask_passphrase):
-            advice = "{} ends it; or give this one another name"
-            raise JobError(f"job {running} runs already", advice=advice, typed=f"stop {running}")
+            advice = "{} stops it; or give this one another name"
+            raise JobError(f"job {running} is already running", advice=advice, typed=f"stop {running}")
 
     # ---- on the nodes
 
     def _check_together(self, facts: Sequence[NodeResources]) -> None:
-        """Raises: SpecError, LaunchError where the nodes do not go together."""
+        """Raise SpecError or LaunchError when the nodes do not fit together."""
         nodes = self._transports
         versions = {label(node): said.torch for node, said in zip(nodes, facts)}
         if missing := [name for name, version in versions.items() if not version]:
-            raise LaunchError(f"{', '.join(missing)}: torch is missing there: install it, or name another python")
+            raise LaunchError(f"{', '.join(missing)}: torch is not installed: install it there, or set another python")
         check_same_torch(versions)
         if len(nodes) == 1:
             return
@@ -229,14 +233,14 @@ class _Starting:
         settle_addresses(nodes)
 
     def _plan(self, facts: Sequence[NodeResources]) -> Plan:
-        """Raises: SpecError where the nodes have not what the spec wants."""
+        """Plan the ranks. Raises: SpecError when the nodes lack what the spec needs."""
         plan = self.spec.plan(gpus={node.name: said.gpus for node, said in zip(self._transports, facts)})
         for crowd in find_crowds(plan, self._transports, facts):
             self._note(crowd)
         return plan
 
     def _ship_to_all(self, talks: Sequence[Talk], secrets: Mapping[str, str]) -> list[str]:
-        """All nodes get the same files: where one does not reach the host of a repository, all get it from here.
+        """Send all nodes the same source; if one does not reach the host of a repository, all get it from here.
 
         Raises: DetrainError with a line for each node that failed, SpecError.
         """
@@ -252,30 +256,30 @@ class _Starting:
                 on_progress=tell,
             )
 
-        self._say("sending what has changed of the source")
+        self._say("sending the changed source files")
         ready = send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
         if not (why := self.source.unreached):
             return ready
-        self._say(f"{why}: fetching it here")
+        self._say(f"{why}: fetching the repository here")
         try:
             self.source = fetch_here(self.source, {**os.environ, **environment})
         except DetrainError as exc:
             raise DetrainError(f"{why}\n{exc}") from exc
-        self._note(f"{why}: commit {self.source.commit[:12]} was fetched here, and all nodes get it from here")
+        self._note(f"{why}: commit {self.source.commit[:12]} was fetched here and sent to all nodes")
         for notice in self.source.notices:
             self._note(notice)
         return send_to_all(self._transports, ship_to, CopyProgress("send", self._say))
 
     def _note_source(self, job: str) -> None:
-        """Note down what was sent; where it is not what the job before had, say so."""
+        """Record what is sent; note if it differs from the source of the job that is restarted."""
         digest = self.source.digest
         self.record.update(job, source=digest)
         before = self.record.get(self.before).source if self.before else ""
         if before and before != digest:
-            self._note(f"its source has changed since {self.before}: what is there now runs")
+            self._note(f"the source has changed since {self.before}: the job runs it as it is now")
 
     def _orders(self, job: str, plan: Plan) -> list[JobOrder]:
-        """What each node is to run; the port of the store is not known yet."""
+        """Return what each node is to run; the port of the store is not known yet."""
         is_alone, rendezvous = len(plan.nodes) == 1, self._rendezvous(plan)
         resolved = json.loads(self.spec.job_spec(plan).to_json())
         return [
@@ -321,7 +325,7 @@ class _Starting:
     def _prepare_and_launch(
         self, talks: Sequence[Talk], orders: Sequence[JobOrder], ready: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
-        """Raises: DetrainError with a line for each node that failed."""
+        """Prepare all nodes, then launch on all. Raises: DetrainError with a line for each node that failed."""
 
         def prepare(index: int) -> tuple[int, list[str]]:
             own = {**self._transports[index].env, **secrets}
@@ -330,7 +334,7 @@ class _Starting:
             said = talks[index].hear("prepared")
             return read_port(said.get("port")), read_pointers(said.get("pointers"))
 
-        self._say("preparing it on all nodes")
+        self._say("preparing all nodes")
         port, pointers = on_all(self._transports, prepare)[0]
         if pointers:
             self._note(tell_pointers(pointers))
@@ -341,14 +345,15 @@ class _Starting:
             talks[index].say("launch", store=[rendezvous.address, port], key=key)
             talks[index].hear("launched")
 
-        self._say("starting its ranks")
+        self._say("starting the ranks")
         self._may_run = True
         on_all(self._transports, launch)
 
     def _undo(self, job: str) -> bool:
-        """Stop it where it was launched, by talks of their own: an interrupt has shut those of the launch.
+        """Stop the job on all nodes, over new talks: an interrupt has closed those of the launch.
 
-        Is nothing of it left? A node that does not answer ends it when its ranks have waited for the others in vain.
+        Returns True when nothing of it is left. On a node that does not answer, the ranks exit when they have waited
+        for the others in vain.
         """
 
         def stop(index: int) -> None:
@@ -378,20 +383,20 @@ def _make_id(name: str) -> str:
 
 
 def _list_warnings(spec: PipelineSpec) -> Iterator[str]:
-    """What was found, and starts all the same; whether its ranks fit is left to what the nodes say they have."""
+    """Yield the warnings on a spec; whether its ranks fit is checked later against the resources of its nodes."""
     for each in spec.check():
         if each.field not in ("", "parallelism"):
             yield each.told
 
 
 def _list_secret(spec: PipelineSpec) -> tuple[str, ...]:
-    """The variables of this process that a spec names as secret: a job here does not inherit them."""
+    """List the variables of this process that a spec names as secret: a job on this machine does not inherit them."""
     token = [spec.source.git.token] if spec.source.git and spec.source.git.token else []
     return tuple(dict.fromkeys([*spec.secrets, *(name for node in spec.nodes for name in node.env), *token]))
 
 
 def _list_unset(nodes: Sequence[Transport]) -> Iterator[str]:
-    """What a node is to have of this process' environment, and is not there."""
+    """Yield a message for each node that should get variables of this process that are not set."""
     for node in nodes:
         if unset := [name for name in (node.node.env if node.node else ()) if name not in os.environ]:
-            yield f"{label(node)} is to have {', '.join(unset)}, which this process has not set"
+            yield f"{label(node)} should get {', '.join(unset)}, which this process has not set"

@@ -1,4 +1,4 @@
-"""The call that submits a spec: as a job, or to see what that would be."""
+"""The call that submits a spec as a job, or previews that."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def submit(
     ask_passphrase: AskPassphrase | None = None,
     notices: Sequence[str] = (),
 ) -> Job | Submission:
-    """Start a job on all nodes of ``spec``, or on ``nodes``, as ``"gpu1,gpu2"``; it goes on when this process ends.
+    """Start a job on all nodes of ``spec``, or on ``nodes``, as ``"gpu1,gpu2"``; it continues when this process ends.
 
-    ``spec`` may be the path of one, or its URL. ``file``: which one a spec that is given as such was read from; My
-    Pipelines shows the job there. ``dry_run`` only says what would run where, and which files would travel; no node
-    and no git host is asked. ``storage``: a location, as ``s3://bucket/folder``, by which the source travels.
-    ``secrets`` are by default those of this process' environment that the spec names. What the user should
-    know and does not keep it from starting is in the job's ``notices``, behind those that are given.
-    Raises: SpecError for what cannot be, JobError where a job of that name runs, DetrainError with a line for each node
-    that failed. Nothing runs then.
+    ``spec``: a spec, its path, or its URL. ``file``: the path that a spec object was read from; My Pipelines lists the
+    job there. ``dry_run``: only return what would run where, and which files would be sent; no node and no git host is
+    asked. ``storage``: a location, as ``s3://bucket/folder``, through which the source is sent. ``secrets``: by
+    default, the variables of this process that the spec names. The job's ``notices`` have the given ones, then
+    messages for the user that do not prevent the start.
+    Raises: SpecError for an invalid spec, JobError when a job of that name is running, DetrainError with a line for
+    each node that failed. Nothing runs then.
     """
     chosen = None if nodes is None else read_given(nodes)
     given = spec if file is None else file
     spec = read_spec(spec, name, chosen)
-    gather_secrets(spec, secrets)  # before anything is read, and for a dry run, too
+    gather_secrets(spec, secrets)  # before anything is read; for a dry run, too
     source = plan_source(spec)
     if not dry_run:
         source = fetch_bundle(source, secrets)
@@ -111,7 +111,7 @@ def submit(
 
 
 def _full_path(file: object) -> bytes:
-    """As the record has it; empty for a spec or a URL, which are no file here."""
+    """Return a path for the record; empty for a spec object or a URL, which are not files here."""
     if not isinstance(file, (str, os.PathLike)) or "://" in (path := os.fsdecode(file)):
         return b""
     return os.fsencode(os.path.realpath(os.path.expanduser(path)))

@@ -1,4 +1,4 @@
-"""Who submits a job of some name on this machine right now: a lock, which a process that is killed lets go."""
+"""Lock on the name of a job that is being submitted on this machine; a process that is killed releases it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PREFIX = ".submitting-"
 
 @contextlib.contextmanager
 def submitting(name: str) -> Iterator[None]:
-    """No other process of this user and machine submits a job of that name meanwhile. Raises: JobError."""
+    """Hold the lock on a name: no other process of this user here submits such a job meanwhile. Raises: JobError."""
     if os.name != "posix":
         yield
         return
@@ -33,17 +33,17 @@ def submitting(name: str) -> Iterator[None]:
 
 
 def is_being_submitted(name: str) -> bool | None:
-    """Whether a process is at it; None where that is not known, as of one on another machine."""
+    """Check that a process is submitting a job of that name; None if unknown, e.g. if it is on another machine."""
     if os.name != "posix":
         return None
     path = _lock_file(name)
     try:
         lock = take_lock(path)
-    except OSError:  # nobody on this machine ever has
+    except OSError:  # no process of this machine has ever locked the name
         return None
     if lock is None:
         return True
-    _remove(path, lock)  # of one that was killed
+    _remove(path, lock)  # left by a process that was killed
     return False
 
 
@@ -52,6 +52,6 @@ def _lock_file(name: str) -> Path:
 
 
 def _remove(path: Path, lock: int) -> None:
-    """While it is held: who takes a lock looks whether it is still in its place."""
+    """Remove the file while locked: a process that takes the lock checks that the file still exists."""
     path.unlink(missing_ok=True)
     os.close(lock)

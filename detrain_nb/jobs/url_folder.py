@@ -1,4 +1,4 @@
-"""A source that is a folder at a URL: its files, of the one server that is named, and of no more than there can be."""
+"""Source folder at a URL: its files, from the named server only, and from a limited number of folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["open_folder", "walk_files"]
 
 @contextlib.contextmanager
 def open_folder(url: str) -> Iterator[Location]:
-    """At https, no other server answers for the one that was named: it may be one that only this machine reaches.
+    """Yield the folder at a URL; at https, follow no redirect to another server: only this machine may reach that one.
 
     Raises: SpecError.
     """
@@ -22,17 +22,17 @@ def open_folder(url: str) -> Iterator[Location]:
     if not top.path.startswith(("http://", "https://")):
         yield top
         return
-    from fsspec.implementations.http import aiohttp  # what opens such a URL, where it is installed
+    from fsspec.implementations.http import aiohttp  # which opens such a URL, if it is installed
 
     refused: list[str] = []
 
     async def look(_session: object, _context: object, asked: aiohttp.TraceRequestRedirectParams) -> None:
         headers = asked.response.headers
-        to = headers.get("Location") or headers.get("URI") or ""  # as aiohttp has it
+        to = headers.get("Location") or headers.get("URI") or ""  # as aiohttp reads it
         origin = asked.url.join(type(asked.url)(to)).origin()
         if origin not in (asked.url.origin(), asked.url.origin().with_scheme("https").with_port(443)):
             refused.append(clean(str(origin))[:200])
-            raise PermissionError(refused[0])  # of which fsspec makes that nothing is there
+            raise PermissionError(refused[0])  # fsspec turns it into a missing file
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(look)
@@ -41,15 +41,15 @@ def open_folder(url: str) -> Iterator[Location]:
         yield Location(top.name, top.path, files)
     except DetrainError as exc:
         if refused:
-            raise SpecError(f"{top.name} leads to another server, {refused[0]}: give the URL there") from exc
+            raise SpecError(f"{top.name} redirects to another server, {refused[0]}: give the URL there") from exc
         raise
 
 
 def walk_files(top: Location, *, most_folders: int) -> Iterator[str]:
-    """The paths of all files below ``top``. Raises: SpecError where its folders come to no end."""
+    """Yield the paths of all files below ``top``. Raises: SpecError when folders are too many or too deep."""
     for number, (above, _, found) in enumerate(top.files.walk(top.path, detail=True)):
         if number >= most_folders or above.count("/") - top.path.count("/") > MOST_DEPTH:
             raise SpecError(
-                f"{top.name} has more than {most_folders} folders, or more than {MOST_DEPTH} in one another"
+                f"{top.name} has more than {most_folders} folders, or more than {MOST_DEPTH} levels of them"
             )
         yield from sorted(info["name"] for info in found.values())

@@ -1,4 +1,4 @@
-"""One node of a job that is watched: what it has said so far, of which the last of each log is kept."""
+"""One node of a watched job: what it has reported so far; the last part of each log is kept."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = ["Checkpoint", "LogPart", "WatchedNode", "hear_back", "read_metrics"]
 
 _KEPT_BYTES = 1 << 24  # of all logs of a node
 _LEAST_KEPT_BYTES = 1 << 15  # of each
-_MOST_FILES = 80  # in one answer, each once: what was logged takes many times its bytes in memory
-_MOST_LOGS = 256  # in all: a node sends those of its first ranks
+_MOST_FILES = 80  # in one answer, each once: metrics take many times their bytes in memory
+_MOST_LOGS = 256  # in total: a node sends those of its first ranks
 _MOST_LINES = 2000  # of a log, in one answer: empty ones take a hundred times their bytes in memory
 
-MetricsPiece = tuple[str, FollowedFile, bytes]  # what stands behind what was read of a file before
-Checkpoint = tuple[int, float]  # its step, and when it was whole: seconds of the epoch, by the node's clock
+MetricsPiece = tuple[str, FollowedFile, bytes]  # file name, its state, and the new bytes
+Checkpoint = tuple[int, float]  # its step, and when it was complete: seconds since the epoch, by the node's clock
 
 
 @dataclass(frozen=True)
 class LogPart:
-    """Lines that stand behind one another in a log. ``begin``: its bytes before them, 0 for the very first line.
+    """Consecutive lines of a log. ``begin``: the number of bytes before them in the log, 0 for its first line.
 
-    ``source`` is a rank or "setup"; ``node`` is empty where the job has one node. ``skipped`` bytes before them were
-    not looked at: they are in the log. ``times``: when each line was printed, in seconds of the epoch by the node's
-    clock, None where that is not known.
+    ``source`` is a rank or "setup"; ``node`` is empty if the job has only one node. ``skipped`` bytes before them were
+    not read, but are in the log. ``times``: when each line was printed, in seconds since the epoch by the node's
+    clock, None if unknown.
     """
 
     node: str
@@ -57,7 +57,7 @@ class LogPart:
 class _Log:
     file: FollowedFile
     parts: deque[LogPart] = field(default_factory=deque)
-    size: int = 0  # of the lines in the parts
+    size: int = 0  # of the lines in all parts
 
     def keep(self, part: LogPart, most_bytes: int) -> None:
         self.parts.append(part)
@@ -71,12 +71,12 @@ def _size_of(part: LogPart) -> int:
 
 
 def _note_name(name: str, names: set[str]) -> None:
-    """Another file of one answer. Raises: Untrue."""
+    """Count another file of one answer. Raises: Untrue."""
     if name in names:
-        raise Untrue(f"{name} came twice at once")
+        raise Untrue(f"{name} appears twice in one answer")
     names.add(name)
     if len(names) > _MOST_FILES or sum(map(_is_metrics, names)) > LOOK_METRICS_FILES:
-        raise Untrue(f"more than {_MOST_FILES} files, or {LOOK_METRICS_FILES} of metrics, came at once")
+        raise Untrue(f"more than {_MOST_FILES} files, or {LOOK_METRICS_FILES} of metrics, in one answer")
 
 
 def _is_metrics(name: str) -> bool:
@@ -84,13 +84,13 @@ def _is_metrics(name: str) -> bool:
 
 
 class WatchedNode:
-    """What a node says, heard in one thread, and read in another one under ``lock``."""
+    """Reports of a node, received in one thread, and read in another one under ``lock``."""
 
     def __init__(self, job: str, node_rank: int, *, name: str, num_ranks: int | None, lock: threading.Lock) -> None:
-        """``name``: as it stands before lines, empty where the job has one node."""
+        """Name the node: ``name`` is shown before its lines, empty if the job has only one node."""
         self.report: NodeReport | None = None
         self.checkpoints: tuple[Checkpoint, ...] = ()
-        self.heard_at: float | None = None  # seconds of the epoch
+        self.heard_at: float | None = None  # seconds since the epoch
         self.why_silent = ""
         self.is_done = False
         self._job, self._node_rank, self._name, self._num_ranks = job, node_rank, name, num_ranks
@@ -102,7 +102,7 @@ class WatchedNode:
         self._new_metrics: list[MetricsPiece] = []
 
     def look(self, talk: Talk) -> tuple[bool, bool]:
-        """Ask for what is new. Returns whether anything was, and whether there is more. Raises: FilesError."""
+        """Ask for news; return two flags: anything was new, and more is available. Raises: FilesError."""
         files = {**{name: log.file for name, log in self._logs.items()}, **self._metrics}
         offsets = {name: file.offset for name, file in files.items()}
         talk.say("look", id=self._job, node_rank=self._node_rank, offsets=offsets)
@@ -120,11 +120,11 @@ class WatchedNode:
         return has_news, piece.get("more") is True
 
     def _take(self, talk: Talk, said: dict[str, Any]) -> bool:
-        """Take what stands in a file behind what has come."""
+        """Take a piece of a file after those that arrived before."""
         name, offset, size = check_log_name(said.get("name")), as_size(said.get("offset")), as_size(said.get("size"))
         is_metrics = _is_metrics(name)
         if size > (LOOK_METRICS_BYTES if is_metrics else LOOK_LOG_BYTES):
-            raise Untrue(f"a piece of {size:,} bytes came: that is more than was asked for")
+            raise Untrue(f"it sent a piece of {size:,} bytes, more than was requested")
         data = b"".join(talk.read(size))
         if not self._is_of_job(name):
             return False
@@ -133,7 +133,7 @@ class WatchedNode:
         return self._take_log(name, offset, data, read_times(said.get("times")))
 
     def _is_of_job(self, name: str) -> bool:
-        """Setup, or a rank that the job has; of very many the first ones."""
+        """Check that a file is of setup or of a rank of the job; of very many files, only the first count."""
         known = self._metrics if _is_metrics(name) else self._logs
         if name not in known and len(known) >= _MOST_LOGS:
             return False
@@ -143,7 +143,7 @@ class WatchedNode:
         )
 
     def _take_metrics(self, name: str, offset: int, data: bytes) -> bool:
-        """As it came: what was logged in megabytes takes many times as much in memory, and is read line by line."""
+        """Keep metrics as raw bytes: parsed, they take many times the memory, so they are read line by line later."""
         file = self._metrics.setdefault(name, FollowedFile.of(name))
         if piece := file.take_piece(offset, data):
             with self._lock:
@@ -157,7 +157,7 @@ class WatchedNode:
         skipped = offset if log is None else offset - log.file.offset
         if log is None:
             log = self._logs[name] = _Log(FollowedFile(offset))
-        elif skipped > 0:  # what comes begins with a whole line
+        elif skipped > 0:  # the piece begins with a whole line
             log.file = FollowedFile(offset)
         begin = log.file.offset - len(log.file.rest)
         new_from = max(offset, log.file.offset)
@@ -175,7 +175,7 @@ class WatchedNode:
             self._new_parts.append(part)
 
     def finish(self) -> None:
-        """Nothing more comes: what has no line's end is a line too."""
+        """End all logs: an unfinished last line counts as a line."""
         for name, log in self._logs.items():
             begin = log.file.offset - len(log.file.rest)
             if lines := tuple(log.file.end()):
@@ -184,11 +184,11 @@ class WatchedNode:
             self._begun.clear()
         self.is_done = True
 
-    # ---- for the thread that tells others; the lock is held
+    # ---- for the thread that calls listeners; the lock is held
 
     @property
     def is_ahead(self) -> bool:
-        """What it has said last was not taken yet."""
+        """There is news that was not taken yet."""
         return bool(self._new_parts or self._new_metrics)
 
     def take_new(self) -> tuple[list[LogPart], list[MetricsPiece]]:
@@ -197,16 +197,16 @@ class WatchedNode:
         return found
 
     def begun_lines(self) -> dict[tuple[str, str], str]:
-        """By node and source: the line of each log that has not ended."""
+        """Return the unfinished line of each log, by node and source."""
         return {(self._name, source): line for source, line in self._begun.items() if line}
 
     def kept_parts(self) -> list[LogPart]:
-        """The last of each log."""
+        """Return the last part of each log."""
         return [part for log in self._logs.values() for part in log.parts]
 
 
 def read_metrics(pieces: Iterable[MetricsPiece]) -> Iterator[dict[str, Any]]:
-    """What was logged, line by line."""
+    """Yield the logged metrics, line by line."""
     for name, file, piece in pieces:
         for line in file.to_lines(piece):
             values = read_metrics_line(line)
@@ -230,7 +230,7 @@ def _source_of(name: str) -> str:
 def _times_of(
     lines: Sequence[str], data: bytes, begin: int, marks: Sequence[tuple[int, float]]
 ) -> tuple[float | None, ...]:
-    """When each of ``lines`` was printed, which end in ``data``; ``begin`` is where that stands in the log."""
+    """Return when each of ``lines``, which end in ``data``, was printed; ``begin`` is the offset of ``data``."""
     offsets, times, end = [offset for offset, _ in marks], list[float | None](), -1
     while (end := data.find(b"\n", end + 1)) >= 0:
         place = bisect_right(offsets, begin + end)
@@ -239,15 +239,15 @@ def _times_of(
 
 
 def hear_back(talk: Talk, job: str, node_rank: int, before: LogPart) -> LogPart:
-    """The lines that stand before those of ``before`` in its log. Raises: FilesError."""
+    """Ask a node for the lines before those of ``before`` in its log. Raises: FilesError."""
     name = f"{before.source}.log" if before.source == "setup" else f"rank-{int(before.source)}.log"
     talk.say("look back", id=job, node_rank=node_rank, name=name, end=before.begin)
     said = talk.hear("data")
     at, size = as_size(said.get("offset")), as_size(said.get("size"))
     if size > LOOK_BACK_BYTES or at + size > before.begin:
-        raise Untrue(f"{size:,} bytes from {at:,} on came: that is not what was asked for")
+        raise Untrue(f"it sent {size:,} bytes from offset {at:,}, not what was requested")
     data = b"".join(talk.read(size))
-    whole = data.find(b"\n") + 1 if at else 0  # it begins in the middle of a line
+    whole = data.find(b"\n") + 1 if at else 0  # else it begins in the middle of a line
     if whole == len(data):
         whole = 0  # all of it is one long line
     file = FollowedFile(at + whole)

@@ -1,7 +1,7 @@
-"""A job that is watched: who listens is told when something has changed. Its nodes are asked once a second, or less.
+"""Watch on a job: listeners are called when something has changed. Each node is asked at most once a second.
 
-Threads are there only while somebody listens and the job is not over: one that tells, and one for each node, which may
-take long to say that it is not there.
+Threads run only while there are listeners and the job is not over: one calls the listeners, and one per node asks that
+node, which may take long to time out.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .watched_node import Checkpoint, LogPart, MetricsPiece, WatchedNode, read_m
 
 __all__ = ["JobNews", "OnNews", "Unreached", "Watch"]
 
-_SHORTEST_GAP_S, _LONGEST_GAP_S = 1.0, 5.0  # between two looks at a node: longer while nothing changes
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # until a node is tried again that did not answer
+_SHORTEST_GAP_S, _LONGEST_GAP_S = 1.0, 5.0  # between two questions to a node: longer while nothing changes
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0  # until a node that did not answer is tried again
 _PATIENCE = Patience(silence_s=15.0, answer_s=60.0)
 _TELL_GAP_S = 0.3
-_NEWS_LIMIT_S = 60.0  # without news for so long, somebody looks whether the watch goes on at all
-_FIRST_WORD_S = 2.0  # how long the first news wait for all nodes
+_NEWS_LIMIT_S = 60.0  # after so long without news, check that the watch still runs
+_FIRST_WORD_S = 2.0  # how long the first news waits for all nodes
 
 
 @dataclass(frozen=True)
 class Unreached:
-    """A node that does not answer: since when, in seconds of the epoch, and why."""
+    """A node that does not answer: since when, in seconds since the epoch, and why."""
 
     since: float
     why: str
@@ -45,11 +45,11 @@ class Unreached:
 
 @dataclass(frozen=True)
 class JobNews:
-    """A job as it is now. ``parts``: what has come of its logs since the last news; in the first ones the last of each.
+    """A job as it is now. ``parts``: new parts of its logs since the last news; at first, the last part of each log.
 
-    ``curves`` are all of what was logged, and grow while the job runs: read them in the call that gives them.
-    ``unreached`` nodes are in ``status`` as they were when they answered last. ``begun`` has by node and source the
-    line of a log that has not ended, as a bar that moves. ``is_last``: all nodes have said all, and no more news come.
+    ``curves`` has all logged metrics and grows while the job runs: read it only in the call that passes it.
+    ``unreached`` nodes are in ``status`` as they were when they last answered. ``begun``: by node and source, the
+    unfinished line of a log, such as a moving bar. ``is_last``: all nodes have reported all, and no more news follows.
     """
 
     status: JobStatus
@@ -72,7 +72,7 @@ class _Listener:
 
 
 class Watch:
-    """All that watch one job by one `Job`. ``judge`` makes its state of what its nodes say, and notes that down."""
+    """Watch on one job for all listeners of a `Job`. ``judge`` derives its status from the reports, and records it."""
 
     def __init__(self, nodes: Sequence[Transport], job: str, *, num_ranks: int | None, judge: Judge) -> None:
         self._nodes, self._judge = nodes, judge
@@ -88,7 +88,7 @@ class Watch:
         self._look_now = [threading.Event() for _ in nodes]
 
     def add(self, on_news: OnNews) -> Callable[[], None] | None:
-        """Tell ``on_news`` from now on, until what is returned is called; None where this watch has ended."""
+        """Call ``on_news`` from now on, until the returned function is called; return None if this watch has ended."""
         listener = _Listener(on_news)
         with self._lock:
             if self._is_over.is_set():
@@ -101,7 +101,7 @@ class Watch:
         return lambda: self._remove(listener)
 
     def look_now(self) -> None:
-        """Ask the nodes without waiting for their turn: something was done to the job."""
+        """Ask the nodes at once: something was done to the job."""
         for event in self._look_now:
             event.set()
 
@@ -116,7 +116,7 @@ class Watch:
                 self._listeners.remove(listener)
             is_last = not self._listeners
             if is_last:
-                self._is_over.set()  # who comes from now on is told so, and begins another watch
+                self._is_over.set()  # `add` returns None from now on, and the caller begins another watch
         if is_last:
             self._end()
 
@@ -141,7 +141,7 @@ class Watch:
                 if self._is_over.is_set():
                     return
                 with self._lock:
-                    if isinstance(exc.__cause__, Refused):  # it has no such job
+                    if isinstance(exc.__cause__, Refused):  # the node has no such job
                         watched.report, watched.heard_at, watched.is_done = None, time.time(), True
                     else:
                         watched.why_silent = str(exc)
@@ -152,7 +152,7 @@ class Watch:
             self._wait(index, pause_s)
 
     def _look_to_the_end(self, index: int, talk: Talk) -> None:
-        """Raises: FilesError."""
+        """Ask a node until its part of the job is over. Raises: FilesError."""
         watched, gap_s = self._watched[index], _SHORTEST_GAP_S
         while not self._is_over.is_set():
             has_news, has_more = watched.look(talk)
@@ -164,7 +164,7 @@ class Watch:
                 self._has_news.set()
             gap_s = _SHORTEST_GAP_S if has_news or has_more else min(1.5 * gap_s, _LONGEST_GAP_S)
             self._wait(index, gap_s)
-            while watched.is_ahead and not self._is_over.is_set():  # who listens is slow: it would wait in memory
+            while watched.is_ahead and not self._is_over.is_set():  # a listener is slow: news would pile up in memory
                 self._wait(index, _TELL_GAP_S)
 
     def _wait(self, index: int, limit_s: float) -> None:
@@ -182,7 +182,7 @@ class Watch:
             with self._lock:
                 is_known = all(each.heard_at is not None or each.why_silent for each in self._watched)
                 is_over = all(each.is_done for each in self._watched)
-                if is_over:  # who comes from now on begins another watch
+                if is_over:  # a later listener begins another watch
                     self._is_over.set()
             if not is_known and (left_s := first_word_by - time.monotonic()) > 0:
                 self._has_news.wait(left_s)
@@ -217,12 +217,12 @@ class Watch:
             news = JobNews(status, unreached, self._curves, sorted(checkpoints.items()), parts, begun, is_last)
             try:
                 listener.on_news(news)
-            except Exception:  # noqa: BLE001  a fault of one listener is none of the others
+            except Exception:  # noqa: BLE001  an error of one listener must not affect the others
                 traceback.print_exc()
                 self._remove(listener)
 
     def _said_by(self, each: WatchedNode) -> NodeReport | DetrainError | None:
-        """As it was when it answered last; the lock is held."""
+        """Return the last report of a node, or why there is none; the lock is held."""
         if each.report is not None or each.is_done:
             return each.report
         return TransportError(each.why_silent or "it has not answered yet")

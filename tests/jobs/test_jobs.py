@@ -182,7 +182,7 @@ def test_nodes_are_named_as_on_a_command_line_and_other_things_told_of() -> None
     for nodes in (3, [3], ["localhost", 3], [None]):
         with pytest.raises(SpecError, match="give a nodes file, hosts as in"):
             submit(spec_of("pass"), nodes=nodes)  # type: ignore[call-overload]
-    for spec, said in ((3, "type int, not PipelineSpec: give"), ({}, "type dict, .* PipelineSpec.from_dict makes one")):
+    for spec, said in ((3, "type int, not PipelineSpec: give"), ({}, "type dict, .* use PipelineSpec.from_dict")):
         with pytest.raises(SpecError, match=said):
             submit(spec)  # type: ignore[call-overload]
 
@@ -214,7 +214,7 @@ def test_stopped_job_leaves_no_process(home: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         job.attach(note)
     assert job.status().state == "running"
-    with pytest.raises(JobError, match="runs already"):
+    with pytest.raises(JobError, match="is already running"):
         submit(spec_of("pass", name="sleeping"))
     with pytest.raises(JobError, match=r"is running: stop it first with find_job\(.*\)\.stop\(\)"):
         job.remove()
@@ -327,7 +327,7 @@ def test_restart_says_where_the_source_is_another_one_now(home: Path, tmp_path: 
     assert not again.notices
     script.write_text("print(2)")
     third = again.restart()
-    assert third.notices == (f"its source has changed since {again.id}: what is there now runs",)
+    assert third.notices == (f"the source has changed since {again.id}: the job runs it as it is now",)
     third.stop()
 
 

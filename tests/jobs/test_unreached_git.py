@@ -51,13 +51,13 @@ def test_hosts_that_do_not_reach_the_git_host_get_the_commit_from_here_and_at_a_
     job = submit(spec, nodes=nodes, secrets=secrets, on_progress=steps.append)
     (notice,) = job.notices
     assert f"h0: git {host.url('x.git')} cannot be reached: " in notice
-    assert notice.endswith(f"commit {first[:12]} was fetched here, and all nodes get it from here")
+    assert notice.endswith(f"commit {first[:12]} was fetched here and sent to all nodes")
     assert f"note: {notice}" in steps
     assert follow(job) == ["[h0:1] first False", "[localhost:0] first False"]
     second = commit(work, {"train.py": PROGRAM.replace("first", "second")})
     host.publish(work, "x.git")
     again = job.restart(secrets=secrets)
-    assert again.notices[0].endswith(f"commit {second[:12]} was fetched here, and all nodes get it from here")
+    assert again.notices[0].endswith(f"commit {second[:12]} was fetched here and sent to all nodes")
     assert follow(again) == ["[h0:1] second False", "[localhost:0] second False"]
     found = testbed.exec("h0", f"grep -rl {TOKEN} ~ /tmp /run /dev/shm", capture_output=True, text=True)
     assert found.stdout == ""

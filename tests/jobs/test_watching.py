@@ -345,9 +345,9 @@ def test_what_no_node_should_say_is_not_believed(said: dict[str, object]) -> Non
 @pytest.mark.parametrize(
     ("name", "size", "times", "why"),
     [
-        ("rank-0.log", 1 << 20, [], "more than was asked for"),
+        ("rank-0.log", 1 << 20, [], "more than was requested"),
         ("../passwd", 10, [], "is not a log of a job"),
-        ("metrics/rank-0.jsonl", 1 << 30, [], "more than was asked for"),
+        ("metrics/rank-0.jsonl", 1 << 30, [], "more than was requested"),
         ("rank-0.log", 1, [[0, 1.0]] * 257, "a list of at most 256 was expected"),
         ("rank-0.log", 1, [[0, 1e300]], "is not a time"),
         ("rank-0.log", 1, [[0, 4e10]], "is not a time"),
@@ -373,8 +373,8 @@ def test_piece_that_was_not_asked_for_is_not_taken(name: str, size: int, times: 
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        (["rank-0.log"] * 2, "rank-0.log came twice at once"),
-        (["metrics/rank-0.jsonl"] * 2, "metrics/rank-0.jsonl came twice at once"),
+        (["rank-0.log"] * 2, "rank-0.log appears twice in one answer"),
+        (["metrics/rank-0.jsonl"] * 2, "metrics/rank-0.jsonl appears twice in one answer"),
         ([f"metrics/rank-{rank}.jsonl" for rank in range(9)], "or 8 of metrics"),
         ([f"rank-{rank}.log" for rank in range(81)], "more than 80 files"),
     ],
@@ -544,5 +544,5 @@ def test_part_before_another_one_is_checked() -> None:
         talk.say("data", name=order["name"], offset=90, size=50)
         talk.send(b"x" * 50)
 
-    with pytest.raises(WireError, match="not what was asked for"):
+    with pytest.raises(WireError, match="not what was requested"):
         job_on(LyingNode({"look back": look_back}, name="gpu1")).log_before(LogPart("", "0", 100, ()))

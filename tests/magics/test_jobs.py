@@ -431,7 +431,7 @@ def test_stop_of_who_follows_leaves_the_job_which_is_stopped_by_name(kernel: Any
     )
     assert "begun" in followed.text()
     taken = kernel.run(f"%job submit {spec}")
-    goes_on = r"JobError: job (waits-\S+) runs already: %job stop \1 ends it; or give this one another name"
+    goes_on = r"JobError: job (waits-\S+) is already running: %job stop \1 stops it; or give this one another name"
     assert re.fullmatch(goes_on, taken.error), taken.error
     assert re.fullmatch(
         r"JobError: job (\S+) is running: stop it first with %job stop \1", kernel.run("%job rm waits").error

@@ -239,7 +239,7 @@ def test_pipeline_that_runs_already_is_told_with_its_job_which_can_be_stopped(pa
     page.asks("run", id=page.names()["train"])
     failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     page.wait_until_idle()
-    assert failed["error"] == f"job {job} runs already: stop it, or duplicate the pipeline and start that one"
+    assert failed["error"] == f"job {job} is already running: stop it, or duplicate the pipeline and start that one"
     page.asks("stop_job", id=failed["job"])
     page.wait_for_part("work", lambda work: work == {"what": f"stopping {job}", "is": "done"})
     page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "stopped")
