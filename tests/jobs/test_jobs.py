@@ -182,7 +182,10 @@ def test_nodes_are_named_as_on_a_command_line_and_other_things_told_of() -> None
     for nodes in (3, [3], ["localhost", 3], [None]):
         with pytest.raises(SpecError, match="give a nodes file, hosts as in"):
             submit(spec_of("pass"), nodes=nodes)  # type: ignore[call-overload]
-    for spec, said in ((3, "type int, not PipelineSpec: give"), ({}, "type dict, .* convert it with PipelineSpec.from_dict")):
+    for spec, said in (
+        (3, "type int, not PipelineSpec: give"),
+        ({}, "type dict, .* convert it with PipelineSpec.from_dict"),
+    ):
         with pytest.raises(SpecError, match=said):
             submit(spec)  # type: ignore[call-overload]
 
