@@ -166,16 +166,16 @@ def test_table_says_what_each_is_and_whether_ranks_agree(defined: Session) -> No
     assert " ".join(row.name for row in found.rows) == names
     told = {row.name: (row.type, row.value, row.dtype, row.bytes, row.words) for row in found.rows}
     assert told["same"] == ("Tensor", "[3, 4]", "float32", 48, "same on 2")
-    assert told["own"] == ("Tensor", "[3]", "float32", 12, "each its own")
+    assert told["own"] == ("Tensor", "[3]", "float32", 12, "differs on every rank")
     assert told["count"] == ("int", "3", "", None, "same on 2")
     assert told["words"][:2] == ("str, 5", "'hello'")
     assert told["losses"][:2] == ("list, 4", "[4.5, 3.25, 2.0, …]")
-    assert told["losses"][-1] == "each its own"
-    assert told["odd"] == ("Tensor", "[2, 2] … [2, 3]", "float32", 24, "each its own")
+    assert told["losses"][-1] == "differs on every rank"
+    assert told["odd"] == ("Tensor", "[2, 2] … [2, 3]", "float32", 24, "differs on every rank")
     assert told["lonely"][-1] == "only on 1"
     assert told["net"][:3] == ("Sequential", "16 parameters", "float32, int64"), "what a norm counts is none"
     assert [row[1:] for row in defined.preview("net").rows] == [("Linear", "16"), ("BatchNorm1d", "0")]
-    assert told["net"][-1] == "each its own", "each rank has seeds of its own"
+    assert told["net"][-1] == "differs on every rank", "each rank has seeds of its own"
     assert told["step"] == ("function", "(x, y)", "", None, "same on 2")
     assert (told["Model"][0], told["Model"][-1]) == ("class", "not compared")
     assert found.silent == {} and found.left_out == 0 and found.ranks == (0, 1)
@@ -210,7 +210,7 @@ def test_table_is_text_and_html_with_the_same_cells(defined: Session) -> None:
     title, head, own, same = repr(found).splitlines()
     assert title.startswith("2 names on 2 ranks · read at ")
     assert head.split() == ["name", "type", "shape", "or", "value", "dtype", "device", "bytes", "ranks"]
-    assert " ".join(own.split()) == "own Tensor [3] float32 cpu 12 B ≠ each its own"
+    assert " ".join(own.split()) == "own Tensor [3] float32 cpu 12 B ≠ differs on every rank"
     assert same.endswith("= same on 2")
     assert found._repr_html_().count("<tr>") == 3
     long = replace(found["own"], value="x" * 1000)
@@ -398,7 +398,7 @@ def test_huge_values_are_compared_in_a_sample_and_said_to_be(session: Session) -
         assert (seen.note, seen.rows[0]) == ("first 10 of at least 50,001 modules", ("0", "Linear", "4"))
         assert found["huge"].bytes == 1 << 30
         session.run_cell("huge += rank")
-        assert session.variables("huge")["huge"].words == "each its own"
+        assert session.variables("huge")["huge"].words == "differs on every rank"
         assert session.preview("huge", 1).sampled == 1 << 16
     finally:
         session.run_cell("del huge, long, text, wide, block")
@@ -472,7 +472,7 @@ def _row(digest: str = "aa", **other: Any) -> RankVariable:
         ([_row(is_sample=True)] * 4, ("same", "same on 4 (sampled)")),
         ([_row(), _row(), _row("bb"), _row()], ("differ", "differs on 2")),
         ([_row(), _row(), _row("bb"), _row("bb")], ("differ", "2 values on 4")),
-        ([_row(), _row("bb"), _row("cc"), _row("dd")], ("own", "each its own")),
+        ([_row(), _row("bb"), _row("cc"), _row("dd")], ("own", "differs on every rank")),
         ([_row(), _row(), _row(), _row(shape=(4,))], ("differ", "differs on 3")),
         ([_row(), _row(), _row(""), _row()], ("other", "not compared")),
         ([_row(""), _row(""), _row(""), _row("", type="int")], ("differ", "differs on 3")),

@@ -67,7 +67,7 @@ def test_state_is_the_table_as_plain_json(told: Told) -> None:
     table = told.view.state()["table"]
     assert [(row["name"], row["words"], row["ranks"]) for row in table["rows"]] == [
         ("count", "same on 2", [0, 1]),
-        ("grid", "each its own", [0, 1]),
+        ("grid", "differs on every rank", [0, 1]),
     ]
     assert (table["counts"], table["error"], table["as_of"]) == ({"same": 1, "own": 1}, "", "")
     assert table["notes"] == ["no variable fits 'later'"]

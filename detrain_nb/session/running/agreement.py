@@ -1,4 +1,4 @@
-"""Whether ranks have the same variable: a state of six, and its words."""
+"""Whether a variable is the same on all ranks: one of six states, and a description of it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .variable_facts import Layout, RankVariable
 
 __all__ = ["SIGNS", "Agreement", "agree", "spread"]
 
-# same: on all ranks. differ: most have one value, some have not. own: every rank has its own. shards: a DTensor lies as
-# it should. partly: not all ranks have it. other: it cannot be compared.
+# same: equal on all ranks. differ: several values. own: another value on every rank. shards: a DTensor with the same
+# layout on all ranks. partly: only some ranks have it. other: not compared.
 SIGNS = {"same": "=", "differ": "≠", "own": "≠", "shards": "▦", "partly": "•", "other": "?"}
 
 Agreement = tuple[str, str]
 
 
 def agree(on: Mapping[int, RankVariable], ranks: Sequence[int]) -> Agreement:
-    """The state and its words, of a variable as ranks have it; ``ranks`` are all that were heard."""
+    """Return the state of a variable and its description; ``on`` has it by rank, ``ranks`` are all that answered."""
     if len(on) < len(ranks) or len(ranks) == 1:
         return "partly", f"{'only ' if len(on) < len(ranks) else ''}on {_named(on)}"
     if all(each.layout for each in on.values()):
@@ -37,10 +37,10 @@ def agree(on: Mapping[int, RankVariable], ranks: Sequence[int]) -> Agreement:
 
 
 def _differ(values: Mapping[int, Hashable]) -> Agreement:
-    """They are not all equal; where most are, the others are named."""
+    """Describe values that are not all equal; when more than half are, name the other ranks."""
     counts = Counter(values.values())
     if len(counts) == len(values):
-        return "own", "each its own"
+        return "own", "differs on every rank"
     most_common, count = counts.most_common(1)[0]
     if 2 * count > len(values):
         return "differ", f"differs on {_named(rank for rank, value in values.items() if value != most_common)}"
@@ -59,7 +59,7 @@ def _agree_of_layouts(on: Mapping[int, RankVariable]) -> Agreement:
 
 
 def describe_layout(layout: Layout) -> str:
-    """How many parts a DTensor has, and how often."""
+    """Describe how many shards, copies and partial sums a DTensor has."""
     numbers = {
         kind: math.prod(size for size, is_of in zip(layout.mesh, layout.kinds) if is_of == kind)
         for kind in ("shard", "copy", "partial")
@@ -71,7 +71,7 @@ def describe_layout(layout: Layout) -> str:
 
 
 def _wrong_copies(on: Mapping[int, RankVariable], layouts: Mapping[int, Layout]) -> list[int]:
-    """Ranks that have the same part of a tensor as others, with other numbers than most of those."""
+    """Return the ranks whose copy of a shard differs from most copies of that shard."""
     copies: dict[Hashable, dict[int, str]] = {}
     for rank, layout in layouts.items():
         if layout.at is not None and on[rank].digest:
@@ -87,7 +87,7 @@ def _wrong_copies(on: Mapping[int, RankVariable], layouts: Mapping[int, Layout])
 
 
 def spread(texts: Iterable[str]) -> str:
-    """The first and the last of texts that differ."""
+    """Join the first and the last of the distinct ``texts``."""
     found = list(dict.fromkeys(texts))
     return found[0] if len(found) == 1 else f"{found[0]} … {found[-1]}"
 
