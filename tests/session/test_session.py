@@ -1102,7 +1102,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.push("name"), r"variables: give a dict .* not str"),
         (lambda s: s.push(["x"]), r"variables: give a dict .* not list"),
         (lambda s: s.push(None), r"variables: give a dict .* not NoneType"),
-        (lambda s: s.push({1: 2}), "variables: give a dict with names"),
+        (lambda s: s.push({1: 2}), "variables: give a dict {name: value} with str keys"),
         (lambda s: s.pull(5), "names 5: give a name"),
         (lambda s: s.pull([None]), "give a name"),
         (lambda s: s.broadcast(None), "names None: give a name"),
@@ -1131,7 +1131,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.log.text(1, 0, "foo"), "stream 'foo' is neither stdout nor stderr"),
         (lambda s: s.settings.check_collectives(1), "is_on 1: give True or False"),
         (lambda s: s.settings.check_collectives("on"), "is_on 'on': give True or False"),
-        (lambda s: s.ranks.inspect(5), "name 5: give text"),
+        (lambda s: s.ranks.inspect(5), "name 5: give a str"),
         (lambda s: s.attach("x", limits=5), r"limits 5: give Limits\(...\)"),
         (lambda s: s.start(ranks=1, limits={"idle_s": 1}), r"give Limits\(...\)"),
         (lambda s: Limits(idle_s="x"), "limit idle_s 'x': give a number from 0 to 4,294,967,296"),
@@ -1140,7 +1140,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: setattr(s.settings.limits, "idel_s", 1), "limit 'idel_s' is none: there are start_s, "),
         (lambda s: s.attach(None), "session name None"),
         (lambda s: s.attach(5), "session name 5"),
-        (lambda s: s.attach("x", holder=5), "holder 5: give text"),
+        (lambda s: s.attach("x", holder=5), "holder 5: give a str"),
     ],
 )
 def test_what_is_of_another_type_is_one_error_in_words(session: Session, call: Callable[[Any], Any], said: str) -> None:

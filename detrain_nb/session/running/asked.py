@@ -1,4 +1,4 @@
-"""What a session is asked for: of a type that does not fit is said in words, before anything is done."""
+"""Checks of arguments: a value of the wrong type raises SpecError before anything is done."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = [
     "names_of",
 ]
 
-LONGEST_S = 1e8  # three years; above some number a clock of the system or of torch runs over
+LONGEST_S = 1e8  # three years; much larger values overflow a clock of the system or of torch
 
 
 def names_of(names: str | Iterable[str], what: str = "names") -> list[str]:
-    """A name, or several, as a list, each once. Raises: SpecError."""
+    """Return one name or several as a list without duplicates. Raises: SpecError."""
     listed = [names] if isinstance(names, str) else list(names) if isinstance(names, Iterable) else [None]
     if not listed or not all(isinstance(name, str) and name for name in listed):
         raise SpecError(f"{what} {names!r}: give a name, or a list of names")
@@ -33,25 +33,25 @@ def names_of(names: str | Iterable[str], what: str = "names") -> list[str]:
 
 
 def check_text(what: str, value: Any) -> None:
-    """Raises: SpecError."""
+    """Check that ``value`` is a str. Raises: SpecError."""
     if not isinstance(value, str):
-        raise SpecError(f"{what} {value!r}: give text, a str")
+        raise SpecError(f"{what} {value!r}: give a str")
 
 
 def check_flag(what: str, value: Any) -> None:
-    """Raises: SpecError."""
+    """Check that ``value`` is a bool. Raises: SpecError."""
     if not isinstance(value, bool):
         raise SpecError(f"{what} {value!r}: give True or False")
 
 
 def check_number(what: str, value: Any) -> None:
-    """Raises: SpecError."""
-    if isinstance(value, bool) or not hasattr(value, "__float__"):  # numpy's have it too
+    """Check that ``value`` is a number. Raises: SpecError."""
+    if isinstance(value, bool) or not hasattr(value, "__float__"):  # numpy's numbers have it too
         raise SpecError(f"{what} {value!r}: give a number")
 
 
 def check_seconds(what: str, value: Any, *, is_more_than_0: bool = False) -> None:
-    """Raises: SpecError."""
+    """Check that ``value`` is a number of seconds in the allowed range. Raises: SpecError."""
     check_number(what, value)
     if not 0 <= value <= LONGEST_S or is_more_than_0 and not value:
         least = "more than 0" if is_more_than_0 else "0 or more"
@@ -59,7 +59,7 @@ def check_seconds(what: str, value: Any, *, is_more_than_0: bool = False) -> Non
 
 
 def check_whole(what: str, value: Any, *, least: int | None = None) -> int:
-    """It, also one of numpy, as an int. Raises: SpecError."""
+    """Return ``value``, which may be an integer of numpy, as an int. Raises: SpecError."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise SpecError(f"{what} {value!r}: give a whole number")
     if least is not None and value < least:
@@ -68,14 +68,14 @@ def check_whole(what: str, value: Any, *, least: int | None = None) -> int:
 
 
 def check_mapping(what: str, value: Any) -> None:
-    """Raises: SpecError."""
+    """Check that ``value`` is a mapping with str keys. Raises: SpecError."""
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         kind = type(value).__name__  # the values may be secrets, or gigabytes
-        raise SpecError(f"{what}: give a dict with names, {{name: value}}, not {kind}")
+        raise SpecError(f"{what}: give a dict {{name: value}} with str keys, not {kind}")
 
 
 def check_paths(paths: Any, what: str = "paths") -> list[str]:
-    """A path, or several, as a list. Raises: SpecError."""
+    """Return one path or several as a list of str. Raises: SpecError."""
     is_one = isinstance(paths, (str, os.PathLike))
     listed: list[Any] = [paths] if is_one else list(paths) if isinstance(paths, Iterable) else [None]
     if not all(isinstance(path, (str, os.PathLike)) for path in listed):
