@@ -187,7 +187,7 @@ def test_who_listens_hears_the_end_and_the_thread_ends_with_the_session(cold_sta
     assert_soon(lambda: len(views_threads()) == 1)
     session.stop()
     assert_soon(lambda: not views_threads())
-    assert told.at and boards[-1].over.startswith("it has ended: %distributed board ")
+    assert told.at and boards[-1].over.startswith("this session has ended: %distributed board ")
     assert watch.latest == boards[-1]
     assert not any("is gone" in board.over for board in boards)  # it is no loss that was asked for
     assert session.watch().latest is not None  # and no thread that nobody would end
@@ -279,7 +279,7 @@ def test_ranks_that_nobody_can_free_are_stuck(own: Session) -> None:
     assert [rank.state for rank in board.ranks] == ["waits", "awaited"]
     assert board.ranks[1].detail == "has ended the cell"
     (note,) = board.notes
-    assert note.ranks == (0,) and note.text.endswith("nobody is left who could come: a stop frees them")
+    assert note.ranks == (0,) and note.text.endswith("no other rank can join: interrupt the cell to free them")
     own.stop_cells()
     thread.join(30)
 
@@ -293,7 +293,7 @@ def test_a_killed_rank_is_shown_until_the_next_cell_begins(own: Session) -> None
     assert board.ranks[1].exit == "ended with signal 9 (SIGKILL)" and board.ranks[0].exit == ""
     (note,) = board.notes
     assert (note.kind, note.ranks) == ("died", (1,))
-    assert note.text == "rank 1 ended with signal 9 (SIGKILL); a fresh one is there, its variables are gone"
+    assert note.text == "rank 1 ended with signal 9 (SIGKILL); it was restarted and its variables are lost"
     assert told.at
     own.run_cell("pass")
     board_where(own, lambda board: not board.notes and not any(rank.exit for rank in board.ranks))
@@ -495,7 +495,7 @@ def test_the_others_do_not_wait_for_a_rank_that_does_not_answer(
         board_where(own, lambda board: [rank.line for rank in board.ranks] == [2, 2])
         worker.suspend()
         board = board_where(own, lambda board: board.ranks[1].state == "unknown")
-        assert (board.ranks[1].detail, board.ranks[0].line) == ("it does not answer", 2)
+        assert (board.ranks[1].detail, board.ranks[0].line) == ("not responding", 2)
         monkeypatch.setattr(looks, "_LATE_S", 1e9)
         for line in (3, 4):
             (tmp_path / str(line - 2)).touch()

@@ -1,6 +1,6 @@
-"""What a live view of a session shows, as plain data: the ranks, their nodes, the cell that runs, who waits for whom.
+"""What a live view of a session shows, as plain data: ranks, nodes, the running cell, which ranks wait for which.
 
-`board_maker.py` makes a `Board`. All of its words are safe to show: control characters are gone, lengths are bounded.
+`board_maker.py` makes a `Board`. All of its texts are safe to show: without control characters, of bounded length.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ RANK_STATES = ("running", "waits", "awaited", "idle", "starting", "died", "unkno
 
 @dataclass(frozen=True)
 class RankView:
-    """One rank. What is not known, or was not measured in the last seconds, is None or empty.
+    """One rank. A value that is unknown, or was not measured in the last seconds, is None or empty.
 
-    ``node`` is the ``name`` of its `NodeView`. ``state`` is one of ``RANK_STATES``; ``detail`` says more of it in
-    words, without the number of the rank.
-    ``line`` is the line of the cell that it is at, ``source`` what stands there; ``earlier_cell`` is the cell of that
-    line where it is in a function of an earlier one, else 0. ``collective`` is what it waits in ("all_reduce #6"),
-    ``waits_for`` the ranks that have not come there, ``waits_s`` for how long it has waited.
+    ``node`` is the ``name`` of its `NodeView`. ``state`` is one of ``RANK_STATES``; ``detail`` describes it, without
+    the number of the rank.
+    ``line`` is the line of the cell that the rank is executing, ``source`` its text. If that line is in a function
+    defined by an earlier cell, ``earlier_cell`` is the number of that cell, else 0. ``collective`` is what the rank
+    waits in ("all_reduce #6"), ``waits_for`` the ranks that have not reached it, ``waits_s`` the wait so far.
 
-    ``cpu_percent`` is of one processor, so two busy threads have 200; it and ``rss_bytes`` are those of the rank's own
-    process with all its threads, without the processes that it has started. The GPU is the one that the rank was given,
-    whoever uses it. ``steps_per_s`` comes from the steps that the rank gave to ``log_metrics``, or that its Trainer has
-    made, in the last seconds of the cell that it runs: None before there are some, 0 when no more come. ``exit`` says
-    how the process of the rank ended, until the next cell begins there.
+    ``cpu_percent`` is of one processor, so two busy threads have 200; it and ``rss_bytes`` count the rank's own process
+    with all its threads, not its child processes. GPU values are those of the device that the rank was given, including
+    what other processes use of it. ``steps_per_s`` is the rate of the steps that the rank passed to ``log_metrics``, or
+    that its Trainer made, in the last seconds of the running cell: None before the first ones, 0 when they stop.
+    ``exit`` says how the process of the rank ended, until the next cell begins there.
     """
 
     rank: int
@@ -54,11 +54,11 @@ class RankView:
 
 @dataclass(frozen=True)
 class NodeView:
-    """One node: ``name`` and ``where`` (how it is reached) as the user wrote them, empty for this machine.
+    """One node: ``name`` and ``where`` (its address) as the user wrote them, empty for this machine.
 
-    ``host`` is what errors call it: ``name``, or else ``this machine``. ``fault`` says why it cannot be reached now; it
+    ``host`` is its name in errors: ``name``, or else ``this machine``. ``fault`` says why the node is unreachable; it
     is empty while there is a connection. ``cpu_percent`` is of all processors together, 100 at most. ``is_sampled``:
-    its agent has measured something in the last seconds; one of an earlier release does not.
+    its agent has sent measurements in the last seconds; the agent of an earlier release never does.
     """
 
     name: str
@@ -74,7 +74,7 @@ class NodeView:
 
 @dataclass(frozen=True)
 class BoardNote:
-    """What needs a person: ``kind`` is waits, died, lost (a node) or stuck (nobody is left who could come)."""
+    """A problem for the user to look at: ``kind`` is waits, died, lost (a node) or stuck (a wait that cannot end)."""
 
     kind: str
     ranks: tuple[int, ...]
@@ -83,7 +83,7 @@ class BoardNote:
 
 @dataclass(frozen=True)
 class CellView:
-    """The cell that runs; of several the newest. ``began_at`` is of ``time.time()``, ``ranks`` those that still run it.
+    """The running cell; of several the newest. ``began_at`` is a ``time.time()``, ``ranks`` those that still run it.
 
     ``first_line`` is the first line of its code that is not blank.
     """
@@ -96,9 +96,9 @@ class CellView:
 
 @dataclass(frozen=True)
 class Board:
-    """A session at one moment: ``as_of`` of ``time.time()``, ``clock_s`` of ``time.monotonic()``.
+    """A session at one moment: ``as_of`` is a ``time.time()``, ``clock_s`` a ``time.monotonic()``.
 
-    ``name`` is that of the session. ``over`` says why it has ended; it is empty while it goes on.
+    ``name`` is the name of the session. ``over`` says why it has ended; it is empty while the session is running.
     """
 
     name: str

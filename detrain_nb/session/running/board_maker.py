@@ -1,4 +1,4 @@
-"""Makes a `Board` of what is known of a session: its state, the last look at its ranks, what its nodes measured."""
+"""Building a `Board` from the state of a session, the last look at its ranks, and the measurements of its nodes."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from .core import Core
 from .looks import Look
 from .status import describe_over, fault_of, where_is
 
-_SHOWN_WAIT_S = 1.0  # ranks wait for each other all the time, for less
+_SHOWN_WAIT_S = 1.0  # shorter waits are normal: ranks wait for each other all the time
 _LINE_CHARS = 200
 _TEXT_CHARS = 2000
-_NOBODY_COMES = "nobody is left who could come: a stop frees them"
-_ENDED = "it has ended: %distributed board shows the one that runs now"
+_NOBODY_COMES = "no other rank can join: interrupt the cell to free them"
+_ENDED = "this session has ended: %distributed board shows the running one"
 _BEGAN_EARLIER_S = 1.0
 
 
 def make_board(core: Core, look: Look) -> Board:
-    """``look`` is the last one at the ranks that run a cell."""
+    """Build the board of a session; ``look`` is the last one at the ranks that run a cell."""
     return _Making(core, look).board()
 
 
 class _Making:
-    """Of one board."""
+    """Everything that one board is built from."""
 
     def __init__(self, core: Core, look: Look) -> None:
         self._core = core
@@ -62,7 +62,7 @@ class _Making:
     # ---- the ranks
 
     def _verdict_of(self, rank: int) -> Verdict | None:
-        """What was seen of a rank in the cell that it runs now."""
+        """Return the verdict on a rank if it is about the cell that the rank runs now."""
         verdict, cell = self._look.verdicts.get(rank), self._busy.get(rank)
         return verdict if verdict and cell and verdict.evidence.cell == cell.number else None
 
@@ -105,7 +105,7 @@ class _Making:
         return self._state.measurements.of_rank(rank, node, cell=number, now=self._now)
 
     def _state_of(self, rank: int) -> tuple[str, str]:
-        """The word, and more of it in words."""
+        """Return the state of a rank, one of ``RANK_STATES``, and a description of it."""
         if end := self._lost.get(rank):
             is_starting = end.asked and not end.down
             return ("starting", "") if is_starting else ("died", _what_became_of(end))
@@ -116,8 +116,8 @@ class _Making:
         if fault := self._fault_of(self._state.node_of.get(rank, 0)):
             return "unknown", fault
         verdict, seen = self._verdict_of(rank), self._look.verdicts.get(rank)
-        if seen and seen.kind == "no answer" and rank in self._busy:  # which says nothing of a cell
-            return "unknown", "it does not answer"
+        if seen and seen.kind == "no answer" and rank in self._busy:  # such a verdict names no cell
+            return "unknown", "not responding"
         if wait := self._waiting.get(rank):
             whom = f" for {format_ranks(wait.missing)}" if wait.missing else ""
             return "waits", f"in {wait}{whom}, for {self._waited_s(rank):.0f} s"
@@ -127,7 +127,7 @@ class _Making:
         return ("running", str(verdict or "")) if is_running else ("idle", "")
 
     def _source(self, cell: int, line: int) -> str:
-        """The line of the cell, as it was written."""
+        """Return one line of the code of a cell; empty if that is unknown."""
         code, first_line = self._state.history.code_of(cell)
         lines = _lines_of(code)
         index = line - first_line
@@ -164,13 +164,13 @@ class _Making:
         return CellView(cell.number, self._began_at(cell), one_line(first_line, most_chars=_LINE_CHARS), ranks)
 
     def _began_at(self, cell: Cell) -> float:
-        """Of one that ran before this process attached to the session the ranks know that."""
+        """Return when a cell began; for one that began before this process attached, by what its ranks report."""
         of_cell = [verdict for rank in cell.running if (verdict := self._verdict_of(rank))]
         seconds = max((verdict.evidence.seconds for verdict in of_cell), default=0.0)
         seen = time.time() - (seconds + self._now - self._look.clock_s)
         return seen if of_cell and seen < cell.began_at - _BEGAN_EARLIER_S else cell.began_at
 
-    # ---- what needs a person
+    # ---- problems for the user to look at
 
     def _of_lost_nodes(self) -> list[BoardNote]:
         notes = []
@@ -190,10 +190,10 @@ class _Making:
         where = ranks_on_hosts([end.rank], self._core.link.hosts)
         if end.rank in self._lost:
             return f"{where} {_what_became_of(end)}"
-        return f"{where} {how_it_ended(end)}; a fresh one is there, its variables are gone"
+        return f"{where} {how_it_ended(end)}; it was restarted and its variables are lost"
 
     def _of_waits(self) -> list[BoardNote]:
-        """A note for the ranks that wait for the same ones in the same place, if they do for as long as a cell says."""
+        """Return a note for each group of ranks that have waited ``hang_s`` in the same place for the same ranks."""
         groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
         for rank, verdict in self._waiting.items():
             if self._look.waited_s[rank] >= max(_SHOWN_WAIT_S, self._core.settings.hang_s):
@@ -225,7 +225,7 @@ def _note(kind: str, ranks: Collection[int] | Mapping[int, object], text: str) -
 def _what_became_of(end: RankEnded) -> str:
     if is_gone(end):
         return how_it_ended(end)
-    return f"{how_it_ended(end)}; {what_to_do_about_down({end.rank: end}) if end.down else 'a fresh one is starting'}"
+    return f"{how_it_ended(end)}; {what_to_do_about_down({end.rank: end}) if end.down else 'it is restarting'}"
 
 
 def _exit_of(end: RankEnded) -> str:
