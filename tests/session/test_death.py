@@ -87,7 +87,7 @@ def test_death_is_told_and_healed(equipped: Session, name: str, victim: int) -> 
         own, others = re.findall(r"all_reduce #\d+ Float\[(\d)\]", said)
         assert "the last collective here: all_reduce #" in said
         assert (
-            f"Float[{others}] on rank {1 - lost}: ranks sent tensors of different sizes in one collective or message"
+            f"Float[{others}] on rank {1 - lost}: ranks used tensors of different sizes in one collective or message"
             in said
         )
         assert {own, others} == {"4", "8"}

@@ -1,4 +1,4 @@
-"""A cell from its start to its end: who is waited for, what ends it, and what is raised then."""
+"""A cell from its start to its end: which ranks it waits for, what ends it, and what it raises."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..state.cell import Cell
 from ..state.rank_deaths import advice, describe_ends
 from .core import Core
 
-_DID_NOT_FIT = "op.preamble.length"  # in the last words of a rank: gloo names what it has compared
-_CHECK = "%distributed config check=on names them before they are sent"
+_DID_NOT_FIT = "op.preamble.length"  # in the stderr of a rank: gloo names the lengths that it compared
+_CHECK = "%distributed config check=on reports the mismatch before anything is sent"
 
 
 class CellExecution:
-    """For one cell."""
+    """One run of one cell on its ranks."""
 
     def __init__(self, core: Core, cell: Cell, message: RunCell, timeout_s: float | None) -> None:
         self._cell = cell
         self._message = message
-        self._is_alone = message.is_replay and len(cell.ranks) < core.state.world_size  # nobody joins its collectives
+        self._is_alone = message.is_replay and len(cell.ranks) < core.state.world_size  # no rank joins its collectives
         self._link = core.link
         self._limits = core.link.limits
         self._state = core.state
@@ -31,7 +31,7 @@ class CellExecution:
         self._stop_gap_s = core.settings.stop_gap_s
         self._limit_s = timeout_s
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        # what is remembered from look to look
+        # kept from one look to the next
         self._hang = HangWatch(core.settings.hang_s, message_s=self._limits.message_s)
         self._stuck = StuckWatch()
         self._positions: dict[int, Position] = {}
@@ -40,8 +40,8 @@ class CellExecution:
     def run(self) -> str:
         """Send the cell to its ranks and wait until they have ended it.
 
-        Ranks that can only wait for one that has failed, or that does not run it, are stopped; returns what became of
-        them, in words, or nothing.
+        Ranks that can only be waiting for a rank that has failed, or that does not run the cell, are stopped; returns
+        a description of what happened to them, or nothing.
         Raises: CellTimeout, CellInterrupted, RankLost, NodeLost. After KeyboardInterrupt, ``stop_gap_s`` passes before
         the ranks are interrupted: a front end that restarts its kernel interrupts it first.
         """
@@ -62,7 +62,7 @@ class CellExecution:
                 if self._is_hopeless:
                     story = self._rescue.free(cell)
                     if not failures:
-                        raise CellTimeout(f"it waited for ranks that do not run it: {story}")
+                        raise CellTimeout(f"the cell waited for ranks that do not run it: {story}")
                     break
         except KeyboardInterrupt:
             self._rescue.make_way(cell, gap_s=self._stop_gap_s)
@@ -71,7 +71,7 @@ class CellExecution:
                 note = "\n".join([note, *self._told_of_fresh()])
                 raise CellInterrupted(cell.errors(), world_size=len(cell.ranks), note=note) from None
         if cell.is_done:
-            with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop: what ranks raised is told
+            with contextlib.suppress(KeyboardInterrupt):  # there is nothing left to stop: report what ranks raised
                 cell.wait_for_ending(self._limits.ending_s)
                 cell.wait_for_loss(self._limits.loss_s)
         if cell.lost:
@@ -88,7 +88,7 @@ class CellExecution:
         return max(0.0, min(self._limits.look_gap_s, left_s))
 
     def _who_is_waited_for(self, failures: str) -> str:
-        """Which ranks have not ended the cell and where they are, or who waits for whom; empty while all is well."""
+        """Describe where the ranks are that still run the cell, or which wait for which; empty while all is well."""
         cell, hang, now = self._cell, self._hang, time.monotonic()
         unreachable = self._link.describe_unreachable(now=now)
         wants_stack = bool(cell.outcomes) or hang.wants_stack(now=now)
@@ -102,47 +102,47 @@ class CellExecution:
         )
         hosts = self._link.hosts
         report = hang.report(running=cell.ranks, now=now, hosts=hosts) if wants_stack else ""
-        if not report and cell.outcomes and (running := cell.running):  # else the last has ended during the look
+        if not report and cell.outcomes and (running := cell.running):  # else the last rank ended it during the look
             report = f"waiting for {self._link.describe_places(running, self._positions)}"
         report = "; ".join(filter(None, [unreachable, report]))
         return f"{report}{failures}" if report else ""
 
     def _rank_lost(self) -> RankLost:
-        """What is known of the ranks that were lost, what became of the others, and what to do."""
+        """Build the error: how the lost ranks ended, what happened to the others, and what to do."""
         cell = self._cell
         fresh = self._told_of_fresh(is_told=True)
         lines = [describe_ends(cell.lost, hosts=self._state.hosts), *self._told_of_sizes(), *fresh]
         kept = [rank for rank in cell.ranks if rank not in cell.lost]
         if still := [rank for rank in kept if rank in cell.running]:
-            lines.append(f"{self._link.where(still)} still in the cell: the next cell waits for it")
+            lines.append(f"{self._link.where(still)} still in the cell: the next cell waits for it to end")
         elif kept:
             lines.append(f"{format_ranks(kept)} kept {'its' if len(kept) == 1 else 'their'} variables")
         if stale := self._state.groups.stale:
-            lines.append(f"make again what was made with the old process groups: {', '.join(stale)}")
+            lines.append(f"recreate what was made with the old process groups: {', '.join(stale)}")
         return RankLost("\n".join(lines), ranks=cell.lost)
 
     def _told_of_sizes(self) -> list[str]:
-        """What the others had begun, where gloo has ended a rank because what came did not fit."""
+        """Describe what the others had begun if gloo aborted a rank because a message had the wrong size."""
         lost = self._cell.lost
         if not any(_DID_NOT_FIT in end.stderr_tail for end in lost.values()):
             return []
         _, evidence = self._link.look([rank for rank in self._cell.ranks if rank not in lost], before={}, stack=False)
         others = describe_last(evidence)
         begun = f"the others had begun {others}: " if others else ""
-        what_to_do = "" if self._state.groups.is_checked else f", {_CHECK}"
-        return [f"{begun}ranks sent tensors of different sizes in one collective or message{what_to_do}"]
+        what_to_do = "" if self._state.groups.is_checked else f"; {_CHECK}"
+        return [f"{begun}ranks used tensors of different sizes in one collective or message{what_to_do}"]
 
     def _told_of_fresh(self, *, is_told: bool = False) -> list[str]:
-        """What to do about the ranks that were lost: the user is told it now."""
+        """Return advice about the ranks that were lost, and note that the user has been told."""
         lost = self._cell.lost
         self._state.note_told(lost)
         return advice(lost, world_size=self._state.world_size, is_told=is_told)
 
 
 def _failures(cell: Cell) -> str:
-    """What has failed while others still run: often the reason why they wait."""
+    """Describe the errors of ranks that have failed while others still run: often the reason for their wait."""
     failed: dict[str, list[int]] = {}
     for rank, error in cell.errors().items():
         if not error.interrupted:
-            failed.setdefault(next(iter(error.summary.splitlines()), "an error without a name"), []).append(rank)
+            failed.setdefault(next(iter(error.summary.splitlines()), "an unnamed error"), []).append(rank)
     return "".join(f"; {format_ranks(ranks)} failed with {summary}" for summary, ranks in failed.items())

@@ -1,4 +1,4 @@
-"""The cells of a session: each is begun when its ranks are idle and have a group, and run to its end."""
+"""The cells of a session: each begins when its ranks are idle and have a process group, and is run to its end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .results import CellResult, RankResult, TextOnly
 
 
 class Cells:
-    """Those of one session; what is known of its ranks is in ``core``."""
+    """The cells of one session; the state of its ranks is in ``core``."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -43,12 +43,12 @@ class Cells:
         is_replay: bool = False,
         values: bool = False,
     ) -> CellResult:
-        """Run a cell to its good end, with the first number from ``at_least`` on that is free when it begins.
+        """Run a cell until all its ranks have ended it; its number is the first free one from ``at_least`` on.
 
-        ``values`` brings those of the last expression here, where they can travel; no other cell of its ranks begins
-        before. Raises: what Session.run_cell does.
+        ``values`` brings the values of the last expression here, where they can travel; until then its ranks begin no
+        other cell. Raises: what Session.run_cell does.
         """
-        message = RunCell([], [], at_least, code, first_line, is_replay)  # which ranks, and number, is not known yet
+        message = RunCell([], [], at_least, code, first_line, is_replay)  # ranks and number are not known yet
         require_readable(message)
         cell, message = self._begin(message, ranks, observer, at_least=at_least, values=values)
         try:
@@ -61,7 +61,7 @@ class Cells:
         try:
             story = CellExecution(self._core, cell, message, timeout_s).run()
         finally:
-            if not cell.observers:  # else it has been told
+            if not cell.observers:  # else they have been told
                 self._core.tell(cell.describe_overwritten(), None)
         self._raise_for(cell, story)
         self._state.history.end_well(cell.number)
@@ -71,7 +71,7 @@ class Cells:
     def _begin(
         self, message: RunCell, ranks: Ranks, observer: CellObserver | None, *, at_least: int, values: bool
     ) -> tuple[Cell, RunCell]:
-        """Have the ranks idle and their group made; again where one is lost meanwhile, or another cell was first."""
+        """Wait for idle ranks and make their group; retry when a rank is lost meanwhile, or another cell is faster."""
         core, state = self._core, self._state
         deadline = time.monotonic() + self._link.limits.idle_s
         while True:
@@ -104,19 +104,21 @@ class Cells:
                     cell.values_brought.set()
                     raise
             if time.monotonic() >= deadline:
-                raise SessionError(f"{format_ranks(chosen)} are lost again and again: %distributed status")
+                raise SessionError(
+                    f"{format_ranks(chosen)} keep dying before the cell can start; see %distributed status"
+                )
 
     def _announce(self, cell: Cell, message: RunCell) -> None:
-        """Note that it is about to be sent, and tell who shows it."""
+        """Record that the cell is about to be sent, and tell its observers."""
         self._state.history.begin(message)
-        self._state.confirm_missed()  # whoever runs a cell has seen what was missed
-        losses = self._state.pop_losses()  # of ranks whose loss was no cell's error
+        self._state.confirm_missed()  # a user who runs a cell has seen what was missed
+        losses = self._state.pop_losses()  # of ranks whose loss no cell has raised
         self._core.tell(losses, cell.observers)
         cell.tell_losses(losses)
         cell.observers.begin(cell.number)
 
     def _raise_for(self, cell: Cell, story: str) -> None:
-        """``story``: what became of ranks that were freed."""
+        """Raise what the ranks raised; ``story`` describes what happened to ranks that were freed."""
         errors = cell.errors()
         if not errors:
             return
@@ -126,7 +128,7 @@ class Cells:
         silence = describe_silence(errors)
         have_hung_up = any(error.follows_another and not error.interrupted for error in errors.values())
         mismatch = self._mismatch(cell) if silence or have_hung_up else ""
-        if silence:  # gloo has closed its connections: that group is of no more use
+        if silence:  # gloo has closed its connections: the group is unusable
             stale = self._core.process_groups.end()
             silence = mismatch or silence
             note = f"{silence}\n{story or describe_new_groups(stale, is_wanted=self._state.groups.is_wanted)}"
@@ -137,13 +139,13 @@ class Cells:
         raise error from cell.observers.failure
 
     def _mismatch(self, cell: Cell) -> str:
-        """Which collectives were not the same on the ranks of ``cell``, in words."""
+        """Describe which collectives differed between the ranks of ``cell``."""
         _, evidence = self._link.look(cell.ranks, before={}, stack=False)
         return describe_mismatch(evidence, is_over=True)
 
     def _result(self, cell: Cell, *, values: bool) -> CellResult:
         bundles = cell.bundles()
-        latest = [rank for rank in bundles if self._last_of.get(rank) == cell.number]  # else another thread's is
+        latest = [rank for rank in bundles if self._last_of.get(rank) == cell.number]  # else ``_`` is another cell's
         found = self._pull_values(latest) if values else {}
         results, log = {}, self._state.logbook.log
         for rank, outcome in cell.outcomes.items():
@@ -157,6 +159,6 @@ class Cells:
     def _pull_values(self, ranks: Iterable[int]) -> dict[int, Any]:
         found: dict[int, Any] = {}
         for rank in ranks:
-            with contextlib.suppress(DetrainError):  # its text stands for what cannot travel
+            with contextlib.suppress(DetrainError):  # a value that cannot travel is replaced by its text
                 found[rank] = self._link.pull(["_"], self._core.choose_idle(rank))[rank]["_"]
         return found
