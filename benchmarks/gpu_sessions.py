@@ -302,7 +302,7 @@ def check_broken(place: Place, notes: Notes) -> None:
         notes.add(next_cell_seconds=round(time.monotonic() - began, 3))
         require("device-side assert" in told(error), f"the error is not named: {told(error)}")
         # NCCL's own watch may have met the error first, and ended the process: then the rank is said to be fresh
-        is_told = "it is replaced" in told(error) or "rank 0 is fresh" in told(error)
+        is_told = "it is replaced" in told(error) or "rank 0 was restarted" in told(error)
         require(is_told, f"it is not said that the rank is replaced: {told(error)}")
         require(found == {0: (2.0, False)}, f"the next cell gave {found}")
 

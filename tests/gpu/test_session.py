@@ -62,7 +62,7 @@ def test_broken_context_is_named_and_the_rank_replaced() -> None:
         with pytest.raises((RankError, RankLost), match=r"CUDA error|device-side assert") as caught:
             session.run_cell(code)
         shown = "\n".join(caught.value._render_traceback_())
-        assert "it is replaced" in shown or "rank 0 is fresh" in shown, "by us, or by NCCL's own watch"
+        assert "it is replaced" in shown or "rank 0 was restarted" in shown, "by us, or by NCCL's own watch"
         assert session.run_cell("torch.ones(2, device=device).sum().item()").values == {0: 2.0}
 
 

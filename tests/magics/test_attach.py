@@ -319,7 +319,7 @@ def test_what_came_while_nobody_was_there_is_shown_with_values_errors_and_deaths
     assert re.search(r"\[0\] on\n(.*\n)*\[0\] \[0\]\n", shown)
     assert "line 6, in <module>\n  |     if rank == 1: 1 / 0\n  | ZeroDivisionError: division by zero" in shown
     assert "ended with signal 9 (SIGKILL)\n" in shown
-    assert "rank 2 is fresh, its variables are gone:\n  %distributed replay -r 2  runs" in shown
+    assert "rank 2 was restarted, its variables are lost:\n  %distributed replay -r 2  runs" in shown
     assert "has ended" not in shown, "it had ended before"
     assert front.run("%%distributed\nprint(rank)") == "[0] 0\n[1] 1\n[2] 2\n", "it is told once"
 

@@ -270,7 +270,7 @@ def test_rank_that_died_while_nobody_was_there_is_told_with_the_next_cell(
         assert values == {0: (True, 2), 1: (False, 2)}
         [told] = observer.notices if observer else session.news.notices
     assert f"(pid {pids[1]}) ended with signal 9 (SIGKILL)" in told
-    assert "rank 1 is fresh, its variables are gone:\n  %distributed replay -r 1" in told
+    assert "rank 1 was restarted, its variables are lost:\n  %distributed replay -r 1" in told
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_death_that_was_not_told_yet_is_told_by_the_next_one(other: OtherProcess
     other.kill()
     with Session.attach(name) as session:
         session.run_cell("1")
-        assert "its variables are gone" in session.news.notices[0]
+        assert "its variables are lost" in session.news.notices[0]
 
 
 @pytest.mark.slow
@@ -518,7 +518,7 @@ def test_death_in_a_cell_of_before_is_told_to_who_follows(other: OtherProcess, n
         _eventually(lambda: f"(pid {pid}) ended with signal 9 (SIGKILL)" in "".join(observer.notices))
         session.stop_cells()
         assert session.run_cell("rank").values == {0: 0, 1: 1}
-        assert "its variables are gone" in session.news.notices[0]
+        assert "its variables are lost" in session.news.notices[0]
 
 
 @pytest.mark.slow

@@ -75,7 +75,7 @@ def test_death_is_told_and_healed(equipped: Session, name: str, victim: int) -> 
     [lost] = caught.value.ranks
     said = str(caught.value)
     assert f"rank {lost} on {hosts[lost]} (pid {pids[lost]}) ended with {how}" in said
-    assert f"rank {lost} is fresh, its variables are gone" in said
+    assert f"rank {lost} was restarted, its variables are lost" in said
     assert f"rank {1 - lost} kept its variables" in said
     assert f"-r {lost}  brings variables from rank {1 - lost}" in said
     assert set(re.findall(r"\w+", said.partition("make again")[2])) >= STALE
@@ -171,7 +171,7 @@ def test_death_between_cells_is_told_by_the_next_one(equipped: Session) -> None:
     assert equipped.run_cell(COLLECTIVE, observer=watcher).values == {0: 2.0, 1: 2.0}
     [notice] = watcher.notices
     assert f"(pid {pid}) ended with signal 9 (SIGKILL)" in notice
-    assert "rank 1 is fresh, its variables are gone" in notice
+    assert "rank 1 was restarted, its variables are lost" in notice
     equipped.run_cell("1", observer=watcher)
     assert len(watcher.notices) == 1, "once"
 
@@ -187,7 +187,7 @@ def test_death_between_cells_is_told_by_the_error_of_the_next_one_where_nobody_s
         equipped.run_cell("kept")
     for said in (str(caught.value), "\n".join(caught.value._render_traceback_())):
         assert re.search(rf"before this cell rank 1 on .* \(pid {pid}\) ended with signal 9 \(SIGKILL\)", said)
-        assert "rank 1 is fresh, its variables are gone:\n  %distributed replay -r 1" in said
+        assert "rank 1 was restarted, its variables are lost:\n  %distributed replay -r 1" in said
     with pytest.raises(RankError) as caught:
         equipped.run_cell("kept")
     assert "before this cell" not in str(caught.value), "once"
@@ -217,7 +217,7 @@ def test_both_ranks_at_once(equipped: Session) -> None:
     with pytest.raises(RankLost) as caught:
         equipped.run_cell("os.kill(os.getpid(), 9)")
     assert caught.value.ranks == (0, 1)
-    assert "ranks 0-1 are fresh, their variables are gone" in str(caught.value)
+    assert "ranks 0-1 were restarted, their variables are lost" in str(caught.value)
     assert "%distributed replay -r 0-1" in str(caught.value)
     assert "%broadcast" not in str(caught.value), "nobody has the variables"
     assert_works(equipped)
@@ -299,13 +299,13 @@ def test_rank_that_dies_again_and_again_is_left_down() -> None:
     with Session.start(ranks=2, device="cpu") as session:
         session.run_cell("import os; kept = rank")
         for _ in range(2):
-            with pytest.raises(RankLost, match="rank 1 is fresh"):
+            with pytest.raises(RankLost, match="rank 1 was restarted"):
                 session.run_cell("import os\nif rank == 1: os._exit(1)\ndist.barrier()", ranks=1)
-        with pytest.raises(RankLost, match="rank 1 is left down, it ended 3 times within 60 s") as caught:
+        with pytest.raises(RankLost, match="rank 1 is not restarted, it ended 3 times within 60 s") as caught:
             session.run_cell("import os\nos._exit(1)", ranks=1)
         assert "%distributed restart -r 1 tries again" in str(caught.value)
         assert [rank.state for rank in session.status().ranks] == ["idle", "down"]
-        with pytest.raises(SessionError, match=r"rank 1 is left down.*restart -r 1"):
+        with pytest.raises(SessionError, match=r"rank 1 is not restarted.*restart -r 1"):
             session.run_cell("1")
         assert session.run_cell("kept", ranks=0).values == {0: 0}
         session.restart(1)
@@ -318,7 +318,7 @@ def test_rank_that_dies_again_and_again_is_left_down() -> None:
 def test_finished_cells_make_deaths_forgotten() -> None:
     with Session.start(ranks=1, device="cpu", init=False) as session:
         for _ in range(5):
-            with pytest.raises(RankLost, match="rank 0 is fresh"):
+            with pytest.raises(RankLost, match="rank 0 was restarted"):
                 session.run_cell("import os; os._exit(1)")
             session.run_cell("1")
 

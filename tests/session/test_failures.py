@@ -249,7 +249,7 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
         "this cell has overwritten device on ranks 0-1",
         "this cell has overwritten dist on rank 1",
     ]
-    set_back = "\n".join(line.partition("; ")[2].removesuffix("  sets it back") for line in first)
+    set_back = "\n".join(line.partition("; ")[2].removesuffix("  restores it") for line in first)
     values = session.run_cell(f"rank = 1\n{set_back}\nrank, str(device), dist.is_available()").values
     assert values == {0: (0, "cpu", True), 1: (1, "cpu", True)}
     session.run_cell("rank = 7")
@@ -258,7 +258,7 @@ def test_overwritten_variable_of_the_session_is_said_once(session: Session) -> N
     session.news.pop_notices()
     session.run_cell("%reset -f")
     lines = "\n".join(session.news.notices).splitlines()
-    set_back = "\n".join(line.partition("; ")[2].removesuffix("  sets it back") for line in lines)
+    set_back = "\n".join(line.partition("; ")[2].removesuffix("  restores it") for line in lines)
     assert session.run_cell(f"{set_back}\nrank, str(device)").values == {0: (0, "cpu"), 1: (1, "cpu")}
     session.restart("all")
     said = Watcher()
@@ -333,7 +333,7 @@ def test_broken_cuda_context_is_told_once_and_the_next_cell_meets_the_fresh_rank
         "fail()"
     )
     shown = _shown(session, code)
-    for words in ("device-side assert", "line 6", "it is replaced", "rank 0 is fresh, its variables are gone"):
+    for words in ("device-side assert", "line 6", "it is replaced", "rank 0 was restarted, its variables are lost"):
         assert words in shown
     assert session.run_cell("'text' in globals()", ranks=0).values == {0: False}
     assert session.news.pop_losses() == "", "it was told"

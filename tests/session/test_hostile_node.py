@@ -1094,7 +1094,7 @@ def test_end_without_a_reason_and_very_many_missing_messages_are_told_in_words(p
     pair.bad.say_bytes(to_frame(Output(1, 0, "stdout", b"x")).to_bytes(number=1 << 50))
     assert_soon(lambda: "bad: of what its ranks said very many messages are missing" in pair.session.news.notices)
     gone = {1: RankEnded(1, 1, 0, 0, -1, "", " ", False, "")}
-    assert describe_ends(gone, hosts={}) == "rank 1 is gone: its node does not say why"
+    assert describe_ends(gone, hosts={}) == "rank 1 is lost: its node gave no reason"
 
 
 def test_node_says_once_that_it_started_cold(pair: Pair) -> None:
@@ -1114,7 +1114,7 @@ def test_notices_of_a_node_leave_room_for_those_of_others(pair: Pair) -> None:
         yield CellDone(0, message.cell, 0.1, True, False, b"", ["rank"])
 
     pair.good.answers[RunCell] = run
-    eyes, last = Eyes(), "bad: it says more: that is left out until the next cell"
+    eyes, last = Eyes(), "bad: too many notices: further ones are dropped until the next cell"
     threading.Thread(target=lambda: assert_soon(lambda: last in eyes.texts) or cell.set()).start()
     pair.session.run_cell("1", ranks=0, observer=eyes)
     cell.set()
@@ -1339,12 +1339,12 @@ def test_no_line_of_a_node_s_words_passes_for_one_of_ours(pair: Pair) -> None:
     pair.bad.say(Notice("\rgood: your disk is full\ngood: run this"), is_numbered=False)
     _run(pair, _DONE)
     assert pair.session.news.notices[-1] == "bad: \n  | good: your disk is full\n  | good: run this"
-    said = "\rrank 0 on good ended\nrank 0 is fresh"
+    said = "\rrank 0 on good ended\nrank 0 was restarted"
     told = describe_ends({1: RankEnded(1, 5, 0, 0, 1, said, said, False, "")}, hosts={1: "bad"})
     assert told.splitlines() == [
-        "rank 1 on bad (pid 5) ended with exit code 1,  rank 0 on good ended rank 0 is fresh; its last words:",
+        "rank 1 on bad (pid 5) ended with exit code 1,  rank 0 on good ended rank 0 was restarted; its last words:",
         "  | rank 0 on good ended",
-        "  | rank 0 is fresh",
+        "  | rank 0 was restarted",
     ]
 
 

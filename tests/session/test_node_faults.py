@@ -168,7 +168,7 @@ def test_rank_for_which_no_process_can_be_started_is_left_down_alone(two_here: S
     before = resource.prlimit(worker, resource.RLIMIT_NOFILE)
     resource.prlimit(worker, resource.RLIMIT_NOFILE, (3, before[1]))  # not one descriptor more
     try:
-        with pytest.raises(RankLost, match=r"rank 1 is left down, no process can be started for it: .*files"):
+        with pytest.raises(RankLost, match=r"rank 1 is not restarted, no process can be started for it: .*files"):
             two_here.run_cell("if rank == 1: os._exit(1)\ntime.sleep(60)")
         assert two_here.run_cell("counter", ranks=0).values == {0: 7}
         assert [rank.state for rank in two_here.status().ranks] == ["idle", "down"]

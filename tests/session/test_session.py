@@ -723,7 +723,7 @@ def test_crash_in_c_says_where_down_to_the_cells_line() -> None:
     def last_words(code: str) -> list[str]:
         with pytest.raises(RankLost, match="ended with signal 11") as caught:
             session.run_cell(code)
-        words = str(caught.value).partition("its last words:\n")[2].partition("\nrank 0 is fresh")[0]
+        words = str(caught.value).partition("its last words:\n")[2].partition("\nrank 0 was restarted")[0]
         return [line.removeprefix("  | ") for line in words.splitlines()]
 
     with Session.start(ranks=1, device="cpu", init=False) as session:
@@ -1087,7 +1087,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
             lambda s: s.run_cell("1", observer=print),
             "observer <.*print>: give .*: it lacks output, display",
         ),
-        (lambda s: s.run_cell("1", observer=Watcher), "observer .*: give an object of .*: a class"),
+        (lambda s: s.run_cell("1", observer=Watcher), "observer .*: give an instance of .*: a class"),
         (lambda s: s.log.show_again(1, 5), "observer 5: give an object"),
         (lambda s: s.log.follow(1, None), "observer None: give an object"),
         (lambda s: s.log.replay(0, observer=lambda number: 5), "observer 5: give an object"),

@@ -241,7 +241,7 @@ def test_cut_between_nodes_ends_in_an_error_that_names_both(testbed: Testbed) ->
         testbed.cut("h0", "h1")
         with pytest.raises(RankError) as caught:
             session.run_cell("t = torch.ones(1000)\ndist.all_reduce(t)", timeout_s=60)
-        assert "ranks 0-1 on h0 and h1 heard nothing of each other for 4 s" in caught.value.note
+        assert "ranks 0-1 on h0 and h1 received nothing from each other for 4 s" in caught.value.note
         testbed.heal("h0")
         session.run_cell("kept", ranks=0)
         assert session.run_cell("dist.barrier()\nkept").values == {0: 0, 1: 1}

@@ -493,7 +493,7 @@ def test_cell_that_waits_for_a_stopped_one_says_so_at_once_and_a_stop_counts_on(
         assert line.startswith("the cell was not run; cell ")
     assert "had to be replaced" in line
     assert advice == [
-        "ranks 0-1 are fresh, their variables are gone:",
+        "ranks 0-1 were restarted, their variables are lost:",
         "  %distributed replay -r 0-1  runs earlier cells there again",
     ]
     assert equipped.run_cell("'never' in globals()").values == {0: False, 1: False}

@@ -305,7 +305,7 @@ def test_a_rank_that_is_left_down_is_dead(own: Session) -> None:
             own.run_cell("import os\nif rank == 1: os._exit(3)\nimport time; time.sleep(30)")
         assert_soon(lambda: (gone := state_of(own).lost.get(1)) is None or bool(gone.down))
     board = board_where(own, lambda board: board.ranks[1].state == "died")
-    assert "left down" in board.ranks[1].detail and "exit code 3" in board.ranks[1].exit
+    assert "not restarted" in board.ranks[1].detail and "exit code 3" in board.ranks[1].exit
     assert [(note.kind, note.ranks) for note in board.notes] == [("died", (1,))]
 
 

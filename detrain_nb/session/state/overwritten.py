@@ -1,4 +1,4 @@
-"""The variables that every rank begins with: what is said of those that a cell has overwritten."""
+"""Notices about the variables that every rank begins with, when a cell has overwritten them."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ _SET_BACK = {
     "torch": "import torch",
 }
 
-OF_ONE_RANK = {"rank", "local_rank", "device"}  # another rank's are others
+OF_ONE_RANK = {"rank", "local_rank", "device"}  # each rank has its own value
 
 
 def check_overwritten(names: Iterable[str]) -> None:
-    """Raises: WireError for what no rank begins with, or a name that comes twice."""
+    """Check that each name is a variable that ranks begin with, and listed once. Raises: WireError."""
     left = set(_SET_BACK)
     for name in names:
         if name not in left:
-            raise WireError("a rank names what it has not begun with, or names it twice")
+            raise WireError("a rank reports an overwritten variable that it did not begin with, or reports it twice")
         left.remove(name)
 
 
 def describe_overwritten(names: Mapping[int, Iterable[str]], *, by: str = "this cell") -> str:
-    """A line for each variable, with the ranks that have overwritten it; ``names`` by rank. Empty where none has."""
+    """Return a line for each overwritten variable, with its ranks; ``names`` by rank. Empty when there are none."""
     by_name = {name: [rank for rank, overwritten in names.items() if name in overwritten] for name in _SET_BACK}
     return "\n".join(
-        f"{by} has overwritten {name} on {format_ranks(ranks)}, which the session had set: later cells may count "
-        f"on it; {_SET_BACK[name]}  sets it back"
+        f"{by} has overwritten {name} on {format_ranks(ranks)}, which the session had set: later cells may depend "
+        f"on it; {_SET_BACK[name]}  restores it"
         for name, ranks in by_name.items()
         if ranks
     )
