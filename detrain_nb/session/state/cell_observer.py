@@ -1,4 +1,4 @@
-"""Who shows a cell while it runs."""
+"""Observers: the objects that show a cell while it runs."""
 
 from __future__ import annotations
 
@@ -14,52 +14,53 @@ _log = logging.getLogger(__name__)
 
 
 class CellObserver(Protocol):
-    """Who shows a cell. All methods are called while it runs, most of them in a background thread; none may block.
+    """An object that shows a cell.
 
-    A subclass that leaves some of them out shows nothing of that kind.
+    Its methods are called while the cell runs, most of them in a background thread; none may block. A subclass that
+    omits some of them shows nothing of that kind.
     """
 
-    draws: bool = False  # it follows the cursor: its ``output`` is given what moves that and what erases, too
+    draws: bool = False  # it follows the cursor: ``output`` also receives sequences that move the cursor or erase
 
     def begin(self, number: int) -> None:
-        """The cell is about to be sent to its ranks, under this number; before, it may have waited for them."""
+        """Begin: the cell is about to be sent to its ranks as cell ``number``; it may have waited for them before."""
 
     def output(self, rank: int, stream: str, text: str) -> None:
-        """Text that a rank wrote to ``stream`` ("stdout" or "stderr"), free of control sequences but colours."""
+        """Show text that a rank wrote to ``stream`` ("stdout" or "stderr"); its only control sequences are colours."""
 
     def display(self, rank: int, bundle: Bundle, display_id: str, is_update: bool) -> None:
-        """A rich output, safe to show."""
+        """Show a rich output, which is safe to show."""
 
     def clear(self, rank: int, wait: bool) -> None:
-        """The cell wants its earlier output on this rank gone."""
+        """Clear the earlier output of the cell on this rank."""
 
     def waiting(self, text: str) -> None:
-        """Which ranks the cell still waits for, and where they are; empty when it waits for none."""
+        """Show which ranks the cell still waits for, and where they are; an empty ``text`` means none."""
 
     def notice(self, text: str) -> None:
-        """Something the user should know."""
+        """Show something that the user should know."""
 
     def shown_so_far(self) -> Callable[[], bool]:
-        """A question: has all that was given so far been shown?"""
+        """Return a function that returns True once everything given so far has been shown."""
         return lambda: True
 
 
 def check_observer(observer: Any) -> None:
-    """Raises: SpecError for what cannot show a cell."""
+    """Check that ``observer`` can show a cell. Raises: SpecError."""
     lacking = [name for name in _METHODS if not callable(getattr(observer, name, None))]
     if isinstance(observer, type) or lacking:
-        why = "a class" if isinstance(observer, type) else f"it lacks {', '.join(lacking)}"
-        raise SpecError(f"observer {observer!r}: give an object of a subclass of CellObserver, this is no such: {why}")
+        why = "this is a class" if isinstance(observer, type) else f"this one lacks {', '.join(lacking)}"
+        raise SpecError(f"observer {observer!r}: give an instance of a subclass of CellObserver; {why}")
 
 
 class Observers:
-    """Those of one cell: none, one or several; it is false where there are none.
+    """The observers of one cell; false when there are none.
 
-    An observer need have no ``begin``, and one that does not say that it draws has never heard of cursors. One that
-    raises gets no more: ``failure`` is what the cell's own has raised; what another has raised is logged.
+    An observer may lack ``begin``; one without a true ``draws`` receives no cursor movements. One that raises receives
+    nothing more: ``failure`` is what the cell's own observer raised; the errors of others are logged.
     """
 
-    draws = True  # or some of them
+    draws = True  # some of them may
 
     def __init__(self, *observers: CellObserver) -> None:
         self._own = self._observers = observers
@@ -73,21 +74,21 @@ class Observers:
         return self._failure
 
     def add(self, observer: CellObserver) -> None:
-        """Somebody else wants to see what comes from now on, too."""
+        """Add an observer, which receives everything from now on."""
         self._observers += (observer,)
 
     def remove(self, observer: CellObserver) -> None:
-        """One that was added wants to see no more."""
+        """Remove an observer that was added."""
         self._observers = tuple(each for each in self._observers if each is not observer)
 
     def call(self, observer: CellObserver, do: Callable[..., Any], *args: Any) -> Any:
-        """Call ``do``, which is the observer's code: what that raises is no fault of the node whose words are shown."""
+        """Call ``do``, the observer's code: its errors must not be blamed on the node whose output is shown."""
         try:
             return do(*args)
         except Exception as exc:  # noqa: BLE001  it is raised at the cell's end
             self.remove(observer)
             if observer not in self._own:
-                _log.warning("%r, which follows a cell, has failed and gets no more of it", observer, exc_info=exc)
+                _log.warning("%r, which follows a cell, has failed and receives nothing more", observer, exc_info=exc)
             elif self._failure is None:
                 self._failure = exc
 

@@ -1,4 +1,4 @@
-"""Tells one thread that something has changed which live views show; whoever changes it notes that here."""
+"""A signal to one thread that something has changed that live views show."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import threading
 
 
 class Changes:
-    """Those of one session."""
+    """The changes of one session."""
 
     def __init__(self) -> None:
         self._noted = threading.Event()
 
     def note(self) -> None:
-        """Something has changed, perhaps; whoever waits looks."""
+        """Note that something may have changed; wakes the thread that waits."""
         if not self._noted.is_set():
             self._noted.set()
 
     def wait(self, limit_s: float | None) -> bool:
-        """Wait until something was noted since ``forget``; False when nothing was in time."""
+        """Wait until something was noted since ``forget``; returns False after ``limit_s``."""
         return self._noted.wait(limit_s)
 
     def forget(self) -> None:
-        """What was noted is being looked at."""
+        """Forget what was noted: the caller looks at it now."""
         self._noted.clear()

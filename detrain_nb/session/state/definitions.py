@@ -1,4 +1,4 @@
-"""What of a cell only gives names to modules, functions and classes: a rank that is alone can run it again."""
+"""The imports and definitions of a cell: a rank can rerun them without the other ranks."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ _IPYTHON_LINE = re.compile(r"[ \t]*[%!]|[\w, \t]+=\s*[%!]|[^#]*\?[ \t]*$")
 _SETTING_UP = re.compile(r"%(load_ext|reload_ext|autoreload|matplotlib|env|set_env)\b")
 _FSTRING = re.compile(r"[fF][rR]?['\"]")
 _AROUND_PYTHON = re.compile(r"%%(time|timeit|capture|prun)\b")
-_MOST_DOTS = 1000  # in the name of a module: Python's parser takes time by the square of their number
-# Of a cell: a node may have made it up, its syntax tree takes some 500 times as much memory, and an f-string with many
-# fields time by the square of its length.
+_MOST_DOTS = 1000  # in the name of a module: Python's parser takes time quadratic in their number
+# Characters of a cell, which a node may have made up: a syntax tree takes about 500 times as much memory, and an
+# f-string with many fields takes time quadratic in its length.
 _MOST_CHARS, _MOST_FSTRING_CHARS = 1 << 18, 1 << 15
 
 
 def definitions_of(code: str) -> str:
-    """The imports and definitions of a cell's top level, on the lines where they stood; empty when there are none.
+    """Return the imports and definitions of a cell's top level, on their original lines; empty when there are none.
 
-    With them the lines of IPython that make later cells what they are (``%load_ext``), and a ``try`` around imports.
-    A body in another language than Python has none, and none is looked for in more than 256 K characters, or in 32 K
-    with f-strings.
+    Included are IPython lines that later cells depend on (``%load_ext``), and a ``try`` around imports. Code in
+    another language has none, and neither has code that is not searched: more than 256 K characters, or 32 K with
+    f-strings.
     """
-    code = code.replace("\r\n", "\n").replace("\r", "\n")  # so does Python before it counts lines
+    code = code.replace("\r\n", "\n").replace("\r", "\n")  # as Python does before it counts lines
     parsed = _parse(code) if len(code) <= _MOST_CHARS else None
     if parsed is None:
         return ""
@@ -43,7 +43,7 @@ def definitions_of(code: str) -> str:
 
 
 def _parse(code: str) -> ast.Module | None:
-    """Its syntax tree, where lines of IPython are ``pass``; None for what is not Python."""
+    """Parse code with ``pass`` in place of IPython lines; None when it is not Python, or too costly to parse."""
     if code.lstrip().startswith("%%") and not _AROUND_PYTHON.match(code.lstrip()):
         return None
     if any("import" in line and line.count(".") > _MOST_DOTS for line in code.replace("\\\n", "").split("\n")):
@@ -56,7 +56,7 @@ def _parse(code: str) -> ast.Module | None:
     ]
     for text in (code, "\n".join(with_passes)):
         try:
-            with warnings.catch_warnings(action="ignore"):  # its ranks have told what they think of it
+            with warnings.catch_warnings(action="ignore"):  # the ranks have shown these warnings
                 return ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):
             continue
@@ -70,7 +70,7 @@ def _defines(node: ast.stmt) -> bool:
 
 
 def _text_of(node: ast.stmt, encoded: list[bytes], first: int) -> Iterator[tuple[int, str]]:
-    """Its lines, with their index in the cell: others may stand beside it on the first and the last one."""
+    """Yield the lines of a statement with their index in the cell, without other statements on the same line."""
     last = node.end_lineno or first
     for number in range(first, last + 1):
         start = node.col_offset if number == node.lineno else 0
