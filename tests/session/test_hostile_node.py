@@ -326,7 +326,7 @@ MEASURED = Measured([1], [50.0], [1 << 20], [2.5], [-1], [0], ["A\x1b[31m100\u20
 )
 def test_node_speaks_for_no_rank_but_its_own(pair: Pair, message: Any, rank: int) -> None:
     pair.bad.say(replace(message, rank=rank))
-    pair.assert_hung_up(f"speaks for rank {rank}")
+    pair.assert_hung_up(f"sent a message for rank {rank}")
 
 
 @pytest.mark.parametrize(
@@ -456,7 +456,7 @@ def test_end_of_a_cell_is_told_by_the_ranks_that_ran_it(pair: Pair) -> None:
     pair.bad.say(CellFailed(1, first, 0.0, True, True, "x", "x", [], False), Notice("taken"))
     assert_soon(lambda: "bad: taken" in pair.session.news.notices)
     pair.bad.say(CellFailed(1, last, 0.0, True, True, "x", "x", [], False))
-    pair.assert_hung_up("rank 1 ended cell 2, which it does not run")
+    pair.assert_hung_up("rank 1 reported the end of cell 2, which it does not run")
     assert list(pair.session.log.replay(0))[:2] == [first, last]
 
 
@@ -734,7 +734,7 @@ def test_node_that_claims_a_rank_which_was_noted_of_another_counts_as_absent(is_
     try:
         with _attached(*_three_of_which_one_claims_too_much(is_late), name="noted") as session:
             assert list(state_of(session).lost_nodes) == [1]
-            assert "speaks for rank 2, which it does not have" in state_of(session).lost_nodes[1]
+            assert "sent a message for rank 2, which it does not have" in state_of(session).lost_nodes[1]
             assert state_of(session).node_of == {0: 0, 1: 1, 2: 2}
             assert session.run_cell("1", ranks=[0, 2]).ranks == (0, 2)
     finally:
@@ -775,7 +775,7 @@ def test_node_that_takes_a_rank_of_the_first_before_it_is_asked_counts_as_absent
 
     good.answers[Attach] = answer
     with _attached(good, bad) as session:
-        _assert_absent(session, "a node speaks for rank 0, which it does not have")
+        _assert_absent(session, "a node sent a message for rank 0, which it does not have")
 
 
 @pytest.mark.parametrize("said", [b"\xff" * 64, to_frame(RankUp(0, 1, 0, 2, 1, "bad", "cpu", "2")).to_bytes(), b""])
@@ -1072,7 +1072,7 @@ def test_cells_of_a_node_that_is_dropped_when_it_is_attached_to_are_forgotten() 
     bad.answers[Attach] = lambda _: [*told, *lines, replace(bad.attached, gpus=-1)]
     with _attached(good, bad) as session:
         assert (session.log.cells, session.log.printed) == ([], [])
-        _assert_absent(session, "it says gpus -1")
+        _assert_absent(session, "reported gpus -1 is out of range (0 to 1024)")
 
 
 def test_what_an_attach_has_asked_is_over_with_it(pair: Pair) -> None:
@@ -1190,7 +1190,7 @@ def test_rank_that_a_node_remembers_of_a_cell_is_named_once(ranks: list[int]) ->
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[Attach] = lambda _: (RanCell(ranks, cell, "x", 1, False, [], False) for cell in range(1, 3))
     with _attached(good, bad) as session:
-        _assert_absent(session, "names a rank of cell 1 twice")
+        _assert_absent(session, "lists a rank of cell 1 twice")
 
 
 def test_what_a_node_remembers_is_bounded() -> None:
@@ -1198,7 +1198,7 @@ def test_what_a_node_remembers_is_bounded() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
     bad.answers[Attach] = lambda _: (RanCell([1], cell, "x" * 100_000, 1, False, [], False) for cell in range(1, 3000))
     with _attached(good, bad) as session:
-        assert "remembers more than a session has" in state_of(session).lost_nodes[1]
+        assert "the node remembers more than " in state_of(session).lost_nodes[1]
         gc.collect()
         assert psutil.Process().memory_info().rss - before < MOST_GROWTH_BYTES
 

@@ -391,7 +391,7 @@ def test_node_that_speaks_for_the_rank_of_another_is_hung_up_on(two_nodes: Sessi
     theirs.close()
     with pytest.raises((RankLost, SessionError), match="node right is lost"):
         two_nodes.run_cell("dist.barrier()")
-    assert "speaks for rank 0, which it does not have" in state_of(two_nodes).lost_nodes[1]
+    assert "sent a message for rank 0, which it does not have" in state_of(two_nodes).lost_nodes[1]
     assert two_nodes.run_cell("kept", ranks=0).values == {0: 0}
 
 

@@ -1,4 +1,4 @@
-"""What nodes have measured of their ranks, as far as somebody watches: the last of it, until it is old."""
+"""The latest measurements of nodes and ranks, kept while a live view is open, until they are too old."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import WireError
 from ...wire import Measured
 from ..output.safe_output import one_line
 
-_OLD_S, _OLD_TIMES = 5.0, 3  # what was measured so long ago, or so many times as seldom, is not shown
+_OLD_S, _OLD_TIMES = 5.0, 3  # a measurement older than both 5 s and 3 intervals is not shown
 _MOST_GPUS = 256
 _NAME_CHARS = 80
 _MOST_BYTES = 1 << 60
@@ -18,7 +18,7 @@ _MOST_BYTES = 1 << 60
 
 @dataclass(frozen=True)
 class RankUse:
-    """What one rank uses; None where that is not known."""
+    """Resource use of one rank; None for an unknown value."""
 
     cpu_percent: float | None = None
     rss_bytes: int | None = None
@@ -31,25 +31,25 @@ class RankUse:
 
 @dataclass(frozen=True)
 class NodeUse:
-    """What one node uses."""
+    """Resource use of one node; None for an unknown value."""
 
     cpu_percent: float | None = None
     memory_used_bytes: int | None = None
     memory_total_bytes: int | None = None
 
 
-_InCell = tuple[RankUse, int]  # the number of the cell that the rank ran; -1: none
+_InCell = tuple[RankUse, int]  # with the number of the cell that the rank ran; -1: none
 
 
 class Measurements:
-    """Those of one session."""
+    """The measurements of one session."""
 
     def __init__(self) -> None:
-        self._every_s = 0.0  # 0: nobody watches
-        self._nodes: dict[int, tuple[float, NodeUse, dict[int, _InCell]]] = {}  # by node, with when it came
+        self._every_s = 0.0  # 0: no live view is open
+        self._nodes: dict[int, tuple[float, NodeUse, dict[int, _InCell]]] = {}  # by node, with the time of arrival
 
     def want(self, every_s: float) -> None:
-        """Somebody watches, or with 0 nobody."""
+        """Keep measurements that arrive every ``every_s``; with 0 forget them, and keep no more."""
         self._every_s = every_s
         if not every_s:
             self._nodes.clear()
@@ -59,7 +59,7 @@ class Measurements:
         return self._every_s > 0
 
     def take(self, said: Measured, node: int) -> None:
-        """It has been checked."""
+        """Keep the measurements of a node, which have been checked."""
         if self.are_wanted:
             ranks = {rank: (_use_of(said, at), said.cells[at]) for at, rank in enumerate(said.ranks)}
             total = said.memory_total_bytes
@@ -67,16 +67,16 @@ class Measurements:
             self._nodes[node] = time.monotonic(), used, ranks
 
     def forget(self) -> None:
-        """Ranks get other numbers."""
+        """Forget all: ranks are about to be renumbered."""
         self._nodes.clear()
 
     def of_rank(self, rank: int, node: int, *, cell: int | None, now: float) -> RankUse:
-        """``cell``: the one that it runs now; steps of another one are not shown."""
+        """Return the use of a rank that runs ``cell`` now; its step rate only if measured in that cell."""
         use, of_cell = self._of(node, now)[1].get(rank, (RankUse(), -1))
         return use if of_cell == cell else replace(use, steps_per_s=None)
 
     def of_node(self, node: int, *, now: float) -> NodeUse | None:
-        """None where nothing has come for a while."""
+        """Return the use of a node; None if nothing has arrived for a while."""
         return self._of(node, now)[0]
 
     def _of(self, node: int, now: float) -> tuple[NodeUse | None, dict[int, _InCell]]:
@@ -108,16 +108,16 @@ def _known(value: float) -> float | None:
 
 
 def check_measured(said: Measured) -> None:
-    """Raises: WireError for lists that do not fit together, and numbers that cannot be."""
+    """Check that the lists have matching lengths and the numbers are in range. Raises: WireError."""
     if len(set(said.ranks)) < len(said.ranks):
-        raise WireError("it has measured a rank twice")
+        raise WireError("a node reports measurements of a rank twice")
     of_ranks = (said.cpu_percent, said.rss_bytes, said.steps_per_s, said.cells, said.gpus)
     of_gpus = (said.gpu_percent, said.gpu_used_bytes, said.gpu_total_bytes)
     num_gpus = len(said.gpu_names)
     if any(len(numbers) != len(said.ranks) for numbers in of_ranks) or num_gpus > _MOST_GPUS:
-        raise WireError(f"it has measured {len(said.ranks)} ranks and {num_gpus} GPUs in lists that do not fit")
+        raise WireError(f"measurements of {len(said.ranks)} ranks and {num_gpus} GPUs have lists of other lengths")
     if any(len(numbers) != num_gpus for numbers in of_gpus):
-        raise WireError(f"it has measured {num_gpus} GPUs in lists that do not fit")
+        raise WireError(f"measurements of {num_gpus} GPUs have lists of other lengths")
     _check_range("cpu_percent", said.cpu_percent, -1, Measured.MOST_PERCENT)
     _check_range("rss_bytes", said.rss_bytes, 0, _MOST_BYTES)
     _check_range("steps_per_s", said.steps_per_s, -1, Measured.MOST_STEPS_PER_S)
@@ -131,4 +131,4 @@ def check_measured(said: Measured) -> None:
 
 def _check_range(what: str, numbers: Collection[float], least: float, most: float) -> None:
     if wrong := [number for number in numbers if not least <= number <= most]:
-        raise WireError(f"it has measured {what} {wrong[0]}")
+        raise WireError(f"measured {what} {wrong[0]} is out of range ({least} to {most})")
