@@ -1137,7 +1137,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: Limits(idle_s="x"), "limit idle_s 'x': give a number from 0 to 4,294,967,296"),
         (lambda s: Limits(idle_s=float("inf")), "limit idle_s inf: give a number"),
         (lambda s: setattr(s.settings.limits, "idle_s", -1), "limit idle_s -1: give a number"),
-        (lambda s: setattr(s.settings.limits, "idel_s", 1), "limit 'idel_s' is none: there are start_s, "),
+        (lambda s: setattr(s.settings.limits, "idel_s", 1), "unknown limit 'idel_s': give one of start_s, "),
         (lambda s: s.attach(None), "session name None"),
         (lambda s: s.attach(5), "session name 5"),
         (lambda s: s.attach("x", holder=5), "holder 5: give a str"),

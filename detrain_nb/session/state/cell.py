@@ -1,4 +1,4 @@
-"""One cell while it runs: what has come from which rank, and when it is over."""
+"""One cell while it runs: what each rank has sent, and when the cell has ended."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .overwritten import describe_overwritten
 
 
 class Cell:
-    """Gathers what the ranks say of one cell. Fed by the background thread, waited for by the caller's.
+    """The messages of all ranks about one cell. A background thread adds them, the caller's thread waits for them.
 
-    ``brings_values``: those of its last expression are to come here before another cell of its ranks begins.
-    ``is_from_log``: it is shown once more, and the user has asked for all of it.
+    ``brings_values``: the values of its last expression are brought here before its ranks begin another cell.
+    ``is_from_log``: it is shown again from the log, and the user has asked for all of it.
     """
 
     def __init__(
@@ -39,20 +39,20 @@ class Cell:
         self.number: Final = number
         self.ranks: Final = tuple(ranks)  # those that run it
         self.observers: Final = Observers() if observer is None else Observers(observer)
-        self.incarnations: Final[Mapping[int, int]] = dict(incarnations or {})  # of the interpreters it is meant for
-        self.began_at: Final = time.time()  # here: one that runs since an attach has begun earlier
+        self.incarnations: Final[Mapping[int, int]] = dict(incarnations or {})  # of the interpreters that are to run it
+        self.began_at: Final = time.time()  # in this process: after an attach, the cell began earlier
         self._lost_before = ""
         self._hosts = dict(hosts)
-        self._is_at_home = is_at_home  # less of what ranks on other machines show is safe
+        self._is_at_home = is_at_home  # output of ranks on other machines is trusted less
         self._is_from_log = is_from_log
-        self._news = threading.Event()  # who waits should look: it is done, a rank was lost, the node is gone
-        self.values_brought: Final = threading.Event()  # its values are here, or will not come, or nobody wants them
+        self._news = threading.Event()  # wakes waiting threads: the cell is done, or a rank or the node was lost
+        self.values_brought: Final = threading.Event()  # its values have arrived, or never will, or are not wanted
         if not brings_values:
             self.values_brought.set()
         self._outcomes: dict[int, CellDone | CellFailed | RankEnded] = {}
         self._presses = 0
         self._stopping = threading.Condition()
-        self._num_stops, self._stop_story = 0, ""  # under way, and what became of the last
+        self._num_stops, self._stop_story = 0, ""  # stops in progress, and the outcome of the last one
         self._is_cut_off = False
         self._lost_after_its_end: dict[int, RankEnded] = {}
         self._cleaners: dict[tuple[int, str], PieceCleaner] = {}
@@ -60,27 +60,27 @@ class Cell:
 
     @property
     def outcomes(self) -> dict[int, CellDone | CellFailed | RankEnded]:
-        """How it ended on those ranks that have ended it."""
+        """How the cell ended, by rank, for the ranks that have ended it."""
         return dict(self._outcomes)
 
     @property
     def presses(self) -> int:
-        """Of stop, so far: see rescue.py."""
+        """How often stop was pressed: see rescue.py."""
         return self._presses
 
     @property
     def lost_before(self) -> str:
-        """How ranks ended before it began, in words, where nobody who shows it has shown that: for its error."""
+        """A description of ranks that died before the cell began, if no observer has shown it; for the cell's error."""
         return self._lost_before
 
     def tell_losses(self, words: str) -> None:
-        """How ranks ended before it began."""
+        """Keep the description of ranks that died before the cell began, unless observers have been told."""
         if not self.observers:
             self._lost_before = words
 
     @property
     def is_cut_off(self) -> bool:
-        """Nothing more will come: the node is gone."""
+        """No more messages will arrive: the session has failed, or the cell was shown from the log."""
         return self._is_cut_off
 
     @property
@@ -88,24 +88,24 @@ class Cell:
         return not self.running
 
     def wait(self, limit_s: float, *, ranks: Iterable[int] | None = None, or_loss: bool = False) -> bool:
-        """Wait until every rank (of ``ranks``) has ended the cell, or nothing will come any more; True when all have.
+        """Wait until all ranks (or ``ranks``) have ended the cell, or no more messages can arrive; True when all have.
 
-        With ``or_loss``: also no longer than until a rank is lost.
+        With ``or_loss``: also stop waiting when a rank is lost.
         """
         wanted = set(self.ranks if ranks is None else ranks)
         self._wait_until(lambda: wanted <= self._outcomes.keys() or or_loss and bool(self.lost), limit_s)
         return wanted <= self._outcomes.keys()
 
     def wait_for_loss(self, limit_s: float) -> None:
-        """Wait until a rank is lost, where one may be; what the others raised can arrive before that news."""
+        """Wait until a rank is lost, if one may be: the errors of the others can arrive before that news."""
         self._wait_until(lambda: bool(self.lost) or not self.may_have_lost_a_rank, limit_s)
 
     def wait_for_ending(self, limit_s: float) -> None:
-        """Wait until the ranks that end because of what they raised have ended: that takes a GPU's process a while."""
+        """Wait for the exit of ranks whose error ends their process: a process with a GPU takes a while to exit."""
         self._wait_until(lambda: self.ending <= self.lost.keys(), limit_s)
 
     def _wait_until(self, is_so: Callable[[], bool], limit_s: float) -> None:
-        """Wait until ``is_so``, or nothing will come any more."""
+        """Wait until ``is_so`` returns True, or no more messages can arrive."""
         deadline = time.monotonic() + limit_s
         while not is_so() and not self._is_cut_off and (left_s := deadline - time.monotonic()) > 0:
             self._news.clear()
@@ -114,7 +114,7 @@ class Cell:
 
     @property
     def ending(self) -> set[int]:
-        """The ranks whose process ends because of what they raised."""
+        """The ranks whose error ends their process."""
         return {rank for rank, outcome in self.outcomes.items() if getattr(outcome, "is_ending", False)}
 
     @property
@@ -124,35 +124,35 @@ class Cell:
 
     @property
     def lost(self) -> dict[int, RankEnded]:
-        """The ranks whose process ended before the cell had ended on all."""
+        """The ranks whose process died before the cell had ended on all ranks."""
         lost = {rank: outcome for rank, outcome in self.outcomes.items() if isinstance(outcome, RankEnded)}
         return lost | self._lost_after_its_end
 
     @property
     def is_collective(self) -> bool:
-        """A rank that has ended the cell began something with other ranks in it."""
+        """A rank that has ended the cell began a collective or message in it."""
         return any(getattr(outcome, "is_collective", False) for outcome in self.outcomes.values())
 
     @property
     def may_have_lost_a_rank(self) -> bool:
-        """A rank ends, or failed as it does when another one hangs up; that one of them ended may be told later."""
+        """A rank is exiting, or failed as ranks do when a peer closes its connection: news of a death may follow."""
         return bool(self.ending) or any(
             isinstance(outcome, CellFailed) and not outcome.interrupted and HUNG_UP.search(outcome.message)
             for outcome in self.outcomes.values()
         )
 
     def press(self, *, at_most: int) -> int:
-        """Stop was pressed; returns how often."""
+        """Count a press of stop, up to ``at_most``; returns the count."""
         self._presses = min(self._presses + 1, at_most)
         return self._presses
 
     def note_stop(self) -> None:
-        """It was stopped, and nobody has pressed: the next press is the second."""
+        """Count a stop that no user has pressed: the next press counts as the second."""
         self._presses = max(self._presses, 1)
 
     @contextmanager
     def being_stopped(self) -> Iterator[list[str]]:
-        """While a thread stops it; what the thread puts into the list is the story of that, told where it ends it."""
+        """Mark the cell as being stopped; the text that the caller puts into the list becomes ``stop_story``."""
         with self._stopping:
             self._num_stops += 1
         told: list[str] = []
@@ -165,43 +165,43 @@ class Cell:
                 self._stopping.notify_all()
 
     def stop_story(self, limit_s: float) -> str:
-        """What became of it, in words, where another thread has stopped it; waits for one that still does."""
+        """Return how another thread's stop of the cell ended, or nothing; waits for a stop in progress."""
         with self._stopping:
             self._stopping.wait_for(lambda: not self._num_stops, limit_s)
             return self._stop_story
 
     def close(self) -> None:
-        """Nothing more will come; whoever waits is told."""
+        """Mark the cell as cut off and wake the waiting threads: no more messages will arrive."""
         self._is_cut_off = True
         self._news.set()
 
     def know_hosts(self, hosts: Mapping[int, str]) -> None:
-        """Ranks have said where they are."""
+        """Set the hosts of ranks that have reported them."""
         self._hosts.update(hosts)
 
     def shown_so_far(self) -> Callable[[], bool]:
-        """A question: has all that was taken so far been shown? With no observer, it is at the end of the cell."""
+        """Return a function that says if all taken so far has been shown; without observers, if the cell has ended."""
         question = self.observers.shown_so_far() if self.observers else None
 
         def is_shown() -> bool:
             nonlocal question
-            if question is None and self.observers:  # it was added since, and got what was logged before
+            if question is None and self.observers:  # an observer added since, which received the log before that
                 question = self.observers.shown_so_far()
             return question() if question else not self.running or self._is_cut_off
 
         return is_shown
 
     def go_on_from(self, shown: Cell) -> None:
-        """Take over what ``shown`` has of this cell: ranks that have ended it, what has half arrived."""
+        """Take over the state of ``shown``, the same cell shown from the log: outcomes and half-received output."""
         self._outcomes = shown._outcomes | self._outcomes
         self._bundles = shown._bundles | self._bundles
         if not self.observers:
             self._cleaners = shown._cleaners
 
     def read_bundle(self, message: object) -> Bundle | None:
-        """What of a message may be shown as a rich output: takes a while, so before anything is locked for ``take``.
+        """Read the rich output in a message and make it safe; slow, so done before the lock is held for ``take``.
 
-        None where nobody wants that. Raises: WireError when it is none.
+        None when the message has none that is wanted. Raises: WireError when it is malformed.
         """
         is_wanted = isinstance(message, CellDone) and message.body and message.rank in self.running
         if not is_wanted and not (isinstance(message, Display) and self.observers):
@@ -212,7 +212,10 @@ class Cell:
         return safe_bundle(parse_bundle(message.body), is_this_machine=is_at_home, rest_is_in=rest_is_in)
 
     def take(self, message: Logged | RankEnded, bundle: Bundle | None = None) -> None:
-        """What a rank said in this cell; ``bundle`` as it was read. Raises: WireError when it does not run it."""
+        """Take a message of a rank, with its ``bundle`` if it was read.
+
+        Raises: WireError when the rank does not run the cell.
+        """
         if isinstance(message, Output):
             self._take_output(message)
         elif isinstance(message, (Display, ClearOutput)):
@@ -232,7 +235,7 @@ class Cell:
         if isinstance(message, ClearOutput):
             self.observers.clear(message.rank, message.wait)
         elif self.observers:
-            bundle = bundle or self.read_bundle(message) or {}  # somebody may look only since a moment ago
+            bundle = bundle or self.read_bundle(message) or {}  # not read before if the observer was added since
             self.observers.display(message.rank, bundle, message.display_id, message.update)
 
     def _take_end(self, message: CellDone | CellFailed | RankEnded, bundle: Bundle | None) -> None:
@@ -241,9 +244,9 @@ class Cell:
             self._news.set()
             return
         if message.rank in self.lost:
-            return  # it had ended the cell when it was lost
+            return  # the rank had ended the cell when it was lost
         if message.rank not in self.running:
-            raise WireError(f"rank {message.rank} ended cell {self.number}, which it does not run")
+            raise WireError(f"rank {message.rank} reported the end of cell {self.number}, which it does not run")
         if isinstance(message, CellDone) and message.body:
             self._bundles[message.rank] = bundle or self.read_bundle(message) or {}
             message = replace(message, body=b"")
@@ -253,17 +256,17 @@ class Cell:
         self._news.set()
 
     def describe_overwritten(self) -> str:
-        """What the cell has overwritten of the variables that ranks begin with, in words, or nothing."""
+        """Describe which of the variables that ranks begin with the cell has overwritten; empty for none."""
         return describe_overwritten({rank: getattr(end, "overwritten", ()) for rank, end in self.outcomes.items()})
 
     def withdraw(self, rank: int) -> None:
-        """A rank has never got the cell: the caller was interrupted before it was sent."""
+        """Mark the cell as interrupted on a rank that never received it: the caller was interrupted before."""
         never = CellFailed(rank, self.number, 0.0, False, False, "KeyboardInterrupt", "", [], True)
         self._outcomes.setdefault(rank, never)
         self._news.set()
 
     def errors(self) -> dict[int, RemoteError]:
-        """What the cell raised, by rank."""
+        """Return what the cell raised, by rank."""
         return {
             outcome.rank: RemoteError(
                 outcome.rank,
@@ -278,5 +281,5 @@ class Cell:
         }
 
     def bundles(self) -> dict[int, Bundle]:
-        """The rich form of the cell's value, by rank, where it has one."""
+        """Return the rich form of the cell's value, by rank, for ranks that have one."""
         return dict(self._bundles)

@@ -1,4 +1,4 @@
-"""The cells that were run, and which of them a rank that lost its variables may run again."""
+"""The cells that were run, and which of them a rank that lost its variables may rerun."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from ...errors import SpecError, short_ranks
 from ...wire import CellDone, CellFailed, RanCell, RunCell
 from .definitions import definitions_of
 
-_MOST_AHEAD = 100_000  # cells of a session in which the first node had no rank
-_LAST_COUNTED = 1 << 31  # a number from here on, which no session reaches, leads nowhere: a node has made it up
+_MOST_AHEAD = 100_000  # cells that other nodes may have run after the last one of the first node
+_LAST_COUNTED = 1 << 31  # no session reaches this number: a node that reports it, or a larger one, has made it up
 
 
 class History:
-    """One per session; what an earlier notebook ran comes from the agents, which may say anything."""
+    """The cells of one session; agents report what an earlier notebook ran, and may report anything."""
 
     def __init__(self) -> None:
         self._collective: set[int] = set()
         self._failed: set[int] = set()
         self._last_cell = 0  # the highest number that counts; 0 when nothing was run
-        self._last_of_first = 0  # of those that the first node has said
-        self._ran: dict[int, dict[tuple[str, int], RanCell]] = {}  # what of a cell ran as which code: nodes may differ
-        self._known: set[int] = {0}  # those that are run again too; 0 is what comes before the first
+        self._last_of_first = 0  # the highest number that the first node has reported
+        self._ran: dict[int, dict[tuple[str, int], RanCell]] = {}  # by cell, then by its code: nodes may disagree
+        self._known: set[int] = {0}  # includes reruns; 0 is what ran before the first cell
         self._not_ended_well: set[int] = set()  # stopped, timed out, or still running
 
     @property
@@ -31,11 +31,11 @@ class History:
         return frozenset(self._collective)
 
     def knows(self, number: int) -> bool:
-        """It was sent from here, or an agent has said that it was sent by an earlier notebook."""
+        """Check that a cell was sent from here, or that an agent reported it as sent by an earlier notebook."""
         return number in self._known
 
     def next_cell(self, *, at_least: int) -> int:
-        """A number that no known cell has."""
+        """Return the first number after the last cell, from ``at_least`` on, that no known cell has."""
         number = max(self._last_cell + 1, at_least)
         while number in self._known:
             number += 1
@@ -43,24 +43,24 @@ class History:
 
     @property
     def cells(self) -> list[RanCell]:
-        """Those that were run, in their order; not what was run once more.
+        """The cells that were run, in order, without reruns.
 
-        A cell whose code nodes do not agree on is there once for each, with the ranks whose node says so.
+        A cell whose code nodes disagree on is listed once for each version, with the ranks whose node reports it.
         """
         return [part for _, parts in sorted(self._ran.items()) for part in parts.values()]
 
     def code_of(self, number: int) -> tuple[str, int]:
-        """The code of a cell and the number of its first line; no code where none is known, or nodes do not agree."""
+        """Return the code of a cell and the number of its first line; no code if unknown, or nodes disagree on it."""
         parts = list(self._ran.get(number, {}))
         return parts[0] if len(parts) == 1 else ("", 1)
 
     @property
     def disputed(self) -> list[int]:
-        """The cells whose code nodes do not agree on."""
+        """The cells whose code nodes disagree on."""
         return sorted(cell for cell, parts in self._ran.items() if len(parts) > 1)
 
     def begin(self, message: RunCell) -> None:
-        """A cell is about to be sent. One that is run again is there already."""
+        """Record a cell that is about to be sent. The code of a rerun is already recorded."""
         self._last_cell = message.cell
         self._known.add(message.cell)
         self._not_ended_well.add(message.cell)
@@ -69,22 +69,22 @@ class History:
             self._ran[number] = {(code, first_line): RanCell(message.ranks, number, code, first_line, False, [], False)}
 
     def fail(self, number: int) -> None:
-        """It has failed on a rank, or one was lost in it."""
+        """Record that a cell failed on a rank, or that a rank was lost in it."""
         self._failed.add(number)
 
     def has_ended_well(self, number: int) -> bool:
-        """It failed on no rank, was not stopped, and does not run."""
+        """Check that a cell failed on no rank, was not stopped, and is not running."""
         return number not in self._failed | self._not_ended_well
 
     def has_failed(self, number: int) -> bool:
-        """It has failed, or was stopped, on a rank; or a rank was lost in it."""
+        """Check that a cell failed or was stopped on a rank, or that a rank was lost in it."""
         return number in self._failed
 
     def end_well(self, number: int) -> None:
         self._not_ended_well.discard(number)
 
     def take_end(self, message: CellDone | CellFailed) -> None:
-        """How a cell ended on a rank. That of one that did not run it counts for nothing: its node has made it up."""
+        """Record how a cell ended on a rank. Ignored if the rank did not run the cell: its node has made it up."""
         parts = self._ran.get(message.cell, {}).values()
         if not any(message.rank in part.ranks for part in parts):
             return
@@ -94,10 +94,10 @@ class History:
             self._failed.add(message.cell)
 
     def take(self, message: RanCell, *, is_first: bool) -> None:
-        """A cell that an earlier notebook has run; its ranks are those of the node that says so.
+        """Record a cell that an earlier notebook ran; its ranks are those of the node that reports it.
 
-        What one node says of it gives the ranks of another no other code, nor its cells numbers that are not counted:
-        of what the first one has not said, a number counts up to some distance.
+        No node can change the code of the ranks of another, or push the next cell number out of bounds: the number of
+        a cell counts if it is at most ``_MOST_AHEAD`` after the last cell that the first node reported.
         """
         self._known.add(message.cell)
         if is_first:
@@ -107,7 +107,7 @@ class History:
         if message.is_replay:
             return
         parts, code = self._ran.setdefault(message.cell, {}), (message.code, message.first_line)
-        if earlier := parts.get(code):  # another node says the same
+        if earlier := parts.get(code):  # another node reports the same code
             message = replace(message, ranks=sorted({*earlier.ranks, *message.ranks}))
         parts[code] = message
         if message.is_collective:
@@ -116,7 +116,7 @@ class History:
             self._failed.add(message.cell)
 
     def renumber(self, number: Mapping[int, int]) -> None:
-        """Ranks got other numbers; those without one are gone."""
+        """Renumber the ranks; those without a new number are removed."""
         for parts in self._ran.values():
             for code, ran in parts.items():
                 parts[code] = replace(ran, ranks=[number[rank] for rank in ran.ranks if rank in number])
@@ -124,10 +124,10 @@ class History:
     def to_replay(
         self, cells: Iterable[int] | None, *, ranks: Collection[int], running: Collection[int]
     ) -> list[RanCell]:
-        """What ``ranks`` ran of ``cells``, in their order; by default of all that ended well and needed no other rank.
+        """Return what ``ranks`` ran of ``cells``, in order; by default all that succeeded and needed no other rank.
 
-        Of those that did need others, also where they failed, the imports and definitions: later cells need the names.
-        Raises: SpecError when one of them was not run.
+        Of those that needed other ranks, failed ones too, the imports and definitions: later cells need the names.
+        Raises: SpecError when one of ``cells`` was not run.
         """
         if cells is None:
             parts = (self._alone(part) for part in self._parts(set(self._ran) - set(running), ranks))
@@ -139,14 +139,14 @@ class History:
         return list(self._parts(wanted, ranks))
 
     def _parts(self, cells: Iterable[int], ranks: Collection[int]) -> Iterator[RanCell]:
-        """What some of ``ranks`` ran of ``cells``, with those alone."""
+        """Yield what some of ``ranks`` ran of ``cells``, limited to these ranks."""
         for cell in sorted(cells):
             for part in self._ran[cell].values():
                 if on := [rank for rank in part.ranks if rank in ranks]:
                     yield replace(part, ranks=on)
 
     def _alone(self, part: RanCell) -> RanCell | None:
-        """What of it a rank can run without the others; None for nothing."""
+        """Return what a rank can rerun of a cell without the others; None for nothing."""
         if part.cell in self._collective:
             code = definitions_of(part.code)
             return replace(part, code=code) if code else None
