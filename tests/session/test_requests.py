@@ -57,7 +57,7 @@ def test_value_that_stays_incomplete_is_an_error() -> None:
     request = requests.new([0], ["x"])
     requests.take(Value(0, request.number, "x", _description(2000)))
     requests.take(RequestDone(0, request.number))
-    with pytest.raises(WireError, match="rank 0 sent x incomplete"):
+    with pytest.raises(WireError, match="rank 0 sent only a part of x"):
         request.value(0, "x")
 
 

@@ -600,7 +600,7 @@ def test_rank_that_announces_gigabytes_refuses_or_is_silent_costs_nothing(
     bad.answers[AskVariables] = lambda message: []
     assert session.variables(limit_s=1.0).silent == {1: "silent: it did not answer within 1 s"}
     bad.answers[AskVariables] = lambda message: [RequestDone(1, message.request)]
-    assert session.variables().silent[1] == "not believed: rank 1 sent no variables"
+    assert session.variables().silent[1] == "not believed: rank 1 did not send variables"
     huge = json_body({"bytes": 1 << 30})
     bad.answers[AskVariables] = lambda message: [Value(1, message.request, AskVariables.ANSWER, huge)]
     assert session.variables(limit_s=2).ranks == (0,)

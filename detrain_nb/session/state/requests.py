@@ -17,23 +17,23 @@ from ...node.system.memory_room import require_room
 from ...wire import Message, Piece, RequestFailed, Value
 from ..output.safe_output import quote
 
-_TIMES_PARSED = 50  # what a description takes as objects, measured: 46 times
-_NO_ROOM = "pull fewer values at once, a part of them, or torch.save them to a file there and %distributed get it"
+_TIMES_PARSED = 50  # memory of a parsed description relative to its JSON; measured: 46
+_NO_ROOM = "pull fewer values at once or a part of them, or torch.save them to a file there and %distributed get it"
 
 
 class Request:
-    """One question to some ranks. Each of them ends its answer with any message but ``Value`` and ``Piece``."""
+    """One request to some ranks. Each rank ends its answer with any message but ``Value`` and ``Piece``."""
 
     def __init__(
         self, number: int, ranks: Iterable[int], names: Iterable[str] = (), *, limit_bytes: int = values.MAX_BYTES
     ) -> None:
-        """``limit_bytes``: of one value."""
+        """Create a request; ``names`` are the values to be sent, ``limit_bytes`` is the size limit of one value."""
         self.number: Final = number
         self._limit_bytes = limit_bytes
         self._left_as = ""
-        self._names = set(names)  # of the values that were asked for
+        self._names = set(names)  # of the requested values
         self._answers: dict[int, Message] = {}
-        self.answers: Final = MappingProxyType(self._answers)  # those that have come, by rank
+        self.answers: Final = MappingProxyType(self._answers)  # received so far, by rank
         self._waiting_for = set(ranks)
         self._arriving: dict[tuple[int, str], _Arriving] = {}
         self._failure: DetrainError | None = None
@@ -42,21 +42,21 @@ class Request:
 
     @property
     def left_as(self) -> str:
-        """What it asks for, where ranks go on with it though nobody waits any more; else nothing."""
+        """What ranks are still doing for this request although nothing waits for it; else empty."""
         return self._left_as
 
     def leave_as(self, what: str) -> None:
-        """Ranks go on with it, and nobody waits any more."""
+        """Stop waiting while ranks go on with the request; ``what`` names what they do."""
         self._left_as = what
 
     def take(self, message: Any) -> None:
-        """An answer, or a part of one."""
+        """Take an answer or a part of one. Raises: WireError when it does not fit the request."""
         rank = message.ranks[0] if isinstance(message, Piece) else message.rank
         if rank not in self._waiting_for:
             return
         if isinstance(message, Value):
             if message.name not in self._names or (rank, message.name) in self._arriving:
-                raise WireError(f"rank {rank} sent a value that nobody asked for")
+                raise WireError(f"rank {rank} sent a value that was not requested")
             self._take_announcement(rank, message)
         elif isinstance(message, Piece):
             self._take_piece(rank, message)
@@ -64,31 +64,31 @@ class Request:
             self.take_from(rank, message)
 
     def take_from(self, rank: int, message: Message) -> None:
-        """The end of a rank's answer."""
+        """Take the message that ends a rank's answer."""
         self._answers[rank] = message
         self._forget(rank)
 
     @property
     def is_open(self) -> bool:
-        """Somebody has not answered yet."""
+        """Some ranks have not answered yet."""
         return bool(self._waiting_for)
 
     def waits_for(self, rank: int) -> bool:
-        """It has not answered yet."""
+        """Check that ``rank`` has not answered yet."""
         return rank in self._waiting_for
 
     @property
     def wants_values(self) -> bool:
-        """It is a question for variables."""
+        """The request is for values of variables."""
         return bool(self._names)
 
     @property
     def has_failed(self) -> bool:
-        """An answer will never come."""
+        """An answer will never arrive."""
         return self._failure is not None
 
     def fail(self, error: DetrainError, *, rank: int | None = None) -> None:
-        """``rank`` will not answer any more, or nobody will; what has been answered stays so."""
+        """Fail the request: ``rank``, or with None every rank, will not answer; earlier answers are kept."""
         if rank in self._waiting_for or rank is None and self.is_open:
             self._failure = self._failure or error
             self._failed_or_done.set()
@@ -102,7 +102,7 @@ class Request:
             self._failed_or_done.set()
 
     def wait(self, limit_s: float | None, *, what: str) -> None:
-        """Wait for all answers, or until one cannot come.
+        """Wait for all answers, or until one can no longer arrive.
 
         Raises: CellTimeout, NodeLost, RankLost, or SessionError with what the ranks refused.
         """
@@ -118,21 +118,21 @@ class Request:
             raise SessionError("\n".join(f"{format_ranks(ranks)}: {quote(error)}" for error, ranks in refused.items()))
 
     def wait_quietly(self, limit_s: float) -> bool:
-        """Wait for all answers that can come, and be content with those that did; False when some have not."""
+        """Wait for all answers that can still arrive; returns False when some have not after ``limit_s``."""
         return self._done.wait(limit_s)
 
     def value(self, rank: int, name: str) -> object:
-        """The value that arrived. Raises: WireError when it has not, or not all of it."""
+        """Return a value that has arrived. Raises: WireError when it has not, or not completely."""
         arrived = self._arriving.get((rank, name))
         if arrived is None:
-            raise WireError(f"rank {rank} sent no {name}")
+            raise WireError(f"rank {rank} did not send {name}")
         if not arrived.is_complete:
-            raise WireError(f"rank {rank} sent {name} incomplete")
+            raise WireError(f"rank {rank} sent only a part of {name}")
         sizes = arrived.announced.buffer_sizes
         return values.unpack(arrived.description, [arrived.buffers[index] for index in range(len(sizes))])
 
     def _take_announcement(self, rank: int, message: Value) -> None:
-        """Raises: WireError. Where there is no room for the value with those that still arrive, the question fails."""
+        """Announce a value; if memory cannot hold it and those still arriving, the request fails. Raises: WireError."""
         to_come_bytes = sum(arriving.to_come_bytes for arriving in self._arriving.values())
         ask = partial(require_room, what=f"{message.name} of {format_ranks([rank])}", advice=_NO_ROOM)
         try:
@@ -147,16 +147,16 @@ class Request:
     def _take_piece(self, rank: int, message: Piece) -> None:
         arriving = self._arriving.get((rank, message.name))
         if arriving is None or not 0 <= message.buffer < len(arriving.announced.buffer_sizes):
-            raise WireError(f"rank {rank} sent a piece of nothing")
+            raise WireError(f"rank {rank} sent a piece of a value that it had not announced")
         buffer = arriving.buffers.setdefault(message.buffer, bytearray())
         if len(buffer) + len(message.body) > arriving.announced.buffer_sizes[message.buffer]:
-            raise WireError(f"rank {rank} sent more of {message.name} than it announced")
-        buffer += message.body  # memory for what comes, not for what is only announced
+            raise WireError(f"rank {rank} sent more bytes of {message.name} than it announced")
+        buffer += message.body  # allocate for bytes received, not for bytes announced
 
 
 @dataclass
 class _Arriving:
-    """A value as far as it has come, by buffer."""
+    """The part of a value that has arrived, by buffer."""
 
     description: Any
     announced: values.Announced
@@ -164,7 +164,7 @@ class _Arriving:
 
     @property
     def to_come_bytes(self) -> int:
-        """Of the memory that it may take."""
+        """The memory that the rest of the value may take."""
         return self.announced.memory_bytes - sum(map(len, self.buffers.values()))
 
     @property
@@ -174,10 +174,10 @@ class _Arriving:
 
 
 class Requests:
-    """The questions that are under way."""
+    """The requests in progress."""
 
     def __init__(self) -> None:
-        # answers to what an earlier notebook asked may still come: ours have other numbers
+        # a random start: answers to requests of an earlier notebook may still arrive
         self._numbers = itertools.count(secrets.randbelow(1 << 48) + 1)
         self._open: dict[int, Request] = {}
         self._left: dict[int, Request] = {}
@@ -193,16 +193,16 @@ class Requests:
             self._left[request.number] = request
 
     def left(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Those of ``ranks`` that still do what nobody waits for any more, and what that is."""
+        """Return those of ``ranks`` that still work on an abandoned request, and what they do."""
         wanted, left = set(ranks), list(self._left.values())
         return {rank: request.left_as for request in left for rank in wanted if request.waits_for(rank)}
 
     def are_open(self, number: int) -> bool:
-        """Somebody waits for the answers to that question, or for the ranks that still are at it."""
+        """Check that request ``number`` awaits answers, or that ranks still work on it."""
         return number in self._open or number in self._left
 
     def take(self, message: Any) -> None:
-        """Hand an answer to its question; one that came too late is dropped."""
+        """Hand an answer to its request; drop it if it arrived too late."""
         request = self._open.get(message.request) or self._left.get(message.request)
         if request:
             request.take(message)
@@ -214,13 +214,13 @@ class Requests:
                 self._left.pop(request.number, None)
 
     def fail_values(self, error: DetrainError, *, rank: int) -> None:
-        """The values that ``rank`` was sending will not arrive; other answers still do."""
+        """Fail the requests for values of ``rank``, which will not arrive; other answers still will."""
         for request in list(self._open.values()):
             if request.wants_values:
                 request.fail(error, rank=rank)
 
     def fail_all(self, error: DetrainError, *, rank: int | None = None) -> None:
-        """No answer will come any more: from ``rank``, or from anybody."""
+        """Fail all requests: no more answers will arrive from ``rank``, or with None from any rank."""
         for request in [*self._open.values(), *self._left.values()]:
             request.fail(error, rank=rank)
         self._forget_answered()
