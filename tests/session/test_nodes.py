@@ -224,7 +224,7 @@ def test_values_that_were_under_way_are_asked_for_again(two_nodes: Session, node
     try:
         found = two_nodes.pull("large", ranks=1)[1]
     except TransportError as exc:
-        assert "right: the connection broke while values were under way: ask for them again" in str(exc)
+        assert "right: the connection broke while values were being transferred: pull them again" in str(exc)
     else:
         assert len(found) == 50_000_000  # it had all arrived before
     healed.join(30)

@@ -72,7 +72,7 @@ def test_cell_ends_though_the_end_of_a_rank_was_dropped(session: Session) -> Non
     with pytest.raises(RankError) as caught:
         session.run_cell(_CELL, observer=Eyes(), timeout_s=_LIMIT_S)
     assert list(caught.value.errors) == [1]
-    assert "how the cell ended on this rank is not known" in str(caught.value)
+    assert "the outcome of the cell on this rank is unknown" in str(caught.value)
     _assert_end_was_dropped(session)
 
 

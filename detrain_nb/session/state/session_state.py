@@ -1,4 +1,4 @@
-"""What is known of a session and its ranks. The background threads of the links to its nodes fill it."""
+"""The state of a session and its ranks. The background threads of the links to its nodes update it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ from .rank_deaths import advice, describe_end, describe_ends
 from .rank_owners import RankOwners
 from .requests import Request, Requests
 
-# The words of these are cleaned as they come; those of the others, where they are used.
+# The texts in these are cleaned on arrival; the texts in the others, where they are used.
 _OF_WORDS = (
     RequestFailed,
     GenerationReady,
@@ -70,10 +70,10 @@ _OF_WORDS = (
     StartedCold,
 )
 _ANSWERS = (Value, Piece, RequestDone, RequestFailed, Position, Completions, Inspection)
-# What a live view shows is another after these.
+# After these, a live view shows something else.
 _OF_STATE = (CellDone, CellFailed, RankUp, RankEnded, LauncherEnded, Attached, Refused)
 
-_VERY_MANY = 10**9  # messages: no node keeps as many
+_VERY_MANY = 10**9  # messages: no node keeps this many
 
 _Kept = TypeVar("_Kept")
 _Of = ParamSpec("_Of")
@@ -81,14 +81,14 @@ _log = logging.getLogger("detrain_nb.session")
 
 
 def agent_of(node: int) -> int:
-    """Who answers, where it is no rank but the agent of a node."""
+    """Return the negative number by which requests identify the agent of a node among ranks."""
     return -1 - node
 
 
 def _one_at_a_time(
     method: Callable[Concatenate[SessionState, _Of], _Kept],
 ) -> Callable[Concatenate[SessionState, _Of], _Kept]:
-    """Every node has its own thread. Whoever waits looks again when the method has returned."""
+    """Run ``method`` under the lock, as every node has its own thread, and wake waiting threads when it returns."""
 
     @functools.wraps(method)
     def in_turn(self: SessionState, *args: _Of.args, **options: _Of.kwargs) -> _Kept:
@@ -102,13 +102,13 @@ def _one_at_a_time(
 
 
 class SessionState:
-    """What is known of a session: its ranks as their messages tell it, its cells, who has been told what.
+    """The state of a session: its ranks as their messages report it, its cells, what the user has been told.
 
-    It changes by its own methods, and those of the parts it gives: ``groups``, ``requests``, ``history``, ``logbook``,
-    ``notices``, ``owners``, its cells. ``nodes`` are the names of its nodes, in order: all but the first may be lost,
-    and the others go on. What comes from ``strangers``, by position, is not from this machine. ``is_attaching``: the
-    session is there already, and a node that is lost before it was attached to is ``absent``; those who are so from the
-    start are given.
+    Only its own methods change it, and those of its parts: ``groups``, ``requests``, ``history``, ``logbook``,
+    ``notices``, ``owners``, the cells. ``nodes`` are the names of its nodes, in order: any but the first may be lost,
+    and the others continue. Nodes in ``strangers``, by position, are not this machine. ``is_attaching``: the session
+    exists already, and a node that is lost before it was attached to is ``absent``; the argument ``absent`` has those
+    that were unreachable from the start, with the reason.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class SessionState:
         lock = threading.RLock()
         self._changed = threading.Condition(lock)
         self.changes: Final = Changes()  # of what live views show
-        self.requests: Final = Requests()  # the questions that are under way
+        self.requests: Final = Requests()  # in progress
         self.history: Final = History()  # the cells that were run
         self.logbook: Final = Logbook()  # what they have printed
         self.groups: Final = GroupState(self.requests, lock)
         self.notices: Final = Notices(lock)
         self.owners: Final = RankOwners()
-        self.measurements: Final = Measurements()  # of what ranks use, while somebody watches
+        self.measurements: Final = Measurements()  # of resource use, while a live view is open
         self._checks = MessageChecks(self.history, self.owners)
         self._plan = Plan((), "gloo")
         self._lost_nodes: dict[int, str] = {}
-        self.lost_nodes: Final = MappingProxyType(self._lost_nodes)  # by position, and why
+        self.lost_nodes: Final = MappingProxyType(self._lost_nodes)  # the reasons, by position
         self._absent = dict(absent or {})
-        self.absent: Final = MappingProxyType(self._absent)  # not attached to, and why; lost when the others have been
+        self.absent: Final = MappingProxyType(self._absent)  # reasons of nodes not attached to; lost after the attach
         self._is_renumbering = False
         self._cells: dict[int, Cell] = {}
         self._up: dict[int, RankUp] = {}
@@ -151,12 +151,12 @@ class SessionState:
         self._is_showing_missed = is_attaching
         self._attached_to = Request(0, map(agent_of, range(len(nodes))))
         self._store_opened = self._ranks_up = Request(0, ())
-        self._attached: dict[int, Attached] = {}  # by node: which messages were for an earlier notebook
-        self._started_cold: set[int] = set()  # the nodes that have said so
-        self._told: dict[int, dict[int, list[RanCell | Unfinished]]] = {}  # by node that is being attached to, and cell
-        self._left: set[int] = set()  # cells that an earlier notebook has left running: nobody waits for them
+        self._attached: dict[int, Attached] = {}  # by node: says which messages were for an earlier notebook
+        self._started_cold: set[int] = set()  # the nodes that have reported it
+        self._told: dict[int, dict[int, list[RanCell | Unfinished]]] = {}  # by node being attached to, and by cell
+        self._left: set[int] = set()  # cells that an earlier notebook left running: no thread waits for them
         self._on_end: dict[int, list[Callable[[Cell], None]]] = {}
-        # What a cell logs (``Logged``) is no part of it: see ``_take``.
+        # Without ``Logged`` messages, the output of cells: see ``_take``.
         self._handlers: dict[type[Message], Callable[[Any, int, int], None]] = {
             RankEnded: lambda message, number, node: self._take_end_of_rank(
                 message, is_missed=node not in self._attached or self._is_missed(number, node)
@@ -178,7 +178,7 @@ class SessionState:
 
     @property
     def plan(self) -> Plan:
-        """Its ranks: their nodes and devices, and the backend; none before that is known."""
+        """The nodes and devices of the ranks, and the backend; empty until that is known."""
         return self._plan
 
     @property
@@ -187,70 +187,70 @@ class SessionState:
 
     @property
     def ranks(self) -> range:
-        """All of them."""
+        """All ranks."""
         return range(self._plan.world_size)
 
     @property
     def node_of(self) -> Mapping[int, int]:
-        """Which node has a rank."""
+        """The node of each rank, by position."""
         return self.owners.node_of
 
     @property
     def up(self) -> Mapping[int, RankUp]:
-        """The interpreters, by rank, as they said when they began."""
+        """The interpreters, by rank, as they reported themselves at their start."""
         return MappingProxyType(self._up)
 
     @property
     def lost(self) -> dict[int, RankEnded]:
-        """Ranks that ended, and no fresh interpreter is up yet."""
+        """Ranks that died and whose new interpreter is not up yet."""
         return dict(self._lost)
 
     @property
     def fresh(self) -> dict[int, RankEnded]:
-        """Ranks that were replaced, and nobody has been told; how the earlier ones ended."""
+        """Ranks that were replaced without the user having been told yet; how the earlier process ended."""
         return dict(self._fresh)
 
     @property
     def ends(self) -> dict[int, RankEnded]:
-        """How the last process of a rank ended, where nobody had asked for that, until the next cell begins there."""
+        """How the last process of a rank died, unless on request, until the next cell begins there."""
         return dict(self._ends)
 
     @property
     def incarnations(self) -> dict[int, int]:
-        """Of the interpreters, by rank."""
+        """The incarnations of the interpreters, by rank."""
         return {rank: up.incarnation for rank, up in list(self._up.items())}
 
     @property
     def hosts(self) -> dict[int, str]:
-        """The host of every rank, as far as it has said so."""
+        """The host of every rank that is up or was."""
         return {rank: up.host for rank, up in list(self._up.items())}
 
     @property
     def last_seconds(self) -> Mapping[int, float]:
-        """What the last cell took, by rank."""
+        """The duration of the last cell, by rank."""
         return MappingProxyType(self._last_seconds)
 
     @property
     def failure(self) -> DetrainError | None:
-        """Why nothing will come from the ranks any more; None while something can."""
+        """Why no more messages of the ranks will arrive; None while they can."""
         return self._failure
 
     @property
     def cells(self) -> Mapping[int, Cell]:
-        """Those that run, or whose values are under way, and the last one; by number."""
+        """The cells that run or whose values are being brought, and the last one; by number."""
         return MappingProxyType(self._cells)
 
     @property
     def busy(self) -> dict[int, Cell]:
-        """The ranks that run a cell, and which."""
+        """The ranks that run a cell, with the cell."""
         return {rank: cell for cell in list(self._cells.values()) for rank in cell.running}
 
     def can_measure(self, node: int) -> bool:
-        """Its agent has said that it knows what ``Measure`` asks for; one of an earlier release does not."""
+        """Check that the agent of a node supports ``Measure``; the agent of an earlier release does not."""
         return self._can(node, "measures")
 
     def can_tell_variables(self, node: int) -> bool:
-        """The same of ``AskVariables``."""
+        """Check that the agent of a node supports ``AskVariables``."""
         return self._can(node, "tells_variables")
 
     def _can(self, node: int, ability: str) -> bool:
@@ -258,26 +258,26 @@ class SessionState:
         return isinstance(info, dict) and info.get(ability) is True
 
     def bringing_values(self, ranks: Collection[int]) -> list[Cell]:
-        """Cells that some of ``ranks`` have run, whose values are being brought: those of a next one hide them."""
+        """Return ended cells of ``ranks`` whose values are still being brought: a next cell would overwrite ``_``."""
         over = [cell for cell in list(self._cells.values()) if cell.is_done and not cell.values_brought.is_set()]
         return [cell for cell in over if not set(cell.ranks).isdisjoint(ranks)]
 
     def is_at_home(self, rank: int, *, node_of: Mapping[int, int] | None = None) -> bool:
-        """A rank on this machine, or on one that the user trusts as much; ``node_of``: where ranks were then."""
+        """Check that a rank is on this machine, or on one as trusted; ``node_of``: the nodes of an earlier plan."""
         node = (self.node_of if node_of is None else node_of).get(rank)
         return node is not None and node not in self._strangers
 
     def wait_for(self, is_so: Callable[[], bool], limit_s: float) -> bool:
-        """Wait until ``is_so``, which is asked again whenever something has changed; False when it is not in time."""
+        """Wait until ``is_so`` returns True, checked after each change; returns False after ``limit_s``."""
         with self._changed:
             return self._changed.wait_for(is_so, max(0.0, limit_s))
 
     def held(self) -> AbstractContextManager[object]:
-        """Nothing is taken meanwhile: between the log and what comes after it nothing is missed."""
+        """Return a lock that keeps messages from being handled, so that none is missed after reading the log."""
         return self._changed
 
     def expect_attached(self, nodes: Iterable[int]) -> Request:
-        """What the agents of ``nodes`` answer when attached to, by ``agent_of``; an absent one has answered."""
+        """Return the request that the agents of ``nodes`` answer, as ``agent_of``; absent ones count as answered."""
         nodes = list(nodes)
         self._attached_to = self.requests.new(map(agent_of, nodes))
         for node in nodes:
@@ -286,18 +286,18 @@ class SessionState:
         return self._attached_to
 
     def expect_store(self) -> Request:
-        """What the agent of the first node answers when it has opened the socket of the store."""
+        """Return the request that the agent of the first node answers when it has opened the socket of the store."""
         self._store_opened = self.requests.new([agent_of(0)])
         return self._store_opened
 
     def expect_ranks(self) -> Request:
-        """What the interpreters of all ranks say when they are up."""
+        """Return the request that the interpreter of each rank answers when it is up."""
         self._ranks_up = self.requests.new(self.ranks)
         return self._ranks_up
 
     @_one_at_a_time
     def know_plan(self, plan: Plan) -> None:
-        """These are the ranks that there are, and their nodes; what was said of others is forgotten."""
+        """Set the ranks and their nodes; forget all other ranks."""
         self._plan = plan
         self.changes.note()
         if not plan.node_of:
@@ -310,15 +310,16 @@ class SessionState:
 
     @_one_at_a_time
     def know_hosts(self) -> None:
-        """Cells that an earlier notebook has left running are told of the hosts of their ranks."""
+        """Tell cells that an earlier notebook left running the hosts of their ranks."""
         for cell in self._cells.values():
             cell.know_hosts(self.hosts)
 
     @_one_at_a_time
     def add_cell(self, cell: Cell) -> bool:
-        """A cell is about to be sent, unless a rank of it was lost just now: from here on such a loss is the cell's.
+        """Add a cell that is about to be sent; returns False if one of its ranks was just lost.
 
-        Of the earlier cells only those matter that still run, or whose values are under way.
+        From here on, a loss of its ranks is an error of the cell. Earlier cells are kept while they still run, or
+        their values are being brought.
         """
         earlier = {
             number: known for number, known in self._cells.items() if known.running or not known.values_brought.is_set()
@@ -336,14 +337,14 @@ class SessionState:
 
     @_one_at_a_time
     def remove_cell(self, cell: Cell) -> None:
-        """It will not be sent."""
+        """Remove a cell that will not be sent."""
         self._cells = {number: known for number, known in self._cells.items() if known is not cell}
         self.changes.note()
 
     @_one_at_a_time
     def end_lost(self, cell: Cell, idle: Iterable[int]) -> None:
-        """What one rank says arrives in order: the end of a cell on an idle rank has come, or never will."""
-        words = "how the cell ended on this rank is not known: that was lost with its last output"
+        """End ``cell`` on ``idle`` ranks: messages of a rank arrive in order, so their end of the cell was lost."""
+        words = "the outcome of the cell on this rank is unknown: it was lost with its last output"
         for rank in set(idle) & set(cell.running):
             has_group = self.groups.has_group(rank)
             lost = CellFailed(rank, cell.number, 0.0, has_group, True, "SessionError", words, [], False)
@@ -355,7 +356,7 @@ class SessionState:
 
     @_one_at_a_time
     def pop_losses(self) -> str:
-        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
+        """Return a report of ranks that died since the last cell, and what to do; empty when there are none."""
         fresh, self._fresh = self._fresh, {}
         if not fresh:
             return ""
@@ -364,24 +365,24 @@ class SessionState:
 
     @_one_at_a_time
     def note_told(self, ranks: Iterable[int]) -> None:
-        """The user is told now that they were replaced, or has asked for it."""
+        """Note that the user is being told of the replacement of these ranks, or has asked for it."""
         for rank in list(ranks):
             self._fresh.pop(rank, None)
 
     @_one_at_a_time
     def go_on_with_groups(self) -> None:
-        """All ranks have the generation that an earlier notebook has begun, but those that are fresh since."""
+        """Set the ranks that know the generation which an earlier notebook began: all that were not replaced since."""
         known = {rank: incarnation for rank, incarnation in self.incarnations.items() if rank not in self._fresh}
         self.groups.go_on_with(known)
 
     @_one_at_a_time
     def confirm_missed(self) -> None:
-        """What an earlier notebook has missed has been shown."""
+        """Note that output which an earlier notebook missed has been shown."""
         self._is_showing_missed = False
 
     @_one_at_a_time
     def renumber(self, plan: Plan, number: Mapping[int, int]) -> None:
-        """Ranks of ``plan``, all idle, get other numbers; what comes under an old one before the end of that goes."""
+        """Renumber the idle ranks of ``plan``; messages under old numbers are dropped until ``end_renumbering``."""
         self._is_renumbering = True
         self.logbook.renumber(plan, number)
         self.owners.know(_renumbered(self.node_of, number))
@@ -394,13 +395,13 @@ class SessionState:
 
     @_one_at_a_time
     def end_renumbering(self) -> None:
-        """They have their new numbers, or are lost."""
+        """End the renumbering: all ranks have their new numbers, or are lost."""
         self._is_renumbering = False
         self.changes.note()
 
     @_one_at_a_time
     def notice(self, text: str) -> None:
-        """Something the user should know; the cell that runs shows it."""
+        """Add a notice for the user, and show it in the running cells."""
         self.notices.add(text)
         for cell in list(self._cells.values()):
             if cell.running:
@@ -408,7 +409,7 @@ class SessionState:
 
     @_one_at_a_time
     def fail(self, error: DetrainError) -> None:
-        """Nothing will come from the ranks any more: whoever waits is told."""
+        """Fail the session: wake all waiting threads, as no more messages of the ranks will arrive."""
         self._failure = self._failure or error
         self.requests.fail_all(self._failure)
         for cell in list(self._cells.values()):
@@ -417,23 +418,23 @@ class SessionState:
 
     @_one_at_a_time
     def measure_by(self, first: Attached, noted: Mapping[int, int]) -> None:
-        """The first node has been attached to: what it says is the measure for the others, as they are attached to.
+        """Check the other nodes against the first one, which has been attached to, when they are attached to.
 
-        So is ``noted``, which node had which rank, as far as the first agrees.
+        ``noted``, the recorded owners of the ranks, is used too, if the first node agrees with it.
         """
         world_size = max((up.world_size for up in self._up.values()), default=0)
         self.owners.measure_by(first, world_size=world_size, noted=noted)
 
     @_one_at_a_time
     def lose_absent(self) -> None:
-        """All nodes that are there have been attached to, and the ranks are known: the others are lost."""
+        """End the attach: all reachable nodes are attached to and the ranks are known, so absent nodes are lost."""
         self._is_attaching = False
         for node, reason in self._absent.items():
             self.lose_node(node, reason)
 
     @_one_at_a_time
     def lose_node(self, node: int, reason: str) -> None:
-        """The ranks of a node are gone, and with some nodes the session."""
+        """Lose a node with its ranks; losing the first node fails the session."""
         if self._failure or node in self._lost_nodes:
             return
         if self._takes_all_with_it(node):
@@ -454,14 +455,14 @@ class SessionState:
             )
 
     def _takes_all_with_it(self, node: int) -> bool:
-        """The first node has the store of the rendezvous; and before all are up there is no session."""
+        """Check that the loss of a node fails the session: it hosts the rendezvous store, or ranks are not up yet."""
         is_beginning = not self._up or self._ranks_up.is_open or self._attached_to.is_open
         return node == 0 or is_beginning and not self._is_attaching
 
     def take(self, message: Message, number: int = 0, node: int = 0) -> None:
-        """Take what ``node`` sent. Raises: WireError when a message does not fit what was asked, or that node.
+        """Take a message of ``node``. Raises: WireError when it does not fit a request, or that node.
 
-        What it says is read and cleaned before the other nodes have to wait, and only if somebody wants it.
+        Its content is read and cleaned before the lock is taken, and only if it is wanted.
         """
         is_wanted, bundle = self._is_waited_for(message), None
         if is_wanted and isinstance(message, _OF_WORDS):
@@ -472,7 +473,7 @@ class SessionState:
         self._take(message, number, node, bundle=bundle, is_wanted=is_wanted)
 
     def _is_waited_for(self, message: Message) -> bool:
-        """It is no answer, or one to a question that somebody has asked."""
+        """Check that a message is not an answer, or answers an open request."""
         if isinstance(message, _ANSWERS):
             return self.requests.are_open(message.request)
         return not isinstance(message, GenerationReady) or message.number == self.groups.number
@@ -485,11 +486,11 @@ class SessionState:
         try:
             self._checks.check_owner(message, node)
         except WireError:
-            if not self._is_renumbering and not is_missed:  # that may be from before ranks had theirs
+            if not self._is_renumbering and not is_missed:  # else it may have a rank's old number
                 raise
             return
         if is_missed and isinstance(message, Logged) and not self.history.knows(message.cell):
-            return  # it is too long ago for the agent to know it
+            return  # the agent no longer remembers this old cell
         self._checks.check_time(message, node, is_attached=node in self._attached)
         if not is_wanted:
             return
@@ -501,40 +502,40 @@ class SessionState:
             self.changes.note()
 
     def _is_missed(self, number: int, node: int) -> bool:
-        """A message with a number that was for an earlier notebook."""
+        """Check that a numbered message was meant for an earlier notebook."""
         return node in self._attached and 0 < number <= self._attached[node].last_number
 
     @_one_at_a_time
     def note_handled(self, missing: int, node: int) -> None:
-        """A numbered message was taken; ``missing`` before it have not come, and the node has not said why."""
+        """Notice a gap of ``missing`` messages before a numbered one that the node has not explained."""
         if not missing:
             return
         many = f"{missing:,}" if missing < _VERY_MANY else "very many"
-        what = "1 message is" if missing == 1 else f"{many} messages are"
-        self._notice_of(node, f"of what its ranks said {what} missing")
+        what = "1 message" if missing == 1 else f"{many} messages"
+        self._notice_of(node, f"{what} of its ranks were lost")
 
     @_one_at_a_time
     def break_off(self, node: int) -> None:
-        """The connection to a node broke: values that were under way do not arrive."""
+        """Fail the requests for values of a node whose connection broke."""
         self.changes.note()
         own = [rank for rank, owner in self.node_of.items() if owner == node]
-        broken = f"{self._on(node)}the connection broke while values were under way"
+        broken = f"{self._on(node)}the connection broke while values were being transferred"
         for rank in own:
-            self.requests.fail_values(TransportError(f"{broken}: ask for them again"), rank=rank)
+            self.requests.fail_values(TransportError(f"{broken}: pull them again"), rank=rank)
 
     def note_connection(self) -> None:
-        """There is one again to a node whose connection broke."""
+        """Note that the connection to a node was restored."""
         self.changes.note()
 
     @_one_at_a_time
     def close(self, reason: str, node: int = 0) -> None:
-        """A node has hung up for good, or was hung up on because what it said cannot be."""
-        if node not in self._absent:  # that is known, and told with the ranks that were there
+        """Lose a node that closed its connection for good, or was disconnected because of an invalid message."""
+        if node not in self._absent:  # an absent node is reported with its ranks
             self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
 
     @_one_at_a_time
     def mark_shown(self, node: int = 0) -> ShownMark:
-        """A moment of what was taken, and the question whether all of it has been shown; for ``node`` to keep."""
+        """Return a mark that tells when all taken so far has been shown; for ``node`` to keep."""
         questions = [cell.shown_so_far() for cell in list(self._cells.values())]
         is_waiting, fresh = self._is_showing_missed, self._fresh
 
@@ -549,11 +550,11 @@ class SessionState:
 
     def _take_of_cell(self, message: Logged, number: int, node: int, bundle: Bundle | None = None) -> None:
         if isinstance(message, (CellDone, CellFailed)):
-            message = replace(message, seconds=min(max(0.0, message.seconds), LONGEST_S))  # a cell may patch the clock
+            message = replace(message, seconds=min(max(0.0, message.seconds), LONGEST_S))  # cells may patch the clock
             self.groups.note(message.rank, has_group=message.has_group)
             self._last_seconds[message.rank] = message.seconds
             self.history.take_end(message)
-        is_missed = self._is_missed(number, node)  # it is in the log, to be shown from there
+        is_missed = self._is_missed(number, node)  # then it is shown from the log
         is_shown_perhaps = is_missed and number <= self._attached[node].sent
         self._warn(self.logbook.add(message, is_missed=is_missed, is_shown_perhaps=is_shown_perhaps))
         if not is_missed and (cell := self._cells.get(message.cell)):
@@ -561,14 +562,14 @@ class SessionState:
 
     def _give(self, cell: Cell, message: Logged | RankEnded, bundle: Bundle | None = None) -> None:
         if isinstance(message, CellFailed) and message.rank in cell.running:
-            self.history.fail(cell.number)  # also one that is run again, of which there is no record
+            self.history.fail(cell.number)  # also a rerun, which the history does not list
         cell.take(message, bundle)
         if cell.is_done:
             for on_end in self._on_end.pop(cell.number, []):
                 on_end(cell)
 
     def _take_told(self, message: RanCell | Unfinished, number: int, node: int) -> None:
-        """It counts when the node has been attached to: of one that is absent nothing stays."""
+        """Keep what a node remembers until it has been attached to; nothing is kept of an absent node."""
         told = self._told.setdefault(node, {})
         if isinstance(message, Unfinished) and message.cell not in told:
             self._checks.check_cell(message)
@@ -609,12 +610,12 @@ class SessionState:
         self._attached_to.take_from(agent_of(node), message)
 
     def _take_refusal(self, message: Refused, number: int, node: int) -> None:
-        if message.is_taken or self._takes_all_with_it(node):  # a session has one holder, whoever tells us first
+        if message.is_taken or self._takes_all_with_it(node):  # a session has one holder; any node may report it first
             self.fail(SessionError(f"{self._on(node)}{quote(message.reason)}"))
         self.lose_node(node, one_line(message.reason, most_chars=LONGEST_NOTICE))
 
     def _take_notice(self, message: Notice, number: int, node: int) -> None:
-        """Output was lost here: lines that had not ended do not go on with what comes."""
+        """Show the notice of a node, about lost output: end the unfinished lines of its ranks with ``...``."""
         for cell, rank, stream in self.logbook.unfinished:
             if self.node_of.get(rank, node) == node:
                 self._take_of_cell(Output(rank, cell, stream, b"...\n"), number, node)
@@ -622,7 +623,7 @@ class SessionState:
             self.logbook.add_gap(text)
 
     def _take_cold_start(self, message: StartedCold, number: int, node: int) -> None:
-        if node not in self._started_cold:  # it starts once
+        if node not in self._started_cold:  # a node starts once
             self._started_cold.add(node)
             self._notice_of(node, f"started cold: {one_line(message.reason)}")
 
@@ -638,7 +639,7 @@ class SessionState:
         host = self._up[message.rank].host if message.rank in self._up else HERE
         for cell in list(self._cells.values()):
             is_due = message.rank in cell.ranks and (cell.running or cell.may_have_lost_a_rank)
-            if is_due and not is_missed:  # one that was missed came before what runs now
+            if is_due and not is_missed:  # a missed one arrived before the running cell began
                 self.history.fail(cell.number)
                 self._give(cell, message)
                 if cell.number in self._left:
@@ -650,7 +651,7 @@ class SessionState:
         if self._ranks_up.is_open:
             self.fail(LaunchError(f"{self._on(node)}the ranks did not start: {last}"))
         else:
-            self.lose_node(node, f"the ranks of session {self._session!r} ended: {last}")
+            self.lose_node(node, f"the ranks of session {self._session!r} exited: {last}")
 
     def _on(self, node: int) -> str:
         return f"{self.nodes[node]}: " if self.nodes[node] else ""
@@ -660,7 +661,7 @@ class SessionState:
             self.notice(words)
 
     def _notice_of(self, node: int, words: str) -> str:
-        """A notice of what a node does, as it was told; empty where the node has said too much."""
+        """Give a notice about a node and return its text; empty when the node has had too many."""
         name = self._on(node)
         if text := self.notices.within_bounds(f"{name}{words}", node, name=name)[:LONGEST_NOTICE]:
             self.notice(text)
@@ -672,10 +673,10 @@ def _renumbered(table: Mapping[int, _Kept], number: Mapping[int, int]) -> dict[i
 
 
 def _last_words(log: str) -> str:
-    """The line of a launcher's log that says most: torchrun ends with a table of the workers that failed."""
+    """Return the most telling line of a launcher's log: torchrun ends it with a table of the failed workers."""
     table = log.rpartition("Root Cause")[2] if "Root Cause" in log else ""
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in table.splitlines())}
     if (rank := fields.get("rank")) and (exit_code := fields.get("exitcode")):
-        return f"the worker of rank {rank.split()[0]} ended, exit code {exit_code}"
+        return f"the worker of rank {rank.split()[0]} exited with code {exit_code}"
     lines = [line.strip() for line in log.splitlines() if line.strip(" =-")]
     return lines[-1] if lines else ""
