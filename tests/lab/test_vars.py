@@ -155,7 +155,7 @@ def _is_honest_while_a_rank_is_busy(
     expect(view.get_by_role("tabpanel", name="logits on rank 0")).to_contain_text("from rank 0 at ")
     expect(view.locator(".head")).to_contain_text(re.compile(r"rank 1 runs cell \[\d+\]"))
     view.get_by_role("button", name="Refresh").click()
-    expect(view.locator(".notes")).to_have_text(re.compile(r"^rank 1 is busy: cell \d+ runs there$"))
+    expect(view.locator(".notes")).to_have_text(re.compile(r"^rank 1 is busy: running cell \d+$"))
     expect(view.get_by_text("9 names on 2 ranks")).to_be_visible()
     expect(view.get_by_role("tab")).to_have_text(["0", "2"])
     for name in ("dark", "light"):

@@ -298,7 +298,7 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
     assert table.count("<tr>") == 3 and len(outcome.rich("application/vnd.jupyter.widget-view+json")) == 1
     assert re.search(r"lesson_1 +int +0 … 1 +≠ differs on every rank\nlesson_2 +Tensor +\[2\] .* = same on 2", text)
     assert "1 name on 1 rank" in kernel.run("%distributed vars lesson_1,unheard_of -r 1").rich()[0]
-    assert "no variable fits 'nothing'" in kernel.run("%distributed vars nothing").rich()[0]
+    assert "no variable matches 'nothing'" in kernel.run("%distributed vars nothing").rich()[0]
     assert "rank 7 is not there" in kernel.run("%distributed vars -r 7").error
 
 

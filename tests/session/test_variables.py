@@ -361,11 +361,11 @@ def test_busy_rank_is_named_at_once_and_the_others_are_shown(
     run_beside(1)
     began = time.monotonic()
     found = session.variables("here", limit_s=LONG_S)
-    with pytest.raises(SessionError, match=r"^rank 1 is busy: cell \d+ runs there$"):
+    with pytest.raises(SessionError, match=r"^rank 1 is busy: running cell \d+$"):
         session.preview("here", 1, limit_s=LONG_S)
     assert time.monotonic() - began < LONG_S / 2, "it was waited for"
     assert found.ranks == (0,) and found["here"].words == "on 0"
-    assert repr(found).splitlines()[1].startswith("rank 1 is busy: cell ")
+    assert repr(found).splitlines()[1].startswith("rank 1 is busy: running cell ")
 
 
 def test_preview_of_what_is_not_there_says_what_is_near(session: Session) -> None:
@@ -379,7 +379,7 @@ def test_of_very_many_names_the_first_are_shown_and_the_rest_counted(session: Se
     try:
         found = session.variables("many_*")
         assert (len(found), found.left_out) == (2000, 8000)
-        assert "8,000 more names: ask for some of them by name, as in x*" in repr(found)
+        assert "8,000 more names: select some by name or pattern, such as x*" in repr(found)
         assert len(repr(found).splitlines()) < 300
         assert len(session.variables("many_0999*")) == 10
     finally:
@@ -519,8 +519,8 @@ def test_rank_of_an_earlier_release_is_not_asked() -> None:
     old, older = FakeNode("old", 0), FakeNode("older", 1)
     session = Session.attach("theirs", nodes=[old, older])
     old.answers[AskVariables] = older.answers[AskVariables] = lambda message: [Value(0, 1, "it would hang up", b"")]
-    assert "ranks 0-1 are of an earlier release" in repr(session.variables())
-    with pytest.raises(SessionError, match="rank 0 is of an earlier release"):
+    assert "ranks 0-1 are from an earlier release" in repr(session.variables())
+    with pytest.raises(SessionError, match="rank 0 is from an earlier release"):
         session.preview("x")
     assert session.is_alive
     session.detach()
@@ -564,8 +564,8 @@ def test_rank_that_says_what_no_rank_says_is_not_believed(pair: tuple[Session, F
     good.answers[AskVariables], bad.answers[AskVariables] = _say(0, GOOD), _say(1, said)
     found = session.variables()
     assert found.ranks == (0,) and found["x"].value == "3"
-    assert found.silent[1].startswith("not believed: ")
-    with pytest.raises(SessionError, match="rank 1 is not believed"):
+    assert found.silent[1].startswith("sending invalid data: ")
+    with pytest.raises(SessionError, match="rank 1 is sending invalid data"):
         session.preview("x", 1)
     assert session.run_cell("1", ranks=1).ranks == (1,)
 
@@ -598,9 +598,9 @@ def test_rank_that_announces_gigabytes_refuses_or_is_silent_costs_nothing(
     bad.answers[AskVariables] = lambda message: [RequestFailed(1, message.request, "no\x1b[2J\nrank 0: evil")]
     assert "\nrank 1: no" in repr(session.variables()) and "\nrank 0: evil" not in repr(session.variables())
     bad.answers[AskVariables] = lambda message: []
-    assert session.variables(limit_s=1.0).silent == {1: "silent: it did not answer within 1 s"}
+    assert session.variables(limit_s=1.0).silent == {1: "silent: no answer within 1 s"}
     bad.answers[AskVariables] = lambda message: [RequestDone(1, message.request)]
-    assert session.variables().silent[1] == "not believed: rank 1 did not send variables"
+    assert session.variables().silent[1] == "sending invalid data: rank 1 did not send variables"
     huge = json_body({"bytes": 1 << 30})
     bad.answers[AskVariables] = lambda message: [Value(1, message.request, AskVariables.ANSWER, huge)]
     assert session.variables(limit_s=2).ranks == (0,)
@@ -625,7 +625,7 @@ def test_rank_that_begins_a_cell_meanwhile_is_not_waited_for(pair: tuple[Session
     found = session.variables(limit_s=LONG_S)
     assert time.monotonic() - began < LONG_S / 2, "it was waited for"
     assert_soon(lambda: bool(begun))  # it is known here before it has come there
-    assert found.silent[1] == f"busy: cell {begun[0]} runs there" and len(found) == 1
+    assert found.silent[1] == f"busy: running cell {begun[0]}" and len(found) == 1
     bad.say(CellDone(1, begun[0], 0.1, True, False, b""))
     thread.join(20)
     assert not thread.is_alive()

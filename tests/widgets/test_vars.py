@@ -70,7 +70,7 @@ def test_state_is_the_table_as_plain_json(told: Told) -> None:
         ("grid", "differs on every rank", [0, 1]),
     ]
     assert (table["counts"], table["error"], table["as_of"]) == ({"same": 1, "own": 1}, "", "")
-    assert table["notes"] == ["no variable fits 'later'"]
+    assert table["notes"] == ["no variable matches 'later'"]
     assert "2 names on 2 ranks" in told.view.settled().text and "<table>" in told.view.settled().html
 
 
@@ -113,10 +113,10 @@ def test_busy_rank_is_told_while_the_last_table_stays(told: Told, session: Sessi
         assert re.fullmatch(r"ranks 0-1 run cell \[\d+\]", told.wait_for("running", bool))
         told.view.refresh()
         table = told.wait_for("table")
-        assert len(table["notes"]) == 1 and table["notes"][0].startswith("ranks 0-1 are busy: cell ")
+        assert len(table["notes"]) == 1 and table["notes"][0].startswith("ranks 0-1 are busy: running cell ")
         assert len(table["rows"]) == 2 and table["as_of"]
         told.view.preview("grid", 0)
-        assert told.wait_for("preview")["error"].startswith("rank 0 is busy: cell ")
+        assert told.wait_for("preview")["error"].startswith("rank 0 is busy: running cell ")
     finally:
         session.stop_cells()
         thread.join(30)

@@ -1,4 +1,4 @@
-"""What a rank says of its variables, checked: of other types, or more than a rank says, it is not believed."""
+"""Checks of what a rank reports of its variables: wrong types, and more data than a rank sends, are refused."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _FACTS = ("min", "max", "mean", "std")
 
 
 def read_variables(said: object) -> tuple[dict[str, RankVariable], int]:
-    """The variables of a rank by name, and how many it has besides. Raises: WireError."""
+    """Return the variables of a rank by name, and the number of those left out. Raises: WireError."""
     fields = _fields(said)
     rows = _fields(fields.get("rows"))
     if len(rows) > AskVariables.MOST_NAMES:
-        raise WireError(f"it names {len(rows)} variables")
+        raise WireError(f"it has {len(rows)} variables, more than {AskVariables.MOST_NAMES}")
     names = variable_names(rows)
     left_out = _whole(fields.get("left_out"), 1 << 31) + len(rows) - len(names)
     return {name: _read_row(_fields(rows[name])) for name in names}, left_out
 
 
 def read_preview(said: object, *, name: str, rank: int) -> Preview:
-    """Raises: WireError."""
+    """Return the preview of variable ``name`` that ``rank`` sent. Raises: WireError."""
     fields = _fields(said)
     facts = {key: _text(value) for key, value in _fields(fields.get("facts", {})).items() if key in _FACTS}
     return Preview(
@@ -56,7 +56,7 @@ def _read_row(row: Mapping[str, Any]) -> RankVariable:
     size, shape, local = row.get("bytes"), row.get("shape"), row.get("local")
     digest = row.get("digest")
     if not isinstance(digest, str) or len(digest) > 32 or not all(char in "0123456789abcdef" for char in digest):
-        raise WireError("it has no checksum")
+        raise WireError("a variable has no valid checksum")
     return RankVariable(
         _text(row.get("type")),
         _text(row.get("value")),
@@ -79,7 +79,7 @@ def _read_layout(layout: Mapping[str, Any]) -> Layout:
     at = None if layout.get("at") is None else tuple(_list(layout["at"], _whole, _MOST_DIMS))
     is_whole = len(mesh) == len(placements) == len(kinds) and (at is None or len(at) == len(mesh))
     if not is_whole or not set(kinds) <= set(_KINDS) or math.prod(mesh) > 1 << 31:
-        raise WireError("it has a tensor on no mesh")
+        raise WireError("a DTensor has an invalid mesh or placement")
     return Layout(mesh, placements, kinds, at)
 
 
@@ -89,29 +89,29 @@ def _read_cells(row: object) -> list[str]:
 
 def _fields(value: object) -> Mapping[str, Any]:
     if type(value) is not dict or not all(isinstance(key, str) for key in value):
-        raise WireError("it is not by name")
+        raise WireError("a dict with str keys is missing")
     return value
 
 
 def _list(value: object, read: Callable[[Any], Any], most: int) -> list[Any]:
     if not isinstance(value, (list, tuple)) or len(value) > most:
-        raise WireError(f"it has no list of at most {most}")
+        raise WireError(f"a list is missing or longer than {most}")
     return [read(item) for item in value]
 
 
 def _text(value: object, most: int = _TEXT_CHARS) -> str:
     if not isinstance(value, str):
-        raise WireError(f"it has a {type(value).__name__} for a text")
+        raise WireError(f"a text is a {type(value).__name__}, not a str")
     return one_line(value, most_chars=most)
 
 
 def _long_text(value: object) -> str:
     if not isinstance(value, str):
-        raise WireError(f"it has a {type(value).__name__} for a text")
+        raise WireError(f"a text is a {type(value).__name__}, not a str")
     return show_hidden(value[:_LONG_CHARS])
 
 
 def _whole(value: object, most: int = _MOST_BYTES) -> int:
     if type(value) is not int or not 0 <= value <= most:
-        raise WireError("it has a number that none has")
+        raise WireError(f"a number is not an integer from 0 to {most}")
     return value

@@ -1,4 +1,4 @@
-"""A variable as one rank has it, and a look into it."""
+"""A variable as one rank has it, and a preview of it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["Layout", "Preview", "RankVariable"]
 
 @dataclass(frozen=True)
 class Layout:
-    """How a DTensor lies on its mesh, of the sizes ``mesh``: for each of its axes a placement, and its kind.
+    """The layout of a DTensor on a mesh of sizes ``mesh``: for each axis of the mesh a placement and its kind.
 
-    ``at`` is where the rank is on each axis; None for one that is not on the mesh.
+    ``at`` is the coordinate of the rank on each axis; None for a rank that is not on the mesh.
     """
 
     mesh: tuple[int, ...]
@@ -25,11 +25,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class RankVariable:
-    """A variable as one rank has it: ``value`` is a short text, ``shape`` that of a tensor or an array. A tensor
-    without dimensions has both, where its number is at hand; a DataFrame has its shape, and the names of columns.
+    """A variable as one rank has it: ``value`` is a short text, ``shape`` the shape of a tensor or array.
 
-    Of a DTensor ``local`` is the shape of the rank's part, and ``bytes`` its size. ``digest`` is the checksum, of a
-    sample where ``is_sample``; where there is none, ``why`` says why.
+    A tensor without dimensions has both, if its number is at hand; a DataFrame has its shape, and its column names as
+    ``value``. For a DTensor, ``local`` is the shape of the rank's part and ``bytes`` the size of that part. ``digest``
+    is the checksum, of a sample if ``is_sample``; without one, ``why`` gives the reason.
     """
 
     type: str
@@ -46,7 +46,7 @@ class RankVariable:
 
     @property
     def text(self) -> str:
-        """Its value in short; of a tensor or an array with dimensions its shape, of a DataFrame both."""
+        """The short value; for a tensor or array with dimensions the shape, for a DataFrame both."""
         if self.shape is None or self.shape == () and self.value:
             return self.value
         return f"{[*self.shape]} {self.value}".rstrip()
@@ -54,10 +54,11 @@ class RankVariable:
 
 @dataclass(frozen=True)
 class Preview:
-    """A look into variable ``name`` of ``rank``: ``rows`` below ``columns``, or ``text``; ``note`` says how much.
+    """A preview of variable ``name`` of ``rank``: ``rows`` under ``columns``, or ``text``; ``note`` says how much.
 
-    Of numbers: ``facts`` (min, max, mean, std), how many are ``nans`` or ``infinite``, ``bins`` of a histogram between
-    min and max; of ``sampled`` numbers, where that is not 0. ``travels``: its type is one that can be pulled.
+    For numbers: ``facts`` (min, max, mean, std), the counts of ``nans`` and ``infinite`` ones, and ``bins`` of a
+    histogram from min to max; if ``sampled`` is not 0, of that many sampled numbers. ``travels``: its type can be
+    pulled.
     """
 
     name: str
@@ -76,7 +77,7 @@ class Preview:
 
     @property
     def title(self) -> str:
-        """What it is, and where."""
+        """The name, the rank, and the type, shape, device and size of the variable."""
         about = self.about
         size = "" if about.bytes is None else format_size(about.bytes)
         parts = [about.type, "" if about.shape is None else about.text, about.dtype, about.device, size]
@@ -84,14 +85,14 @@ class Preview:
 
     @property
     def numbers(self) -> str:
-        """The statistics, and what is no number, in one line; empty where there are none."""
+        """The statistics and the counts of nan and infinite in one line; empty when there are none."""
         parts = [f"{name} {number}" for name, number in self.facts.items()]
         parts += [f"{count:,} {what}" for count, what in ((self.nans, "nan"), (self.infinite, "infinite")) if count]
         return ", ".join(parts) + (f" (of {self.sampled:,} sampled)" if self.sampled and parts else "")
 
     @property
     def checksum(self) -> str:
-        """The checksum in words, or why there is none."""
+        """A text with the checksum, or the reason why there is none."""
         about = self.about
         return f"checksum {about.digest}{' of a sample' if about.is_sample else ''}" if about.digest else about.why
 

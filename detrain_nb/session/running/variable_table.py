@@ -1,4 +1,4 @@
-"""The variables of all ranks as one table: what each is, and whether the ranks agree."""
+"""The variables of all ranks as one table, with the agreement between ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ __all__ = ["Variable", "Variables", "describe_silent", "gather_variables"]
 _COLUMNS = ("name", "type", "shape or value", "dtype", "device", "bytes", "ranks")
 _STATES = {"same": "same", "differ": "differ", "own": "own", "shards": "sharded", "partly": "partly", "other": "other"}
 _MOST_SHOWN = 200  # rows; all of them are in ``rows``
-_VALUE_CHARS = 40  # in a table, for what stands behind it; all of it is in ``value``
+_VALUE_CHARS = 40  # in a table, to leave room for the next columns; all of it is in ``value``
 
 
 @dataclass(frozen=True)
 class Variable:
-    """A variable over all ranks; ``on`` has it as each rank that has it says.
+    """A variable over all ranks; ``on`` has it by rank, as reported by each rank that has it.
 
-    ``state`` is one of same, differ, own, shards, partly, other (not compared), and ``words`` says so to people.
-    ``bytes`` is the most that one rank has, None where it is not known.
+    ``state`` is one of same, differ, own, shards, partly, other (not compared), and ``words`` describes it.
+    ``bytes`` is the largest size on one rank, None if unknown.
     """
 
     name: str
@@ -48,10 +48,11 @@ class Variable:
 
 @dataclass(frozen=True)
 class Variables:
-    """The variables of a session as they were ``read_at`` (seconds, as time.time has them), sorted by name.
+    """The variables of a session at ``read_at``, a ``time.time()``, sorted by name.
 
-    ``ranks`` were heard; ``silent`` says of the others why they were not. ``left_out`` names are not among the rows:
-    there are too many. ``missing`` names and patterns were asked for, and fit none. ``v["x"]`` is the row of one.
+    ``ranks`` have answered; ``silent`` has the reason why each other rank did not. ``left_out`` is the number of names
+    that have no row, as there are too many. ``missing`` has requested names and patterns that match no variable.
+    ``v["x"]`` is the row of one variable.
     """
 
     rows: tuple[Variable, ...]
@@ -71,7 +72,7 @@ class Variables:
         return len(self.rows)
 
     def filter(self, text: str = "", *, state: str = "") -> Variables:
-        """Only those whose name or type has ``text`` in it, and that are in ``state``."""
+        """Keep only rows whose name or type contains ``text``, ignoring case, and whose state is ``state``."""
         wanted = text.casefold()
         kept = (
             row
@@ -82,7 +83,7 @@ class Variables:
 
     @property
     def title(self) -> str:
-        """How many there are, on how many ranks, and when that was so."""
+        """The number of names and ranks, the memory on GPUs, and the time."""
         names = "1 name" if len(self.rows) == 1 else f"{len(self.rows):,} names"
         parts = [f"{names} on {count_ranks(len(self.ranks))}"]
         if on_gpus := sum(each.bytes or 0 for row in self.rows for each in row.on.values() if "cuda" in each.device):
@@ -92,20 +93,20 @@ class Variables:
 
     @property
     def notes(self) -> list[str]:
-        """Which ranks were not heard, and why, and what is not in the rows."""
+        """Lines about ranks that did not answer, with the reasons, and about names without a row."""
         by_reason: dict[str, list[int]] = {}
         for rank, why in self.silent.items():
             by_reason.setdefault(why, []).append(rank)
         notes = [describe_silent(ranks, why) for why, ranks in by_reason.items()]
         if self.left_out:
-            notes.append(f"{self.left_out:,} more names: ask for some of them by name, as in x*")
+            notes.append(f"{self.left_out:,} more names: select some by name or pattern, such as x*")
         if self.missing:
             shown = [f"'{one_line(name)}'" for name in self.missing]
-            notes.append(f"no variable fits {name_some(shown)}")
+            notes.append(f"no variable matches {name_some(shown)}")
         return notes
 
     def counts(self) -> dict[str, int]:
-        """How many rows are in each state, of those states that there are."""
+        """Return the number of rows in each state that occurs."""
         found = Counter(row.state for row in self.rows)
         return {state: found[state] for state in _STATES if found[state]}
 
@@ -122,11 +123,11 @@ class Variables:
 
     def _rest(self) -> list[str]:
         more = len(self.rows) - _MOST_SHOWN
-        return [f"... {more:,} more, not shown: filter them"] if more > 0 else []
+        return [f"... {more:,} more not shown: filter them"] if more > 0 else []
 
 
 def describe_silent(ranks: Sequence[int], why: str) -> str:
-    """Ranks that were not heard: ``why`` is how they are, or behind a colon what they said instead."""
+    """Describe ranks that did not answer: ``why`` is their state, or after a colon what they answered instead."""
     verb = "" if why.startswith(":") else " is " if len(ranks) == 1 else " are "
     return f"{format_ranks(ranks)}{verb}{why}"
 
@@ -139,7 +140,7 @@ def gather_variables(
     most: int,
     patterns: Sequence[str] = (),
 ) -> Variables:
-    """What all ranks have said as one table; of very many names the first ones. ``patterns`` were asked for."""
+    """Gather the reports of all ranks in one table of at most ``most`` names; ``patterns`` were requested."""
     names = sorted({name for of_rank in said.values() for name in of_rank})
     ranks = tuple(sorted(said))
     rows = []
@@ -169,7 +170,7 @@ def _row(name: str, on: Mapping[int, RankVariable], ranks: Sequence[int]) -> Var
 
 
 def _devices(devices: Iterable[str]) -> str:
-    """Where ranks have the same kind of device, each its own, the kind."""
+    """Return the kind of device if ranks have several of one kind, else the devices."""
     found = list(dict.fromkeys(devices))
     kinds = {device.partition(":")[0] for device in found}
     if len(found) > 1 and len(kinds) == 1:

@@ -1,4 +1,4 @@
-"""Asking the ranks for their variables: a rank that is busy is named at once, and the others are not kept waiting."""
+"""Queries for the variables of ranks: a busy rank is reported at once, without delaying the answers of the others."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["list_variables", "look_into"]
 
 _MOST_PATTERNS, _MOST_PATTERN_CHARS = 100, 200
 _ANSWER_BYTES = 4 << 20  # of a rank
-_BUSY_LIMIT_S = 0.8  # for a rank that has begun something else just before
+_BUSY_LIMIT_S = 0.8  # for a rank that began something else just before
 _LOOK_S = 0.05
-_RANK_SHARE = 0.6  # of the time: the rest is for the way
+_RANK_SHARE = 0.6  # of the time limit, for the rank: the rest is for the network
 
 
 def list_variables(core: Core, names: Iterable[str], ranks: Ranks, *, limit_s: float) -> Variables:
-    """What all ``ranks`` have, as one table. Raises: SpecError, or what ended the session."""
+    """Return the variables of all ``ranks`` as one table. Raises: SpecError; the error that ended the session."""
     patterns = list(names)
     if len(patterns) > _MOST_PATTERNS or any(len(name) > _MOST_PATTERN_CHARS for name in patterns):
-        raise SpecError(f"names: give at most {_MOST_PATTERNS}, of at most {_MOST_PATTERN_CHARS} characters")
+        raise SpecError(f"names: give at most {_MOST_PATTERNS}, each of at most {_MOST_PATTERN_CHARS} characters")
     core.require_alive()
     wanted = {"names": patterns, "limit_s": _RANK_SHARE * limit_s}
     answers, silent = _ask(core, core.choose(ranks), wanted, limit_s=limit_s)
@@ -40,13 +40,13 @@ def list_variables(core: Core, names: Iterable[str], ranks: Ranks, *, limit_s: f
             said[rank], more = read_variables(answer)
             left_out = max(left_out, more)
         except WireError as exc:
-            silent[rank] = f"not believed: {exc}"
+            silent[rank] = f"sending invalid data: {exc}"
     most, silent = AskVariables.MOST_NAMES, dict(sorted(silent.items()))
     return gather_variables(said, silent, left_out=left_out, most=most, patterns=patterns)
 
 
 def look_into(core: Core, name: str, rank: int, *, limit_s: float) -> Preview:
-    """A look into one variable of one rank. Raises: SessionError when it is busy, or has no such variable."""
+    """Return a preview of one variable of one rank. Raises: SessionError when it is busy or has no such variable."""
     core.require_alive()
     chosen = core.choose(rank)
     answers, silent = _ask(core, chosen, {"preview": name, "limit_s": _RANK_SHARE * limit_s}, limit_s=limit_s)
@@ -55,13 +55,13 @@ def look_into(core: Core, name: str, rank: int, *, limit_s: float) -> Preview:
     try:
         return read_preview(answers[rank], name=name, rank=rank)
     except WireError as exc:
-        raise SessionError(f"rank {rank} is not believed: {exc}") from exc
+        raise SessionError(f"rank {rank} is sending invalid data: {exc}") from exc
 
 
 def _ask(
     core: Core, chosen: Collection[int], wanted: dict[str, Any], *, limit_s: float
 ) -> tuple[dict[int, object], dict[int, str]]:
-    """What ranks answer, and why the others do not."""
+    """Return the answers of ranks, and for the others the reason why there is none."""
     silent = _not_idle(core, chosen)
     asked = [rank for rank in chosen if rank not in silent]
     answers: dict[int, object] = {}
@@ -75,7 +75,7 @@ def _ask(
             try:
                 answers[rank] = _answer(request, rank)
             except DetrainError as exc:
-                silent[rank] = str(exc) or late.get(rank, f"silent: it did not answer within {limit_s:g} s")
+                silent[rank] = str(exc) or late.get(rank, f"silent: no answer within {limit_s:g} s")
     return answers, silent
 
 
@@ -91,7 +91,7 @@ def _wait(core: Core, request: Request, asked: Collection[int], *, limit_s: floa
 
 
 def _answer(request: Request, rank: int) -> object:
-    """What a rank has answered. Raises: DetrainError with what it refused; without words where it is silent."""
+    """Return the answer of a rank. Raises: DetrainError with its refusal; without a text if it did not answer."""
     answer = request.answers.get(rank)
     if isinstance(answer, RequestFailed):
         raise SessionError(f": {quote(answer.error)}")
@@ -100,22 +100,22 @@ def _answer(request: Request, rank: int) -> object:
     try:
         return request.value(rank, AskVariables.ANSWER)
     except DetrainError as exc:
-        raise SessionError(f"not believed: {one_line(str(exc))}") from exc
+        raise SessionError(f"sending invalid data: {one_line(str(exc))}") from exc
 
 
 def _not_idle(core: Core, ranks: Iterable[int]) -> dict[int, str]:
-    """Ranks that answer nothing now, and why."""
+    """Return the ranks that cannot answer now, with the reason."""
     busy, lost, left = core.state.busy, core.state.lost, core.state.requests.left(core.state.ranks)
     found: dict[int, str] = {}
     for rank in ranks:
         if rank in lost:
             found[rank] = "down" if lost[rank].down else "starting"
         elif rank in busy:
-            found[rank] = f"busy: cell {busy[rank].number} runs there"
+            found[rank] = f"busy: running cell {busy[rank].number}"
         elif rank in left:
             found[rank] = f"busy: still in {left[rank]}"
         elif not core.link.is_reachable(rank):
-            found[rank] = "out of reach"
+            found[rank] = "unreachable"
         elif not core.state.can_tell_variables(core.state.node_of.get(rank, 0)):
-            found[rank] = "of an earlier release, which does not tell its variables: %distributed restart"
+            found[rank] = "from an earlier release, which cannot report variables: %distributed restart"
     return found
