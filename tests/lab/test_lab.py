@@ -424,7 +424,7 @@ def test_ranks_of_hosts_are_started_seen_and_stopped_as_those_of_this_machine(
     nb.wait_for_text(4, r"rank 1 waited in recv \(line 4\): freed")
     nb.run(5)
     assert nb.outputs(5).locator("tbody").count() == 2, "the ranks of each host stand together"
-    assert "collectives wait up to 600 s" in nb.text(5)
+    assert "collectives time out after 600 s" in nb.text(5)
     nb.run(6)
 
 

@@ -51,19 +51,19 @@ def test_status_shows_which_host_is_reached(kernel: Any, testbed: Testbed) -> No
 
     lines = status().splitlines()
     assert re.fullmatch(r"session \S+: 2 ranks on 2 nodes", lines[0])
-    assert lines[1] == "collectives wait up to 90 s for another rank (--group-timeout)"
+    assert lines[1] == "collectives time out after 90 s (--group-timeout)"
     assert [line for line in lines[3:] if not line.startswith(" ")] == [
-        "left (h0): reached; rank 0: idle",
-        "right (h1): reached; rank 1: idle",
+        "left (h0): connected; rank 0: idle",
+        "right (h1): connected; rank 1: idle",
     ]
     testbed.stop_sshd("h1", sessions=True)
     _eventually(
         lambda: re.search(r"^right \(h1\): no connection for \d+ s, trying again; rank 1", status(), re.MULTILINE)
     )
     assert "1 of 2 nodes cannot be reached: right" in status()
-    assert "left (h0): reached" in status()
+    assert "left (h0): connected" in status()
     testbed.start_sshd("h1")
-    _eventually(lambda: "right (h1): reached; rank 1: idle" in status())
+    _eventually(lambda: "right (h1): connected; rank 1: idle" in status())
 
 
 def test_tab_knows_the_nodes_and_the_hosts(kernel: Any) -> None:
@@ -90,14 +90,14 @@ def test_restart_after_attach_is_on_the_same_hosts_with_the_same_options(kernel:
     kernel.client.wait_for_ready(timeout=60)
     assert "was left running (on left, right)" in kernel.run("%load_ext detrain_nb").text()
     assert kernel.run("from detrain_nb import current_session\n%distributed attach").status == "ok"
-    assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
+    assert "time out after 90 s" in kernel.run("%distributed status").rich()[0]
     assert kernel.run("current_session().files.is_synced").rich() == ["False"]
     assert "is already running with 2 ranks" in kernel.run(kernel.start_line).text()
     again = kernel.run("%distributed restart --env TOKEN=new")
     assert again.status == "ok", again.error
     assert "not stored" not in again.text()
     assert kernel.run(_LOOK).text() == "[left:0] h0 7 new\n[right:1] h1 7 new\n"
-    assert "wait up to 90 s" in kernel.run("%distributed status").rich()[0]
+    assert "time out after 90 s" in kernel.run("%distributed status").rich()[0]
 
 
 def test_cell_after_a_restart_is_on_the_hosts_again(kernel: Any) -> None:

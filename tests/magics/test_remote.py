@@ -96,7 +96,7 @@ def test_this_machine_beside_a_host_in_a_notebook(idle: Any) -> None:
     try:
         add_up = "%%distributed\nt = torch.ones(1); dist.all_reduce(t); print(rank, int(t))"
         assert idle.run(add_up).text() == "[localhost:0] 0 2\n[h0:1] 1 2\n"
-        assert any("localhost: reached; rank 0" in line for line in _lines(idle.run("%distributed status")))
+        assert any("localhost: connected; rank 0" in line for line in _lines(idle.run("%distributed status")))
         assert idle.run("%distributed restart -n 2").status == "ok"
         assert "[h0:3] 3 4" in idle.run(add_up).text()
     finally:

@@ -62,11 +62,11 @@ def test_one_machine_is_one_table_with_its_host() -> None:
 def test_ranks_of_a_node_stand_below_its_name() -> None:
     lines = repr(_status(2, 2)).splitlines()
     assert lines[0] == "session train: 4 ranks on 2 nodes"
-    assert lines[1] == "collectives wait up to 600 s for another rank (--group-timeout)"
+    assert lines[1] == "collectives time out after 600 s (--group-timeout)"
     assert lines[2].split() == ["rank", "pid", "device", "state", "line", "memory", "last", "cell"]
     assert [line for line in lines[3:] if not line.startswith(" ")] == [
-        "gpu0 (alice@gpu0.example.org:2222): reached; ranks 0-1: running",
-        "gpu1 (alice@gpu1.example.org:2222): reached; ranks 2-3: running",
+        "gpu0 (alice@gpu0.example.org:2222): connected; ranks 0-1: running",
+        "gpu1 (alice@gpu1.example.org:2222): connected; ranks 2-3: running",
     ]
     assert [line.split()[0] for line in lines[3:]] == ["gpu0", "0", "1", "gpu1", "2", "3"]
 
@@ -75,8 +75,8 @@ def test_html_has_a_group_for_every_node() -> None:
     table = _Table(_status(2, 2)._repr_html_())
     assert not table.open
     assert [row[0] for row in table.rows[1:]] == [
-        "gpu0 (alice@gpu0.example.org:2222): reached; ranks 0-1: running", "0", "1",
-        "gpu1 (alice@gpu1.example.org:2222): reached; ranks 2-3: running", "2", "3",
+        "gpu0 (alice@gpu0.example.org:2222): connected; ranks 0-1: running", "0", "1",
+        "gpu1 (alice@gpu1.example.org:2222): connected; ranks 2-3: running", "2", "3",
     ]  # fmt: skip
     assert "host" not in table.rows[0]
 
@@ -98,7 +98,7 @@ def test_node_of_which_no_rank_answers_is_not_called_reached() -> None:
 def test_states_of_a_node_are_counted() -> None:
     ranks = (_rank(0, "a"), _rank(1, "a", "running", 2), _rank(2, "a"), _rank(3, "b"))
     status = SessionStatus("x", ranks, (NodeStatus("a", "a", (0, 1, 2)), NodeStatus("b", "b", (3,))))
-    assert "a: reached; ranks 0-2: 2 idle, 1 running" in repr(status).splitlines()
+    assert "a: connected; ranks 0-2: 2 idle, 1 running" in repr(status).splitlines()
 
 
 def test_sixteen_hosts_with_eight_ranks_fit_into_80_columns() -> None:
@@ -129,7 +129,7 @@ def test_what_a_node_says_of_itself_is_no_markup_and_no_control_code() -> None:
 
 def test_timeout_of_torch_itself_is_not_said() -> None:
     assert "collectives" not in repr(SessionStatus("x", (_rank(0, "a"),)))
-    assert "collectives wait up to 90 s for another rank (--group-timeout)" in repr(
+    assert "collectives time out after 90 s (--group-timeout)" in repr(
         SessionStatus("x", (_rank(0, "a"),), group_timeout_s=90.0)
     )
 

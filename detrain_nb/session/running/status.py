@@ -1,4 +1,4 @@
-"""Where every rank of a session is, as a table; on several nodes the ranks of each stand together."""
+"""The status of every rank of a session, as a table; with several nodes, grouped by node."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _COLUMNS = ("rank", "host", "pid", "device", "state", "line", "memory", "last ce
 _NO_ANSWER = "no answer"
 _LONGEST_REASON = 4000
 _LEFT = "text-align:left"
-_BAD = "background:#f8d7da;color:#842029"  # as doctor/report.py has it
+_BAD = "background:#f8d7da;color:#842029"  # as in doctor/report.py
 
 
 @dataclass(frozen=True)
 class RankStatus:
-    """One rank: ``line`` is the line of the running cell (0: none), ``seconds`` what its last cell took.
+    """One rank: ``line`` is the line of the running cell (0: none), ``seconds`` the duration of its last cell.
 
-    ``pid`` is 0 while its process is gone.
+    ``pid`` is 0 while it has no process.
     """
 
     rank: int
@@ -53,9 +53,9 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """One node: ``name`` and ``where`` (how it is reached) as the user wrote them.
+    """One node: ``name`` and ``where`` (its address) as the user wrote them.
 
-    ``fault`` is why it cannot be reached now, empty while there is a connection.
+    ``fault`` says why the node is unreachable; it is empty while there is a connection.
     """
 
     name: str
@@ -72,9 +72,9 @@ class NodeStatus:
 def node_statuses(
     transports: Sequence[Transport], plan: Plan, *, lost: Mapping[int, str], broken_s: Mapping[int, float]
 ) -> tuple[NodeStatus, ...]:
-    """The nodes of ``plan`` that have a name and ranks, for a `SessionStatus`.
+    """Return the status of the nodes of ``plan`` that have a name and ranks, for a `SessionStatus`.
 
-    ``lost`` says why a node is, ``broken_s`` for how many seconds there has been no connection, by its position.
+    By position of the node, ``lost`` has the reason of a loss, ``broken_s`` the seconds without a connection.
     """
     return tuple(
         NodeStatus(placed.name, where_is(transport), placed.ranks, fault_of(node, lost=lost, broken_s=broken_s))
@@ -84,14 +84,14 @@ def node_statuses(
 
 
 def fault_of(node: int, *, lost: Mapping[int, str], broken_s: Mapping[int, float]) -> str:
-    """Why the node at that position cannot be reached now; empty while there is a connection."""
+    """Return why the node at that position is unreachable; empty while there is a connection."""
     if node in lost:
         return f"lost: {lost[node]}"
     return f"no connection for {broken_s[node]:.0f} s, trying again" if node in broken_s else ""
 
 
 def where_is(transport: Transport) -> str:
-    """``user@host:port``, as far as the user wrote it."""
+    """Return ``user@host:port``, as far as the user wrote it."""
     node = transport.node
     if node is None:
         return ""
@@ -102,10 +102,10 @@ def where_is(transport: Transport) -> str:
 
 @dataclass(frozen=True)
 class SessionStatus:
-    """A session and its ranks; ``nodes`` is empty where they are all on this machine.
+    """A session and its ranks; ``nodes`` is empty when all ranks are on this machine.
 
-    ``group_timeout_s`` is how long a collective waits for another rank; 0 is as long as torch does by itself. ``over``
-    says why the session has ended, and what to do; it is empty while it goes on.
+    ``group_timeout_s`` is the timeout of collectives; 0 means torch's default. ``over`` says why the session has ended,
+    and what to do; it is empty while the session is running.
     """
 
     name: str
@@ -147,7 +147,7 @@ class SessionStatus:
 
     @property
     def _columns(self) -> tuple[int, ...]:
-        """Below the name of a node its ranks need not say it again, nor what no rank has: terminals are narrow."""
+        """The columns to show; grouped by node, without the host and without empty columns: terminals are narrow."""
         if not self._is_grouped:
             return tuple(range(len(_COLUMNS)))
         rows = [rank.cells() for rank in self.ranks]
@@ -160,10 +160,10 @@ class SessionStatus:
 
     @property
     def _notes(self) -> list[str]:
-        """What holds for all ranks, a line each."""
+        """Lines about the session as a whole."""
         notes = [self.over] if self.over else []
         if self.group_timeout_s:
-            notes.append(f"collectives wait up to {self.group_timeout_s:g} s for another rank (--group-timeout)")
+            notes.append(f"collectives time out after {self.group_timeout_s:g} s (--group-timeout)")
         if self._is_grouped and (away := [node for node in self.nodes if self._fault_of(node)]):
             names = ", ".join(one_line(node.name) for node in away)
             notes.append(f"{len(away)} of {len(self.nodes)} nodes cannot be reached: {names}")
@@ -178,19 +178,19 @@ class SessionStatus:
         return [(node, [by_rank[rank] for rank in node.ranks if rank in by_rank]) for node in self.nodes]
 
     def _heading(self, node: NodeStatus) -> str:
-        """The name of a node, whether it is reached, and what its ranks do."""
+        """Return the name of a node, its connection state, and the states of its ranks."""
         counts = Counter(one_line(rank.state) for rank in self.ranks if rank.rank in node.ranks)
         states = ", ".join(f"{count} {state}" if len(counts) > 1 else state for state, count in counts.items())
-        return f"{node.title}: {self._fault_of(node) or 'reached'}; {format_ranks(node.ranks)}: {states}"
+        return f"{node.title}: {self._fault_of(node) or 'connected'}; {format_ranks(node.ranks)}: {states}"
 
     def _fault_of(self, node: NodeStatus) -> str:
-        """A connection that has been cut without a word is noticed later than that nobody there answers."""
+        """Return the fault of a node; a silently cut connection shows first as ranks that do not answer."""
         states = {rank.state for rank in self.ranks if rank.rank in node.ranks}
         return one_line(node.fault) or (f"{_NO_ANSWER} from any rank" if states == {_NO_ANSWER} else "")
 
 
 def look(core: Core, *, limit_s: float) -> SessionStatus:
-    """Ask every rank; one that does not answer in time has what is known of it."""
+    """Ask every rank for its position; a rank that does not answer in time is shown from what is known."""
     state = core.state
     everyone = range(core.state.world_size)
     positions = core.link.locate(everyone, limit_s=limit_s) if core.is_alive else {}
@@ -216,7 +216,7 @@ def look(core: Core, *, limit_s: float) -> SessionStatus:
 
 
 def describe_over(core: Core) -> str:
-    """In one line why the session has ended, and what to do; empty while it goes on."""
+    """Return in one line why the session has ended, and what to do; empty while it is running."""
     words = str(core.why_over or "").splitlines()
     return one_line("; ".join(words), most_chars=_LONGEST_REASON)
 
