@@ -1206,7 +1206,7 @@ def test_setting_that_is_none_is_an_error_that_says_where_they_stand(session: Se
     """``session.hang_s = 1``, ``session.settings.hang = 1``: a new attribute would be believed, and do nothing."""
     of = getattr(session, part) if part else session
     for name in ("hang", "idle_s") if part == "settings" else ("hang_s", "hosts"):
-        words = rf"\.{name} cannot be set: what can is hang_s, warm_s of session\.settings, and each of"
+        words = rf"\.{name} cannot be set: set hang_s, warm_s of session\.settings, or a field of"
         with pytest.raises(AttributeError, match=words):
             setattr(of, name, 1)
         assert not hasattr(of, name)
