@@ -157,7 +157,7 @@ def test_a_callback_that_raises_is_told_of_once_and_called_no_more(session: Sess
     session.run_cell("pass")
     assert_soon(lambda: len(told.at) > seen)
     (notice,) = session.news.pop_notices()
-    assert "called no more" in notice and "ValueError" in notice and "\x1b" not in notice
+    assert "was removed because it raised" in notice and "ValueError" in notice and "\x1b" not in notice
     assert len(calls) == 1
     stop_failing()
     stop()

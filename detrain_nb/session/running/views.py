@@ -1,7 +1,7 @@
-"""Live views of a session: who is told that something has changed, and who is given a `Board` again and again.
+"""Live views of a session: callbacks that are called on a change, and watches that receive a fresh `Board`.
 
-One thread serves all of them, as long as there is one, and ends with the session. It asks the ranks nothing while none
-runs a cell.
+One thread serves all of them while there are any, and ends with the session. While no rank runs a cell, it sends the
+ranks no requests.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .settings import SlotsOnly
 
 __all__ = ["Views", "Watch"]
 
-_GAP_S = 0.1  # between two rounds: what changes faster is told together
+_GAP_S = 0.1  # between two rounds: faster changes are reported together
 _LEAST_S, _MOST_S = 0.1, 60.0
-_END_LIMIT_S = 1.0  # for a callback that does not return; the thread ends with the process then
+_END_LIMIT_S = 1.0  # for a callback that does not return: its thread ends with the process
 _LONGEST_ERROR = 1000
 _log = logging.getLogger(__name__)
 
@@ -35,9 +35,9 @@ OnBoard = Callable[[Board], object]
 
 
 class Watch(SlotsOnly):
-    """While it is open there is a fresh board every ``every_s``, and as soon as something has changed.
+    """A subscription to boards: one every ``every_s``, and one as soon as something has changed, until it is closed.
 
-    A context manager. What is closed keeps its ``latest``.
+    A context manager. A closed watch keeps its ``latest``.
     """
 
     __slots__ = {
@@ -53,7 +53,7 @@ class Watch(SlotsOnly):
         self._close = close
 
     def close(self) -> None:
-        """Nothing more comes; a call of ``callback`` that has begun goes on to its end."""
+        """Stop receiving boards; a call of ``callback`` that has begun runs to its end."""
         self._close(self)
 
     def __enter__(self) -> Watch:
@@ -64,7 +64,7 @@ class Watch(SlotsOnly):
 
 
 class Views:
-    """Those of one session."""
+    """The live views of one session."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -75,24 +75,24 @@ class Views:
         self._listeners: tuple[OnChange, ...] = ()
         self._watches: tuple[Watch, ...] = ()
         self._thread: threading.Thread | None = None
-        self._shown: object = None  # what was the board's when listeners were last told
+        self._shown: object = None  # the key of the board when listeners were last called
         self._round_at = 0.0
-        self._is_ending = False  # what is lost now is lost because the session ends
+        self._is_ending = False  # the session is being stopped: losses are part of that
         self._ended = threading.Event()
 
-    # ---- who is told
+    # ---- subscriptions
 
     def on_change(self, callback: OnChange) -> Callable[[], None]:
-        """See ``Session.on_change``."""
+        """Call ``callback`` on changes: see ``Session.on_change``."""
         if not callable(callback):
             raise SpecError(f"callback {callback!r}: give a function that takes no arguments")
 
-        def listen() -> None:  # the same function may be given twice
+        def listen() -> None:  # wrapped: the same function may be given twice
             callback()
 
         def stop() -> None:
             self._remove(listen)
-            self._changes.note()  # a thread that nobody needs ends
+            self._changes.note()  # wakes the thread, which ends if no one is left to call
 
         with self._lock:
             if not self._is_over:
@@ -101,7 +101,7 @@ class Views:
         return stop
 
     def watch(self, callback: OnBoard | None, *, every_s: float) -> Watch:
-        """See ``Session.watch``."""
+        """Open a watch: see ``Session.watch``."""
         if callback is not None and not callable(callback):
             raise SpecError(f"callback {callback!r}: give a function that takes a board, or None")
         check_seconds("every_s", every_s, is_more_than_0=True)
@@ -126,9 +126,9 @@ class Views:
         return self._ended.is_set() or self._core.why_over is not None
 
     def _start(self) -> None:
-        """Have a thread, which looks at once; ``_lock`` is held."""
+        """Start the thread if there is none, and have it look at once; ``_lock`` is held."""
         if self._thread is None:
-            self._shown = self._key(make_board(self._core, self._looks.last))  # what changes from here on is told
+            self._shown = self._key(make_board(self._core, self._looks.last))  # changes from here on are reported
             self._thread = threading.Thread(target=self._run, name="detrain_nb live view", daemon=True)
             self._thread.start()
         self._changes.note()
@@ -136,11 +136,11 @@ class Views:
     # ---- the end
 
     def begin_end(self) -> None:
-        """The session is being ended: what its nodes say of that is no news."""
+        """Stop reporting changes while the session is being stopped: its losses are expected."""
         self._is_ending = True
 
     def end(self, *, has_ended: bool = True) -> None:
-        """It has ended: whoever listens is told, for the last time. Or that has failed, and it goes on."""
+        """Report the end of the session as the last change; not ``has_ended``: the stop failed, go on reporting."""
         self._is_ending = False
         if has_ended:
             self._ended.set()
@@ -164,7 +164,7 @@ class Views:
                 if is_last:
                     break
         except Exception as exc:
-            self._tell_failure("live views end, as what they show cannot be found out:", exc)
+            self._tell_failure("live views have stopped: building the board failed with", exc)
             raise
         finally:
             self._measuring.go_on(0.0)
@@ -180,14 +180,14 @@ class Views:
             return True
 
     def _wait(self) -> None:
-        """Wait until there is something to do, and some time has passed since the last round."""
+        """Wait until there is something to do, and at least ``_GAP_S`` has passed since the last round."""
         moments = [watch.due_at for watch in self._watches]
         moments += filter(None, [self._looks.due_at(), self._measuring.due_at()])
         self._changes.wait(max(0.0, min(moments) - time.monotonic()) if moments else None)
         self._ended.wait(max(0.0, self._round_at + _GAP_S - time.monotonic()))
 
     def _round(self) -> None:
-        """Look, and tell who is to be told."""
+        """Look at the session, and call the callbacks that are due."""
         self._measuring.go_on(min((watch.every_s for watch in self._watches), default=0.0))
         self._looks.refresh()
         board = make_board(self._core, self._looks.last)
@@ -200,9 +200,9 @@ class Views:
         for listener in self._listeners if has_changed else ():
             try:
                 listener()
-            except Exception as exc:  # noqa: BLE001  it is the user's, and told to the user
+            except Exception as exc:  # noqa: BLE001  the user's code: the user is told
                 self._remove(listener)
-                self._tell_failure("what was given to session.on_change is called no more, it raised", exc)
+                self._tell_failure("the callback of session.on_change was removed because it raised", exc)
 
     def _give(self, watch: Watch, board: Board, now: float) -> None:
         watch.due_at = now + watch.every_s
@@ -211,9 +211,9 @@ class Views:
             return
         try:
             watch.callback(board)
-        except Exception as exc:  # noqa: BLE001  it is the user's, and told to the user
+        except Exception as exc:  # noqa: BLE001  the user's code: the user is told
             watch.callback = None
-            self._tell_failure("what was given to session.watch is called no more, it raised", exc)
+            self._tell_failure("the callback of session.watch was removed because it raised", exc)
 
     def _remove(self, listener: OnChange) -> None:
         with self._lock:
@@ -224,7 +224,7 @@ class Views:
         self._core.state.notice(f"{words} {one_line(repr(exc), most_chars=_LONGEST_ERROR)}")
 
     def _key(self, board: Board) -> Any:
-        """What has to differ before listeners are told. Numbers that move by themselves are not in it."""
+        """Return what must change before listeners are called: without numbers that change all the time."""
         ranks = [(of.state, of.exit, of.collective, of.waits_for, of.pid) for of in board.ranks]
         nodes = [(of.name, of.ranks, bool(of.fault)) for of in board.nodes]
         notes = [(of.kind, of.ranks) for of in board.notes]
