@@ -130,7 +130,7 @@ def test_what_cannot_be_read_hides_nothing_else() -> None:
     ):
         logbook.add(message, is_missed=True, is_shown_perhaps=False)
     shown = _show(logbook)
-    told = "something that rank 1 showed here cannot be read"
+    told = "an output of rank 1 is malformed and cannot be shown"
     assert "honest" in str(shown) and "words" in str(shown) and str(shown).count(told) == 2
 
 

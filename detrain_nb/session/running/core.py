@@ -1,4 +1,4 @@
-"""What the parts of a session share: its nodes and ranks, what came from them, their plan, their process groups."""
+"""What the parts of a session share: the links to its nodes, its state, its settings, its process groups."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Core:
         self.rescue = Rescue(self.link, self.process_groups)
         self.settings = SessionSettings(self.link, self.process_groups, self.require_alive)
         self.is_stopped = False
-        self.is_left = False  # its ranks go on
+        self.is_left = False  # detached: its ranks go on
 
     @property
     def is_alive(self) -> bool:
@@ -54,34 +54,34 @@ class Core:
 
     @property
     def why_over(self) -> DetrainError | None:
-        """Why nothing can be run any more, and what to do; None while it can."""
+        """Why no more cells can run, and what to do; None while they can."""
         if self.is_stopped and not self.is_left:
             return SessionError(f"session {self.name!r} has ended: start another one")
         return self.state.failure
 
     def require_alive(self) -> None:
-        """Raises: what ended the session."""
+        """Raise the error that ended the session, if it has ended."""
         if self.why_over:
             raise self.why_over
 
     @property
     def nodes(self) -> tuple[Node, ...] | None:
-        """The nodes that it runs on, with as many ranks as each has; None for this machine."""
+        """The nodes that the session runs on, each with its number of ranks; None for this machine."""
         placed = zip(nodes_of(self.transports), self.state.plan.nodes)
         return tuple(_placed(node, len(of.ranks)) for node, of in placed if of.ranks) or None
 
     def note_down(self, started: StartedWith | None = None) -> None:
-        """A later notebook finds its nodes again, and how it was started: what was noted of that before, if None."""
+        """Record the nodes for later notebooks, and how the session was started; None keeps the earlier record."""
         remember(self.name, self.nodes or (), holder=self.holder, started=started)
 
     def plan_of(self, number: int) -> Plan:
-        """The ranks as they were numbered when the cell of that number ran."""
+        """Return the plan, with the ranks as they were numbered when cell ``number`` ran."""
         return self.state.logbook.plan_of(number) or self.state.plan
 
     def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
-        """The ranks that are meant, in ascending order; names of nodes are choices too. Raises: SpecError.
+        """Resolve ``ranks`` to ascending rank numbers; they may also be names of nodes. Raises: SpecError.
 
-        Where nodes have no name, that is what errors call this machine. ``plan``: of earlier ranks.
+        A node without a name is called ``this machine``, as in errors. ``plan``: the plan of an earlier cell.
         """
         plan = plan or self.state.plan
         here = dict.fromkeys(self.state.hosts.values(), tuple(range(plan.world_size)))
@@ -90,9 +90,9 @@ class Core:
     def choose_idle(
         self, ranks: Ranks, *, waits: bool = False, tell: Callable[[Mapping[int, Cell]], None] | None = None
     ) -> tuple[int, ...]:
-        """The ranks that were chosen. Raises: SpecError, or SessionError when one of them cannot be spoken to now.
+        """Resolve ``ranks`` and check that they are idle. Raises: SpecError; SessionError when one is busy or lost.
 
-        With ``waits`` those that are busy are waited for: ``tell`` gets these, with their cells, once a second.
+        With ``waits``, wait for busy ranks: ``tell`` receives them, with their cells, once a second.
         """
         self.require_alive()
         chosen = self.choose(ranks)
@@ -100,9 +100,9 @@ class Core:
         return chosen
 
     def wait_until_idle(self, ranks: Ranks, observer: CellObserver | None) -> tuple[int, ...]:
-        """``choose_idle`` for a cell, which says meanwhile what it waits for.
+        """Wait for the ranks of a cell as ``choose_idle`` does; ``observer`` shows what the cell waits for.
 
-        Raises: CellInterrupted, too, where stop was pressed while the cell waited for others.
+        Raises: also CellInterrupted, when stop was pressed while the cell waited for others.
         """
         is_told = False
 
@@ -127,9 +127,9 @@ class Core:
                 observer.waiting("")
 
     def mend_group(self, chosen: Iterable[int], observer: CellObserver | None) -> None:
-        """All ranks have a group again, or can make one, if ``chosen`` are all, or the others have time for it.
+        """Have all ranks make a group again, if ``chosen`` are all ranks, or no rank is busy or lost.
 
-        Where the others cannot make it, ``chosen`` go on without one.
+        If the others cannot make it, ``chosen`` go on without a group.
         """
         is_everybody = len(set(chosen)) == self.state.world_size
         left = self.state.requests.left(self.state.ranks)
@@ -143,7 +143,7 @@ class Core:
             self.process_groups.begin()
 
     def tell(self, words: str, observer: CellObserver | None) -> None:
-        """Say to the user what no cell says: in the cell that is to run, or whenever somebody asks."""
+        """Give the user a notice: in the cell that is about to run, else when notices are next read."""
         if words and observer:
             observer.notice(words)
         elif words:
@@ -151,6 +151,6 @@ class Core:
 
 
 def _placed(node: Node, ranks: int) -> Node:
-    """A node, asked for as many ranks as it has got."""
+    """Return a copy of a node that asks for the number of ranks that it has."""
     devices = node.devices[:ranks] if isinstance(node.devices, tuple) else node.devices
     return node.model_copy(update={"ranks": ranks, "devices": devices})

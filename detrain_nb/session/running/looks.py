@@ -1,6 +1,6 @@
-"""Asks the ranks that run a cell what they do, at most once a second, for live views.
+"""Looks at the ranks that run a cell, at most one a second, for live views.
 
-The answer of a rank that prints without a pause stands behind seconds of its output: it is waited for, in other rounds.
+The answer of a rank that prints without a pause is queued behind seconds of output: later rounds wait for it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from ..state.requests import Request
 from .core import Core
 
 _GAP_S = 1.0
-_FIRST_S = 0.3  # a cell that ends within that asks nobody
-_LATE_S = 15.0  # for an answer
+_FIRST_S = 0.3  # no rank is asked about a cell that ends within this time
+_LATE_S = 15.0  # timeout of an answer
 
 
 @dataclass(frozen=True)
 class Look:
-    """What was seen of ranks that were asked at ``clock_s``.
+    """What the ranks were doing when they were asked at ``clock_s``.
 
-    ``waited_s``: how long a rank has waited, of those that wait.
-    ``report`` is what the cell says of a hang, ``mismatch`` which collectives are not the same. ``is_stuck``: nobody is
-    left who could come.
+    ``waited_s`` is how long each waiting rank has waited, ``report`` the cell's text about a hang, ``mismatch``
+    describes collectives that differ between ranks. ``is_stuck``: no rank is left that could end the wait.
     """
 
     verdicts: Mapping[int, Verdict] = field(default_factory=dict)
@@ -41,20 +40,20 @@ class Look:
 
 
 class Looks:
-    """Those of one session."""
+    """The looks of one session."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._looked_at = -_GAP_S
-        self._question = contextlib.ExitStack()  # while it is open, answers are taken
+        self._question = contextlib.ExitStack()  # while it is open, answers are accepted
         self._request: Request | None = None
         self._asked: list[int] = []
         self._asked_at = 0.0
-        self._silent: set[int] = set()  # did not answer the last question: the others do not wait for them again
+        self._silent: set[int] = set()  # did not answer the last request: the next one does not wait for them
         self._forget(frozenset())
 
     def _forget(self, cells: frozenset[int]) -> None:
-        """What was seen was of other cells than ``cells``."""
+        """Forget the last look, which was at other cells than ``cells``."""
         self._cells = cells
         self._end_question()
         self._began_at = time.monotonic()
@@ -64,19 +63,19 @@ class Looks:
         self.last = Look()
 
     def due_at(self) -> float | None:
-        """When the ranks are to be asked next; None while none runs a cell."""
+        """Return when the ranks are to be asked next; None while none runs a cell."""
         cells = frozenset(cell.number for cell in self._core.state.busy.values())
         if cells != self._cells:
             self._forget(cells)
         return max(self._looked_at + _GAP_S, self._began_at + _FIRST_S) if cells else None
 
     def refresh(self) -> None:
-        """Ask, if it is time, or see whether the ranks that were asked have answered meanwhile."""
+        """Ask the ranks if it is time, or check whether they have answered the last request."""
         due_at, now = self.due_at(), time.monotonic()
         if due_at is None or now < due_at:
             return
         self._looked_at = now
-        with contextlib.suppress(DetrainError):  # the session is over, which is shown too
+        with contextlib.suppress(DetrainError):  # the session has ended, which views show as well
             request = self._request or self._ask(now)
             missing = {rank for rank in self._asked if request.waits_for(rank)}
             if missing <= self._silent or now >= self._asked_at + _LATE_S:
@@ -85,7 +84,7 @@ class Looks:
                 self.last = self._judge(request)
 
     def _ask(self, now: float) -> Request:
-        """Begin a question, and wait as long as an answer takes where nothing stands before it."""
+        """Send a request, and wait as long as answers take that are not queued behind output."""
         state, link = self._core.state, self._core.link
         self._asked, self._asked_at = [rank for rank in state.ranks if rank in state.node_of], now
         self._request = request = self._question.enter_context(link.locating(self._asked))

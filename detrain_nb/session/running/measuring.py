@@ -1,4 +1,4 @@
-"""Has the nodes of a session measure what their ranks use, as long as somebody watches: each order ends by itself."""
+"""Orders to the nodes of a session to measure resource use while a live view is open; each order expires by itself."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from ...errors import DetrainError
 from ...wire import Measure
 from .core import Core
 
-_FOR_S = 5.0  # of one order: so long a kernel that is gone costs its nodes something
+_FOR_S = 5.0  # of one order: nodes go on measuring this long after the kernel has died
 _AGAIN_S = 2.0
 
 
 class Measuring:
-    """That of one session."""
+    """The measuring orders of one session."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
@@ -22,11 +22,11 @@ class Measuring:
         self._again_at = 0.0
 
     def due_at(self) -> float | None:
-        """When an order is to be given again; None while nobody watches."""
+        """Return when the next order is due; None while no live view is open."""
         return self._again_at if self._every_s else None
 
     def go_on(self, every_s: float) -> None:
-        """Have each node that can be reached measure every ``every_s``, or with 0 none."""
+        """Have each reachable node measure every ``every_s``; with 0, stop them."""
         if not every_s and not self._every_s:
             return
         now = time.monotonic()
@@ -35,11 +35,11 @@ class Measuring:
         self._every_s, self._again_at = every_s, now + _AGAIN_S
         self._core.state.measurements.want(every_s)
         for node in self._nodes():
-            with contextlib.suppress(DetrainError):  # it is being lost, which is shown too
+            with contextlib.suppress(DetrainError):  # the node is being lost, which views show as well
                 self._core.link.send_to(node, Measure(every_s or _FOR_S, _FOR_S if every_s else 0.0))
 
     def _nodes(self) -> list[int]:
-        """Those that can be reached, and whose agent knows the order: one of an earlier release would not read on."""
+        """Return the reachable nodes whose agent supports the order: older agents fail on an unknown message."""
         broken = self._core.link.broken_s(now=0.0)
         links = enumerate(self._core.link.node_links)
         reached = [node for node, link in links if not link.is_closed and node not in broken]

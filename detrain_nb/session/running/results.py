@@ -1,4 +1,4 @@
-"""What a cell gave: one RankResult per rank, gathered in a CellResult."""
+"""The results of a cell: one RankResult per rank, gathered in a CellResult."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN_CHARS = 2000
 
 
 class TextOnly(str):
-    """The text of a value that cannot travel itself; ``repr`` shows it without quotes."""
+    """The text of a value that cannot travel; ``repr`` shows it without quotes."""
 
     __slots__ = ()
 
@@ -29,8 +29,8 @@ class TextOnly(str):
 class RankResult:
     """How a cell ended on one rank.
 
-    ``value`` is the cell's last expression where it can travel, else its text (``TextOnly``), None where there is none;
-    ``bundle`` is its rich form, {mime type: data}, already made safe to show. ``seconds`` were measured on the rank.
+    ``value`` is that of the cell's last expression if it can travel, else its text (``TextOnly``), None if there is
+    none; ``bundle`` is its rich form, {mime type: data}, safe to show. ``seconds`` is the time measured on the rank.
     """
 
     rank: int
@@ -54,13 +54,13 @@ class RankResult:
 
     @property
     def beginning(self) -> str:
-        """What the rank printed to stdout, or its first part and that there is more."""
+        """What the rank printed to stdout; of long output the first part and a hint to the rest."""
         text, is_cut = self._log.beginning(self._cell, self.rank, limit_bytes=_SHOWN_CHARS)
         return f"{text} ... more in .stdout" if is_cut else text
 
 
 class CellResult:
-    """How a cell ended on every rank that ran it. ``result[3]`` is rank 3's; iterating goes over the ranks' results."""
+    """How a cell ended on every rank that ran it. ``result[3]`` is rank 3's; iterating yields the ranks' results."""
 
     def __init__(self, cell: int, ranks: dict[int, RankResult]) -> None:
         self.cell = cell
@@ -77,7 +77,7 @@ class CellResult:
 
     @property
     def stdout(self) -> dict[int, str]:
-        """What each rank printed, by rank."""
+        """What each rank printed to stdout, by rank."""
         return {rank: result.stdout for rank, result in self._ranks.items()}
 
     @property

@@ -1,4 +1,4 @@
-"""A cell from the log, shown again, with what is to be said between its messages."""
+"""A cell shown again from the log, with notices between its messages."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ _SHOW_LIMIT_S = 10.0
 
 
 class ShownAgain:
-    """Gives the observer of ``cell`` what was logged of it."""
+    """A cell whose observer is given what was logged of it."""
 
     def __init__(self, cell: Cell, logged: LoggedCell) -> None:
         self.cell = cell
         self._logged = logged
         self._count = 0
-        self._words: list[str] = []  # to be said before what is shown next
+        self._words: list[str] = []  # notices to be shown before the next message
 
     def give(self, message: Logged) -> None:
-        """The next message of the log."""
+        """Give the observer the next message of the log, after the notices that belong before it."""
         self._words += self._logged.words_before(self._count)
         self._count += 1
         if not isinstance(message, (CellDone, CellFailed)):
             self._say()
-        elif message.rank in self.cell.outcomes:  # its end is known
+        elif message.rank in self.cell.outcomes:  # its end was already taken
             return
         if message.rank in self.cell.ranks:
             try:
                 self.cell.take(message)
-            except WireError:  # a body is read when it is shown, and a node may write anything there
-                self._words.append(f"something that {format_ranks([message.rank])} showed here cannot be read")
+            except WireError:  # a body is parsed only when it is shown, and a node may send anything
+                self._words.append(f"an output of {format_ranks([message.rank])} is malformed and cannot be shown")
                 if isinstance(message, CellDone):
                     self.cell.take(replace(message, body=b""))
 
     def end(self, *, is_running: bool) -> None:
-        """All that was logged has been given."""
+        """Show the last notices: all messages of the log have been given."""
         self._words += self._logged.words_before(self._count)
         self._say(is_more_to_come=is_running)
         if not is_running:
@@ -57,7 +57,7 @@ class ShownAgain:
 
 
 def wait_until_shown(observer: CellObserver) -> None:
-    """Do not fill the memory with what is to be shown. One that shows nothing before the end is not waited for long."""
+    """Wait until the observer has shown what it was given, so memory does not fill up; at most ``_SHOW_LIMIT_S``."""
     is_shown, deadline = observer.shown_so_far(), time.monotonic() + _SHOW_LIMIT_S
     while not is_shown() and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -1,4 +1,4 @@
-"""Work that an interrupt of the caller does not cut."""
+"""Work that goes on when the caller is interrupted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def run_to_its_end(act: Callable[[], None], *, name: str) -> None:
-    """Wait for ``act``, which runs in a thread called ``name`` and goes on there when the caller is interrupted.
+    """Run ``act`` in a thread called ``name`` and wait for it; it goes on there when the caller is interrupted.
 
     Raises: what ``act`` raises, KeyboardInterrupt.
     """
@@ -22,7 +22,7 @@ def run_to_its_end(act: Callable[[], None], *, name: str) -> None:
     working = threading.Thread(target=run, name=name, daemon=True)
     try:
         working.start()
-    except RuntimeError:  # Python itself is ending, or the system has no room for a thread
+    except RuntimeError:  # Python is exiting, or the system cannot start a thread
         run()
     else:
         working.join()
