@@ -679,7 +679,7 @@ def test_rank_is_given_again_only_what_its_own_node_says(code: str, first_line: 
     good.answers[RunCell] = run
     with _attached(good, bad) as session:
         assert session.log.cells == ran
-        assert [text for text in session.news.notices if "nodes do not agree on the code of cell 3 " in text]
+        assert [text for text in session.news.notices if "nodes disagree on the code of cell 3 " in text]
         for cells in (None, [3]):
             assert session.log.replay(0, cells=cells) == {3: None}
         assert [(run.ranks, run.code, run.first_line) for run in given] == [([0], "x = 1", 1)] * 2
@@ -721,7 +721,7 @@ def _three_of_which_one_claims_too_much(is_late: bool) -> list[FakeNode]:
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_rank_that_two_nodes_claim_is_an_error_that_names_both(is_late: bool) -> None:
-    with pytest.raises(SessionError, match=r"(bad and third|third and bad) both say that they have rank 2 "):
+    with pytest.raises(SessionError, match=r"(bad and third|third and bad) both claim rank 2 "):
         Session.attach("mine", nodes=_three_of_which_one_claims_too_much(is_late))
 
 
@@ -744,7 +744,7 @@ def test_first_node_that_claims_a_rank_which_was_noted_of_another_is_told_nothin
     bad.attached = replace(bad.attached, ranks=[0, 1], with_group=[0, 1])
     nodes = [Node(host=f"{name}.invalid", name=name, ranks=1) for name in ("bad", "good")]
     known.remember("noted", nodes, holder="x")
-    words = "bad says that it has rank 1 of session 'noted', and this machine has noted good: attach where it was"
+    words = "bad claims rank 1 of session 'noted', but this machine has recorded it on good: attach where it was"
     try:
         with pytest.raises(SessionError, match=words):
             Session.attach("noted", nodes=[bad, good])
@@ -897,7 +897,7 @@ def test_node_that_is_slow_to_send_what_was_missed_is_named() -> None:
     bad.answers[Attach] = answer
     session = Session.attach("mine", nodes=[good, bad], limits=Limits(tell_gap_s=0.05), on_progress=tell)
     session.detach()
-    assert told[0] == "connecting to good, bad" and "0% of what bad has kept is here" in told
+    assert told[0] == "connecting to good, bad" and "received 0% of what bad kept" in told
 
 
 def test_node_whose_ranks_never_come_up_is_lost_alone() -> None:
@@ -1158,7 +1158,7 @@ def test_node_that_does_not_say_all_its_ranks_can_be_left_out() -> None:
     for node in (good, bad):
         up = RankUp(node.rank, 1, 0, 3, 1, node.name, "cpu", "2")
         node.answers[Attach] = lambda _, node=node, up=up: [up, node.attached]
-    with pytest.raises(SessionError, match=r"leave out one that does not say all its ranks \(--without\)$"):
+    with pytest.raises(SessionError, match=r"leave out one that does not report all its ranks \(--without\)$"):
         Session.attach("mine", nodes=[good, bad])
     with Session.attach("mine", nodes=[good, bad], without=["bad"]) as session:
         assert session.run_cell("1", ranks=0).ranks == (0,)

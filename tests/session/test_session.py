@@ -898,7 +898,7 @@ def test_folder_that_ipython_makes_on_a_node_is_no_other_users_whatever_the_umas
         ({"name": "a/b"}, SpecError, "session name 'a/b'"),
         ({"name": ".."}, SpecError, "session name"),
         ({"name": "x" * 200}, SpecError, "at most 80"),
-        ({"env": {"A=B": "1"}}, SpecError, "no name of an environment variable"),
+        ({"env": {"A=B": "1"}}, SpecError, "not a valid environment variable"),
         ({"backend": "nosuch"}, LaunchError, "nosuch"),
         ({"folder": "/nonexistent/folder"}, SpecError, "/nonexistent/folder"),
         ({"ranks": 2000, "device": "cuda"}, SpecError, "GPU"),

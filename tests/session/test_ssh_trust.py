@@ -193,7 +193,7 @@ def _files_with(testbed: Testbed, host: str, words: str) -> str:
 def test_variable_of_a_node_that_is_not_set_here_is_named(testbed: Testbed) -> None:
     nodes = ssh_nodes(testbed, 1, env=["NOT_SET_HERE", "HOME"])
     with Session.start(1, nodes=nodes, sync=False, device="cpu") as session:
-        assert list(session.news.notices) == ["h0 is to have NOT_SET_HERE, which this process has not set"]
+        assert list(session.news.notices) == ["h0 should get NOT_SET_HERE, which this process has not set"]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""The beginning of a session: its ranks are started, or an earlier notebook's are taken up again."""
+"""The beginning of a session: its ranks are started, or the running ranks of an earlier notebook are taken over."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from .core import Core
 LARGEST_SEED = 1 << 62
 _TELL_GAP_S = 0.1
 
-Say = Callable[[str], None]  # how far a start is, in a line
+Say = Callable[[str], None]  # called with a line about the progress of a start
 
 
 @dataclass(frozen=True)
 class RankStart:
-    """What ``Session.start`` was asked for, of the ranks' processes."""
+    """The arguments of ``Session.start`` that concern the processes of the ranks."""
 
     folder: str
     env: Mapping[str, str] = field(repr=False)  # it may hold secrets
@@ -54,7 +54,7 @@ class RankStart:
     group_timeout_s: float = 0.0
 
     def check(self) -> None:
-        """Raises: SpecError for what does not fit, SessionError where this process is a rank itself."""
+        """Check the values. Raises: SpecError for an invalid one, SessionError if this process has a process group."""
         check_seconds("linger_s", self.linger_s)
         check_seconds("group_timeout_s", self.group_timeout_s)
         check_whole("seed", self.seed)
@@ -65,23 +65,23 @@ class RankStart:
         if self.start not in ("fork", "exec"):
             raise SpecError(f"start {self.start!r} is neither fork nor exec")
         if not os.path.isdir(self.folder):
-            raise SpecError(f"folder {self.folder} is not there: the ranks start in it")
+            raise SpecError(f"folder {self.folder} does not exist: the ranks start in it")
         for key, value in self.env.items():
             if not isinstance(value, str):
-                raise SpecError(f"env {key}: its value is text, a str, not {type(value).__name__}")
+                raise SpecError(f"env {key}: give a str, not {type(value).__name__}")
             if not key or "=" in key or "\0" in key + value:
-                raise SpecError(f"{key!r} is no name of an environment variable")
+                raise SpecError(f"{key!r} is not a valid environment variable")
         torch_distributed = sys.modules.get("torch.distributed")
         if torch_distributed is not None and torch_distributed.is_available() and torch_distributed.is_initialized():
             raise SessionError(
-                "torch.distributed is initialised in this process itself: call "
-                "torch.distributed.destroy_process_group() first, the ranks are processes of their own"
+                "torch.distributed is initialised in this process: call "
+                "torch.distributed.destroy_process_group() first; the ranks are separate processes"
             )
 
     def message(
         self, plan: Plan, node_rank: int, transport: Transport, *, cpus: int, run_id: str, store: tuple[str, int] | None
     ) -> Launch:
-        """What the agent of a node is told: the launcher's command, and what it remembers for a later notebook."""
+        """Return the message to the agent of a node: the launcher's command, and data kept for a later notebook."""
         node = plan.nodes[node_rank]
         ranks = list(node.ranks)
         own = os.environ if transport.is_this_machine else {}
@@ -121,9 +121,9 @@ class RankStart:
 
 
 def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int, Attached]:
-    """What the agents of ``nodes`` say of themselves, by the node's position.
+    """Attach to the agents of ``nodes`` and return their answers, by the position of the node.
 
-    The first node has to answer, as have all at a start; another that does not is one of ``SessionState.absent``.
+    The first node must answer, and at a start all must; any other that does not is in ``SessionState.absent``.
     """
     request = core.state.expect_attached(nodes)
     for node in nodes:
@@ -143,9 +143,9 @@ def attach(core: Core, nodes: Sequence[int], *, steal: bool = False) -> dict[int
 
 
 def place(core: Core, ends: Sequence[End], asked: StartedWith, *, is_here: bool, force: bool) -> dict[int, Attached]:
-    """Say hello to all nodes and decide where the ranks that were asked for are; returns what the agents said.
+    """Attach to all nodes and place the requested ranks on them; returns the answers of the agents.
 
-    ``is_here``: nobody has named nodes. Raises: SpecError, or why a node does not answer.
+    ``is_here``: no nodes were given. Raises: SpecError; the reason why a node does not answer.
     """
     attached = attach(core, range(len(core.transports)))
     if is_here:
@@ -159,7 +159,7 @@ def place(core: Core, ends: Sequence[End], asked: StartedWith, *, is_here: bool,
     core.note_down(asked)
     for node in core.nodes or ():
         if unset := [name for name in node.env if name not in os.environ and name not in asked.env]:
-            core.state.notices.add(f"{node.name} is to have {', '.join(unset)}, which this process has not set")
+            core.state.notices.add(f"{node.name} should get {', '.join(unset)}, which this process has not set")
     for number, end in enumerate(ends):
         if end.why_cold:
             core.state.take(StartedCold(end.why_cold), node=number)
@@ -167,13 +167,13 @@ def place(core: Core, ends: Sequence[End], asked: StartedWith, *, is_here: bool,
 
 
 def require_room(plan: Plan, attached: Mapping[int, Attached]) -> None:
-    """Raises: SpecError where a node is to have far more ranks than it has processors or memory for."""
+    """Check that no node gets far more ranks than it has processors or memory for. Raises: SpecError."""
     for number, node in enumerate(plan.nodes):
         has = attached[number]
         most = most_ranks(cpus=has.cpus, free_bytes=has.free_bytes)
         if len(node.ranks) > most:
             crowd = describe_crowd(len(node.ranks), where=label(node), cpus=has.cpus, free_bytes=has.free_bytes)
-            raise SpecError(f"{crowd}; start at most {most}, or all the same with --force (in Python force=True)")
+            raise SpecError(f"{crowd}; start at most {most}, or override this with --force (in Python force=True)")
 
 
 def launch(
@@ -185,10 +185,10 @@ def launch(
     on_step: OnStep = ignore_step,
     is_apart: bool = False,
 ) -> None:
-    """Start the ranks of all nodes at once; where these are ``is_apart`` no group is made. Raises: LaunchError."""
+    """Start the ranks of all nodes at once; with ``is_apart`` no process group is made. Raises: LaunchError."""
     core.state.groups.want(how.has_group, timeout_s=how.group_timeout_s)
     if is_apart:
-        core.state.notices.add("the nodes do not reach each other: no process group can be made in this session")
+        core.state.notices.add("the nodes cannot reach each other: no process group can be made in this session")
     address = core.transports[0].address if len(core.transports) > 1 else LOOPBACK
     store = None if is_apart else (address, _open_store(core, address))
     run_id = uuid.uuid4().hex
@@ -210,7 +210,7 @@ def launch(
 
 
 class _Counted:
-    """Tells of each node how many of its ranks have come so far, where that is another number than before."""
+    """A reporter of how many ranks of each node are ready, whenever that number has changed."""
 
     def __init__(self, plan: Plan, phase: Phase, on_step: OnStep) -> None:
         self._plan = plan
@@ -227,7 +227,7 @@ class _Counted:
 
 
 def _wait_until_all_up(core: Core, request: Request, say: Say, counted: _Counted) -> None:
-    """Raises: CellTimeout, or why a rank cannot come."""
+    """Wait until all ranks are up. Raises: CellTimeout; the reason why a rank cannot come up."""
     num_up, limit_s, all_ranks = 0, core.link.limits.start_s, core.state.world_size
     deadline = time.monotonic() + limit_s
     counted.tell(())
@@ -238,15 +238,15 @@ def _wait_until_all_up(core: Core, request: Request, say: Say, counted: _Counted
             counted.tell(set(request.answers))
         say(f"importing torch: {num_up} of {all_ranks} ranks are up")
         if time.monotonic() >= deadline:
-            apart = "; do the nodes reach each other? %distributed doctor --nodes NODES tells" if core.nodes else ""
-            raise CellTimeout(f"{num_up} of {all_ranks} ranks are up, and no other came in {limit_s:g} s{apart}")
+            apart = "; check that the nodes reach each other: %distributed doctor --nodes NODES" if core.nodes else ""
+            raise CellTimeout(f"{num_up} of {all_ranks} ranks are up, and no other came up in {limit_s:g} s{apart}")
     request.wait(0.0, what="start")
     counted.tell(set(request.answers))
     core.state.requests.end(request)
 
 
 def _open_store(core: Core, address: str) -> int:
-    """The port on the first node that the store of the rendezvous will listen on."""
+    """Open a socket on the first node for the rendezvous store; returns its port."""
     request = core.state.expect_store()
     core.link.send_to(0, OpenStore(address))
     request.wait(core.link.limits.start_s, what="a socket for the store")
@@ -254,17 +254,17 @@ def _open_store(core: Core, address: str) -> int:
     answer = request.answers[agent_of(0)]
     if not isinstance(answer, StoreOpened) or not answer.port:
         raise LaunchError(
-            f"{label(core.transports[0])}: no socket for the store: {quote(getattr(answer, 'error', ''))}"
+            f"{label(core.transports[0])}: no socket for the rendezvous store: {quote(getattr(answer, 'error', ''))}"
         )
     return answer.port
 
 
 def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
-    """Take up what the agents remember. Raises: SessionError, CellTimeout.
+    """Continue a session from what its agents remember. Raises: SessionError, CellTimeout.
 
-    The first node has the store of the rendezvous: without it there is no session, and what it says is the measure for
-    the others. One of them that is lost before it has answered, or says what cannot be, counts as absent, as does one
-    that claims a rank which another had when this machine noted it down.
+    The first node hosts the rendezvous store: without it there is no session, and the other nodes are checked against
+    it. Another node counts as absent when it is lost before it has answered, when its messages are invalid, or when it
+    claims a rank that this machine has recorded for a different node.
     """
     attached = attach(core, [0], steal=steal)
     names = [transport.name for transport in core.transports]
@@ -272,12 +272,12 @@ def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
     for rank in attached[0].ranks:
         if noted.get(rank):
             owner = names[noted[rank]]
-            raise _disputed(core.name, rank, f"{names[0]} says that it has", f"this machine has noted {owner}")
+            raise _disputed(core.name, rank, f"{names[0]} claims", f"this machine has recorded it on {owner}")
     core.state.measure_by(attached[0], noted)
     attached |= attach(core, range(1, len(core.transports)), steal=steal) if len(core.transports) > 1 else {}
     for rank, (one, other) in core.state.owners.disputed.items():
-        both = f"{names[one]} and {names[other]} both say that they have"
-        raise _disputed(core.name, rank, both, "this machine has not noted which had it")
+        both = f"{names[one]} and {names[other]} both claim"
+        raise _disputed(core.name, rank, both, "this machine has no record of it")
     world_size = max((up.world_size for up in core.state.up.values()), default=0)
     plan = _what_runs(attached, names, world_size=world_size, session=core.name)
     info = _info(attached[0])
@@ -293,28 +293,28 @@ def go_on(core: Core, *, steal: bool = False, say: Say) -> None:
     core.state.go_on_with_groups()
     if disputed := core.state.history.disputed:
         core.state.notice(
-            f"nodes do not agree on the code of cell {short_ranks(disputed)} (%distributed log --list shows it): "
-            "a rank is given again only what its own node says"
+            f"nodes disagree on the code of cell {short_ranks(disputed)} (%distributed log --list shows it): "
+            "a replay gives each rank the code that its own node reports"
         )
     core.state.know_hosts()
 
 
 def _disputed(session: str, rank: int, who_has: str, noted: str) -> SessionError:
     return SessionError(
-        f"{who_has} rank {rank} of session {session!r}, and {noted}: attach where it was started, or end it: "
+        f"{who_has} rank {rank} of session {session!r}, but {noted}: attach where it was started, or end it: "
         f"%distributed stop {session}"
     )
 
 
 def _catch_up(core: Core, node: int, number: int, say: Say, *, by: float) -> None:
-    """Have what was missed of a node. One that has not sent it in time is lost, the first one with the session.
+    """Receive what was missed from a node. A node that is too slow is lost; if it is the first, so is the session.
 
-    Raises: CellTimeout, or what ended the session.
+    Raises: CellTimeout; the error that ended the session.
     """
     source = core.transports[node].name or "the ranks"
 
     def tell(share: float) -> None:
-        say(f"{share:.0%} of what {source} has kept is here")
+        say(f"received {share:.0%} of what {source} kept")
 
     try:
         core.link.wait_for_number(node, number, by=by, tell=tell)
@@ -325,8 +325,10 @@ def _catch_up(core: Core, node: int, number: int, say: Say, *, by: float) -> Non
 
 
 def _wait_until_up(core: Core) -> None:
-    """Wait for ranks that were still starting when their notebook was gone. A node whose ranks do not come is lost, the
-    first one with the session."""
+    """Wait for ranks that were still starting when their notebook left.
+
+    A node whose ranks do not come up is lost; the first node ends the session.
+    """
     state = core.state
 
     def starting() -> set[int]:
@@ -345,9 +347,9 @@ def _wait_until_up(core: Core) -> None:
 
 
 def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_size: int, session: str) -> Plan:
-    """The ranks that the agents in ``attached``, by position, remember; what none of them has was on other nodes.
+    """Build the plan from the ranks of the agents in ``attached``, by position; all other ranks were on absent nodes.
 
-    Raises: SessionError when they do not say, or do not fit together.
+    Raises: SessionError when an agent does not report its ranks, or the reports do not fit together.
     """
     nodes: list[NodePlan] = []
     for node, name in enumerate(names):
@@ -356,28 +358,32 @@ def _what_runs(attached: Mapping[int, Attached], names: Sequence[str], *, world_
             nodes.append(NodePlan((), "cpu", name))
             continue
         if not answer.ranks:
-            raise SessionError(f"session {session!r} has not started its ranks: %distributed stop {session} ends it")
+            raise SessionError(f"session {session!r} has not started its ranks; end it: %distributed stop {session}")
         device = _info(answer).get("device")
         if device not in DEVICES:
-            raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
+            raise SessionError(
+                f"the agent of session {session!r} sent no rank layout; kill its process (pid {answer.pid})"
+            )
         nodes.append(NodePlan(tuple(answer.ranks), device, name))
     backend = _info(attached[0]).get("backend")
     if not isinstance(backend, str):
-        raise SessionError(f"the agent of session {session!r} does not say what it runs: end it with its pid")
+        raise SessionError(
+            f"the agent of session {session!r} sent no rank layout; kill its process (pid {attached[0].pid})"
+        )
     if 0 not in nodes[0].ranks:
-        raise SessionError(f"these are not the nodes of session {session!r} in order: name all, as at its start")
+        raise SessionError(f"rank 0 of session {session!r} is not on the first node: give all nodes as at its start")
     known = {rank for node in nodes for rank in node.ranks}
     if missing := tuple(rank for rank in range(world_size) if rank not in known):
         absent = next((node for node in range(len(names)) if node not in attached), None)
         if absent is None:
             raise SessionError(
-                f"these are not all nodes of session {session!r}: name all, in the order of its start, or leave out "
-                "one that does not say all its ranks (--without)"
+                f"these are not all nodes of session {session!r}: give all, in the order of its start, or leave out "
+                "one that does not report all its ranks (--without)"
             )
         nodes[absent] = replace(nodes[absent], ranks=missing)
     plan = Plan(tuple(nodes), backend)
     if sorted(rank for node in nodes for rank in node.ranks) != list(range(plan.world_size)):
-        raise SessionError(f"the agents of session {session!r} do not say which ranks they run: end them")
+        raise SessionError(f"the agents of session {session!r} report inconsistent ranks: end them")
     return plan
 
 
