@@ -1,4 +1,4 @@
-"""The cells of a session: what was run and what it printed, shown again, followed, and run again on other ranks."""
+"""The cells of a session: their code and output, to be shown again, followed, and rerun on ranks."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .state.cell_observer import CellObserver, check_observer
 
 __all__ = ["SessionLog"]
 
-_SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, before it is waited for whoever shows it
+_SHOWN_AT_ONCE_BYTES = 1 << 20  # of the log, given before waiting for the observer to show it
 
 
 class SessionLog(SlotsOnly):
-    """The cells of a session, and what they printed."""
+    """The cells of a session and their output."""
 
     __slots__ = {
         **dict.fromkeys(("_cells", "_core", "_output", "_state")),
-        "cells_before": "The cells that ran before an attach: what was shown of them then is not here.",
+        "cells_before": "The cells that ran before an attach: output that was shown then is not in this log.",
     }
 
     def __init__(self, core: Core, cells: Cells) -> None:
@@ -39,9 +39,9 @@ class SessionLog(SlotsOnly):
 
     @property
     def cells(self) -> list[RanCell]:
-        """The cells that were run, in their order, with their code and their ranks.
+        """The cells that were run, in order, with their code and their ranks.
 
-        After an attach a cell is there once for each code that nodes say it had.
+        After an attach, a cell whose code nodes disagree on is listed once for each version.
         """
         return self._state.history.cells
 
@@ -51,12 +51,12 @@ class SessionLog(SlotsOnly):
         return self._state.history.collective
 
     def has_ended_well(self, cell: int) -> bool:
-        """It failed on no rank, was not stopped, and does not run any more. Raises: SpecError where there is none."""
+        """Check that a cell has ended, failed on no rank and was not stopped. Raises: SpecError for an unknown cell."""
         self._require_known(cell)
         return self._state.history.has_ended_well(cell)
 
     def has_failed(self, cell: int) -> bool:
-        """It has failed, or was stopped, on a rank, or a rank was lost in it; False for one that is not known."""
+        """Check that a cell failed or was stopped on a rank, or lost a rank; False for an unknown cell."""
         return self._state.history.has_failed(cell)
 
     @property
@@ -65,19 +65,20 @@ class SessionLog(SlotsOnly):
         return {number: cell.running for number, cell in list(self._state.cells.items()) if cell.running}
 
     def next_cell(self, *, at_least: int = 1) -> int:
-        """The number that the cell gets which begins next; no two cells of a session have the same."""
+        """Return the number of the next cell to begin; numbers are unique in a session."""
         return self._state.history.next_cell(at_least=at_least)
 
     def replay(
         self, ranks: Ranks, *, cells: Iterable[int] | None = None, observer: Callable[[int], CellObserver] | None = None
     ) -> dict[int, DetrainError | None]:
-        """Run earlier cells again, in their order, on those of ``ranks`` that had run them: a fresh rank gets its
-        imports and definitions back.
+        """Rerun earlier cells in order, on those of ``ranks`` that had run them.
 
-        By default all that ended well and needed no other rank, and of those in ``collective_cells`` the imports and
-        definitions: a collective would wait for ranks that do not run it. One that does all the same is stopped.
-        ``observer`` gives who shows a cell, by its number. Returns the cells that were run, each with what it raised:
-        it may need what a cell makes that was left out.
+        A restarted rank gets its imports and definitions back. By default, rerun all cells that succeeded and needed
+        no other rank, and of those in ``collective_cells`` the imports and definitions: a collective would wait for
+        ranks that do not run it. A cell that waits so anyway is stopped. ``observer`` returns the observer of a cell
+        by its number. Returns the cells that were rerun, each with its error or None: a cell may fail because it needs
+        what a skipped cell defines.
+        Raises: SpecError for an unknown cell, CellInterrupted; the error that ended the session.
         """
         if cells is not None:
             cells = list(cells) if isinstance(cells, Iterable) else [cells]
@@ -101,22 +102,22 @@ class SessionLog(SlotsOnly):
         return replayed
 
     def describe_replay(self, replayed: Collection[int], *, are_chosen: bool = False) -> str:
-        """Say in lines what ``replay`` ran of which cells, and what it left out; ``are_chosen``: it was given cells."""
+        """Describe in lines what ``replay`` ran and skipped; ``are_chosen``: the cells were given."""
         needs_others = set() if are_chosen else set(self.collective_cells)
         left = set() if are_chosen else {ran.cell for ran in self.cells} - set(replayed)
         lines = [
-            (set(replayed) - needs_others, "cells run again: {}"),
-            (needs_others & set(replayed), "only imports and definitions, they need other ranks: {}"),
-            (left & needs_others, "skipped, they need other ranks: {} (--cells runs what it names)"),
-            (left - needs_others, "skipped, they did not end well or ran elsewhere: {}"),
+            (set(replayed) - needs_others, "cells rerun: {}"),
+            (needs_others & set(replayed), "only imports and definitions, as they need other ranks: {}"),
+            (left & needs_others, "skipped, as they need other ranks: {} (select cells with --cells)"),
+            (left - needs_others, "skipped, as they did not succeed or ran elsewhere: {}"),
         ]
         told = [words.format(short_ranks(cells)) for cells, words in lines if cells]
-        return "\n".join(told if replayed else ["no cell was run again", *told])
+        return "\n".join(told if replayed else ["no cell was rerun", *told])
 
     def text(self, cell: int, rank: int, stream: str = "stdout") -> str:
-        """All that one rank printed to one stream in ``cell``, free of control sequences.
+        """Return all that one rank printed to one stream in ``cell``, without control sequences.
 
-        Raises: SpecError for a cell, a rank or a stream that there is not.
+        Raises: SpecError for an unknown cell, rank or stream.
         """
         self._require_known(cell)
         self._core.choose(check_whole("rank", rank), plan=self._core.plan_of(cell))
@@ -125,34 +126,33 @@ class SessionLog(SlotsOnly):
         return self._output.text(cell, rank, stream)
 
     def read(self, cell: int) -> Iterator[Logged]:
-        """What the ranks said in ``cell``, in the order in which it arrived. Raises: SpecError where there is none."""
+        """Return the messages of the ranks in ``cell``, in order of arrival. Raises: SpecError for an unknown cell."""
         self._require_known(cell)
         return self._output.read(cell)
 
     @property
     def printed(self) -> list[int]:
-        """The cells that printed or showed something, and of which that was kept."""
+        """The cells with output in the log."""
         return self._output.cells()
 
     @property
     def lacking(self) -> Mapping[int, str]:
-        """The cells of which something, or all, found no room on the disk, and why."""
+        """The cells whose output, or a part of it, could not be written to disk, and why."""
         return self._output.lacking
 
     def tail(self, cell: int, rank: int, *, most_lines: int = 200, most_chars: int = 500) -> Tail:
-        """What gives the last lines of a rank in ``cell`` again and again, as they come, safe to show; of each line at
-        most ``most_chars``.
+        """Return a `Tail` that reads the last lines of a rank in ``cell`` as they arrive, safe to show.
 
-        Raises: SpecError for a cell or a rank that there is not.
+        ``most_lines`` and the ``most_chars`` of each line are kept. Raises: SpecError for an unknown cell or rank.
         """
         self._require_known(cell)
         self._core.choose(check_whole("rank", rank), plan=self._core.plan_of(cell))
         return Tail(self._output.reader(cell), rank, most_lines=most_lines, most_chars=most_chars)
 
     def show_again(self, cell: int, observer: CellObserver, *, ranks: Ranks = None) -> Cell:
-        """Give ``observer`` all that the log has of a cell; values and errors are in what is returned.
+        """Give ``observer`` all that the log has of a cell; the returned `Cell` has its values and errors.
 
-        Ranks have the numbers here that they had when the cell ran, see ``session.ranks.plan_of``.
+        Ranks have the numbers that they had when the cell ran: see ``session.ranks.plan_of``.
         """
         check_whole("cell", cell)
         shown = self._once_more(cell, ranks, observer)
@@ -164,10 +164,10 @@ class SessionLog(SlotsOnly):
         return shown.cell
 
     def follow(self, cell: int, observer: CellObserver, *, on_end: Callable[[Cell], None] | None = None) -> Cell:
-        """Give ``observer`` all that was logged of a cell, as fast as it shows it, and from now on what comes.
+        """Give ``observer`` all that was logged of a cell, as fast as it shows it, then new output as it arrives.
 
-        Returns the cell as it runs, to ``wait`` for it, or as it ended, with ``is_cut_off``. ``on_end`` is called in a
-        background thread when one that still runs has ended.
+        Returns the running cell, which the caller can ``wait`` for, or the ended one, with ``is_cut_off``. ``on_end``
+        is called in a background thread when a running cell has ended.
         """
         reader = self._output.reader(cell)
         shown = self._once_more(cell, None, observer)
@@ -193,30 +193,32 @@ class SessionLog(SlotsOnly):
             return running
 
     def unfollow(self, cell: int, observer: CellObserver) -> None:
-        """``observer`` gets no more of a cell, which goes on."""
+        """Stop giving ``observer`` the output of a cell, which goes on."""
         with self._state.held():
             if running := self._state.cells.get(cell):
                 running.observers.remove(observer)
 
     @property
     def missed(self) -> dict[int, int]:
-        """After ``attach``: the cells of which nobody had been shown everything, and how many messages of each may have
-        been shown all the same."""
+        """After ``attach``: the cells with output that no notebook has shown.
+
+        For each cell, the number of those messages that may have been shown after all.
+        """
         logged = sorted(self._state.logbook.cells.items())
         return {cell: known.shown_perhaps for cell, known in logged if known.is_missed}
 
     def confirm_missed(self) -> None:
-        """What was missed has been shown: no later notebook needs to see it."""
+        """Confirm that the missed output has been shown, so that later notebooks do not receive it."""
         self._state.confirm_missed()
 
     def _require_known(self, cell: int) -> None:
         check_whole("cell", cell)
         known = {ran.cell for ran in self.cells}.union(self.printed, self._state.cells)
         if cell not in known:
-            raise SpecError(f"no cell {cell} has run in this session: there are {short_ranks(known) or 'none'}")
+            raise SpecError(f"no cell {cell} has run in this session: known cells: {short_ranks(known) or 'none'}")
 
     def _once_more(self, number: int, ranks: Ranks, observer: CellObserver) -> ShownAgain:
-        """For the ranks as they were numbered when the cell ran."""
+        """Prepare to show a cell again, with its ranks numbered as when it ran."""
         check_observer(observer)
         plan = self._core.plan_of(number)
         hosts = self._state.hosts if plan is self._state.plan else plan.node_names

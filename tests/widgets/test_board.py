@@ -447,8 +447,8 @@ def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Pa
         page.wait_for(lambda seen: seen["said"].get("is") == "failed" and "failed or" in seen["head"]["last"])
         assert page.seen["said"]["text"].splitlines() == [
             "on rank 1:",
-            "cells run again: 1-2",
-            "skipped, they need other ranks: 3 (--cells runs what it names)",
+            "cells rerun: 1-2",
+            "skipped, as they need other ranks: 3 (select cells with --cells)",
             "failed: 2",
         ]
         settled = page.settled().text
