@@ -1,4 +1,4 @@
-"""Files of a session: copied to its nodes and back, compared there, and the notebook's folder kept the same on them."""
+"""The files of a session: copied to its nodes and back, compared there, and the notebook's folder kept in sync."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["SessionFiles"]
 
 
 def current_folder() -> str:
-    """Raises: SpecError where it was removed."""
+    """Return the current folder. Raises: SpecError when it was removed."""
     try:
         return os.getcwd()
     except FileNotFoundError:
@@ -30,23 +30,23 @@ def current_folder() -> str:
 
 
 def find_project(project: str, folder: str) -> str:
-    """Give the full path of ``project``, which ``folder``, a full path, is in. Raises: SpecError where it is not."""
+    """Return the full path of ``project``, which contains ``folder``, a full path. Raises: SpecError if it does not."""
     there = os.path.abspath(os.path.expanduser(project))
     if not Path(folder).is_relative_to(there):
-        raise SpecError(f"project {there} is not above {folder}, where the ranks start: name one that is")
+        raise SpecError(f"project {there} does not contain {folder}, where the ranks start: give a folder that does")
     if not os.path.isdir(there):
-        raise SpecError(f"project {there} is not there")
+        raise SpecError(f"project {there} does not exist")
     return there
 
 
 class SessionFiles(SlotsOnly):
-    """The files of a session's nodes: copied there and back, compared, and those of ``project`` kept the same."""
+    """The files of a session's nodes: copied there and back, compared, and those of ``project`` kept in sync."""
 
     __slots__ = {
         **dict.fromkeys(("_elsewhere", "_sync", "_transports")),
-        "folder": "The folder here in which, or in the like of which, the ranks start.",
-        "project": "The folder here whose files the nodes have: ``folder``, or one above it.",
-        "notices": "Why changes in the folder do not go to the nodes.",
+        "folder": "The local folder in which the ranks start, or whose counterpart on a node they start in.",
+        "project": "The local folder whose files are copied to the nodes: ``folder``, or one that contains it.",
+        "notices": "Reasons why changes in the folder are not copied to the nodes.",
     }
 
     def __init__(
@@ -58,10 +58,10 @@ class SessionFiles(SlotsOnly):
         is_synced: bool = False,
         takes_over: bool = True,
     ) -> None:
-        """With ``is_synced`` the nodes elsewhere get what changes in ``project``; ``notices`` say where they do not.
+        """Create the files of a session; with ``is_synced``, remote nodes get the changes in ``project``.
 
-        Not ``takes_over``: of a session that goes on, as FolderSync has it. Raises: SpecError when the folder is too
-        much for one that begins.
+        ``notices`` say why they do not. ``takes_over`` is as in FolderSync, False for a session that goes on. Raises:
+        SpecError when the folder is too large for a session that begins.
         """
         self.folder, self.project = folder, project or folder
         self.notices: list[str] = []
@@ -82,12 +82,12 @@ class SessionFiles(SlotsOnly):
         except SpecError as exc:
             if takes_over:
                 raise
-            self.notices.append(f"until the next attach no changes here go to the nodes: {exc}")
+            self.notices.append(f"changes here are not copied to the nodes until the next attach: {exc}")
             return None
         return FolderSync(self.project, top=top, takes_over=takes_over)
 
     def reach_by(self, transports: Sequence[Transport]) -> None:
-        """Reach the nodes by these from now on."""
+        """Set the transports that reach the nodes from now on."""
         self._transports = list(transports)
         self._elsewhere = [transport for transport in transports if not transport.shares_paths]
         for transport in self._elsewhere:
@@ -95,7 +95,7 @@ class SessionFiles(SlotsOnly):
 
     @property
     def is_synced(self) -> bool:
-        """Changes in the folder go to the nodes before each cell."""
+        """Changes in the folder are copied to the nodes before each cell."""
         return self._sync is not None
 
     def bring(
@@ -105,10 +105,10 @@ class SessionFiles(SlotsOnly):
         on_step: OnStep = ignore_step,
         meanwhile: Callable[[], None] | None = None,
     ) -> list[str]:
-        """Have what has changed in the folder on the nodes of these names, by default on all.
+        """Copy what has changed in the folder to the nodes in ``names``, by default to all.
 
-        ``on_step`` is told in the threads of the nodes; ``meanwhile`` is called in this one, again and again.
-        Returns what the user should know. Raises: DetrainError.
+        ``on_step`` is called in the threads of the nodes, ``meanwhile`` repeatedly in the calling thread.
+        Returns notices for the user. Raises: DetrainError.
         """
         if self._sync is None:
             return []
@@ -125,11 +125,11 @@ class SessionFiles(SlotsOnly):
         nodes: str | Iterable[str] | None = None,
         on_progress: OnProgress | None = None,
     ) -> dict[str, Copied]:
-        """Copy files and folders from here into the folder ``target`` of ``nodes`` (all): ``{node: what was copied}``.
+        """Copy local files and folders into the folder ``target`` of ``nodes`` (all): ``{node: what was copied}``.
 
-        A target that is not given in full is below the folder that the ranks start in, which is the default.
-        ``on_progress`` gets the files done, the bytes done and the bytes in all, of all nodes together.
-        Raises: SpecError for what is not here, DetrainError with the node and the path, when all have come to an end.
+        A relative target is resolved against the folder that the ranks start in, which is the default.
+        ``on_progress`` receives the files done, the bytes done and the total bytes, of all nodes together.
+        Raises: SpecError for a missing local path; DetrainError with the node and the path, when all nodes are done.
         """
         from ..deploy.files import label, on_every, put
 
@@ -151,9 +151,9 @@ class SessionFiles(SlotsOnly):
         nodes: str | Iterable[str] | None = None,
         on_progress: OnProgress | None = None,
     ) -> dict[str, Copied]:
-        """Copy files and folders of ``nodes`` (all) into ``folder`` here, of several nodes each into one of its name.
+        """Copy files and folders of ``nodes`` (all) into the local ``folder``; with several nodes, one subfolder each.
 
-        Paths and ``on_progress`` as with ``put``. Links there, and devices, stay where they are. Raises as ``put``.
+        Paths and ``on_progress`` are as in ``put``. Links and devices are not copied. Raises: as ``put``.
         """
         from ..deploy.files import get, label, on_every
 
@@ -170,14 +170,14 @@ class SessionFiles(SlotsOnly):
         return dict(zip(map(label, chosen), copied))
 
     def check_data(self, path: str) -> DataCheck:
-        """Whether the same files are under ``path`` on every node, by names, sizes and samples. Raises as ``put``."""
+        """Compare the files under ``path`` on all nodes, by names, sizes and samples. Raises: as ``put``."""
         from ..deploy.sync import check
 
         check_text("path", path)
         return check(self._choose(None), path, folder=self.folder)
 
     def _choose(self, nodes: str | Iterable[str] | None) -> list[Transport]:
-        """Nodes by their names, several with commas. Raises: SpecError; SessionError where all have ended."""
+        """Return nodes by name, several separated by commas. Raises: SpecError; SessionError after its end."""
         if not self._transports:
             raise SessionError("the session has ended: start another one")
         if nodes is None:
@@ -186,8 +186,8 @@ class SessionFiles(SlotsOnly):
         known = {transport.name: transport for transport in self._transports}
         unknown = [name for name in wanted if name not in known]
         if unknown or not wanted:
-            there = ", ".join(name for name in known if name) or "this machine only, without a name"
+            there = ", ".join(name for name in known if name) or "only this machine, without a name"
             raise SpecError(
-                f"{', '.join(map(repr, unknown)) or 'nothing'} is no node of this session: there are {there}"
+                f"{', '.join(map(repr, unknown)) or 'nothing'} is not a node of this session; its nodes: {there}"
             )
         return [known[name] for name in dict.fromkeys(wanted)]

@@ -228,7 +228,10 @@ def test_home_and_a_folder_that_is_too_much_for_a_session_that_goes_on_stay_here
     going_on = SessionFiles([cast(Any, node)], str(root), is_synced=True, takes_over=False)
     (words,) = going_on.notices
     assert not going_on.is_synced
-    assert words.startswith("until the next attach no changes here go to the nodes: the folder ") and "\n" not in words
+    assert (
+        words.startswith("changes here are not copied to the nodes until the next attach: the folder ")
+        and "\n" not in words
+    )
     monkeypatch.setenv("HOME", str(root))
     at_home = SessionFiles([cast(Any, node)], str(root), is_synced=True)
     assert not at_home.is_synced and at_home.bring() == [] and node.runs == 0
@@ -838,7 +841,7 @@ def test_module_of_the_notebook_is_imported_on_the_ranks(
         assert not (here / "back" / "h1" / "h1" / "result-0").exists()
         session.files.put(here / "new", "data", nodes="h0")
         assert repr(session.files.check_data("data")).splitlines()[0] == "data: not the same on 2 nodes"
-        with pytest.raises(SpecError, match="'h7' is no node of this session: there are h0, h1"):
+        with pytest.raises(SpecError, match="'h7' is not a node of this session; its nodes: h0, h1"):
             session.files.put(here / "new", nodes=["h7"])
         session.detach()
 

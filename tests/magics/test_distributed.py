@@ -328,7 +328,7 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
         ("%distributed nosuch", "'nosuch' is not a command: choose from start, status"),
         ("%distributed status now", "'now' is one word too many: leave it out"),
         ("%distributed doctor", "no session is running on other machines: name hosts with --nodes"),
-        ("%distributed put x --nodes gpu1", "'gpu1' is no node of this session: there are this machine only"),
+        ("%distributed put x --nodes gpu1", "'gpu1' is not a node of this session; its nodes: only this machine"),
         ("%%distributed -r gpu1\nx", "'gpu1' is no choice of ranks: give ranks like 0,2 or 0-3 or -1 or all"),
         ("%distributed config output=loud", "output must be one of live, final, not 'loud'"),
         ("%distributed config nosuch=1", "give KEY=VALUE with KEY one of"),

@@ -63,5 +63,5 @@ def test_a_project_is_the_folder_or_one_above_it(project: Path) -> None:
     assert find_project("..", os.getcwd()) == str(project)
     assert find_project(".", os.getcwd()) == os.getcwd()
     for wrong in ("../lib", "below"):
-        with pytest.raises(SpecError, match=r"is not above .*/notes, where the ranks start"):
+        with pytest.raises(SpecError, match=r"does not contain .*/notes, where the ranks start"):
             find_project(wrong, os.getcwd())
