@@ -1,1 +1,1 @@
-"""What runs in the notebook's kernel: a session with the ranks, its cells and their results."""
+"""The part that runs in the notebook's kernel: a session with its ranks, its cells and their results."""

@@ -1,4 +1,4 @@
-"""What the user of a session should know and no cell has said."""
+"""Notices for the user of a session that belong to no cell."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["SessionNews"]
 
 
 class SessionNews(SlotsOnly):
-    """What the user of a session should know and no cell has said."""
+    """Notices for the user of a session that belong to no cell."""
 
     __slots__ = ("_state",)
 
@@ -18,13 +18,13 @@ class SessionNews(SlotsOnly):
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What no cell has said: output that was lost, a full disk, a start that was cold."""
+        """Notices that belong to no cell: lost output, a full disk, a cold start."""
         return self._state.notices.all
 
     def pop_notices(self) -> list[str]:
-        """Take the notices away: whoever asks shows them."""
+        """Return the notices and forget them; the caller shows them."""
         return self._state.notices.pop()
 
     def pop_losses(self) -> str:
-        """What is to be said of ranks that ended since the last cell, and what to do; empty when there is nothing."""
+        """Return a report of ranks that died since the last cell, and what to do; empty when there are none."""
         return self._state.pop_losses()

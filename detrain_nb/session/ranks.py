@@ -1,4 +1,4 @@
-"""The ranks of a session: which there are and where, what they do now; single ones are asked, stopped, replaced."""
+"""The ranks of a session: their nodes and devices, what they are doing; single ranks are queried, stopped, replaced."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 __all__ = ["SessionRanks"]
 
 _LONGEST_HELP = 1 << 18  # characters
-WHERE_GAP_S = 0.1  # between two looks that tell who uses the processor
+WHERE_GAP_S = 0.1  # between two looks that show which ranks use the processor
 
 
 class SessionRanks(SlotsOnly):
-    """The ranks of a session: ``len(session.ranks)`` is how many, ``for rank in session.ranks`` goes over them."""
+    """The ranks of a session: ``len(session.ranks)`` is their number, ``for rank in session.ranks`` visits each."""
 
     __slots__ = ("_core", "_link", "_replaced", "_state")
 
@@ -38,7 +38,7 @@ class SessionRanks(SlotsOnly):
         self._core = core
         self._link = core.link
         self._state = core.state
-        self._replaced: dict[int, int] = {}  # rank -> the incarnation that is to go
+        self._replaced: dict[int, int] = {}  # rank -> the incarnation that is being replaced
 
     def __len__(self) -> int:
         return self._state.world_size
@@ -55,28 +55,28 @@ class SessionRanks(SlotsOnly):
         return self._state.plan
 
     def plan_of(self, cell: int) -> Plan:
-        """The ranks as they were numbered when a cell ran: a session that has shrunk has given them other numbers."""
+        """Return the plan with the ranks as numbered when a cell ran: shrinking a session renumbers them."""
         return self._core.plan_of(cell)
 
     @property
     def nodes(self) -> tuple[Node, ...] | None:
-        """The nodes that the ranks run on, with as many ranks as each has; None for this machine."""
+        """The nodes that the ranks run on, each with its number of ranks; None for this machine."""
         return self._core.nodes
 
     @property
     def node_names(self) -> dict[int, str]:
-        """The name of every rank's node, of those that have one."""
+        """The name of each rank's node, without nodes that have no name."""
         return self._state.plan.node_names
 
     def choose(self, ranks: Ranks, *, plan: Plan | None = None) -> tuple[int, ...]:
-        """The ranks that are meant, in ascending order; a host that errors name is a choice too. Raises: SpecError.
+        """Resolve ``ranks`` to ascending rank numbers; it may also name hosts, as errors do. Raises: SpecError.
 
-        ``plan``: of the ranks that ran an earlier cell, see ``plan_of``.
+        ``plan``: for the ranks of an earlier cell, see ``plan_of``.
         """
         return self._core.choose(ranks, plan=plan)
 
     def where(self) -> Whereabouts:
-        """Where every rank is: the line, the stack of the cell, the collective it waits in and since when."""
+        """Report where every rank is: line, stack in the cell, the collective it waits in and for how long."""
         core, state, link = self._core, self._state, self._link
         if over := describe_over(core):
             silent = judge([Evidence(rank, "no answer") for rank in state.ranks])
@@ -96,9 +96,9 @@ class SessionRanks(SlotsOnly):
                 self._link.send(Interrupt(wanted, cell.number))
 
     def replace(self, ranks: Ranks) -> None:
-        """Replace ``ranks`` by fresh ones: their variables are lost, those of the others are not. Does not wait.
+        """Restart ``ranks``: their variables are lost, those of the others are kept. Does not wait.
 
-        Raises: SessionError for those of a lost node; what ended the session.
+        Raises: SessionError for ranks of a lost node; the error that ended the session.
         """
         self._core.require_alive()
         chosen = self._core.choose(ranks)
@@ -123,19 +123,19 @@ class SessionRanks(SlotsOnly):
             raise self._state.failure or late
         for rank in chosen:
             self._replaced.pop(rank, None)
-        self._state.note_told(chosen)  # it was asked for: that it is so need not be said
+        self._state.note_told(chosen)  # the caller asked for it: no notice is needed
 
     def shrink(self) -> dict[int, int]:
-        """Go on without the ranks of nodes that are lost: those that are left are one group again, numbered from 0.
+        """Continue without the ranks of lost nodes: the remaining ranks are renumbered from 0 and form a new group.
 
-        They keep their variables, ``rank`` and ``world_size`` aside. Returns the new number of each.
-        Raises: SessionError when no node is lost, or one that is left is busy.
+        They keep their variables except ``rank`` and ``world_size``. Returns the new number of each old one.
+        Raises: SessionError when no node is lost, or a remaining rank is busy.
         """
         core = self._core
         core.require_alive()
         gone = [rank for rank, end in self._state.lost.items() if is_gone(end)]
         if not gone:
-            raise SessionError("no node is lost: all ranks are there")
+            raise SessionError("no node is lost: there is nothing to shrink")
         core.choose_idle(sorted(set(self._state.ranks) - set(gone)), waits=True)
         core.process_groups.end()
         plan, number = core.state.plan.without(gone)
@@ -146,9 +146,9 @@ class SessionRanks(SlotsOnly):
         return number
 
     def complete(self, code: str, position: int, *, ranks: Ranks = None, limit_s: float = 1.0) -> Completions | None:
-        """Completions by the first idle one of ``ranks``; None when there is none, or it does not answer in time.
+        """Complete code on the first idle one of ``ranks``; None when none is idle, or it does not answer in time.
 
-        Names, attributes and keys of dicts; each begins with what stands between ``start`` and ``position``.
+        Completions are names, attributes and keys of dicts; each replaces the text from ``start`` to ``position``.
         """
         check_text("code", code)
         position = check_whole("position", position)
@@ -156,14 +156,14 @@ class SessionRanks(SlotsOnly):
         return safe_completions(answer, code=code, position=position) if isinstance(answer, Completions) else None
 
     def inspect(self, name: str, detail: int = 0, *, ranks: Ranks = None, limit_s: float = 1.0) -> str | None:
-        """The help text of a name, by the first idle one of ``ranks``."""
+        """Return the help text of a name from the first idle one of ``ranks``; None without an answer in time."""
         check_text("name", name)
         detail = check_whole("detail", detail)
         answer = self._ask_idle(lambda rank, number: Inspect([rank], number, name, detail), limit_s, ranks)
         return answer.text[:_LONGEST_HELP] or None if isinstance(answer, Inspection) else None
 
     def _ask_idle(self, ask: Callable[[int, int], Message], limit_s: float, ranks: Ranks) -> Message | None:
-        """Send ``ask(rank, number of the request)`` to one rank; None when none is idle, or answers in time."""
+        """Send ``ask(rank, number of the request)`` to one idle rank; None when none is idle, or answers in time."""
         idle = set(self.choose(ranks)) - set(self._state.busy) - set(self._state.lost)
         if not idle or not self._core.is_alive:
             return None

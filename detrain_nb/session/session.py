@@ -65,21 +65,24 @@ GROUP_TIMEOUT_S = 600.0
 SPOOL_LIMIT_BYTES = 1 << 30
 _MOST_HOSTS = 4  # by name
 _SENDING = "bringing the files of the folder to the nodes"
-_GROUPS = ("ranks", "log", "news", "files", "settings")  # of what a session offers
+_GROUPS = ("ranks", "log", "news", "files", "settings")  # attributes of a session that have public members
 
 
 class Session(SlotsOnly):
-    """Ranks that run cells. Made by ``Session.start``; ends with ``stop``, or with this process."""
+    """Ranks that run cells and keep their state in between. ``Session.start`` makes one, ``stop`` ends it.
+
+    Without ``stop`` it ends with this process.
+    """
 
     __slots__ = {
         **dict.fromkeys(("_cells", "_core", "_ending", "_views")),
-        "files": "Files: copied to the nodes and back, compared there.",
-        "log": "The cells that were run: what they printed, shown, followed, run again.",
+        "files": "The files of the nodes: copied there and back, compared.",
+        "log": "The cells that were run: their output, shown again or followed, and replays.",
         "name": "The name by which ``Session.attach`` finds the session.",
-        "news": "What the user should know and no cell has said.",
-        "not_ended": "The nodes that ``stop`` did not reach: their ranks end by themselves.",
-        "ranks": "The ranks: which there are and where, what they do; single ones are stopped, replaced.",
-        "settings": "What can be set while the session runs.",
+        "news": "Notices that belong to no cell.",
+        "not_ended": "The nodes that ``stop`` did not reach: their ranks exit by themselves.",
+        "ranks": "The ranks: their nodes and devices, what they are doing; single ranks are stopped, replaced.",
+        "settings": "Settings that can be changed while the session runs.",
     }
 
     def __init__(self, core: Core, files: SessionFiles) -> None:
@@ -98,7 +101,7 @@ class Session(SlotsOnly):
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raises: AttributeError, which says where it is, if anywhere."""
+            """Raise an AttributeError that names the right attribute, if there is one."""
             is_of_user = name[0] != "_" and name not in _GROUPS
             found = [of for of in _GROUPS if is_of_user and hasattr(type(getattr(self, of)), name)]
             where = f": it is session.{found[0]}.{name}" if found else ""
@@ -131,36 +134,38 @@ class Session(SlotsOnly):
         on_progress: Callable[[str], None] | None = None,
         on_step: OnStep = ignore_step,
     ) -> Session:
-        """Start ``ranks`` ranks on this machine; by default one a GPU, else two on the CPU.
+        """Start ``ranks`` ranks on this machine; by default one for each GPU, else two on the CPU.
 
-        With ``nodes`` (a nodes file, ``alice@gpu1,gpu2:2222``, or nodes), ``ranks`` on each of them, over SSH; by
-        default one a GPU, else one on the CPU. ``localhost`` among them is this machine, which the others have to
-        reach. ``group_timeout_s`` is how long a collective waits for another rank: on several nodes 10 minutes, else as
-        long as torch's own. ``ask_passphrase`` gets the path of a key file that needs one.
+        With ``nodes`` (a nodes file, ``alice@gpu1,gpu2:2222``, or nodes), start ``ranks`` on each node over SSH; by
+        default one for each GPU, else one on the CPU. ``localhost`` among them is this machine, which the others must
+        be able to reach. ``group_timeout_s`` is the timeout of collectives: by default 10 minutes on several nodes,
+        else torch's default. ``ask_passphrase`` receives the path of a key file that needs a passphrase.
 
         ``init`` makes the default process group (``backend``, by default gloo, with NCCL for CUDA tensors). The ranks
         start in ``folder`` (the current one), with ``env`` added to the environment. ``start`` is "fork" (torch is
         imported once) or "exec" (the plain torchrun command). Rank r is seeded with ``seed + r``. The ranks of a node
-        share its processors; ``OMP_NUM_THREADS``, in ``env`` or in this process's environment for ranks on this
-        machine, is how many threads torch uses in each, and set there.
+        share its processors: each has ``OMP_NUM_THREADS`` set to its number of torch threads, which can be given in
+        ``env``, or for ranks on this machine in this process's environment.
 
-        With ``sync`` nodes have the files of ``folder`` that .gitignore and .detrainignore do not leave out, before the
-        ranks start and before each cell; no keys and tokens, and nothing of a home: ``news.notices`` say so. With
-        ``project``, a folder above ``folder``, they have all of that, and the ranks start in the same place in it.
+        With ``sync``, nodes receive the files of ``folder`` before the ranks start and before each cell, except those
+        that .gitignore and .detrainignore exclude, keys and tokens, and a home folder as a whole: ``news.notices`` say
+        so. With ``project``, a folder that contains ``folder``, they receive all of that, and the ranks start in the
+        same place in it.
 
-        When this process is gone, or has detached, the ranks wait for the next one for ``linger_s``. What they print
-        is kept for it, of more than about ``spool_limit_bytes`` the end; what was lost is announced in its place.
+        When this process has exited or detached, the ranks wait ``linger_s`` for the next one. Their output is kept for
+        it, at most about the last ``spool_limit_bytes``; a notice marks where output was lost.
 
-        After ``stop`` each node keeps what its ranks have imported for ``warm_s``: the next start of this process there
-        takes a tenth of the time, unless something it depends on has changed. ``stop(cold=True)`` leaves nothing.
+        After ``stop``, each node keeps a process with the imported modules for ``warm_s``: the next start from this
+        process takes a tenth of the time there, unless something it depends on has changed. ``stop(cold=True)`` keeps
+        nothing.
 
-        More than 8 ranks on a node, and more than 4 for each of its processors or than its free memory holds, are
-        refused unless ``force`` is set. ``limits`` says how long it waits for what. ``on_progress`` gets a line that
-        says how far the start is, again and again, in the calling thread; what it raises ends the start. ``on_step``
-        gets the same of each node, as a `StartStep`, in any thread.
+        More than 8 ranks on a node are refused, unless ``force`` is set, when they are more than 4 for each of its
+        processors, or more than its free memory holds. ``limits`` has the timeouts. ``on_progress`` is called
+        repeatedly with a line about the progress, in the calling thread; if it raises, the start ends. ``on_step``
+        receives the progress of each node as a `StartStep`, in any thread.
 
-        Raises: SpecError for numbers that do not fit, LaunchError when the ranks do not come up, SessionError when a
-        session of that name runs already. Nothing is left behind then.
+        Raises: SpecError for invalid arguments, LaunchError when the ranks do not come up, SessionError when a session
+        of that name is running already. Then nothing is left behind.
         """
         if ranks is not None and type(ranks) is not int:
             raise SpecError(f"ranks {ranks!r}: give a whole number")
@@ -233,19 +238,19 @@ class Session(SlotsOnly):
         limits: Limits | None = None,
         on_progress: Callable[[str], None] | None = None,
     ) -> Session:
-        """Go on with a session that runs, after its notebook is gone or has detached.
+        """Continue a running session whose notebook has exited or detached.
 
-        On which nodes it runs is known where it was started; elsewhere say ``nodes``, in the same order.
+        The machine that started it knows its nodes; elsewhere give ``nodes``, in the same order.
 
-        What nobody has shown of its cells is in ``log``; ``log.missed`` says which. The next attach brings it again
-        until a cell was run, or ``log.confirm_missed`` called. When the ranks ended meanwhile, ``failure`` says why.
-        ``steal`` takes the session from another notebook, which is told. ``sync``: as it was started, if the current
-        folder is the one that it was started with. ``without`` names nodes, with commas, that are not connected to:
-        their ranks are lost, the others go on. The first node cannot be left out. ``on_progress`` gets a line that says
-        which node it waits for, again and again.
+        Output of its cells that no notebook has shown is in ``log``; ``log.missed`` lists the cells. The next attach
+        receives it again until a cell was run, or ``log.confirm_missed`` was called. If the ranks have exited
+        meanwhile, ``failure`` says why. ``steal`` takes the session from another notebook, which is told. ``sync`` is
+        as at the start, if the current folder is the one of the start. ``without`` names nodes, separated by commas, to
+        which no connection is made: their ranks are lost, the others go on. The first node cannot be left out.
+        ``on_progress`` is called repeatedly with a line that says which node it waits for.
 
-        Raises: SessionError when no such session runs, or another notebook holds it; TransportError for a node that
-        cannot be reached.
+        Raises: SessionError when no such session is running, or another notebook holds it; TransportError for a node
+        that cannot be reached.
         """
         check_session_name(name)
         check_text("holder", holder)
@@ -262,7 +267,7 @@ class Session(SlotsOnly):
         try:
             ends = attach_to_agents(transports, name, without=without)
         except SessionError:
-            if nodes is None:  # it was known here, and has ended
+            if nodes is None:  # it is recorded here, and has ended
                 forget(name)
             raise
         try:
@@ -284,9 +289,9 @@ class Session(SlotsOnly):
         return session
 
     def detach(self, *, is_seen: bool = True) -> None:
-        """Leave agent and ranks to the next notebook; they wait for it for the time given at the start.
+        """Leave agents and ranks to the next notebook; they wait for it for the ``linger_s`` of the start.
 
-        Not ``is_seen``: what was sent to a front end last may not have arrived there, and is shown again.
+        Not ``is_seen``: the latest output may not have arrived at the front end, and is shown again.
         """
         with self._ending:
             if not self._core.is_stopped:
@@ -298,21 +303,21 @@ class Session(SlotsOnly):
                 self._views.end()
 
     def stop_cells(self) -> dict[int, str]:
-        """Stop the cells that run, as the stop button does; says in words how that went.
+        """Stop the running cells, as the stop button does; returns a description of the outcome, by cell.
 
-        Raises: what ended the session.
+        Raises: the error that ended the session.
         """
         self._core.require_alive()
         return {cell.number: self._core.rescue.stop(cell) for cell in set(self._core.state.busy.values())}
 
     @property
     def failure(self) -> DetrainError | None:
-        """Why the session cannot go on; None while it can, or after it was ended."""
+        """Why the session cannot continue; None while it can, or after it was stopped."""
         return None if self._core.is_stopped else self._core.state.failure
 
     @property
     def is_alive(self) -> bool:
-        """The session's agent and launcher run; single ranks may be lost."""
+        """The session can run cells; single ranks may be lost."""
         return self._core.is_alive
 
     def run_cell(
@@ -328,15 +333,15 @@ class Session(SlotsOnly):
     ) -> CellResult:
         """Run ``code`` on ``ranks`` (all) and wait until every one of them has ended it.
 
-        Ranks that were stopped and are still on their way, are being replaced, or run a cell of another thread, are
-        waited for. A group that was ended is made anew first.
+        Waits first for ranks that were stopped but have not ended their cell, that are being replaced, or that run a
+        cell of another thread. A process group that was ended is recreated first.
 
-        ``values`` brings the values of the last expression here, where they can travel. Output is kept in the result
-        and in ``log``, and goes to ``observer`` while the cell runs. In errors the cell has ``number`` (or the next one
-        that is free), and its lines count from ``first_line``.
+        ``values`` brings the values of the last expression here, if they can travel. Output is kept in the result and
+        in ``log``, and goes to ``observer`` while the cell runs. In errors the cell has ``number`` (or the next free
+        one), and its lines count from ``first_line``.
 
         Raises: RankError with every rank's error, CellInterrupted after KeyboardInterrupt, CellTimeout after
-        ``timeout_s``, RankLost when a rank's process ended, SessionError when a chosen rank is busy or lost.
+        ``timeout_s``, RankLost when a rank's process died, SessionError when a chosen rank is busy or lost.
         """
         check_text("the cell", code)
         if not code.strip():
@@ -355,8 +360,8 @@ class Session(SlotsOnly):
     def pull(self, names: str | Iterable[str], *, ranks: Ranks = None) -> dict[int, Any]:
         """Bring variables of the ranks here: ``{rank: value}`` for one name, ``{rank: {name: value}}`` for a list.
 
-        Tensors arrive detached, on the CPU. Raises: SessionError when a rank has no such variable, or a value there
-        cannot travel.
+        Tensors arrive detached, on the CPU. Raises: SessionError when a rank has no such variable, or its value cannot
+        travel.
         """
         wanted = names_of(names)
         chosen = self._core.choose_idle(ranks)
@@ -364,73 +369,73 @@ class Session(SlotsOnly):
         return {rank: found[rank][names] for rank in chosen} if isinstance(names, str) else found
 
     def push(self, variables: Mapping[str, Any], *, ranks: Ranks = None) -> None:
-        """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; nothing is set then."""
+        """Set variables on the ranks. Raises: ValueNotSupported when a value cannot travel; then none is set."""
         check_mapping("variables", variables)
         for name in variables:
             if not name.isidentifier() or keyword.iskeyword(name) or name == "__builtins__":
-                raise SpecError(f"push of {name!r}: give the value a name that a cell can use")
+                raise SpecError(f"push of {name!r}: give a valid variable name")
         chosen = self._core.choose_idle(ranks)
         self._core.link.push(variables, chosen)
         self._core.tell(describe_overwritten(dict.fromkeys(chosen, variables), by="push"), None)
 
     def variables(self, names: str | Iterable[str] = (), *, ranks: Ranks = None, limit_s: float = 5.0) -> Variables:
-        """What the user has defined on ``ranks`` (all), as a table: types, shapes, sizes, and whether ranks agree.
+        """Return a table of the user's variables on ``ranks`` (all): types, shapes, sizes, and agreement of the ranks.
 
-        ``names`` chooses some, also by patterns like ``grad_*``. Nothing of the user's classes is run. Checksums tell
-        whether ranks have the same; large tensors are compared in a sample. A rank that is busy is named, and left out.
+        ``names`` selects some, also by patterns such as ``grad_*``. No code of the user's classes is run. Ranks are
+        compared by checksums, of a sample for large tensors. A busy rank is reported and left out.
         """
         check_seconds("limit_s", limit_s, is_more_than_0=True)
         return list_variables(self._core, names_of(names) if names else [], ranks, limit_s=limit_s)
 
     def preview(self, name: str, rank: int = 0, *, limit_s: float = 5.0) -> Preview:
-        """A small look into one variable of one rank: a corner of a tensor with statistics, the head of a list or text.
+        """Preview one variable of one rank: a corner of a tensor with statistics, the head of a list or text.
 
-        Only what is shown leaves the rank. Raises: SessionError when the rank is busy, or has no such variable.
+        Only what is shown is sent. Raises: SessionError when the rank is busy, or has no such variable.
         """
         check_text("name", name)
         check_seconds("limit_s", limit_s, is_more_than_0=True)
         return look_into(self._core, name, check_whole("rank", rank, least=0), limit_s=limit_s)
 
     def status(self, *, limit_s: float = 2.0) -> SessionStatus:
-        """Where every rank is: its state, the line of the cell it is at, its memory."""
+        """Report the state of every rank, the line of the cell that it is executing, and its memory."""
         check_number("limit_s", limit_s)
         return look(self._core, limit_s=limit_s)
 
     def on_change(self, callback: Callable[[], object]) -> Callable[[], None]:
-        """Call ``callback()`` when a rank's state has changed, a cell has begun or ended, a node was lost or is back,
-        or the session has ended; returns what ends that.
+        """Call ``callback()`` on each change of the session; returns a function that ends this.
 
-        It is called in a background thread, soon after, and at most ten times a second. While a cell runs, the ranks
-        are asked once a second where they are: that one waits for another is seen so. One that raises is called no
-        more, and a notice says so. Raises: SpecError.
+        A change: the state of a rank, a cell that has begun or ended, a node that was lost or reconnected, the end of
+        the session. The callback is called in a background thread soon after, at most ten times a second. While a cell
+        runs, the ranks are asked once a second where they are, which shows when one waits for another. A callback that
+        raises is removed, with a notice. Raises: SpecError.
         """
         return self._views.on_change(callback)
 
     def watch(self, callback: Callable[[Board], object] | None = None, *, every_s: float = 1.0) -> Watch:
-        """Have a fresh board every ``every_s``, and as soon as something has changed, until what is returned is closed.
+        """Build a fresh board every ``every_s``, and on each change, until the returned `Watch` is closed.
 
         with session.watch() as watch:
             watch.latest         # a Board, or None before there is one
 
-        ``callback(board)`` is called in a background thread. Meanwhile each node measures what its ranks use, once for
-        all that watch. Raises: SpecError.
+        ``callback(board)`` is called in a background thread. Meanwhile each node measures the resource use of its
+        ranks, once for all watches. Raises: SpecError.
         """
         return self._views.watch(callback, every_s=every_s)
 
     def restart(self, ranks: Ranks = None) -> None:
-        """Replace ``ranks`` (all) by fresh ones, those that were left down too, and wait until they are up.
+        """Restart ``ranks`` (all), including those that were not restarted automatically, and wait until they are up.
 
-        Their variables are lost, those of the others are not. Raises: SessionError.
+        Their variables are lost, those of the others are kept. Raises: SessionError.
         """
         chosen = self.ranks.choose(ranks)
         self.ranks.replace(chosen)
         self.ranks.wait_until_fresh(chosen)
 
     def broadcast(self, names: str | Iterable[str], *, source: int = 0, ranks: Ranks = None) -> None:
-        """Give ``ranks`` (all) the variables that rank ``source`` has, directly from rank to rank.
+        """Copy variables of rank ``source`` to ``ranks`` (all), directly from rank to rank.
 
-        Several names keep what they share: a model and its optimizer. Raises: SessionError when one cannot be pickled,
-        or when a rank lacks the class it is made of: run the cell that defines it there first, with ``replay``;
+        Variables in one call keep what they share, such as a model and its optimizer. Raises: SessionError when one
+        cannot be pickled, or when a rank lacks its class: run the cell that defines it there first, with ``replay``;
         CellInterrupted after KeyboardInterrupt, which ends the process groups.
         """
         wanted = names_of(names)
@@ -445,10 +450,10 @@ class Session(SlotsOnly):
         self._core.tell(describe_overwritten(dict.fromkeys(others, OF_ONE_RANK & set(wanted)), by="broadcast"), None)
 
     def stop(self, *, cold: bool = False) -> None:
-        """End the ranks and everything they started. Does nothing the second time.
+        """Stop the ranks and everything they started. A second call does nothing.
 
-        For ``warm_s`` a process stays on each node that has imported torch, for the next start; not if ``cold``.
-        An interrupt leaves nothing half-ended: the stop goes on in the background, and the next call waits for it.
+        For ``warm_s``, a process with torch imported stays on each node for the next start, unless ``cold``. After an
+        interrupt the stop goes on in the background, and the next call waits for it.
         """
         keep_s = 0.0 if cold else self.settings.warm_s
         run_to_its_end(lambda: self._end(keep_s), name="detrain_nb stop")
@@ -467,8 +472,8 @@ class Session(SlotsOnly):
         limit_s, transports, links = self._core.link.limits.end_s, self._core.transports, self._core.link.node_links
         is_ours = [not link.is_hung_up_on for link in links]
         left = set(self._core.link.end(limit_s=limit_s, keep_s=keep_s)) - self._core.state.lost_nodes.keys()
-        is_taken = [link.is_taken for link in links]  # perhaps in this very moment
-        self._core.is_stopped = True  # after it was asked for: a stop in between leaves it to be asked for again
+        is_taken = [link.is_taken for link in links]  # may have happened just now
+        self._core.is_stopped = True  # after the request: when interrupted before, the stop can be requested again
         atexit.unregister(self._end)
         self.files.reach_by([])
         self.not_ended = [transports[node].name for node in left if transports[node].can_resume]
@@ -494,7 +499,7 @@ class Session(SlotsOnly):
         return f"<Session {self.name!r}: {what}>"
 
     def _bring_changes(self, ranks: Ranks, observer: CellObserver | None) -> None:
-        """The nodes that are to run a cell have what has changed here."""
+        """Copy local changes to the nodes that are about to run a cell."""
         if self.files.is_synced:
             names = self._core.state.plan.node_names
             chosen = self._core.wait_until_idle(ranks, observer)
@@ -504,14 +509,14 @@ class Session(SlotsOnly):
 
 
 def _describe_orphans(orphans: Mapping[int, Iterable[str]]) -> str:
-    """A line for each optimizer that trains no model of its rank, as it came without it, or without the other."""
+    """Return a line for each optimizer on ranks where it trains no model, as it was broadcast without the model."""
     ranks_of: dict[str, list[int]] = {}
     for rank, names in orphans.items():
         for name in names:
             ranks_of.setdefault(name, []).append(rank)
     return "\n".join(
-        f"on {format_ranks(ranks)} {name} trains parameters that are in no model there: what belongs together comes in "
-        f"one line, %broadcast MODEL,{name} -r {short_ranks(ranks)}"
+        f"on {format_ranks(ranks)} {name} trains parameters that are in no model there: broadcast both in one line, "
+        f"%broadcast MODEL,{name} -r {short_ranks(ranks)}"
         for name, ranks in ranks_of.items()
     )
 
@@ -524,10 +529,10 @@ def _describe_connecting(transports: Sequence[Transport]) -> str:
 
 
 def end_session(name: str, *, holder: str = "", ask_passphrase: AskPassphrase | None = None) -> None:
-    """End a session that this process does not hold, on every node that can be reached.
+    """Stop a session that this process does not hold, on every reachable node.
 
-    Raises: SessionError when it does not run, or another notebook holds it; TransportError for nodes out of reach,
-    where the ranks end by themselves.
+    Raises: SessionError when it is not running, or another notebook holds it; TransportError for unreachable nodes,
+    whose ranks exit by themselves.
     """
     check_session_name(name)
     transports = find_nodes(name, ask_passphrase=ask_passphrase)
@@ -535,7 +540,7 @@ def end_session(name: str, *, holder: str = "", ask_passphrase: AskPassphrase | 
     absent = [node for node, error in failures.items() if isinstance(error, SessionError)]
     if unreachable := {node: error for node, error in failures.items() if node not in absent}:
         words = "\n".join(f"{node}: {error}" for node, error in unreachable.items())
-        raise TransportError(f"session {name!r} was not told to end there, its ranks end by themselves:\n{words}")
+        raise TransportError(f"session {name!r} could not be stopped there; its ranks exit by themselves:\n{words}")
     forget(name)
     if len(absent) == len(transports):
         where = f"{absent[0]}: " if absent[0] else ""

@@ -322,7 +322,7 @@ def test_name_that_is_asked_for_twice_is_brought_once(session: Session) -> None:
 
 @pytest.mark.parametrize("name", ["a b", "", "class", "__builtins__"])
 def test_name_that_no_cell_can_use_is_not_pushed(session: Session, name: str) -> None:
-    with pytest.raises(SpecError, match="give the value a name that a cell can use"):
+    with pytest.raises(SpecError, match="give a valid variable name"):
         session.push({"fine": 1, name: 1})
     with pytest.raises(SessionError, match="there is no variable 'fine'"):
         session.pull("fine")
@@ -1124,7 +1124,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: setattr(s.settings, "warm_s", -3), "warm_s -3: give a number of seconds"),
         (lambda s: setattr(s.settings, "stop_gap_s", "x"), "stop_gap_s 'x': give a number"),
         (lambda s: s.log.text("a", 0), "cell 'a': give a whole number"),
-        (lambda s: s.log.text(999, 1), "no cell 999 has run in this session: there are 1-"),
+        (lambda s: s.log.text(999, 1), "no cell 999 has run in this session: known cells: 1-"),
         (lambda s: s.log.read(999), "no cell 999 has run"),
         (lambda s: s.log.text(1, 77), "77"),
         (lambda s: s.log.text(1, "x"), "rank 'x': give a whole number"),
@@ -1227,7 +1227,7 @@ def test_help_and_tab_show_what_is_for_the_user(session: Session) -> None:
     assert list(session.ranks) == [0, 1]
     assert repr(session.ranks) == f"<ranks 0-1 of session {session.name!r}>"
     said = pydoc.plain(pydoc.render_doc(type(session)))
-    assert "lambda" not in said and "Files: copied to the nodes" in said
+    assert "lambda" not in said and "The files of the nodes: copied there" in said
     for group in (session.files, session.log, session.news, session.ranks, session.settings):
         for name in (name for name in dir(group) if name[0] != "_"):
             text = inspect.getdoc(getattr(type(group), name))
