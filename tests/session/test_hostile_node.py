@@ -796,7 +796,7 @@ def test_node_that_is_lost_just_before_it_is_asked_is_not_waited_for(
 
 def test_node_that_hangs_up_or_says_nothing_when_it_is_attached_to_counts_as_absent() -> None:
     good, bad = FakeNode("good", 0), FakeNode("bad", 1)
-    for act, why in ((bad.leave, "is gone"), (lambda: None, "did not answer within 1 s")):
+    for act, why in ((bad.leave, "was closed"), (lambda: None, "did not answer within 1 s")):
         bad.answers[Attach] = lambda _, act=act: act() or []
         with _attached(good, bad, limits=Limits(attach_s=1.0)) as session:
             _assert_absent(session, why)

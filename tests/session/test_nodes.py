@@ -349,7 +349,7 @@ def test_first_node_takes_the_session_with_it(cold_starts: None, nodes: list[Own
     session = Session.start(1, nodes=nodes, device="cpu")
     there = psutil.Process(nodes[1].agent_pid).children(recursive=True)
     killed = _later(lambda: os.kill(nodes[0].agent_pid, signal.SIGKILL), 0.5)
-    with pytest.raises(NodeLost, match="left: the agent of session"):
+    with pytest.raises(NodeLost, match="left: the connection to the agent of session"):
         session.run_cell("import time\ntime.sleep(600)")
     killed.join(10)
     assert not session.is_alive

@@ -760,7 +760,7 @@ def test_death_of_what_holds_the_ranks_is_told_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("ending", "why"),
     [
-        ("killed", r"the agent of session '[\w-]+' is gone \(.+\): %distributed restart"),
+        ("killed", r"the connection to the agent of session '[\w-]+' was closed \(.+\): %distributed restart"),
         ("stopped", r"session '[\w-]+' has ended: start another one"),
         ("left", r"session '[\w-]+' was left, its ranks go on: %distributed attach \S+ comes back to them"),
     ],

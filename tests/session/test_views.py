@@ -189,7 +189,7 @@ def test_who_listens_hears_the_end_and_the_thread_ends_with_the_session(cold_sta
     assert_soon(lambda: not views_threads())
     assert told.at and boards[-1].over.startswith("this session has ended: %distributed board ")
     assert watch.latest == boards[-1]
-    assert not any("is gone" in board.over for board in boards)  # it is no loss that was asked for
+    assert not any("was closed" in board.over for board in boards)  # it is no loss that was asked for
     assert session.watch().latest is not None  # and no thread that nobody would end
     session.on_change(told)()
     assert_soon(lambda: not views_threads())

@@ -76,7 +76,7 @@ class CellExecution:
                 cell.wait_for_loss(self._limits.loss_s)
         if cell.lost:
             self._rescue.after_death(cell)
-            if not cell.running and cell.lost.keys() <= cell.ending:  # what they raised says why, and where
+            if not cell.running and cell.lost.keys() <= cell.ending:  # the errors of these ranks say why, and where
                 return "\n".join(self._told_of_fresh())
             raise self._rank_lost()
         if cell.running and self._state.failure:

@@ -39,7 +39,7 @@ class Measuring:
                 self._core.link.send_to(node, Measure(every_s or _FOR_S, _FOR_S if every_s else 0.0))
 
     def _nodes(self) -> list[int]:
-        """Return the reachable nodes whose agent supports the order: older agents fail on an unknown message."""
+        """Return the reachable nodes whose agent supports the order: older agents reject it and stop reading."""
         broken = self._core.link.broken_s(now=0.0)
         links = enumerate(self._core.link.node_links)
         reached = [node for node, link in links if not link.is_closed and node not in broken]

@@ -21,5 +21,5 @@ class Changes:
         return self._noted.wait(limit_s)
 
     def forget(self) -> None:
-        """Forget what was noted: the caller looks at it now."""
+        """Forget the changes noted so far; the caller handles them now."""
         self._noted.clear()

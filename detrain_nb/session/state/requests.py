@@ -1,4 +1,4 @@
-"""Questions to ranks and their answers: pull, push, where, completion."""
+"""Requests to ranks and their answers: pull, push, where, completion."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ class Requests:
     """The requests in progress."""
 
     def __init__(self) -> None:
-        # a random start: answers to requests of an earlier notebook may still arrive
+        # start at random: answers to requests of an earlier notebook, with other numbers, may still arrive
         self._numbers = itertools.count(secrets.randbelow(1 << 48) + 1)
         self._open: dict[int, Request] = {}
         self._left: dict[int, Request] = {}

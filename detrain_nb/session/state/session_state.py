@@ -531,7 +531,7 @@ class SessionState:
     def close(self, reason: str, node: int = 0) -> None:
         """Lose a node that closed its connection for good, or was disconnected because of an invalid message."""
         if node not in self._absent:  # an absent node is reported with its ranks
-            self.lose_node(node, f"the agent of session {self._session!r} is gone ({reason})")
+            self.lose_node(node, f"the connection to the agent of session {self._session!r} was closed ({reason})")
 
     @_one_at_a_time
     def mark_shown(self, node: int = 0) -> ShownMark:
