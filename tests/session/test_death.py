@@ -78,7 +78,7 @@ def test_death_is_told_and_healed(equipped: Session, name: str, victim: int) -> 
     assert f"rank {lost} was restarted, its variables are lost" in said
     assert f"rank {1 - lost} kept its variables" in said
     assert f"-r {lost}  brings variables from rank {1 - lost}" in said
-    assert set(re.findall(r"\w+", said.partition("make again")[2])) >= STALE
+    assert set(re.findall(r"\w+", said.partition("recreate")[2])) >= STALE
     if "all_reduce" not in death:
         assert lost == victim
         assert "last words" in said
