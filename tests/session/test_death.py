@@ -519,7 +519,7 @@ def test_definition_that_waits_for_other_ranks_is_stopped_and_said(equipped: Ses
     equipped.run_cell("import string\ndist.barrier()")
     equipped.restart(1)
     replayed = equipped.log.replay(1)
-    assert "it waited for ranks that do not run it: rank 1 waited in barrier #1 (line 2): freed" in str(
+    assert "the cell waited for ranks that do not run it: rank 1 waited in barrier #1 (line 2): freed" in str(
         replayed[number]
     )
     assert replayed[number + 1] is None, "the next ones are run all the same"
