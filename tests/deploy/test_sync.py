@@ -874,7 +874,11 @@ def test_session_of_a_home_leaves_it_here_and_goes_on_in_a_folder_that_is_too_mu
         with open("large", "wb") as file:
             file.truncate(60_000_000)
         session = Session.attach(session.name, nodes=ssh_nodes(testbed, 1))
-        assert [words for words in session.news.notices if "no changes here go to the nodes: the folder" in words]
+        assert [
+            words
+            for words in session.news.notices
+            if "not copied to the nodes until the next attach: the folder" in words
+        ]
         assert session.run_cell("import os; os.listdir()").values == {0: []}
     finally:
         session.stop(cold=True)
