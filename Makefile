@@ -54,7 +54,7 @@ unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help install venv quickstart lab data test test-slow test-thorough test-near test-all test-gpu test-pythons test-kernels test-smoke test-node \
-  test-deps lint ruff mypy bench clean
+  test-deps lint ruff mypy docs bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -143,6 +143,11 @@ mypy: $(DONE)/test
 	  $(VENV)/bin/mypy --package detrain_nb --package tests.checks || { wait $$on_node; exit 1; }; \
 	  wait $$on_node; status=$$?; cat build/mypy/on-node.txt; exit $$status
 
+# Any warning fails; then every link of the pages is followed, and nothing in them may come from the network.
+docs: $(DONE)/docs ## the documentation site, in build/docs
+	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs build/docs
+	$(VENV)/bin/python -m tests.checks.site build/docs
+
 bench: $(DONE)/bench ## the benchmarks, side by side with peers
 	$(VENV)/bin/python benchmarks/session.py
 	$(VENV)/bin/python benchmarks/faults.py
@@ -190,6 +195,10 @@ $(DONE)/test: $(DONE)/torch pyproject.toml
 # What the user of a node installs there.
 $(DONE)/node: $(DONE)/torch
 	$(PIP_INSTALL) ipython numpy
+	@touch $@
+
+$(DONE)/docs: $(DONE)/torch pyproject.toml
+	$(PIP_INSTALL) --editable '.[docs]'
 	@touch $@
 
 $(DONE)/bench: $(DONE)/torch pyproject.toml

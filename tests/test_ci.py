@@ -29,6 +29,7 @@ ROOT = TESTS.parent
 MAKEFILE = """
 lint:
 	@exit $${{LINT_STATUS-0}}
+docs:
 test:
 	@{python} -m pytest -m 'not slow' {options} $(PYTEST_ARGS)
 test-slow:

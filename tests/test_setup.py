@@ -175,7 +175,7 @@ def test_make_that_is_ended_ends_the_tests_that_it_runs(target: str, tmp_path: P
 def test_ci_runs_every_part_and_fails_with_any(tmp_path: Path) -> None:
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
     shutil.copytree(ROOT / "tests/checks", tmp_path / "tests/checks")
-    (tmp_path / "Makefile").write_text("lint test-slow:\n\t@echo $@ $$DETRAIN_NB_CI\ntest:\n\t@cat; exit 1\n")
+    (tmp_path / "Makefile").write_text("lint docs test-slow:\n\t@echo $@ $$DETRAIN_NB_CI\ntest:\n\t@cat; exit 1\n")
     done = subprocess.run(
         [tmp_path / ".ci/run"],
         env={key: value for key, value in os.environ.items() if not key.startswith(("MAKE", "MFLAGS"))},

@@ -1,0 +1,106 @@
+"""The documentation site: what `make docs` refuses in its pages, and what these have to name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from .checks.site import find_faults, main
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+
+SOUND = """<html><head><link rel="stylesheet" href="site.css"><link rel="canonical" href="https://example.org/"></head>
+<body><h1 id="top">One</h1><a href="two.html#b%20c">two</a> <a href="#top">top</a> <a href="https://example.org/">out</a>
+<img src="data:image/png;base64,AA"><a href="folder/">folder</a></body></html>"""
+PAGES = {"two.html": '<a name="b c"></a>', "site.css": "a { color: red }", "folder/index.html": ""}
+FAULTS = {
+    "a script": ('<script src="https://cdn.example.org/a.js"></script>', "loads https://cdn.example.org/a.js"),
+    "a picture": ('<img src="//example.org/a.png">', "loads //example.org/a.png"),
+    "a picture of another size": ('<img srcset="two.html 1x, http://a.org/b.png 2x">', "loads http://a.org/b.png"),
+    "a style sheet": ('<link href="http://a.org/a.css" rel="stylesheet">', "loads http://a.org/a.css"),
+    "a font in a style": (
+        "<style>@font-face { src: url('https://a.org/f.woff') }</style>",
+        "loads https://a.org/f.woff",
+    ),
+    "a background": ('<p style="background: url(https://a.org/b.png)"></p>', "loads https://a.org/b.png"),
+    "a link to no page": ('<a href="three.html">three</a>', "three.html: there is no such file"),
+    "a link to no anchor": ('<a href="two.html#d">two</a>', "two.html#d: there is no such anchor"),
+    "a link to no anchor here": ('<a href="#bottom">bottom</a>', "#bottom: there is no such anchor"),
+    "a picture that is not there": ('<img src="pictures/a.png">', "pictures/a.png: there is no such file"),
+}
+
+
+def _lay_out(folder: Path, html: str) -> Path:
+    for name, text in {**PAGES, "index.html": html}.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+def test_sound_site_has_no_fault(tmp_path: Path) -> None:
+    assert list(find_faults(_lay_out(tmp_path, SOUND))) == []
+    assert main(tmp_path) == 0
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_in_a_page_is_named_and_fails(fault: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    html, words = FAULTS[fault]
+    assert main(_lay_out(tmp_path, f"{SOUND}{html}")) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("index.html: ")
+    assert words in line
+
+
+def test_font_from_the_network_in_a_style_sheet_is_named(tmp_path: Path) -> None:
+    _lay_out(tmp_path, SOUND)
+    (tmp_path / "site.css").write_text("@import 'https://a.org/b.css';", encoding="utf-8")
+    assert list(find_faults(tmp_path)) == ["site.css: loads https://a.org/b.css from the network"]
+
+
+def test_folder_without_pages_is_a_fault(tmp_path: Path) -> None:
+    assert main(tmp_path) == 1
+
+
+LINKS = {
+    "a file with a page": ("docs/a.md", "[x](../SECURITY.md#trust)", "[x](security.md#trust)"),
+    "a page beside it": ("docs/a.md", "[x](jobs.md)", "[x](jobs.md)"),
+    "a page of the API": ("docs/api/a.md", "[x](../jobs.md)", "[x](../jobs.md)"),
+    "a picture": ("SECURITY.md", "![x](docs/pictures/cell.png)", "![x](pictures/cell.png)"),
+    "a file of an included page": ("sdl/README.md", "[x](tensor.py)", "[x](../sdl/tensor.py)"),
+    "a page of an included page": ("sdl/README.md", "[x](../docs/jobs.md#a)", "[x](jobs.md#a)"),
+    "a folder": ("docs/a.md", "see [x](../sdl/container).", "see x."),
+    "code": ("docs/a.md", "`[x](../SECURITY.md)`", "`[x](../SECURITY.md)`"),
+    "a block of code": ("docs/a.md", "```\n[x](../SECURITY.md)\n```", "```\n[x](../SECURITY.md)\n```"),
+    "a file that is not there": ("docs/a.md", "[x](../gone.md)", "[x](../gone.md)"),
+    "the web": ("docs/a.md", "[x](https://a.org/b.md)", "[x](https://a.org/b.md)"),
+    "an anchor": ("docs/a.md", "[x](#b)", "[x](#b)"),
+}
+
+
+@pytest.mark.parametrize("case", LINKS)
+def test_link_of_the_repository_becomes_one_of_the_site(case: str) -> None:
+    file, text, expected = LINKS[case]
+    assert _load("repository_links").rewrite_links(text, file, ROOT) == expected
+
+
+def test_file_that_a_page_includes_is_there() -> None:
+    for file, page in _load("repository_links").PAGES.items():
+        assert (ROOT / file).is_file()
+        if page != "index":
+            assert f"{{include}} ../{file}\n" in (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def _load(name: str) -> ModuleType:
+    """An extension of the site, without Sphinx."""
+    spec = importlib.util.spec_from_file_location(f"docs_ext_{name}", DOCS / "_ext" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(module.__name__, module)
+    spec.loader.exec_module(module)
+    return module
