@@ -1,0 +1,25 @@
+"""docs/tour.md shows what its cells really print; `python -m tests.checks.tour` writes that anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .checks.tour import TOUR, read_cells, run_cells, write_shown
+
+
+def test_output_is_put_behind_its_cell() -> None:
+    page = "a\n\n```python\n1\n```\n\n```text\n0\n```\n\n```python\n2\n```\nb\n"
+    assert list(read_cells(page)) == [("1\n", "0\n"), ("2\n", "")]
+    written = write_shown(page, ["", "2\n"])
+    assert written == "a\n\n```python\n1\n```\n\n```python\n2\n```\n\n```text\n2\n```\nb\n"
+    assert list(read_cells(written)) == [("1\n", ""), ("2\n", "2\n")]
+
+
+@pytest.mark.slow
+def test_every_cell_of_the_tour_prints_what_the_page_shows(tmp_path: Path) -> None:
+    cells = list(read_cells(TOUR.read_text(encoding="utf-8")))
+    assert len(cells) > 10
+    shown = run_cells([code for code, _ in cells], tmp_path)
+    assert list(zip([code for code, _ in cells], shown, strict=True)) == cells
