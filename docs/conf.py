@@ -23,6 +23,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "repository_links", "docstrin
 
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
+smartquotes = False  # they make one dash of the two of an option
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 

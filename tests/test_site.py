@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from detrain_nb.magics.job_options import job_parser
+from detrain_nb.magics.options import LineParser, Settings, session_parser
+from detrain_nb.magics.pipeline import pipeline_parser
+from IPython.core.magic import Magics
+
+from detrain_nb import magics
 
 from .checks.site import find_faults, main
 
@@ -93,6 +102,54 @@ def test_file_that_a_page_includes_is_there() -> None:
         assert (ROOT / file).is_file()
         if page != "index":
             assert f"{{include}} ../{file}\n" in (DOCS / f"{page}.md").read_text(encoding="utf-8")
+
+
+def test_every_magic_and_command_has_a_heading_and_an_example() -> None:
+    page = (DOCS / "magics.md").read_text(encoding="utf-8")
+    assert list(_list_unexplained(page)) == []
+    assert len(list(_list_magics())) > 40
+
+
+@pytest.mark.parametrize("name", ["%%rank", "%pull", "%distributed replay", "%job fetch", "%pipeline import"])
+def test_magic_that_is_taken_out_of_its_page_is_named(name: str) -> None:
+    page = (DOCS / "magics.md").read_text(encoding="utf-8")
+    assert list(_list_unexplained(page.replace(f"### `{name}`\n", "", 1))) == [f"{name}: no heading"]
+    without_example = re.sub(rf"(### `{name}`\n.*?)```python\n.*?```\n", r"\1", page, count=1, flags=re.DOTALL)
+    assert list(_list_unexplained(without_example)) == [f"{name}: no example"]
+
+
+def test_every_setting_has_a_row() -> None:
+    page = (DOCS / "magics.md").read_text(encoding="utf-8")
+    defaults = {f.name: f.default for f in fields(Settings)}
+    rows = dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|", page, flags=re.MULTILINE))
+    assert rows == {name: f"{value:g}" if isinstance(value, float) else str(value) for name, value in defaults.items()}
+
+
+def _list_unexplained(page: str) -> Iterator[str]:
+    """Yield each magic and command that has no heading of its own in ``page``, or no example below it."""
+    sections = dict(re.findall(r"^### `([^`]+)`\n(.*?)(?=^##|\Z)", page, flags=re.DOTALL | re.MULTILINE))
+    for name in _list_magics():
+        if name not in sections:
+            yield f"{name}: no heading"
+        elif not re.search(rf"^```python\n(?:.*\n)*?{name}\b", sections[name], flags=re.MULTILINE):
+            yield f"{name}: no example"
+
+
+def _list_magics() -> Iterator[str]:
+    """Yield what the extension registers, with its commands; a magic that has some is explained by these."""
+    parsers = {"%distributed": session_parser, "%job": job_parser, "%pipeline": pipeline_parser}
+    for registered in Magics.__subclasses__():
+        if registered.__module__.startswith(magics.__name__):
+            yield from (f"%%{name}" for name in registered.magics["cell"])
+            for name in (f"%{name}" for name in registered.magics["line"]):
+                yield from (
+                    (f"{name} {command}" for command in _list_commands(parsers[name]())) if name in parsers else [name]
+                )
+
+
+def _list_commands(parser: LineParser) -> list[str]:
+    assert parser._subparsers is not None
+    return list(parser._subparsers._group_actions[0].choices or ())
 
 
 def _load(name: str) -> ModuleType:

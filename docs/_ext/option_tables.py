@@ -32,17 +32,16 @@ class Options(Directive):
 
     def run(self) -> list[nodes.Node]:
         parser = find_parser(self.arguments[0])
+        actions = [action for action in parser._actions if "--help" not in action.option_strings]
         formatter = argparse.HelpFormatter(parser.prog, width=_WIDTH)
-        formatter.add_usage(parser.usage, parser._actions, parser._mutually_exclusive_groups)
+        formatter.add_usage(parser.usage, actions, parser._mutually_exclusive_groups)
         usage = formatter.format_help().removeprefix("usage: ").rstrip()
         usage = usage.replace("\n       ", "\n")
         block = nodes.literal_block(usage, usage, language="text")
         rows = [
             (_describe_typed(action), formatter._expand_help(action) if action.help else _choices(action))
-            for action in parser._actions
-            if not isinstance(action, argparse._SubParsersAction)
-            and "--help" not in action.option_strings
-            and action.help != argparse.SUPPRESS
+            for action in actions
+            if not isinstance(action, argparse._SubParsersAction) and action.help != argparse.SUPPRESS
         ]
         return [block, *([_make_table(("option", "meaning"), rows)] if rows else [])]
 
