@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -22,6 +23,7 @@ from .checks.site import find_faults, main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+_CLASS = re.compile(r"^ *class (\w+)\(([^)]*)\):", re.MULTILINE)
 
 SOUND = """<html><head><link rel="stylesheet" href="site.css"><link rel="canonical" href="https://example.org/"></head>
 <body><h1 id="top">One</h1><a href="two.html#b%20c">two</a> <a href="#top">top</a> <a href="https://example.org/">out</a>
@@ -150,6 +152,44 @@ def _list_magics() -> Iterator[str]:
 def _list_commands(parser: LineParser) -> list[str]:
     assert parser._subparsers is not None
     return list(parser._subparsers._group_actions[0].choices or ())
+
+
+def test_every_exception_has_an_entry() -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    assert list(_list_without_entry(page)) == []
+    assert {"DetrainError", "RankLost", "HostKeyError", "Damaged"} <= _list_exceptions()
+
+
+@pytest.mark.parametrize("name", ["RankLost", "Damaged"])
+def test_exception_whose_entry_is_taken_out_is_named(name: str) -> None:
+    page = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+    assert list(_list_without_entry(page.replace(f"### {name}\n", ""))) == [f"{name}: no heading"]
+    without_advice = re.sub(rf"(### {name}\n.*?)- \*\*Do\*\*.*?(?=\n###)", r"\1", page, count=1, flags=re.DOTALL)
+    assert list(_list_without_entry(without_advice)) == [f"{name}: nothing says what to do"]
+
+
+def _list_without_entry(page: str) -> Iterator[str]:
+    sections = dict(re.findall(r"^### (\w+)\n(.*?)(?=^##|\Z)", page, flags=re.DOTALL | re.MULTILINE))
+    for name in sorted(_list_exceptions()):
+        if name not in sections:
+            yield f"{name}: no heading"
+        elif name != "DetrainError" and not re.search(r"^- \*\*Do\*\*: \S", sections[name], flags=re.MULTILINE):
+            yield f"{name}: nothing says what to do"
+    yield from (f"{name}: there is no such class" for name in sorted(sections.keys() - _list_exceptions()))
+
+
+@cache
+def _list_exceptions() -> frozenset[str]:
+    """Every public class of the package that derives from DetrainError, by its name."""
+    bases: dict[str, set[str]] = {}
+    for folder in ("detrain_nb", "magics", "widgets"):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name, of in _CLASS.findall(path.read_text(encoding="utf-8")):
+                bases.setdefault(name, set()).update(re.split(r"\W+", of))
+    found = {"DetrainError"}
+    while more := {name for name, of in bases.items() if of & found} - found:
+        found |= more
+    return frozenset(name for name in found if not name.startswith("_"))
 
 
 def _load(name: str) -> ModuleType:
