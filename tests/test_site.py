@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
@@ -23,6 +24,8 @@ from .checks.site import find_faults, main
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+PUBLIC = ("doctor", "errors", "formats", "jobs", "parallel", "pipelines", "spec", "training", "widgets")
+MAPPED = {"widgets": "widgets"}  # folders at the top
 _CLASS = re.compile(r"^ *class (\w+)\(([^)]*)\):", re.MULTILINE)
 
 SOUND = """<html><head><link rel="stylesheet" href="site.css"><link rel="canonical" href="https://example.org/"></head>
@@ -166,6 +169,27 @@ def test_exception_whose_entry_is_taken_out_is_named(name: str) -> None:
     assert list(_list_without_entry(page.replace(f"### {name}\n", ""))) == [f"{name}: no heading"]
     without_advice = re.sub(rf"(### {name}\n.*?)- \*\*Do\*\*.*?(?=\n###)", r"\1", page, count=1, flags=re.DOTALL)
     assert list(_list_without_entry(without_advice)) == [f"{name}: nothing says what to do"]
+
+
+@pytest.mark.parametrize("module", ["", *PUBLIC])
+def test_every_public_name_is_in_the_api(module: str) -> None:
+    page = "\n".join(path.read_text(encoding="utf-8") for path in sorted((DOCS / "api").glob("*.md")))
+    name = f"detrain_nb.{module}".rstrip(".")
+    if f".. automodule:: {name}\n" in page:  # by its __all__
+        return
+    shown = set(re.findall(rf"^\.\. auto\w+:: {name}\.(\w+)(?:\(\))?$", page, flags=re.MULTILINE))
+    public = {each for each in _read_all(module) if not each.startswith("__")}
+    assert shown & public == public
+
+
+def _read_all(module: str) -> list[str]:
+    """``__all__`` of a module, which need not be imported."""
+    path = ROOT / MAPPED.get(module, f"detrain_nb/{module}")
+    text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
+    found = re.search(r"^__all__ = (\[[^\]]*\])", text, flags=re.MULTILINE)
+    assert found is not None
+    names: list[str] = ast.literal_eval(found[1])
+    return names
 
 
 def _list_without_entry(page: str) -> Iterator[str]:
