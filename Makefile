@@ -145,6 +145,7 @@ mypy: $(DONE)/test
 
 # Any warning fails; then every link of the pages is followed, and nothing in them may come from the network.
 docs: $(DONE)/docs ## the documentation site, in build/docs
+	rm -rf build/docs
 	$(VENV)/bin/sphinx-build -W --keep-going -q -b html docs build/docs
 	$(VENV)/bin/python -m tests.checks.site build/docs
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(HERE / "_ext"))  # repository_links, docstrings, option_tables
+sys.path.insert(0, str(HERE / "_ext"))  # the extensions of this folder
 
 import detrain_nb  # noqa: E402
 
@@ -19,7 +19,7 @@ project = "detrain_nb"
 copyright = "the authors of detrain_nb, Apache-2.0"
 version = release = re.sub(r"\+.*", "", detrain_nb.__version__)
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "repository_links", "docstrings", "option_tables"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "repository_links", "docstrings", "option_tables", "pages"]
 
 myst_enable_extensions = ["attrs_block", "attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
