@@ -43,6 +43,7 @@ class Options(Directive):
             for action in actions
             if not isinstance(action, argparse._SubParsersAction) and action.help != argparse.SUPPRESS
         ]
+        rows = [(typed, meaning) for typed, meaning in rows if meaning]  # what has none is in the line above
         return [block, *([_make_table(("option", "meaning"), rows)] if rows else [])]
 
 
