@@ -27,6 +27,7 @@ smartquotes = False  # they make one dash of the two of an option
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 
+default_role = "code"  # a name in single backquotes, as some docstrings have it
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
