@@ -109,6 +109,24 @@ def test_file_that_a_page_includes_is_there() -> None:
             assert f"{{include}} ../{file}\n" in (DOCS / f"{page}.md").read_text(encoding="utf-8")
 
 
+DOCSTRINGS = {
+    "a label": ("A.\n\nRaises: SpecError.", "A.\n\n**Raises:** SpecError.\n"),
+    "a label behind a sentence": ("Do it. Raises: SpecError.", "Do it.\n\n**Raises:** SpecError.\n"),
+    "labels one after the other": ("A.\nShapes: b.\nSource: c.", "A.\n\n**Shapes:** b.\n\n**Source:** c.\n"),
+    "code": ("A.\n\njob = f(1)\njob.g()", "A.\n\n.. code-block:: python\n\n   job = f(1)\n   job.g()\n"),
+    "a tree": ("A.\n\nB\n├── C", "A.\n\n.. code-block:: text\n\n   B\n   ├── C\n"),
+    "prose": ("A.\n\nTrue, or None: it waits.\n\nranks", "A.\n\nTrue, or None: it waits.\n\nranks\n"),
+}
+
+
+@pytest.mark.parametrize("case", DOCSTRINGS)
+def test_docstring_is_marked_up(case: str) -> None:
+    text, expected = DOCSTRINGS[case]
+    lines = text.split("\n")
+    _load("docstrings")._mark_up(None, "function", "f", None, None, lines)
+    assert "\n".join(lines) == expected
+
+
 def test_every_magic_and_command_has_a_heading_and_an_example() -> None:
     page = (DOCS / "magics.md").read_text(encoding="utf-8")
     assert list(_list_unexplained(page)) == []
