@@ -195,7 +195,7 @@ def test_every_public_name_is_in_the_api(module: str) -> None:
     name = f"detrain_nb.{module}".rstrip(".")
     if f".. automodule:: {name}\n" in page:  # by its __all__
         return
-    shown = set(re.findall(rf"^\.\. auto\w+:: {name}\.(\w+)(?:\(\))?$", page, flags=re.MULTILINE))
+    shown = set(re.findall(rf"^\.\. (?:auto|py:)\w+:: {name}\.(\w+)(?:\(\))?$", page, flags=re.MULTILINE))
     public = {each for each in _read_all(module) if not each.startswith("__")}
     assert shown & public == public
 
