@@ -42,5 +42,5 @@ html_title = "detrain_nb"
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": False, "top_of_page_buttons": []}
-pygments_style = "friendly"
-pygments_dark_style = "monokai"
+pygments_style = "a11y-high-contrast-light"  # of accessible-pygments, which furo brings
+pygments_dark_style = "a11y-high-contrast-dark"
