@@ -184,7 +184,7 @@ def test_rank_whose_worker_talks_nonsense_is_told_to_be_gone(
     end = notebook.receive(RankEnded)
     assert isinstance(end, RankEnded)
     assert (end.rank, end.exit_code) == (0, -1)
-    assert "its worker is gone" in end.down
+    assert "the agent disconnected its worker" in end.down
     with pytest.raises(EOFError):
         worker.receive(Message)
 

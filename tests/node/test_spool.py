@@ -397,7 +397,7 @@ class _Oracle:
             return
         if last_number == len(self.frames) + 1:
             lost = f"about {self._refused_bytes:,} bytes of output were lost under {self._folder}"
-            self._keep(to_frame(Notice(f"{lost}: the disk is full; the ranks went on")))
+            self._keep(to_frame(Notice(f"{lost}: the disk is full; the ranks kept running")))
             self._refused_bytes = 0
         self._keep(frame)
         assert last_number == len(self.frames) - 1

@@ -394,7 +394,7 @@ def test_what_a_process_inherits_is_that_of_a_cold_start() -> None:
         with _is_cold(warm, ranks=1) as session:
             found = session.run_cell("import resource\nresource.getrlimit(resource.RLIMIT_NOFILE)[0]").values
             assert found == {0: soft - 1}
-            assert list(session.news.notices) == ["started cold: what a process inherits (limits) changed"]
+            assert list(session.news.notices) == ["started cold: inherited process settings (limits) changed"]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
@@ -411,7 +411,7 @@ def test_ranks_have_the_umask_of_the_notebook_at_the_start_and_what_is_ours_stay
         os.umask(0o027)
         with _is_cold(warm, ranks=1) as session:
             assert session.run_cell(look).values == {0: 0o027}
-            assert list(session.news.notices) == ["started cold: what a process inherits (umask) changed"]
+            assert list(session.news.notices) == ["started cold: inherited process settings (umask) changed"]
     finally:
         os.umask(before)
 
@@ -431,7 +431,7 @@ def test_warm_process_that_was_moved_is_not_used() -> None:
     warm.nice(own + 1)
     with _is_cold(warm, ranks=1) as session:
         assert session.run_cell("import os\nos.getpriority(os.PRIO_PROCESS, 0)").values == {0: own}
-        assert list(session.news.notices) == ["started cold: what a process inherits (priority) changed"]
+        assert list(session.news.notices) == ["started cold: inherited process settings (priority) changed"]
 
 
 @pytest.fixture
@@ -960,7 +960,7 @@ def test_text_that_the_system_does_not_take_is_answered_and_nothing_is_left(
     monkeypatch.setattr(LocalTransport, "begin", lambda *_: asked)
     monkeypatch.setattr(kept, "_ask", lambda *given: answers.append(ask(*given)) or answers[-1])
     with _is_cold(warm, ranks=1):
-        assert "the session cannot begin" in answers[0].error
+        assert "the session cannot start" in answers[0].error
     assert not (runtime_folder / "apart").exists()
 
 

@@ -1,9 +1,10 @@
 """The agent: one per node and session, detached from what started it. Standard library only.
 
-It listens on one Unix socket in a folder that only its user can enter. The notebook, and the workers that the launcher
-starts, connect to it; it hands messages down to the workers, numbers and spools what they say, and gives it to the
-notebook at the notebook's pace. When its notebook is gone it keeps the ranks for a while, and gives the next one what
-nobody has shown. It starts the launcher, and with its end ends every process of the session.
+The agent listens on one Unix socket in a folder that only its user can enter. The notebook and the workers (started by
+the launcher) connect to it. The agent forwards the notebook's messages to the workers. It numbers and spools the
+workers' messages and sends them to the notebook at the notebook's pace. When the notebook disconnects, the agent keeps
+the ranks for the linger time and sends the next notebook everything that was not acknowledged. It starts the launcher;
+when the agent exits, it stops every process of the session.
 """
 
 from __future__ import annotations
@@ -83,9 +84,9 @@ _STORE_BACKLOG = 128
 
 
 def main(folder: Path, lock: int | None = None) -> None:
-    """Serve one session in ``folder``, then remove it; and, where its notebook wants to keep us, those that follow.
+    """Serve one session in ``folder``, then remove the folder; serve further sessions if the notebook asked for it.
 
-    ``lock``: the folder's, where who starts us holds it.
+    ``lock``: the descriptor of the folder's lock, if the process that started the agent already holds it.
     """
     process = AgentProcess(users_umask=os.umask(0o077))
     os.chdir(folder)
@@ -93,25 +94,28 @@ def main(folder: Path, lock: int | None = None) -> None:
         lock = take_lock(folder / LOCK_NAME, is_new=True)
         if lock is None:
             sys.exit(f"another agent serves {folder}")
-    os.set_inheritable(lock, False)  # it is held as long as we live, and no longer
+    os.set_inheritable(lock, False)  # a child must not hold the lock longer than the agent lives
     agent: _Agent | None = _Agent(folder, lock, process)
     while agent:
         agent.serve()
         wait_for_next = agent.leave()
-        agent = None  # what it remembers of the session goes
+        agent = None  # free the finished session's memory before waiting
         agent = wait_for_next()
     process.launching.end()
 
 
 def _free_the_name(folder: Path) -> Path | None:
-    """Another session may have the name from now on; returns where the folder is, None where somebody removed it."""
+    """Rename the folder so that another session can use its name.
+
+    Returns the new path; None if the folder was removed or cannot be renamed.
+    """
     ended = folder.with_name(f"{ENDED_PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}")
     try:
         if os.path.samestat(folder.lstat(), os.stat(".")):
             folder.rename(ended)
             return ended
     except OSError as exc:
-        print(f"the folder stays for now: {exc}", file=sys.stderr)
+        print(f"the session's folder cannot be renamed, and stays: {exc}", file=sys.stderr)
     return None
 
 
@@ -119,28 +123,28 @@ class _Agent:
     """One session."""
 
     def __init__(self, folder: Path, lock: int, process: AgentProcess, link: Link | None = None) -> None:
-        """In ``folder``, which is the current one. ``link``: a connection of which it is not known yet who it is."""
+        """Listen in ``folder``, the current folder. ``link``: a connection whose sender is not known yet."""
         self._folder = folder
         self._lock = lock
         self._process = process
         self._launching = process.launching
-        self._keep_s = 0.0  # after its end
+        self._keep_s = 0.0  # how long to stay for the notebook's next session
         self._incarnation = uuid.uuid4().hex
         self._loop = Loop()
-        self._spool = Spool(Path(), known_as=folder)  # relative: another session may get the name before it is removed
+        self._spool = Spool(Path(), known_as=folder)  # relative: the folder is renamed before it is removed
         self._snapshot = Snapshot()
         self._pace = Pace()
         self._sampler = Sampler()
         self._notebook: Link | None = None
         self._holder = ""
-        self._received = 0  # the number of the last message of the notebook, where it counts them
-        self._measured = b""  # the last that the notebook has not got
-        self._confirm_at: float | None = None  # when that is to be said, if nothing else is before
+        self._received = 0  # the highest message number from the notebook; 0 if it does not number its messages
+        self._measured = b""  # the latest measurement, not yet sent to the notebook
+        self._confirm_at: float | None = None  # when to send a confirmation, unless other data carries it earlier
         self._store: socket.socket | None = None
-        self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches before
+        self._ends_at: float | None = time.monotonic() + _ATTACH_LIMIT_S  # unless a notebook attaches earlier
         self._workers: dict[int, Link] = {}
         self._is_ending = False
-        self._notebook_handlers: dict[type[Message], Callable[[Any], None]] = {  # the rest is for the ranks
+        self._notebook_handlers: dict[type[Message], Callable[[Any], None]] = {  # all others are forwarded to ranks
             Acknowledge: self._acknowledge,
             OpenStore: self._open_store,
             Launch: self._launch,
@@ -152,31 +156,31 @@ class _Agent:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         self._listener = socket.socket(socket.AF_UNIX)
         Path(SOCKET_NAME).unlink(missing_ok=True)
-        self._listener.bind(SOCKET_NAME)  # relative: the path of a folder may be longer than a socket's may be
+        self._listener.bind(SOCKET_NAME)  # relative: the full path may exceed the length limit of socket paths
         self._listener.listen(64)
         self._listener.setblocking(False)
         if link:
             self._watch(link)
 
     def serve(self) -> None:
-        """Serve the session to its end; nothing is left of it then but, perhaps, the connection to its notebook."""
+        """Serve the session to its end, then clean up everything except the connection to the notebook."""
         try:
             Path(PID_NAME).write_text(str(os.getpid()), encoding="ascii")
-            os.write(1, READY)  # in one piece, to who started us and hangs up then; in a later session to nobody
+            os.write(1, READY)  # one write: the process that started the agent reads it; later sessions have no reader
             _write_to_the_log()
             self.run()
         except BaseException as exc:
             self._keep_s = 0.0
-            traceback.print_exc()  # into its log, as long as that is there
+            traceback.print_exc()  # into agent.log
             if isinstance(exc, Exception):
                 where = traceback.extract_tb(exc.__traceback__)[-1]
                 self.say_last_words(f"the agent failed: {exc!r}, at {where}")
             raise
         finally:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end is under way
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # already ending
             ended = _free_the_name(self._folder)
             self.end()
-            lead_nowhere(1, 2)  # NFS keeps a file that is open, and the folder with it
+            lead_nowhere(1, 2)  # on NFS an open file would keep the folder from being removed
             os.close(self._lock)
             if ended:
                 shutil.rmtree(ended, ignore_errors=True)
@@ -184,7 +188,7 @@ class _Agent:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
     def run(self) -> None:
-        """Serve until the session ends, or its notebook has been gone for too long."""
+        """Serve until the session ends, or until no notebook has been attached for the linger time."""
         self._loop.add(self._listener.fileno(), self._accept)
         self._loop.add(self._process.child_ended, lambda: self._note_end(self._process.take_end()))
         self._loop.add(self._launching.channel.fileno(), lambda: self._note_end(self._launching.take_answer()))
@@ -198,7 +202,7 @@ class _Agent:
             self._is_ending = self._is_ending or (self._ends_at is not None and time.monotonic() >= self._ends_at)
 
     def _hold_back(self) -> None:
-        """Do not read values faster than the other side takes them, nor output while it takes some."""
+        """Pause reading from a side while the other side has too many bytes waiting to be sent to it."""
         waiting_bytes = self._notebook.waiting_bytes if self._notebook else 0
         has_to_wait = self._pace.has_to_wait(self._spool, waiting_bytes) if self._notebook else False
         for worker in self._workers.values():
@@ -206,29 +210,29 @@ class _Agent:
         if self._notebook:
             is_any_full = any(worker.waiting_bytes > _FULL_BYTES for worker in self._workers.values())
             self._loop.pause(self._notebook, is_any_full)
-            if is_any_full and self._confirm_at is None:  # its signs of life are not read meanwhile, and wait for this
+            if is_any_full and self._confirm_at is None:  # its Alive messages are not read now, but need an answer
                 self._confirm_at = time.monotonic() + ALIVE_GAP_S
 
     def say_last_words(self, reason: str, *, is_taken: bool = False) -> None:
-        """Tell the notebook why its session ends, as far as that is still possible."""
+        """Send the notebook the reason why its session ends, if it is still connected."""
         if self._notebook:
             with contextlib.suppress(LinkClosed):
                 self._notebook.send(Refused(reason, is_taken))
 
     def end(self) -> None:
-        """End the ranks, the launcher, and whatever else the session started."""
+        """Stop the ranks, the launcher and everything else that the session started."""
         self._sampler.end()
         for link in self._workers.values():
             with contextlib.suppress(LinkClosed):
                 link.flush()
-            link.close()  # a worker takes this as the end, and ends its rank
+            link.close()  # a worker then stops its rank and exits
         self._launching.end(keep_warm=self._keep_s > 0)
         self._spool.close()
         self._listener.close()
         self._loop.close()
 
     def leave(self) -> Callable[[], _Agent | None]:
-        """How to stay for the notebook's next session, as long as it wanted; that gives None when there is none."""
+        """Return a function that waits for the notebook's next session; it returns None if none starts in time."""
         link, process = self._notebook, self._process
         if not self._keep_s or link is None:
             return lambda: None
@@ -253,7 +257,7 @@ class _Agent:
         self._loop.add(link, lambda: self._first_message(link))
 
     def _first_message(self, link: Link) -> None:
-        """The first message says who connected."""
+        """Find out from its first message whether a worker or a notebook has connected."""
         try:
             frames = link.receive()
             if not frames:
@@ -261,21 +265,21 @@ class _Agent:
             message = frames[0].message()
             if isinstance(message, WorkerUp):
                 self._workers[message.rank] = link
-                link.limit_headers(MAX_HEADER_BYTES)  # as the notebook, which would take us for somebody else
+                link.limit_headers(MAX_HEADER_BYTES)  # the notebook's limit: it would disconnect from this node
                 self._loop.add(link, lambda: self._from_worker(link))
                 self._from_worker(link, frames[1:])
             elif isinstance(message, Attach):
                 if self._attach(link, message):
                     self._from_notebook(frames[1:])
             else:
-                raise WireError(f"{type(message).__name__} does not introduce anybody")
+                raise WireError(f"{type(message).__name__} is not allowed as the first message")
         except OtherProtocol as exc:
             self._refuse(link, str(exc))
         except WireError:
             self._hang_up(link)
 
     def _attach(self, link: Link, message: Attach) -> bool:
-        """Serve another notebook from now on; False when it is refused."""
+        """Serve another notebook from now on; returns False if it is refused."""
         if refusal := self._why_refuse(message):
             self._refuse(link, refusal)
             return False
@@ -294,7 +298,7 @@ class _Agent:
         self._loop.add(link, self._from_notebook)
         sent = self._spool.sent
         self._spool.rewind()
-        with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+        with contextlib.suppress(LinkClosed):  # reading from it fails too, and is handled there
             for remembered in self._snapshot.told():
                 link.send(remembered)
             link.send(self._describe(sent))
@@ -306,12 +310,15 @@ class _Agent:
         self._hang_up(link)
 
     def _why_refuse(self, message: Attach) -> str:
-        """Empty when the notebook may have the session; who holds it always may: the other connection is half-open."""
+        """Return why the notebook may not attach; empty if it may.
+
+        The holder itself always may: its earlier connection must then be half-open.
+        """
         if message.protocol != PROTOCOL:
             spoken = f"the notebook speaks protocol {message.protocol}, this node {PROTOCOL}"
             return f"{spoken}: install one version of detrain_nb on both"
         if message.resumes and message.holder != self._holder:
-            return f"session {message.session!r} was taken over by {self._holder} meanwhile"
+            return f"session {message.session!r} was taken over by {self._holder} in the meantime"
         if self._notebook is None or message.steal or message.holder == self._holder:
             return ""
         return f"session {message.session!r} is held by {self._holder}: %distributed attach --steal takes it over"
@@ -335,7 +342,7 @@ class _Agent:
         )
 
     def _lose_notebook(self) -> None:
-        """The ranks go on, and what they say is kept for the next notebook, until nobody has come for too long."""
+        """Disconnect the notebook; the ranks keep running, and their output is kept, for the linger time."""
         assert self._notebook is not None
         with contextlib.suppress(LinkClosed):
             self._notebook.flush()
@@ -353,7 +360,7 @@ class _Agent:
     # ---- notebook -> workers
 
     def _from_notebook(self, frames: list[Frame] | None = None) -> None:
-        """Take what has come with its first message, or what comes now."""
+        """Handle ``frames``, which arrived with its first message; by default, what arrives now."""
         assert self._notebook is not None
         try:
             self._handle_all(self._notebook.receive() if frames is None else frames)
@@ -364,14 +371,16 @@ class _Agent:
                 self._lose_notebook()
 
     def _handle_all(self, frames: list[Frame]) -> None:
-        """Take what the notebook said; what is said again on another connection only once."""
+        """Handle the notebook's messages, skipping those that it repeats after reconnecting."""
         received = self._received
         for frame in frames:
             if frame.number == 0 or frame.number > self._received:
                 self._received = max(self._received, frame.number)
                 self._handle(frame)
         if self._received > received:
-            is_large = sum(len(frame.body) for frame in frames) > _SMALL_BYTES  # the notebook waits to send more
+            is_large = (
+                sum(len(frame.body) for frame in frames) > _SMALL_BYTES
+            )  # the notebook may be waiting to send more
             self._confirm_at = min(self._confirm_at or math.inf, time.monotonic() + (0 if is_large else _CONFIRM_GAP_S))
 
     def _handle(self, frame: Frame) -> None:
@@ -390,7 +399,7 @@ class _Agent:
         self._is_ending, self._keep_s = True, max(0.0, message.keep_s)
 
     def _answer_alive(self, _: Alive) -> None:
-        self._confirm_at = time.monotonic()  # an answer, which says that we are there
+        self._confirm_at = time.monotonic()  # answer at once
 
     def _measure(self, message: Measure) -> None:
         self._sampler.take_order(message)
@@ -399,24 +408,24 @@ class _Agent:
 
     def _renumber(self, message: Renumber) -> None:
         self._to_workers(message, to_frame(message).to_bytes())
-        self._measured = b""  # it has the numbers of before
+        self._measured = b""  # it has the old rank numbers
         number = dict(zip(message.ranks, message.numbers))
         self._workers = {number.get(rank, rank): link for rank, link in self._workers.items()}
 
     def _to_workers(self, message: Message, data: bytes) -> None:
         for rank in getattr(message, "ranks", []):
             if link := self._workers.get(rank):
-                with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+                with contextlib.suppress(LinkClosed):  # reading from it fails too, and is handled there
                     link.send_bytes(data)
 
     def _open_store(self, message: OpenStore) -> None:
-        """Bind the store's socket here, where the port is known before any rank has imported torch."""
+        """Bind the store's socket in the agent, so that its port is known before any rank has imported torch."""
         address = message.address
         try:
             family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
             self._store = socket.create_server((address, 0), family=family, backlog=_STORE_BACKLOG)
             opened = StoreOpened(self._store.getsockname()[1])
-        except (OSError, ValueError) as exc:  # a name that no resolver takes
+        except (OSError, ValueError) as exc:  # ValueError: a host name that cannot be encoded
             opened = StoreOpened(0, f"the store cannot listen on {address} of {platform.node()}: {exc}")
         self._say(opened)
 
@@ -428,37 +437,37 @@ class _Agent:
         if GPUS_VARIABLE in message.env and "CUDA_VISIBLE_DEVICES" not in message.env:
             env["CUDA_VISIBLE_DEVICES"] = name_gpus(message.env[GPUS_VARIABLE], list_gpus())
         self._sampler.visible = VisibleGpus(env.get("CUDA_VISIBLE_DEVICES"), order=env.get("CUDA_DEVICE_ORDER", ""))
-        env[STEPS_VARIABLE] = make_places(len(message.ranks))  # not that of a session in which this one was started
+        env[STEPS_VARIABLE] = make_places(len(message.ranks))  # the variable may be inherited from an outer session
         store, self._store = self._store, None
         self._note_end(self._launching.start(message.argv, env, store))
 
     # ---- workers -> notebook
 
     def _from_worker(self, link: Link, frames: list[Frame] | None = None) -> None:
-        """Take what has come with its first message, or what comes now."""
+        """Handle ``frames``, which arrived with its first message; by default, what arrives now."""
         try:
             self._spool_frames(link.receive() if frames is None else frames)
         except WireError as exc:
             self._hang_up(link)
             for rank in [rank for rank, worker in self._workers.items() if worker is link]:
                 del self._workers[rank]
-                is_faulty = not isinstance(exc, LinkClosed)  # one that ends takes the launcher with it
+                is_faulty = not isinstance(exc, LinkClosed)  # a worker that exits stops the launcher, which reports it
                 if is_faulty and self._launching.is_launched:
-                    gone = f"its worker is gone: {exc}"
+                    gone = f"the agent disconnected its worker: {exc}"
                     self._spool_frames([to_frame(RankEnded(rank, 0, 0, 0, -1, "", gone, False, gone))])
 
     def _spool_frames(self, frames: list[Frame]) -> None:
-        """Number and keep what ranks say; values that were asked for go to who asked, and are never kept.
+        """Keep the messages of ranks, numbered; requested values go straight to the notebook and are not kept.
 
-        Raises: WireError for what is no message, before the notebook has it: it would give up the whole node.
+        Raises: WireError for an invalid message, which must not reach the notebook: it would disconnect the whole node.
         """
         for frame in frames:
             check_sender(frame.kind, FROM_WORKER)
             message = frame.message()
             if isinstance(message, (Piece, Value)):
                 if self._notebook:
-                    self._feed_notebook(everything=True)  # the order of what one rank says is kept
-                    with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+                    self._feed_notebook(everything=True)  # keep the order of each rank's messages
+                    with contextlib.suppress(LinkClosed):  # reading from it fails too, and is handled there
                         self._notebook.send_bytes(self._take_measured() + frame.to_bytes())
             else:
                 self._snapshot.take_from_rank(message)
@@ -468,10 +477,10 @@ class _Agent:
         self._spool.append(to_frame(message))
 
     def _feed_notebook(self, *, everything: bool = False) -> None:
-        """Give the notebook what it has not had, as far as it takes it."""
+        """Send the notebook what it has not received; unless ``everything``, only as fast as it reads."""
         if self._notebook is None:
             return
-        with contextlib.suppress(LinkClosed):  # its reader meets the end as well
+        with contextlib.suppress(LinkClosed):  # reading from it fails too, and is handled there
             while self._spool.has_more and (everything or not self._notebook.waiting_bytes):
                 self._notebook.send_bytes(self._take_measured() + self._confirm() + self._spool.read())
             if self._confirm_at is not None and (self._is_ending or time.monotonic() >= self._confirm_at):
@@ -480,7 +489,7 @@ class _Agent:
                 self._notebook.send_bytes(self._take_measured())
 
     def _measure_what_is_due(self) -> None:
-        """Of what was measured the last is said, past the spool, with what goes next: under a flood of output, too."""
+        """Measure if it is time. Only the latest measurement is kept; it bypasses the spool and any output in it."""
         due_at = self._sampler.due_at
         measured = self._sampler.measure(self._snapshot.up, self._snapshot.runs) if due_at is not None else None
         if measured and self._notebook:
@@ -491,7 +500,7 @@ class _Agent:
         return measured
 
     def _confirm(self) -> bytes:
-        """What tells the notebook that its messages have come, if it does not know; it goes with what goes anyway."""
+        """Return the confirmation of the notebook's messages; empty if none is due to be sent."""
         if self._confirm_at is None:
             return b""
         self._confirm_at = None
@@ -512,7 +521,7 @@ def _with_abilities(info: Json) -> Json:
 
 
 def _write_to_the_log() -> None:
-    """Keep nothing of who started us: its end must not end us, nor our output reach it."""
+    """Detach from the process that started the agent, and write output to agent.log."""
     lead_nowhere(0)
     log = os.open("agent.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(log, 1)

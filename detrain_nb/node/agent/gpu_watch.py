@@ -1,6 +1,6 @@
-"""What the GPUs of a node do, as one nvidia-smi says it once a second, as long as somebody watches.
+"""Utilization and memory of a node's GPUs, printed once a second by one nvidia-smi while a notebook watches.
 
-It is read when it is asked for, never waited for, and no CUDA is touched. What cannot be read is left out.
+Its output is read on request, without waiting, and CUDA is never used. Unreadable values are left out.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _COMMAND = (
 _FIELDS = 6
 _MOST_STARTS = 3
 _MOST_GPUS = 256
-_MOST_BYTES = 1 << 16  # of what has not ended, and of one read
-_MOST_READS = 16  # at a time: 256 GPUs print less in a minute
+_MOST_BYTES = 1 << 16  # of an unfinished line, and of one read
+_MOST_READS = 16  # per call: 256 GPUs print less in a minute
 _NAME_CHARS = 80
 _END_LIMIT_S = 0.5
 _MB = 1 << 20
@@ -30,7 +30,7 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU as it was last; -1 where the driver does not say."""
+    """The latest reading of one GPU; -1 for values that the driver does not report."""
 
     index: int
     uuid: str
@@ -41,7 +41,7 @@ class Gpu:
 
 
 class GpuWatch:
-    """Owns the nvidia-smi. One that ends is started again, a few times."""
+    """Owner of the nvidia-smi process, which is started again when it exits, up to three starts in all."""
 
     def __init__(self) -> None:
         self._starts = 0
@@ -51,19 +51,19 @@ class GpuWatch:
         self._start()
 
     def read(self) -> list[Gpu]:
-        """The GPUs by their index, as they were a second ago at most; none where that is not known."""
+        """Return the latest readings, about a second old, sorted by index; empty if there are none."""
         if self._process is not None and not self._take_lines():
             self.end()
             self._start()
         return [gpu for _, gpu in sorted(self._gpus.items())]
 
     def end(self) -> None:
-        """End the nvidia-smi."""
+        """Stop nvidia-smi."""
         process, self._process = self._process, None
         self._unfinished, self._gpus = b"", {}
         if process is not None:
             process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # in a driver that hangs; it is reaped at our end
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the driver hangs; it is reaped when the agent exits
                 process.wait(_END_LIMIT_S)
             if process.stdout:
                 process.stdout.close()
@@ -73,7 +73,7 @@ class GpuWatch:
             return
         self._starts += 1
         agent_pid = os.getpid()
-        with contextlib.suppress(OSError):  # there is none
+        with contextlib.suppress(OSError):  # nvidia-smi is not installed
             self._process = subprocess.Popen(
                 _COMMAND,
                 env={**os.environ, "LC_ALL": "C"},
@@ -87,7 +87,7 @@ class GpuWatch:
             os.set_blocking(self._process.stdout.fileno(), False)
 
     def _take_lines(self) -> bool:
-        """Read what has been printed since the last time; False when it has ended, or prints without an end."""
+        """Read what was printed since the last call; returns False if it has exited or prints without pause."""
         assert self._process and self._process.stdout
         try:
             for _ in range(_MOST_READS):
@@ -104,7 +104,7 @@ class GpuWatch:
 
 
 def _read_gpu(line: bytes) -> Gpu | None:
-    """``0, GPU-c5a1..., NVIDIA H100 80GB HBM3, 37, 1024, 81559``; None for anything else."""
+    """Parse ``0, GPU-c5a1..., NVIDIA H100 80GB HBM3, 37, 1024, 81559``; returns None for anything else."""
     fields = [field.strip() for field in line.decode("utf-8", "replace").split(",")]
     if len(fields) < _FIELDS or not fields[0].isdecimal() or len(fields[0]) > 4:
         return None
@@ -114,7 +114,7 @@ def _read_gpu(line: bytes) -> Gpu | None:
 
 
 def _number(text: str) -> float:
-    """-1 for ``[N/A]``."""
+    """Parse a whole number; returns -1 for anything else, such as ``[N/A]``."""
     return float(text) if text.isdecimal() and len(text) < 12 else _UNKNOWN
 
 
@@ -124,17 +124,17 @@ def _bytes(mebibytes: str) -> int:
 
 
 class VisibleGpus:
-    """Which GPU a rank has, by the CUDA_VISIBLE_DEVICES that its launcher was given."""
+    """The GPUs that ranks can see, from the CUDA_VISIBLE_DEVICES that their launcher was given."""
 
     def __init__(self, variable: str | None = None, *, order: str = "") -> None:
         self._names = None if variable is None else [name.strip() for name in variable.split(",")]
         self._is_by_bus = order == "PCI_BUS_ID"
 
     def find(self, device: str, gpus: Sequence[Gpu]) -> int:
-        """The position in ``gpus`` of ``cuda:1``, the second that is visible; -1 where that is not known.
+        """Return the position in ``gpus`` of ``device``; -1 if unknown. ``cuda:1`` is the second visible GPU.
 
-        By default CUDA counts the fastest first, nvidia-smi by their place on the bus: where GPUs of several kinds are
-        numbered so, nobody knows which is meant.
+        By default CUDA numbers the fastest GPU first, while nvidia-smi numbers GPUs by bus position. With GPUs of
+        several models and the default order, a number is therefore ambiguous.
         """
         kind, _, number = device.partition(":")
         if kind != "cuda" or not number.isdecimal():

@@ -1,4 +1,4 @@
-"""What an agent has for all of its sessions, and what it does between two of them. Standard library only."""
+"""The part of an agent that outlives a session, and its wait for the next session. Standard library only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ _Make = Callable[[Path, int], _Session]
 
 
 class AgentProcess:
-    """Made when the agent has imported all it needs, by the umask of who started it."""
+    """The state that an agent process keeps across sessions.
+
+    Create it after the agent has imported everything. ``users_umask``: the umask of the process that started the agent.
+    """
 
     def __init__(self, *, users_umask: int) -> None:
         self.launching = Launching(users_umask)
@@ -43,24 +46,28 @@ class AgentProcess:
         adopt_orphans()
 
     def why_not_again(self, starter: dict[str, str]) -> str:
-        """Empty when an agent that is started now, by ``starter`` where that is known, would be as this one is."""
+        """Return what has changed since this agent started; empty if a new agent would be the same.
+
+        ``starter``: what a new agent would inherit from the process that starts it; empty if unknown.
+        """
         if path := self._imported.find_changed():
             return f"{path} changed"
         now = self._read_starter()
         for wanted in (starter, self._starter):
             if wanted and (names := find_difference(wanted, now)):
-                return f"what a process inherits ({names}) changed"
+                return f"inherited process settings ({names}) changed"
         return ""
 
     def wait_for_next(self, link: Link, *, keep_s: float, beside: Path, make: _Make[_Session]) -> _Session | None:
-        """Stay for ``keep_s`` for the session that the notebook at ``link`` begins next; None when there is none.
+        """Wait ``keep_s`` seconds for the notebook at ``link`` to start its next session; returns None if none starts.
 
-        ``make`` takes its folder, which is the current one then, and the folder's lock. ``beside``: the last one's.
+        ``make`` takes the session's folder, by then the current folder, and the folder's lock. ``beside``: the folder
+        of the previous session; the new one is created next to it.
         """
         if not self.launching.is_warm:
             return None
-        gc.collect()  # the last session's
-        with contextlib.suppress(AttributeError):  # musl has none, and gives memory back by itself
+        gc.collect()  # garbage of the previous session
+        with contextlib.suppress(AttributeError):  # musl lacks it, and returns memory by itself
             _libc.malloc_trim(0)
         following: list[_Session] = []
         loop, deadline = Loop(), time.monotonic() + keep_s
@@ -73,33 +80,39 @@ class AgentProcess:
         return following[0] if following else None
 
     def _begin_next(self, link: Link, beside: Path, make: _Make[_Session]) -> Iterator[_Session]:
-        """The next session, when the notebook asks for one. Raises: WireError when it has gone, or is refused."""
+        """Yield the next session once the notebook asks for it.
+
+        Raises: WireError when the notebook has disconnected, or its session is refused.
+        """
         for frame in link.receive():
             message = frame.message()
             if not isinstance(message, Begin):
-                continue  # a sign of life, or what was on its way at the end of the last session
+                continue  # an Alive message, or a message sent before the previous session had ended
             if why_not := self.why_not_again(message.starter):
                 link.send(Begun(why_not))
                 raise WireError(why_not)
             try:
                 following = self._make_next(message, beside, make)
-            except SessionError as exc:  # of that name
+            except SessionError as exc:  # the name is in use
                 link.send(Begun(str(exc), is_taken=True))
                 continue
             except (DetrainError, ValueError) as exc:
-                link.send(Begun(f"the session cannot begin: {exc}"))
+                link.send(Begun(f"the session cannot start: {exc}"))
                 raise WireError(str(exc)) from exc
             link.send(Begun())
             yield following
             return
 
     def _make_next(self, message: Begin, beside: Path, make: _Make[_Session]) -> _Session:
-        """Raises: DetrainError, ValueError for text that the system does not take."""
+        """Claim the folder of the next session and make the session.
+
+        Raises: DetrainError; ValueError for text that the operating system does not accept.
+        """
         folder = Path(message.folder) if message.folder else beside.parent / message.session
         if not message.folder and (folder.name != message.session or message.session == ".."):
-            raise LaunchError(f"{message.session!r} is no name of a session")
+            raise LaunchError(f"{message.session!r} is not a valid session name")
         try:
-            require_private(folder.parent)  # it may be another one than when this agent was started
+            require_private(folder.parent)  # it may differ from the one that was checked when this agent started
         except OSError as exc:
             raise LaunchError(f"the folder of sessions cannot be used: {exc}") from exc
         if message.env is not None:
@@ -120,7 +133,10 @@ class AgentProcess:
             raise LaunchError(f"the session's folder cannot be used: {exc}") from exc
 
     def _make_users_folder(self, path: str) -> None:
-        """All else that an agent makes is ours alone. Raises: OSError, ValueError."""
+        """Make the user's work folder with the user's umask; everything else uses the agent's own umask.
+
+        Raises: OSError, ValueError.
+        """
         ours = os.umask(self._users_umask)
         try:
             make_users_folder(Path(path))
@@ -128,7 +144,7 @@ class AgentProcess:
             os.umask(ours)
 
     def take_end(self) -> LauncherEnded | None:
-        """After a child has ended: see ``Launching.take_end``."""
+        """Return the launcher's end after a child has exited: see ``Launching.take_end``."""
         drain(self.child_ended)
         return self.launching.take_end()
 

@@ -1,4 +1,7 @@
-"""The agent's hold on its launcher: started by itself, or forked by the warm process, which stays for the next one."""
+"""The agent's control of its launcher, which is either its own process or forked by the warm process.
+
+The warm process has imported everything and stays to fork the launcher of the next session.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from ..rank.warm import MOST_ANSWER_BYTES
 from ..system.processes import descendants, die_with_parent, end_descendants, open_memory_file
 from ..system.surroundings import find_difference, read_surroundings, without_session_variables
 
-_ANSWER_LIMIT_S = 10.0  # of a warm process, which has looked at some thousand files then
+_ANSWER_LIMIT_S = 10.0  # for the warm process, which first checks some thousand files for changes
 _END_LIMIT_S = 4.0
 _LAST_MOMENT_S = 0.1
 _IT_ENDED = "the warm process ended"
@@ -27,7 +30,7 @@ _LOG_TAIL_BYTES = 4000
 
 @dataclass
 class _Order:
-    """What is to be launched, until it is."""
+    """A launch that has been requested and has not started yet."""
 
     argv: list[str]
     env: dict[str, str]
@@ -35,7 +38,7 @@ class _Order:
 
 
 class Launching:
-    """One per agent; outlives its sessions. ``channel`` is where a warm process answers."""
+    """The launcher and the warm process of one agent, across its sessions; the warm process answers on ``channel``."""
 
     def __init__(self, users_umask: int) -> None:
         self._users_umask = users_umask
@@ -46,24 +49,24 @@ class Launching:
         self._order: _Order | None = None
         self._launcher_pid = 0
         self._why_cold = ""
-        self.answer_by: float | None = None  # when the warm process has to have said what becomes of its order
+        self.answer_by: float | None = None  # the deadline for the warm process to answer its order
 
     @property
     def is_warm(self) -> bool:
-        """There is a process that can fork the next launcher."""
+        """Whether a warm process is running that can fork the next launcher."""
         return self._process is not None and self._process.poll() is None and self._imported_with is not None
 
     @property
     def is_launched(self) -> bool:
-        """A launcher runs, or is about to."""
+        """Whether a launcher is running or about to run."""
         return bool(self._launcher_pid or self._order)
 
     def start(
         self, argv: list[str], env: dict[str, str], store: socket.socket | None, *, why_cold: str = ""
     ) -> LauncherEnded | None:
-        """Start the launcher that ``argv`` is; returns why it cannot be. ``store`` is its own from now on.
+        """Start the launcher ``argv``; returns its end if it cannot be started. Takes ownership of ``store``.
 
-        With ``why_cold``, what is wrong with the warm process that is there, everything is imported again first.
+        ``why_cold``: why the running warm process cannot be used. If given, a new one imports everything first.
         """
         order, self.answer_by = _Order(argv, env, store), None
         self._order, self._why_cold = order, why_cold
@@ -87,7 +90,7 @@ class Launching:
         return None
 
     def take_answer(self) -> LauncherEnded | None:
-        """Read what the warm process says; returns the launcher's end, if it is that."""
+        """Read one answer of the warm process; returns the launcher's end if it reports that."""
         try:
             said: dict[str, Any] = json.loads(self.channel.recv(MOST_ANSWER_BYTES))
         except BlockingIOError:
@@ -95,7 +98,7 @@ class Launching:
         if "started" in said:
             self._launcher_pid = said["started"]
             self._forget_order()
-        elif said.get("ended") == self._launcher_pid:  # not of an earlier session
+        elif said.get("ended") == self._launcher_pid:  # not the launcher of an earlier session
             self._launcher_pid = 0
             return LauncherEnded(said["exit_code"], _log_tail())
         elif "failed" in said:
@@ -106,23 +109,23 @@ class Launching:
         return None
 
     def take_silence(self) -> LauncherEnded | None:
-        """Where the warm process has not answered in time, stopped perhaps, or waiting for a disk: do without it."""
+        """Start cold if the warm process has not answered in time: it may be stopped or waiting for a disk."""
         if self._order is None or self.answer_by is None or time.monotonic() < self.answer_by:
             return None
         return self._start_cold(self._order, f"the warm process has not answered for {_ANSWER_LIMIT_S:.0f} s")
 
     def take_why_cold(self) -> str:
-        """Why the warm process that was there has not been used; empty where it was, or there was none."""
+        """Return, once, why the warm process was not used; empty if it was used or there was none."""
         why, self._why_cold = self._why_cold, ""
         return why
 
     def take_end(self) -> LauncherEnded | None:
-        """After a child of the agent has ended: the launcher's end, if it was that, or what forks it."""
+        """Return the launcher's end if the child that has exited was the launcher or the warm process."""
         process = self._process
         if process is None or process.poll() is None:
             return None
-        end = self.take_answer()  # the last it said
-        if end or self._process is not process:  # another one has the order now
+        end = self.take_answer()  # its last answer
+        if end or self._process is not process:  # a new process has the order now
             return end
         exit_code, had_launcher = process.returncode, self.is_launched
         self._process, self._launcher_pid = None, 0
@@ -130,18 +133,18 @@ class Launching:
         return LauncherEnded(exit_code, _log_tail()) if had_launcher else None
 
     def end(self, *, keep_warm: bool = False) -> None:
-        """End the launcher and all below the agent; with ``keep_warm`` not the warm process, if it is ready."""
+        """Stop the launcher and every descendant of the agent; ``keep_warm`` spares a warm process that is ready."""
         is_ready = self.is_warm and self._order is None
         self._forget_order()
         if self._process is not None:
             self._wait_for_workers()
             if not (keep_warm and is_ready):
-                self._process.kill()  # torchrun's engine waits for other nodes, which may be lost
+                self._process.kill()  # not terminate: torchrun's engine would wait for other nodes, which may be lost
         self.end_ranks()
         self._launcher_pid = 0
 
     def end_ranks(self) -> None:
-        """Kill whatever is left below the agent, the warm process aside."""
+        """Kill all remaining descendants of the agent except the warm process."""
         end_descendants(spare={self._process.pid} if self.is_warm and self._process else ())
 
     # ---- starting
@@ -150,9 +153,9 @@ class Launching:
         return self.start(order.argv, order.env, order.store, why_cold=why)
 
     def _start_warm_process(self, order: _Order) -> None:
-        """Import everything anew, in a process that then takes ``order``. Raises: OSError."""
+        """Start a process that imports everything again and then takes ``order``. Raises: OSError."""
         self._end_process()
-        for end in (self.channel, self._its_end):  # what the one before has not read, or said too late
+        for end in (self.channel, self._its_end):  # discard unread messages of the previous process
             with contextlib.suppress(BlockingIOError):
                 while end.recv(1, socket.MSG_DONTWAIT):
                     pass
@@ -161,7 +164,7 @@ class Launching:
             self._start_process(order)
             self._send_order(order)
         except OSError:
-            self._end_process()  # one without an order would take the next, however late, as its first
+            self._end_process()  # without an order it would wait, and take the next session's order as its first
             raise
 
     def _end_process(self) -> None:
@@ -172,7 +175,7 @@ class Launching:
                 process.wait(_END_LIMIT_S)
 
     def _start_process(self, order: _Order) -> None:
-        """Raises: OSError."""
+        """Start the warm process, or plain torchrun. Raises: OSError."""
         agent_pid = os.getpid()
         env, handed = dict(order.env), []
         if self._imported_with is not None:
@@ -185,12 +188,14 @@ class Launching:
             self._process = subprocess.Popen(
                 order.argv,
                 env=env,
-                cwd="/" if self._imported_with is not None else None,  # each launcher goes to its session's folder
+                cwd="/"
+                if self._imported_with is not None
+                else None,  # each forked launcher enters its session's folder
                 pass_fds=handed,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                umask=self._users_umask,  # what a rank saves, others may read as ever
+                umask=self._users_umask,  # files that ranks save keep the user's usual permissions
                 preexec_fn=lambda: die_with_parent(agent_pid),  # noqa: PLW1509  the agent has one thread
             )
 
@@ -208,7 +213,10 @@ class Launching:
             socket.send_fds(self.channel, [b"o"], [file.fileno(), log.fileno(), folder, *stores])
 
     def _find_difference(self, order: _Order) -> str:
-        """Why the warm process is not what one that is started now would be; at its files it looks itself."""
+        """Return how the warm process differs from a newly started one; empty if it does not.
+
+        The warm process itself checks the imported files for changes.
+        """
         assert self._process is not None and self._imported_with is not None
         python, env = _what_imports_see(order)
         if python != self._imported_with[0]:
@@ -217,13 +225,13 @@ class Launching:
             return f"the environment ({names}) changed"
         try:
             names = find_difference(read_surroundings(self._process.pid), read_surroundings())
-        except OSError:  # it is gone
+        except OSError:  # it has exited
             return _IT_ENDED
         if names:
-            with contextlib.suppress(subprocess.TimeoutExpired):  # of one that is ending the system says other things
+            with contextlib.suppress(subprocess.TimeoutExpired):  # a process that is exiting shows different values
                 self._process.wait(_LAST_MOMENT_S)
                 return _IT_ENDED
-        return f"what a process inherits ({names}) changed" if names else ""
+        return f"inherited process settings ({names}) changed" if names else ""
 
     # ---- ending
 
@@ -233,7 +241,7 @@ class Launching:
         self._order = self.answer_by = None
 
     def _wait_for_workers(self) -> None:
-        """Wait until what the launcher has started has ended, as it does when the agent hangs up."""
+        """Wait for the launcher's children to exit, as they do once the agent has closed their connections."""
         deadline = time.monotonic() + _END_LIMIT_S
         while self._launcher_pid and descendants(self._launcher_pid) and time.monotonic() < deadline:
             time.sleep(0.01)

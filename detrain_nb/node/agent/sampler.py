@@ -1,7 +1,7 @@
-"""What the ranks of a node use, measured by its agent for a notebook that watches; nobody is asked for it.
+"""The resource use of a node's ranks, measured by its agent while a notebook watches, without involving the ranks.
 
-Processor time and memory come from /proc, those of a rank's own process alone: what it has started, as the workers of a
-DataLoader, does not count. GPUs come from one nvidia-smi (gpu_watch.py), steps from a file (step_rates.py).
+Processor time and memory come from /proc and cover the rank's own process only, not its children such as DataLoader
+workers. GPU figures come from one nvidia-smi (gpu_watch.py), steps from a file (step_rates.py).
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from .snapshot import Run
 from .step_rates import StepRates
 
 _LEAST_GAP_S, _MOST_GAP_S = 0.1, 60.0
-_LONGEST_S = 60.0  # of one order: a notebook that is gone costs no more
+_LONGEST_S = 60.0  # for one order, in case the notebook disappears
 _UNKNOWN = -1
 
 
 @dataclass(frozen=True)
 class _Use:
-    """Processor time that was used until a moment."""
+    """The processor time used up to a moment."""
 
     cpu_s: float
     clock_s: float
 
 
 class Sampler:
-    """That of one session. It does nothing without an order, and again nothing when that is over."""
+    """The measurements of one session, taken only while an order for them is in effect."""
 
     def __init__(self) -> None:
-        self.due_at: float | None = None  # when it has to do something; None while nobody watches
+        self.due_at: float | None = None  # when to measure or stop next; None while no notebook watches
         self.visible = VisibleGpus()
         self._gap_s = _MOST_GAP_S
         self._until = 0.0
         self._used: dict[int, _Use] = {}  # by process
-        self._node_used: tuple[int, int] | None = None  # ticks of all processors: busy, and all
+        self._node_used: tuple[int, int] | None = None  # ticks of all processors: busy and total
         self._gpus: GpuWatch | None = None
         self._steps = StepRates()
 
     def take_order(self, message: Measure) -> None:
-        """Go on for so long from now, or end."""
+        """Measure for ``message.for_s`` seconds from now; stop if that is 0."""
         now = time.monotonic()
         self._until = now + min(message.for_s, _LONGEST_S)
         self._gap_s = min(max(message.every_s, _LEAST_GAP_S), _MOST_GAP_S)
@@ -56,7 +56,7 @@ class Sampler:
             self.due_at = min(self.due_at, now + self._gap_s)
 
     def measure(self, ranks: Sequence[RankUp], runs: Mapping[int, Run]) -> Measured | None:
-        """What the processes of ``ranks`` use, if it is time to say that. ``runs``: which cells they run."""
+        """Measure the processes of ``ranks`` if it is time; else return None. ``runs``: the cells they are running."""
         now = time.monotonic()
         if self.due_at is None or now < self.due_at:
             return None
@@ -68,7 +68,7 @@ class Sampler:
         return self._measure(ranks, runs)
 
     def end(self) -> None:
-        """Nobody watches any more."""
+        """Stop measuring."""
         self.due_at = None
         self._used.clear()
         self._node_used = None
@@ -103,7 +103,7 @@ class Sampler:
         )
 
     def _share(self, pid: int, cpu_s: float, clock_s: float) -> float:
-        """In percent of one processor since the last time."""
+        """Return the use since the last measurement, in percent of one processor."""
         before = self._used.get(pid)
         if before is None or clock_s <= before.clock_s:
             return _UNKNOWN
@@ -126,16 +126,16 @@ class Sampler:
 
 
 def _ticks_of_node() -> tuple[int, int] | None:
-    """Of all processors since the machine was started: those in which they had something to do, and all."""
+    """Return the busy and total ticks of all processors since boot."""
     fields = (read("/proc/stat") or "").partition("\n")[0].split()[1:9]
     if len(fields) < 5 or not all(field.isdigit() for field in fields):
         return None
     ticks = list(map(int, fields))
-    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # but idle, and waiting for a disk
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # busy: all but idle and iowait
 
 
 def _memory_of_node() -> tuple[int, int]:
-    """All, and what is available of it; 0 where that is not known."""
+    """Return the total and the available memory in bytes; 0 if unknown."""
     found = dict.fromkeys(("MemTotal", "MemAvailable"), 0)
     for line in (read("/proc/meminfo") or "").splitlines()[:8]:
         name, _, rest = line.partition(":")

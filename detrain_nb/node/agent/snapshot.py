@@ -1,4 +1,4 @@
-"""What an agent remembers of its session, to tell a notebook that attaches later: how the ranks and the cells stand."""
+"""What an agent remembers of its session for a notebook that attaches later: the states of ranks and cells."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from ...wire import (
     Unfinished,
 )
 
-MOST_REMEMBERED_CHARS = 32 << 20  # of code and lines; a notebook takes no more from an agent
-CHARS_BESIDE = 1000  # what each cell and line counts for, beside its text
+MOST_REMEMBERED_CHARS = 32 << 20  # of code and lines; a notebook accepts no more from an agent
+CHARS_BESIDE = 1000  # counted for each cell and line in addition to its text
 _MAX_CELLS = 1000
 _LINGER_BEFORE_START_S = 30.0
 
 
 class Run(NamedTuple):
-    """A cell that a rank runs, and when the agent has passed it on (of ``time.monotonic()``)."""
+    """A cell that a rank is running, and when the agent forwarded it (``time.monotonic()``)."""
 
     cell: int
     began_s: float
 
 
 class Snapshot:
-    """Fed with what passes through the agent, down to the ranks and up from them."""
+    """The session's state, taken from the messages that pass through the agent in both directions."""
 
     def __init__(self) -> None:
         self.ranks: list[int] = []
@@ -48,12 +48,12 @@ class Snapshot:
         self.linger_s = _LINGER_BEFORE_START_S
         self.generation = 0
         self._has_group: dict[int, bool] = {}
-        self._state_of: dict[int, list[Message]] = {}  # RankUp, and RankEnded when that came after it
-        self._incarnations: dict[int, int] = {}  # of the ranks that are up
+        self._state_of: dict[int, list[Message]] = {}  # RankUp, then RankEnded if the rank has ended since
+        self._incarnations: dict[int, int] = {}  # of the running ranks
         self._cells: dict[int, RanCell] = {}
         self._runs: dict[int, Run] = {}
-        self._chars = 0  # of their code, as a notebook counts
-        self._unfinished: list[Message] = []  # lines that are cut at the number that was acknowledged
+        self._chars = 0  # of the cells' code, counted as a notebook does
+        self._unfinished: list[Message] = []  # lines that are incomplete at the acknowledged number
         self._unfinished_to_come: list[Message] = []
         self._notebook_handlers: dict[type[Message], Callable[[Any], None]] = {
             RunCell: self._note_run,
@@ -78,16 +78,16 @@ class Snapshot:
 
     @property
     def up(self) -> list[RankUp]:
-        """The ranks whose process runs, as they said when it began."""
+        """The ``RankUp`` messages of the ranks whose process is running."""
         return [said[-1] for said in self._state_of.values() if isinstance(said[-1], RankUp)]
 
     @property
     def runs(self) -> Mapping[int, Run]:
-        """What ranks run now, by rank."""
+        """The cells that are running now, by rank."""
         return self._runs
 
     def take_from_notebook(self, message: Message) -> None:
-        """Note what the notebook asked for."""
+        """Note a message of the notebook."""
         if handle := self._notebook_handlers.get(type(message)):
             handle(message)
 
@@ -98,7 +98,7 @@ class Snapshot:
         before = self._cells.get(message.cell)
         is_collective = before is not None and before.is_collective
         has_failed = before is not None and before.has_failed
-        has_failed |= len(running) < len(message.ranks)  # a rank was lost meanwhile, and leaves it alone
+        has_failed |= len(running) < len(message.ranks)  # a rank was lost in the meantime, and will not run it
         self._chars += _chars_of(message) - (_chars_of(before) if before else 0)
         said = message.ranks, message.cell, message.code, message.first_line
         self._cells[message.cell] = RanCell(*said, is_collective, running, has_failed, message.is_replay)
@@ -117,7 +117,7 @@ class Snapshot:
         self.ranks, self.info, self.linger_s = message.ranks, message.info, message.linger_s
 
     def _forget_ended_cells(self) -> None:
-        """The oldest go, as long as there are more than a notebook takes; lines that are cut need room too."""
+        """Drop the oldest ended cells above the limits; half of the characters are left for unfinished lines."""
         while len(self._cells) > _MAX_CELLS or self._chars > MOST_REMEMBERED_CHARS // 2:
             ended = next((cell for cell, ran in self._cells.items() if not ran.running), None)
             if ended is None:
@@ -125,7 +125,7 @@ class Snapshot:
             self._chars -= _chars_of(self._cells.pop(ended))
 
     def _renumber(self, message: Renumber) -> None:
-        """Ranks that are idle have other numbers; they say so themselves, as if they had just come up."""
+        """Give idle ranks their new numbers; each then sends ``RankUp`` again, as if it had just started."""
         number = dict(zip(message.ranks, message.numbers))
         self.ranks = [number[rank] for rank in self.ranks if rank in number]
         self._state_of.clear()
@@ -137,7 +137,7 @@ class Snapshot:
             self._cells[cell] = replace(ran, ranks=ranks, running=[])
 
     def take_from_rank(self, message: Message) -> None:
-        """Note what a rank said."""
+        """Note a message of a rank."""
         if handle := self._rank_handlers.get(type(message)):
             handle(message)
 
@@ -166,7 +166,7 @@ class Snapshot:
         self._state_of[message.rank] = [*self._state_of.get(message.rank, [])[:1], message]
 
     def _end_cell(self, cell: int, rank: int, *, has_failed: bool) -> None:
-        """``rank`` runs it no more, if it did."""
+        """Note that ``rank`` is no longer running ``cell``, if it was."""
         if (run := self._runs.get(rank)) and run.cell == cell:
             del self._runs[rank]
         ran = self._cells.get(cell)
@@ -175,7 +175,7 @@ class Snapshot:
             self._cells[cell] = replace(ran, running=running, has_failed=ran.has_failed or has_failed)
 
     def told(self) -> list[Message]:
-        """How it stands: every cell that was run, every line that was shown in part, every rank."""
+        """Return the state as messages: every remembered cell, every unfinished line, every rank."""
         return [*self._cells.values(), *self._unfinished, *itertools.chain.from_iterable(self._state_of.values())]
 
 

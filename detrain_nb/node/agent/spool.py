@@ -1,8 +1,8 @@
-"""What the ranks say to the notebook, numbered, kept until it was shown there: a slow notebook holds up nobody.
+"""The ranks' messages to the notebook, numbered and kept until the notebook has shown them.
 
-Frames lie in segments on disk. A segment goes when all of it is acknowledged and, the oldest first, when the spool is
-over its limit. With the disk full, segments in memory take over: what ends a cell is always kept there, output only
-within bounds. What is lost is counted and announced where it is missing.
+Frames are kept in segments on disk. A segment is dropped when all of it is acknowledged; when the spool is over its
+limit, the oldest segments are dropped. If the disk is full, segments in memory are used instead: messages that end a
+cell are always kept there, output only up to a limit. Lost bytes are counted and announced where they are missing.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _MARK_BYTES = 1 << 16
 
 
 class _Segment:
-    """Whole frames, numbered without a gap, in the file at ``path``; without one, in memory.
+    """Whole frames with consecutive numbers, in the file at ``path``; without a path, in memory.
 
     ``begins_at`` and ``ends_at`` are positions in the stream of all frames.
     """
 
     def __init__(self, first: int, begins_at: int, path: Path | None = None) -> None:
-        """Raises: OSError."""
+        """Open the file. Raises: OSError."""
         self._path = path
         self._file = io.FileIO(path, "w+", opener=open_private) if path else io.BytesIO()
         self.in_memory = path is None
@@ -36,12 +36,12 @@ class _Segment:
         self.begins_at = self.ends_at = begins_at
         self.size_bytes = 0
         self.is_all_output = True
-        self.gap_from = (first, begins_at)  # number and position where what is missing before this segment begins
+        self.gap_from = (first, begins_at)  # number and position where the gap before this segment begins
         self.gap_reason = ""
-        self._marks = [(0, first)]  # offset and number of a frame, every now and then
+        self._marks = [(0, first)]  # offset and number of a frame, one about every 64 KiB
 
     def append(self, data: bytes, count: int) -> None:
-        """Keep ``count`` frames. Raises: OSError when the disk takes no more; nothing of ``data`` is left then."""
+        """Keep ``count`` frames. Raises: OSError when the disk is full; none of ``data`` is kept then."""
         self._write(data)
         if self.size_bytes - self._marks[-1][0] >= _MARK_BYTES:
             self._marks.append((self.size_bytes, self.last + 1))
@@ -50,7 +50,7 @@ class _Segment:
         self.last += count
 
     def offset_after(self, number: int) -> int:
-        """Where the frame after ``number`` begins."""
+        """Return the offset at which the frame after ``number`` begins."""
         index = bisect_right(self._marks, number, key=itemgetter(1)) - 1
         if index < 0:
             return 0
@@ -60,16 +60,16 @@ class _Segment:
         return start + sum(frame.size_bytes for frame in frames if frame.number <= number)
 
     def size_of_frames(self, offset: int, about_bytes: int) -> int:
-        """How much to read from ``offset``, where a frame begins, to end where one ends."""
+        """Return how many bytes to read from ``offset``, the start of a frame, to end at the end of a frame."""
         if self.size_bytes - offset <= about_bytes:
             return self.size_bytes - offset
         index = bisect_right(self._marks, offset + about_bytes, key=itemgetter(0)) - 1
-        if self._marks[index][0] <= offset:  # a frame that is larger
+        if self._marks[index][0] <= offset:  # the frame is larger than ``about_bytes``
             index += 1
         return (self._marks[index][0] if index < len(self._marks) else self.size_bytes) - offset
 
     def number_before(self, offset: int) -> int:
-        """The number of the frame that the byte before ``offset`` belongs to."""
+        """Return the number of the frame that contains the byte before ``offset``."""
         start, number = self._marks[bisect_left(self._marks, (offset, 0)) - 1]
         reader = FrameReader()
         number += len(reader.feed(self.read(start, offset - start)))
@@ -96,25 +96,25 @@ class _Segment:
 
 
 class Spool:
-    """One writer, and one reader at a time. What the reader has had is kept for the next one until acknowledged."""
+    """A queue of frames with one writer and one reader at a time; frames are kept until they are acknowledged."""
 
     def __init__(self, folder: Path, *, known_as: Path | None = None, limit_bytes: int = 1 << 30) -> None:
         self._folder = folder
-        self._known_as = known_as or folder  # in words
+        self._known_as = known_as or folder  # the path shown in notices
         self.limit_bytes = limit_bytes
         self.last_number = 0
         self.acknowledged = 0
         self._segments: list[_Segment] = []
         self._files_made = 0
         self._ends_at = 0  # position in the stream of all frames that were ever kept
-        self._read_at = 0  # position of the reader; less than where the next segment begins: there is a gap before that
-        self._sent = 0  # at least this was given out
-        self._fresh = b""  # what was appended while the reader had everything else: it need not come from the disk
-        self._notice = b""  # what the reader has not had of a notice about a gap
-        self._refused_bytes = 0  # of output that found no room, and was not announced yet
+        self._read_at = 0  # position of the reader; a gap follows if it is before the next segment
+        self._sent = 0  # a lower bound of the highest number that was read
+        self._fresh = b""  # the last frames, if the reader had read all others: they need not be read from disk
+        self._notice = b""  # the unread notice about a gap
+        self._refused_bytes = 0  # of output that did not fit and has not been announced yet
 
     def append(self, frame: Frame) -> None:
-        """Number a frame and keep it."""
+        """Keep a frame under the next number."""
         can_be_lost = frame.kind in (Output, Display)
         is_reader_waiting = self._read_at == self._ends_at
         data, count = frame.to_bytes(number=self.last_number + 1), 1
@@ -132,30 +132,33 @@ class Spool:
 
     @property
     def has_more(self) -> bool:
-        """There is something that the reader has not had."""
+        """Whether there are frames that the reader has not read."""
         return self._read_at < self._ends_at
 
     @property
     def read_bytes(self) -> int:
-        """How much of all that was ever kept the reader has had, or missed."""
+        """The bytes of all frames ever kept that the reader has read or missed."""
         return self._read_at
 
     @property
     def unread_bytes(self) -> int:
-        """How much the reader has not had."""
+        """The bytes that the reader has not read."""
         return self._ends_at - self._read_at
 
     @property
     def sent(self) -> int:
-        """The highest number that was given out, be it in part."""
+        """The highest frame number that was read, even if only in part."""
         segment = self._segment_to_read()
         if segment and segment.begins_at < self._read_at:
             self._sent = max(self._sent, segment.number_before(self._read_at - segment.begins_at))
         return self._sent
 
     def read(self, limit_bytes: int = 1 << 18) -> bytes:
-        """The next frames that the reader has not had, whole: something else may be said between two reads; empty when
-        there are none. More than ``limit_bytes`` only where a frame is."""
+        """Return the next unread frames; empty if there are none.
+
+        Frames are never split, as other messages may be sent between two reads. The result exceeds ``limit_bytes``
+        only if a single frame does.
+        """
         if self._fresh:
             data, self._fresh = self._fresh, b""
             self._read_at, self._sent = self._ends_at, self.last_number
@@ -177,7 +180,7 @@ class Spool:
         return data
 
     def acknowledge(self, number: int) -> None:
-        """Everything up to ``number`` was shown: it need not be kept. A number that was not sent yet is ignored."""
+        """Drop what need not be kept: everything up to ``number`` was shown. Numbers not sent yet are ignored."""
         if number <= self.acknowledged or (number > self._sent and number > self.sent):
             return
         self.acknowledged = number
@@ -188,7 +191,7 @@ class Spool:
             self._segments.pop(0).drop()
 
     def rewind(self) -> None:
-        """Another reader: it gets what comes after the number that was acknowledged."""
+        """Start over for another reader, after the last acknowledged number."""
         self._sent = self.sent
         self._fresh = self._notice = b""
         self._read_at = self._position_after(self.acknowledged)
@@ -204,7 +207,10 @@ class Spool:
     # ---- where frames go
 
     def _to_disk(self, data: bytes, count: int) -> bool:
-        """False when the disk is full. That costs: it is tried again when there is no room in memory either."""
+        """Append to disk; returns False if the disk is full.
+
+        A failed attempt is slow: the next one is made only when the segments in memory are full too.
+        """
         last = self._segments[-1] if self._segments else None
         try:
             if last and not last.in_memory and last.size_bytes + len(data) <= _SEGMENT_BYTES:
@@ -226,12 +232,15 @@ class Spool:
         return True
 
     def _to_memory(self, data: bytes, count: int, *, can_be_lost: bool) -> bool:
-        """False when there is no room for a frame that can be lost; after one, all are until the reader caught up."""
+        """Append to memory; returns False if a frame that can be lost does not fit.
+
+        After one such frame was lost, all of them are until the reader has caught up.
+        """
         last = self._segments[-1] if self._segments else None
         has_room = last and last.in_memory and last.size_bytes + len(data) <= _MEMORY_SEGMENT_BYTES
         segment = last if last and has_room else _Segment(self.last_number + 1, self._ends_at)
         excess = self._memory_bytes_with(data) - _MEMORY_BYTES
-        # what the reader has had is lost only if there will be another reader
+        # dropping what this reader has read loses something only if another reader follows
         can_go = [
             s
             for s in self._segments
@@ -253,7 +262,7 @@ class Spool:
         return sum(segment.size_bytes for segment in self._segments if segment.in_memory) + len(data)
 
     def _add(self, segment: _Segment) -> None:
-        """Begin a segment; what then is over the limit goes, but for where the reader may be inside a frame."""
+        """Add a segment, and drop the oldest ones above the limit except one that the reader is in the middle of."""
         excess = sum(s.size_bytes for s in self._segments) + max(segment.size_bytes, _SEGMENT_BYTES) - self.limit_bytes
         self._segments.append(segment)
         for oldest in self._segments[:-1]:
@@ -261,10 +270,10 @@ class Spool:
                 excess -= oldest.size_bytes
                 self._lose(oldest, f"the spool is over its limit of {self.limit_bytes:,} bytes")
 
-    # ---- what goes, and what is read next
+    # ---- what is dropped, and what is read next
 
     def _lose(self, segment: _Segment, reason: str) -> None:
-        """Drop a segment that some reader may still want; it is not the last one."""
+        """Drop a segment that a reader may still need; it must not be the last one."""
         index = self._segments.index(segment)
         following = self._segments[index + 1]
         wanted_from = (self.acknowledged + 1, self._position_after(self.acknowledged))
@@ -273,15 +282,15 @@ class Spool:
 
     def _loss(self, size_bytes: int, reason: str) -> Frame:
         lost = f"about {size_bytes:,} bytes of output were lost under {self._known_as}: {reason}"
-        return to_frame(Notice(f"{lost}; the ranks went on"))
+        return to_frame(Notice(f"{lost}; the ranks kept running"))
 
     def _segment_to_read(self) -> _Segment | None:
-        """The first one that ends after the reader's position."""
+        """Return the first segment that ends after the reader's position."""
         index = bisect_right(self._segments, self._read_at, key=attrgetter("ends_at"))
         return self._segments[index] if index < len(self._segments) else None
 
     def _position_after(self, number: int) -> int:
-        """Where the frame after ``number`` begins; began, about, when it was lost."""
+        """Return the position at which the frame after ``number`` begins; an estimate if that frame was lost."""
         index = bisect_right(self._segments, number, key=attrgetter("last"))
         if index == len(self._segments):
             return self._ends_at

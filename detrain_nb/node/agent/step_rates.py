@@ -1,9 +1,9 @@
-"""How many steps ranks make in a second in the cell that they run, by the steps that they give to ``log_metrics``.
+"""Steps per second of each rank in its running cell, from the step numbers passed to ``log_metrics``.
 
-A rank writes its last one, and when that was, into a place of its own in one file of the session's folder
-(``metrics.note_step``): no message is sent, and nobody is woken. The times are those of the rank's own calls, so a step
-that takes longer than the time between two looks counts as what it is. A rank that has made steps and makes no more
-has fewer and fewer of them a second, and soon none.
+A rank writes its last step and the time of it to its own slot in one file of the session's folder
+(``metrics.note_step``): no message is sent, and no process is woken. The times are those of the rank's own calls, so a
+step that takes longer than the time between two reads is measured correctly. When a rank stops making steps, its rate
+falls and soon becomes 0.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ...wire import RankUp
 STEPS_NAME = "steps"
 _WINDOW_S = 10.0
 _MOST_PLACES = 1 << 12
-_LATE_S, _LATE_GAPS = 2.0, 3  # without a step for so long, or so many times the usual, a rank makes fewer
-_NONE_S, _NONE_GAPS = 5.0, 8  # and then none
+_LATE_S, _LATE_GAPS = 2.0, 3  # without a step for longer than both (seconds, usual gaps), the rate falls
+_NONE_S, _NONE_GAPS = 5.0, 8  # and then becomes 0
 
 
 class _Point(NamedTuple):
@@ -32,19 +32,19 @@ class _Point(NamedTuple):
 
 
 class StepRates:
-    """Those of one session, whose folder is the current one."""
+    """The rates of one session, whose folder is the current folder."""
 
     def __init__(self) -> None:
         self._points: dict[tuple[int, int], deque[_Point]] = {}  # by rank and process
 
     def forget(self) -> None:
-        """Nobody has looked for a while, or will not."""
+        """Discard all readings."""
         self._points.clear()
 
     def read(self, ranks: Sequence[RankUp], *, began_s: Mapping[int, float], now: float) -> dict[int, float]:
-        """Steps a second, by rank; a rank that has made no two of them in its cell is not in it.
+        """Return steps per second by rank, without the ranks that have made fewer than two steps in their cell.
 
-        ``began_s``: when the cell of a rank has begun; without one it makes no steps.
+        ``began_s``: when each rank's running cell began; steps of a rank that runs no cell do not count.
         """
         records = _read_records(most=max((up.local_rank for up in ranks), default=-1) + 1)
         points, rates = {}, {}
@@ -53,7 +53,7 @@ class StepRates:
             begins_s = began_s.get(up.rank, math.inf)
             if 0 <= up.local_rank < len(records):
                 pid, calls, step, clock_ns = records[up.local_rank]
-                if pid == up.pid:  # else a process that the rank has started has written there
+                if pid == up.pid:  # else a child process of the rank has written the slot
                     _add(known, _Point(calls, step, clock_ns / 1e9), now=now)
             while known and known[0].clock_s < begins_s:
                 known.popleft()
@@ -65,7 +65,7 @@ class StepRates:
 
 
 def make_places(count: int) -> str:
-    """Make the file, with a place for each rank of the node; returns where it is, or nothing where that cannot be."""
+    """Create the file with a slot for each rank of the node; returns its path, empty if it cannot be created."""
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(STEPS_NAME)
@@ -76,7 +76,7 @@ def make_places(count: int) -> str:
 
 
 def _read_records(*, most: int) -> list[tuple[int, int, int, int]]:
-    """What stands in the places, as far as there are any."""
+    """Read the slots; empty if there is no file."""
     if not most:
         return []
     try:
@@ -88,7 +88,7 @@ def _read_records(*, most: int) -> list[tuple[int, int, int, int]]:
 
 
 def _add(points: deque[_Point], point: _Point, *, now: float) -> None:
-    """A training that begins again counts from there."""
+    """Append a reading; a step number that falls starts over, as a new training run does."""
     if points and point.step < points[-1].step:
         points.clear()
     if point.clock_s <= now and (not points or point.step > points[-1].step and point.clock_s > points[-1].clock_s):
