@@ -188,7 +188,7 @@ t = torch.ones(1); dist.all_reduce(t); t.item()
     session.run_cell("import os")
     result = session.run_cell(code)
     assert result.values == {0: 2.0, 1: 2.0}
-    assert "world_size, rank ignored, the session has set them" in result.stderr[0]
+    assert "world_size, rank ignored: the session sets them" in result.stderr[0]
 
 
 def test_destroyed_group_is_made_again_before_the_next_cell(session: Session) -> None:

@@ -1,8 +1,8 @@
-"""Variables from one rank to others, over the default process group.
+"""Sending variables from one rank to others, over the default process group.
 
-Plain values travel as raw buffers (values.py). Where there is any other, all are pickled in one piece, so that what
-belongs together (a model and its optimizer) still does when it arrives: the ranks of one job trust each other. Tensors
-come to the device of the rank that gets them.
+Plain values are sent as raw buffers (values.py). If any variable is not plain, all are pickled together, which keeps
+references between them (such as a model and its optimizer) intact. Unpickling is safe here: the ranks of one job trust
+each other. Tensors arrive on the device of the receiving rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ...errors import DetrainError, SessionError, ValueNotSupported
 from .stale_variables import loaded_kinds
 
 _PIECE_BYTES = 16 << 20
-_PROBLEM, _VALUES, _PICKLE = range(3)  # what is sent: why nothing is, a description and its buffers, or a pickle
+_PROBLEM, _VALUES, _PICKLE = range(3)  # what is sent: an error text, a description and its buffers, or a pickle
 _SCALARS = (type(None), bool, int, float, complex, str, bytes)
 _Buffer = bytes | bytearray | memoryview
 
@@ -37,8 +37,8 @@ def broadcast(
 ) -> dict[str, Any]:
     """Send the variables that ``look_up`` finds on ``source`` to ``ranks``; returns what arrived, by name.
 
-    Collective among ``ranks``. ``check`` is called before each piece, and raises where it is to stop. Raises:
-    SessionError on every one of them when the source cannot send, or where the data cannot be read.
+    Collective: every rank of ``ranks`` calls this. ``check`` is called before each piece, and raises to stop.
+    Raises: SessionError on every rank when the source cannot send; on one rank when that rank cannot read the data.
     """
     carrier = torch.device("cpu") if "gloo" in str(dist.get_backend_config()) else device
     if dist.get_rank() == source:
@@ -49,16 +49,17 @@ def broadcast(
 
 @contextlib.contextmanager
 def noted_orphans(namespace: Mapping[Any, object], found: Mapping[str, object]) -> Iterator[list[str]]:
-    """The block takes ``found`` into ``namespace``: yields a list, which has those optimizers then that train nothing.
+    """Find optimizers that are left without a model by a block that copies ``found`` into ``namespace``.
 
-    They are those that came without their model, or whose model was replaced: what they hold is in no variable there.
+    Yields a list that holds their names after the block. Such an optimizer arrived without its model, or its model was
+    replaced: no variable in ``namespace`` holds any of its parameters.
     """
     orphans: list[str] = []
     before = _orphans_in(namespace) if any(isinstance(value, torch.nn.Module) for value in found.values()) else set()
     yield orphans
     if not any(isinstance(value, (torch.nn.Module, torch.optim.Optimizer)) for value in found.values()):
         return
-    may_hide_it = any(not _is_seen_through(value) for value in found.values())  # an object of the user's has both
+    may_hide_it = any(not _is_seen_through(value) for value in found.values())  # a user's object may hold the model
     orphans += sorted(name for name in _orphans_in(namespace) - before if name not in found or not may_hide_it)
 
 
@@ -109,7 +110,7 @@ def _receive(source: int, carrier: torch.device, device: torch.device, check: Ca
         found = torch.load(io.BytesIO(content), map_location=device, weights_only=False)  # from a rank of our own job
     except AttributeError as exc:
         raise SessionError(
-            f"{exc}: run the cell that defines it here first, %distributed replay -r {dist.get_rank()}"
+            f"{exc}: first run the cell that defines it on this rank: %distributed replay -r {dist.get_rank()}"
         ) from exc
     return dict(found)
 
@@ -126,7 +127,7 @@ def _receive_part(size: int, source: int, carrier: torch.device, check: Callable
 
 
 def _pieces(part: _Buffer) -> Iterator[torch.Tensor]:
-    """Of at most 16 MiB each, in the memory of ``part`` where that is writable."""
+    """Split ``part`` into pieces of at most 16 MiB, which share its memory if that is writable."""
     if len(part):
         yield from torch.frombuffer(bytearray(part) if memoryview(part).readonly else part, dtype=torch.uint8).split(
             _PIECE_BYTES
@@ -134,7 +135,7 @@ def _pieces(part: _Buffer) -> Iterator[torch.Tensor]:
 
 
 def _packed(look_up: Callable[[], dict[str, Any]]) -> tuple[int, Sequence[_Buffer]]:
-    """What is sent, and its parts. The size of the first is announced, those of the others follow from it."""
+    """Return what is sent, and its parts. The size of the first is sent ahead; it describes the sizes of the others."""
     try:
         variables = look_up()
         _refuse_wrapped(variables)
@@ -142,27 +143,27 @@ def _packed(look_up: Callable[[], dict[str, Any]]) -> tuple[int, Sequence[_Buffe
             if _is_plain(variables, set()):
                 description, buffers = values.pack(variables, name="the variables")
                 return _VALUES, [json.dumps(description, allow_nan=False).encode(), *buffers]
-        except (ValueNotSupported, RecursionError):  # too large, nested too deep, or of an odd kind of tensor
+        except (ValueNotSupported, RecursionError):  # too large, nested too deeply, or an unusual kind of tensor
             pass
         return _PICKLE, [_pickled(variables)]
     except DetrainError as exc:
         return _PROBLEM, [str(exc).encode()]
-    except Exception as exc:  # noqa: BLE001  memory, a user's class: the other ranks wait for word
+    except Exception as exc:  # noqa: BLE001  out of memory, a user's class: the other ranks wait for an answer
         return _PROBLEM, [f"{type(exc).__name__}: {exc}".encode()]
 
 
 def _refuse_wrapped(variables: Mapping[str, object]) -> None:
-    """Raises: SessionError for DDP, whose copy would begin with other collectives than those that it is a copy of."""
+    """Refuse DDP modules: a copy would start with other collectives than the original. Raises: SessionError."""
     for name, value in variables.items():
         if isinstance(value, torch.nn.parallel.DistributedDataParallel):
             raise SessionError(
-                f"{name} is a DistributedDataParallel: its copy would not meet the others. In a cell on all ranks: "
-                f"net = {name}.module; then %broadcast net, with its optimizer in the same line, and DDP(net) again"
+                f"{name} is a DistributedDataParallel: its copy would run other collectives than the original. Run "
+                f"net = {name}.module on all ranks, then %broadcast net (its optimizer in the same line), then DDP(net)"
             )
 
 
 def _is_plain(value: Any, seen: set[int]) -> bool:
-    """It would arrive as it is, and shares no memory with another one that was ``seen``."""
+    """Check that ``value`` arrives unchanged as raw buffers and shares no memory with a value that was ``seen``."""
     kind = type(value)
     if kind in _SCALARS:
         return True
@@ -181,7 +182,7 @@ def _is_new(identity: int, seen: set[int]) -> bool:
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """The same with its tensors on ``device``."""
+    """Return ``value`` with its tensors moved to ``device``."""
     if isinstance(value, torch.Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -190,7 +191,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 class _OfOneRank(Exception):
-    """What is another on each rank: a part of a tensor, a model in parts, a mesh, a group."""
+    """An object that differs on each rank: a part of a tensor, a sharded model, a mesh, a process group."""
 
 
 class _Pickler(pickle.Pickler):
@@ -200,11 +201,11 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-_PICKLING = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)  # what torch.save takes for a module
+_PICKLING = types.SimpleNamespace(__name__="pickle", Pickler=_Pickler)  # torch.save uses it as the pickle module
 
 
 def _pickled(variables: dict[str, Any]) -> bytes:
-    """Raises: SessionError naming the variable that cannot be pickled, or would be wrong elsewhere."""
+    """Pickle all variables. Raises: SessionError naming the one that cannot be pickled or differs on each rank."""
     buffer = io.BytesIO()
     try:
         torch.save(variables, buffer, pickle_module=_PICKLING)
@@ -213,11 +214,11 @@ def _pickled(variables: dict[str, Any]) -> bytes:
         if isinstance(exc, _OfOneRank):
             what = "is" if type(variables.get(name)).__name__ == str(exc) else "holds"
             raise SessionError(
-                f"{name} {what} a {exc}, which is another on each rank: its part would take the place of theirs. Send "
-                "tensor.full_tensor(), or what get_model_state_dict(options=StateDictOptions(full_state_dict=True)) "
-                "gives; or save on all ranks and load there (detrain_nb.training.save, load)"
+                f"{name} {what} a {exc}, which differs on each rank: this rank's part would overwrite theirs. Send "
+                "tensor.full_tensor() or get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)), "
+                "or save on all ranks and load there (detrain_nb.training.save, load)"
             ) from None
-        deep = " (it is nested too deep)" if isinstance(exc, RecursionError) else ""
+        deep = " (nested too deeply)" if isinstance(exc, RecursionError) else ""
         raise SessionError(f"{name} cannot be pickled{deep}: {exc}") from exc
     return buffer.getvalue()
 

@@ -1,7 +1,8 @@
-"""Collectives that the ranks compare before they begin them (``%distributed config check=on``).
+"""Comparison of collectives across ranks before they start (``%distributed config check=on``).
 
-Each rank sends a checksum of what it is to begin to all others, beside the group. Torch's own comparison, its detail
-mode, lets DistributedDataParallel end the process on gloo, and it compares neither reduction nor root.
+Before each collective, a rank sends a checksum of its call to all others, over a separate gloo group. Torch's own
+comparison (its detail mode) lets DistributedDataParallel crash the process on gloo, and compares neither the reduction
+nor the root.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ _COMPARED = (
     "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
 )  # fmt: skip
 _SIZES_MAY_DIFFER = ("all_to_all", "all_to_all_single", "reduce_scatter")
-COMPARED = "/compare"  # behind the name of a group: its comparisons
+COMPARED = "/compare"  # suffix of a group's name, for its comparisons
 
 
 class Checking:
-    """That of one rank; off at first."""
+    """The comparison of one rank's collectives; off at first."""
 
     def __init__(self, *, timeout: datetime.timedelta) -> None:
         self.is_on = False
         self._timeout = timeout
         self._of_torch = {name: getattr(dist, name) for name in _COMPARED}
-        self._beside: dict[Any, Any] = {}  # by group: what compares
+        self._beside: dict[Any, Any] = {}  # by group: the gloo group that compares
         self._last: dict[Any, dict[str, Any]] = {}  # by group: its last comparison
-        self.begun = 0  # comparisons, in all groups
+        self.begun = 0  # comparisons that were started, in all groups
 
     def switch(self, is_on: bool) -> None:
-        """For the groups that are made from now on; there are none now."""
+        """Turn comparing on or off for groups made from now on; call while no group exists."""
         self._beside.clear()
         self._last.clear()
         if is_on == self.is_on:
@@ -49,7 +50,10 @@ class Checking:
                 setattr(module, name, self._compared(function) if is_on else function)
 
     def add(self, group: Any, store: Any) -> None:
-        """Compare in ``group``, if this is on. Collective: all members of the group call it, with the group's store."""
+        """Compare the collectives of ``group`` from now on, if comparing is on.
+
+        Collective: every member of the group calls this, with the group's store.
+        """
         if not self.is_on or not isinstance(group, dist.ProcessGroup):
             return
         own = dist.PrefixStore("detrain_nb/compare", store)
@@ -57,7 +61,7 @@ class Checking:
         self._beside[group] = _C10D.ProcessGroupGloo(own, rank, size, timeout=self._timeout)
 
     def recorded(self) -> list[dict[str, Any]]:
-        """The last comparison of each group, as torch's recorder would have it. Call from any thread."""
+        """Return the last comparison of each group, in the form of torch's recorder. May be called from any thread."""
         return list(self._last.copy().values())
 
     def _compared(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,13 +74,13 @@ class Checking:
                 given.apply_defaults()
                 group = given.arguments.get("group") or dist.group.WORLD
                 own = _describe(name, given.arguments, group) if group in self._beside else ""
-            except (TypeError, ValueError, RuntimeError):  # torch says what is wrong with the call
+            except (TypeError, ValueError, RuntimeError):  # torch itself reports what is wrong with the call
                 own = ""
             if own:
                 self._compare(group, name, own)
             return function(*args, **options)
 
-        # the stack of a rank that waits names the function
+        # so that the stack of a waiting rank shows the name of the collective
         compare.__code__ = compare.__code__.replace(co_name=name)  # type: ignore[attr-defined]
         return compare
 
@@ -90,10 +94,10 @@ class Checking:
         finally:
             entry["retired"] = True
         if any(each != checksum for each in everyones):
-            raise RuntimeError(f"the ranks were to begin different collectives, here {own}: nothing was sent")
+            raise RuntimeError(f"the ranks called different collectives, here {own}: nothing was sent")
 
     def _begin(self, group: Any, name: str) -> dict[str, Any]:
-        """Note what this rank is to begin: with the others' checksums it waits for them to come to it."""
+        """Record the call that this rank is about to start: while it waits for checksums, it waits for the others."""
         self.begun += 1
         before = self._last.get(group)
         self._last[group] = {
@@ -111,7 +115,7 @@ class Checking:
 
 
 def _describe(name: str, given: Mapping[str, Any], group: Any) -> str:
-    """What a rank is to begin: ``reduce (MAX, root 0) of Float [3, 2]``."""
+    """Describe a collective call: ``reduce (MAX, root 0) of Float [3, 2]``."""
     parts = []
     if given.get("op") is not None:
         parts.append(getattr(given["op"], "op", given["op"]).name)

@@ -1,12 +1,12 @@
-"""The TCP connections that the process groups of a rank and its store client opened, to be shut when all must end.
+"""The TCP connections of a rank's process groups and its store client, which are shut down to end the groups.
 
-Shutting is what frees a rank that waits in a collective or in the store, here and at the other end; aborting a group
-alone frees nobody while something else, a DDP model say, holds a reference to it.
+Shutting a connection down frees a rank that waits in a collective or in the store, at both ends. Aborting a group alone
+frees no rank while anything else, such as a DDP model, holds a reference to it.
 
-One rank has no connection yet: that which waits in gloo for a peer to connect to it, and the peer was stopped before it
-did. Then this process is that peer, and hangs up.
+A rank that waits in gloo for a peer to connect has no connection yet, and the peer may have been stopped before it
+connected. This process then connects in place of the peer, and disconnects.
 
-Before a group is used, the other ends of its connections are looked up: they have to be of the same user.
+Before a group is used, the other ends of its connections are checked: they must belong to the same user.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ _ESTABLISHED = 1
 _BYTES_MOVED, _BYTES_MOVED_AT = struct.Struct("@QQ"), 120  # in struct tcp_info: acknowledged, and received
 _ROUND_TRIP_US, _ROUND_TRIP_AT = struct.Struct("@I"), 68
 _TCP_INFO_BYTES = _BYTES_MOVED_AT + _BYTES_MOVED.size
-_PAIR_NUMBER = struct.Struct("@n")  # what gloo's peers send first: which of the listener's pairs, counted from 0, it is
+_PAIR_NUMBER = struct.Struct("@n")  # gloo's peers first send which of the listener's pairs they are, counted from 0
 
 
 class Flow(NamedTuple):
-    """Over all connections of the groups together."""
+    """The traffic over all connections of the groups together."""
 
     moved_bytes: int
     round_trip_s: float
 
 
 class Connections:
-    """What was opened while ``recording``: only that is ever shut, and no listening socket."""
+    """The connections that were opened while ``recording``: only these are ever shut, and no listening socket."""
 
     def __init__(self) -> None:
-        self._known: dict[int, str] = {}  # descriptor -> identity: a number may have another owner by now
+        self._known: dict[int, str] = {}  # descriptor -> identity, as a descriptor may have been reused
         self._before: dict[int, str] | None = None
-        self._earlier_ports: set[int] = set()  # who stood at one of those may be taken when the next group is made
+        self._earlier_ports: set[int] = set()  # a connection queued there may be accepted for the next group
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Sockets that appear in here are connections of a group; recordings may nest."""
+        """Record the sockets opened in this block as connections of a group; recordings may nest."""
         if self._before is not None:
             yield
             return
@@ -59,29 +59,29 @@ class Connections:
                 new = self._new()
                 self._known.update(new)
                 self._earlier_ports |= ports_listened_at(new)
-            finally:  # an interrupt may come here too: what is opened later is the user's
+            finally:  # even if an interrupt strikes here: sockets opened later are the user's
                 self._before = None
 
     def require_own(self) -> None:
-        """Look up who is at the other end of what has been recorded up to now, before it is used.
+        """Check that the other ends of all connections of this recording belong to this user, before they are used.
 
-        Raises: ForeignConnection; SessionError where that cannot be found out.
+        Raises: ForeignConnection; SessionError when the owner cannot be found.
         """
         require_own(self._new, earlier_ports=self._earlier_ports)
 
     def let_nobody_in(self) -> None:
-        """Have the kernel drop who connects from now on to what listens here since the recording began.
+        """Have the kernel drop new connections to the sockets that have been listening since the recording began.
 
-        All peers are there. gloo goes on listening, takes whoever comes, and ends the process when it has no descriptor
-        left for that. Where the kernel cannot, all stays as it is. A server that another thread has opened meanwhile
-        cannot be told from it.
+        All peers are connected by now, but gloo keeps listening, accepts any connection, and crashes the process when
+        no descriptor is left for one. Does nothing where the kernel lacks the feature. Also affects a server that
+        another thread has opened in the meantime, as the two cannot be distinguished.
         """
         for fd, identity in self._new().items():
             if _identity(fd) == identity:
                 _drop_what_comes(fd)
 
     def flow(self) -> Flow:
-        """What has gone over them so far, and how long an answer takes at most."""
+        """Return the bytes transferred so far, and the longest round-trip time in seconds."""
         known = {**self._known, **self._new()}
         infos = [info for fd, identity in known.items() if (info := _tcp_info(fd, identity))]
         return Flow(
@@ -90,10 +90,10 @@ class Connections:
         )
 
     def shut(self, most_peers: int) -> int:
-        """Shut all of them down, those of a recording that still goes on too; returns how many.
+        """Shut down all connections, including those of a recording in progress; returns how many.
 
-        A group that is being made waits for no peer any more, of ``most_peers`` at most. May be called from any
-        thread, also when a cell has used up the descriptors.
+        A group that is being made stops waiting for its peers, of which there are at most ``most_peers``. May be called
+        from any thread, even when a cell has used up all descriptors.
         """
         new = self._new()
         known = {**self._known, **new}
@@ -102,7 +102,7 @@ class Connections:
         for fd, identity in new.items():
             if _identity(fd) == identity:
                 _hang_up_on(fd, most_peers)
-                _drop_what_comes(fd)  # it may be there as long as somebody holds what was half made
+                _drop_what_comes(fd)  # it keeps listening while anything holds the unfinished group
         return shut
 
     def _new(self) -> dict[int, str]:
@@ -113,7 +113,7 @@ class Connections:
 
 
 def _tcp_info(fd: int, identity: str) -> bytes:
-    """Empty for what is no connection; or has another owner by now."""
+    """Read the kernel's TCP_INFO; empty if ``fd`` is not a connection or has been reused."""
     with contextlib.suppress(OSError), borrowed(fd) as sock:
         if sock.family in TCP and _identity(fd) == identity:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
@@ -122,17 +122,17 @@ def _tcp_info(fd: int, identity: str) -> bytes:
 
 
 def _open_sockets() -> dict[int, str]:
-    """The sockets of this process: descriptor -> what the kernel calls it."""
+    """Return the sockets of this process: descriptor -> the kernel's name of it."""
     try:
         descriptors: Iterable[int] = map(int, os.listdir("/proc/self/fd"))
-    except OSError:  # none is left to read the folder with: all numbers are in use, or nearly
+    except OSError:  # no descriptor is left to read the folder with: try all numbers
         descriptors = range(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
     identities = ((fd, _identity(fd)) for fd in descriptors)
     return {fd: identity for fd, identity in identities if identity.startswith(_SOCKET_LINK)}
 
 
 def _identity(fd: int) -> str:
-    """Empty when it is closed."""
+    """Return the kernel's name of a descriptor; empty if it is closed."""
     try:
         return os.readlink(f"/proc/self/fd/{fd}")
     except OSError:
@@ -140,8 +140,8 @@ def _identity(fd: int) -> str:
 
 
 def _shut(fd: int) -> bool:
-    """True when there was a connection to shut. The descriptor stays open."""
-    with contextlib.suppress(OSError), borrowed(fd) as sock:  # it is closed, or not connected any more
+    """Shut a connection down; returns False if there was none. The descriptor stays open."""
+    with contextlib.suppress(OSError), borrowed(fd) as sock:  # it is closed or no longer connected
         if sock.family in TCP and not is_listening(sock):
             sock.shutdown(socket.SHUT_RDWR)
             return True
@@ -149,18 +149,18 @@ def _shut(fd: int) -> bool:
 
 
 def _drop_what_comes(fd: int) -> None:
-    """Only on a listening socket: connections that it has made have filters of their own."""
+    """Drop new connections to a listening socket; those it has accepted have filters of their own."""
     with contextlib.suppress(OSError), borrowed(fd) as sock:
         if is_listening(sock):
             drop_what_comes(sock)
 
 
 def _hang_up_on(fd: int, most_peers: int) -> None:
-    """Connect as each of the peers that a listening socket of gloo's waits for, and close.
+    """Connect as each peer that a listening socket of gloo waits for, and disconnect.
 
-    One that another thread has opened meanwhile cannot be told from it: it is connected to as well.
+    Also connects to a server that another thread has opened in the meantime, as the two cannot be distinguished.
     """
-    with contextlib.suppress(OSError):  # it is closed in the meantime, or no descriptor is left
+    with contextlib.suppress(OSError):  # it was closed in the meantime, or no descriptor is left
         with borrowed(fd) as listener:
             if not is_listening(listener):
                 return

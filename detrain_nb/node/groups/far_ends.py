@@ -1,8 +1,8 @@
-"""Who holds the other end of a TCP connection on this machine, as the kernel tells in /proc/net.
+"""The owner of the other end of a TCP connection on this machine, read from /proc/net.
 
-Any user of a machine can connect to a port on its loopback. gloo takes whoever comes first for the rank that it
-expects, and torch unpickles what comes from a rank. Who connects and says nothing, as a scanner of ports does, is
-taken for nobody: it is shut out, and the group is used.
+Any user of a machine can connect to a port on its loopback. gloo takes the first process that connects for the rank it
+expects, and torch unpickles data from ranks. A connection that sends nothing, such as a port scanner's, is shut, and
+the group is still used.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from ...guarded import shares_its_number
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
 TCP = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED = "01"
-_LEFT = 8  # of the kernel's states: closed by the other end alone
+_LEFT = 8  # the kernel's CLOSE_WAIT: closed by the other end only
 _OPEN_HERE = (1, _LEFT)
 _RECEIVED_BYTES, _RECEIVED_BYTES_AT = struct.Struct("@Q"), 128  # in struct tcp_info
-_SILENT_BYTES = 1  # the end of a connection may count as one; what gloo's peers say first has eight
+_SILENT_BYTES = 1  # closing a connection may count as one byte; a gloo peer's first message has eight
 _SO_ATTACH_FILTER = 26
-_DROP_ALL = ctypes.create_string_buffer(struct.pack("@HBBI", 0x06, 0, 0, 0), 8)  # of a classic filter: return 0 bytes
-_WORD_BYTES = 4  # the tables have an address as words of this machine's byte order
-_LIMIT_S = 20.0  # for the other end to be taken by its process
+_DROP_ALL = ctypes.create_string_buffer(struct.pack("@HBBI", 0x06, 0, 0, 0), 8)  # classic BPF: return 0 bytes
+_WORD_BYTES = 4  # the tables show an address as words in this machine's byte order
+_LIMIT_S = 20.0  # for the other end to be accepted by its process
 _GAP_S = 0.002
 
 Address = tuple[bytes, int]
-Ends = tuple[Address, Address]  # the near one, and the far one
+Ends = tuple[Address, Address]  # the near end and the far end
 
 
 @dataclass(frozen=True)
 class _Holder:
-    """``inode`` is 0 while no process holds the connection: it was not accepted yet, or has been closed already."""
+    """The owner of one end. ``inode`` is 0 if no process holds it: it is not accepted yet, or is already closed."""
 
     uid: int
     inode: int
@@ -55,11 +55,11 @@ class _Holder:
 
 
 def require_own(find: Callable[[], Iterable[int]], *, earlier_ports: Collection[int] = ()) -> None:
-    """Raise unless a process of this user holds the far end of each connection among the sockets that ``find`` gives.
+    """Check that a process of this user holds the far end of each connection among the sockets that ``find`` returns.
 
-    One that leads to another machine is let be. One that came in at a listening socket among them, or at one of
-    ``earlier_ports``, and over which nothing was said, is shut.
-    Raises: ForeignConnection; SessionError when it cannot be found out.
+    Connections to other machines are not checked. A connection that was accepted by a listening socket among them, or
+    at one of ``earlier_ports``, and over which no data has arrived, is shut.
+    Raises: ForeignConnection; SessionError when the owner cannot be found within 20 s.
     """
     deadline = time.monotonic() + _LIMIT_S
     while connections := {fd: ends for fd in find() if (ends := ends_of(fd))}:
@@ -78,7 +78,7 @@ def require_own(find: Callable[[], Iterable[int]], *, earlier_ports: Collection[
             else:
                 raise ForeignConnection(
                     f"a process of uid {holder.uid}{_name(holder.uid)} is connected to a process group of this session "
-                    f"(its port {far[1]}, ours {near[1]}): the group was ended, nothing of that user was read"
+                    f"(its port {far[1]}, ours {near[1]}): the group was ended, no data of that user was read"
                 )
         if not unknown:
             return
@@ -91,13 +91,13 @@ def require_own(find: Callable[[], Iterable[int]], *, earlier_ports: Collection[
 
 
 def _is_own(holder: _Holder) -> bool:
-    """Where others have this user's number too: by the processes that this one may look into."""
+    """Compare the uid; if other users may share it, also require a process that this one may inspect."""
     return holder.uid == os.geteuid() and (not shares_its_number() or _is_in_own_process(holder.inode))
 
 
 def _is_in_own_process(inode: int) -> bool:
     for folder in glob.iglob("/proc/[0-9]*/fd"):
-        with contextlib.suppress(OSError):  # another user's, or it has ended
+        with contextlib.suppress(OSError):  # another user's process, or it has exited
             for name in os.listdir(folder):
                 with contextlib.suppress(OSError):
                     if os.readlink(os.path.join(folder, name)) == f"socket:[{inode}]":
@@ -107,9 +107,9 @@ def _is_in_own_process(inode: int) -> bool:
 
 @contextlib.contextmanager
 def borrowed(fd: int) -> Iterator[socket.socket]:
-    """The socket of a descriptor, which stays open: whoever owns it closes it. It needs no other one.
+    """Yield a socket object for a descriptor, which stays open and in the hands of its owner.
 
-    Raises: OSError where it is no socket, or closed.
+    Needs no second descriptor. Raises: OSError when ``fd`` is closed or not a socket.
     """
     sock = socket.socket(fileno=fd)
     try:
@@ -119,14 +119,14 @@ def borrowed(fd: int) -> Iterator[socket.socket]:
 
 
 def is_listening(sock: socket.socket) -> bool:
-    """Whether it takes TCP connections. Raises: OSError."""
+    """Check whether a socket accepts TCP connections. Raises: OSError."""
     return sock.family in TCP and bool(sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
 
 
 def ends_of(fd: int) -> Ends | None:
-    """The two ends of a TCP connection; None for a socket that is none, not connected, or shut here.
+    """Return the two ends of a TCP connection; None if ``fd`` is not one, not connected, or shut at this end.
 
-    Needs no descriptor: another user may have used them up. Raises: OSError when it cannot be found out.
+    Needs no second descriptor: another user may have used them up. Raises: OSError when the ends cannot be read.
     """
     try:
         with borrowed(fd) as sock:
@@ -140,34 +140,34 @@ def ends_of(fd: int) -> Ends | None:
 
 
 def drop_what_comes(sock: socket.socket) -> None:
-    """Have the kernel drop what comes to a socket from now on. Raises: OSError where it cannot."""
+    """Have the kernel drop everything that arrives at a socket from now on. Raises: OSError where it cannot."""
     program = struct.pack("@HP", 1, ctypes.addressof(_DROP_ALL))  # struct sock_fprog
     sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
 
 
 def _shut_if_silent(fd: int, ends: Ends, *, is_left: bool = False) -> bool:
-    """Shut a connection over which nothing was said: what is said later is not read. False where something was.
+    """Shut a connection over which no data has arrived, so that later data is not read; returns False if data has.
 
-    ``is_left``: only one that the other end has closed. The descriptor stays open.
+    ``is_left``: shut it only if the other end has closed it. The descriptor stays open.
     """
     try:
-        sock = socket.socket(fileno=os.dup(fd))  # the same connection, whatever becomes of the number
+        sock = socket.socket(fileno=os.dup(fd))  # the same connection, even if the descriptor is reused
     except OSError as exc:
         return exc.errno == errno.EBADF  # gloo has closed it since
     with sock:
         if ends_of(sock.fileno()) != ends:
-            return True  # it is shut by now: what has its number came later
+            return True  # it was shut already, and its descriptor reused
         if (is_left and _tcp_info(sock)[0] != _LEFT) or _received_bytes(sock) > _SILENT_BYTES:
             return False
         with contextlib.suppress(OSError):
-            drop_what_comes(sock)  # an end too: old versions of gloo cannot bear one that is closed at both ends
+            drop_what_comes(sock)  # drops a FIN too: old versions of gloo fail if both ends are closed
         with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # what has passed the filter before is not taken either
+            sock.shutdown(socket.SHUT_RDWR)  # data that arrived before the filter is not read either
         return _received_bytes(sock) <= _SILENT_BYTES
 
 
 def _received_bytes(sock: socket.socket) -> float:
-    """How many have come, whether they were read or not; infinitely many where the kernel does not say."""
+    """Return how many bytes have arrived, read or not; infinity if the kernel does not report it."""
     info = _tcp_info(sock)
     if len(info) < _RECEIVED_BYTES_AT + _RECEIVED_BYTES.size:
         return math.inf
@@ -189,7 +189,7 @@ def ports_listened_at(fds: Iterable[int]) -> set[int]:
 
 
 def _is_here(near: Address, far: Address) -> bool:
-    """The far end is on this machine, whatever the kernel's tables show."""
+    """Check by its address whether the far end is on this machine."""
     return near[0] == far[0] or any(ipaddress.ip_address(host).is_loopback for host, _ in (near, far))
 
 
@@ -199,13 +199,13 @@ def _address(name: tuple[str, int]) -> Address:
 
 
 def _plain(packed: bytes) -> bytes:
-    """An IPv4 address as such, also where a socket of IPv6 has it."""
+    """Convert an IPv4-mapped IPv6 address to IPv4; returns other addresses unchanged."""
     mapped = ipaddress.IPv6Address(packed).ipv4_mapped if len(packed) == 16 else None
     return mapped.packed if mapped else packed
 
 
 def _read_holders(wanted: Collection[Ends]) -> dict[Ends, _Holder]:
-    """Who holds the ``wanted`` connections, which are named by their near and far end. Raises: SessionError."""
+    """Find the holders of the ``wanted`` connections, given by near and far end. Raises: SessionError."""
     ports = {f"{near[1]:04X}" for near, _ in wanted}
     holders: dict[Ends, _Holder] = {}
     for table in _TABLES:
@@ -215,7 +215,7 @@ def _read_holders(wanted: Collection[Ends]) -> dict[Ends, _Holder]:
         except OSError as exc:
             if table == _TABLES[1] and isinstance(exc, FileNotFoundError):
                 continue  # a machine without IPv6
-            raise SessionError(f"who is connected to the process group cannot be checked: {exc}") from exc
+            raise SessionError(f"the owners of the process group's connections cannot be checked: {exc}") from exc
         for _, near, far, state, _, _, _, uid, _, inode, *_ in rows:
             if near.rpartition(":")[2] in ports and (ends := (_parse(near), _parse(far))) in wanted:
                 holder = _Holder(int(uid), int(inode), state)

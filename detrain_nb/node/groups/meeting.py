@@ -1,7 +1,8 @@
-"""Where the ranks of a session's only node meet to make their groups: a file that no other user can reach.
+"""The file through which the ranks of a single-node session find each other; no other user can reach it.
 
-torch keeps in it where each rank listens. Whoever waits there is freed when the file has become a link to itself: all
-that torch then tries with it fails at once, while a file that was removed would be waited for.
+torch's FileStore keeps the address of each rank in it. To free ranks that wait for others, the file is replaced with a
+symbolic link to itself: everything that torch then tries with it fails at once, while torch would wait for a file that
+was removed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ from ...agents import GROUPS_FILE
 
 
 class Meeting:
-    """One file of a generation, in a folder that only its user can enter; ``again`` of that generation have ended."""
+    """One file of a generation, in a folder that only its user can enter.
+
+    ``again``: how many files of the same generation have ended before it.
+    """
 
     def __init__(self, folder: Path, generation: int, again: int = 0) -> None:
         self.generation, self.again = generation, again
@@ -24,7 +28,7 @@ class Meeting:
 
     @classmethod
     def next(cls, folder: Path, generation: int) -> Meeting:
-        """The one that has not ended: all ranks find the same, a fresh one too."""
+        """Return the first one that has not ended: all ranks find the same, including a restarted rank."""
         meetings = (cls(folder, generation, again) for again in itertools.count())
         return next(meeting for meeting in meetings if not meeting.has_ended)
 
@@ -33,13 +37,13 @@ class Meeting:
         return self.path.is_symlink()
 
     def open(self) -> None:
-        """Make the file, and ready for its end, which then needs no room on the disk. Raises: OSError."""
+        """Make the file, and the link for its end, which then needs no free disk space. Raises: OSError."""
         self._make_end()
-        with contextlib.suppress(FileExistsError):  # another rank has made it, or ended it already
+        with contextlib.suppress(FileExistsError):  # another rank has already made or ended it
             os.close(os.open(self.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
     def end(self) -> None:
-        """Free all ranks that wait in it, and let nobody begin to. Raises: OSError where there is no room for that."""
+        """Free all ranks that wait in it, and keep others from starting to. Raises: OSError when the disk is full."""
         if self.has_ended:
             return
         self._make_end()
@@ -47,7 +51,7 @@ class Meeting:
             self._end.replace(self.path)
 
     def remove_earlier(self) -> None:
-        """Remove the files of earlier generations: nobody waits there once all ranks have begun with this one."""
+        """Remove the files of earlier generations: no rank waits there once all ranks have started this one."""
         for path in self.path.parent.iterdir():
             if (named := GROUPS_FILE.fullmatch(path.name)) and int(named[1]) < self.generation:
                 path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """The process groups of a rank. All groups of one generation are made, and end, together.
 
-The ranks of a session's only node meet in a file of the generation (meeting.py), those of several nodes in the engine's
-own store, under a prefix with the generation's number, so that a new one never meets what an old one left there.
+On a single node, ranks find each other through a file of the generation (meeting.py). On several nodes they use the
+engine's store, with the generation's number in the key prefix, so that a new generation never reads keys of an old one.
 ``init_process_group`` in a cell replaces the default group instead of failing.
 The main thread makes generations; the control thread ends them, whatever the main thread waits for.
 """
@@ -29,23 +29,23 @@ from .meeting import Meeting
 from .stale_variables import forget_meshes
 
 _GROUP_TIMEOUT = datetime.timedelta(minutes=30)
-ON_NCCL = "/nccl"  # behind a group's name: NCCL counts its operations apart from those of gloo in the same group
-GROUP_NAMES = 1000  # names of groups, which are numbers, between one default group and the next
+ON_NCCL = "/nccl"  # suffix of a group's name: NCCL and gloo count their operations in a group separately
+GROUP_NAMES = 1000  # group names, which are numbers, from one default group to the next
 _MOST_GROUPS = 1000  # default groups in one generation
 _MESSAGE_LIMIT_S = 60.0
-_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0  # whether something moves
-# So long nothing does before it is given up: a process may have no processor for a while, and a network that has lost
-# something may be still for a second in the middle of a message.
+_SHORTEST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0  # between two checks whether data is moving
+# How long no data moves before a message is given up: a process may get no processor for a while, and a network that
+# has lost a packet may pause for a second in the middle of a message.
 _STILL_S, _STILL_IN_BETWEEN_S = 0.06, 2.0
-_LIVES_ON_S = 0.2  # a group that a cell has destroyed: far longer than gloo's threads wait for the GIL
+_LIVES_ON_S = 0.2  # how long a destroyed group is kept: far longer than gloo's threads wait for the GIL
 _STORE_TIMEOUT = datetime.timedelta(minutes=5)
 
 
 class Generation:
     """The default process group of this rank, and the generation it belongs to.
 
-    ``folder``: where the ranks meet if all are on this node, a folder that only its user can enter. Where the nodes of
-    all ranks are ``is_apart``, which do not reach each other, none is made.
+    ``folder``: where ranks find each other if all are on this node; only its user can enter it. ``is_apart``: the nodes
+    cannot reach each other, and no group can be made.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Generation:
         is_apart: bool = False,
     ) -> None:
         self.number = 0
-        self.is_in_use = False  # the main thread may be in one of its operations
+        self.is_in_use = False  # whether the main thread may be in one of its operations
         self.ended = 0  # the last generation that was ended from outside the main thread
-        self.started_ns = 0  # when the default group that there is now was made, and before all others (Unix time)
+        self.started_ns = 0  # when the current default group, the first of all groups, was made (Unix time)
         self._rank = rank
         self._world_size = world_size
         self._backend = backend
         self._device = device
         self._timeout = datetime.timedelta(seconds=timeout_s) if timeout_s else _GROUP_TIMEOUT
-        self._store_address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # cells may set others
+        self._store_address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])  # cells may change them
         self._folder = folder
         self._is_apart = is_apart
         self._meeting: Meeting | None = None  # the file that is the store
@@ -85,12 +85,12 @@ class Generation:
 
     @property
     def has_group(self) -> bool:
-        """And it is not about to be ended: a message that is under way is waited for."""
+        """Whether a default group exists and is not being ended; ending waits for a message in transit."""
         return dist.is_initialized() and self.ended < self.number
 
     @property
     def operations(self) -> int:
-        """Counts what needed other ranks: collectives, messages from rank to rank, groups that were made."""
+        """The number of operations that needed other ranks: collectives, messages between ranks, groups made."""
         return self._groups_seen + self._checking.begun + sum(self.sequences.values())
 
     @property
@@ -100,17 +100,17 @@ class Generation:
 
     @property
     def sequences(self) -> dict[str, int]:
-        """The same of each group by its name, without its making; what is on NCCL stands apart."""
+        """The operations of each group by its name, not counting its creation; those on NCCL have their own entry."""
         found: dict[str, int] = {}
         for group in list(dist.distributed_c10d._world.pg_map):
             found.update({group.group_name + of: number for of, number in count_operations(group).items()})
         return found
 
     def start(self, number: int, *, is_checked: bool = False) -> None:
-        """End what there is and make the default group of generation ``number``; ``is_checked``: see checking.py.
+        """End the current groups and make the default group of generation ``number``; ``is_checked``: see checking.py.
 
-        Collective: every rank starts the same number. Raises: SessionError when it is ended in the meantime, and what
-        torch raises.
+        Collective: every rank starts the same number.
+        Raises: SessionError when the generation is ended in the meantime; errors of torch.
         """
         self.begin(number, is_checked=is_checked)
         self._make_group(self._backend)
@@ -119,10 +119,10 @@ class Generation:
             self._meeting.remove_earlier()
 
     def begin(self, number: int, *, is_checked: bool = False) -> None:
-        """End what there is: groups that are made from here on are those of generation ``number``."""
+        """End the current groups; groups made from now on belong to generation ``number``."""
         self.end(self.number)
         with self._changing:
-            if dist.is_initialized():  # it came to be while its generation was ended
+            if dist.is_initialized():  # it was made while its generation was being ended
                 self._abort()
             self.number = number
             self._groups_made = 0
@@ -131,14 +131,14 @@ class Generation:
         self._checking.switch(is_checked)
 
     def renumber(self, rank: int, world_size: int) -> None:
-        """The next group is of so many ranks; there is none now."""
+        """Set rank and world size for the next group; call while there is no group."""
         self._rank, self._world_size = rank, world_size
 
     def end(self, number: int) -> int:
-        """End the groups of generation ``number``, and free whoever waits in them anywhere.
+        """End the groups of generation ``number``, and free every rank that waits in them.
 
-        An earlier one has ended already; one that this rank has not begun to make will not be made. May be called from
-        any thread. Returns how many connections were shut.
+        Does nothing if the generation has already ended; if this rank has not started it yet, it will not be made. May
+        be called from any thread. Returns how many connections were shut.
         """
         with self._changing:
             if number < self.number or number <= self.ended:
@@ -149,16 +149,16 @@ class Generation:
             return self._abort()
 
     def wait_for_end(self, number: int, limit_s: float) -> None:
-        """Return when the end of a generation after ``number`` has begun, or has not for so long."""
+        """Wait until a generation after ``number`` starts to end, for at most ``limit_s`` seconds."""
         deadline = time.monotonic() + limit_s
         while self.ended <= number and time.monotonic() < deadline:
-            time.sleep(0.002)  # not for the lock: an abort may take its time
+            time.sleep(0.002)  # rather than wait for the lock: an abort may take long
 
     def _let_message_arrive(self) -> None:
-        """Wait for a message that is on its way, as long as it is: gloo never frees who waits for the rest of one.
+        """Wait while a message is in transit: gloo never frees a rank that waits for the rest of one.
 
-        An operation that was begun since is not waited for: a cell goes on after the stop. Nor is anything when the
-        main thread is back from it.
+        Stops waiting when the main thread has left the operation, or has begun another one: the cell then continues
+        after the stop.
         """
         operations, before = self.operations, self._connections.flow()
         moved_at = time.monotonic()
@@ -174,17 +174,17 @@ class Generation:
             before = now
 
     def _end_meetings(self, number: int) -> None:
-        """Nobody waits for the others in the present generation any more, or begins to in that of ``number``."""
+        """Free ranks that wait for others in the current generation, and keep any from waiting in ``number``."""
         if self._folder is None:
             return
         for meeting in (self._meeting, Meeting(self._folder, number)):
             if meeting:
-                with contextlib.suppress(OSError):  # no room on the disk: the connections are shut in any case
+                with contextlib.suppress(OSError):  # the disk is full: the connections are shut in any case
                     meeting.end()
 
     def _abort(self) -> int:
         shut = self._connections.shut(self._world_size)
-        # there is none, or half of one, or the main thread takes one down
+        # there is no group, or an unfinished one, or the main thread is destroying one
         with contextlib.suppress(ValueError, AssertionError, RuntimeError, LookupError):
             dist.distributed_c10d._abort_process_group()
         return shut
@@ -201,10 +201,10 @@ class Generation:
         torch.multiprocessing.spawn = _refuse_spawn
 
     def _replace_group(self, backend: str | None = None, init_method: str | None = None, **options: Any) -> None:
-        """Make the default group anew, as torch's ``init_process_group`` would be asked to.
+        """Replace the default group; a drop-in for torch's ``init_process_group``.
 
-        Collective. The session knows rank, world size and the store's address; what the call says of them is ignored
-        with a note on rank 0. A "fake" group, in which nobody is, is torch's own: of a dry run.
+        Collective: every rank calls this. The session sets rank, world size and the store's address; these arguments
+        are ignored with a warning on rank 0. A "fake" group, as a dry run uses it, is left to torch.
         """
         if backend == "fake":
             self._torch_init(backend, init_method, **options)
@@ -213,19 +213,19 @@ class Generation:
         ignored = [name for name, value in given.items() if value not in (None, -1)]
         if ignored and self._rank == 0:
             names = ", ".join(ignored)
-            warnings.warn(f"init_process_group: {names} ignored, the session has set them", stacklevel=2)
+            warnings.warn(f"init_process_group: {names} ignored: the session sets them", stacklevel=2)
         if dist.is_initialized():
             self._destroy_group()
         with self._changing:
-            if self.ended >= self.number:  # the cell goes on in a generation that had ended: it may be ended again
+            if self.ended >= self.number:  # the cell continues in an ended generation: allow ending it again
                 self.ended, self._store = self.number - 1, None
         self._make_group(backend or self._backend, **options)
 
     def _destroy_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Destroy a group, or the default one and all others, as torch does.
+        """Destroy a group, or the default one and all others, as torch does; references are kept 0.2 s longer.
 
-        They are let go of a moment later. Where DDP is the last to hold one, its end waits for gloo's threads and keeps
-        the GIL, and they may need that to let go of tensors: neither would ever go on.
+        If DDP held the last reference, its destructor would wait for gloo's threads while holding the GIL, which those
+        threads may need to release tensors: a deadlock.
         """
         held = [group] if group is not None else list(dist.distributed_c10d._world.pg_map)
         self._torch_destroy(group)
@@ -240,12 +240,12 @@ class Generation:
             self.require_not_ended()
             self._groups_made += 1
             self.started_ns = time.time_ns()
-            # torch counts names from 0 again: a mesh of an ended generation must not find a group of this one by name
+            # torch restarts group names at 0: a mesh of an ended generation must not find a group of this one by name
             earlier = max(0, self.number - 1) * _MOST_GROUPS + self._groups_made - 1
             dist.distributed_c10d._world.group_count = earlier * GROUP_NAMES
             prefix = f"detrain_nb/generation{self.number}/group{self._groups_made}"
             if self._device.type == "cuda":
-                options.setdefault("device_id", self._device)  # eager: no first collective hangs in setting up
+                options.setdefault("device_id", self._device)  # connects now: no first collective hangs in its setup
             options.setdefault("timeout", self._timeout)
             self._torch_init(
                 backend,
@@ -256,27 +256,27 @@ class Generation:
             )
 
     def _open_store(self) -> dist.Store:
-        """What the ranks find each other through. An end that comes from here on ends it too."""
+        """Open the store through which the ranks find each other. Ending the generation ends the store too."""
         if self._is_apart:
             raise SessionError("there is no process group: the nodes of this session do not reach each other")
         if self._folder is None:
             return dist.TCPStore(*self._store_address, None, is_master=False, timeout=_STORE_TIMEOUT)
         self._meeting = Meeting.next(self._folder, self.number)
         self._meeting.open()
-        self._groups_made = self._meeting.again  # as in a rank that is fresh
+        self._groups_made = self._meeting.again  # the same count as in a restarted rank
         store = dist.FileStore(str(self._meeting.path))
         store.set_timeout(_STORE_TIMEOUT)
         return store
 
     @contextlib.contextmanager
     def _connecting(self) -> Iterator[None]:
-        """In here torch makes a group; behind it the group's other ends are known to be of this user."""
+        """Record a group that torch makes in this block, then check that its other ends belong to this user."""
         self._groups_seen += 1
         with self._connections.recording():
             yield
             try:
                 self._connections.require_own()
-            except BaseException:  # an interrupt too: it is not known whose the group is
+            except BaseException:  # also an interrupt: the other ends have not been checked
                 self.end(self.number)
                 raise
             if self._device.type == "cpu":  # NCCL may make connections later
@@ -287,14 +287,14 @@ class Generation:
             raise SessionError(f"generation {self.number} of process groups was ended")
 
     def _new_group(self, *args: Any, **options: Any) -> Any:
-        """Every group is made here or in ``_split_group``: default, ``new_group``, of a mesh."""
+        """Make a group of any kind: the default one, one of ``new_group``, one of a mesh."""
         with self._connecting():
             made = self._torch_new_group(*args, **options)
             self._checking.add(*made)
             return made
 
     def _split_group(self, *args: Any, **options: Any) -> Any:
-        """On NCCL a mesh makes its groups of the default one, without ``_new_group``."""
+        """Make a group of a mesh on NCCL, which splits the default group and does not use ``_new_group``."""
         with self._connecting():
             return self._torch_split_group(*args, **options)
 
@@ -303,13 +303,13 @@ _KNOWN_BY_THE_SESSION = ("world_size", "rank", "store")
 
 
 def count_operations(group: dist.ProcessGroup) -> dict[str, int]:
-    """How many were begun in a group: on gloo under "", on NCCL under ``ON_NCCL``; it may have both.
+    """Count the operations started in a group: on gloo under ``""``, on NCCL under ``ON_NCCL``; a group may have both.
 
-    The group itself would say NCCL's number alone.
+    The group's own counter covers NCCL only.
     """
     found: dict[str, int] = {}
     for device in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # there is none for it, it is being ended, or it does not count
+        with contextlib.suppress(RuntimeError):  # no backend for the device, it is ending, or it does not count
             backend = group._get_backend(torch.device(device))
             number: int = backend._get_sequence_number_for_group()  # type: ignore[attr-defined]
             found[ON_NCCL if "nccl" in backend.name().lower() else ""] = number

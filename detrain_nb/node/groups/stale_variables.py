@@ -1,7 +1,7 @@
-"""Variables that hold a communicator of process groups that have ended: which they are, and what fails because of them.
+"""Variables that hold communicators of ended process groups, and explanations of the errors that they cause.
 
-Process groups, device meshes, DDP and FSDP modules, distributed tensors and what contains them work on one generation
-only. Using one later raises somewhere inside torch; the line added here says why.
+Process groups, device meshes, DDP and FSDP modules, distributed tensors and objects that contain them work in one
+generation only. Using one later raises an error deep inside torch; the text added here explains it.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ _PLACE = re.compile(r"\s*(?:\[[^\]]*\](?::\d+)?:?|<[^<>]* at 0x[0-9a-f]+>)")
 _TORCH = torch.__path__[0]
 _CLEAR_PLANNERS = "clear_redistribute_planner_cache"
 
-_Known = dict[int, tuple[set[str], weakref.ref[Any]]]  # by the id of what holds one: its names
+_Known = dict[int, tuple[set[str], weakref.ref[Any]]]  # by object id: the object's names and a reference to it
 
 
 class StaleVariables:
-    """What the cells made with groups that have since been ended."""
+    """The variables that cells made with groups that have been ended since."""
 
     def __init__(self) -> None:
         self._known: _Known = {}
 
     def note(self, namespace: Mapping[Any, object]) -> list[str]:
-        """All groups have ended: remember and return the names of what held one. For one thread only."""
+        """Remember the variables that hold a communicator, after all groups have ended; returns their names.
+
+        Call from one thread only.
+        """
         kinds = loaded_kinds()
         names = []
         self._known = _alive(self._known)
@@ -59,7 +62,10 @@ class StaleVariables:
         return sorted(names)
 
     def explain(self, error: BaseException, text: str) -> str:
-        """Better words than ``text`` for an error that something stale caused; else empty. For any thread."""
+        """Explain an error that a stale variable caused, better than ``text`` does; else return an empty string.
+
+        May be called from any thread.
+        """
         known = _alive(self._known)
         if not known:
             return ""
@@ -73,11 +79,11 @@ class StaleVariables:
             )
         is_certain = any(map(_is_of_ended_group, locals_of_torch))
         is_near = bool(locals_of_torch) and bool(_HUNG_UP.search(text))
-        if not names and (is_certain or is_near):  # torch has what it holds, and the cell has its name
+        if not names and (is_certain or is_near):  # torch used a part of the variable, and the cell its name
             names = sorted(_names_used(error) & set(everything))
-        if not names and is_certain:  # in an object of the user's
+        if not names and is_certain:  # inside an object of the user's
             return (
-                "what is used here was made with process groups that have been ended since: make it again "
+                "an object used here was made with process groups that have been ended since: make it again "
                 f"({_short(text)})"
             )
         if not names:
@@ -91,7 +97,7 @@ class StaleVariables:
 
 
 def forget_meshes() -> None:
-    """Empty what DTensor keeps by mesh: it would take one of groups that have ended for a new one that equals it."""
+    """Clear DTensor's caches, keyed by mesh: a new mesh would match an equal mesh of ended groups."""
     modules = [module for name, module in list(sys.modules.items()) if name.startswith("torch.distributed.tensor")]
     for module in modules:
         for owner in (module, *(each for each in vars(module).values() if isinstance(each, type))):
@@ -99,7 +105,7 @@ def forget_meshes() -> None:
                 if isinstance(kept, functools._lru_cache_wrapper):
                     kept.cache_clear()
     kind = _class_of("torch.distributed.tensor._api", "DTensor")
-    if not kind:  # a stop in the middle of their import leaves some of them, and not all
+    if not kind:  # a stop during the import leaves only some of the modules
         return
     kind._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
     planners: Any = sys.modules.get("torch.distributed.tensor._redistribute")
@@ -109,7 +115,7 @@ def forget_meshes() -> None:
 
 
 def _alive(known: _Known) -> _Known:
-    """Those that are still there; a copy is made at once, whatever another thread adds."""
+    """Return the entries whose object still exists; copies first, as another thread may add some."""
     return {key: each for key, each in known.copy().items() if each[1]() is not None}
 
 
@@ -118,40 +124,40 @@ def _sorted(names: list[set[str]]) -> list[str]:
 
 
 def _names_used(error: BaseException) -> set[str]:
-    """What the code that the error went through names, without torch's own."""
+    """Return the names used by the code in the traceback, without torch's own code."""
     codes = (frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__))
     return {name for code in codes if not code.co_filename.startswith(_TORCH) for name in code.co_names}
 
 
 def _is_of_ended_group(value: object) -> bool:
-    """It is a group that torch no longer has, or DDP over one."""
+    """Check whether ``value`` is a group that torch no longer knows, or DDP over one."""
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
-    with contextlib.suppress(Exception):  # whatever a class of the user's does
+    with contextlib.suppress(Exception):  # a user's class may raise anything
         group = getattr(value, "process_group", None) if isinstance(value, torch.nn.Module) else value
         return isinstance(group, distributed.ProcessGroup) and group not in distributed._world.pg_map
     return False
 
 
 def _short(text: str) -> str:
-    """What torch says, without places in its source and addresses, which differ from rank to rank."""
+    """Strip source locations and addresses, which differ from rank to rank, from a message of torch."""
     return _PLACE.sub("", text).strip().partition(". ")[0].partition("\n")[0]
 
 
 def loaded_kinds() -> tuple[type, ...]:
-    """The kinds that a cell can have made: those whose module somebody has imported."""
+    """Return the kinds that a cell can have made: those whose module has been imported."""
     found = (_class_of(module, name) for module, name in _KINDS)
     return tuple(kind for kind in found if isinstance(kind, type))
 
 
 def _class_of(module: str, name: str) -> Any:
-    """A class whose module somebody has imported; else no class at all."""
+    """Return a class if its module has been imported; else an empty tuple."""
     return getattr(sys.modules.get(module), name, ())
 
 
 def _may_hold_communicator(value: object, kinds: tuple[type, ...]) -> bool:
     try:
         return _holds_communicator(value, kinds)
-    except Exception:  # noqa: BLE001  half a module, anything that a user's class may do
+    except Exception:  # noqa: BLE001  an unfinished module; a user's class may raise anything
         return False
 
 
@@ -171,7 +177,7 @@ def _holds_communicator(value: object, kinds: tuple[type, ...]) -> bool:
 
 
 def _torch_locals(error: BaseException) -> Iterator[object]:
-    """The local variables of torch's own frames in the traceback, of the errors it came from too."""
+    """Yield the local variables of torch's own frames in the traceback, including those of its causes."""
     seen = 0
     cause: BaseException | None = error
     while cause is not None and seen < 10:
