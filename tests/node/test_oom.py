@@ -27,8 +27,8 @@ MEMORY = "sys/fs/cgroup/memory"
 GROUPS = "sys/fs/cgroup"
 
 LIMIT_REACHED = "out of memory: the limit of its cgroup is 1.0 GB"
-MACHINE_IS_FULL = "out of memory: the kernel ended it to free memory"
-PROBABLY = "probably out of memory: the kernel ended a process of this machine to free memory"
+MACHINE_IS_FULL = "out of memory: the kernel killed it to free memory"
+PROBABLY = "probably out of memory: the kernel killed a process on this machine to free memory"
 
 
 Files = Mapping[str, "str | Files | None"]  # a file's text; a folder; None: gone

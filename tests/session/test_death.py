@@ -301,7 +301,7 @@ def test_rank_that_dies_again_and_again_is_left_down() -> None:
         for _ in range(2):
             with pytest.raises(RankLost, match="rank 1 was restarted"):
                 session.run_cell("import os\nif rank == 1: os._exit(1)\ndist.barrier()", ranks=1)
-        with pytest.raises(RankLost, match="rank 1 is not restarted, it ended 3 times within 60 s") as caught:
+        with pytest.raises(RankLost, match="rank 1 is not restarted, it died 3 times within 60 s") as caught:
             session.run_cell("import os\nos._exit(1)", ranks=1)
         assert "%distributed restart -r 1 tries again" in str(caught.value)
         assert [rank.state for rank in session.status().ranks] == ["idle", "down"]

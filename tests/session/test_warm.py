@@ -564,7 +564,7 @@ def test_fork_that_the_system_refuses_is_told_and_the_next_start_works(
         (imported / "sitecustomize.py").write_text(_AT_FORK.format(flag=str(flag), what=what))
         _session_stopped(ranks=1)
         flag.touch()
-        with pytest.raises(LaunchError, match=r"no process can be forked for the launcher: .*Resource temporarily"):
+        with pytest.raises(LaunchError, match=r"the launcher's process cannot be forked: .*Resource temporarily"):
             _start(ranks=1)
         assert_soon(lambda: not processes())
         flag.unlink()

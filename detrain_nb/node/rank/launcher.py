@@ -1,8 +1,8 @@
-"""torchrun as a library: its own parser reads the command line, its engine does rendezvous, ranks and environment,
-but the workers start by fork from this process, which has imported torch and IPython once for all of them.
+"""torchrun as a library, whose workers are forked from this process instead of started as new programs.
 
-Started by an agent, it stays behind as the warm process (warm.py), and is forked for each session. Nothing here may
-start a thread or touch CUDA before the fork.
+torchrun's own parser reads the command line, and its engine handles rendezvous, ranks and environment. This process has
+imported torch and IPython once for all workers. When an agent starts it, it stays as the warm process (warm.py) and is
+forked for each session. Nothing here may start a thread or use CUDA before the fork.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def main(argv: list[str]) -> None:
-    """Run the ranks of this node until all workers have returned; with an agent's socket, as often as it orders."""
+    """Run the ranks of this node until all workers have returned; with an agent's socket, once for each order."""
     channel = os.environ.pop(WARM_FD_VARIABLE, "")
-    gc.disable()  # imports make no garbage: the collector would look at all they have made again and again
+    gc.disable()  # imports make no garbage, yet the collector would scan their objects again and again
     preload()
     _import_engine()
     gc.enable()
@@ -36,19 +36,19 @@ def main(argv: list[str]) -> None:
 
         WarmProcess(socket.socket(fileno=int(channel)), run).serve()
     else:
-        gc.freeze()  # the collector of a forked process leaves these pages shared
+        gc.freeze()  # so that the collector of a forked process leaves these pages shared
         run(argv)
 
 
 def run(argv: list[str]) -> None:
-    """Be the launcher of one session."""
+    """Run the launcher of one session."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
     from . import worker
 
     _require_shared_memory()
-    users_umask = os.umask(0o077)  # the engine's own folders are in the session's
+    users_umask = os.umask(0o077)  # the engine makes its own folders in the session's folder
     try:
         elastic_launch(read_config(argv), worker.main)(users_umask)
     except ChildFailedError as exc:
@@ -56,20 +56,20 @@ def run(argv: list[str]) -> None:
 
 
 def _require_shared_memory() -> None:
-    """The engine makes semaphores there, and does not say where it cannot."""
+    """Check /dev/shm, where the engine makes semaphores: its own error does not name the folder."""
     try:
         multiprocessing.get_context("fork").Lock()
     except OSError as exc:
         if exc.errno in (errno.EMFILE, errno.ENFILE):
             raise
         sys.exit(
-            f"/dev/shm cannot be used ({exc.strerror}): ranks need it to be a tmpfs that they can write, with room in "
-            "it: mount -t tmpfs -o mode=1777 tmpfs /dev/shm, or docker run --shm-size=8g"
+            f"/dev/shm cannot be used ({exc.strerror}): ranks need a writable tmpfs with free space there; run "
+            "mount -t tmpfs -o mode=1777 tmpfs /dev/shm, or docker run --shm-size=8g"
         )
 
 
 def read_config(argv: list[str]) -> LaunchConfig:
-    """What torchrun's own parser makes of its command line, without a call of CUDA."""
+    """Parse torchrun's command line with its own parser, without calling CUDA."""
     from torch.distributed.run import config_from_args, get_args_parser
 
     args = get_args_parser().parse_args(argv)
@@ -80,7 +80,7 @@ def read_config(argv: list[str]) -> LaunchConfig:
 
 @contextlib.contextmanager
 def _no_gpu_to_be_seen() -> Iterator[None]:
-    """In here torch finds no GPU. It would ask CUDA, to choose processors: no forked rank could use a GPU then."""
+    """Hide GPUs from torch in this block: it would query CUDA to choose CPUs, and no forked rank could use a GPU."""
     import torch
 
     known = torch.cuda.is_available, torch.cuda.device_count
@@ -92,7 +92,7 @@ def _no_gpu_to_be_seen() -> Iterator[None]:
 
 
 def _import_engine() -> None:
-    """All that ``run`` needs, and our rendezvous where torchrun finds it."""
+    """Import everything that ``run`` needs, and register our rendezvous with torchrun."""
     import torch.distributed.launcher.api  # noqa: F401
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
 

@@ -1,8 +1,9 @@
-"""Where a rank is: its stack and its collectives from the interpreter's control thread, processor time from /proc.
+"""The position of a rank: stack and collectives from the interpreter's control thread, processor time from /proc.
 
-While C code holds the GIL that thread cannot answer: then faulthandler answers a signal with the stack. It is not asked
-where the main thread may run Python: it reads frames that this may be just making, and where C code calls Python, as it
-calls hooks and the key of ``sorted``, a rank of Python 3.11 dies of that with SIGSEGV, one time in some hundred.
+While C code holds the GIL, that thread cannot answer; faulthandler then writes the stack in response to a signal. It is
+not used while the main thread may be running Python: it reads frames that may be half made. If C code calls Python at
+that moment (hooks, the key function of ``sorted``), a rank on Python 3.11 dies of SIGSEGV about once in a few hundred
+attempts.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from ...wire import Collectives, Link, LinkClosed, Locate, Position
 from ..system import own_files
 from ..system.processes import main_thread_asleep_in, main_thread_seconds, memory_bytes
 
-WHERE_SIGNAL = signal.SIGRTMIN + 7  # not SIGUSR1: code for clusters saves its state, and leaves, when that comes
+WHERE_SIGNAL = signal.SIGRTMIN + 7  # not SIGUSR1, on which code for clusters saves its state and exits
 
 _DUMP_LIMIT_S = 0.5
-_DUMP_GAP_S = 0.05  # a dump comes in many pieces; if its end is not known by a frame of ours, silence is its end
-_KNOWN_LIMIT_S = 0.2  # longer, and C code holds the GIL: what was known before is said, with its age
-# A main thread that is awake may as well run Python, and the control thread have no processor yet.
+_DUMP_GAP_S = 0.05  # a dump arrives in many pieces; it ends with one of our frames, or else with a pause this long
+_KNOWN_LIMIT_S = 0.2  # no answer by then: C code holds the GIL, and the previous answer is reported with its age
+# A main thread that is awake may also be running Python, with the control thread still waiting for a processor.
 _AWAKE_LIMIT_S = 0.5
 _KNOWN_GAP_S = 0.02
 _LIBRARY = os.path.dirname(os.__file__) + os.sep
@@ -35,8 +36,8 @@ _FRAME = re.compile(r'File "(.*)", line (\d+|\?\?\?) in (.*)')
 _RUNS_CELLS = re.compile(re.escape(own_files.RUNS_CELLS) + r'", line \d+ in (_run_cell|run)\n')
 _ESCAPE = re.compile(r"\\(?:x([0-9a-f]{2})|u([0-9a-f]{4})|U([0-9a-f]{8}))")
 _CELL = re.compile(r"<cell (\d+)>")
-_FRAME_CHARS = 300  # the end of a path that is longer, and the line
-_TIMED = "<timed exec>"  # the cell below its first line, which is %%time
+_FRAME_CHARS = 300  # longer frames are cut at the front: the end of the path and the line number remain
+_TIMED = "<timed exec>"  # the rest of a cell whose first line is %%time
 
 
 class _Frame(NamedTuple):
@@ -49,7 +50,7 @@ class _Frame(NamedTuple):
 
 
 class _Question(NamedTuple):
-    """A request, and what the main thread did before the question itself kept it busy."""
+    """A request, and what the main thread was doing before the request itself kept it busy."""
 
     request: int
     cpu_s: float
@@ -59,7 +60,7 @@ class _Question(NamedTuple):
 
 
 class Locator:
-    """Answers for one interpreter. All is done by the worker's one thread; ``answer_at`` is when it must look again."""
+    """The position of one interpreter. Runs in the worker's only thread, which calls ``answers`` at ``answer_at``."""
 
     def __init__(self, rank: int, pid: int, control: Link, where: int) -> None:
         self.rank = rank
@@ -68,23 +69,23 @@ class Locator:
         self._where = where
         self._questions: list[_Question] = []
         self._dump = b""
-        self._dump_until = 0.0  # 0: nobody waits for a dump
-        self._known_until = 0.0  # 0: nobody waits for the control thread
+        self._dump_until = 0.0  # 0: no dump is awaited
+        self._known_until = 0.0  # 0: no answer of the control thread is awaited
         self._is_asked = False  # the control thread has not answered yet
         self._known: dict[str, Any] = {}
         self._call: object = None
         self._awaited: object = None
-        self._stack: list[_Frame] | None = None  # as the control thread has said it
+        self._stack: list[_Frame] | None = None  # from the control thread
         self._is_stack_wanted = False
         self._known_at = 0.0
 
     @property
     def answer_at(self) -> float | None:
-        """When the questions that are open are answered at the latest; None when there are none."""
+        """The latest time to answer the open questions; None if there are none."""
         return max(self._dump_until, self._known_until) if self._questions else None
 
     def ask(self, message: Locate, *, state: str) -> None:
-        """Begin to find out what ``Position`` tells."""
+        """Start collecting what a ``Position`` message contains."""
         now = time.monotonic()
         asleep_in = main_thread_asleep_in(self._pid)
         wants_stack = message.stack and state == "running"
@@ -93,13 +94,13 @@ class Locator:
         self._is_stack_wanted |= wants_stack
         if state in ("running", "idle") and not self._known_until:
             self._known_until = now + _KNOWN_LIMIT_S
-            if not self._is_asked:  # one that holds the GIL need not answer many times when it is free
+            if not self._is_asked:  # a rank that holds the GIL should not have many requests to answer later
                 with contextlib.suppress(LinkClosed):
                     self._control.send(message)
                     self._is_asked = True
 
     def take(self, message: Collectives) -> None:
-        """What the control thread says."""
+        """Take the control thread's answer."""
         known = message.known if isinstance(message.known, dict) else {}
         self._call, self._awaited = known.pop("call", None), known.pop("awaited", None)
         self._stack = _checked_frames(known.pop("stack", None))
@@ -110,38 +111,38 @@ class Locator:
         self._known_until, self._is_asked = 0.0, False
 
     def _ask_for_dump(self, now: float) -> None:
-        """The control thread has not answered in time: ask faulthandler, or a moment later where that may do harm."""
+        """Request a dump, as the control thread has not answered in time; wait a moment first if it may do harm."""
         asked = max(question.clock_s for question in self._questions if question.wants_stack)
         if now < asked + _AWAKE_LIMIT_S and not main_thread_asleep_in(self._pid):
             self._known_until = now + _KNOWN_GAP_S
             return
         self._is_stack_wanted = False
-        self.read_dump()  # what came too late for the last answer
+        self.read_dump()  # discard what arrived too late for the last answer
         self._take_dump()
         self._dump_until = now + _DUMP_LIMIT_S
         os.kill(self._pid, WHERE_SIGNAL)
 
     def on_where(self) -> None:
-        """A piece of a dump."""
+        """Read a piece of a dump, and note when the dump is complete."""
         self.read_dump()
         if self._dump_until:
             gap_s = 0.0 if _is_complete(self._dump) else _DUMP_GAP_S
             self._dump_until = min(self._dump_until, time.monotonic() + gap_s)
 
     def read_dump(self) -> bytes:
-        """All that faulthandler has written since it was last asked."""
+        """Read and return everything that faulthandler has written since the last dump was taken."""
         with contextlib.suppress(BlockingIOError):
             self._dump += os.read(self._where, 1 << 16)
         return self._dump
 
     def _take_dump(self) -> bytes:
         dump = self._dump
-        if _CRASH not in dump:  # which is there for the last words
+        if _CRASH not in dump:  # a crash is kept for the report of the rank's end
             self._dump = b""
         return dump
 
     def answers(self, *, state: str, cell: int, since: float) -> list[Position]:
-        """The answers to all open questions, when everything for them is there or its time is over."""
+        """Return the answers to all open questions once they are complete or their time is up; else none."""
         now = time.monotonic()
         if not self._questions or max(self._dump_until, self._known_until) > now:
             return []
@@ -152,7 +153,7 @@ class Locator:
         self._is_stack_wanted = False
         dump = self._take_dump()
         self._dump_until = self._known_until = 0.0
-        is_known = self._known_at > since  # and not of an earlier cell
+        is_known = self._known_at > since  # else the answer is about an earlier cell
         is_known_now = is_known and self._known_at >= questions[0].clock_s
         wants_stack = any(question.wants_stack for question in questions)
         frames, call = self._stack_and_call(dump if wants_stack else None, is_known_now=is_known_now)
@@ -180,9 +181,9 @@ class Locator:
         ]
 
     def _stack_and_call(self, dump: bytes | None, *, is_known_now: bool) -> tuple[list[_Frame], str]:
-        """The stack down to the cell, and the call it is in: told by the control thread, else from ``dump``.
+        """Return the stack down to the cell, and the innermost call: from the control thread, else from ``dump``.
 
-        Without a dump nobody has asked for the stack.
+        ``dump`` is None if the stack was not requested.
         """
         frames: list[_Frame] = []
         if dump is not None:
@@ -195,7 +196,7 @@ class Locator:
 
 
 def _checked_frames(told: object) -> list[_Frame] | None:
-    """Frames as ``read_stack`` gives them; None for anything else."""
+    """Validate frames as ``read_stack`` makes them; returns None for anything else."""
     if not isinstance(told, list) or not told:
         return None
     found = [_Frame(*each) for each in told if isinstance(each, list) and [*map(type, each)] == [str, int, str]]
@@ -203,13 +204,13 @@ def _checked_frames(told: object) -> list[_Frame] | None:
 
 
 def _is_complete(dump: bytes) -> bool:
-    """What runs the cell was reached, or the most frames that are dumped."""
+    """Check whether the dump reaches the frames that run the cell, or faulthandler's frame limit."""
     text = dump.rpartition(_HEAD)[2].decode(errors="replace")
     return _RUNS_CELLS.search(text) is not None or text.endswith("\n  ...\n")
 
 
 def _read_frames(dump: bytes) -> list[_Frame]:
-    """The frames of the last dump, innermost first."""
+    """Parse the frames of the last dump, innermost first."""
     _, head, text = dump.rpartition(_HEAD)
     if not head:
         return []
@@ -220,13 +221,13 @@ def _read_frames(dump: bytes) -> list[_Frame]:
 
 
 def _down_to_cell(frames: list[_Frame]) -> list[_Frame]:
-    """Without what runs the cell."""
+    """Drop the frames that run the cell."""
     outermost = max((index for index, frame in enumerate(frames) if _CELL.fullmatch(frame.path)), default=-1)
     return frames[: outermost + 1] or frames
 
 
 def _unescape(text: str) -> str:
-    """faulthandler writes ASCII alone."""
+    """Undo the escapes of faulthandler, which writes ASCII only."""
     return _ESCAPE.sub(lambda match: _character(match[1] or match[2] or match[3]), text)
 
 
@@ -236,16 +237,16 @@ def _character(code: str) -> str:
 
 
 def _call_of(frames: list[_Frame], call: object) -> str:
-    """The call that the innermost frame is in, if the control thread saw the main thread at the same place."""
+    """Return the innermost frame's call, if the control thread saw the main thread at the same place; else empty."""
     if not frames or not isinstance(call, list) or len(call) != 3:
         return ""
     return str(call[2]) if call[:2] == [frames[0].path, frames[0].line] else ""
 
 
 def _place_in_cell(frames: list[_Frame], cell: int) -> tuple[int, str]:
-    """The innermost line of the cell, and the innermost function of the user's (empty at the cell's own level)."""
+    """Return the innermost line of the cell, and the user's innermost function (empty at the cell's own level)."""
     named = (frame.function for frame in frames if _is_users(frame.path) and not frame.function.startswith("<"))
-    function = next(named, "")  # not <module>, <lambda>, <listcomp>: their line says where they are
+    function = next(named, "")  # not <module>, <lambda>, <listcomp>: their line number identifies them
     for index, frame in enumerate(frames):
         if frame.path == f"<cell {cell}>":
             timed = [inner for inner in frames[:index] if inner.path == _TIMED]

@@ -1,4 +1,4 @@
-"""Whether the kernel's out-of-memory killer ended a process, from what Linux counts for it. Elsewhere: not known."""
+"""Detection of kills by the kernel's out-of-memory killer, from Linux's counters; on other systems, unknown."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..system.proc_files import read, read_number
 
 
 class OomWatch:
-    """Counts of out-of-memory kills around a process, to compare before and after.
+    """Counts of out-of-memory kills around a process, compared before and after its end.
 
-    The count of the cgroup that holds the process decides. Where none can be read, that of the machine does, which in a
-    container counts other people's processes too: the reason then says "probably".
+    The count of the process's cgroup decides. If none can be read, the machine's count is used; in a container that
+    includes other people's processes, so the reason then says "probably".
     """
 
     def __init__(self, pid: int, *, root: Path = Path("/")) -> None:
@@ -29,10 +29,10 @@ class OomWatch:
         self.refresh()
 
     def refresh(self) -> None:
-        """Count from now on, in the cgroups it is in now: what was ended there before was another process."""
+        """Start counting again, in the process's current cgroups: earlier kills there hit other processes."""
         statm = read(f"{self._root}/proc/{self._pid}/statm")
         cgroups = read(f"{self._root}/proc/{self._pid}/cgroup")
-        if statm is not None and statm.startswith("0 "):  # it has ended: cgroup v1 shows it in the root group
+        if statm is not None and statm.startswith("0 "):  # it has exited: cgroup v1 now shows it in the root group
             return
         if cgroups is not None and cgroups != self._cgroups:
             self._cgroups = cgroups
@@ -42,7 +42,7 @@ class OomWatch:
             self._kills_of_machine = self._count_of_machine()
 
     def reason(self, *, signal: int) -> str:
-        """Say why ``signal`` ended the process, when that was for want of memory; else ""."""
+        """Return why ``signal`` killed the process, if it was for lack of memory; else ""."""
         verdict = self._verdict() if signal == SIGKILL else ""
         return f"{verdict}: {self._cause(verdict)}" if verdict else ""
 
@@ -52,7 +52,7 @@ class OomWatch:
             if before is None:
                 continue
             now = group.kills()
-            if now is None:  # removed with its last process: the group above may have counted it
+            if now is None:  # removed with its last process: the parent group may have counted the kill
                 is_removed = True
             elif now > before:
                 return "probably out of memory" if is_removed else "out of memory"
@@ -69,8 +69,8 @@ class OomWatch:
             is_hit = before is not None and now is not None and now > before
             if limit is not None and (is_hit or group.has_been_full()):
                 return f"the limit of its cgroup is {format_size(limit, smallest='MB')}"
-        ended = "it" if verdict == "out of memory" else "a process of this machine"
-        return f"the kernel ended {ended} to free memory"
+        ended = "it" if verdict == "out of memory" else "a process on this machine"
+        return f"the kernel killed {ended} to free memory"
 
     def _count_of_machine(self) -> int | None:
         return read_number(f"{self._root}/proc/vmstat", "oom_kill ")

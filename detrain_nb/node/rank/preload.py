@@ -1,16 +1,16 @@
-"""The imports of a rank, made once in the process from which its interpreter is forked."""
+"""The imports of a rank, done once in the process from which its interpreter is forked."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-EXTRA_PATH_VARIABLE = "DETRAIN_NB_EXTRA_PATH"  # folders of code that a node lacks, searched last
+EXTRA_PATH_VARIABLE = "DETRAIN_NB_EXTRA_PATH"  # folders with code that the node lacks, searched last
 OLDEST_TORCH = (2, 9, 1)
 
 
 def preload() -> None:
-    """Import what every interpreter needs; leave with one clear line when torch is missing or too old."""
+    """Import what every interpreter needs; exit with one clear line when torch is missing or too old."""
     extra = os.environ.get(EXTRA_PATH_VARIABLE, "").split(os.pathsep)
     sys.path += [path for path in extra if path and path not in sys.path]
     try:

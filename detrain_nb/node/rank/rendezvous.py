@@ -1,8 +1,8 @@
 """A rendezvous whose store listens on one address only.
 
-torchrun's own handlers let the store listen on every interface, where anyone may read and overwrite its keys. This one
-hands the store a socket that is already bound, by the agent where one started us; the system picks the port. torchrun
-finds it as the rendezvous backend "detrain-bound", through the entry point group ``torchrun.handlers``.
+torchrun's own handlers let the store listen on every interface, where anyone can read and overwrite its keys. This one
+gives the store a socket that is already bound (by the agent, if an agent started this process) to a port chosen by the
+system. torchrun finds it as rendezvous backend "detrain-bound", through the entry point group ``torchrun.handlers``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..system.bound_store import connect, listen
 
 
 class BoundRendezvous(StaticTCPRendezvous):
-    """Static rendezvous; node rank 0 listens on the endpoint's address."""
+    """A static rendezvous whose node rank 0 listens on the endpoint's address only."""
 
     def get_backend(self) -> str:
         return RENDEZVOUS_BACKEND
@@ -45,7 +45,7 @@ class BoundRendezvous(StaticTCPRendezvous):
 
 
 def create_bound_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler that torchrun's registry asks for."""
+    """Make the handler for torchrun's registry."""
     static = create_rdzv_handler(params)
     assert isinstance(static, StaticTCPRendezvous)
     timeout_s = int(static.timeout.total_seconds())
@@ -55,5 +55,5 @@ def create_bound_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: torchrun calls it to get the creator."""
+    """Return the function that makes the handler: the entry point that torchrun calls."""
     return create_bound_handler

@@ -1,9 +1,9 @@
-"""The warm process: it stands between agent and launcher, has imported torch and IPython, and forks the launchers.
+"""The warm process between agent and launcher, which has imported torch and IPython and forks the launchers.
 
-It takes orders from its agent on a socket, one datagram each with descriptors: what to run and how (JSON in a file
-without a name), the launcher's log, the session's folder, and perhaps the socket of the store. It answers with JSON:
-``stale`` (what was imported is not what is there now), ``failed`` (no process could be forked), ``started``, ``ended``.
-It is single-threaded, and what it forks has never heard of CUDA.
+It takes orders from its agent on a socket. Each order is one datagram with descriptors: what to run and how (JSON in a
+memory file), the launcher's log, the session's folder and, for some, the store's socket. It answers with JSON:
+``stale`` (imported files have changed), ``failed`` (no process could be forked), ``started``, ``ended``.
+It has a single thread and never uses CUDA, so that the processes it forks can.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MOST_FDS = 4
 
 
 class WarmProcess:
-    """Made when everything is imported. ``run`` is what a launcher does with its arguments."""
+    """A process that forks launchers; create it after all imports. ``run``: runs a launcher with its arguments."""
 
     def __init__(self, channel: socket.socket, run: Callable[[list[str]], None]) -> None:
         self._channel = channel
@@ -41,13 +41,13 @@ class WarmProcess:
         self._environment = ImportedEnvironment()
         self._launcher = 0
         self._files = ImportedFiles()
-        self._is_fresh = True  # nothing can be fresher: its first order is not refused
+        self._is_fresh = True  # everything was imported just now: the first order is never refused
         self._child_ended = watch_children()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def serve(self) -> None:
-        """Fork a launcher for every order, until the agent hangs up."""
-        lead_nowhere(0, 1, 2)  # NFS keeps a file that is open, and the session's folder with it, which goes first
+        """Fork a launcher for every order, until the agent disconnects."""
+        lead_nowhere(0, 1, 2)  # on NFS an open file would keep the session's folder, which is removed earlier
         while True:
             ready, _, _ = select.select([self._channel.fileno(), self._child_ended], [], [])
             if self._child_ended in ready:
@@ -56,7 +56,7 @@ class WarmProcess:
                 return
 
     def _take_order(self) -> bool:
-        """False when the agent has hung up."""
+        """Carry out one order; returns False if the agent has disconnected."""
         data, fds, _, _ = socket.recv_fds(self._channel, 1, _MOST_FDS)
         if not data:
             return False
@@ -76,11 +76,11 @@ class WarmProcess:
 
     def _fork(self, order: dict[str, Any], log: int, folder: int, store: int | None = None) -> None:
         warm_pid = os.getpid()
-        gc.freeze()  # the collector of a forked process leaves these pages shared
+        gc.freeze()  # so that the collector of a forked process leaves these pages shared
         try:
             pid = os.fork()
         except OSError as exc:
-            self._answer(failed=f"no process can be forked for the launcher: {exc}")
+            self._answer(failed=f"the launcher's process cannot be forked: {exc}")
             return
         if pid == 0:
             self._become_launcher(order, warm_pid, log, folder, store)
@@ -90,7 +90,7 @@ class WarmProcess:
     def _become_launcher(
         self, order: dict[str, Any], warm_pid: int, log: int, folder: int, store: int | None
     ) -> NoReturn:
-        """As if it had been started by itself: with its own folder, environment, streams and signals."""
+        """Run the launcher in the forked process, with its own folder, environment, streams and signals."""
         status = 1
         try:
             die_with_parent(warm_pid)
@@ -113,7 +113,7 @@ class WarmProcess:
             status = 0
         except SystemExit as exc:
             status = _say_why(exc)
-        except BaseException:  # noqa: BLE001  its last words go where the agent reads them
+        except BaseException:  # noqa: BLE001  the traceback goes to the log, which the agent reads
             traceback.print_exc()
         finally:
             with contextlib.suppress(Exception):
@@ -132,12 +132,12 @@ class WarmProcess:
                     self._answer(ended=ended[0], exit_code=os.waitstatus_to_exitcode(ended[1]))
 
     def _answer(self, **fields: object) -> None:
-        with contextlib.suppress(OSError):  # the agent is gone, and we are about to be
+        with contextlib.suppress(OSError):  # the agent has exited, and this process is about to
             self._channel.send(json.dumps(fields).encode())
 
 
 def _say_why(exc: SystemExit) -> int:
-    """What Python itself does with it at the end of a program; returns the exit status."""
+    """Print the reason as Python does at the end of a program; returns the exit status."""
     if exc.code is None or isinstance(exc.code, int):
         return exc.code or 0
     print(exc.code, file=sys.stderr)

@@ -1,7 +1,7 @@
-"""The worker: the process of a rank that torchrun's engine knows; one per rank, single-threaded, never touches CUDA.
+"""The worker: the process that torchrun's engine starts for a rank; single-threaded, never uses CUDA.
 
-It forks the interpreter and owns the read ends of its stdout and stderr, so that output, the line a rank is at, and the
-news of its death leave the node even while code in the interpreter holds the GIL or hangs.
+It forks the interpreter and owns the read ends of its stdout and stderr. The rank's output, its current line and the
+report of its death thus leave the node even while code in the interpreter holds the GIL or hangs.
 """
 
 from __future__ import annotations
@@ -63,27 +63,27 @@ from .oom import OomWatch
 
 _PIPE_BYTES = 1 << 20
 _SMALL_READ_BYTES = 1 << 16
-# A rank that prints line after line: each read would be a message of a few bytes, and the notebook falls far behind.
+# If a rank prints line after line, each read would become a message of a few bytes, and the notebook would fall behind.
 _FEW_READS, _FEW_BYTES, _GATHER_S = 100, 1 << 14, 0.005
-_FULL_BYTES = 16 << 20  # of what the interpreter has not taken
-# Above this a rank waits in its print until the agent has taken some; above the second where it was stopped: the end of
-# its cell is to be known here.
+_FULL_BYTES = 16 << 20  # of messages that the interpreter has not read
+# Above this a rank blocks in its print until the agent has read some output. A stopped cell gets the higher limit, as
+# its end can only be seen after its output has been read.
 _FULL_OUTPUT_BYTES, _FULL_STOPPED_BYTES = 1 << 20, 3 << 20
-_STOP_S = 1.0  # a rank has so long to end a cell that was stopped: presses may come all at once
+_STOP_S = 1.0  # how long a rank has to end a stopped cell, as several presses of stop may arrive at once
 _LEAVE_LIMIT_S = 1.0
 _STDERR_TAIL_BYTES = 4000
 _LAST_LINES = 10
 _CELL_LINE = re.compile(r'File "<cell \d+>", line \d+')
 _NOT_THE_USERS = re.compile(r"^Extension modules: |/detrain_nb/node/")  # in a dump of a crash
-_NO_PYTHON = "  in a thread that runs no Python, as a library has them: gloo, for one"
-_MANY_ENDS = 3  # so many in this time without a cell that ended: no fresh interpreter would fare better
+_NO_PYTHON = "  in a thread that runs no Python, such as a thread of gloo"
+_MANY_ENDS = 3  # deaths in this time without a completed cell: another interpreter would die too
 _MANY_ENDS_S = 60.0
 
 
 def main(umask: int | None = None) -> None:
-    """What the engine calls, in a process of its own, once per rank; returns when the session ends.
+    """Run the worker of one rank until the session ends; the engine calls this in a separate process for each rank.
 
-    ``umask``: the user's, where this process has another one.
+    ``umask``: the user's umask, if this process has a different one.
     """
     if umask is not None:
         os.umask(umask)
@@ -100,12 +100,12 @@ def main(umask: int | None = None) -> None:
         _Worker(config, rank, Link(agent, max_header_bytes=MAX_ORDER_HEADER_BYTES)).run()
     finally:
         end_descendants()
-        die_with_parent(launcher_pid)  # the engine waits for all workers together, and they for it
+        die_with_parent(launcher_pid)  # the engine waits for all workers; they must not outlive it
 
 
 @dataclass
 class _InterpreterProcess:
-    """The interpreter's process as its worker holds it."""
+    """The interpreter's process, as seen by its worker."""
 
     pid: int
     link: Link
@@ -123,11 +123,11 @@ class _InterpreterProcess:
 
     @property
     def sources(self) -> list[Source]:
-        """What it says something through, save where it is."""
+        """The link and the pipes that carry messages and output, without those for its position."""
         return [self.link, *self.outputs.values()]
 
     def close(self) -> None:
-        """Nothing more is said to it, and all that it said has been read."""
+        """Close all channels; call when everything it sent has been read."""
         self.link.close()
         self.control.close()
         for fd in (*self.outputs.values(), self.where):
@@ -142,13 +142,13 @@ class _Worker:
         self._loop = Loop()
         self._is_holding_back = False
         self._read_bytes = _SMALL_READ_BYTES
-        self._reads_of = ("", 0)  # of which stream the last reads were, and how many of a few bytes in a row
-        self._gathering: tuple[int, float] | None = None  # what is not read before when
+        self._reads_of = ("", 0)  # the stream that was read last, and its number of small reads in a row
+        self._gathering: tuple[int, float] | None = None  # a descriptor, and the time before which it is not read
         self._incarnations = 0
-        self._ends: list[float] = []  # when interpreters ended since a cell ended last
-        self._stopped = 0, 0.0  # the cell that was stopped last, and when first
-        self._replace_at: float | None = None  # if it still runs that cell then
-        self._agent_handlers: dict[type[Message], Callable[[Any, Frame], None]] = {  # the rest is for the interpreter
+        self._ends: list[float] = []  # when interpreters have died since a cell was last completed
+        self._stopped = 0, 0.0  # the cell that was stopped last, and when it was first stopped
+        self._replace_at: float | None = None  # when to replace the interpreter if it still runs that cell
+        self._agent_handlers: dict[type[Message], Callable[[Any, Frame], None]] = {  # others go to the interpreter
             Locate: self._locate,
             Replace: self._replace_where_it_runs,
             EndGeneration: self._end_generation,
@@ -156,7 +156,7 @@ class _Worker:
             Renumber: self._renumber,
             RunCell: self._run_cell,
         }
-        self._interpreter_handlers: dict[type[Message], Callable[[Any], None]] = {  # the rest is for the agent alone
+        self._interpreter_handlers: dict[type[Message], Callable[[Any], None]] = {  # others only go to the agent
             Collectives: self._take_collectives,
             CellDone: self._note_cell_end,
             CellFailed: self._note_cell_end,
@@ -165,12 +165,12 @@ class _Worker:
         }
         self._child_ended = watch_children()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._interrupted_cell = mmap.mmap(-1, 8)  # shared with the interpreter: which cell a SIGINT is meant for
+        self._interrupted_cell = mmap.mmap(-1, 8)  # shared with the interpreter: the cell that a SIGINT is meant for
         self._agent.send(WorkerUp(rank, os.getpid()))
         self._interpreter = self._fork_interpreter()
 
     def run(self) -> None:
-        """Pass messages and output on until the agent is gone."""
+        """Forward messages and output until the agent disconnects."""
         self._loop.add(self._agent, self._from_agent)
         self._loop.add(self._child_ended, self._on_child_ended)
         self._watch(self._interpreter)
@@ -190,7 +190,7 @@ class _Worker:
                 self._replace()
 
     def _hold_back(self) -> None:
-        """Do not read faster than the other side takes it; a rank then waits in its print."""
+        """Pause reading from one side while the other falls behind; a rank then blocks in its print."""
         interpreter = self._interpreter
         self._loop.pause(self._agent, interpreter.link.waiting_bytes > _FULL_BYTES)
         is_stopped = self._runs(self._stopped[0])
@@ -201,8 +201,10 @@ class _Worker:
                 self._loop.pause(source, is_full or source == (self._gathering and self._gathering[0]))
 
     def _gather(self, name: str, fd: int, num_bytes: int) -> None:
-        """Let more come together before the next read, after many that brought little; not where streams take turns:
-        the rank waits then until what it wrote has been read."""
+        """Delay the next read after many small ones, so that more output is read at once.
+
+        Not done when the rank alternates between streams: it then waits until its output has been read.
+        """
         of, count = self._reads_of
         self._reads_of = (name, count + 1 if of == name and num_bytes < _FEW_BYTES else 0)
         if self._reads_of[1] > _FEW_READS and self._gathering is None:
@@ -217,7 +219,7 @@ class _Worker:
     # ---- the interpreter's process
 
     def _fork_interpreter(self) -> _InterpreterProcess:
-        """Raises: OSError when there is no room for another process; nothing of it is left then."""
+        """Fork an interpreter. Raises: OSError when no process can be created; nothing is left open then."""
         self._incarnations += 1
         pipes: dict[str, tuple[int, int]] = {}
         parent_pid = os.getpid()
@@ -237,7 +239,7 @@ class _Worker:
                 writing = {name: write for name, (_, write) in pipes.items()}
                 self._become_interpreter(theirs, their_control, writing, parent_pid)
                 status = 0
-            except BaseException:  # noqa: BLE001  its last words go where the worker reads them
+            except BaseException:  # noqa: BLE001  the worker reads the traceback from stderr
                 os.write(2, traceback.format_exc().encode(errors="replace"))
             finally:
                 os._exit(status)
@@ -246,7 +248,7 @@ class _Worker:
         for read, write in pipes.values():
             os.close(write)
             os.set_blocking(read, False)
-            with contextlib.suppress(OSError, AttributeError):  # more room: a rank that prints runs ahead of us
+            with contextlib.suppress(OSError, AttributeError):  # larger pipes let a printing rank run ahead
                 fcntl.fcntl(read, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
         outputs = {name: pipes[name][0] for name in ("stdout", "stderr")}
         where, control = pipes["where"][0], Link(our_control, kinds=FROM_INTERPRETER)
@@ -258,17 +260,17 @@ class _Worker:
     def _become_interpreter(
         self, link: socket.socket, control: socket.socket, pipes: dict[str, int], parent_pid: int
     ) -> None:
-        """In the forked process: leave the worker's descriptors behind, and serve cells until the worker hangs up."""
+        """Close the worker's descriptors in the forked process, and serve cells until the worker disconnects."""
         os.setpgid(0, 0)
         die_with_parent(parent_pid)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-            file.write("50")  # short of memory, the kernel ends this process, not the worker; large ones go first
+            file.write("50")  # out of memory, the kernel kills this process before the worker, but large ones first
         lead_nowhere(0)
         os.dup2(pipes["stdout"], 1)
         os.dup2(pipes["stderr"], 2)
         close_inherited_sockets(keep={link.fileno(), control.fileno()})
         faulthandler.register(WHERE_SIGNAL, file=pipes["where"], all_threads=False)
-        faulthandler.enable(file=pipes["where"], all_threads=False)  # a crash says where, not what torch's engine did
+        faulthandler.enable(file=pipes["where"], all_threads=False)  # replaces the handler that torch's engine has set
         from ..cell import interpreter
 
         lines = interpreter.Lines(link, control, self._interrupted_cell)
@@ -289,20 +291,20 @@ class _Worker:
     def _on_child_ended(self) -> None:
         drain(self._child_ended)
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # orphans of the rank come here too
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:  # includes orphans of the rank
                 if ended[0] == self._interpreter.pid:
                     self._report_end(ended[1])
-                    return  # its successor's end will bring another signal
+                    return  # the end of its successor sends another signal
 
     def _report_end(self, wait_status: int) -> None:
-        """The interpreter ended: say so with its last words, end what it left running, and fork its successor."""
+        """Report the interpreter's end with its last output, stop what it left running, and fork its successor."""
         interpreter = self._interpreter
         exit_code = os.waitstatus_to_exitcode(wait_status)
         reason = interpreter.memory.reason(signal=max(0, -exit_code))
         self._unwatch(interpreter)
         end_descendants()
         for link in (interpreter.link, interpreter.control):
-            with contextlib.suppress(WireError):  # at the end of all that it has sent, or of what can be read of it
+            with contextlib.suppress(WireError):  # raised after its last message, or at an invalid one
                 self._pass_on(_receive(link))
                 while self._has_input(link.fileno()):
                     self._pass_on(_receive(link))
@@ -324,15 +326,15 @@ class _Worker:
         self._agent.send(interpreter.end)
 
     def _why_leave_down(self) -> str:
-        """Empty unless interpreters end again and again."""
+        """Return why the interpreter is not restarted; empty unless interpreters keep dying."""
         now = time.monotonic()
         self._ends = [*(at for at in self._ends if now - at < _MANY_ENDS_S), now]
         if len(self._ends) < _MANY_ENDS:
             return ""
-        return f"it ended {_MANY_ENDS} times within {_MANY_ENDS_S:.0f} s without having finished a cell"
+        return f"it died {_MANY_ENDS} times within {_MANY_ENDS_S:.0f} s without completing a cell"
 
     def _start_successor(self) -> str:
-        """Fork the next interpreter; says why that cannot be, if so."""
+        """Fork the next interpreter; returns why it cannot be started, empty if it was."""
         try:
             self._interpreter = self._fork_interpreter()
         except OSError as exc:
@@ -342,7 +344,7 @@ class _Worker:
         return ""
 
     def _replace(self) -> None:
-        """Kill the interpreter; its reaping brings the successor. One that was left down starts again."""
+        """Kill the interpreter, whose successor is forked when it is reaped; if it is down, fork one at once."""
         self._ends.clear()
         if self._interpreter.state == "down":
             end = self._interpreter.end
@@ -353,7 +355,7 @@ class _Worker:
             os.kill(self._interpreter.pid, signal.SIGKILL)
 
     def _last_words(self) -> str:
-        """The last lines of stderr, each as it stood when last redrawn; where a crash was, down to the cell's line."""
+        """Return the last lines of stderr, as last redrawn; after a crash, also its stack down to the cell's line."""
         dump = self._interpreter.locator.read_dump().decode(errors="replace")
         asked, _, said = dump.partition("Fatal Python error: ")
         crash, _, below = said.partition("\n\n")
@@ -366,7 +368,7 @@ class _Worker:
         words = [line.rpartition("\r")[2] for line in words]
         if crash:
             words.append(f"Fatal Python error: {crash}")
-            if not asked and "Stack (most" not in below:  # a crash in the dump that was asked for has no stack either
+            if not asked and "Stack (most" not in below:  # a crash during a requested dump has no stack either
                 words.append(_NO_PYTHON)
             for line in below.splitlines()[1:]:
                 if not line.strip() or _NOT_THE_USERS.search(line):
@@ -377,7 +379,7 @@ class _Worker:
         return "\n".join(words)
 
     def _leave(self) -> None:
-        """The session ends: an idle interpreter may run its exit functions, whatever still runs then is killed."""
+        """End the session: an idle interpreter has 1 s to run its exit functions, any other is killed at once."""
         interpreter = self._interpreter
         if interpreter.state == "down":
             return
@@ -432,7 +434,7 @@ class _Worker:
         if self._interpreter.state == "down":
             return
         if message.incarnations[message.ranks.index(self._rank)] != self._incarnations:
-            return  # the notebook learns by now that the rank was lost
+            return  # the notebook is about to learn that the rank was lost
         self._set_state("running", cell=message.cell)
         self._stopped, self._replace_at = (0, 0.0), None
         self._interpreter.stderr_tail = b""
@@ -446,7 +448,7 @@ class _Worker:
         return self._interpreter.state == "running" and self._interpreter.cell == cell
 
     def _to_interpreter(self, frame: Frame) -> None:
-        with contextlib.suppress(LinkClosed):  # it is ending; its reaping brings the news
+        with contextlib.suppress(LinkClosed):  # it is exiting, which is reported when it is reaped
             self._interpreter.link.send_bytes(frame.to_bytes())
 
     # ---- interpreter -> agent
@@ -456,8 +458,8 @@ class _Worker:
             said = _receive(link)
         except WireError as exc:
             self._loop.remove(link)
-            if not isinstance(exc, LinkClosed):  # a cell has written there: what comes behind it cannot be read
-                self._interpreter.stderr_tail += f"\nit is ended, it sent what is no message: {exc}".encode()
+            if not isinstance(exc, LinkClosed):  # a cell has written into the link: nothing after that can be read
+                self._interpreter.stderr_tail += f"\nkilled, as it sent an invalid message: {exc}".encode()
                 os.kill(self._interpreter.pid, signal.SIGKILL)
             return
         self._pass_on(said)
@@ -473,7 +475,7 @@ class _Worker:
         self._interpreter.locator.take(message)
 
     def _note_cell_end(self, message: CellDone | CellFailed) -> None:
-        self._drain()  # what the cell printed comes before its end
+        self._drain()  # the cell's output must be sent before its end
         self._set_state("idle", cell=message.cell)
         self._ends.clear()
 
@@ -482,7 +484,7 @@ class _Worker:
             self._set_state("idle", cell=self._interpreter.cell)
 
     def _drain(self) -> None:
-        """Read what is in the pipes now: one read of its size takes all that a pipe holds."""
+        """Read what is in the pipes now; one read of the pipe's size takes everything."""
         for name, fd in self._interpreter.outputs.items():
             if self._has_input(fd):
                 self._read_bytes = _PIPE_BYTES
@@ -513,7 +515,7 @@ class _Worker:
         self._interpreter.since = time.monotonic()
 
     def _answer(self) -> None:
-        """Say where the rank is, as soon as that is known."""
+        """Send the rank's position as soon as it is known."""
         interpreter = self._interpreter
         if interpreter.locator.answer_at is not None:
             found = interpreter.locator.answers(state=interpreter.state, cell=interpreter.cell, since=interpreter.since)
@@ -522,7 +524,7 @@ class _Worker:
 
 
 def _receive(link: Link) -> list[tuple[Frame, Message]]:
-    """Read once. Raises: LinkClosed at the end, WireError on nonsense."""
+    """Read once. Raises: LinkClosed at the end, WireError on an invalid message."""
     return [(frame, frame.message()) for frame in link.receive()]
 
 
