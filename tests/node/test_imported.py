@@ -361,4 +361,4 @@ def test_odd_modules_and_paths_are_no_change_and_no_lazy_module_is_imported(fold
 
 def test_look_that_fails_is_told_when_the_imports_would_be_used_again(folder: Path) -> None:
     with _watching(folder, before="import site; site.getusersitepackages = 7\n") as watcher:
-        assert watcher.find_changed() == "what is imported (TypeError: 'int' object is not callable)"
+        assert watcher.find_changed() == "the set of imported modules (TypeError: 'int' object is not callable)"

@@ -1,5 +1,7 @@
-"""torch's store, listening on one address only: torchrun's own handlers let it listen on every interface, where anyone
-may read and overwrite its keys."""
+"""torch's store, listening on one address only.
+
+torchrun's own handlers let it listen on every interface, where anyone can read and overwrite its keys.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,10 @@ from ...launch import STORE_FD_VARIABLE
 
 
 def listen(address: str, port: int, *, timeout: timedelta, is_handed: bool = True) -> TCPStore:
-    """Serve a store: on the bound socket that our starter has handed to us, else at ``address``; port 0 is any."""
+    """Serve a store on the bound socket that this process has inherited, else at ``address``; port 0 picks a free one.
+
+    ``is_handed``: whether to use an inherited socket. Raises: OSError when the address cannot be bound.
+    """
     handed = os.environ.pop(STORE_FD_VARIABLE, "") if is_handed else ""
     if handed:
         listener = socket.socket(fileno=int(handed))
@@ -32,5 +37,5 @@ def listen(address: str, port: int, *, timeout: timedelta, is_handed: bool = Tru
 
 
 def connect(address: str, port: int, *, timeout: timedelta) -> TCPStore:
-    """Be a client of a store; waits for one that is not there yet."""
+    """Connect to a store, waiting for it to start."""
     return TCPStore(address, port, None, is_master=False, timeout=timeout)

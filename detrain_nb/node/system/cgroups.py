@@ -1,6 +1,6 @@
-"""The cgroups that limit a process, as Linux shows them, of either version. Elsewhere there are none.
+"""The cgroups that limit a process, of either version of Linux's cgroups; none on other systems.
 
-It is in the text of node/ssh/probe.py too: nothing newer than Python 3.7.
+This file is also part of the text of node/ssh/probe.py: it must run on Python 3.7.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from dataclasses import dataclass
 
 from .proc_files import read, read_number
 
-_UNLIMITED_BYTES = 1 << 60  # cgroup v1 writes the largest page count there is
+_UNLIMITED_BYTES = 1 << 60  # cgroup v1 shows the largest page count as "no limit"
 _ESCAPED = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True)
 class Cgroup:
-    """A folder of a controller: of that of memory, or of processors."""
+    """A folder of the memory or the CPU controller."""
 
     folder: str
     version: int
 
     def kills(self) -> int | None:
-        """How many processes were ended: in version 1 of this group alone, in version 2 of all below it too."""
+        """Count the processes killed for lack of memory: in this group; in version 2 also in all groups below it."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         return read_number(f"{self.folder}/{name}", "oom_kill ")
 
     def hits(self) -> int | None:
-        """How often its limit was in the way: in version 1 of any allocation, in version 2 of one that then failed."""
+        """Count how often the limit was hit: in version 1 by any allocation, in version 2 by one that then failed."""
         if self.version == 1:
             return read_number(f"{self.folder}/memory.failcnt")
         local = read_number(f"{self.folder}/memory.events.local", "oom ")
         return read_number(f"{self.folder}/memory.events", "oom ") if local is None else local
 
     def has_been_full(self) -> bool:
-        """Version 1: whether memory and swap together were at their limit, hits of which newer kernels do not count."""
+        """Check (version 1) whether memory plus swap reached their limit; newer kernels do not count such hits."""
         peak = read_number(f"{self.folder}/memory.memsw.max_usage_in_bytes")
         limit = read_number(f"{self.folder}/memory.memsw.limit_in_bytes")
         return peak is not None and limit is not None and peak >= 0.99 * limit
@@ -46,7 +46,7 @@ class Cgroup:
         return None if limit is None or limit >= _UNLIMITED_BYTES else limit
 
     def free_bytes(self) -> int | None:
-        """What its limit leaves; what files are cached in gives way. None where there is no limit."""
+        """Return the bytes left below the limit, counting reclaimable file cache as free; None without a limit."""
         limit = self.limit_bytes()
         used = read_number(f"{self.folder}/{'memory.usage_in_bytes' if self.version == 1 else 'memory.current'}")
         if limit is None or used is None:
@@ -55,7 +55,7 @@ class Cgroup:
         return max(0, limit - used + (read_number(f"{self.folder}/memory.stat", name) or 0))
 
     def limit_cpus(self) -> float | None:
-        """How many processors it may use at once."""
+        """Return how many processors the group may use at once; None without a limit."""
         if self.version == 1:
             words = [(read(f"{self.folder}/cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period")]
         else:
@@ -66,14 +66,14 @@ class Cgroup:
 
 @dataclass(frozen=True)
 class Mount:
-    """Where the folders of a controller are seen, and which of its groups the topmost one is."""
+    """A mount of a controller: its folder, and the group that this folder shows."""
 
     folder: str
     group: str
     version: int
 
     def folder_of(self, group: str) -> str | None:
-        """The folder of ``group``; None where it lies outside of this mount, as in a container."""
+        """Return the folder of ``group``; None if it is outside this mount, as in a container."""
         top = self.group.rstrip("/")
         below = group.rstrip("/")
         if below != top and not below.startswith(f"{top}/"):
@@ -96,7 +96,7 @@ def read_mounts(root: str, controller: str = "memory") -> list[Mount]:
 
 
 def find_groups(cgroups: str, mounts: list[Mount], controller: str = "memory") -> tuple[list[Cgroup], bool]:
-    """The group of a process and those above it, up to the mount; whether its group is a guess: the mount's own."""
+    """Return a process's group and its parents up to the mount, and whether the group is a guess (the mount's own)."""
     paths = {}
     for line in cgroups.split("\n"):
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
@@ -104,7 +104,7 @@ def find_groups(cgroups: str, mounts: list[Mount], controller: str = "memory") -
             paths[1] = path
         elif line.startswith("0::"):
             paths[2] = path
-    version = min(paths, default=0)  # the controller is in one hierarchy; a process has a path in version 2 anyway
+    version = min(paths, default=0)  # version 1 if it has the controller; every process also has a path in version 2
     mounts = [mount for mount in mounts if mount.version == version]
     for mount in mounts:
         folder = mount.folder_of(paths[version])

@@ -1,4 +1,4 @@
-"""Which GPUs a node has, asked without CUDA: a process that has called CUDA cannot fork ranks that use it."""
+"""The GPUs of a node, listed without CUDA: a process that has called CUDA cannot fork ranks that use it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from collections.abc import Sequence
 
 
 def count_gpus() -> int:
-    """How many GPUs a process started here may use."""
+    """Count the GPUs that a process started here may use."""
     return len(list_gpus())
 
 
 @functools.cache
 def list_gpus() -> tuple[str, ...]:
-    """The GPUs that a process started here may use, as CUDA_VISIBLE_DEVICES names them, without a CUDA call.
+    """List the GPUs that a process started here may use, as CUDA_VISIBLE_DEVICES names them, without a CUDA call.
 
-    NVML counts, nvidia-smi does without it. Once in a process: a driver may take long, and a notebook that attaches
-    again waits for the answer.
+    NVML counts them; without NVML, nvidia-smi does. The result is cached: a driver may be slow, and a notebook that
+    attaches again waits for the answer.
     """
     return read_visible(os.environ.get("CUDA_VISIBLE_DEVICES"), _count_with_nvml())
 
 
 def read_visible(variable: str | None, there: int) -> tuple[str, ...]:
-    """What of ``there`` GPUs the variable leaves, as CUDA reads it: up to the first name that is none of a GPU here."""
+    """List which of ``there`` GPUs the variable selects; like CUDA, stop at the first invalid name."""
     if variable is None:
         return tuple(map(str, range(there)))
     names: list[str] = []
@@ -37,7 +37,7 @@ def read_visible(variable: str | None, there: int) -> tuple[str, ...]:
 
 
 def name_gpus(positions: str, visible: Sequence[str]) -> str:
-    """CUDA_VISIBLE_DEVICES for those at ``positions`` ("0,2") of ``visible``, which is itself a choice at times."""
+    """Return the CUDA_VISIBLE_DEVICES that selects ``positions`` ("0,2") of ``visible``."""
     indices = [int(position) for position in positions.split(",")]
     return ",".join(visible[index] if index < len(visible) else str(index) for index in indices)
 

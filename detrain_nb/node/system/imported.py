@@ -1,4 +1,4 @@
-"""Whether another import would bring what this process has imported: its files, and the places where imports look."""
+"""The files that this process has imported, and the places where imports look: have they changed since?"""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _Stamp = tuple[int, int, int, int]
 
 
 class ImportedFiles:
-    """Every file that this process has imported or mapped, and every place where an import looks, as they are now.
+    """The present state of every file that this process has imported or mapped, and of every place imports look in.
 
-    One that has changed since this process began counts as changed: what was imported may be what was there before.
-    Of a folder only those names count that an import, or the system's loader, could take.
-    What a module reads besides, at its import, is not known.
+    A file that has changed since this process started counts as changed: the import may have read its earlier content.
+    In a folder, only names that an import or the system's loader could use are compared.
+    Other files that a module reads during its import are not known.
 
-    Relative paths are left out: they begin in no folder of the user's.
+    Relative paths are left out: the warm process does not run in a folder of the user's.
     """
 
     def __init__(self) -> None:
@@ -35,15 +35,15 @@ class ImportedFiles:
         self._names: dict[str, frozenset[str]] = {}
         try:
             self._changed = self._look()
-        except Exception as exc:  # noqa: BLE001  modules may be anything: none of them keeps a session from starting
-            self._changed = f"what is imported ({type(exc).__name__}: {exc})"
+        except Exception as exc:  # noqa: BLE001  sys.modules may hold anything: it must not prevent a session's start
+            self._changed = f"the set of imported modules ({type(exc).__name__}: {exc})"
 
     def find_changed(self) -> str:
-        """A path that is not as it was: another import could bring something else. Empty when there is none."""
+        """Return a path that has changed, so that a new import could give another result; empty if there is none."""
         return self._changed or next(self._find_changed(), "")
 
     def _look(self) -> str:
-        """Note what is there; returns what has changed already."""
+        """Record the present state; returns a path that has already changed, else empty."""
         began_at = _began_at()
         paths = {*_imported_files(), *_mapped_files(), *_places_of_imports(), *_places_of_the_loader()}
         self._stamps = {path: _stamp(path) for path in sorted(paths) if os.path.isabs(path)}
@@ -60,7 +60,7 @@ class ImportedFiles:
                 yield path
 
     def _find_younger(self, moment: float) -> Iterator[str]:
-        """What may have changed after the moment. A folder changes with what it holds: only a new name counts."""
+        """Yield paths that may have changed since ``moment``; in a folder, only new names count."""
         for path, stamp in self._stamps.items():
             if stamp is None or not (_is_younger(os.lstat, path, moment) or _is_younger(os.stat, path, moment)):
                 continue
@@ -73,14 +73,14 @@ class ImportedFiles:
 
 
 def _imported_files() -> Iterator[str]:
-    yield sys.executable  # a link perhaps, to the file that is mapped
+    yield sys.executable  # may be a link to the mapped file
     for module in list(sys.modules.values()):
         if isinstance(path := _own(module, "__file__"), str):
             yield path
 
 
 def _mapped_files() -> Iterator[str]:
-    """Python itself and the shared libraries: torch is mostly these. One that is "deleted" may have been replaced."""
+    """Yield Python itself and the shared libraries, of which torch mostly consists; "deleted" ones may be replaced."""
     for line in Path("/proc/self/maps").read_text("utf-8", errors="replace").splitlines():
         _, rights, *_ = line.split(" ", 2)
         if "x" in rights and "/" in line:
@@ -88,7 +88,7 @@ def _mapped_files() -> Iterator[str]:
 
 
 def _places_of_imports() -> Iterator[str]:
-    """Where Python looks for modules, and at its start for more such folders, be they there or not."""
+    """Yield the places where Python looks for modules, and at its start for more folders, whether they exist or not."""
     yield os.path.join(sys.prefix, "pyvenv.cfg")
     yield site.getusersitepackages()
     for module in list(sys.modules.values()):
@@ -99,7 +99,7 @@ def _places_of_imports() -> Iterator[str]:
             yield folder
             with contextlib.suppress(OSError, ValueError):
                 names = set(os.listdir(folder))
-                yield from (os.path.join(folder, name) for name in names & imported)  # a package one day, perhaps
+                yield from (os.path.join(folder, name) for name in names & imported)  # may become a package
                 infos = (name for name in names if name.endswith((".dist-info", ".egg-info")))
                 yield from (os.path.join(folder, name, "entry_points.txt") for name in infos)
     for folder in _site_folders():
@@ -107,12 +107,12 @@ def _places_of_imports() -> Iterator[str]:
 
 
 def _site_folders() -> set[str]:
-    """Those in which Python reads a ``.pth`` file. Elsewhere it is a checkpoint."""
+    """Return the folders in which Python reads ``.pth`` files; elsewhere such a file is a checkpoint."""
     return {*site.getsitepackages(), site.getusersitepackages()}
 
 
 def _places_of_pth(folder: str) -> Iterator[str]:
-    """The folder's ``.pth`` files, and the folders they name."""
+    """Yield the folder's ``.pth`` files, and the folders they name."""
     for path in Path(folder).glob("*.pth"):
         yield str(path)
         with contextlib.suppress(OSError):
@@ -128,16 +128,16 @@ def _places_of_pth(folder: str) -> Iterator[str]:
 
 
 def _folders_of(module: object) -> list[str]:
-    """Of a package, one without an ``__init__.py`` too."""
+    """Return the folders of a package, including a namespace package; empty for other modules."""
     path = _own(module, "__path__")
     if isinstance(path, Iterable) and not isinstance(path, (str, Iterator)):
-        with contextlib.suppress(Exception):  # one whose parent is gone
+        with contextlib.suppress(Exception):  # a namespace package whose parent is missing
             return [folder for folder in itertools.islice(path, _MOST_FOLDERS) if isinstance(folder, str)]
     return []
 
 
 def _own(module: object, name: str) -> object:
-    """An attribute, without an import for its sake: there are lazy modules, and things that have any attribute."""
+    """Read a module's own attribute without ``getattr``: lazy modules would import, and some objects have any name."""
     try:
         return object.__getattribute__(module, "__dict__").get(name)
     except Exception:  # noqa: BLE001
@@ -145,29 +145,29 @@ def _own(module: object, name: str) -> object:
 
 
 def _places_of_the_loader() -> Iterator[str]:
-    """Where the system looks for shared libraries before the usual folders."""
+    """Yield the places where the system looks for shared libraries before the usual folders."""
     yield from _LOADER_FILES
     for name in ("LD_LIBRARY_PATH", "LD_PRELOAD"):
         yield from re.split(r"[:; ]", os.environ.get(name, ""))
 
 
 def _began_at() -> float:
-    """When this process began, at the latest: a file of that time or later may have changed while it imported."""
+    """Return the latest time at which this process can have started; later files may have changed during imports."""
     stat = Path("/proc/self/stat").read_text("utf-8", errors="replace")
-    ticks = int(stat.rpartition(")")[2].split()[19]) + 1  # rounded up: Python has read nothing yet
+    ticks = int(stat.rpartition(")")[2].split()[19]) + 1  # rounded up: Python had read no file by then
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
 
 
 def _is_younger(look: Callable[[str], os.stat_result], path: str, moment: float) -> bool:
-    """By the time that the system sets at every change: one that was modified "tomorrow" is not younger for that."""
+    """Compare by ctime, which the system sets at every change; an mtime may be in the future."""
     with contextlib.suppress(OSError, ValueError):
         return look(path).st_ctime >= moment
     return False
 
 
 def _names_in(folder: str) -> frozenset[str]:
-    """Those that an import or the loader could take; none where the folder cannot be listed."""
+    """Return the names that an import or the loader could use; empty if the folder cannot be listed."""
     with contextlib.suppress(OSError, ValueError), os.scandir(folder) as entries:
         return frozenset(
             entry.name
@@ -180,7 +180,7 @@ def _names_in(folder: str) -> frozenset[str]:
 
 
 def _is_package(entry: os.DirEntry[str]) -> bool:
-    """A link may be to one: what is behind it is not looked at, a file system perhaps that does not answer."""
+    """Check whether an entry may be a package; links count unseen, as their file system may not respond."""
     if not entry.name.isidentifier():
         return False
     return entry.is_symlink() or (
@@ -189,7 +189,7 @@ def _is_package(entry: os.DirEntry[str]) -> bool:
 
 
 def _stamp(path: str) -> _Stamp | None:
-    """What changes with a file's content; of a path in an archive, with the archive's. None where nothing is."""
+    """Return what changes with a file's content (for a path in an archive, the archive's); None if there is no file."""
     try:
         state = os.stat(path)
     except NotADirectoryError:

@@ -1,4 +1,4 @@
-"""One thread that waits for many sources: links are flushed when they can be, readers called in turn."""
+"""A loop in which one thread waits for many sources, flushing links when possible and calling readers in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...wire import Link, LinkClosed
 
-_LONGEST_WAIT_S = 3600.0  # that a system knows
+_LONGEST_WAIT_S = 3600.0  # safely within the range of every system
 
 Source = Link | int  # a link, or a descriptor that is only read
 
@@ -22,7 +22,7 @@ class _Watched:
 
 
 class Loop:
-    """Sources and what to do when they can be read."""
+    """A set of sources, each with a function to call when it can be read."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
@@ -30,7 +30,7 @@ class Loop:
         self._links: list[Link] = []
 
     def add(self, source: Source, on_readable: Callable[[], object]) -> None:
-        """Watch ``source``, or change who reads from it; ``on_readable`` deals with its end as well."""
+        """Watch ``source``, or replace its reader; ``on_readable`` also handles the end of the source."""
         if source in self._watched:
             self._watched[source].on_readable = on_readable
             return
@@ -40,7 +40,7 @@ class Loop:
         self._register(source)
 
     def remove(self, source: Source) -> None:
-        """Watch ``source`` no more; does nothing when it is not watched."""
+        """Stop watching ``source``; does nothing if it is not watched."""
         watched = self._watched.pop(source, None)
         if watched and watched.events:
             self._selector.unregister(source)
@@ -48,14 +48,14 @@ class Loop:
             self._links.remove(source)
 
     def pause(self, source: Source, is_paused: bool) -> None:
-        """Do not read from ``source`` for a while; what waits for it is still sent."""
+        """Pause or resume reading from ``source``; bytes waiting to be sent to it are still sent."""
         watched = self._watched.get(source)
         if watched and watched.is_paused != is_paused:
             watched.is_paused = is_paused
             self._register(source)
 
     def once(self, *moments: float | None) -> None:
-        """Wait for something, until the first of ``moments`` (of time.monotonic()), and deal with all that happened."""
+        """Wait for events, at most until the first of ``moments`` (of time.monotonic()), and handle them all."""
         first = min((at for at in moments if at is not None), default=None)
         timeout_s = None if first is None else min(_LONGEST_WAIT_S, max(0.0, first - time.monotonic()))
         for link in self._links:
@@ -67,13 +67,13 @@ class Loop:
                 try:
                     source.flush()
                 except LinkClosed:
-                    events |= selectors.EVENT_READ  # its reader meets the end too, and deals with it
+                    events |= selectors.EVENT_READ  # its reader fails too, and handles the end
             watched = self._watched.get(source)
             if events & selectors.EVENT_READ and watched:
                 watched.on_readable()
 
     def close(self) -> None:
-        """Watch nothing any more."""
+        """Stop watching all sources."""
         self._selector.close()
         self._watched.clear()
         self._links.clear()

@@ -1,4 +1,4 @@
-"""Whether this process has room for what is announced, before memory is taken for it."""
+"""A check that this process has enough free memory, made before memory is allocated for announced data."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from ...errors import SessionError
 from .cgroups import find_groups, read_mounts
 from .proc_files import read, read_number
 
-_LITTLE_BYTES = 64 << 20  # is always tried
+_LITTLE_BYTES = 64 << 20  # always allowed
 
 
 def require_room(size_bytes: int, *, what: str, advice: str, root: Path = Path("/")) -> None:
-    """Raises: SessionError where so much memory is not free. Elsewhere than on Linux it is tried."""
+    """Check that ``size_bytes`` of memory are free; does nothing on systems other than Linux.
+
+    Raises: SessionError when they are not; ``what`` and ``advice`` go into its text.
+    """
     free_bytes = None if size_bytes <= _LITTLE_BYTES else free_memory_bytes(root=root)
     if free_bytes is not None and size_bytes > free_bytes:
         raise SessionError(
@@ -21,7 +24,7 @@ def require_room(size_bytes: int, *, what: str, advice: str, root: Path = Path("
 
 
 def free_memory_bytes(*, root: Path = Path("/")) -> int | None:
-    """What is free on this machine, and within the cgroups of this process; None where that is not known."""
+    """Return the bytes that are free on this machine and within this process's cgroups; None if unknown."""
     top = str(root).rstrip("/")
     of_machine = read_number(f"{top}/proc/meminfo", r"MemAvailable:\s+")
     groups, _ = find_groups(read(f"{top}/proc/self/cgroup") or "", read_mounts(top))

@@ -1,4 +1,4 @@
-"""What Linux says in files, of processes and of cgroups; in the text of node/ssh/probe.py as cgroups.py is."""
+"""Reading Linux's files about processes and cgroups; like cgroups.py, part of the text of node/ssh/probe.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 
 
 def read(path: str) -> str | None:
-    """All of it; None where it cannot be read."""
+    """Return the content of a file; None if it cannot be read."""
     try:
         with open(path, "rb", buffering=0) as file:
             return os.fsdecode(file.read())
@@ -16,6 +16,6 @@ def read(path: str) -> str | None:
 
 
 def read_number(path: str, name: str = "") -> int | None:
-    """The number behind ``name`` at the start of a line; None where there is none."""
+    """Return the number after ``name`` (a regex) at the start of a line; None if there is none."""
     match = re.search(rf"^{name}(\d{{1,20}})", read(path) or "", re.MULTILINE)
     return int(match[1]) if match else None

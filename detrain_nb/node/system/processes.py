@@ -1,4 +1,4 @@
-"""What Linux offers to end every process that a rank started, and to see what one uses. Elsewhere: best effort."""
+"""Linux functions to stop every process that a rank started, and to read resource use; best effort elsewhere."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _MFD_CLOEXEC = 1
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
-_told_fd = -1  # where Python is to tell of signals: there is one such place in a process
+_told_fd = -1  # the descriptor to which Python reports signals: there is one per process
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every descendant whose own parent ends: none escapes ``end_descendants``."""
+    """Become the parent of every descendant whose parent exits, so that none escapes ``end_descendants``."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Get SIGKILL when the parent ends; leave at once when it already has."""
+    """Have the kernel kill this process when its parent exits; exit at once if it already has."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def watch_children() -> int:
-    """A descriptor that can be read when a child has ended: ``drain`` it, then see which."""
+    """Return a descriptor that becomes readable when a child exits: ``drain`` it, then find out which one."""
     global _told_fd
     ended, _told_fd = os.pipe()
     os.set_blocking(ended, False)
@@ -44,21 +44,21 @@ def watch_children() -> int:
 
 
 def drain(fd: int) -> None:
-    """Read what ``watch_children`` tells."""
+    """Empty the descriptor of ``watch_children``."""
     with contextlib.suppress(BlockingIOError):
         os.read(fd, 4096)
 
 
 def forget_children(ended: int) -> None:
-    """In a forked process: close what ``watch_children`` of its parent has opened."""
-    signal.set_wakeup_fd(-1)  # since Python 3.12 asyncio has done so in the fork: it does not say what it was
+    """Close, in a forked process, the descriptors that ``watch_children`` opened in its parent."""
+    signal.set_wakeup_fd(-1)  # its return value is not used: from Python 3.12 on, asyncio resets it in the fork
     os.close(_told_fd)
     os.close(ended)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def end_descendants(*, spare: Collection[int] = (), limit_s: float = 5.0) -> None:
-    """Kill every process below this one, and reap those that became its children; ``spare`` are left alone."""
+    """Kill every descendant of this process except ``spare``, and reap those that have become its children."""
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         with contextlib.suppress(ChildProcessError):
@@ -70,11 +70,11 @@ def end_descendants(*, spare: Collection[int] = (), limit_s: float = 5.0) -> Non
         for pid in below:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        time.sleep(0.002)  # SIGKILL is under way; the next pass sees who is left
+        time.sleep(0.002)  # SIGKILL takes a moment; the next pass finds the remaining ones
 
 
 def stop_with_descendants(process: subprocess.Popen[bytes], *, limit_s: float = 1.0) -> None:
-    """Interrupt a process and all below it, as a terminal would, and kill those that have not ended in time."""
+    """Interrupt a process and its descendants, as a terminal would, and kill those that have not exited in time."""
     below = descendants(process.pid)
     deadline = time.monotonic() + limit_s
     try:
@@ -85,7 +85,7 @@ def stop_with_descendants(process: subprocess.Popen[bytes], *, limit_s: float = 
             time.sleep(0.01)
     finally:
         _send_signal(signal.SIGKILL, process, {*below, *descendants(process.pid)})
-        with contextlib.suppress(subprocess.TimeoutExpired):  # it has another user's rights
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it runs as another user and cannot be killed
             process.wait(limit_s)
 
 
@@ -94,11 +94,11 @@ def _send_signal(number: signal.Signals, process: subprocess.Popen[bytes], below
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)
     with contextlib.suppress(PermissionError):
-        process.send_signal(number)  # none when it has been reaped: its number may be another's
+        process.send_signal(number)  # sends nothing once it is reaped: its pid may have been reused
 
 
 def descendants(pid: int) -> list[int]:
-    """The processes below ``pid``, read from /proc; empty where that cannot be read."""
+    """Return the pids of all descendants of ``pid``, read from /proc; empty if that cannot be read."""
     children: dict[int, list[int]] = {}
     with contextlib.suppress(OSError):
         for entry in filter(str.isdigit, os.listdir("/proc")):
@@ -114,23 +114,23 @@ def descendants(pid: int) -> list[int]:
 
 
 def start_ticks(pid: int) -> int:
-    """When a process was started, in ticks since the machine was: with its number it names it. 0 where none runs."""
+    """Return when a process started, in ticks since boot; 0 if none runs. Pid and start time identify a process."""
     fields = _stat_fields(str(pid))
     return int(fields[19]) if len(fields) > 19 and fields[0] not in ("Z", "X") else 0
 
 
 def has_ended(child: int) -> bool:
-    """A child has ended, and still has its number."""
+    """Check whether a child has exited, without reaping it."""
     return os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def memory_bytes(pid: int) -> int:
-    """Resident memory of a process, 0 where it cannot be read."""
+    """Return the resident memory of a process; 0 if it cannot be read."""
     return (read_number(f"/proc/{pid}/statm", r"\d+ ") or 0) * os.sysconf("SC_PAGE_SIZE")
 
 
 def process_use(pid: int) -> tuple[float, int]:
-    """Processor time that all threads of a process have used, and its resident memory; 0 where it cannot be read."""
+    """Return the processor time used by all threads of a process, and its resident memory; 0 if unreadable."""
     fields = _stat_fields(str(pid))
     if len(fields) < 22:
         return 0.0, 0
@@ -139,9 +139,9 @@ def process_use(pid: int) -> tuple[float, int]:
 
 
 def main_thread_seconds(pid: int) -> float:
-    """Processor time that the main thread of a process has used, or could have used; 0 where it cannot be read.
+    """Return the processor time that a process's main thread has used or waited for; 0 if it cannot be read.
 
-    Where more threads run than there are processors, one that computes waits for its turn: that counts too.
+    With more threads than processors, a computing thread waits for its turn: that waiting time counts too.
     """
     if scheduled := (read(f"/proc/{pid}/task/{pid}/schedstat") or "").split():
         return (int(scheduled[0]) + int(scheduled[1])) / 1e9
@@ -151,17 +151,17 @@ def main_thread_seconds(pid: int) -> float:
 
 
 def main_thread_asleep_in(pid: int) -> str:
-    """The function of the kernel that the main thread of a process sleeps in; empty where it runs, or is not known."""
+    """Return the kernel function that a process's main thread sleeps in; empty if it is running or unknown."""
     return (read(f"/proc/{pid}/task/{pid}/wchan") or "").partition(".")[0].strip("0\n ")
 
 
 def _stat_fields(of: str) -> list[str]:
-    """What stands behind its name in the line of a process, or a thread; empty where that cannot be read."""
+    """Return the fields after the name in the stat file of a process or thread; empty if it cannot be read."""
     return (read(f"/proc/{of}/stat") or "").rpartition(")")[2].split()
 
 
 def lead_nowhere(*streams: int) -> None:
-    """Let descriptors of this process have nothing to read, and lose what is written."""
+    """Redirect descriptors of this process to /dev/null."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for stream in streams:
         os.dup2(nothing, stream)
@@ -169,7 +169,7 @@ def lead_nowhere(*streams: int) -> None:
 
 
 def close_inherited_sockets(*, keep: set[int]) -> None:
-    """Close the sockets that a forked process got from its parent: shutting one would end it for the parent too."""
+    """Close the sockets that a forked process inherited: shutting one down later would end the parent's connection."""
     for entry in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
         fd = int(entry)
         if fd in keep:
@@ -185,11 +185,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 def open_memory_file(name: str) -> int:
-    """Make a file on no disk. Not by `os`: Python of conda, or of uv, was built for an older libc, and lacks it there.
+    """Make a file in memory. ``os.memfd_create`` is missing in conda's and uv's Python, built for an older libc.
 
     Raises: OSError.
     """
     opened: int = ctypes.CDLL(None, use_errno=True).memfd_create(name.encode(), _MFD_CLOEXEC)
     if opened < 0:
-        raise OSError(ctypes.get_errno(), "no file in memory can be made")
+        raise OSError(ctypes.get_errno(), "a memory file cannot be made")
     return opened

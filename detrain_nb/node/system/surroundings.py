@@ -1,4 +1,4 @@
-"""What a process inherits: two that agree here behave the same, as far as the system can tell."""
+"""The settings that a process inherits: processes that agree in them behave the same, as far as the system shows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...text import name_some
 _UMASK = re.compile(r"^Umask:\s*([0-7]+)$", re.MULTILINE)
 _RIGHTS = re.compile(r"^(Uid|Gid|Groups|Cap\w+|NoNewPrivs|Seccomp):[ \t]*(.*)$", re.MULTILINE)
 
-# What differs between two starts and is read by nothing that a warm process imports: by the worker and its interpreter.
+# Variables that differ between two starts and are read by the worker and its interpreter only, not by imported modules.
 PER_SESSION_VARIABLES = frozenset(
     {
         RANK_CONFIG_VARIABLE,
@@ -23,16 +23,16 @@ PER_SESSION_VARIABLES = frozenset(
         WARM_FD_VARIABLE,
         GPUS_VARIABLE,
         STEPS_VARIABLE,
-        "CUDA_VISIBLE_DEVICES",  # CUDA is initialised in the interpreter, never before
-        "PYTEST_CURRENT_TEST",  # pytest sets it anew for every test
+        "CUDA_VISIBLE_DEVICES",  # CUDA is initialised in the interpreter, never earlier
+        "PYTEST_CURRENT_TEST",  # pytest sets it for every test
     }
 )
 
 
 def read_surroundings(pid: int | None = None) -> dict[str, str]:
-    """What a process of this node would hand down to one that it starts: its rights, cgroup, limits, CPUs, priority.
+    """Read what a process hands down to its children: rights, cgroup, limits, CPUs, priority.
 
-    ``pid``: of another process than this one. Raises: OSError when there is no such process.
+    ``pid``: the process; by default this one. Raises: OSError when there is no such process.
     """
     folder = f"/proc/{pid or 'self'}"
     found = {name: _read(f"{folder}/{name}") for name in ("cgroup", "limits", "oom_score_adj")}
@@ -43,7 +43,7 @@ def read_surroundings(pid: int | None = None) -> dict[str, str]:
 
 
 def read_starter() -> dict[str, str]:
-    """What an agent would get from this process, if this process started it now; empty where that cannot be read."""
+    """Read what an agent would inherit if this process started it now; empty if it cannot be read."""
     with contextlib.suppress(OSError, AttributeError):
         umask = _UMASK.search(_read("/proc/self/status"))
         return {**read_surroundings(), "python": os.path.normpath(sys.executable), "umask": umask[1] if umask else ""}
@@ -51,18 +51,18 @@ def read_starter() -> dict[str, str]:
 
 
 def without_session_variables(env: dict[str, str]) -> dict[str, str]:
-    """The part of an environment that must be the same for two starts to share what was imported."""
+    """Return the part of an environment that must be equal for two starts to share imported modules."""
     return {name: value for name, value in env.items() if name not in PER_SESSION_VARIABLES}
 
 
 def find_difference(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The names that two of these do not agree on, a few of them; empty when there are none."""
+    """Name some of the settings that differ between two readings; empty if none do."""
     names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
     return name_some(names)
 
 
 class ImportedEnvironment:
-    """What imports have changed in the environment of this process, a ``sitecustomize`` too, which runs before us."""
+    """The changes that imports, including ``sitecustomize``, have made to the environment of this process."""
 
     def __init__(self) -> None:
         before = _read_first_environment()
@@ -70,8 +70,8 @@ class ImportedEnvironment:
         self._changes = [(name, before.get(name), os.environ.get(name)) for name in names]
 
     def applied_to(self, env: Mapping[str, str]) -> dict[str, str]:
-        """The environment after the same imports. A variable that was another one before them is left as it is."""
-        made = {name: value for name, value in env.items() if name}  # the system has some that Python cannot set
+        """Return ``env`` as the same imports would change it; variables with other initial values are left alone."""
+        made = {name: value for name, value in env.items() if name}  # Python cannot set a variable without a name
         for name, before, after in self._changes:
             if made.get(name) != before:
                 continue
@@ -83,7 +83,7 @@ class ImportedEnvironment:
 
 
 def _read_first_environment() -> dict[str, str]:
-    """That with which this process was started; what is there now where the system does not say."""
+    """Read the environment with which this process was started; the present one if the system does not show it."""
     try:
         with open("/proc/self/environ", "rb") as file:
             lines = file.read().split(b"\0")
