@@ -1,4 +1,4 @@
-"""The notebook's folder, kept the same on a node: what we have sent is removed and replaced, nothing else is."""
+"""The node's copy of the notebook's folder: only files that the notebook has sent are ever replaced or removed."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ _CHUNK_BYTES = 1 << 18
 _Wanted = dict[str, tuple[str, bool, bool]]  # by name: digest, executable, private
 _COMPILED = "__pycache__"
 _LOCK_LIMIT_S = 60.0
-_DONE_LIMIT_S = 600.0  # the notebook has long given up then, or is gone without a word
+_DONE_LIMIT_S = 600.0  # by then the notebook has given up, or has disappeared without disconnecting
 
 
 def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
-    """Make ``folder`` as the notebook's; SIGALRM comes when that takes too long: other notebooks wait for the lock."""
+    """Make ``folder`` equal to the notebook's folder.
+
+    SIGALRM arrives if that takes too long, as other notebooks may be waiting for the lock.
+    """
     _be_done_in_time(order["size"])
     text = b"".join(talk.read(order["size"]))
     listed: list[list[Any]] = json.loads(text)
@@ -51,7 +54,7 @@ def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
             else:
                 _remove_unwanted(folder, wanted, sent)
         except BaseException:
-            with contextlib.suppress(OSError):  # what was done is noted, if there is room for that
+            with contextlib.suppress(OSError):  # record what was done, unless the disk is full
                 write_note(note, order["root"], folder, sent)
             raise
         digest = "" if left_alone else hashlib.sha256(text).hexdigest()
@@ -60,29 +63,29 @@ def sync(talk: Talk, order: dict[str, Any], folder: str) -> None:
 
 
 def _be_done_in_time(size: int) -> None:
-    """``size``: of what comes next."""
+    """Set SIGALRM for a transfer of ``size`` bytes."""
     signal.setitimer(signal.ITIMER_REAL, _DONE_LIMIT_S + size / SLOWEST_BYTES_PER_S)
 
 
 def _compare(folder: str, wanted: _Wanted, sent: dict[str, Sent]) -> tuple[set[str], list[str]]:
-    """Say what has to come, and what somebody else has put where it should."""
+    """Return the names that the notebook has to send, and those left alone because others have changed the path."""
     want, left_alone = set(), []
     for name, kind in wanted.items():
         path = os.path.join(folder, name)
         before = sent.get(name)
         if before and before.is_as(kind) and before.stands(path):
-            continue  # what a rank made of it is the rank's
+            continue  # a rank's changes to it are kept
         if before and before.is_untouched(lstat(path)):
             want.add(name)
         elif (status := lstat(path)) is None or stat.S_ISDIR(status.st_mode):
-            want.add(name)  # a folder may have gone when it is time
+            want.add(name)  # a folder there may be removed by the time the file is written
         elif stat.S_ISREG(status.st_mode) and _digest_file(path) == kind[0]:
             if before is None or before.has_mode_of(kind):
                 sent[name] = Sent(*kind[:2], status.st_size, status.st_mtime_ns, is_ours=False, is_private=kind[2])
             else:
                 want.add(name)
         elif before and before.is_ours and stat.S_ISREG(status.st_mode):
-            want.add(name)  # changed here and there: the notebook's is the one that is meant
+            want.add(name)  # changed on both sides: the notebook's version wins
         else:
             left_alone.append(name)
     return want, left_alone
@@ -98,7 +101,7 @@ def _receive_archive(talk: Talk, writer: TreeWriter) -> IO[bytes]:
 
 
 def _remove_unwanted(folder: str, wanted: _Wanted, sent: dict[str, Sent]) -> None:
-    """What was sent and stands there untouched, and the folders that are empty then. Raises: OSError."""
+    """Remove sent files that are no longer wanted and unchanged, and folders left empty. Raises: OSError."""
     try:
         opened = os.open(folder, SEARCH)
     except FileNotFoundError:
@@ -114,12 +117,12 @@ def _remove_unwanted(folder: str, wanted: _Wanted, sent: dict[str, Sent]) -> Non
 
 
 def _remove_file(folder: int, name: str, before: Sent) -> None:
-    """By what is opened in turn: where a group can write, others may put a link on the way at any moment."""
+    """Remove a file, opening each folder in turn: in group-writable folders, others may insert a link at any moment."""
     with contextlib.ExitStack() as stack:
         try:
             parent, last = stack.enter_context(opened_parent(folder, name))
             status = os.stat(last, dir_fd=parent, follow_symlinks=False)
-        except OSError:  # it has gone, or a link is on the way
+        except OSError:  # it is missing, or a folder on its path is a link
             return
         if not before.is_untouched(status):
             return
@@ -135,12 +138,12 @@ def _remove_file(folder: int, name: str, before: Sent) -> None:
 
 
 def _unpack(archive: IO[bytes], writer: TreeWriter, want: set[str], sent: dict[str, Sent]) -> list[str]:
-    """Returns what cannot be written where it should, because of what somebody else has put there."""
+    """Write the archive's files; returns the names left alone because others have put something at their path."""
     left_alone = []
     with zipfile.ZipFile(archive) as packed:
         for info in packed.infolist():
             if info.filename not in want:
-                raise Untrue(f"{info.filename!r} was not asked for")
+                raise Untrue(f"{info.filename!r} was not requested")
             name, mode = info.filename, info.external_attr >> 16
             path = os.path.join(writer.folder, name)
             if os.path.isdir(path) or _is_behind_link(writer.folder, name):
@@ -166,7 +169,7 @@ def _digested(file: IO[bytes], update: Callable[[bytes], object]) -> Iterator[by
 
 
 def _is_behind_link(folder: str, name: str) -> bool:
-    """A folder on the way is a link, or no folder."""
+    """Check whether any parent of ``name`` is a link or not a folder."""
     path = folder
     for part in name.split("/")[:-1]:
         path = os.path.join(path, part)
@@ -177,7 +180,7 @@ def _is_behind_link(folder: str, name: str) -> bool:
 
 
 def _remove_compiled(folder: int, name: str) -> None:
-    """Python tells by size and second whether it is of the source that stands there: two edits in one are too quick."""
+    """Remove a module's compiled files: Python compares size and time in seconds, and misses two quick edits."""
     if not name.endswith(".py"):
         return
     try:
@@ -205,11 +208,11 @@ def _digest_file(path: str) -> str:
 
 @contextlib.contextmanager
 def _locked(path: str, talk: Talk) -> Iterator[None]:
-    """Nodes may share their home: one at a time."""
+    """Hold the lock: nodes may share their home, and only one at a time may write there."""
     deadline = time.monotonic() + _LOCK_LIMIT_S
     while (lock := take_lock(Path(path), is_new=True)) is None:
         if time.monotonic() >= deadline:
-            raise FilesError(f"{path} is held by another notebook, or node")
+            raise FilesError(f"{path} is locked by another notebook or node")
         talk.tick()
         time.sleep(0.02)
     try:

@@ -1,6 +1,6 @@
-"""Lines of JSON with raw bytes between them: how the notebook and remote_program.py speak, the same at both ends.
+"""Lines of JSON with raw bytes between them: the protocol of the notebook and remote_program.py, for both ends.
 
-Whoever listens believes nothing of what comes.
+Everything received is validated.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ from typing import Any, Protocol
 from ..text import printable
 
 _CHUNK_BYTES = 1 << 18
-LINE_BYTES = 1 << 18  # parsed in 70 ms, whatever is in them, during which no other thread has its turn
+LINE_BYTES = 1 << 18  # any line is parsed within 70 ms, during which no other thread can run
 _STILL_AT_IT = b'{"type": "wait"}\n'
 _MOST_WAITS = 10_000  # 14 hours
-MOST_DEPTH = 100  # of the folders in one another
-SLOWEST_BYTES_PER_S = 20_000  # a slower connection brings nothing
+MOST_DEPTH = 100  # of nested folders
+SLOWEST_BYTES_PER_S = 20_000  # slower connections are given up
 _TICK_S = 5.0
 _LAST_LINES = 100
 _CUT_OFF = "the other side hung up in the middle of a file"
-_UNFIT = ("Cc", "Cf", "Cs", "Zl", "Zp")  # what is not seen, or turns the writing, makes a name look like another
-_JOINERS = "\u200c\u200d"  # not seen either; words of some languages, and emoji, need them
+_UNFIT = ("Cc", "Cf", "Cs", "Zl", "Zp")  # invisible and direction-changing characters make names look alike
+_JOINERS = "\u200c\u200d"  # also invisible, but some languages and emoji need them
 _NOT_ON_WINDOWS = re.compile(r'[\\:*?"<>|]|[ .](/|$)|(^|/)(con|prn|aux|nul|com\d|lpt\d)(\.|/|$)', re.IGNORECASE)
 
 
 class FilesError(Exception):
-    """What cannot be done on this side, in words for the user."""
+    """An error on this side, with a text for the user."""
 
 
 class Failed(FilesError):
-    """The other side has said that it cannot go on, or has hung up."""
+    """The other side has reported an error or hung up."""
 
 
 class Refused(Failed):
-    """The other side has said why it cannot go on."""
+    """The other side has reported why it cannot continue."""
 
 
 class Overdue(Failed):
-    """The other side does not come to an end, be it silent, slow, or always still at it."""
+    """The other side does not finish: it is silent, too slow, or keeps reporting that it is busy."""
 
 
 class Untrue(FilesError):
-    """What came is not what our program says."""
+    """Received data is not a valid message."""
 
 
 class Sink(Protocol):
-    """Where bytes go."""
+    """A destination for bytes."""
 
     def write(self, data: bytes, /) -> object: ...
 
@@ -62,9 +62,9 @@ class Sink(Protocol):
 
 
 class Talk:
-    """Lines of JSON and raw bytes with the other side; sizes have limits.
+    """An exchange of JSON lines and raw bytes with the other side, with limits on sizes.
 
-    After ``deadline``, of time.monotonic(), nothing is waited for; whoever uses it may set it.
+    ``deadline`` (of time.monotonic()) ends all waiting; the caller may set it.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class Talk:
         has_come: Callable[[], bool] = lambda: False,
         patience_s: float = math.inf,
     ) -> None:
-        """``has_come``: there is something to hear while we only send, which can but be a failure.
+        """Talk through ``reader`` and ``writer``.
 
-        ``patience_s`` is for one answer, however often the other side says that it is still at it.
+        ``has_come``: whether data has arrived while this side only sends; it can only be an error report.
+        ``patience_s``: the limit for one answer, however often the other side reports that it is busy.
         """
         self.deadline = math.inf
         self._reader = reader
@@ -86,7 +87,7 @@ class Talk:
         self._patience_s = patience_s
         self._num_waits = 0
         self._said_at = time.monotonic()
-        self._arrived = bytearray()  # and not read yet
+        self._arrived = bytearray()  # received bytes that are not read yet
 
     def say(self, kind: str, **fields: object) -> None:
         self.send(json.dumps({"type": kind, **fields}).encode() + b"\n")
@@ -104,13 +105,13 @@ class Talk:
         self._said_at = time.monotonic()
 
     def tick(self) -> None:
-        """Say that we are still at it, now and then."""
+        """Send, every few seconds, a line that this side is still busy."""
         if time.monotonic() - self._said_at > _TICK_S:
             self.send(_STILL_AT_IT)
             self.flush()
 
     def hear(self, *kinds: str, most_bytes: int = LINE_BYTES) -> dict[str, Any]:
-        """The next line, which is of one of the kinds. Raises: Failed, Untrue."""
+        """Return the next line, which must be of one of the kinds. Raises: Failed, Untrue."""
         self.flush()
         deadline = self._until()
         while not self._take(said := self._read_line(deadline, most_bytes), *kinds):
@@ -121,20 +122,20 @@ class Talk:
         return min(self.deadline, time.monotonic() + self._patience_s)
 
     def _take(self, said: dict[str, Any], *kinds: str) -> bool:
-        """Say whether it is of one of the kinds; else the other side is still at it. Raises: Untrue."""
+        """Check the kind of a line; returns False if it only reports that the other side is busy. Raises: Untrue."""
         if not said:
             self._num_waits += 1
             if self._num_waits > _MOST_WAITS:
-                raise Overdue("the other side says without end that it is still at it")
+                raise Overdue("the other side keeps reporting that it is busy")
             return False
         kind = said.get("type")
         if kind not in kinds:
             expected = " or ".join(kinds) or "nothing"
-            raise Untrue(f"{clean(kind)[:40]!r} came where {expected} was expected")
+            raise Untrue(f"received {clean(kind)[:40]!r} instead of {expected}")
         return True
 
     def _read_line(self, deadline: float, most_bytes: int = LINE_BYTES) -> dict[str, Any]:
-        """The next line; nothing where it says that the other side is still at it."""
+        """Return the next line; empty if it only reports that the other side is busy."""
         looked_at = 0
         while (end := self._arrived.find(b"\n", looked_at, most_bytes)) < 0 and len(self._arrived) < most_bytes:
             looked_at = len(self._arrived)
@@ -144,11 +145,11 @@ class Talk:
         if line == _STILL_AT_IT:
             return {}
         try:
-            said = json.loads(line)  # nothing, where it has no end
+            said = json.loads(line)  # fails for an empty line, that is, one without an end
         except (ValueError, RecursionError):
             said = None
         if not isinstance(said, dict):
-            raise Untrue("what came is not what our program says")
+            raise Untrue("received data that is not a valid message")
         if said.get("type") == "failed":
             raise Refused(clean(said.get("text")))
         return said
@@ -163,7 +164,7 @@ class Talk:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Where nothing can be sent any more, the other side may have said why before it hung up."""
+        """Look for an error report when sending fails: the other side may have sent one before it hung up."""
         try:
             with _connection_errors():
                 yield
@@ -176,7 +177,7 @@ class Talk:
             raise
 
     def read(self, size: int) -> Iterator[bytes]:
-        """Exactly so many raw bytes, in pieces."""
+        """Yield exactly ``size`` raw bytes, in pieces."""
         deadline = self._until() + size / SLOWEST_BYTES_PER_S
         while size:
             most = min(size, _CHUNK_BYTES)
@@ -197,38 +198,38 @@ def _connection_errors() -> Iterator[None]:
         yield
     except TimeoutError as exc:
         raise Overdue("the other side does not answer") from exc
-    except (OSError, ValueError) as exc:  # ValueError: closed under our hands
+    except (OSError, ValueError) as exc:  # ValueError: closed by another thread
         raise Failed("the connection broke") from exc
 
 
-# ---- what came
+# ---- received values
 
 
 def as_size(said: object) -> int:
-    """A number that came. Raises: Untrue."""
+    """Check a received number of bytes or files. Raises: Untrue."""
     if type(said) is not int or not 0 <= said < 1 << 62:  # a bool is an int
-        raise Untrue(f"{clean(said)[:40]!r} is no number of bytes or files")
+        raise Untrue(f"{clean(said)[:40]!r} is not a number of bytes or files")
     return said
 
 
 def check_name(name: object) -> str:
-    """Return the name of a file or folder below another. Raises: Untrue when it could lead elsewhere, or hides."""
+    """Check the relative name of a file or folder. Raises: Untrue when it leads elsewhere or is not plainly visible."""
     if not isinstance(name, str) or not 0 < len(name) <= 4096:
-        raise Untrue("a name was expected")
+        raise Untrue("expected a name of 1 to 4096 characters")
     if any(part in ("", ".", "..") for part in name.split("/")):
         raise Untrue(f"{clean(name)[:200]!r} leads out of the folder")
     if name.count("/") > MOST_DEPTH:
-        raise Untrue(f"{clean(name)[:200]!r}... is in more than {MOST_DEPTH} folders")
+        raise Untrue(f"{clean(name)[:200]!r}... is nested in more than {MOST_DEPTH} folders")
     if any(unicodedata.category(char) in _UNFIT and char not in _JOINERS for char in name):
-        raise Untrue(f"{clean(name)[:200]!r} has characters that no name should have")
+        raise Untrue(f"{clean(name)[:200]!r} has control or invisible characters")
     if os.name == "nt" and _NOT_ON_WINDOWS.search(name):
-        raise Untrue(f"{clean(name)[:200]!r} can be no name on Windows")
+        raise Untrue(f"{clean(name)[:200]!r} is not a valid name on Windows")
     return name
 
 
 def clean(said: object) -> str:
-    """What the other side said, fit for one line."""
-    text = said if isinstance(said, str) else reprlib.repr(said)  # what is nested can be too deep for repr
+    """Make received data printable on one line."""
+    text = said if isinstance(said, str) else reprlib.repr(said)  # nested data can be too deep for repr
     return printable(text[:4096], "?")
 
 

@@ -1,7 +1,7 @@
-"""Trees of files, as they come by json_lines.py and are written.
+"""Trees of files, received through json_lines.py and written to disk.
 
-A file is written beside its place and renamed when it is whole; when the other side hangs up, what is not whole is
-removed.
+A file is written to a staging folder and moved into place when it is complete. If the other side hangs up, incomplete
+files are removed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from .letter_case import Names, ignores_case
 from .sender import MOST_ENTRIES, MOST_NAMED, STAGING, STAGING_NAME, Progress, is_guarded
 
 _STAGED = re.compile(r"archive|[0-9]+\.part")
-_MOST_NAME_CHARS = 1 << 27  # of the folders that are made, which are remembered
+_MOST_NAME_CHARS = 1 << 27  # of all folders made, whose names are kept in memory
 
 
 class TreeWriter:
-    """Writes files and folders below ``folder``, which is made; through no link, and over no folder.
+    """A writer of files and folders below ``folder``, which it makes; follows no links and replaces no folders.
 
-    What is not whole yet stands in the folder ``staging``.
-    On the way out nothing that is not whole is left, nor a folder that was made for it in vain; on the way in, what a
-    process that was killed has left is removed.
+    Incomplete files are kept in the folder ``staging``. On entry, leftovers of killed processes are removed; on exit,
+    incomplete files are, and after an error also the empty folders that were made.
     """
 
     def __init__(self, folder: str) -> None:
@@ -65,39 +64,39 @@ class TreeWriter:
             self._remove_in_vain()
 
     def _make_staging(self) -> None:
-        """Raises: OSError, also when others have put something in its place before it was opened."""
+        """Make and open the staging folder. Raises: OSError, also when others replaced it before it was opened."""
         name = f"{STAGING}{_this_machine()}{secrets.token_hex(4)}"
         os.mkdir(name, 0o700, dir_fd=self.opened)
         self.staging = os.path.join(self.folder, name)
         try:
             self._opened_staging = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=self.opened)
         except OSError:
-            with contextlib.suppress(OSError):  # another one has the name
+            with contextlib.suppress(OSError):  # another folder has the name
                 os.rmdir(name, dir_fd=self.opened)
             raise
         if not self._is_ours(self._opened_staging):
             os.close(self._opened_staging)
             self._opened_staging = -1
-            raise PermissionError(errno.EPERM, "somebody else has put a folder in the place of ours")
-        with contextlib.suppress(OSError):  # a file system without locks: it is not removed there either
+            raise PermissionError(errno.EPERM, "another process has replaced our staging folder")
+        with contextlib.suppress(OSError):  # a file system without locks, on which no leftovers are removed
             _lock(self._opened_staging)
 
     def _remove_leftovers(self) -> None:
-        """Of processes of this machine, in a folder where nobody else can have put them."""
+        """Remove leftovers of processes of this machine, if no other user can have put them there."""
         found: list[str] = []
-        with contextlib.suppress(OSError):  # it need not be one that can be listed
+        with contextlib.suppress(OSError):  # the folder may not be readable
             found = os.listdir(self.folder)
         for name in found:
             is_one = name.startswith(STAGING + _this_machine()) and STAGING_NAME.fullmatch(name)
             if is_one and is_guarded(os.path.join(self.folder, name)):
                 with contextlib.suppress(OSError), _opened_folder(name, self.opened) as left:
-                    staged = os.listdir(left)  # something, or it may be one that is not locked yet
+                    staged = os.listdir(left)  # an empty one may be new and not locked yet
                     if staged and all(map(_STAGED.fullmatch, staged)):
                         _lock(left)
                         self._remove_opened(name, left)
 
     def _is_ours(self, opened: int) -> bool:
-        """The folder is as it was made, not another one, perhaps of this user's too."""
+        """Check that the folder is the one just made, and not another one, which may belong to this user too."""
         state = os.fstat(opened)
         if state.st_uid != os.geteuid() or os.listdir(opened):
             return False
@@ -105,7 +104,7 @@ class TreeWriter:
             return True
         probe = os.open("probe", os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=opened)
         try:
-            return bool(os.fstat(probe).st_mode & 0o077)  # a file system that knows no modes
+            return bool(os.fstat(probe).st_mode & 0o077)  # a file system without modes
         finally:
             os.close(probe)
             os.unlink("probe", dir_fd=opened)
@@ -116,14 +115,14 @@ class TreeWriter:
                 os.close(opened)
 
     def _remove_staging(self) -> None:
-        """Empty the folder that was made, whatever has its name now: in a folder of a group others can rename it."""
+        """Empty the staging folder by its descriptor: in a group-writable folder others can rename it."""
         if self._opened_staging < 0:
             return
         self._remove_opened(os.path.basename(self.staging), self._opened_staging)
 
     def _remove_opened(self, name: str, opened: int) -> None:
         for staged in os.listdir(opened):
-            with contextlib.suppress(OSError):  # a folder that somebody has put there
+            with contextlib.suppress(OSError):  # a folder that someone else has put there
                 os.unlink(staged, dir_fd=opened)
         with contextlib.suppress(OSError):
             named = os.stat(name, dir_fd=self.opened, follow_symlinks=False)
@@ -131,7 +130,7 @@ class TreeWriter:
                 os.rmdir(name, dir_fd=self.opened)
 
     def open_staged(self, name: str, *, mode: int = 0o600) -> IO[bytes]:
-        """Make a file in the staging folder: in ours, whatever has its name now."""
+        """Make a file in the staging folder, by its descriptor: its name may be another folder's by now."""
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         handle = os.open(name, flags, 0o600 | mode & 0o666, dir_fd=self._opened_staging)
         return os.fdopen(handle, "w+b")
@@ -141,11 +140,14 @@ class TreeWriter:
             pass
 
     def has_folder(self, name: str) -> bool:
-        """Whether one was made, or needed, for what has come."""
+        """Check whether a folder was made or used for what has been received."""
         return os.path.join(self.folder, *name.split("/")) in self._checked
 
     def add_file(self, name: str, size: int, mode: int, pieces: Iterable[bytes]) -> None:
-        """``pieces`` have ``size`` bytes together. ``mode``: its own before; nobody else may do more."""
+        """Write a file from ``pieces`` of ``size`` bytes in all.
+
+        ``mode``: the original's permissions; the copy grants others no more than those.
+        """
         place = os.path.join(self.folder, name)
         self.check_room(name, size)
         self._count += 1
@@ -164,12 +166,12 @@ class TreeWriter:
                 os.unlink(part, dir_fd=self._opened_staging)
 
     def check_room(self, name: str, size: int) -> None:
-        """Raises: FilesError when so much does not fit: it need not be tried."""
+        """Check that ``size`` bytes are free on the disk. Raises: FilesError when they are not."""
         disk = os.fstatvfs(self._opened_staging)
         free = disk.f_bavail * disk.f_frsize
         if size > free:
             place = os.path.join(self.folder, name)
-            raise FilesError(f"{place} cannot be written: it has {size} bytes and {free} are free: the disk is full")
+            raise FilesError(f"{place} cannot be written: it needs {size} bytes, {free} are free: the disk is full")
 
     def _place(self, staged: str, name: str) -> None:
         with self._opened_parent(name) as (parent, last), self._explained(os.path.join(self.folder, name)):
@@ -177,10 +179,10 @@ class TreeWriter:
 
     @contextlib.contextmanager
     def _opened_parent(self, name: str, *, mode: int = 0o755) -> Iterator[tuple[int, str]]:
-        """The folder that a name is in, opened, and the last part of the name; the folders on the way are made.
+        """Yield the opened parent folder of ``name``, making it if needed, and the last part of the name.
 
-        None of them is a link: each is opened in the one before, as others may put a link in the place of one that has
-        been looked at, where a group can write it.
+        No parent may be a link. Each is opened relative to the one above: in group-writable folders, others may replace
+        a folder with a link after it was checked.
         """
         if self.ignores_case:
             self._names.take(name)
@@ -201,7 +203,7 @@ class TreeWriter:
             os.close(opened)
 
     def _make_folder(self, name: str, parent: int, place: str, mode: int) -> None:
-        """Raises: FilesError when something else stands there."""
+        """Make a folder, unless it exists. Raises: FilesError when the name is taken by something else."""
         try:
             os.mkdir(name, mode, dir_fd=parent)
             self._made.append(place)
@@ -209,13 +211,13 @@ class TreeWriter:
             found = os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode
             if stat.S_ISLNK(found):
                 raise FilesError(
-                    f"{place} is a link, and nothing is written through it: name the folder that it leads to"
+                    f"{place} is a link, and nothing is written through it: name the folder that it points to"
                 ) from None
             if not stat.S_ISDIR(found):
-                raise FilesError(f"{place} is there and is no folder") from None
+                raise FilesError(f"{place} exists and is not a folder") from None
 
     def _make_folders(self, path: str) -> None:
-        """Other writers may make the same ones at the same time."""
+        """Make a folder and its parents; other writers may be making the same ones."""
         if os.path.isdir(path):
             return
         self._make_folders(os.path.dirname(path))
@@ -229,7 +231,7 @@ class TreeWriter:
 
     def _remove_in_vain(self) -> None:
         for folder in reversed(self._made):
-            with contextlib.suppress(OSError):  # there is something in it
+            with contextlib.suppress(OSError):  # not empty
                 os.rmdir(folder)
 
     @contextlib.contextmanager
@@ -241,7 +243,7 @@ class TreeWriter:
 
 
 def _this_machine() -> str:
-    """And since when it runs: another one that has the same disk may not see what is locked here."""
+    """Return a digest of host name and boot id: another machine with the same disk may not see the locks set here."""
     boot = ""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         boot = file.read()
@@ -249,7 +251,7 @@ def _this_machine() -> str:
 
 
 def _lock(folder: int) -> None:
-    """As long as it is open. Raises: OSError where another process has."""
+    """Lock a folder for as long as it is open. Raises: OSError when another process holds the lock."""
     import fcntl
 
     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -257,7 +259,7 @@ def _lock(folder: int) -> None:
 
 @contextlib.contextmanager
 def _opened_folder(name: str, parent: int) -> Iterator[int]:
-    """Raises: OSError, as for a link."""
+    """Open a folder. Raises: OSError, also for a link."""
     opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     try:
         yield opened
@@ -266,7 +268,7 @@ def _opened_folder(name: str, parent: int) -> Iterator[int]:
 
 
 def _mode(status: os.stat_result, before: int) -> int:
-    """Of a file that came to be with ``status``, and has had the mode ``before``."""
+    """Return the mode for a new file with ``status`` whose original has the mode ``before``."""
     mode = stat.S_IMODE(status.st_mode)
     if before & 0o100:
         mode |= (mode & 0o444) >> 2
@@ -275,9 +277,9 @@ def _mode(status: os.stat_result, before: int) -> int:
 
 @contextlib.contextmanager
 def opened_parent(folder: int, name: str) -> Iterator[tuple[int, str]]:
-    """The folder that ``name`` below an opened one is in, opened through no link, and the last part of the name.
+    """Yield the opened parent folder of ``name`` (relative to ``folder``), and the last part of the name.
 
-    Raises: OSError, as where a link stands on the way.
+    Raises: OSError, also when a parent is a link.
     """
     *parents, last = name.split("/")
     opened = os.dup(folder)
@@ -294,17 +296,18 @@ def opened_parent(folder: int, name: str) -> Iterator[tuple[int, str]]:
 def receive_tree(
     talk: Talk, writer: TreeWriter, progress: Progress, *, roots: Iterable[str] | None = None
 ) -> tuple[int, tuple[str, ...]]:
-    """Write what the other side sends, of which it has announced how much it is.
+    """Write the tree that the other side sends, within the numbers that it has announced.
 
-    Returns how many links and devices stayed where they are, and the names of some.
-    Every name is one of ``roots``, or below it, in a folder that has come before: no more are made than were announced,
-    and one for each of ``roots``. Raises: FilesError, Failed, Untrue.
+    Returns how many links, devices and the like were skipped, and the names of some.
+    Every name must be one of ``roots`` or below one, in a folder received earlier. No more folders are made than were
+    announced, plus one for each of ``roots``.
+    Raises: FilesError, Failed, Untrue.
     """
     allowed = None if roots is None else frozenset(roots)
     announced = talk.hear("tree")
     files, folders, size = (as_size(announced.get(key)) for key in ("files", "folders", "size"))
     if files + folders > MOST_ENTRIES:
-        raise Untrue(f"{files + folders} files were announced, more than {MOST_ENTRIES}")
+        raise Untrue(f"{files + folders} files were announced, at most {MOST_ENTRIES} are allowed")
     progress.begin(size)
     name_chars = 0
     while True:
@@ -316,7 +319,7 @@ def receive_tree(
             return as_size(said.get("num_skipped")), tuple(map(clean, names))
         folders, files = folders - (kind == "folder"), files - (kind != "folder")
         if folders < 0 or files < 0:
-            raise Untrue("more files came than were announced")
+            raise Untrue("more files arrived than were announced")
         if kind == "gone":
             continue
         name = _check_place(said.get("name"), writer, allowed)
@@ -332,10 +335,10 @@ def receive_tree(
 def _check_place(said: object, writer: TreeWriter, allowed: frozenset[str] | None) -> str:
     name = check_name(said)
     if allowed is not None and name.partition("/")[0] not in allowed:
-        raise Untrue(f"{name[:200]!r} was not asked for")
+        raise Untrue(f"{name[:200]!r} was not requested")
     parent = name.rpartition("/")[0]
     if "/" in parent and not writer.has_folder(parent):
-        raise Untrue(f"{name[:200]!r} came before the folder that it is in")
+        raise Untrue(f"{name[:200]!r} arrived before its folder")
     return name
 
 
@@ -347,7 +350,7 @@ def _read_mode(said: dict[str, Any]) -> int:
 def _receive_file(talk: Talk, writer: TreeWriter, progress: Progress, name: str, said: dict[str, Any]) -> None:
     size, left = as_size(said.get("size")), progress.total - progress.size
     if size > left:
-        raise Untrue(f"{name!r} has {size} bytes, and {left} of those announced are left")
+        raise Untrue(f"{name!r} has {size} bytes, but {left} of the announced bytes are left")
 
     def counted() -> Iterator[bytes]:
         for data in talk.read(size):

@@ -1,6 +1,6 @@
-"""Files on a node, and its ways to others: one order of the notebook is served.
+"""The program that serves one order of the notebook about a node's files or its connections to other nodes.
 
-That is done by a program beside the agent, or a thread (served_here.py).
+It runs as a separate process next to the agent, or in a thread (served_here.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from .ways import meet
 
 MAGIC = b"\ndetrain-nb files 1\n"
 SAMPLE_FILES = 64
-STATE_BYTES = 1 << 20  # of the line with their names
-SAMPLE_BYTES = 1 << 20  # of the beginning of each, and of its end
+STATE_BYTES = 1 << 20  # the limit of the line with their names
+SAMPLE_BYTES = 1 << 20  # from the beginning of each file, and from its end
 
 
 def main() -> None:
-    """Serve one order, and end."""
+    """Serve one order, and exit."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGALRM):
         signal.signal(number, lambda *_: sys.exit(1))
     sys.stdout.buffer.write(MAGIC)
@@ -39,19 +39,19 @@ def main() -> None:
 
 
 def serve(talk: Talk, handlers: Mapping[str, Handler] | None = None) -> bool:
-    """Serve one order, by default one of those that need no process of their own; False when it cannot be done."""
+    """Serve one order, by default one that needs no separate process; returns False if it fails."""
     return serve_order(talk, handlers or _HANDLERS) is None
 
 
 def _expand(order: dict[str, Any], path: str) -> str:
-    """A path that was not given in full is one of the folder that the ranks start in. Raises: FilesError."""
+    """Resolve a path; relative paths start in the folder that the ranks start in. Raises: FilesError."""
     if order["base"]:
-        try:  # it was made for the session; others may have put another one in its place
+        try:  # the folder was made for the session; others may have replaced it
             refuse_squatted(Path(os.path.expanduser(order["base"])))
         except PermissionError as exc:
             raise FilesError(f"the work folder cannot be used: {exc}") from exc
         except OSError:
-            pass  # what comes next says it
+            pass  # the next access reports it
     return os.path.abspath(os.path.join(os.path.expanduser(order["base"] or "~"), os.path.expanduser(path)))
 
 
@@ -60,7 +60,7 @@ def _put(talk: Talk, order: dict[str, Any]) -> None:
         talk.say("ready", staging=writer.staging)
         progress = Progress()
         receive_tree(talk, writer, progress)
-    talk.say("done", files=progress.files, size=progress.size)  # and nothing of ours is left in the folder
+    talk.say("done", files=progress.files, size=progress.size)  # by now the staging folder is removed
     talk.flush()
 
 
@@ -74,7 +74,7 @@ def _sync(talk: Talk, order: dict[str, Any]) -> None:
 
 
 def _check(talk: Talk, order: dict[str, Any]) -> None:
-    """What stands under a path: how much, a digest of all names and sizes, and of the contents of some files."""
+    """Report what is under a path: its size, a digest of all names and sizes, and digests of some files."""
     path = _expand(order, order["path"])
     if not os.path.exists(path):
         talk.say("state", exists=False)
@@ -102,7 +102,10 @@ def _check(talk: Talk, order: dict[str, Any]) -> None:
 
 
 def _choose_sample(files: list[File]) -> list[File]:
-    """Half of them the largest, the others such as are the same wherever the names are."""
+    """Choose the largest files for one half, and for the other half files by a hash of their name.
+
+    Equal sets of names thus give equal samples on every machine.
+    """
     by_size = sorted(files, key=lambda file: (-file.size, file.name))
     largest, others = by_size[: SAMPLE_FILES // 2], by_size[SAMPLE_FILES // 2 :]
     others.sort(key=lambda file: hashlib.sha256(ascii(file.name).encode()).digest())

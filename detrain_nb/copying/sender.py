@@ -1,4 +1,4 @@
-"""Trees of files, as they are found and sent by json_lines.py; receiver.py writes them."""
+"""Trees of files, listed and sent through json_lines.py; receiver.py writes them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ..guarded import find_guest_parent
 from .json_lines import FilesError, Talk, Untrue, check_name, clean, reason_of
 
 MOST_ENTRIES = 1_000_000
-MOST_NAMED = 20  # of what was left out, or left alone
+MOST_NAMED = 20  # of the files that were skipped or left alone
 _CHUNK_BYTES = 1 << 18
-STAGING = ".detrain_nb-"  # begins the name of the folder for what is not whole yet; each copy has its own
+STAGING = ".detrain_nb-"  # prefix of the folder for incomplete files; each copy has its own
 STAGING_NAME = re.compile(re.escape(STAGING) + "[0-9a-f]{16}")
 
 
 class Progress:
-    """How far a copy is; ``on_change`` is told the files that are done, the bytes, and the bytes in all."""
+    """The progress of a copy; ``on_change`` is called with the files done, the bytes done, and the total bytes."""
 
     def __init__(self, on_change: Callable[[int, int, int], object] | None = None) -> None:
         self.files = self.size = self.total = 0
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class File:
-    """A file to be sent; ``name`` is the one that it will have."""
+    """A file to be sent; ``name`` is its name on the other side."""
 
     name: str
     path: str
@@ -60,7 +60,7 @@ class File:
 
 @dataclass
 class Tree:
-    """``skipped`` are links, devices and the like, and names that cannot travel."""
+    """A tree to be sent; ``skipped`` are links, devices and the like, and files whose names cannot be sent."""
 
     files: list[File] = field(default_factory=list)
     folders: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Tree:
             self.skipped.append(path)
 
     def mode_of(self, file: File) -> int:
-        """Less what the folders on the way to it let nobody do: it may come into one that is there, and is open."""
+        """Return a file's permissions, less those that its folders deny: the target folder may be open to others."""
         mode, above = file.mode, file.name
         while above := above.rpartition("/")[0]:
             folder = self.folder_modes[above]
@@ -83,7 +83,7 @@ class Tree:
 
 
 def is_owners_alone(mode: int) -> bool:
-    """Nobody but its owner can do anything with it."""
+    """Check that a mode grants permissions to the owner only."""
     return not mode & 0o077
 
 
@@ -98,11 +98,12 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 def list_tree(
     sources: Iterable[tuple[str, str]], *, as_read: bool = False, tick: Callable[[], object] = lambda: None
 ) -> Tree:
-    """List files and folders, given as (name, path), with all that is in them.
+    """List files and folders, given as (name, path), with everything in them.
 
-    A link that was given itself is followed, one further down is not. Nor is one
-    that somebody puts in the place of a folder meanwhile: what is opened is what was seen. ``as_read``: as who reads
-    them there sees them, with links to files as files, and names that cannot travel.
+    A link is followed only if it is itself one of ``sources``. Each folder is checked when it is opened, so that a link
+    that replaces a folder after it was listed is not followed either. ``as_read``: list them as a local reader sees
+    them, including links to files as files, and names that cannot be sent. ``tick`` is called for each folder.
+    Raises: FilesError.
     """
     tree = Tree()
     waiting: list[tuple[str, str, tuple[int, int]]] = []
@@ -127,7 +128,7 @@ def list_tree(
             for entry in _scan(path, opened):
                 _list_entry(entry, name, path, tree, waiting, as_read=as_read)
         if len(tree.files) + len(tree.folders) + len(waiting) > MOST_ENTRIES:
-            raise FilesError(f"{path}: more than {MOST_ENTRIES} files: pack them into one, or name less")
+            raise FilesError(f"{path}: more than {MOST_ENTRIES} files: pack them into an archive, or name fewer")
     tree.folders.sort()
     tree.files.sort(key=lambda file: file.name)
     return tree
@@ -149,7 +150,7 @@ def _list_entry(
         if not as_read:
             check_name(name)
     except FileNotFoundError:
-        return  # deleted meanwhile
+        return  # deleted in the meantime
     except Untrue:
         tree.skip(clean(path))
         return
@@ -164,7 +165,7 @@ def _list_entry(
 
 @contextlib.contextmanager
 def _opened_folder(path: str, identity: tuple[int, int]) -> Iterator[int | None]:
-    """The folder that was seen there; None where it is gone. Raises: FilesError, also for another one in its place."""
+    """Open a listed folder; yields None if it no longer exists. Raises: FilesError, also if it was replaced."""
     replaced = FilesError(f"{path} was replaced while it was copied: copy it again")
     try:
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -209,7 +210,7 @@ def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
             except OSError as exc:
                 raise FilesError(f"{file.path} cannot be read: {reason_of(exc)}") from exc
             if not file.size and _read(opened, 1, file) and not os.fstat(opened.fileno()).st_size:  # as in /proc
-                raise FilesError(f"{file.path} has contents, but no size: the system makes them up: copy what cat says")
+                raise FilesError(f"{file.path} has contents but size 0, as the system generates it: copy cat's output")
             talk.say("file", name=file.name, size=file.size, mode=tree.mode_of(file))
             _send_exactly(talk, opened, file, progress)
             progress.end_file()
@@ -218,7 +219,7 @@ def send_tree(talk: Talk, tree: Tree, progress: Progress) -> None:
 
 
 def _send_exactly(talk: Talk, opened: IO[bytes], file: File, progress: Progress) -> None:
-    """So many bytes as were announced, also where the file has grown since."""
+    """Send exactly as many bytes as were announced, even if the file has grown since."""
     left = file.size
     while left:
         data = _read(opened, min(left, _CHUNK_BYTES), file)
@@ -237,10 +238,10 @@ def _read(opened: IO[bytes], most: int, file: File) -> bytes:
 
 
 def open_listed(file: File) -> IO[bytes]:
-    """Open the very file that was listed. Raises: OSError, FilesError for another one in its place."""
+    """Open the file that was listed. Raises: OSError; FilesError when another file has replaced it."""
     opened = open_regular(file.path)
     status = os.fstat(opened.fileno())
-    is_alike = (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)  # else it was saved anew
+    is_alike = (status.st_size, status.st_mtime_ns) == (file.size, file.mtime_ns)  # else it was saved again
     if _identity(status) != file.identity and not (is_alike and is_guarded(file.path)):
         opened.close()
         raise FilesError(f"{file.path} was replaced while it was copied: copy it again")
@@ -248,9 +249,9 @@ def open_listed(file: File) -> IO[bytes]:
 
 
 def is_guarded(path: str) -> bool:
-    """Nobody else can put another file in the place of that one; in a folder like /tmp the file's owner can.
+    """Check that no other user can replace a file; in a folder like /tmp the file's owner can.
 
-    There its number alone says nothing: some network file systems change it.
+    For such a file a changed inode number does not mean that it was replaced: some network file systems change it.
     """
     with contextlib.suppress(OSError):
         with contextlib.suppress(FileNotFoundError):
@@ -262,7 +263,7 @@ def is_guarded(path: str) -> bool:
 
 
 def open_regular(path: str) -> IO[bytes]:
-    """Open what was a file when it was listed: no link or device in its place, nor what waits for a writer."""
+    """Open what was a file when it was listed; fails for a link or device, and does not wait at a pipe."""
     flags = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
     handle = os.open(path, os.O_RDONLY | flags)
     if not stat.S_ISREG(os.fstat(handle).st_mode):

@@ -1,4 +1,4 @@
-"""The other end of a copy where the node is this machine: a thread serves what a program of ours would elsewhere."""
+"""The other end of a copy when the node is this machine: a thread in place of the program on other nodes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .remote_program import serve
 
 __all__ = ["served_here"]
 
-_END_LIMIT_S = 5.0  # for a disk that hangs: the thread ends when it answers
+_END_LIMIT_S = 5.0  # in case the disk hangs: the thread ends once the disk responds
 
 
 @contextlib.contextmanager
 def served_here() -> Iterator[socket.socket]:
-    """Serve one order; gives the byte stream to who does. After the block nothing is there that is not whole."""
+    """Serve one order in a thread; yields the byte stream to it. After the block no incomplete files are left."""
     with contextlib.ExitStack() as stack:
         ours, theirs = map(stack.enter_context, socket.socketpair())
         thread = threading.Thread(target=_serve, args=(theirs,), name="detrain_nb copy", daemon=True)
@@ -25,14 +25,14 @@ def served_here() -> Iterator[socket.socket]:
         try:
             yield ours
         finally:
-            with contextlib.suppress(OSError):  # it has hung up
+            with contextlib.suppress(OSError):  # the thread has hung up
                 ours.shutdown(socket.SHUT_RDWR)
             thread.join(_END_LIMIT_S)
 
 
 def _serve(sock: socket.socket) -> None:
     with (
-        contextlib.suppress(OSError),  # what is left to be said has nobody who hears it
+        contextlib.suppress(OSError),  # the other end no longer reads
         sock.makefile("rb") as reader,
         sock.makefile("wb") as writer,
     ):

@@ -1,4 +1,4 @@
-"""One order of the notebook, served: by the program that copies files, and by that of jobs."""
+"""Serving one order of the notebook, for the program that copies files and the program of jobs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ _ORDER_BYTES = 1 << 22  # may name many files
 def serve_order(
     talk: Talk, handlers: Mapping[str, Handler], *, errors: tuple[type[Exception], ...] = ()
 ) -> FilesError | None:
-    """Hear one, and do it by the handler of its type. Returns why it could not be done, which has been said.
+    """Receive one order and pass it to the handler of its type; returns the error if it failed, else None.
 
-    That is `Failed` where there is nobody to say more to. ``errors`` of handlers are for the user, as `FilesError` is.
+    The error has been sent to the other side, except `Failed`, which means that the other side is unreachable.
+    ``errors``: exceptions of handlers whose text, like that of `FilesError`, is for the user.
     """
     try:
         order = talk.hear(*handlers, most_bytes=_ORDER_BYTES)

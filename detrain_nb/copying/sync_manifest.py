@@ -1,4 +1,4 @@
-"""What has come to a work folder from a notebook, noted beside the work folders: no other file in it is ours."""
+"""The record of files that a notebook has sent to a work folder, kept outside it; other files there are not ours."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .json_lines import Untrue, check_name
 
 @dataclass
 class Sent:
-    """A file of the notebook as it stands here since it came; not ``is_ours``: it was here before."""
+    """A file of the notebook as it was when it arrived here; ``is_ours`` is False if the file was here already."""
 
     sha256: str
     is_executable: bool
     size: int
     mtime_ns: int
     is_ours: bool
-    is_private: bool | None = None  # not known: it came from an earlier version
+    is_private: bool | None = None  # None: not known, sent by an earlier version
 
     def is_as(self, kind: tuple[str, bool, bool]) -> bool:
-        """The notebook says that a file is to be so, and it came so."""
+        """Check that the file arrived as the notebook now wants it."""
         return self.sha256 == kind[0] and self.has_mode_of(kind)
 
     def has_mode_of(self, kind: tuple[str, bool, bool]) -> bool:
-        """``kind``: digest, executable, private. Whether a file of this host's is private is its owner's to say."""
+        """Compare the mode with ``kind`` (digest, executable, private); privacy counts only for files we have sent."""
         return self.is_executable == kind[1] and (not self.is_ours or self.is_private in (None, kind[2]))
 
     def is_untouched(self, status: os.stat_result | None) -> bool:
-        """``status``: of what stands there, or of the link, now."""
+        """Check that the file has not changed since it arrived; ``status``: its present one, of a link the link's."""
         return (
             status is not None
             and stat.S_ISREG(status.st_mode)
@@ -43,18 +43,18 @@ class Sent:
         )
 
     def stands(self, path: str) -> bool:
-        """It is there, whatever a rank made of it; not one that lost its end with the power, of the time it came at."""
+        """Check that the file exists, even if a rank has changed it; False if a power failure has truncated it."""
         status = lstat(path)
         return status is not None and (status.st_mtime_ns != self.mtime_ns or status.st_size == self.size)
 
 
 def note_path(cache: str | os.PathLike[str], folder: str | os.PathLike[str]) -> Path:
-    """Where what came to ``folder`` is noted."""
+    """Return the path of the record for ``folder``."""
     return Path(cache, "sync", hashlib.sha256(os.fsencode(folder)).hexdigest()[:32] + ".json")
 
 
 def read_note(path: str | os.PathLike[str]) -> tuple[str, dict[str, Sent]]:
-    """Where the files came from, and what they were. Nothing where no note can be read: all is compared then."""
+    """Read where the files came from, and their records; empty if unreadable: all files are compared then."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError, Untrue):
         with open(path, encoding="utf-8") as file:
             noted = json.load(file)
@@ -63,7 +63,7 @@ def read_note(path: str | os.PathLike[str]) -> tuple[str, dict[str, Sent]]:
 
 
 def read_state(cache: str | os.PathLike[str], folder: str) -> tuple[str, str]:
-    """Where the files in ``folder`` came from, and the digest of what there was; empty when they are not all here."""
+    """Read where the files in ``folder`` came from, and the digest of their list; empty if any file is missing."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         with open(note_path(cache, folder), encoding="utf-8") as file:
             noted = json.load(file)
@@ -73,14 +73,17 @@ def read_state(cache: str | os.PathLike[str], folder: str) -> tuple[str, str]:
 
 
 def write_note(path: str, root: str, folder: str, sent: dict[str, Sent], *, digest: str = "") -> None:
-    """``digest``: of the list of all files, when they are here as they were in the notebook's folder."""
+    """Write the record of a folder.
+
+    ``digest``: that of the list of all files, if the folder equals the notebook's.
+    """
     fields = {name: list(vars(file).values()) for name, file in sent.items()}
     handle, draft = tempfile.mkstemp(dir=os.path.dirname(path))
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             json.dump({"root": root, "folder": folder, "digest": digest, "files": fields}, file)
             file.flush()
-            os.fsync(file.fileno())  # without a note, a file that lost its end with the power would be somebody else's
+            os.fsync(file.fileno())  # without a record, a file truncated by a power failure would not count as ours
         os.replace(draft, path)
     except BaseException:
         os.unlink(draft)

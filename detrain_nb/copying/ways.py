@@ -1,7 +1,7 @@
-"""Whether the nodes reach each other: this one listens on its address for a moment, and connects to the others once.
+"""A check that nodes can reach each other: this node listens on its address briefly, and connects to the others once.
 
-Who connects is given some bytes that the notebook has drawn, by which the other side knows that it has come to this
-node and no other machine. Nothing is read from who connects.
+Each connection is sent a random token of the notebook, by which the other side knows that it has reached this node and
+no other machine. Nothing is read from incoming connections.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _ANOTHER = "another machine or program answers there"
 
 
 def meet(talk: Talk, order: dict[str, Any]) -> None:
-    """Listen until the notebook has heard of all, and say how the others were reached."""
+    """Listen until the notebook has the results of all nodes; report how this node reached the others."""
     try:
         listener = _listen(str(order["address"]))
     except OSError as exc:
-        raise FilesError(f"nothing can listen on {order['address']}: {reason_of(exc)}") from exc
+        raise FilesError(f"cannot listen on {order['address']}: {reason_of(exc)}") from exc
     with _greeting(listener, order["token"].encode()):
         talk.say("listening", port=listener.getsockname()[1])
         asked = talk.hear("reach")
@@ -35,7 +35,7 @@ def meet(talk: Talk, order: dict[str, Any]) -> None:
         with ThreadPoolExecutor(max(1, min(_AT_ONCE, len(peers)))) as pool:
             faults = list(pool.map(lambda peer: _reach(*peer, within_s=within_s), peers))
         talk.say("reached", faults=faults)
-        talk.hear("done")  # others may be on their way to us
+        talk.hear("done")  # until then others may still be connecting
 
 
 def _listen(address: str) -> socket.socket:
@@ -45,7 +45,7 @@ def _listen(address: str) -> socket.socket:
 
 @contextlib.contextmanager
 def _greeting(listener: socket.socket, token: bytes) -> Iterator[None]:
-    """Say ``token`` to who connects, as long as the block runs."""
+    """Send ``token`` to every connection while the block runs."""
 
     def greet() -> None:
         with contextlib.suppress(OSError):  # the listener was shut
@@ -62,12 +62,12 @@ def _greeting(listener: socket.socket, token: bytes) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # which wakes who accepts
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
             thread.join()
 
 
 def _reach(address: str, port: int, token: str, *, within_s: float) -> str:
-    """Empty, or why that node is not reached."""
+    """Connect to a node; returns why it cannot be reached, empty if it can."""
     until = time.monotonic() + within_s
     try:
         with socket.create_connection((address, port), timeout=within_s) as sock:

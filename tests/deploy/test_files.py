@@ -300,7 +300,7 @@ def test_what_is_no_path_is_refused(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("act", [put, get])
 def test_file_with_contents_and_no_size_is_told(act: Callable[..., Copied], tmp_path: Path) -> None:
-    with pytest.raises(DetrainError, match="/status has contents, but no size: the system makes them up"):
+    with pytest.raises(DetrainError, match="/status has contents but size 0, as the system generates it"):
         act(LocalTransport(), f"/proc/{os.getpid()}/status", str(tmp_path))
     assert describe(tmp_path) == {}
 
@@ -488,7 +488,7 @@ def test_folder_of_somebody_else_is_not_taken_for_the_staging_folder(
 
     monkeypatch.setattr(os, "mkdir", make)
     with (
-        pytest.raises(FilesError, match="somebody else has put a folder in the place of ours"),
+        pytest.raises(FilesError, match="another process has replaced our staging folder"),
         TreeWriter(str(tmp_path)),
     ):
         pass
@@ -512,7 +512,7 @@ def test_other_folder_of_the_user_is_not_taken_for_the_staging_folder(
 
     monkeypatch.setattr(os, "mkdir", make)
     with (
-        pytest.raises(FilesError, match="somebody else has put a folder in the place of ours"),
+        pytest.raises(FilesError, match="another process has replaced our staging folder"),
         TreeWriter(str(tmp_path)),
     ):
         pass
@@ -702,7 +702,7 @@ def test_nothing_is_written_through_a_link_there(node: SshNode, home: Path, tmp_
 def test_file_where_a_folder_should_be_stays_and_is_told(node: SshNode, home: Path, tmp_path: Path) -> None:
     make_tree(tmp_path / "tree")
     (home / "tree").write_text("a file")
-    with pytest.raises(DetrainError, match=r"h0: .*/tree is there and is no folder"):
+    with pytest.raises(DetrainError, match=r"h0: .*/tree exists and is not a folder"):
         put(node, tmp_path / "tree")
     (home / "tree").unlink()
     (home / "tree" / "run.sh" / "in").mkdir(parents=True)
@@ -840,7 +840,7 @@ def test_folders_that_come_are_no_more_than_were_announced(tmp_path: Path, monke
 
     monkeypatch.setattr(os, "mkdir", count)
     folders = [{"type": "folder", "name": f"asked/{number}" + "/x" * 90} for number in range(100)]
-    with pytest.raises(WireError, match=r"liar: 'asked/0/x/x.*' came before the folder that it is in"):
+    with pytest.raises(WireError, match=r"liar: 'asked/0/x/x.*' arrived before its folder"):
         get(FakeNode(saying(tree(0, 100, 0), *folders, END)), "asked", tmp_path / "back")
     assert len(made) <= 3 and not (tmp_path / "back").exists()
     honest = [{"type": "folder", "name": "asked/a"}, *deep(100)]
@@ -880,7 +880,7 @@ def test_lie_of_a_node_is_told_and_writes_nothing(lie: str, tmp_path: Path) -> N
     ids=["folders", "files that are gone", "files", "offers"],
 )
 def test_names_without_end_have_one(play: Callable[[Talk], object], tmp_path: Path) -> None:
-    with pytest.raises(WireError, match=r"liar: (more files came than were announced|'offer' came)"):
+    with pytest.raises(WireError, match=r"liar: (more files arrived than were announced|received 'offer')"):
         get(FakeNode(play), "asked", tmp_path / "back")
     wait_until_gone(tmp_path)
 
@@ -890,7 +890,7 @@ def test_line_without_end_is_not_read_on(tmp_path: Path) -> None:
         talk.send(b"x" * (LINE_BYTES + 10))
         talk.hear("never")
 
-    with pytest.raises(WireError, match="liar: what came is not what our program says"):
+    with pytest.raises(WireError, match="liar: received data that is not a valid message"):
         get(FakeNode(play), "asked", tmp_path / "back", patience=Patience(silence_s=30.0))
 
 
@@ -958,7 +958,7 @@ def test_node_that_says_nothing_is_not_waited_for_for_ever(tmp_path: Path) -> No
 
 
 def test_node_that_is_still_at_it_without_end_is_not_heard_on(tmp_path: Path) -> None:
-    with pytest.raises(DetrainError, match="liar: the other side says without end that it is still at it"):
+    with pytest.raises(DetrainError, match="liar: the other side keeps reporting that it is busy"):
         get(FakeNode(endless({"type": "wait"}, b'{"type": "wait"}\n' * 1000)), "asked", tmp_path / "back")
 
 

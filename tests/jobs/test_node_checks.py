@@ -66,8 +66,8 @@ def test_all_names_of_a_folder_that_no_node_takes_are_said(home: Path, tmp_path:
     source = {"path": str(tmp_path), "entry": "train.py"}
     spec = PipelineSpec.from_dict({"name": "checked", "source": source})
     said = [
-        "source: 'a?[2Jb' has characters that no name should have: rename it, or list it in .detrainignore",
-        "source: 'c?d' has characters that no name should have: rename it, or list it in .detrainignore",
+        "source: 'a?[2Jb' has control or invisible characters: rename it, or list it in .detrainignore",
+        "source: 'c?d' has control or invisible characters: rename it, or list it in .detrainignore",
         "source: 'e\\xff': its name is not UTF-8: rename it, or list it in .detrainignore",
     ]
     assert list(map(str, check_here(spec))) == said == faults(source=source)

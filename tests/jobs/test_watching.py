@@ -518,7 +518,7 @@ def job_on(node: LyingNode) -> Job:
     ("files", "why"),
     [
         ([["../../.bashrc", 1, 1.0]], "leads out of the folder"),
-        ([["a.pt", -1, 1.0]], "no number of bytes"),
+        ([["a.pt", -1, 1.0]], "not a number of bytes"),
         ([["a.pt", 1, "now"]], "is not a time"),
         ([["a.pt", 1, 1.0]] * 501, "a list of at most 500"),
     ],
