@@ -194,7 +194,7 @@ def _remove_compiled(folder: int, name: str) -> None:
                     os.unlink(found, dir_fd=opened)
     finally:
         os.close(opened)
-    with contextlib.suppress(OSError):  # of other modules
+    with contextlib.suppress(OSError):  # not empty: files of other modules
         os.rmdir(_COMPILED, dir_fd=folder)
 
 

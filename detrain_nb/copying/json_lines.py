@@ -198,7 +198,7 @@ def _connection_errors() -> Iterator[None]:
         yield
     except TimeoutError as exc:
         raise Overdue("the other side does not answer") from exc
-    except (OSError, ValueError) as exc:  # ValueError: closed by another thread
+    except (OSError, ValueError) as exc:  # ValueError: closed in the meantime
         raise Failed("the connection broke") from exc
 
 

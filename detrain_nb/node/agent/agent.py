@@ -265,7 +265,7 @@ class _Agent:
             message = frames[0].message()
             if isinstance(message, WorkerUp):
                 self._workers[message.rank] = link
-                link.limit_headers(MAX_HEADER_BYTES)  # the notebook's limit: it would disconnect from this node
+                link.limit_headers(MAX_HEADER_BYTES)  # the notebook's limit, above which it disconnects
                 self._loop.add(link, lambda: self._from_worker(link))
                 self._from_worker(link, frames[1:])
             elif isinstance(message, Attach):
@@ -378,9 +378,7 @@ class _Agent:
                 self._received = max(self._received, frame.number)
                 self._handle(frame)
         if self._received > received:
-            is_large = (
-                sum(len(frame.body) for frame in frames) > _SMALL_BYTES
-            )  # the notebook may be waiting to send more
+            is_large = sum(len(frame.body) for frame in frames) > _SMALL_BYTES  # the notebook waits to send more
             self._confirm_at = min(self._confirm_at or math.inf, time.monotonic() + (0 if is_large else _CONFIRM_GAP_S))
 
     def _handle(self, frame: Frame) -> None:

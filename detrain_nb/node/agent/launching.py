@@ -23,7 +23,7 @@ from ..system.surroundings import find_difference, read_surroundings, without_se
 _ANSWER_LIMIT_S = 10.0  # for the warm process, which first checks some thousand files for changes
 _END_LIMIT_S = 4.0
 _LAST_MOMENT_S = 0.1
-_IT_ENDED = "the warm process ended"
+_IT_ENDED = "the warm process has exited"
 _LOG_NAME = "launcher.log"
 _LOG_TAIL_BYTES = 4000
 
@@ -258,4 +258,4 @@ def _log_tail() -> str:
             log.seek(max(0, log.tell() - _LOG_TAIL_BYTES))
             return log.read().decode(errors="replace")
     except OSError as exc:
-        return f"its log cannot be read: {exc}"
+        return f"the launcher's log cannot be read: {exc}"

@@ -234,7 +234,7 @@ class Spool:
     def _to_memory(self, data: bytes, count: int, *, can_be_lost: bool) -> bool:
         """Append to memory; returns False if a frame that can be lost does not fit.
 
-        After one such frame was lost, all of them are until the reader has caught up.
+        Once one such frame is lost, all further ones are lost until the reader has caught up.
         """
         last = self._segments[-1] if self._segments else None
         has_room = last and last.in_memory and last.size_bytes + len(data) <= _MEMORY_SEGMENT_BYTES

@@ -62,7 +62,7 @@ class Generation:
         self.number = 0
         self.is_in_use = False  # whether the main thread may be in one of its operations
         self.ended = 0  # the last generation that was ended from outside the main thread
-        self.started_ns = 0  # when the current default group, the first of all groups, was made (Unix time)
+        self.started_ns = 0  # Unix time just before the current default group, and so every other group, was made
         self._rank = rank
         self._world_size = world_size
         self._backend = backend

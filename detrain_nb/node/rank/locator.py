@@ -71,7 +71,7 @@ class Locator:
         self._dump = b""
         self._dump_until = 0.0  # 0: no dump is awaited
         self._known_until = 0.0  # 0: no answer of the control thread is awaited
-        self._is_asked = False  # the control thread has not answered yet
+        self._is_asked = False  # whether the control thread still has to answer
         self._known: dict[str, Any] = {}
         self._call: object = None
         self._awaited: object = None

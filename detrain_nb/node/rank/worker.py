@@ -427,7 +427,7 @@ class _Worker:
 
     def _renumber(self, message: Renumber, frame: Frame) -> None:
         self._rank = self._interpreter.locator.rank = message.numbers[message.ranks.index(self._rank)]
-        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(message.world_size))  # for the interpreters to come
+        os.environ.update(RANK=str(self._rank), WORLD_SIZE=str(message.world_size))  # for later interpreters
         self._to_interpreter(frame)
 
     def _run_cell(self, message: RunCell, frame: Frame) -> None:
@@ -528,7 +528,7 @@ def _receive(link: Link) -> list[tuple[Frame, Message]]:
     return [(frame, frame.message()) for frame in link.receive()]
 
 
-if __name__ == "__main__":  # started by the torchrun command, each rank in a Python of its own
+if __name__ == "__main__":  # started by the torchrun command, each rank in its own Python process
     from .preload import preload
 
     preload()

@@ -1,4 +1,4 @@
-"""The files that this process has imported, and the places where imports look: have they changed since?"""
+"""Detection of changes in the files that this process has imported, and in the places where imports look."""
 
 from __future__ import annotations
 
