@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 __all__ = ["LiveView", "Refused", "Settled", "action", "board", "console", "job", "nodes", "plan", "vars"]
 
-_ASK_LIMIT_S = 3.0  # for how a job is: its view asks on
+_ASK_LIMIT_S = 3.0  # for the status of a job; its view keeps asking
 
 
 def board(session: Session | None = None) -> BoardView:
-    """Show the ranks of a session live: what each does and uses, who waits for whom; and stop, interrupt, restart.
+    """Show live what the ranks of a session do and use and which wait; stop, interrupt and restart them.
 
-    None: the session of this notebook. Raises: SessionError where there is none.
+    ``session`` None: the session of this notebook. Raises: SessionError when there is none.
     """
     from .board_view import BoardView
 
@@ -37,7 +37,7 @@ def board(session: Session | None = None) -> BoardView:
 
 
 def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
-    """My Pipelines: the specs in ``folder``, which is beside the notebook, and those opened lately."""
+    """Show My Pipelines: the specs in ``folder`` beside the notebook, and those opened recently."""
     from ..pipelines import MyPipelines
     from .console_view import ConsoleView
 
@@ -45,24 +45,27 @@ def console(folder: str | os.PathLike[str] = "pipelines") -> ConsoleView:
 
 
 def job(job: Job | str) -> JobView:
-    """A live view of a job: give it, its id, what that begins with, or a name. Raises: JobError where there is none."""
+    """Show a job live. ``job``: a Job, its id or the beginning of the id, or a name.
+
+    Raises: JobError when there is no such job.
+    """
     from ..jobs import find_job
     from .job_view import JobView
 
     found = find_job(job) if isinstance(job, str) else job
-    if not found.last_known().is_over:  # else its plain form may say that a job runs which nobody has asked after
+    if not found.last_known().is_over:  # else its plain form may show an outdated state
         with contextlib.suppress(DetrainError):
             found.status(limit_s=_ASK_LIMIT_S)
     return JobView(found)
 
 
 def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
-    """Nodes as a form: edited, imported from ~/.ssh/config, tested, saved as a nodes file, started as a session.
+    """Show a form that edits nodes, imports them from ~/.ssh/config, tests and saves them, and starts a session.
 
-    ``nodes`` is the path of a nodes file, or a list of `detrain_nb.spec.Node`. The view's ``nodes`` is the list as it
-    is now, and raises SpecError while something in it is wrong; assigning shows others. ``start`` gets the nodes
-    and who follows the start, and returns the session; by default the view keeps it as ``session``.
-    Raises: SpecError where the file cannot be read.
+    ``nodes`` is the path of a nodes file or a list of `detrain_nb.spec.Node`. The view's property ``nodes`` is the
+    present list; reading it raises SpecError while the form has errors, and assigning a list shows that list.
+    ``start(nodes, watch)`` starts and returns the session, and reports progress to ``watch``. The view keeps it as
+    ``session``. Raises: SpecError when the file cannot be read.
     """
     from .nodes_view import NodesView, start_session
 
@@ -70,9 +73,10 @@ def nodes(nodes: Given = None, *, start: Starter | None = None) -> NodesView:
 
 
 def vars(session: Session | None = None, names: str | Iterable[str] = (), *, ranks: Any = None) -> LiveView:
-    """Show the variables of a session's ranks, whether the ranks agree, and a look into each; see Session.variables.
+    """Show the variables of a session's ranks, whether the ranks agree, and previews; see Session.variables.
 
-    None: the session of this notebook. Raises: SpecError, or what ended the session; SessionError where there is none.
+    ``session`` None: the session of this notebook.
+    Raises: SessionError when there is none; SpecError; the error that ended the session.
     """
     from .vars_view import VarsView
 
@@ -82,10 +86,10 @@ def vars(session: Session | None = None, names: str | Iterable[str] = (), *, ran
 
 
 def plan(*parts: object) -> PlanView:
-    """Show how a model is split: layers by time and memory, stages, the timeline of a step, what ranks hold.
+    """Show how a model is split: layers by time and memory, stages, the timeline of a step, memory of the ranks.
 
-    ``parts``: what ``par.describe_plan`` returns, as it was pulled from a rank; JSON of it, or the path of a file with
-    it; a partition, a timeline, a dry run; or several of these. Torch need not be here. Raises: SpecError.
+    ``parts``: a plan that ``par.describe_plan`` returned, its JSON, or the path of a JSON file; a partition, a timeline
+    or a dry run; or several of these. This process does not need torch. Raises: SpecError when a part is no plan.
     """
     from .plan_view import PlanView, read_plan
 

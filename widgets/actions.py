@@ -1,6 +1,6 @@
-"""What a page may ask of a view: each action declares its arguments, and nothing else reaches it.
+"""Actions: the methods of a view that its page may call, with checks of their arguments.
 
-A page is checked as a node is: a notebook of somebody else can hold a script that talks to the kernel.
+Pages are trusted as little as nodes are: someone else's notebook can contain a script that talks to the kernel.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pydantic import SecretStr
 from ..errors import DetrainError
 from ..text import show
 
-Check = Callable[[object], Any]  # returns the value, or raises ValueError with what is expected
+Check = Callable[[object], Any]  # returns the value, or raises ValueError that says what is expected
 
 _LONGEST_SECRET = 4000
 
 
 class Refused(ValueError):
-    """What a page asked for cannot be done; its message is shown there."""
+    """A request of a page that cannot be carried out; the page shows the message."""
 
 
 class Action:
@@ -39,11 +39,11 @@ class Action:
     def call(self, view: object, arguments: object) -> Any:
         """Check ``arguments`` and call the method.
 
-        Raises: Refused when one is missing, unknown or wrong.
+        Raises: Refused when an argument is missing, unknown or invalid.
         """
         if not isinstance(arguments, dict) or set(arguments) != set(self._checks):
             given = sorted(map(str, arguments)) if isinstance(arguments, dict) else arguments
-            shown = "what was given" if secret in self._checks.values() else show(given)
+            shown = "the arguments given" if secret in self._checks.values() else show(given)
             raise Refused(f"{self.name} takes {', '.join(self._checks) or 'nothing'}, not {shown}")
         values = {}
         for name, check in self._checks.items():
@@ -51,45 +51,45 @@ class Action:
                 values[name] = check(arguments[name])
             except ValueError as exc:
                 given = "" if check is secret else f", not {show(arguments[name])}"
-                raise Refused(f"{self.name}: {name} has to be {exc}{given}") from None
+                raise Refused(f"{self.name}: {name} must be {exc}{given}") from None
         return self._method(view, **values)
 
 
 def action(**checks: Check) -> Callable[[Callable[..., Any]], Action]:
     """Let the page call this method: ``@action(rank=whole(0, 63))``.
 
-    It runs in whatever thread the kernel serves messages in, beside a running cell too: it sets an event or hands the
-    work on (`LiveView.work`), and returns plain JSON.
+    The method runs in the thread in which the kernel serves messages, also while a cell runs. It must return quickly:
+    it sets an event or starts the work with `LiveView.work`, and returns plain JSON.
     """
     return lambda method: Action(method, checks)
 
 
 def actions_of(kind: type) -> dict[str, Action]:
-    """All actions of a class, by name, those of its bases included."""
+    """Return all actions of a class by name, including those of its bases."""
     found = (value for base in reversed(kind.__mro__) for value in vars(base).values())
     return {value.name: value for value in found if isinstance(value, Action)}
 
 
 def text(*, most: int = 1000) -> Check:
-    """A text of at most ``most`` characters."""
+    """Return a check for a string of at most ``most`` characters."""
 
     def check(value: object) -> str:
         if not isinstance(value, str) or len(value) > most:
-            raise ValueError(f"a text of at most {most:,} characters")
+            raise ValueError(f"a string of at most {most:,} characters")
         return value
 
     return check
 
 
 def secret(value: object) -> SecretStr:
-    """A text that no message, log or picture of the view shows."""
+    """Check a string that no message, log or display of the view may show."""
     if not isinstance(value, str) or len(value) > _LONGEST_SECRET:
-        raise ValueError(f"a text of at most {_LONGEST_SECRET:,} characters")
+        raise ValueError(f"a string of at most {_LONGEST_SECRET:,} characters")
     return SecretStr(value)
 
 
 def whole(low: int, high: int) -> Check:
-    """A whole number between both, these included."""
+    """Return a check for a whole number from ``low`` to ``high``, both included."""
 
     def check(value: object) -> int:
         if type(value) is not int or not low <= value <= high:
@@ -100,14 +100,14 @@ def whole(low: int, high: int) -> Check:
 
 
 def flag(value: object) -> bool:
-    """Yes or no."""
+    """Check a boolean."""
     if not isinstance(value, bool):
         raise ValueError("true or false")
     return value
 
 
 def one_of(*choices: str) -> Check:
-    """One of these texts."""
+    """Return a check for one of these strings."""
 
     def check(value: object) -> str:
         if not isinstance(value, str) or value not in choices:
@@ -118,7 +118,7 @@ def one_of(*choices: str) -> Check:
 
 
 def list_of(check_item: Check, *, most: int = 1000) -> Check:
-    """A list of at most ``most`` items, each of which passes ``check_item``."""
+    """Return a check for a list of at most ``most`` items, each of which passes ``check_item``."""
 
     def check(value: object) -> list[Any]:
         if not isinstance(value, list) or len(value) > most:
@@ -129,23 +129,23 @@ def list_of(check_item: Check, *, most: int = 1000) -> Check:
 
 
 def table_of(check_value: Check, *, most: int = 100) -> Check:
-    """A table of at most ``most`` values by their names, each of which passes ``check_value``."""
+    """Return a check for a dict of at most ``most`` values by name, each of which passes ``check_value``."""
 
     def check(value: object) -> dict[str, Any]:
         if not isinstance(value, dict) or len(value) > most:
-            raise ValueError(f"a table of at most {most:,} values")
+            raise ValueError(f"a mapping of at most {most:,} values")
         return {str(name): check_value(item) for name, item in value.items()}
 
     return check
 
 
 def optional(check_value: Check) -> Check:
-    """Nothing (null), or what passes ``check_value``."""
+    """Return a check for null or a value that passes ``check_value``."""
     return lambda value: None if value is None else check_value(value)
 
 
 def describe_failure(exc: Exception) -> str:
-    """Say on one line why an action failed; an error of our own code is said to be one."""
+    """Describe on one line why an action failed; an error that only a bug of ours can cause is called a bug."""
     if isinstance(exc, DetrainError | ValueError | OSError):
         return str(exc) or type(exc).__name__
-    return f"this is a fault of detrain_nb: {type(exc).__name__}: {exc}"
+    return f"this is a bug in detrain_nb: {type(exc).__name__}: {exc}"

@@ -1,4 +1,4 @@
-"""A question for the passphrase of a key, asked in a page; the answer is kept by nobody."""
+"""The question for the passphrase of a key, shown in a page; the answer is not kept."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _LOOK_GAP_S = 0.1
 
 
 class PassphraseQuestion:
-    """Asks pages for a passphrase, in the thread that needs it.
+    """A question for a passphrase, asked by the thread that needs the answer.
 
-    ``publish`` tells pages the question, or None when there is none. ``look`` is called again and again meanwhile; what
-    it raises ends the waiting.
+    ``publish`` sends the question to pages, and None once it is closed. ``look`` is called repeatedly during the wait;
+    an exception that it raises ends the wait.
     """
 
     def __init__(self, publish: Callable[[dict[str, Any] | None], None], look: Callable[[], None]) -> None:
@@ -34,7 +34,7 @@ class PassphraseQuestion:
         self._is_answered = threading.Event()
 
     def ask(self, path: str) -> str | None:
-        """The passphrase of the key at ``path``; None where nobody says it in time."""
+        """Return the passphrase of the key at ``path``; None if it is empty or no page answers within 300 seconds."""
         self._number += 1
         self._answer = None
         self._is_answered.clear()
@@ -50,8 +50,8 @@ class PassphraseQuestion:
             self._publish(None)
 
     def answer(self, number: int, passphrase: SecretStr) -> None:
-        """Raises: Refused where it was not asked, or somebody has answered already."""
+        """Take the answer of a page. Raises: Refused when the question is closed or already answered."""
         if self.asked is None or number != self.asked["number"] or self._is_answered.is_set():
-            raise Refused("nobody waits for this passphrase any more")
+            raise Refused("this passphrase is no longer needed")
         self._answer = passphrase
         self._is_answered.set()

@@ -1,4 +1,4 @@
-"""Where a view stands in a notebook: live, above its plain form; once it has settled, its plain form alone."""
+"""Displays of a view in a notebook: live, with its plain form below; once it has settled, its plain form alone."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..text import html_text
 __all__ = ["Display", "Displays", "Settled", "cut_text"]
 
 _MOST_DISPLAYS = 20
-_MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: with all around it, 50 kB of a saved notebook
+_MOST_TEXT_BYTES, _MOST_HTML_BYTES = 12_000, 36_000  # of a settled view: 50 kB of a saved notebook in all
 _LONGEST_ESCAPE = 6  # bytes of HTML for one of text
 _LIVE = "as it was when this cell ran; run it again for the live view"
-_LIVE_SINCE = "as it was when it was changed last; run this cell again for the live view"
+_LIVE_SINCE = "as it was after the last change; run this cell again for the live view"
 _CHILD = ".jp-OutputArea-child"
-# Of two outputs in JupyterLab one is shown: the live view, or its plain form and not an error in place of a widget.
+# JupyterLab shows one of both outputs: the live view or, instead of an error for a missing widget, its plain form.
 _ONE_OF_BOTH = (
     f"<style>{_CHILD}:not(:has(.dt)):has(+ {_CHILD} .dt-plain),"
     f" {_CHILD}:has(.dt.live) + {_CHILD}:has(.dt-plain) {{ display: none; }}</style>"
@@ -29,15 +29,15 @@ _NOTHING = {"text/plain": ""}
 
 @dataclass(frozen=True)
 class Settled:
-    """A view as it stays in a saved notebook: the same facts as text, and as HTML without script, class or link."""
+    """A view in a saved notebook: the same facts as text, and as HTML without scripts, classes or links."""
 
     text: str
-    html: str = ""  # the text, in columns of one width, if there is none
+    html: str = ""  # if empty, the text is shown in a fixed-width font
 
     def bundle(self, *, end: str = "") -> dict[str, str]:
-        """The MIME bundle; ``end`` is a line below it. What is too long is cut, and says so."""
+        """Return the MIME bundle with the line ``end`` below it. Content that is too long is cut, with a note."""
         text, page = cut_text(self.text, _MOST_TEXT_BYTES), self.html or html_text(self.text)
-        if len(page.encode()) > _MOST_HTML_BYTES:  # tags cannot be cut: the text takes their place
+        if len(page.encode()) > _MOST_HTML_BYTES:  # HTML cannot be cut: use the text instead
             page = html_text(cut_text(self.text, _MOST_HTML_BYTES // _LONGEST_ESCAPE))
         if end:
             text, page = f"{text}\n{end}", f"{page}<p><em>{end}</em></p>"
@@ -46,41 +46,41 @@ class Settled:
 
 @dataclass(frozen=True)
 class Display:
-    """One place of a view: two outputs, by their ids. It gives the contents of display messages."""
+    """One display of a view: the ids of its two outputs. Its methods return the contents of display messages."""
 
     live_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     plain_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def live(self, data: Mapping[str, Any], metadata: Mapping[str, Any], plain: Settled) -> list[dict[str, Any]]:
-        """The widget, and below it the plain form: JupyterLab shows no other form of a widget whose kernel has gone."""
+        """Return the widget and, below it, the plain form: JupyterLab has no fallback for a widget without a kernel."""
         below = _below(plain, _LIVE)
         own = {mime: value for mime, value in data.items() if mime not in below}
         return [_output(own, self.live_id, metadata), _output(below, self.plain_id)]
 
     def settled(self, plain: Settled) -> dict[str, Any]:
-        """The plain form alone."""
+        """Return the plain form alone."""
         return _output(plain.bundle(), self.live_id)
 
 
 class Displays:
-    """All places of one view; of very many, the last ones."""
+    """The displays of one view; of very many, the last ones."""
 
     def __init__(self) -> None:
         self._all: list[Display] = []
 
     def add(self) -> Display:
-        """Make one more."""
+        """Add a display."""
         made = Display()
         self._all = [*self._all, made][-_MOST_DISPLAYS:]
         return made
 
     def renew(self, make_plain: Callable[[], Settled]) -> None:
-        """Put what the plain form is now below each live view, for who saves the notebook."""
+        """Update the plain form below each live view, for when the notebook is saved."""
         for each in self._all:
             update_display(_below(make_plain(), _LIVE_SINCE), raw=True, display_id=each.plain_id)
 
     def settle(self, make_plain: Callable[[], Settled]) -> None:
-        """Put the plain form in the place of each, in the saved notebook too."""
+        """Replace each display with the plain form, in the saved notebook too."""
         for each in self._all:
             update_display(make_plain().bundle(), raw=True, display_id=each.live_id)
             update_display(_NOTHING, raw=True, display_id=each.plain_id)
@@ -92,7 +92,7 @@ def _below(plain: Settled, end: str) -> dict[str, str]:
 
 
 def cut_text(text: str, most_bytes: int) -> str:
-    """Return so much of its begin, and say how much is not there."""
+    """Return the beginning of a text, with a line that says how many bytes were cut."""
     written = text.encode()
     if len(written) <= most_bytes:
         return text
@@ -100,5 +100,5 @@ def cut_text(text: str, most_bytes: int) -> str:
 
 
 def _output(data: Mapping[str, Any], display_id: str, metadata: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The content of a display message."""
+    """Return the content of a display message."""
     return {"data": {**data}, "metadata": {**(metadata or {})}, "transient": {"display_id": display_id}}

@@ -1,4 +1,4 @@
-"""A form as plain JSON for a page: what is typed, each fault beside its field, the nodes in a few words."""
+"""A form as plain JSON for a page: its values, the errors by field, and a summary of its nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NODE = re.compile(r"nodes\[(\d+)\]\.?(.*)", re.DOTALL)
 
 
 def describe_fields(fields: Iterable[FieldInfo] = ()) -> dict[str, Any]:
-    """Return what a page has to know of ``fields`` and of those of a node; it does not change."""
+    """Return the constant descriptions of ``fields`` and of the fields of a node."""
     return {
         "fields": {each.path: each.to_json() for each in fields},
         "node": {each.path: each.to_json() for each in NODE_FIELDS.values()},
@@ -26,7 +26,7 @@ def describe_fields(fields: Iterable[FieldInfo] = ()) -> dict[str, Any]:
 
 
 def describe_draft(form: DraftForm) -> dict[str, Any]:
-    """Return what a page shows of any form as it is now."""
+    """Return the present state of a form for a page."""
     return {
         "draft": form.draft,
         "rows": [*form.rows],
@@ -43,14 +43,14 @@ def describe_draft(form: DraftForm) -> dict[str, Any]:
 
 
 def describe_nodes(form: DraftForm) -> dict[str, dict[str, str]]:
-    """By key: what a node is called, where it is, and the devices and ranks that it offers, in a few words."""
+    """Return by key the name and the address of each node, and the devices and ranks that it offers."""
     typed = form.draft.get("nodes", [])
     rows = zip(typed if isinstance(typed, list) else (), form.nodes_by_key().items())
     return {key: {"label": label_of(row), "where": _where(row), "offers": _offers(node)} for row, (key, node) in rows}
 
 
 def _where(row: object) -> str:
-    """``user@host:port``, as it was typed."""
+    """Return ``user@host:port`` as typed."""
     typed = row if isinstance(row, dict) else {}
     user, host, port = (str(typed.get(name, "")).strip() for name in ("user", "host", "port"))
     text = f"{user}@{host}" if user else host
@@ -66,12 +66,12 @@ def _offers(node: Node | None) -> str:
 
 
 def num_ranks(node: Node) -> int | None:
-    """How many ranks it has, where the node says it."""
+    """Return how many ranks a node has; None where the node does not specify it."""
     return node.ranks or (len(node.devices) if isinstance(node.devices, tuple) else None)
 
 
 def errors_by_key(form: DraftForm) -> dict[str, str]:
-    """What is wrong by the path that a page has of a field: with the key of a node, and without what is inside."""
+    """Return errors by the path of the page's field: with the key of the node, without parts inside the field."""
     return _beside_fields(form, form.errors)
 
 
@@ -90,7 +90,7 @@ def _beside_fields(form: DraftForm, found: dict[str, str]) -> dict[str, str]:
 
 
 def _nearest_field(path: str, fields: Any) -> str:
-    """``env`` of ``env.RANK``, ``artifacts`` of ``artifacts[0]``; empty where there is none."""
+    """Return the field that contains ``path``: ``env`` for ``env.RANK``; an empty string if there is none."""
     while path:
         if path in fields:
             return path

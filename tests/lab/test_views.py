@@ -64,10 +64,10 @@ def test_what_is_wrong_is_said_beside_it_and_nothing_is_called(notebook: Callabl
     nb.run(0)
     view = nb.cell(0).locator(".dt")
     for button, said in {
-        "Wrong": "press: said has to be a text of at most 20 characters, not 3",
+        "Wrong": "press: said must be a string of at most 20 characters, not 3",
         "More": "press takes said, not ['more', 'said']",
         "Refused": "3 is not 0: give 0",
-        "Fault": "this is a fault of detrain_nb: TypeError: wrong",
+        "Fault": "this is a bug in detrain_nb: TypeError: wrong",
         "None": "this view has no such action: reload the page",
         "Long": "counting done",
     }.items():

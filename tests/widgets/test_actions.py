@@ -46,10 +46,10 @@ def test_actions_are_those_of_the_class_and_of_its_bases() -> None:
         ({"rank": 1, "again": True, "__class__": 1}, "stop takes rank, again, not "),
         ([1], r"stop takes rank, again, not \[1\]"),
         (None, "stop takes rank, again, not None"),
-        ({"rank": 4, "again": True}, "rank has to be a whole number from 0 to 3, not 4"),
-        ({"rank": True, "again": True}, "rank has to be a whole number from 0 to 3, not True"),
-        ({"rank": 1.0, "again": True}, "rank has to be a whole number"),
-        ({"rank": 1, "again": 1}, "again has to be true or false, not 1"),
+        ({"rank": 4, "again": True}, "rank must be a whole number from 0 to 3, not 4"),
+        ({"rank": True, "again": True}, "rank must be a whole number from 0 to 3, not True"),
+        ({"rank": 1.0, "again": True}, "rank must be a whole number"),
+        ({"rank": 1, "again": 1}, "again must be true or false, not 1"),
     ],
 )
 def test_wrong_arguments_are_refused(arguments: object, said: str) -> None:
@@ -100,4 +100,4 @@ def test_check_passes_what_it_declares() -> None:
 
 def test_failure_is_told_in_one_line_and_a_fault_of_ours_as_one() -> None:
     assert describe_failure(SessionError("no session: start one")) == "no session: start one"
-    assert describe_failure(KeyError("x")) == "this is a fault of detrain_nb: KeyError: 'x'"
+    assert describe_failure(KeyError("x")) == "this is a bug in detrain_nb: KeyError: 'x'"

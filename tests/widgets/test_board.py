@@ -420,7 +420,7 @@ def test_what_cannot_be_done_is_told(session: Session, page: Page) -> None:
     assert "no cell runs on rank 1" in page.refusal("interrupt", ranks="1")
     assert "say which ranks" in page.refusal("restart", ranks="  ")
     assert "rank 7" in page.refusal("restart", ranks="7") or "7" in page.refusal("restart", ranks="7")
-    assert "look: what has to be one of output, stack" in page.refusal("look", what="code", rank=0)
+    assert "look: what must be one of output, stack" in page.refusal("look", what="code", rank=0)
     assert page.refusal("look", what="output", rank=5) != ""
     assert "takes ranks" in page.refusal("interrupt", rank=1)
     page.asks("stop")

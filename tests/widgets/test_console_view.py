@@ -322,8 +322,8 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     page.asks("export", to="torchrun", options={"gpus": "2"})
     typed = {"slurm": {"time": "2 h"}, "torchrun": {"gpus": "2"}}
     assert page.open_page()["form"]["exported"] == {"to": "torchrun", "options": typed}, "for a page that is reloaded"
-    assert "to has to be one of torchrun, slurm" in page.refusal("export", to="other", options={})
-    assert "options has to be a table" in page.refusal("export", to="slurm", options=["time"])
+    assert "to must be one of torchrun, slurm" in page.refusal("export", to="other", options={})
+    assert "options must be a mapping" in page.refusal("export", to="slurm", options=["time"])
     save = {**given, "path": "jobs/train.sbatch", "digest": shown["digest"]}
     assert page.asks("save_export", **save, anyway=False)["said"].endswith("jobs/train.sbatch was written.")
     file = tmp_path / "jobs/train.sbatch"

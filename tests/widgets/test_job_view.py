@@ -137,7 +137,7 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(
     printed_at = time.mktime(time.strptime(times[0], "%Y-%m-%d %H:%M:%S"))
     assert began_at - 1 <= printed_at <= time.time(), "when it was printed, not when it came"
 
-    assert view.refusal("piece", id="x", offset=0) == "that download is over: begin it again"
+    assert view.refusal("piece", id="x", offset=0) == "that download has ended: start it again"
     assert view.refusal("download", index=1) == "there is no such file: reload the page"
     assert view.asks("download", index=0) is None
     file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
@@ -145,7 +145,7 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(
     with zipfile.ZipFile(io.BytesIO(b"".join(pieces))) as archive:
         assert archive.read("model.safetensors") == bytes(range(256)) * 4000
         assert archive.read("config.json") == b"{}"
-    assert view.refusal("piece", id=file["id"], offset=file["size"]).startswith("that download is over")
+    assert view.refusal("piece", id=file["id"], offset=file["size"]).startswith("that download has ended")
     folder = view._download._folder
     assert folder and Path(folder.name).exists()
     view.asks("downloaded")
@@ -224,7 +224,7 @@ def test_watching_ends_with_the_last_page_and_a_stop_is_told(run_script: Callabl
     numbers = [item["number"] for item in view.shown_log]
     assert numbers == sorted(numbers)
     assert view.refusal("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
-    assert view.refusal("earlier", node="", source="0", begin=0).startswith("earlier: begin has to be a whole number")
+    assert view.refusal("earlier", node="", source="0", begin=0).startswith("earlier: begin must be a whole number")
     view.asks("earlier", node="", source="0", begin=14)
     item = view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]
     assert [text for _, text in item["lines"]] == ["step 0", "step 1"] and all(item["times"])
@@ -420,7 +420,7 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path, monkeypatch
 @pytest.mark.parametrize(
     ("fetch", "why"),
     [
-        (fetch_for_browser, "200 MB are more than the 50 MB that go through the notebook"),
+        (fetch_for_browser, "200 MB is more than the 50 MB that can be downloaded through the notebook"),
         (lambda job, model, to, tell: fetch_models(job, [model], str(to), tell), "it has grown from 10 B to 200 MB"),
     ],
     ids=["for a browser", "to this machine"],
