@@ -1,7 +1,7 @@
-"""Pages are heard beside a running cell: the kernel hands what they say to their views to a sub-shell of ours.
+"""Messages from pages to views while a cell runs: they are routed to a sub-shell of the kernel.
 
-A page that has just opened asks which widgets there are in the main shell, as it does not know yet that the kernel has
-sub-shells; other front ends know no sub-shells at all. There it would wait for the running cell.
+A page that has just opened lists the widgets through the main shell, as it does not know yet that the kernel has
+sub-shells; other front ends do not support sub-shells at all. In the main shell it would wait for the running cell.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ipykernel.kernelbase import Kernel
 
 __all__ = ["serve_beside_cells"]
 
-_CONTROL = "jupyter.widget.control"  # asked by a page for the states of all widgets
+_CONTROL = "jupyter.widget.control"  # a page requests the states of all widgets by it
 _MOST_CONTROLS = 100  # of pages that opened lately
 _QUESTIONS = ("kernel_info_request", "comm_info_request")
 
 
 def serve_beside_cells(comm_id: str) -> None:
-    """Have pages heard beside a running cell that speak to the view with this comm.
+    """Handle messages to the view with this comm also while a cell runs.
 
-    Without a kernel, or in one without sub-shells (ipykernel 6), nothing changes: they wait for the cell.
+    Without a kernel, or in one without sub-shells (ipykernel 6), nothing changes: messages wait for the cell.
     """
     kernel: Any = Kernel.instance() if Kernel.initialized() else None
     thread = getattr(kernel, "shell_channel_thread", None)
@@ -35,7 +35,7 @@ def serve_beside_cells(comm_id: str) -> None:
 
 
 class _Switch:
-    """Takes the messages of the shell channel, in its thread, and hands them on to a sub-shell or to the kernel."""
+    """A router of the shell channel's messages, in its thread: to a sub-shell or to the kernel."""
 
     def __init__(self, kernel: Any) -> None:
         self.views: set[str] = set()
@@ -47,7 +47,7 @@ class _Switch:
     async def __call__(self, frames: list[zmq.Frame]) -> None:
         try:
             is_taken = self._take(frames)
-        except Exception:  # noqa: BLE001  the kernel says what is wrong with a message
+        except Exception:  # noqa: BLE001  the kernel reports what is wrong with a message
             is_taken = False
         if not is_taken:
             await self._hand_to_kernel(frames)
@@ -67,7 +67,7 @@ class _Switch:
         return True
 
     def _is_of_page(self, kind: str, content: dict[str, Any]) -> bool:
-        """Is it said to a view, or asked by a page that opens?"""
+        """Return whether the message is for a view, or from a page that opens."""
         comm_id = content.get("comm_id", "")
         if kind == "comm_open" and content.get("target_name") == _CONTROL:
             self._controls.append(comm_id)

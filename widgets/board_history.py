@@ -1,4 +1,4 @@
-"""What a board remembers of the cells that it saw, and the plain form that it has in a saved notebook."""
+"""The history of cells that a board keeps, and its plain form in a saved notebook."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .board_rows import dead_ranks, rounded
 from .displays import Settled
 
 _MOST_ROWS, _LAST_CHARS = 64, 80
-_LEFT, _RIGHT = "text-align:left", "text-align:right"  # short: a saved notebook has it in every cell
+_LEFT, _RIGHT = "text-align:left", "text-align:right"  # short: repeated in every cell of the saved table
 _COLUMNS = ("Rank", "Host", "Device", "State", "Steps/s", "Peak", "Last line")
 _NUMBERS = {"Steps/s", "Peak"}
 _WELL, _ENDED, _ARE_WELL = "✓ done", "○ ended", "✓○▶"
@@ -37,7 +37,7 @@ class CellHistory:
         return max(0.0, self.ended_at - self.began_at) if self.number and self.ended_at else None
 
     def take(self, board: Board) -> CellHistory:
-        """Note what ``board`` shows. Returns itself; a new history where the board shows a new cell."""
+        """Record ``board``; returns this history, or a new one when the board shows a new cell."""
         if board.cell and board.cell.number != self.number:
             return CellHistory(board.cell.number, board.cell.began_at).take(board)
         if self.number and not board.cell and not self.ended_at:
@@ -59,12 +59,12 @@ class CellHistory:
 
 
 def settle(board: Board | None, seen: CellHistory, name: str, *, is_well: bool, failure: str = "") -> Settled:
-    """A summary, and a row for each rank; of more than 64, only of those that were not well.
+    """Return a summary with a row for each rank; of more than 64 ranks, only those with problems have a row.
 
-    ``is_well``: the cell that ran last failed nowhere. ``failure``: why the last order of a page failed.
+    ``is_well``: the last cell failed on no rank. ``failure``: why the last order from a page failed.
     """
     if board is None:
-        return Settled(f"Session {one_line(name)}: no rank was asked yet")
+        return Settled(f"Session {one_line(name)}: the ranks have not been queried yet")
     summary, where = _summary(board, seen, is_well), _where(board)
     dead = dead_ranks(board)
     host_of = {rank: node.name or node.host for node in board.nodes for rank in node.ranks}
@@ -81,7 +81,7 @@ def settle(board: Board | None, seen: CellHistory, name: str, *, is_well: bool, 
 
 def _summary(board: Board, seen: CellHistory, is_well: bool) -> str:
     if not seen.number:
-        return f"{count_ranks(len(board.ranks))}, no cell was seen."
+        return f"{count_ranks(len(board.ranks))}, no cell seen yet."
     took = f" ended after {format_time(seen.took_s)}" if seen.took_s is not None else " runs"
     died = f"✕ {format_ranks(seen.deaths)} died" if seen.deaths else ""
     left = len(board.ranks) - len(seen.deaths.keys() & {view.rank for view in board.ranks})
@@ -121,13 +121,13 @@ def _state(view: RankView, dead: frozenset[int], seen: CellHistory, is_well: boo
 
 
 def format_time(seconds: float | None) -> str:
-    """``0.4 s``, ``34 s``, ``1 min 24 s``: short times with a tenth."""
+    """Format a time as ``0.4 s``, ``34 s`` or ``1 min 24 s``."""
     seconds = seconds or 0.0
     return f"{seconds:.1f} s" if seconds < 10 else describe_seconds(seconds)
 
 
 def _page(summary: str, where: str, rows: list[tuple[str, ...]], rest: str) -> str:
-    """Inline style only: it reads the same where styles are removed."""
+    """Return the HTML, with inline style only; it stays readable where styles are removed."""
     style = "font:12px/18px var(--jp-ui-font-family, system-ui, sans-serif);font-variant-numeric:tabular-nums"
     head = f"<b>{html.escape(summary)}</b> {html.escape(where)}"
     if not rows:

@@ -1,4 +1,4 @@
-"""What lies open below a board's tiles: the last lines of a rank, or its stack, read again while a page looks at it."""
+"""Panes below a board's tiles: the last lines or the stack of a rank, read repeatedly while a page shows the pane."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from ..session.session import Session
 from .actions import Refused, describe_failure
 
 PANES = ("output", "stack")
-_LEASE_S = 10.0  # a page that looks says so every few seconds
+_LEASE_S = 10.0  # a page that shows a pane renews it every few seconds
 _GAPS_S = {"output": 0.5, "stack": 2.0}
 _MOST_OPEN = 8
 _MOST_LINES, _LINE_CHARS = 200, 500
 
 
 class Panes:
-    """Those of one board; one thread reads all of them, as long as a page looks at one."""
+    """The panes of one board. One thread reads all of them as long as a page shows one."""
 
     def __init__(self, session: Session, publish: Callable[[str, Any], None]) -> None:
         self._session = session
         self._publish = publish
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._until: dict[tuple[str, int], float] = {}  # when nobody looks any more
+        self._until: dict[tuple[str, int], float] = {}  # when the lease of each pane ends
         self._due: dict[tuple[str, int], float] = {}
         self._tails: dict[int, tuple[int, Tail]] = {}  # by rank, with the cell
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def look(self, what: str, rank: int) -> None:
-        """A page looks at it now. Raises: Refused."""
+        """Open a pane, or renew it for 10 seconds. Raises: Refused when 8 other panes are open."""
         with self._lock:
             if self._is_closed:
                 return
             if (what, rank) not in self._until and len(self._until) >= _MOST_OPEN:
-                raise Refused(f"{_MOST_OPEN} ranks are looked at already: close one")
+                raise Refused(f"{_MOST_OPEN} ranks are already open: close one")
             if (what, rank) not in self._until:
                 self._due[what, rank] = 0.0
             self._until[what, rank] = time.monotonic() + _LEASE_S
@@ -52,14 +52,14 @@ class Panes:
         self._wake.set()
 
     def close(self) -> None:
-        """Nobody looks any more."""
+        """Close all panes."""
         with self._lock:
             self._is_closed = True
             self._until.clear()
         self._wake.set()
 
     def open(self) -> None:
-        """Pages are there."""
+        """Allow panes again: pages show the board."""
         with self._lock:
             self._is_closed = False
 
@@ -84,7 +84,7 @@ class Panes:
             return list(self._until)
 
     def read(self, what: str, rank: int) -> dict[str, Any]:
-        """What the pane shows; a failure is words in it."""
+        """Return the content of the pane; a failure becomes an error text."""
         try:
             return self._read_output(rank) if what == "output" else self._read_stack(rank)
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the pane does
@@ -102,7 +102,7 @@ class Panes:
         return {"cell": number, "lines": [show_hidden(line).replace("\n", " ") for line in lines], "more": is_cut}
 
     def _cell_of(self, rank: int) -> int | None:
-        """The cell that the rank runs, or the last one that it ran."""
+        """Return the cell that the rank is running, or else the last one that it ran."""
         log = self._session.log
         running = [number for number, ranks in log.running_cells.items() if rank in ranks]
         ran = [cell.cell for cell in log.cells if rank in cell.ranks]
@@ -112,7 +112,7 @@ class Panes:
         where = self._session.ranks.where()
         verdict = next((verdict for verdict in where.verdicts if verdict.rank == rank), None)
         if verdict is None:
-            raise DetrainError(f"there is no rank {rank} any more")
+            raise DetrainError(f"rank {rank} no longer exists")
         return {
             "cell": verdict.evidence.cell if verdict.evidence.state == "running" else None,
             "state": one_line(str(verdict)),
@@ -130,4 +130,4 @@ def _describe_wait(verdict: Verdict) -> str:
     collective = verdict.collective
     if collective is None:
         return one_line(verdict.waits_in)
-    return one_line(f"{collective} {collective.tensors}, begun {collective.seconds:.0f} s ago")
+    return one_line(f"{collective} {collective.tensors}, started {collective.seconds:.0f} s ago")

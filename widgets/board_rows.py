@@ -1,4 +1,4 @@
-"""A `Board` as plain JSON for its page: the words are chosen here, and all text of others is cleaned once more."""
+"""A `Board` as plain JSON for its page, with its wording; all text from nodes is cleaned once more."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..session.running.board import Board, BoardNote, NodeView, RankView
 
 SHOWN_STATES = ("running", "waits", "awaited", "died", "unknown", "starting", "idle")  # in the order of the counts
 _NOTE_CHARS, _LINE_CHARS = 2000, 200
-_FRESH = {"idle": "a fresh one is there, its variables are gone", "starting": "a fresh one is starting"}
+_FRESH = {"idle": "replaced by a fresh rank without its variables", "starting": "a fresh rank is starting"}
 
 
 def head_of(board: Board) -> dict[str, Any]:
-    """What the first line says."""
+    """Return the facts of the first line."""
     cell = board.cell
     rates = [view.steps_per_s for view in board.ranks if view.steps_per_s]
     return {
@@ -32,14 +32,14 @@ def head_of(board: Board) -> dict[str, Any]:
 
 
 def counts_of(board: Board) -> dict[str, int]:
-    """How many ranks are shown in each state."""
+    """Count the ranks shown in each state."""
     dead = dead_ranks(board)
     shown = [shown_state(view, dead) for view in board.ranks]
     return {state: shown.count(state) for state in SHOWN_STATES}
 
 
 def layout_of(board: Board) -> list[dict[str, Any]]:
-    """The hosts in their order, each with its ranks: what stands where, and moves no more."""
+    """Return the hosts in order, each with its ranks: the fixed layout of the board."""
     placed = {rank for node in board.nodes for rank in node.ranks}
     known = {view.rank for view in board.ranks}
     hosts = [
@@ -52,7 +52,7 @@ def layout_of(board: Board) -> list[dict[str, Any]]:
 
 
 def host_row(node: NodeView) -> dict[str, Any]:
-    """What a host uses."""
+    """Return what a host uses."""
     return {
         "cpu": _whole(node.cpu_percent),
         "used": rounded(node.memory_used_bytes),
@@ -62,7 +62,7 @@ def host_row(node: NodeView) -> dict[str, Any]:
 
 
 def rank_row(view: RankView, dead: Collection[int], node: NodeView | None) -> dict[str, Any]:
-    """What a tile shows, of a rank of ``node``."""
+    """Return the content of a tile, for a rank of ``node``."""
     state = shown_state(view, dead)
     has_gpu = view.gpu_total_bytes is not None
     return {
@@ -84,12 +84,12 @@ def rank_row(view: RankView, dead: Collection[int], node: NodeView | None) -> di
 
 
 def _runs(view: RankView) -> bool:
-    """It runs a cell: one that others wait for may have ended it."""
+    """Return whether the rank runs a cell; an awaited rank may have finished it."""
     return view.state in ("running", "waits") or (view.state == "awaited" and view.line > 0)
 
 
 def _place(view: RankView, state: str) -> str:
-    """Where it is, in few words."""
+    """Return where the rank is, in a few words."""
     if state == "died":
         said = view.exit or view.detail
     elif state == "waits":
@@ -103,23 +103,23 @@ def _place(view: RankView, state: str) -> str:
 
 
 def fresh_of(view: RankView, dead: Collection[int]) -> str:
-    """What has taken the place of a rank that has died."""
+    """Return what has replaced a rank that died."""
     return _FRESH.get(view.state, "") if view.rank in dead else ""
 
 
 def dead_ranks(board: Board) -> frozenset[int]:
-    """Those that have died, until the next cell begins there; a rank that the user had replaced is not one of them."""
+    """Return the ranks that have died, until their next cell begins; ranks that the user replaced do not count."""
     return frozenset(rank for note in board.notes if note.kind in ("died", "lost") for rank in note.ranks)
 
 
 def shown_state(view: RankView, dead: Collection[int]) -> str:
-    """Its state; a rank that has died is shown as dead also when a fresh one has taken its place."""
+    """Return the state to show; a rank that died is shown as dead even after a fresh one has replaced it."""
     state = view.state if view.state in SHOWN_STATES else "unknown"
     return "died" if view.rank in dead and state in ("idle", "starting") else state
 
 
 def notes_of(board: Board) -> list[dict[str, Any]]:
-    """What needs a person, with the ranks that a button is for."""
+    """Return the notes that need attention, with the ranks that their buttons act on."""
     by_rank = {view.rank: view for view in board.ranks}
     return [
         {
@@ -135,7 +135,7 @@ def notes_of(board: Board) -> list[dict[str, Any]]:
 
 
 def _whom(note: BoardNote, by_rank: dict[int, RankView]) -> list[int]:
-    """The ranks that those of a note wait for, and that run the cell."""
+    """Return the ranks that those of the note wait for and that are running the cell."""
     if note.kind != "waits":
         return []
     waiting = (by_rank[rank] for rank in note.ranks if rank in by_rank)
@@ -147,12 +147,12 @@ def _is_down(view: RankView | None) -> bool:
 
 
 def rates_of(ranks: Iterable[RankView]) -> list[float | None]:
-    """Of every rank, in their order."""
+    """Return the rate of every rank, in order."""
     return [rounded(view.steps_per_s) for view in ranks]
 
 
 def rounded(number: float | None) -> float | None:
-    """To three digits: what differs in the fourth is no news."""
+    """Round to three digits, so that smaller changes are not sent."""
     if number is None:
         return None
     short = float(f"{number:.3g}")

@@ -1,4 +1,4 @@
-"""A session at one look: a tile for each rank, who waits for whom, and the buttons that help."""
+"""A session at a glance: a tile for each rank, which ranks wait for which, and buttons to act on them."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from .live_view import LiveView
 __all__ = ["BoardView"]
 
 _SPARK_POINTS, _SPARK_S = 60, 1.0  # of the rate of each rank
-_QUIET_S = 2.0  # a session that is idle for so long is not sampled any more
+_QUIET_S = 2.0  # an idle session is no longer sampled after this time
 _FIRST_LIMIT_S = 2.0
-_MOST_STOPS = 3  # under way at once: a stop that is pressed again does more
-_MOST_ORDERS = 16  # under way at once: each set of ranks has a restart and a replay of its own
+_MOST_STOPS = 3  # at the same time: pressing stop again goes further
+_MOST_ORDERS = 16  # at the same time: a restart and a replay for each set of ranks
 _CHOICE = text(most=1000)
-_MOST_CHARS, _MOST_LINES = 2000, 20  # of what became of an order
+_MOST_CHARS, _MOST_LINES = 2000, 20  # of the result of an order
 
 
 class BoardView(LiveView):
-    """The live view of one session. It is told of changes while a page shows it, and samples while ranks are busy."""
+    """The live view of one session. It follows changes while a page shows it, and samples ranks while they are busy."""
 
     name = "board_view"
 
@@ -69,7 +69,7 @@ class BoardView(LiveView):
         return settle(self._board, self._seen, self._session.name, is_well=is_well, failure=failure)
 
     def _take_one(self) -> None:
-        """Have a first board, for who shows no live view."""
+        """Get a first board, for front ends without a live view."""
         came = threading.Event()
         with self._session.watch(lambda _: came.set()) as watch:
             if watch.latest is None:
@@ -79,7 +79,7 @@ class BoardView(LiveView):
                 self._seen = self._seen.take(watch.latest)
 
     def _parts(self, board: Board) -> dict[str, Any]:
-        """All that pages are told of ``board``, part by part; one that has not changed is not sent."""
+        """Return ``board`` for pages, part by part; unchanged parts are not sent."""
         dead = dead_ranks(board)
         node_of = {rank: node for node in board.nodes for rank in node.ranks}
         rows = {view.rank: rank_row(view, dead, node_of.get(view.rank)) for view in board.ranks}
@@ -95,14 +95,14 @@ class BoardView(LiveView):
         }
 
     def _since(self, board: Board) -> dict[str, Any]:
-        """Of a session that is idle: the cell that ran last, and when that ended."""
+        """Return, for an idle session, the cell that ran last and the time it ended."""
         if board.cell or not self._seen.number:
             return {"last": "", "ended": None}
         number, after = self._seen.number, format_time(self._seen.took_s)
         how = "failed or was stopped after" if self._session.log.has_failed(number) else "took"
         return {"last": f"cell [{number}] {how} {after}", "ended": self._seen.ended_at}
 
-    # ---- what it is told
+    # ---- changes of the session
 
     def on_pages(self, *, are_there: bool) -> None:
         if not are_there:
@@ -125,17 +125,17 @@ class BoardView(LiveView):
             watch.close()
 
     def _look_again(self) -> None:
-        """Something has changed: have boards again, until nothing more does."""
+        """Follow boards again after a change, until the session is quiet."""
         with self._watching:
             self._busy_at = time.monotonic()
             if self._watch is None and self._stop_listening is not None:
                 self._watch = self._session.watch(self.show)
             last = self._watch.latest if self._watch else None
-        if last is not None and last.over:  # it has ended: nobody is told any more
+        if last is not None and last.over:  # the session has ended: no more boards follow
             self.show(last)
 
     def show(self, board: Board) -> None:
-        """Tell the pages what ``board`` says. Called in the session's thread."""
+        """Show ``board`` on the pages. Called in the session's thread."""
         self._seen = self._seen.take(board)
         if self._board and [view.rank for view in board.ranks] != [view.rank for view in self._board.ranks]:
             self._rates.clear()
@@ -156,7 +156,7 @@ class BoardView(LiveView):
         rates = rates_of(board.ranks)
         if board.cell and board.clock_s - self._rated_at >= 0.9 * _SPARK_S and any(rate is not None for rate in rates):
             self._rated_at = board.clock_s
-            with self._sending:  # a page that opens meanwhile has the point in its state, or is told of it
+            with self._sending:  # a page that opens meanwhile gets the point with its state or as news
                 self._rates.append(rates)
                 self.append("rates", [rates])
 
@@ -174,37 +174,37 @@ class BoardView(LiveView):
 
     @action()
     def stop(self) -> None:
-        """Stop the cells that run, as the stop button does."""
+        """Stop the running cells, as the notebook's stop button does."""
         self._order("stop", self._stop_cells, most=_MOST_STOPS)
 
     @action(ranks=_CHOICE)
     def interrupt(self, ranks: str) -> None:
-        """Raise KeyboardInterrupt on some ranks."""
+        """Raise KeyboardInterrupt on the chosen ranks."""
         chosen = self._choose(ranks)
         if not any(set(chosen).intersection(running) for running in self._session.log.running_cells.values()):
-            raise Refused(f"no cell runs on {format_ranks(chosen)}")
+            raise Refused(f"no cell is running on {format_ranks(chosen)}")
 
         def send() -> str:
             self._session.ranks.interrupt(chosen)
-            return f"KeyboardInterrupt was sent to {format_ranks(chosen)}"
+            return f"KeyboardInterrupt sent to {format_ranks(chosen)}"
 
         self._order("interrupt", send)
 
     @action(ranks=_CHOICE)
     def restart(self, ranks: str) -> None:
-        """Replace ranks by fresh ones."""
+        """Replace the chosen ranks with fresh ones."""
         chosen = self._choose(ranks)
 
         def replace() -> str:
             self._session.restart(chosen)
             short = short_ranks(chosen)
-            return f"{format_ranks(chosen)} started anew; %distributed replay -r {short} runs earlier cells there again"
+            return f"{format_ranks(chosen)} restarted; %distributed replay -r {short} runs earlier cells there again"
 
         self._order(f"restart of {format_ranks(chosen)}", replace)
 
     @action(ranks=_CHOICE)
     def replay(self, ranks: str) -> None:
-        """Run earlier cells again on fresh ranks, which lack their variables."""
+        """Run earlier cells again on fresh ranks, which lack the variables of those cells."""
         chosen = self._choose(ranks)
 
         def run_again() -> str:
@@ -219,27 +219,27 @@ class BoardView(LiveView):
 
     @action(what=one_of(*PANES), rank=whole(0, MOST_RANKS))
     def look(self, what: str, rank: int) -> None:
-        """Have the last lines, or the stack, of a rank, for some seconds."""
+        """Keep the last lines or the stack of a rank up to date for some seconds."""
         self._choose(str(rank))
         self._panes.look(what, rank)
 
     def _choose(self, ranks: str) -> tuple[int, ...]:
         if not ranks.strip():
-            raise Refused("say which ranks, as in 0,2 or 0-3 or all")
+            raise Refused("give the ranks, as 0,2 or 0-3 or all")
         return self._session.ranks.choose(ranks.strip())
 
     def _stop_cells(self) -> str:
         stories = [f"cell {number}: {story}" for number, story in self._session.stop_cells().items()]
-        return "\n".join(stories) or "no cell runs"
+        return "\n".join(stories) or "no cell is running"
 
     def _order(self, what: str, do: Callable[[], str], *, most: int = 1) -> None:
-        """Do it in a thread of its own: a stop never waits for a restart. Raises: Refused while it is under way."""
+        """Run ``do`` in a thread of its own: a stop never waits for a restart. Raises: Refused while it is running."""
         with self._ordering:
             self._orders = [thread for thread in self._orders if thread.is_alive()]
             if sum(thread.name == what for thread in self._orders) >= most:
-                raise Refused(f"the {what} is still under way")
+                raise Refused(f"the {what} is still running")
             if len(self._orders) >= _MOST_ORDERS and what not in ("stop", "interrupt"):
-                raise Refused(f"{len(self._orders)} orders are still under way: wait for one")
+                raise Refused(f"{len(self._orders)} orders are still running: wait for one to finish")
             thread = threading.Thread(target=self._carry_out, args=(what, do), name=what, daemon=True)
             self._orders.append(thread)
             thread.start()

@@ -68,7 +68,7 @@ class FilesEditor(NodesEditor):
         if Path(place.name).is_dir():
             raise Refused(f"{one_line(place.name)} is a folder: name a file in it")
         if not anyway and place.exists():
-            return {"ask": f"{one_line(place.name)} is there already."}
+            return {"ask": f"{one_line(place.name)} already exists."}
         write_export(written, given_path(path))
         return {"said": f"{one_line(place.name)} was written."}
 

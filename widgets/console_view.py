@@ -188,7 +188,7 @@ class ConsoleView(FilesEditor):
                 made = self._save(form, opened, anyway=anyway, name=name)
             except Conflict as exc:
                 if name is not None:
-                    raise Refused(f"a pipeline {one_line(name)} is there already: give another name") from exc
+                    raise Refused(f"a pipeline named {one_line(name)} already exists: give another name") from exc
                 self._conflict = exc
                 self._tell_form()
                 raise

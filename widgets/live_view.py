@@ -1,7 +1,7 @@
-"""What every form and view is: a widget that is told from any thread, answers while a cell runs, and leaves plain HTML.
+"""The base of all forms and views: a widget updated from any thread, usable while a cell runs, saved as plain HTML.
 
-Nothing of a view is in the widget's state but its program: what it shows travels as messages, and a page that opens
-(first display, reload, second view) says hello and gets all of it. So no saved state holds a secret.
+The widget's state holds the view's program alone. The content travels as messages: a page that opens (first display,
+reload, second view) sends hello and receives the whole content. So no saved state holds a secret.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from .actions import Action, Refused, actions_of, describe_failure
 from .beside_cells import serve_beside_cells
 from .displays import Display, Displays, Settled
 
-_TURN_S = 0.1  # at most so often is a page told something
+_TURN_S = 0.1  # least time between two messages to pages
 _PAGE_SILENT_S = 30.0  # three beats of a page
-_LOOK_S = 5.0  # how often somebody looks whether pages are left, while some are
+_LOOK_S = 5.0  # how often silent pages are looked for, while there are pages
 _MOST_PAGES = 20
-_GREET_S = 1.0  # for so long no more hellos are answered than there may be pages: who gets no answer says it again
-_MOST_APPENDED = 5000  # items of a list between two turns: a page shows a window of a log, not the log
+_GREET_S = 1.0  # time in which at most _MOST_PAGES hellos are answered; a page without an answer repeats its hello
+_MOST_APPENDED = 5000  # items of a list per message: a page shows a window of a log, not the whole log
 _SHARED = Path(__file__).with_name("shared")
-_ROOT = re.compile(r"\.dt(?![\w-])")  # a style sheet is one of the whole page: a view's own reaches no other view
+_ROOT = re.compile(r"\.dt(?![\w-])")  # style sheets apply to the whole page: this limits a view's own one to the view
 _PROGRAM_END = "\nexport default { render };\n"
 
 
 class LiveView(anywidget.AnyWidget):
-    """A view: a subclass gives `name`, `state`, `settled` and actions; beside it lie ``NAME.js`` and ``NAME.css``."""
+    """A view. A subclass defines `name`, `state`, `settled` and actions; ``NAME.js`` and ``NAME.css`` are its page."""
 
     name: ClassVar[str] = ""
-    more: ClassVar[tuple[str, ...]] = ()  # of a large one: further files beside it, which come before its own
+    more: ClassVar[tuple[str, ...]] = ()  # further files of a large view, loaded before its own
     _actions: ClassVar[dict[str, Action]] = {}
     _all: ClassVar[weakref.WeakSet[LiveView]] = weakref.WeakSet()
 
@@ -59,18 +59,18 @@ class LiveView(anywidget.AnyWidget):
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sending = threading.RLock()  # what is told of a change comes behind the state that a page begins with
+        self._sending = threading.RLock()  # a change is sent after the state that a page begins with
         self._wake, self._closing, self._has_page = threading.Event(), threading.Event(), threading.Event()
         self._pump: threading.Thread | None = None
-        self._workers: dict[bool, threading.Thread] = {}  # by whether they are beside others
-        self.work_told: dict[str, Any] | None = None  # what is under way, or has failed last: for pages that open
+        self._workers: dict[bool, threading.Thread] = {}  # by is_beside
+        self.work_told: dict[str, Any] | None = None  # work that is running or has failed last, for pages that open
         self._is_settled = False
-        self._pages: dict[str, float] = {}  # when each was heard last
-        self._greeted: deque[float] = deque(maxlen=_MOST_PAGES)  # when states were told
+        self._pages: dict[str, float] = {}  # when each was last heard from
+        self._greeted: deque[float] = deque(maxlen=_MOST_PAGES)  # when states were sent
         self._is_late = False  # its messages wait for the running cell
         self._pending: dict[str, tuple[str, Any]] = {}  # as JSON, and the value
         self._appended: dict[str, list[Any]] = {}
-        self._told: dict[str, str] = {}  # what each part was, as JSON, when pages were told last
+        self._told: dict[str, str] = {}  # the JSON of each part that was sent last
         self._displays = Displays()
         super().__init__()
         self.on_msg(self._hear)
@@ -79,22 +79,22 @@ class LiveView(anywidget.AnyWidget):
     # ---- what a view gives
 
     def state(self) -> dict[str, Any]:
-        """Everything that a page shows, as plain JSON: a page that opens gets it."""
+        """Return everything that a page shows, as plain JSON, for a page that opens."""
         raise NotImplementedError
 
     def settled(self) -> Settled:
-        """The view as it stays when the kernel is gone."""
+        """Return the form of the view that remains without a kernel."""
         raise NotImplementedError
 
     def on_pages(self, *, are_there: bool) -> None:
-        """The first page has come, or the last one is gone: sampling begins or ends here."""
+        """Start sampling for the first page, or stop it after the last page has closed."""
 
     # ---- what a view does
 
     def publish(self, part: str, value: Any) -> None:
-        """Tell all pages what ``part`` is now; the latest value wins, and an equal one is not sent again.
+        """Send the new value of ``part`` to all pages; the latest value wins, and an equal value is not sent again.
 
-        Raises: ValueError, TypeError when it is no plain JSON.
+        Raises: ValueError, TypeError when the value is no plain JSON.
         """
         written = json.dumps(value, allow_nan=False)
         with self._lock:
@@ -104,7 +104,7 @@ class LiveView(anywidget.AnyWidget):
         self._wake.set()
 
     def append(self, part: str, items: list[Any]) -> None:
-        """Tell all pages what has come to the list ``part``; of very many, the last ones."""
+        """Send new items of the list ``part`` to all pages; of very many, the last ones."""
         with self._lock:
             if self._pages and not self._closing.is_set():
                 waiting = self._appended.setdefault(part, [])
@@ -116,17 +116,15 @@ class LiveView(anywidget.AnyWidget):
     def work(
         self, what: str, do: Callable[[], Mapping[str, Any] | None], *, is_told: bool = True, is_beside: bool = False
     ) -> None:
-        """Do one thing that takes a while, in a thread of the view; the part ``work`` tells pages how it goes.
+        """Run ``do`` in a thread of the view; pages see its progress and its result in the part ``work``.
 
-        They are told what ``do`` returns, too.
-        Where it is not to be told, ``do`` itself says all, and raises nothing. What ``is_beside`` others waits for none
-        of them.
-        Raises: Refused while another one is under way.
+        ``is_told`` False: ``do`` itself informs the pages, and raises nothing. ``is_beside``: it may run at the same
+        time as other work. Raises: Refused while other work of this kind is running.
         """
         with self._lock:
             before = self._workers.get(is_beside)
             if before is not None and before.is_alive():
-                raise Refused(f"{before.name} is still under way")
+                raise Refused(f"{before.name} is still running")
             run = partial(self._work, what, do) if is_told else do
             self._workers[is_beside] = threading.Thread(target=run, name=what, daemon=True)
             self._workers[is_beside].start()
@@ -141,25 +139,25 @@ class LiveView(anywidget.AnyWidget):
             self.tell_work({"what": what, "is": "done", **made})
 
     def describe_error(self, exc: Exception) -> dict[str, Any]:
-        """What pages are told of why work has failed: the line ``error``, and what a view's page can do about it."""
+        """Describe failed work for pages: the line ``error``, and what the page can do about it."""
         return {"error": one_line(describe_failure(exc))}
 
     def tell_work(self, told: dict[str, Any] | None) -> None:
-        """Tell all pages how the work goes; None: nothing more of it."""
+        """Send the progress of the work to all pages; None removes it."""
         self.work_told = told if told and told["is"] != "done" else None
         self.publish("work", told)
 
     def wait_for_page(self, limit_s: float) -> bool:
-        """Wait until a page shows the view; False where none does in time."""
+        """Wait until a page shows the view; returns False when none does in time."""
         return self._has_page.wait(limit_s)
 
     def settle(self) -> None:
-        """Put plain HTML in the place of every display of the view, in the saved notebook too; once."""
+        """Replace every display of the view with plain HTML, once, in the saved notebook too."""
         with self._lock:
             if self._is_settled:
                 return
             self._is_settled = True
-        self._tell_news()  # pages that keep the picture have the last one
+        self._tell_news()  # pages that keep the live display have the latest state
         self._put_settled()
         self.close()
 
@@ -170,15 +168,15 @@ class LiveView(anywidget.AnyWidget):
     def settle_all() -> None:
         """Settle every view of this process, for a notebook whose kernel ends.
 
-        One that has settled is put there once more: `detrain-nb run` hears of nothing that came between two cells.
+        Views that have settled are displayed again: `detrain-nb run` misses displays that arrive between two cells.
         """
-        with contextlib.ExitStack() as each_in_turn:  # whatever one of them raises
+        with contextlib.ExitStack() as each_in_turn:  # even if one of them raises
             for view in list(LiveView._all):
                 each_in_turn.callback(view._put_settled if view._is_settled else view.settle)
 
     def close(self) -> None:
-        """End its threads. Pages lose the view; those that do not show its settled form keep the last picture."""
-        if not hasattr(self, "_closing"):  # its making has failed: ipywidgets closes it all the same
+        """End the view's threads. Pages lose the view; those without its settled form keep showing the last state."""
+        if not hasattr(self, "_closing"):  # its construction has failed: ipywidgets closes it all the same
             return
         is_again = self._closing.is_set()
         self._closing.set()
@@ -188,9 +186,9 @@ class LiveView(anywidget.AnyWidget):
         self._wake.set()
         if was_shown:
             self.on_pages(are_there=False)
-        if is_again or not self._is_settled:  # a page that was reloaded does not know where to put the settled form
+        if is_again or not self._is_settled:  # else reloaded pages would not know where to put the settled form
             if self.layout is not None:
-                self.layout.close()  # a widget of its own, which the kernel and the saved notebook would keep
+                self.layout.close()  # a separate widget, which would stay in the kernel and the saved notebook
             super().close()
 
     # ---- how it is displayed
@@ -200,7 +198,7 @@ class LiveView(anywidget.AnyWidget):
             display(shown["data"], metadata=shown["metadata"], raw=True, **shown["transient"])
 
     def new_display(self) -> Callable[[], list[dict[str, Any]]]:
-        """Make one more display of the view, which settles as the others do; it gives the contents of its messages."""
+        """Add a display of the view, which settles as the others do; returns a function of its message contents."""
         return partial(self._outputs, self._displays.add())
 
     def _outputs(self, place: Display) -> list[dict[str, Any]]:
@@ -213,12 +211,12 @@ class LiveView(anywidget.AnyWidget):
     def __repr__(self) -> str:
         return self.settled().text
 
-    # ---- what pages say
+    # ---- messages from pages
 
     def _handle_msg(self, message: dict[str, Any]) -> None:
-        """Hear what a page says, and nothing else that ipywidgets would do: it has no say in the view's program.
+        """Handle messages of our own and requests for the state; ignore all others that ipywidgets would handle.
 
-        Its own `update` of a trait would go to all pages, and into the saved notebook.
+        A page could otherwise `update` the view's program, for all pages and in the saved notebook.
         """
         data = message["content"].get("data")
         if isinstance(data, dict) and data.get("method") == "custom":
@@ -235,12 +233,12 @@ class LiveView(anywidget.AnyWidget):
             case "beat" if page in self._pages:
                 self._pages[page] = time.monotonic()
                 self._tell({"tell": "beat", "page": page})
-            case "beat":  # it was taken for gone, and has missed what came
+            case "beat":  # it was dropped as silent, and has missed messages
                 self._tell({"tell": "again", "page": page})
             case "bye":
                 self._forget(page)
             case "call" if _is_short(call := content.get("call")):
-                if page not in self._pages and not self._is_settled:  # it was taken for gone: what it asks is done
+                if page not in self._pages and not self._is_settled:  # it was dropped as silent: do what it asks
                     self._tell({"tell": "again", "page": page})
                     self._welcome(page)
                 self._answer(page, call, content)
@@ -254,7 +252,7 @@ class LiveView(anywidget.AnyWidget):
                 return
             self._greeted.append(time.monotonic())
             is_first = not self._pages and not is_over
-            if page not in self._pages:  # else it was heard beside the cell already
+            if page not in self._pages:  # else messages already arrive beside the cell
                 self._is_late = threading.current_thread() is threading.main_thread()
             if not is_over:
                 self._pages[page] = time.monotonic()
@@ -266,7 +264,7 @@ class LiveView(anywidget.AnyWidget):
             try:
                 if is_first:
                     self.on_pages(are_there=True)
-                self._send_pending()  # else what was appended would come behind a state that has it already
+                self._send_pending()  # else appended items would follow a state that already contains them
                 said["state"] = self.state()
             except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
                 said["error"] = one_line(describe_failure(exc))
@@ -280,7 +278,7 @@ class LiveView(anywidget.AnyWidget):
             self.on_pages(are_there=False)
             with self._lock:
                 is_back = bool(self._pages)
-            if is_back:  # a page has opened meanwhile, and what it began may have been ended
+            if is_back:  # a page has opened meanwhile, and its sampling may have been stopped
                 self.on_pages(are_there=True)
 
     def _answer(self, page: str, call: str, content: Mapping[str, Any]) -> None:
@@ -288,9 +286,9 @@ class LiveView(anywidget.AnyWidget):
         said: dict[str, Any] = {"tell": "answer", "page": page, "call": call}
         try:
             if self._is_settled:
-                raise Refused("this view has ended: run its cell again")
+                raise Refused("this view is closed: run its cell again")
             if page not in self._pages:
-                raise Refused(f"{_MOST_PAGES} other pages show this view: close some, and reload this one")
+                raise Refused(f"{_MOST_PAGES} other pages show this view: close some and reload this page")
             wanted = self._actions.get(name) if isinstance(name, str) else None
             if wanted is None:
                 raise Refused("this view has no such action: reload the page")
@@ -299,10 +297,10 @@ class LiveView(anywidget.AnyWidget):
             said["error"] = one_line(describe_failure(exc))
         self._tell(said)
 
-    # ---- how they are told
+    # ---- messages to pages
 
     def _start_pump(self) -> None:
-        """The lock is held."""
+        """Start the thread that sends messages. The caller holds the lock."""
         if self._pump is None:
             self._pump = threading.Thread(target=self._run_pump, name=f"detrain_nb {self.name}", daemon=True)
             self._pump.start()
@@ -314,7 +312,7 @@ class LiveView(anywidget.AnyWidget):
             self._look_for_pages()
 
     def _tell_news(self) -> bool:
-        """Send what is pending, and leave the others time; returns whether to go on."""
+        """Send pending messages, then pause for other threads; returns whether pages are left."""
         with self._sending:
             is_shown, is_sent = self._send_pending()
         if is_sent:
@@ -322,7 +320,7 @@ class LiveView(anywidget.AnyWidget):
         return is_shown
 
     def _send_pending(self) -> tuple[bool, bool]:
-        """Are pages there, and was there something to send?"""
+        """Send pending messages; returns whether pages are there, and whether something was sent."""
         with self._lock:
             parts, self._pending = self._pending, {}
             added, self._appended = self._appended, {}
@@ -336,7 +334,7 @@ class LiveView(anywidget.AnyWidget):
         return True, bool(changed or added)
 
     def _look_for_pages(self) -> None:
-        if self._is_late:  # a page's beats wait for the running cell
+        if self._is_late:  # a page's beats are held up by the running cell
             return
         now = time.monotonic()
         for page, heard in [*self._pages.items()]:
@@ -344,10 +342,10 @@ class LiveView(anywidget.AnyWidget):
                 self._forget(page)
 
     def _tell(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(AttributeError):  # closed in the meantime: there is no comm
+        with contextlib.suppress(AttributeError):  # closed meanwhile: the comm is gone
             try:
                 self.send(message)
-            except UnicodeEncodeError:  # a page can say half a character, and no message can
+            except UnicodeEncodeError:  # a lone surrogate from a page cannot be encoded
                 self.send(json.loads(json.dumps(message, ensure_ascii=False).encode("utf-8", "replace")))
 
     def open(self) -> None:

@@ -1,4 +1,4 @@
-"""Nodes as a form: those of a notebook, read from a nodes file and saved as one."""
+"""A form of nodes, read from a nodes file or a notebook and saved as a nodes file."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .given_nodes import GivenNodes, full_path, read_given_nodes
 
 __all__ = ["NodeForm"]
 
-_MOST_FAULTS = 50  # are told
+_MOST_FAULTS = 50  # that are reported
 _NOT_KEPT = "; another program may have written it"
 
 
 @dataclass(frozen=True)
 class _File:
-    """The file that the rows were read from, or saved to last: what was in it then, and which nodes that is."""
+    """The file that the rows were last read from or saved to: its content then, and the nodes in it."""
 
     path: str = ""
     digest: str = ""
@@ -39,7 +39,7 @@ class _File:
 
 
 class NodeForm(DraftForm):
-    """A draft that is nodes alone; `spec.Node` decides what each may be."""
+    """A draft of nodes alone; `spec.Node` validates each."""
 
     _origin: _File
 
@@ -48,7 +48,7 @@ class NodeForm(DraftForm):
         self._origin = _File()
 
     def nodes(self) -> list[Node]:
-        """Raises: SpecError with a line for each fault."""
+        """Return the nodes of the form. Raises: SpecError with a line for each error."""
         with self.lock:
             faults = [line for _, line in self.faults()]
             nodes = self.nodes_by_key().values()
@@ -57,7 +57,7 @@ class NodeForm(DraftForm):
         return [node for node in nodes if node is not None]
 
     def faults(self) -> list[tuple[str, str]]:
-        """What is wrong: the path of each field, with the key of its node, and a line that names both."""
+        """Return the errors: the path of each field, with its node's key, and a line that names both."""
         named = {f"nodes[{key}]": told["label"] for key, told in describe_nodes(self).items()}
         faults = []
         for path, said in errors_by_key(self).items():
@@ -67,7 +67,7 @@ class NodeForm(DraftForm):
         return faults
 
     def told(self) -> dict[str, Any]:
-        """All of it, as plain JSON."""
+        """Return the form as plain JSON."""
         with self.lock:
             nodes = [*self.nodes_by_key().values()]
             counts = [num_ranks(node) if node else None for node in nodes]
@@ -91,7 +91,7 @@ class NodeForm(DraftForm):
     # ---- files
 
     def replace(self, given: str | os.PathLike[str] | GivenNodes | Sequence[Node], *, words: str = "") -> None:
-        """Have the nodes of a file, or of a list, alone; ``words`` let it be undone. Raises: SpecError."""
+        """Replace all nodes by those of a file or a list; ``words`` offer to undo it. Raises: SpecError."""
         if isinstance(given, str | os.PathLike):
             given = read_given_nodes(os.fspath(given))
         if isinstance(given, GivenNodes):
@@ -100,21 +100,23 @@ class NodeForm(DraftForm):
             return
         nodes = tuple(given)
         if wrong := [node for node in nodes if not isinstance(node, Node)]:
-            raise SpecError(f"nodes {wrong[0]!r:.80}: give the path of a nodes file, or a list of detrain_nb.spec.Node")
+            raise SpecError(
+                f"{wrong[0]!r:.80} is no Node: give a list of detrain_nb.spec.Node or the path of a nodes file"
+            )
         self.replace_nodes(nodes, words=words, origin=_File())
 
     def save(self, path: str, *, over: str = "") -> dict[str, str]:
-        """Write all of it to a nodes file.
+        """Write the nodes to a nodes file.
 
-        Where the file would be written over that is not as it was read, or that was not read, nothing is written, and
-        ``ask`` says why; the same call with ``over`` as it is returned writes it. Raises: SpecError.
+        A file that has changed since it was read, or was not read, is not overwritten: ``ask`` in the result says why.
+        The same call with the returned ``over`` overwrites it. Raises: SpecError.
         """
         nodes = self.nodes()
         full, origin = full_path(path), self._origin
         there = _digest(text) if (text := _text_of(full)) is not None else ""
         is_same_file = bool(origin.path) and full == full_path(origin.path)
         if there and over != there and not (is_same_file and there == origin.digest):
-            why = f"has changed since it was read{_NOT_KEPT}" if is_same_file else "is there already"
+            why = f"has changed since it was read{_NOT_KEPT}" if is_same_file else "already exists"
             return {"ask": f"{one_line(path)} {why}.", "over": there}
         file = Path(full)
         before = free_name(f"{file.name}.before", lambda name: os.path.lexists(file.with_name(name)))
@@ -122,12 +124,12 @@ class NodeForm(DraftForm):
         with self.lock:
             self._origin = _File(path, _digest(_text_of(full) or ""), tuple(nodes))
         self._tell()
-        kept = f"; as it was it is {one_line(os.path.join(os.path.dirname(path), before))}" if is_kept else ""
+        kept = f"; the previous file is {one_line(os.path.join(os.path.dirname(path), before))}" if is_kept else ""
         return {"said": f"{one_line(path)} has {count_of(len(nodes), 'node')}{kept}"}
 
 
 def _text_of(path: str) -> str | None:
-    """None where there is no such file. Raises: SpecError."""
+    """Return the text of a file; None if there is no such file. Raises: SpecError."""
     return read_text(locate(path)) if os.path.exists(path) else None
 
 

@@ -1,4 +1,4 @@
-"""A start as a table: for each node its phases, and which other nodes it waits for."""
+"""The progress of a start as a table: the phases of each node, and which other nodes it waits for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Cell:
 
 @dataclass
 class StartTable:
-    """How far each node is; steps come in any thread."""
+    """The progress of each node; steps arrive in any thread."""
 
     nodes: Sequence[str]
     errors: dict[str, str] = field(default_factory=dict)  # by node
@@ -37,7 +37,7 @@ class StartTable:
     _changing: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, step: StartStep) -> None:
-        """Note a step. The phases before it count as done: a node that needs no files, say, has no step for them."""
+        """Note a step. Earlier phases count as done: a node that needs no files reports no step for them."""
         if step.node not in self.nodes:
             return
         now = time.monotonic()
@@ -53,14 +53,14 @@ class StartTable:
                 self.errors[step.node] = show_hidden(step.error)[:_MOST_CHARS]
 
     def stop(self) -> None:
-        """Nothing goes on: the start has failed."""
+        """Mark running phases as stopped: the start has failed."""
         with self._changing:
             for cell in self._cells.values():
                 cell.state = "stopped" if cell.state == "running" else cell.state
             self._is_stopped = True
 
     def told(self) -> list[dict[str, Any]]:
-        """A row for each node, for pages."""
+        """Return a row for each node, for pages."""
         with self._changing:
             return [{"node": node, "cells": [self._tell(node, phase) for phase in PHASES]} for node in self.nodes]
 

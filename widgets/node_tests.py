@@ -1,4 +1,4 @@
-"""What the doctor has found of the nodes of a form, for its pages: failed checks first, then warnings, passed ones."""
+"""The doctor's results for the nodes of a form, for its pages: failed checks first, then warnings, then passed ones."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..text import count_of
 __all__ = ["NodeTests"]
 
 _MOST_CHARS = 2000
-_MOST_RESULTS = 4 * MOST_NODES  # of nodes that are there, or were
+_MOST_RESULTS = 4 * MOST_NODES  # of present and removed nodes
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Result:
 
 
 class NodeTests:
-    """The last test of each node, by its key."""
+    """The last test of each node, by the node's key."""
 
     def __init__(self) -> None:
         self._results: dict[str, Result] = {}
@@ -38,7 +38,7 @@ class NodeTests:
         self._take({row: Result(None, {"is": "running"}) for row in rows})
 
     def end(self, rows: Mapping[str, Node], report: Report) -> None:
-        """Take what the report says; its nodes are those of ``rows``, in their order."""
+        """Take a report on the nodes of ``rows``, in the order of ``rows``."""
         found = {}
         for number, (row, node) in enumerate(rows.items()):
             cells = [(each.check, each.cells[number]) for each in report.rows]
@@ -63,7 +63,7 @@ class NodeTests:
         self._take({row: Result(None, told) for row in rows})
 
     def told(self, nodes: Mapping[str, Node | None]) -> dict[str, Any]:
-        """For pages, by row; ``is_old``: the node is another one now than it was when it was tested."""
+        """Return the results for pages, by row; ``is_old``: the node has changed since the test."""
         results = dict(self._results)
         return {
             row: {**result.told, "is_old": result.node is not None and result.node != nodes[row]}
@@ -72,7 +72,7 @@ class NodeTests:
         }
 
     def words(self, row: str) -> str:
-        """The result of a row, in a few words."""
+        """Return the result of a row in a few words."""
         told = self._results[row].told if row in self._results else {"is": "none"}
         if told["is"] != "done":
             words = {"running": "is being tested", "failed": f"failed: {told.get('error')}", "cancelled": "cancelled"}

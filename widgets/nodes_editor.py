@@ -1,4 +1,4 @@
-"""A view whose form has nodes: they are typed, imported, and tested by the doctor, each beside its row."""
+"""A view whose form edits nodes: they are typed, imported and tested by the doctor, with results beside each row."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from .ssh_hosts import count_hosts, describe_hosts, nodes_of_hosts
 
 __all__ = ["Cancelled", "NodesEditor", "given_path", "path_text"]
 
-_LARGEST = 1 << 53  # a whole number of JavaScript
+_LARGEST = 1 << 53  # exact as a number in JavaScript
 _MOST_TYPED = 200_000
 _MOST_CHARS = 2000
-_MOST_LEFT_OUT = 50  # of a file of another tool: lines that are shown
+_MOST_LEFT_OUT = 50  # lines shown of what an import left out
 _FIELD, _EDITOR, _KEY = text(most=300), text(most=64), text(most=20)
 path_text: Check = text(most=1000)
 
 
 class Cancelled(DetrainError):
-    """The user has cancelled what was under way."""
+    """The user has cancelled the work."""
 
 
 def _typed(value: object) -> str | bool:
     if isinstance(value, bool):
         return value
     if not isinstance(value, str) or len(value) > _MOST_TYPED:
-        raise ValueError(f"a text of at most {_MOST_TYPED:,} characters, or true or false")
-    return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # half a character cannot be sent
+        raise ValueError(f"a string of at most {_MOST_TYPED:,} characters, or true or false")
+    return value.encode("utf-8", "surrogatepass").decode("utf-8", "replace")  # a lone surrogate cannot be encoded
 
 
 class NodesEditor(LiveView):
-    """A subclass has `form`, says in `describe_form` what pages show of it, and puts `describe_tests` in its state."""
+    """A view with nodes. A subclass defines `form` and `describe_form`, and adds `describe_tests` to its state."""
 
     def __init__(self) -> None:
-        self._guard = threading.RLock()  # of what is told of the form, too: no older state comes behind a newer one
+        self._guard = threading.RLock()  # also held while the form is sent: no older state may follow a newer one
         self._tests = NodeTests()
         self._testing = ""
         self._cancel = threading.Event()
@@ -56,15 +56,15 @@ class NodesEditor(LiveView):
 
     @property
     def form(self) -> DraftForm | None:
-        """The form that is open."""
+        """The open form."""
         raise NotImplementedError
 
     def describe_form(self) -> dict[str, Any] | None:
-        """What pages show of it, as plain JSON."""
+        """Return what pages show of the form, as plain JSON."""
         raise NotImplementedError
 
     def describe_tests(self) -> dict[str, Any]:
-        """The parts of the state that are about tests and imports."""
+        """Return the parts of the state about tests and imports."""
         return {
             "tests": self._told_tests(),
             "testing": self._testing,
@@ -95,7 +95,7 @@ class NodesEditor(LiveView):
 
     @action(path=_FIELD, typed=_typed, revision=whole(0, _LARGEST), editor=_EDITOR)
     def edit(self, path: str, typed: str | bool, revision: int, editor: str) -> int | None:
-        """Return the revision that has it: what is told of an older one is not what is typed. None: a conflict."""
+        """Return the revision that contains the edit; a page ignores older ones. None: a conflict."""
         form = self._the_form()
         return form.revision if form.edit(path, typed, revision=revision, editor=editor) else None
 
@@ -105,7 +105,7 @@ class NodesEditor(LiveView):
 
     @action(do=one_of("add", "add_here", "copy", "remove", "up", "down", "undo"), key=_KEY)
     def change_nodes(self, do: str, key: str) -> str:
-        """Return the key of the node that is to have the focus."""
+        """Return the key of the node to focus."""
         form = self._the_form()
         acts: Mapping[str, Callable[[], Any]] = {
             "add": form.add_node,
@@ -130,12 +130,12 @@ class NodesEditor(LiveView):
 
     @action(path=path_text, is_added=flag)
     def open_nodes(self, path: str, is_added: bool) -> dict[str, Any]:
-        """Read a file with nodes, instead of what is there or ``is_added`` to it. Raises: SpecError."""
+        """Read nodes from a file; they replace the present ones, or with ``is_added`` join them. Raises: SpecError."""
         form, given = self._the_form(), read_given_nodes(given_path(path))
         if is_added:
             form.add_nodes(given.nodes)
         else:
-            self._replace(given, f"{count_of(len(form.rows), 'node')} gave way to those of {one_line(given.path)}.")
+            self._replace(given, f"{count_of(len(form.rows), 'node')} replaced by those of {one_line(given.path)}.")
         left_out = [one_line(line, most_chars=_MOST_CHARS) for line in given.left_out[:_MOST_LEFT_OUT]]
         return {"nodes": len(given.nodes), "left_out": left_out, "more": len(given.left_out) - len(left_out)}
 
@@ -165,7 +165,7 @@ class NodesEditor(LiveView):
             self._tests.end(chosen, report)
         except Cancelled:
             self._tests.fail(chosen, "", cancelled=True)
-        except Exception as exc:  # noqa: BLE001  it is told beside each node
+        except Exception as exc:  # noqa: BLE001  it is shown beside each node
             self._tests.fail(chosen, describe_failure(exc))
         finally:
             self._tell_testing("")
@@ -175,7 +175,7 @@ class NodesEditor(LiveView):
         self._testing = one_line(line, most_chars=_MOST_CHARS)
         self.publish("testing", self._testing)
 
-    # ---- what is under way
+    # ---- work that is running
 
     def _begin(self, what: str, do: Callable[[], None], *, is_told: bool = True) -> None:
         def run() -> None:
@@ -185,7 +185,7 @@ class NodesEditor(LiveView):
         self.work(what, run, is_told=is_told)
 
     def _look(self) -> None:
-        """Raises: Cancelled."""
+        """Check for a cancellation. Raises: Cancelled."""
         if self._cancel.is_set() or self._closing.is_set():
             raise Cancelled("cancelled")
 
@@ -198,13 +198,13 @@ class NodesEditor(LiveView):
         self._question.answer(number, passphrase)
 
     def close(self) -> None:
-        if hasattr(self, "_cancel"):  # its making has failed: ipywidgets closes it all the same
+        if hasattr(self, "_cancel"):  # its construction has failed: ipywidgets closes it all the same
             self._cancel.set()
         super().close()
 
 
 def given_path(path: str) -> str:
-    """Raises: Refused where there is none."""
+    """Return the path without spaces around it. Raises: Refused when it is empty."""
     if not path.strip():
-        raise Refused("name a file")
+        raise Refused("give a file name")
     return path.strip()

@@ -33,7 +33,7 @@ _COLUMNS = ("label", "where", "offers")
 
 
 def start_session(nodes: list[Node], watch: StartWatch) -> Session:
-    """Start a session that the view keeps; in a notebook with the magics, their holder does it instead."""
+    """Start a session that the view keeps; in a notebook with the magics loaded, the magics start and keep it."""
     session = Session.start(
         nodes=nodes, ask_passphrase=watch.ask_passphrase, on_progress=watch.on_progress, on_step=watch.on_step
     )
@@ -43,7 +43,7 @@ def start_session(nodes: list[Node], watch: StartWatch) -> Session:
 
 
 class NodesView(NodesEditor):
-    """The form. ``nodes`` is the list as it is now; ``session`` is what was started from it, if anything."""
+    """A form of nodes. ``nodes`` is the present list; ``session`` is the session started from it, if any."""
 
     name = "nodes_view"
     more = ("fields", "node_list")
@@ -67,16 +67,16 @@ class NodesView(NodesEditor):
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes of the form, as they stand there now.
+        """The present nodes of the form.
 
-        Raises: SpecError with a line for each fault, where one of them cannot be or two have one name: what is left
-        would be another cluster than the one that is shown.
+        Raises: SpecError with a line for each error, when a node is invalid or two share a name: the valid nodes alone
+        would be a different cluster from the one on display.
         """
         return self._form.nodes()
 
     @nodes.setter
     def nodes(self, given: str | os.PathLike[str] | Sequence[Node]) -> None:
-        self._form.replace(given, words="The nodes were replaced from a cell.")
+        self._form.replace(given, words="A cell replaced the nodes.")
 
     # ---- what pages show
 
@@ -127,7 +127,7 @@ class NodesView(NodesEditor):
         if not nodes:
             raise Refused("add a node first")
         if self.session is not None and self.session.is_alive:
-            raise SessionError(f"session {self.session.name!r} runs already: stop it first")
+            raise SessionError(f"session {self.session.name!r} is already running: stop it first")
         self._begin("the start", lambda: self._bring_up(nodes))
 
     def _bring_up(self, nodes: list[Node]) -> None:
@@ -160,7 +160,7 @@ class NodesView(NodesEditor):
 
     def _tell_start(self, line: str, begun: float) -> None:
         self._look()
-        assert self._table is not None  # it begins with one
+        assert self._table is not None  # _bring_up makes it first
         seconds = int(time.monotonic() - begun)
         shown = one_line(line, most_chars=_MOST_CHARS)
         self._publish_start("running", line=shown, seconds=seconds, table=self._table.told())

@@ -1,4 +1,4 @@
-"""The hosts that ~/.ssh/config names, for who chooses among them; nothing is connected to."""
+"""The hosts in ~/.ssh/config, to choose from; no host is connected to."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LOOKING_UP_S = 2.0
 
 
 def count_hosts() -> int:
-    """How many there are; 0 where the config cannot be read, which is told when they are to be listed."""
+    """Count the hosts; 0 when the config cannot be read, which listing them reports."""
     try:
         return len(list_hosts(default_config()))
     except (SpecError, OSError):
@@ -28,9 +28,10 @@ def count_hosts() -> int:
 
 
 def describe_hosts(there: Collection[str]) -> dict[str, Any]:
-    """The first ones, as plain JSON: where each is, and whether it is ``there`` already. Raises: SpecError.
+    """Return the first 500 hosts as plain JSON: the address of each, and whether ``there`` already has it.
 
-    Of very many the last are told by name alone: the thread that pages are answered in looks them up.
+    The thread that serves pages looks addresses up, for 2 seconds at most; later hosts have a name alone.
+    Raises: SpecError when the config cannot be read.
     """
     path = default_config()
     until = time.monotonic() + _LOOKING_UP_S
@@ -58,8 +59,8 @@ def _describe(name: str, config: str, until: float) -> dict[str, str]:
 
 
 def nodes_of_hosts(names: Collection[str]) -> list[Node]:
-    """A node for each of these hosts that the config has: how it is reached stays there. Raises: SpecError."""
+    """Return a node for each named host; the config keeps its address. Raises: SpecError when a host is not in it."""
     known = list_hosts(default_config())
     if unknown := [name for name in names if name not in known]:
-        raise SpecError(f"{one_line(unknown[0])} is no host of {default_config()} any more: list them again")
+        raise SpecError(f"{one_line(unknown[0])} is no longer in {default_config()}: list the hosts again")
     return [Node(host=name) for name in known if name in names]

@@ -1,4 +1,4 @@
-"""The variables of a session's ranks: do they agree, and a look into one, rank by rank."""
+"""The variables of a session's ranks: whether the ranks agree, and previews of a variable, rank by rank."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .displays import Settled
 from .live_view import LiveView
 
 _MOST_RANKS = 1 << 20
-_ASKED_LIMIT_S, _UNASKED_LIMIT_S = 5.0, 2.0  # a cell that begins meanwhile waits for most of it
+_ASKED_LIMIT_S, _UNASKED_LIMIT_S = 5.0, 2.0  # a cell that begins meanwhile may wait as long
 _QUIET_S = 0.7  # without another cell, before the table is read again
 _SHOWN_DIGITS = 4  # of a checksum
-_MOST_SUMS = 64  # ranks whose checksums stand in a preview
+_MOST_SUMS = 64  # ranks with checksums in a preview
 
 
 class VarsView(LiveView):
-    """What `session.variables(names, ranks=ranks)` says, read again by a press, and previews by `session.preview`."""
+    """The table of `session.variables(names, ranks=ranks)`, with a refresh button and previews of each variable."""
 
     name = "vars_view"
 
     def __init__(self, session: Session, names: Sequence[str], ranks: Any, *, first: Variables) -> None:
-        """``first``: as it has been read; the widget is there when nothing can go wrong any more."""
+        """``first``: the table already read, so that an error shows before a widget exists."""
         self._session, self._names, self._ranks = session, names, ranks
         self._asking = threading.Condition()
         self._wants_table = False
@@ -41,7 +41,7 @@ class VarsView(LiveView):
         self._running: dict[int, tuple[int, ...]] = {}  # cells, and their ranks
         self._next_cell = session.log.next_cell()
         self._stop_listening: Callable[[], None] | None = None
-        self._count = 0  # previews: pages are told of one again that is as the last was
+        self._count = 0  # of previews: an equal one is sent again
         self._error = ""
         self._newest = self._shown = first
         super().__init__()
@@ -55,7 +55,7 @@ class VarsView(LiveView):
         return Settled(repr(self._shown), self._shown._repr_html_())
 
     def on_pages(self, *, are_there: bool) -> None:
-        """While somebody looks, it is read again when cells have ended."""
+        """Read the table after each cell, as long as a page shows it."""
         if are_there and self._stop_listening is None:
             self._stop_listening = self._session.on_change(self._note_cells)
             self._note_cells()
@@ -67,7 +67,7 @@ class VarsView(LiveView):
                 self._asking.notify_all()
 
     def _note_cells(self) -> None:
-        """A cell may have begun, or ended. What it left is read a moment later: no cell that follows waits for it."""
+        """Note which cells run. The table is read some time after a cell, so that the next cell does not wait for it."""
         running, next_cell = self._session.log.running_cells, self._session.log.next_cell()
         with self._asking:
             before, self._running = self._running, running
@@ -89,14 +89,14 @@ class VarsView(LiveView):
 
     @action()
     def refresh(self) -> None:
-        """Read all of it again."""
+        """Read the table again."""
         with self._asking:
             self._wants_table = True
             self._start_reader()
 
     @action(name=text(most=200), rank=whole(0, _MOST_RANKS))
     def preview(self, name: str, rank: int) -> None:
-        """Look into one variable of one rank; of several presses the last one counts."""
+        """Preview one variable of one rank; of several requests the last one counts."""
         with self._asking:
             self._wants_preview = name, rank
             self._start_reader()
@@ -104,7 +104,7 @@ class VarsView(LiveView):
     # ---- reading, in a thread that lives as long as something is wanted
 
     def _start_reader(self) -> None:
-        """The lock is held."""
+        """Start or wake the reader. The caller holds the lock."""
         self._asking.notify_all()
         if self._reader is None and not self._closing.is_set():
             self._reader = threading.Thread(target=self._read, name="detrain_nb variables", daemon=True)
@@ -121,7 +121,7 @@ class VarsView(LiveView):
             self.publish("reading", False)
 
     def _next(self) -> float | tuple[str, int] | None:
-        """What is to be looked into now, or for how long the table may be read; None when the thread is to end."""
+        """Return the preview to read now, or the time limit to read the table in; None to end the thread."""
         with self._asking:
             while not self._closing.is_set():
                 if wanted := self._wants_preview:
@@ -150,7 +150,7 @@ class VarsView(LiveView):
         except Exception as exc:  # noqa: BLE001  nothing else would show it: the page does
             self._error = one_line(describe_failure(exc))
             return
-        if self._newest.ranks:  # else the last that was known stays
+        if self._newest.ranks:  # else the last known table stays
             self._shown = self._newest
 
     def _look_into(self, name: str, rank: int) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class VarsView(LiveView):
 
 
 def _cells(row: Variable) -> dict[str, Any]:
-    """A row of the table; its bytes as a number, which is sorted by."""
+    """Return a row of the table, its bytes as a number to sort by."""
     return {
         "name": row.name,
         "type": row.type,
@@ -196,7 +196,7 @@ def _cells(row: Variable) -> dict[str, Any]:
 
 
 def _describe(found: Preview, row: Variable | None) -> dict[str, Any]:
-    """A look into one variable, with the checksums that the table was made of."""
+    """Return the preview of a variable, with the checksums that the table compares."""
     about = found.about
     sums = {rank: each.digest[:_SHOWN_DIGITS] for rank, each in row.on.items() if each.digest} if row else {}
     common = max(set(sums.values()), key=list(sums.values()).count, default="")

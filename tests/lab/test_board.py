@@ -163,7 +163,7 @@ def check_hang(nb: Notebook, board: Locator, folder: Path) -> None:
     expect(board.get_by_role("region", name="rank 1").locator("pre")).to_contain_text("wait_for")
     take_pictures(nb.window, board, "run", folder)
     board.get_by_role("button", name="Interrupt rank 1").click()
-    expect(board.get_by_text("KeyboardInterrupt was sent to rank 1")).to_be_visible()
+    expect(board.get_by_text("KeyboardInterrupt sent to rank 1")).to_be_visible()
     expect(tile(board, 1)).to_contain_text("has ended the cell")
     nb.save()
     nb.reload()
@@ -176,7 +176,7 @@ def check_hang(nb: Notebook, board: Locator, folder: Path) -> None:
 def check_death(board: Locator) -> None:
     expect(tile(board, 1)).to_have_class(re.compile(r"is-bad loud"))
     expect(tile(board, 1)).to_contain_text("ended with signal 9 (SIGKILL)")
-    expect(tile(board, 1)).to_contain_text("a fresh one is there, its variables are gone")
+    expect(tile(board, 1)).to_contain_text("replaced by a fresh rank without its variables")
     expect(board.get_by_text(re.compile(r"rank 1 ended with signal 9"))).to_be_visible()
     board.get_by_role("button", name="Replay on rank 1").click()
     expect(board.get_by_text("cells rerun:")).to_be_visible()
@@ -188,7 +188,7 @@ def check_death(board: Locator) -> None:
     expect(board.get_by_role("alert")).to_contain_text("7")
     field.fill("0")
     field.press("Enter")
-    expect(board.get_by_text("rank 0 started anew")).to_be_visible()
+    expect(board.get_by_text("rank 0 restarted")).to_be_visible()
 
 
 def check_end(nb: Notebook) -> None:

@@ -514,7 +514,7 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
     expect(exported).to_contain_text("#SBATCH --time=02:00:00")
     press(view.get_by_role("button", name="Copy the file"))
     expect(view.get_by_text("Copied", exact=True)).to_be_visible()
-    for said in ("train.sbatch was written.", "train.sbatch is there already."):
+    for said in ("train.sbatch was written.", "train.sbatch already exists."):
         press(view.get_by_role("button", name="Save the file…"))
         keys.press("Enter")
         expect(view.get_by_text(said)).to_be_visible()
@@ -631,7 +631,7 @@ def _settle_with_the_file(nb: Notebook, view: Locator, folder: Path) -> None:
     take_pictures(nb, view, "conflict", folder)
     view.get_by_label("Name of the other pipeline").fill("taken")
     view.get_by_role("button", name="Save as another").click()
-    expect(view.get_by_text("a pipeline taken is there already: give another name")).to_be_visible()
+    expect(view.get_by_text("a pipeline named taken already exists: give another name")).to_be_visible()
     expect(view.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
     view.get_by_role("button", name="Load theirs").click()
     expect(_steps(view)).to_have_value("7")

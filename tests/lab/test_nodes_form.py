@@ -229,7 +229,7 @@ def _save_and_meet_another_writer(view: Locator, path: Path) -> None:
     expect(view.get_by_text("nodes.toml has changed since it was read")).to_be_visible()
     assert "# mine" in path.read_text()
     view.get_by_role("button", name="Write over it").click()
-    expect(view.get_by_text("as it was it is nodes.toml.before")).to_be_visible()
+    expect(view.get_by_text("the previous file is nodes.toml.before")).to_be_visible()
     assert "# mine" not in path.read_text()
     view.get_by_role("button", name="Close", exact=True).click()
 

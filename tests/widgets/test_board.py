@@ -287,7 +287,7 @@ def test_orders_of_a_page_are_bounded_and_a_stop_still_goes(made: Callable[[Boar
         return ""
 
     try:
-        with pytest.raises(Refused, match="16 orders are still under way"):
+        with pytest.raises(Refused, match="16 orders are still running"):
             for number in range(100):
                 view._order(f"restart of {number}", wait)
         view._order("stop", wait)
@@ -417,14 +417,14 @@ def test_what_was_printed_is_cleaned_in_the_pane(session: Session, page: Page) -
 
 
 def test_what_cannot_be_done_is_told(session: Session, page: Page) -> None:
-    assert "no cell runs on rank 1" in page.refusal("interrupt", ranks="1")
-    assert "say which ranks" in page.refusal("restart", ranks="  ")
+    assert "no cell is running on rank 1" in page.refusal("interrupt", ranks="1")
+    assert "give the ranks" in page.refusal("restart", ranks="  ")
     assert "rank 7" in page.refusal("restart", ranks="7") or "7" in page.refusal("restart", ranks="7")
     assert "look: what must be one of output, stack" in page.refusal("look", what="code", rank=0)
     assert page.refusal("look", what="output", rank=5) != ""
     assert "takes ranks" in page.refusal("interrupt", rank=1)
     page.asks("stop")
-    page.wait_for(lambda seen: seen["said"].get("text") == "no cell runs")
+    page.wait_for(lambda seen: seen["said"].get("text") == "no cell is running")
 
 
 def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Path) -> None:
@@ -440,7 +440,7 @@ def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Pa
         assert isinstance(raised[0], RankLost)
         assert page.seen["rank1"]["at"] == "ended with signal 9 (SIGKILL)"
         page.wait_for(lambda seen: bool(seen["notes"]) and seen["notes"][0]["ready"])
-        page.wait_for(lambda seen: seen["rank1"]["fresh"] == "a fresh one is there, its variables are gone")
+        page.wait_for(lambda seen: seen["rank1"]["fresh"] == "replaced by a fresh rank without its variables")
         page.asks("replay", ranks="1")
         page.wait_for(lambda seen: seen["head"]["cell"] == 5)
         (tmp_path / "1" / "wait").unlink()
@@ -456,7 +456,7 @@ def test_a_killed_rank_is_shown_as_dead_and_replayed_from_the_board(tmp_path: Pa
         assert own.run_cell("f()").values[1] == 3
         page.wait_for(lambda _: page.states == ["idle", "idle"])
         page.asks("restart", ranks="0")
-        page.wait_for(lambda seen: "started anew" in seen["said"].get("text", ""))
+        page.wait_for(lambda seen: "restarted;" in seen["said"].get("text", ""))
         with pytest.raises(DetrainError, match="name 'f'"):
             own.run_cell("f()", ranks="0")
     page.wait_for(lambda seen: bool(seen["head"]["over"]))

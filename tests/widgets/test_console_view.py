@@ -171,7 +171,7 @@ def test_file_that_changed_is_told_of_and_either_side_is_kept(page: Page) -> Non
     form = page.wait_for_part("form", lambda form: form and form["conflict"])
     assert form["conflict"]["changes"] == [["training.steps", "7", "5"]] and form["draft"]["training"]["steps"] == "5"
     page.pipelines.create({**DATA, "name": "taken"})
-    with pytest.raises(RuntimeError, match="a pipeline taken is there already: give another name"):
+    with pytest.raises(RuntimeError, match="a pipeline named taken already exists: give another name"):
         page.asks("save", anyway=False, name="taken")
     assert page.state()["form"]["conflict"] == form["conflict"], "it is still about the open file"
     page.asks("save", anyway=False, name="train-mine")
@@ -329,7 +329,7 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     file = tmp_path / "jobs/train.sbatch"
     assert file.read_text() == shown["text"]
     file.write_text("theirs")
-    assert page.asks("save_export", **save, anyway=False)["ask"].endswith("jobs/train.sbatch is there already.")
+    assert page.asks("save_export", **save, anyway=False)["ask"].endswith("jobs/train.sbatch already exists.")
     assert file.read_text() == "theirs"
     page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="another tab")
     assert "was changed after this page showed it, and was not written" in page.refusal(
@@ -338,7 +338,7 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     save["digest"] = page.asks("export", **given)["digest"]
     page.asks("save_export", **save, anyway=True)
     assert "A=1" in file.read_text()
-    assert page.refusal("save_export", **{**save, "path": " "}, anyway=True) == "name a file"
+    assert page.refusal("save_export", **{**save, "path": " "}, anyway=True) == "give a file name"
     assert "jobs is a folder: name a file in it" in page.refusal(
         "save_export", **{**save, "path": "jobs"}, anyway=False
     )
@@ -372,7 +372,7 @@ def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(page:
     assert "cluster.txt: line 2: " in page.refusal("import_pipeline", **{**ask, "kind": "hostfile"})
     assert "is no kind of file to import" in page.refusal("import_pipeline", **{**ask, "kind": "other"})
     assert "it is not there" in page.refusal("import_pipeline", **{**ask, "path": "gone.json"})
-    assert page.refusal("import_pipeline", **{**ask, "path": ""}) == "name a file"
+    assert page.refusal("import_pipeline", **{**ask, "path": ""}) == "give a file name"
     assert page.names() == before
 
 

@@ -514,7 +514,7 @@ def test_node_that_sends_for_ever_is_not_waited_for_by_a_stop_nor_once_that_is_c
     whole_log = {"node": "", "source": "", "folder": str(tmp_path / "log")}
     view.asks("whole_log", **whole_log)
     view.wait_for_part("under_way", lambda it: it == "log")
-    assert view.refusal("save", folder=str(tmp_path)) and view.refusal("restart") == "log is still under way"
+    assert view.refusal("save", folder=str(tmp_path)) and view.refusal("restart") == "log is still running"
     view.asks("stop")
     view.wait_for(lambda it: it["head"]["word"] == "stopped" and it["model"]["files"])
     assert view.seen["under_way"] == "log", "a stop does not end it"

@@ -246,7 +246,7 @@ def test_settled_view_still_shows_its_last_picture_and_does_nothing_more(view: A
     view.hears("call", call="1", action="go", arguments={})
     while "error" not in (said := view.sent.get(timeout=LIMIT_S)):
         pass
-    assert said["error"] == "this view has ended: run its cell again"
+    assert said["error"] == "this view is closed: run its cell again"
     assert view.comm is not None
     view.close()
     assert view.comm is None
@@ -320,7 +320,7 @@ def test_one_thing_is_done_at_a_time_and_its_failure_is_told(view: Any) -> None:
 
     view.work("saving", fail)
     assert told(view, 1)[0]["parts"] == {"work": {"what": "saving", "is": "running"}}
-    with pytest.raises(Refused, match="saving is still under way"):
+    with pytest.raises(Refused, match="saving is still running"):
         view.work("testing", fail)
     hold.set()
     assert told(view, 1)[0]["parts"] == {"work": {"what": "saving", "is": "failed", "error": "disk full"}}
