@@ -1,4 +1,4 @@
-"""The console and the files of other tools: a pipeline is exported to one of them, and imported from one."""
+"""Export of a pipeline from the console to a file of another tool, and import from one."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from .nodes_editor import NodesEditor, given_path, path_text
 __all__ = ["FilesEditor"]
 
 _MOST_TEXT = 1_000_000  # of a file that is pasted
-_MOST_LEFT_OUT = 200  # lines that are shown
+_MOST_LEFT_OUT = 200  # lines shown
 _MOST_CHARS = 1000
 _TARGET, _OPTIONS, _DIGEST = one_of(*TARGETS), table_of(text(most=10_000)), text(most=100)
 
 
 class FilesEditor(NodesEditor):
-    """A subclass says which spec pages have seen, shows a file that was made, and has `describe_file` in its form."""
+    """Export and import. A subclass defines the methods that raise, and adds `describe_file` to its form."""
 
     pipelines: MyPipelines
 
     def __init__(self) -> None:
-        self._left_out: dict[Path, list[str]] = {}  # of imports, until the user has read it
-        self._exported: dict[Path, dict[str, Any]] = {}  # the format that was chosen last, and what is typed for each
+        self._left_out: dict[Path, list[str]] = {}  # by import, until dismissed
+        self._exported: dict[Path, dict[str, Any]] = {}  # the format chosen last, and the options typed for each
         super().__init__()
 
     def seen_spec(self, digest: str | None) -> tuple[PipelineSpec, str]:
-        """The spec of the open form, and its digest. Raises: Refused where it is none, or not that of ``digest``."""
+        """Return the open form's spec and digest. Raises: Refused if the form has errors or another digest."""
         raise NotImplementedError
 
     def opened_path(self) -> Path:
-        """The file of the open form. Raises: Refused where none is open."""
+        """Return the path of the open form's file. Raises: Refused when no form is open."""
         raise NotImplementedError
 
     def show_file(self, opened: SpecFile) -> None:
-        """Open its form."""
+        """Open the form of a file."""
         raise NotImplementedError
 
     def describe_formats(self) -> dict[str, Any]:
-        """The parts of the state that say what there is to export to and to import from; they do not change."""
+        """Return the constant parts of the state: the formats for export and import."""
         kinds = [{"name": name, "about": importer.about} for name, importer in IMPORTERS.items()]
         return {"targets": describe_targets(), "kinds": kinds}
 
@@ -53,7 +53,7 @@ class FilesEditor(NodesEditor):
 
     @action(to=_TARGET, options=_OPTIONS)
     def export(self, to: str, options: dict[str, str]) -> dict[str, Any]:
-        """Return the text of the file; ``digest`` is what a page gives to `save_export`."""
+        """Return the text of the exported file; a page passes ``digest`` on to `save_export`."""
         spec, digest = self.seen_spec(None)
         with self._guard:
             before = self._exported.get(path := self.opened_path(), {"options": {}})
@@ -62,11 +62,11 @@ class FilesEditor(NodesEditor):
 
     @action(to=_TARGET, options=_OPTIONS, path=path_text, digest=_DIGEST, anyway=flag)
     def save_export(self, to: str, options: dict[str, str], path: str, digest: str, anyway: bool) -> dict[str, str]:
-        """Write what the page shows. Where a file is there it is left, and ``ask`` says so, unless ``anyway``."""
+        """Write the export that the page shows. An existing file is kept, and ``ask`` says so, unless ``anyway``."""
         spec, _ = self.seen_spec(digest)
         written, place = export_typed(spec, to, options), locate(given_path(path))
         if Path(place.name).is_dir():
-            raise Refused(f"{one_line(place.name)} is a folder: name a file in it")
+            raise Refused(f"{one_line(place.name)} is a folder: give a file name in it")
         if not anyway and place.exists():
             return {"ask": f"{one_line(place.name)} already exists."}
         write_export(written, given_path(path))
@@ -76,7 +76,7 @@ class FilesEditor(NodesEditor):
 
     @action(path=path_text, text=text(most=_MOST_TEXT), kind=text(most=40))
     def import_pipeline(self, path: str, text: str, kind: str) -> None:
-        """Make a draft of a file at a path or URL, or of a ``text``; a path is then its name. Raises: SpecError."""
+        """Make a pipeline of the file at a path or URL, or of ``text`` with ``path`` as its name. Raises: SpecError."""
         name = Path(path.strip()).name
         found = import_text(text, name=name, kind=kind) if text.strip() else import_file(given_path(path), kind=kind)
         made = self.pipelines.add(found.to_dict(), name=name.lstrip(".").partition(".")[0])
@@ -86,18 +86,18 @@ class FilesEditor(NodesEditor):
 
     @action(line=optional(text(most=2 * _MOST_CHARS)))
     def dismiss(self, line: str | None) -> None:
-        """Tell no more of one line of what was left out; None: of all."""
+        """Dismiss one line about what an import left out; None dismisses all."""
         with self._guard:
             left = self._left_out.get(path := self.opened_path(), [])
             self._left_out[path] = [each for each in left if line is not None and each != line]
         self._tell_form()
 
     def describe_file(self, path: Path) -> dict[str, Any]:
-        """What a form of it begins with: what an import left out, if not dismissed; what was typed for its exports."""
+        """Return what a form begins with: undismissed lines of its import, and the options typed for its exports."""
         return {"left_out": self._left_out.get(path, []), "exported": self._exported.get(path)}
 
     def forget_file(self, path: Path) -> None:
-        """Forget what is known of one that was deleted."""
+        """Forget the state of a deleted file."""
         self._left_out.pop(path, None)
         self._exported.pop(path, None)
 

@@ -1,4 +1,4 @@
-"""The form of a pipeline as plain JSON for a page: what any form shows, its steps and its mesh."""
+"""The form of a pipeline as plain JSON for a page: the parts of every form, its steps and its mesh."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TITLES = {"general": "General", "nodes": "Nodes", "source": "Source"}
 
 
 def describe_form(form: SpecForm) -> dict[str, Any]:
-    """Return what a page shows of a form as it is now."""
+    """Return the present state of a form for a page."""
     with form.lock:
         told = describe_draft(form)
         steps = [_describe_step(form, step, told["errors"]) for step in STEPS]
@@ -38,7 +38,7 @@ def _step_of(path: str) -> str:
 
 
 def _told(form: SpecForm, step: str, faults: int) -> str:
-    """What the step has, by what is typed: the rest of the form may be wrong."""
+    """Summarize a step by its typed values, so that errors elsewhere do not matter."""
     if faults:
         return f"{count_of(faults, 'field')} to correct"
     draft = form.draft
@@ -54,7 +54,7 @@ def _told(form: SpecForm, step: str, faults: int) -> str:
 
 
 def _mesh(form: SpecForm) -> dict[str, Any] | None:
-    """The mesh of the plan, or why there is none; it does not need the source. None: other fields are wrong."""
+    """Return the mesh of the plan, or the error; the source is not needed. None: other fields have errors."""
     names = ("parallelism", "nodes", "training")
     document: dict[str, Any] = {name: part for name, part in form.document.items() if name in names}
     if "training" in document and any(path.startswith("training") for path in form.errors):

@@ -1,4 +1,4 @@
-"""The job that the console shows beneath itself, live: one at a time, on all its pages."""
+"""The job that the console shows below itself, live: one at a time, on all its pages."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .job_view import JobView
 
 
 class ShownJob:
-    """The view of a job, which pages show by its id as a widget."""
+    """The view of a job, which pages show by its widget id."""
 
     def __init__(self, on_state: Callable[[], object]) -> None:
-        """``on_state`` is called when the job that is shown has come into another state, or gave way to its restart."""
+        """``on_state`` is called when the shown job has changed its state or was replaced by its restart."""
         self._on_state = on_state
         self._changing = threading.Lock()
         self._view: JobView | None = None
 
     def show(self, job: Job) -> None:
-        """Show it in the place of the one before, which is shown no more."""
+        """Show ``job`` instead of the previous one."""
         self._replace(JobView(job, on_state=self._on_state))
 
     def close(self) -> None:
-        """Show none."""
+        """Show no job."""
         self._replace(None)
 
     def describe(self) -> dict[str, Any] | None:
-        """What pages have to know to show it."""
+        """Return what pages need to show the job."""
         with self._changing:
             if self._view is None:
                 return None

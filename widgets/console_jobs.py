@@ -1,4 +1,4 @@
-"""The jobs of the listed pipelines, asked after while a page shows the list."""
+"""The jobs of the listed pipelines, queried while a page shows the list."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ..pipelines import MyPipelines
 
 __all__ = ["AskedJobs"]
 
-_SHORTEST_GAP_S, _LONGEST_GAP_S = 2.0, 30.0  # between two questions: longer while a job goes on
+_SHORTEST_GAP_S, _LONGEST_GAP_S = 2.0, 30.0  # between two queries: grows while a job continues
 
 
 class AskedJobs:
-    """Asks how the listed jobs are, in a thread that is there while a page is; ``on_asked`` tells what is known."""
+    """A thread that queries the listed jobs while a page is open; ``on_asked`` is called after each query."""
 
     def __init__(self, pipelines: MyPipelines, on_asked: Callable[[], None]) -> None:
         self._pipelines, self._on_asked = pipelines, on_asked
@@ -25,7 +25,7 @@ class AskedJobs:
         self._thread: threading.Thread | None = None
 
     def follow(self, *, is_shown: bool) -> None:
-        """Begin to ask, or end it."""
+        """Start or stop the queries."""
         with self._lock:
             self._is_shown = is_shown
             if is_shown and (self._thread is None or not self._thread.is_alive()):
@@ -34,7 +34,7 @@ class AskedJobs:
         self._ask_now.set()
 
     def ask_now(self) -> None:
-        """Ask without waiting: a job was started, or somebody wants to know."""
+        """Query now: a job was started, or the user refreshes."""
         self._ask_now.set()
 
     def _ask(self) -> None:
@@ -46,7 +46,7 @@ class AskedJobs:
                 if not self._is_shown:
                     self._thread = None
                     return
-            with contextlib.suppress(DetrainError):  # of the folder: the list says it when it is asked for
+            with contextlib.suppress(DetrainError):  # from the folder: the list reports it
                 goes_on = self._pipelines.ask_after_jobs()
                 gap_s = _SHORTEST_GAP_S if is_wanted else min(1.5 * gap_s, _LONGEST_GAP_S)
                 gap_s = gap_s if goes_on else _LONGEST_GAP_S

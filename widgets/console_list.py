@@ -1,4 +1,4 @@
-"""The list of pipelines as plain JSON for a page; it, and a form, as they stay in a saved notebook."""
+"""The list of pipelines as plain JSON for a page; the list and a form as they appear in a saved notebook."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["describe_entry", "describe_examples", "settle_form", "settle_list"]
 _COLUMNS = ("name", "file", "mesh", "nodes", "last job")
 _LEFT = "text-align:left"
 _MOST_ERRORS = 5
-_MOST_SPEC_BYTES = 5000  # of the spec in a saved notebook: its file has all of it
+_MOST_SPEC_BYTES = 5000  # of the spec in a saved notebook; the whole spec is in its file
 
 
 def describe_entry(entry: Entry, *, id: str, is_changed: bool) -> dict[str, Any]:
-    """Return what a page shows of one pipeline; ``is_changed``: its form has what is not saved."""
+    """Return what a page shows of one pipeline; ``is_changed``: its form has unsaved changes."""
     job = entry.job
     return {
         "id": id,
@@ -49,7 +49,7 @@ def describe_entry(entry: Entry, *, id: str, is_changed: bool) -> dict[str, Any]
 
 
 def describe_examples() -> list[dict[str, Any]]:
-    """Return what a page shows of the examples to begin from."""
+    """Return what a page shows of the examples."""
     return [
         {
             "name": each.name,
@@ -63,18 +63,18 @@ def describe_examples() -> list[dict[str, Any]]:
 
 
 def settle_list(entries: Entries) -> Settled:
-    """Make a row of each pipeline."""
+    """Make a table with a row for each pipeline."""
     rows = [(each.name, each.file, each.mesh or "-", each.nodes, _status(each)) for each in entries]
     body = "".join(f"<tr>{html_cells(map(one_line, row), style=_LEFT)}</tr>" for row in rows)
-    title = f"My Pipelines: {len(entries)} in {entries.folder} and opened lately"
+    title = f"My Pipelines: {len(entries)} in {entries.folder} and recently opened"
     head = html_cells(_COLUMNS, tag="th", style=_LEFT)
     return Settled(f"{title}\n{entries}", html_table(head, body, caption=[title]))
 
 
 def settle_form(told: dict[str, Any], spec: dict[str, Any] | None) -> Settled:
-    """Say what a form is, as pages are told of it, with the ``spec`` in a fold.
+    """Summarize a form as its pages show it, with the ``spec`` in a fold.
 
-    What is no spec is None, and is not written out: a password may stand in it that a spec would refuse.
+    ``spec`` is None for a form with errors, which is not written out: it may contain a password that a spec refuses.
     """
     mesh, names = told["mesh"] or {}, [each["label"] for each in told["nodes"].values()]
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.get("axes", ()) if size > 1)
@@ -87,7 +87,7 @@ def settle_form(told: dict[str, Any], spec: dict[str, Any] | None) -> Settled:
         fault = f"{count_of(len(told['errors']), 'field')} to correct"
         return Settled("\n".join([*lines, fault]), html_table(head, f"<tr>{row}</tr>") + html.escape(fault))
     parts = [{name: spec[name] for name in spec if name != "source"}, {"source": spec["source"]}]
-    written = "\n".join(format_document(part, ".toml") for part in parts)  # a script may be long: it is last, and cut
+    written = "\n".join(format_document(part, ".toml") for part in parts)  # a long script comes last and is cut
     text = cut_text(show_hidden(written), _MOST_SPEC_BYTES)
     fold = f"<details><summary>The spec as TOML</summary>{html_text(text)}</details>"
     return Settled("\n".join([*lines, "", text]), html_table(head, f"<tr>{row}</tr>") + fold)

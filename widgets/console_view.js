@@ -211,7 +211,7 @@ class ListPage {
       return row.below ? [row.element, row.below] : [row.element];
     });
     replace_children(this.body, elements);
-    this.count.replaceChildren(...(entries.length ? [`${entries.length} in `, h("span", { class: "mono" }, folder), " and opened lately", more ? `; ${more} more files are not listed` : ""] : []));
+    this.count.replaceChildren(...(entries.length ? [`${entries.length} in `, h("span", { class: "mono" }, folder), " and recently opened", more ? `; ${more} more files not listed` : ""] : []));
     this.table.hidden = !found.length; this.first.hidden = entries.length > 0; this.searching.hidden = !entries.length;
     this.nothing.hidden = !entries.length || found.length > 0;
     set_text(this.nothing, `None of ${count_of(entries.length, "pipeline")} has “${this.search.value}” in its name, nodes or status.`);

@@ -1,4 +1,4 @@
-"""My Pipelines in a page: the list of spec files, and the form of the one that is open; the core decides."""
+"""My Pipelines in a page: the list of spec files and the form of the open one; all logic is in the core."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ID = text(most=20)
 
 
 class _Opened:
-    """A form, and the file that it was opened from."""
+    """A form and the file that it was opened from."""
 
     def __init__(self, form: SpecForm, file: SpecFile) -> None:
         self.form, self.file = form, file
@@ -42,21 +42,21 @@ class _Opened:
 
     @property
     def digest(self) -> str:
-        """Of what would be started: a page that has seen it says so."""
+        """Digest of what would be started: a page returns the one that it has shown."""
         return hashlib.sha256(json.dumps([str(self.file.path), self.form.document]).encode()).hexdigest()
 
 
 class ConsoleView(FilesEditor):
-    """The list, and the form of one pipeline at a time. A form with changes is kept when another one is opened."""
+    """The list, and the form of one pipeline at a time. A form with unsaved changes is kept while others are open."""
 
     name = "console_view"
     more = ("fields", "node_list", "console_files", "console_form")
 
     def __init__(self, pipelines: MyPipelines) -> None:
         self.pipelines = pipelines
-        self._ids: dict[Path, str] = {}  # pages name files by these alone
+        self._ids: dict[Path, str] = {}  # pages refer to files by these ids alone
         self._deleted: Deleted | None = None
-        self._forms: dict[Path, _Opened] = {}  # those with changes, and the open one
+        self._forms: dict[Path, _Opened] = {}  # forms with changes, and the open one
         self._open: Path | None = None
         self._conflict: Conflict | None = None  # of the file of the open form
         self._shown_job = ShownJob(self._tell_all)
@@ -65,7 +65,7 @@ class ConsoleView(FilesEditor):
 
     @property
     def form(self) -> SpecForm | None:
-        """The form that is open."""
+        """The open form."""
         with self._guard:
             return self._forms[self._open].form if self._open else None
 
@@ -84,7 +84,7 @@ class ConsoleView(FilesEditor):
             }
 
     def settled(self) -> Settled:
-        """The form that is open, else the list."""
+        """Return the open form, else the list."""
         with self._guard:
             told = self.describe_form()
             if told is None:
@@ -98,7 +98,7 @@ class ConsoleView(FilesEditor):
 
     def close(self) -> None:
         super().close()
-        if hasattr(self, "_shown_job"):  # ipywidgets closes one whose making has failed
+        if hasattr(self, "_shown_job"):  # ipywidgets also closes a view whose construction has failed
             self._shown_job.close()
 
     # ---- the list
@@ -129,7 +129,7 @@ class ConsoleView(FilesEditor):
     def undo(self) -> str:
         with self._guard:
             if self._deleted is None:
-                raise Refused("there is nothing to bring back")
+                raise Refused("there is nothing to restore")
             path = self.pipelines.restore(self._deleted)
             self._deleted = None
         self._tell_all()
@@ -211,12 +211,12 @@ class ConsoleView(FilesEditor):
 
     @action()
     def review(self) -> dict[str, Any]:
-        """Return what would run; ``digest`` is what a page gives to `start`, by ``widget`` it finds its cell."""
+        """Return what would run; a page passes ``digest`` on to `start` and finds its cell by ``widget``."""
         with self._guard:
             opened = self._forms[self.opened_path()]
         with (form := opened.form).lock:
             if form.spec is None or form.errors:
-                return {"error": "correct the errors of the form first"}
+                return {"error": "correct the errors in the form first"}
             spec, told = form.spec, {"code": form.to_code(), "digest": opened.digest, "widget": self.model_id}
         return {**review_spec(spec), **told}
 
@@ -225,23 +225,23 @@ class ConsoleView(FilesEditor):
             opened = self._forms[self.opened_path()]
         with opened.form.lock:
             if opened.form.spec is None or not opened.form.is_right:
-                raise Refused("correct the errors of the form first")
+                raise Refused("correct the errors in the form first")
             self._require_seen(opened, digest, "written")
             return opened.form.spec, opened.digest
 
     def _require_seen(self, opened: _Opened, digest: str | None, done: str) -> None:
-        """Raises: Refused where a page has seen another one."""
+        """Check that a page has shown this form. Raises: Refused when the form has changed since."""
         if digest is not None and opened.digest != digest:
-            fault = f"{one_line(opened.file.path.name)} was changed after this page showed it, and was not {done}"
-            raise Refused(f"{fault}: look at it as it is now, and try again")
+            fault = f"{one_line(opened.file.path.name)} has changed since this page showed it, and was not {done}"
+            raise Refused(f"{fault}: check it and try again")
 
     @action(digest=text(most=100))
     def start(self, digest: str) -> None:
-        """Save it, and submit it as it is shown: not what others have made of its form, or of its file, since."""
-        with self._guard:  # no other tab closes it meanwhile
+        """Save and submit the pipeline that the page shows, not later changes of the form or its file."""
+        with self._guard:  # no other tab may close it meanwhile
             form, path = self._the_form(), self.opened_path()
             if not form.is_right:
-                raise Refused(f"{len(form.errors)} to correct first")
+                raise Refused(f"fields to correct first: {len(form.errors)}")
             self._require_seen(self._forms[path], digest, "started")
             if self._is_changed(path):
                 self.save(anyway=False, name=None)
@@ -250,7 +250,7 @@ class ConsoleView(FilesEditor):
 
     @action()
     def drop_work(self) -> None:
-        """Tell no page any more how it went; what is under way is still told."""
+        """Remove the result of the last work from pages; running work stays."""
         if self.work_told is None or self.work_told["is"] != "running":
             self.tell_work(None)
 
@@ -290,7 +290,7 @@ class ConsoleView(FilesEditor):
     def describe_error(self, exc: Exception) -> dict[str, Any]:
         if not isinstance(exc, JobError) or not exc.typed.startswith("stop "):
             return super().describe_error(exc)
-        words = f"{exc.fault}: stop it, or duplicate the pipeline and start that one"
+        words = f"{exc.fault}: stop it, or duplicate the pipeline and start the copy"
         return {"error": one_line(words), "job": one_line(exc.typed.removeprefix("stop "))}
 
     def _save(self, form: SpecForm, opened: SpecFile, *, anyway: bool, name: str | None) -> SpecFile:
@@ -302,7 +302,7 @@ class ConsoleView(FilesEditor):
         return made
 
     def show_file(self, opened: SpecFile) -> None:
-        """Raises: Refused for a file that is no document."""
+        """Open the form of a file. Raises: Refused when the file cannot be read as a document."""
         if opened.data is None:
             raise Refused(f"{one_line(opened.path.name)} cannot be opened: {one_line(opened.errors[0])}")
         with self._guard:
@@ -333,7 +333,7 @@ class ConsoleView(FilesEditor):
             for path, known in self._ids.items():
                 if known == id:
                     return path
-        raise Refused("this pipeline is not in the list any more: refresh it")
+        raise Refused("this pipeline is no longer in the list: refresh the list")
 
     def _id(self, path: Path) -> str:
         return self._ids.setdefault(path, f"p{len(self._ids) + 1}")

@@ -1,4 +1,4 @@
-"""What a plan says, in the words and numbers that people read: the same for the page and for what is saved."""
+"""A plan in words and numbers for people: the same on the page and in the saved notebook."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any
 from ..plan import MeshMemory, PlanDescription, StageCosts, StepTimeline
 from ..text import count_of, format_size
 
-_EVEN, _NOTABLE = 1.05, 1.1  # imbalance up to which no stage is the slowest; is told, without a warning
-_QUICKER = 0.99  # of the slowest stage's time, from which on another cut is worth it
+_EVEN, _NOTABLE = 1.05, 1.1  # imbalance up to which no stage counts as the slowest; up to which there is no warning
+_QUICKER = 0.99  # a better cut must be below this share of the slowest stage's time
 _MOST_NAME = 40  # characters, in a table
-_FULL = 0.9  # of a node's memory, from which on it is told
+_FULL = 0.9  # share of a node's memory above which there is a warning
 _NUMBERED = re.compile(r"(.*?)(?<![^.])(\d+(?:\..*)?)")
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 
 
 def time_text(seconds: float) -> str:
-    """Three digits and a unit."""
+    """Format a time with three digits and a unit."""
     size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 0.9995 * size), _UNITS[-1])
     number = seconds / size
     return f"{number:,.0f} {unit}" if number >= 99.95 else f"{number:.3g} {unit}"
@@ -30,7 +30,7 @@ def percent(share: float) -> str:
 
 
 def short_names(names: Sequence[str]) -> list[str]:
-    """Leave out what most names begin with before their number: ``layers.3`` is 3."""
+    """Remove the most common prefix before the number: ``layers.3`` becomes ``3``."""
     parts = [_NUMBERED.fullmatch(name) for name in names]
     prefixes = Counter(match[1] for match in parts if match)
     usual = prefixes.most_common(1)[0][0] if prefixes else None
@@ -38,7 +38,7 @@ def short_names(names: Sequence[str]) -> list[str]:
 
 
 def layers_text(costs: StageCosts, stage: int) -> str:
-    """Name the first and the last layer of a stage; of a long name its end."""
+    """Name the first and the last layer of a stage; of a long name, only the end."""
     first, last = costs.bounds[stage], costs.bounds[stage + 1] - 1
     names = [
         name if len(name) <= _MOST_NAME else f"...{name[3 - _MOST_NAME :]}"
@@ -60,7 +60,7 @@ def stages_text(stages: Sequence[int]) -> str:
 
 
 def facts(found: PlanDescription) -> list[str]:
-    """What is planned, in a few words each: model, mesh, schedule, microbatches, where memory comes from."""
+    """Return the facts of a plan in a few words each: model, mesh, schedule, microbatches, dry run."""
     told = [found.name] if found.name else []
     if found.memory is not None:
         told.append(", ".join(f"{axis} {size}" for axis, size in found.memory.mesh.items()))
@@ -74,7 +74,7 @@ def facts(found: PlanDescription) -> list[str]:
 
 
 def numbers(found: PlanDescription) -> list[dict[str, str]]:
-    """The four numbers of a plan; ``state`` and ``word`` where one needs a person, ``beside`` what to compare with."""
+    """Return the four numbers of a plan; ``state`` and ``word`` warn, ``beside`` is a value to compare with."""
     return [_imbalance(found.costs), _bubble(found), _step(found), _fullest(found)]
 
 
@@ -98,7 +98,7 @@ def _imbalance(costs: StageCosts | None) -> dict[str, str]:
 
 
 def slowest_stages(costs: StageCosts) -> list[int]:
-    """Those that nobody could tell apart from the slowest; none where all take about as long."""
+    """Return the stages within 0.1 % of the slowest; none when all take about the same time."""
     most = max(costs.stage_s)
     return [stage for stage, time_s in enumerate(costs.stage_s) if time_s >= 0.999 * most and costs.imbalance > _EVEN]
 
@@ -108,7 +108,7 @@ def _bubble(found: PlanDescription) -> dict[str, str]:
         return _number("Bubble", percent(found.timelines[0].bubble), "of all ranks' time")
     if found.costs is not None and len(found.costs.stages) > 1:
         return _number("Bubble", percent(found.costs.bubble), "of the slowest stage's time")
-    return _number("Bubble", unit="needs a timeline" if found.costs is None else "one stage waits for none")
+    return _number("Bubble", unit="needs a timeline" if found.costs is None else "no bubble with one stage")
 
 
 def _step(found: PlanDescription) -> dict[str, str]:
@@ -134,7 +134,7 @@ def _fullest(found: PlanDescription) -> dict[str, str]:
 
 
 def _share(costs: StageCosts | None, stage: int) -> tuple[float, float]:
-    """How full a stage's node is; without a limit its bytes alone count."""
+    """Return how full a stage's node is, and the stage's bytes; without a limit the bytes alone count."""
     assert costs is not None
     each = costs.stages[stage]
     limit = each.node_memory_bytes
@@ -151,7 +151,7 @@ def _of_limit(label: str, size_bytes: float, limit: float | None, whose: str) ->
 
 
 def stage_rows(costs: StageCosts) -> list[dict[str, Any]]:
-    """A row for each stage, with shares of the largest for its bars."""
+    """Return a row for each stage, with shares of the largest value for its bars."""
     slowest, most_s = slowest_stages(costs), max(costs.stage_s)
     most = max(max(stage.memory_bytes, stage.node_memory_bytes or 0.0) for stage in costs.stages)
     rows = []
@@ -169,7 +169,7 @@ def stage_rows(costs: StageCosts) -> list[dict[str, Any]]:
                 "time": time_text(stage.time_s),
                 "time_share": stage.time_s / most_s if most_s else 0.0,
                 "word": "slowest" if index in slowest else "",
-                "link": f"its link; layers {time_text(layer_s)}" if is_link else "",
+                "link": f"link-bound; layers {time_text(layer_s)}" if is_link else "",
                 "memory": memory_text(stage.memory_bytes, limit),
                 "memory_share": stage.memory_bytes / (limit or most) if limit or most else 0.0,
                 "is_too_full": limit is not None and stage.memory_bytes > limit,
@@ -180,7 +180,7 @@ def stage_rows(costs: StageCosts) -> list[dict[str, Any]]:
 
 
 def rank_rows(memory: MeshMemory) -> list[dict[str, Any]]:
-    """A row for the ranks of each place of the pipeline, by what a dry run says."""
+    """Return a row for the ranks at each place in the pipeline, from a dry run."""
     most = memory.peak.total_bytes
     names = ("weights", "gradients", "optimizer", "activations", "at work")
     return [
@@ -199,7 +199,7 @@ def rank_rows(memory: MeshMemory) -> list[dict[str, Any]]:
 
 
 def lane_names(line: StepTimeline) -> list[str]:
-    """What to call the ranks of a pipeline: by their stage, where each has one of its own."""
+    """Name the ranks of a pipeline: by stage, if each has exactly one, else by rank."""
     stages = [sorted({work.stage for work in works}) for works in line.ranks]
     if all(own == [rank] for rank, own in enumerate(stages)):
         return [f"stage {rank}" for rank in range(len(stages))]

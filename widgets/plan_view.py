@@ -1,6 +1,6 @@
-"""How a model is split, as a picture: layers by time and memory, stages, and the timeline of a step with its bubble.
+"""A picture of how a model is split: layers by time and memory, stages, and the timeline of a step with its bubble.
 
-It reads plain JSON: the model may be on ranks, and this process without torch.
+It reads plain JSON: the model may be on ranks, and this process may not have torch.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .plan_facts import (
 )
 
 _MOST_ROWS = 64  # of a table that is saved
-_LEFT = "text-align:left"  # which a front end does not do by itself: most of it is words
-_HOW = "give what par.describe_plan returns, JSON of it, the path of a file *.json with it, or what has to_dict()"
+_LEFT = "text-align:left"  # front ends align to the right by default; most cells are text
+_HOW = "give the result of par.describe_plan, its JSON, the path of a *.json file with it, or an object with to_dict()"
 
 
 def read_plan(*parts: object) -> PlanDescription:
-    """Make one plan of what ``widgets.plan`` was given. Raises: SpecError."""
+    """Join the parts given to ``widgets.plan`` into one plan. Raises: SpecError when a part is no plan."""
     if not parts:
         raise SpecError(f"no plan was given: {_HOW}")
     return reduce(PlanDescription.joined, map(_read_part, parts))
@@ -48,17 +48,19 @@ def _read_part(part: object) -> PlanDescription:
         return PlanDescription.from_dict(read_document(part))
     if isinstance(part, Mapping):
         if part and all(isinstance(rank, int) for rank in part):
-            raise SpecError(f"these are plans by rank: give one of them, as plans[{min(part)}]")
+            raise SpecError(f"this is a dict of plans by rank: give one of them, such as plans[{min(part)}]")
         return PlanDescription.from_dict(part)
     if isinstance(part, (list, tuple)) and part:
-        raise SpecError("these are several plans, as pull gives one for each rank: give one of them, as plans[0]")
+        raise SpecError(
+            "this is a list of plans, as pull returns one for each rank: give one of them, such as plans[0]"
+        )
     if not isinstance(part, type) and callable(to_dict := getattr(part, "to_dict", None)):
         return PlanDescription.from_dict(to_dict())
-    raise SpecError(f"{show(part)} is no plan: {_HOW}")
+    raise SpecError(f"{show(part)} is not a plan: {_HOW}")
 
 
 class PlanView(LiveView):
-    """A plan, drawn; it is as it was given, and asks its kernel nothing."""
+    """A plan, drawn. It does not change, and asks nothing of the kernel."""
 
     name = "plan_view"
 
@@ -84,7 +86,7 @@ class PlanView(LiveView):
         }
 
     def settled(self) -> Settled:
-        """The table per stage, or per rank where there is no partition, and the numbers."""
+        """Return the numbers with the tables by stage and by rank."""
         told = [f"Plan: {', '.join(facts(self.plan))}" if facts(self.plan) else "Plan"]
         told += [_line(number) for number in numbers(self.plan) if number["value"] != "-"]
         told += [

@@ -67,7 +67,7 @@ class VarsView(LiveView):
                 self._asking.notify_all()
 
     def _note_cells(self) -> None:
-        """Note which cells run. The table is read some time after a cell, so that the next cell does not wait for it."""
+        """Note which cells run. The table is read shortly after a cell, so that the next cell does not wait for it."""
         running, next_cell = self._session.log.running_cells, self._session.log.next_cell()
         with self._asking:
             before, self._running = self._running, running

@@ -583,7 +583,7 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     expect(one.locator(".plan")).to_contain_text("rank 0")
     nb.run(5)  # its news has not come when Start is pressed
     one.get_by_role("button", name="Start on this machine").click()
-    expect(one.get_by_role("alert")).to_contain_text("was changed after this page showed it, and was not started")
+    expect(one.get_by_role("alert")).to_contain_text("has changed since this page showed it, and was not started")
     expect(one.get_by_role("tabpanel", name="Written out")).to_contain_text('A = "1"')
 
 

@@ -76,7 +76,7 @@ def test_pipeline_is_duplicated_deleted_and_brought_back(page: Page) -> None:
     back = page.asks("undo")
     assert page.wait_for_part("undo", lambda undo: undo is None) is None
     assert [*page.names()] == ["train", "train-2"] and page.names()["train-2"] == back
-    with pytest.raises(RuntimeError, match="nothing to bring back"):
+    with pytest.raises(RuntimeError, match="nothing to restore"):
         page.asks("undo")
 
 
@@ -94,8 +94,8 @@ def test_pipeline_that_another_tab_has_open_is_deleted_and_its_form_closed(page:
 @pytest.mark.parametrize(
     ("action", "arguments", "said"),
     [
-        ("delete", {"id": "p99"}, "not in the list any more"),
-        ("delete", {"id": "../../etc/passwd"}, "not in the list any more"),
+        ("delete", {"id": "p99"}, "no longer in the list"),
+        ("delete", {"id": "../../etc/passwd"}, "no longer in the list"),
         ("create", {"name": "../up"}, "a-z, A-Z, 0-9"),
         ("create_example", {"name": "other"}, "one of two-copies"),
         ("edit", {"path": "name", "typed": "x", "revision": 1, "editor": "p"}, "no pipeline is open"),
@@ -239,7 +239,7 @@ def test_pipeline_that_runs_already_is_told_with_its_job_which_can_be_stopped(pa
     page.asks("run", id=page.names()["train"])
     failed = page.wait_for_part("work", lambda work: work and work["is"] == "failed")
     page.wait_until_idle()
-    assert failed["error"] == f"job {job} is already running: stop it, or duplicate the pipeline and start that one"
+    assert failed["error"] == f"job {job} is already running: stop it, or duplicate the pipeline and start the copy"
     page.asks("stop_job", id=failed["job"])
     page.wait_for_part("work", lambda work: work == {"what": f"stopping {job}", "is": "done"})
     page.wait_for_part("list", lambda found: found["entries"][0]["job"]["word"] == "stopped")
@@ -251,10 +251,10 @@ def test_what_is_started_is_what_the_form_shows(page: Page) -> None:
     page.asks("open_pipeline", id=page.names()["train"])
     seen = page.asks("review")["digest"]
     page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="another tab")
-    assert "train.toml was changed after this page showed it, and was not" in page.refusal("start", digest=seen)
+    assert "train.toml has changed since this page showed it, and was not" in page.refusal("start", digest=seen)
     page.pipelines.create({**DATA, "name": "other"})
     page.asks("open_pipeline", id=page.names()["other"])  # in another tab
-    assert "other.toml was changed after this page showed it" in page.refusal("start", digest=seen)
+    assert "other.toml has changed since this page showed it" in page.refusal("start", digest=seen)
     page.asks("open_pipeline", id=page.names()["train"])
     page.asks("edit", path="env", typed="", revision=1 << 40, editor="another tab")  # it is again what was seen
     harm = {**DATA, "name": "train", "source": {"script_text": "print('harm')"}}
@@ -297,7 +297,7 @@ def test_draft_that_cannot_be_run_says_why(page: Page) -> None:
     page.asks("drop_work")
     assert page.wait_for_part("work", lambda work: work is None) is None and page.open_page()["work"] is None
     page.asks("open_pipeline", id=page.names()["draft"])
-    assert page.asks("review") == {"error": "correct the errors of the form first"}
+    assert page.asks("review") == {"error": "correct the errors in the form first"}
     with pytest.raises(RuntimeError, match="to correct first"):
         page.asks("start", digest="")
 
@@ -332,7 +332,7 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     assert page.asks("save_export", **save, anyway=False)["ask"].endswith("jobs/train.sbatch already exists.")
     assert file.read_text() == "theirs"
     page.asks("edit", path="env", typed="A=1", revision=1 << 40, editor="another tab")
-    assert "was changed after this page showed it, and was not written" in page.refusal(
+    assert "has changed since this page showed it, and was not written" in page.refusal(
         "save_export", **save, anyway=True
     )
     save["digest"] = page.asks("export", **given)["digest"]
@@ -343,7 +343,7 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
         "save_export", **{**save, "path": "jobs"}, anyway=False
     )
     page.asks("edit", path="env", typed="RANK=1", revision=1 << 41, editor="p")
-    assert page.refusal("export", **given) == "correct the errors of the form first"
+    assert page.refusal("export", **given) == "correct the errors in the form first"
 
 
 def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(page: Page, tmp_path: Path) -> None:

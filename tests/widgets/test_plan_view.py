@@ -56,17 +56,17 @@ def test_parts_are_shown_as_one_plan() -> None:
 @pytest.mark.parametrize(
     "parts, told",
     [
-        ((), "no plan was given: give what par.describe_plan returns"),
-        ((3,), "3 is no plan: give what"),
-        ((None,), "None is no plan"),
-        (([PLAN.to_dict()],), r"as pull gives one for each rank: give one of them, as plans\[0\]"),
-        (({2: PLAN.to_dict()},), r"plans by rank: give one of them, as plans\[2\]"),
+        ((), "no plan was given: give the result of par.describe_plan"),
+        ((3,), "3 is not a plan: give the result"),
+        ((None,), "None is not a plan"),
+        (([PLAN.to_dict()],), r"as pull returns one for each rank: give one of them, such as plans\[0\]"),
+        (({2: PLAN.to_dict()},), r"plans by rank: give one of them, such as plans\[2\]"),
         (({},), "this is no plan"),
         (("{",), "the plan: line 1, column 2"),
         (("[1]",), "the plan: give fields with names"),
         (("none.json",), "none.json"),
         ((PLAN, PLAN), "two plans have costs"),
-        ((PlanDescription,), "is no plan"),
+        ((PlanDescription,), "is not a plan"),
     ],
 )
 def test_what_is_none_is_told_of_with_what_to_give(parts: tuple[object, ...], told: str) -> None:
@@ -117,7 +117,7 @@ def test_numbers_that_are_not_known_say_what_they_need() -> None:
         "needs a partition or a dry run",
     ]
     assert [each["value"] for each in numbers(memory=MEMORY)] == ["-", "-", "-", "100 B"]
-    assert numbers(costs=costs(1e-3))[1]["unit"] == "one stage waits for none"
+    assert numbers(costs=costs(1e-3))[1]["unit"] == "no bubble with one stage"
 
 
 def test_a_stage_that_does_not_fit_and_one_that_holds_up_the_others_are_told_of() -> None:
@@ -161,7 +161,7 @@ def test_a_stage_that_is_a_little_slower_is_not_warned_of_where_the_quicker_cut_
 
 def test_a_stage_that_waits_for_its_link_says_so() -> None:
     found = PlanDescription(costs=StageCosts((Layer("a", 1e-3, 1, 1),), (StageCost(1, 4e-3, 2),), 1))
-    assert widgets.plan(found).state()["stages"][0]["link"] == "its link; layers 1 ms"
+    assert widgets.plan(found).state()["stages"][0]["link"] == "link-bound; layers 1 ms"
 
 
 def test_layers_are_called_by_what_tells_them_apart() -> None:
