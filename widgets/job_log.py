@@ -1,4 +1,4 @@
-"""The lines of a job as its view shows them: cleaned, each with its level, and a window of them in memory."""
+"""The log lines of a job as its view shows them: cleaned, each with its level; a window of them is kept in memory."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ..jobs.watched_node import LogPart
 from ..session.output.safe_output import clean_words
 
 DEBUG, INFO, WARNING, ERROR = range(4)
-_MOST_CHARS = 2000  # of a line that is shown
+_MOST_CHARS = 2000  # of a shown line
 _KEPT_CHARS, _LEAST_KEPT_CHARS = 2_000_000, 20_000  # of all logs; of each
 _NEWS_CHARS = 500_000  # of one message to the pages
-_TOLD_CHARS = 300  # of a line, in which its level is looked for
+_TOLD_CHARS = 300  # of a line, searched for its level
 _LINE_TAKES_CHARS = 50
 _COLOUR = re.compile(r"\x1b\[[0-9;:]*m")
 _TRACEBACK = "Traceback (most recent call last)"
@@ -24,11 +24,11 @@ _ERROR = re.compile(r"\b(?:ERROR|CRITICAL|FATAL)\b|^(?:\[rank\d+\]: ?)?[\w.]*(?:
 _WARNING = re.compile(r"\bWARN(?:ING)?\b|Warning:|^warning\b", re.IGNORECASE)
 _DEBUG = re.compile(r"\bDEBUG\b")
 
-Item = dict[str, Any]  # a LogPart as pages get it
+Item = dict[str, Any]  # a LogPart for pages
 
 
 class Levels:
-    """How grave each line of one log is, told by its words; the lines of a traceback belong together."""
+    """The levels of the lines of one log, judged by their words; all lines of a traceback are errors."""
 
     def __init__(self) -> None:
         self._is_in_traceback = False
@@ -50,7 +50,7 @@ class Levels:
 
 
 class LogWindow:
-    """The last of each log, as items with a number each: a page takes one once, however often it comes."""
+    """The last lines of each log, as numbered items: a page that gets an item twice ignores the second."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -60,14 +60,14 @@ class LogWindow:
         self.num_lines = self.num_warnings = 0
 
     def add(self, parts: Iterable[LogPart]) -> list[Item]:
-        """Keep them; returns what pages are told: of very much the last."""
+        """Keep the parts; returns the items for pages: of very many, the last ones."""
         made = [self._make(part) for part in parts]
         told: list[Item] = []
         room = _NEWS_CHARS
         for _, item in reversed(made):
             room -= _size_of(item)
             if room < 0 and told:
-                told[-1] = {**told[-1], "is_cut": True}  # what came before it is in the log
+                told[-1] = {**told[-1], "is_cut": True}  # earlier lines are in the log
                 break
             told.append(item)
         with self._changing:
@@ -91,14 +91,14 @@ class LogWindow:
             kept.popleft()
 
     def items(self) -> list[Item]:
-        """All that is kept, in the order in which it came."""
+        """Return all kept items in the order of their arrival."""
         with self._changing:
             items = [item for kept in self._items.values() for item in kept]
         return sorted(items, key=lambda item: int(item["number"]))
 
 
 def make_item(part: LogPart, levels: Levels, *, number: int = 0) -> Item:
-    """What a page gets of a part: its lines with their levels, and when they were printed, by the clock here."""
+    """Return a part for pages: its lines with their levels, and the local times at which they were printed."""
     lines = [clean_line(line) for line in part.lines]
     return {
         "number": number,
@@ -112,13 +112,13 @@ def make_item(part: LogPart, levels: Levels, *, number: int = 0) -> Item:
 
 
 def make_begun(begun: Mapping[tuple[str, str], str]) -> list[Item]:
-    """What a page gets of the lines that have not ended."""
+    """Return the unfinished lines for pages."""
     lines = {whose: clean_line(line) for whose, line in begun.items()}
     return [{"node": node, "source": source, "lines": [[INFO, line]]} for (node, source), line in lines.items() if line]
 
 
 def clean_line(line: str) -> str:
-    """One line without colours and control characters, and not longer than somebody reads."""
+    """Return one line without colours and control characters, cut after 2,000 characters."""
     text = _COLOUR.sub("", clean_words(line)).replace("\n", " ")
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}... {len(text) - _MOST_CHARS:,} more characters"
 

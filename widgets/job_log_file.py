@@ -1,4 +1,4 @@
-"""All that a job has printed, as one file: by node and rank, in the order of each."""
+"""The whole output of a job as one file: log by log, sorted by node and rank."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..text import format_size
 from .actions import Refused
 
 _WAITING_BYTES = 1 << 18  # of a log, in memory
-_MOST_NOTES = 3  # of what is missing: a node can say so without end
-_SHARE = 0.45  # of what is free on a disk: a log is there twice while it is joined to the others
+_MOST_NOTES = 3  # about missing lines; a node could send any number
+_SHARE = 0.45  # of the free disk space: a log exists twice while the logs are joined
 OnBytes = Callable[[int], object]
 
 
@@ -31,10 +31,10 @@ def write_log(
     most_bytes: int | None = None,
     cancel: Stop | None = None,
 ) -> tuple[Path, list[str]]:
-    """Write it to a file in ``folder``, in the place of an earlier one: all of it, or that of ``source`` alone.
+    """Write the output, or that of ``source`` alone, to a file in ``folder``; replaces an earlier one.
 
-    Returns the file, and the first reasons why something is missing. Another thread ends it by ``cancel``.
-    Raises: Refused where it is more than ``most_bytes``, or than the disk has; DetrainError.
+    Returns the file, and up to three notes about missing lines. Another thread can end it with ``cancel``.
+    Raises: Refused when the output exceeds ``most_bytes`` or 45 % of the free disk space; DetrainError.
     """
     most = int(_SHARE * shutil.disk_usage(folder).free) if most_bytes is None else most_bytes
     of_node = node if source == "setup" else ""
@@ -53,7 +53,7 @@ def _word_for(source: str) -> str:
 
 
 class _Parts:
-    """Each log in a file of its own: nodes send them mixed."""
+    """The logs, each in a file of its own, as nodes send their lines interleaved."""
 
     def __init__(self, folder: Path, source: str, most_bytes: int, on_bytes: OnBytes) -> None:
         self.notes: list[str] = []
@@ -63,7 +63,7 @@ class _Parts:
         self._num_bytes = 0
 
     def add(self, line: LogLine) -> None:
-        """Raises: Refused where it is too much."""
+        """Add a line. Raises: Refused when the output is too large."""
         if not line.source:
             if len(self.notes) < _MOST_NOTES:
                 self.notes.append(one_line(str(line)))
@@ -78,7 +78,7 @@ class _Parts:
                 self._flush(whose)
                 self._on_bytes(self._num_bytes)
             if self._num_bytes > self._most_bytes:
-                raise Refused(f"it is more than {format_size(self._most_bytes)}, which is all that there is room for")
+                raise Refused(f"the output exceeds {format_size(self._most_bytes)}, the most that fits here")
 
     def join(self) -> Path:
         whole = self._folder / "whole"

@@ -1,4 +1,4 @@
-"""The models that a job has made: which files each is, and how they come to the server's disk or to a browser."""
+"""The models that a job has written: the files of each, and how they get to the server's disk or to a browser."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from ..text import count_of, format_size, name_some, told_node
 from .actions import Refused
 from .downloads import MOST_DOWNLOAD_BYTES, require_small
 
-_FIRST = ("model.*", ".metadata", "artifacts/", "model*")  # listed before all else, of which there may be too much
+_FIRST = ("model.*", ".metadata", "artifacts/", "model*")  # listed first, as there may be too many files to list
 _SUFFIXES = (".safetensors", ".pt", ".pth", ".onnx", ".gguf", ".bin", ".ckpt")
 _OF_HUGGING_FACE = (".safetensors", ".bin")
 _CONFIGS = ("config.json", "adapter_config.json")
 _SHARD = re.compile(r"-\d+-of-\d+\.")  # of a model of Hugging Face
-_BESIDE = (  # of which such a model is of no use, or its tokenizer
+_BESIDE = (  # files without which such a model or its tokenizer is unusable
     *("*config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken", "chat_template.*", "modeling_*.py", "configuration_*.py"),
 )
-_OF_DCP = ".metadata"  # in the folder of a distributed checkpoint of torch
+_OF_DCP = ".metadata"  # in the folder of a distributed checkpoint (DCP)
 _MOST_SHOWN = 20
 
-OnBytes = Callable[[int, int], object]  # done, and in all
+OnBytes = Callable[[int, int], object]  # done, total
 
 
 @dataclass(frozen=True)
 class Model:
-    """What is downloaded at once: a file, or those of a folder that are of use together only, on whatever nodes."""
+    """The unit of a download: a file, or the files of a folder that belong together, on one or several nodes."""
 
-    name: str  # a folder's ends with a slash
+    name: str  # of a folder, with a trailing slash
     files: tuple[MadeFile, ...]
 
     @property
@@ -55,18 +55,18 @@ class Model:
 
     @property
     def size_bytes(self) -> int:
-        """Of each file once, the largest where nodes differ."""
+        """Total size with each file counted once, at its largest where nodes differ."""
         sizes: dict[str, int] = {}
         for file in self.files:
             sizes[file.name] = max(file.size_bytes, sizes.get(file.name, 0))
         return sum(sizes.values())
 
 
-# ---- which files it is
+# ---- which files a model is
 
 
 def list_models(job: Job) -> tuple[list[Model], list[MadeFile], bool]:
-    """The models, the likeliest first, what else the job has made, and whether there is more. Raises: DetrainError."""
+    """Return the models, the likeliest first; other files; and whether more were not listed. Raises: DetrainError."""
     made = job.list_made(first=_FIRST)
     folders = dict.fromkeys(
         _folder_of(file.name) for file in filter(_is_weights, made) if file.name.endswith(_OF_HUGGING_FACE)
@@ -80,7 +80,7 @@ def list_models(job: Job) -> tuple[list[Model], list[MadeFile], bool]:
 
 
 def choose_models(made: Sequence[MadeFile]) -> list[Model]:
-    """The models, the likeliest first. One that torch has cut into a folder is one where there is no other."""
+    """Return the models, the likeliest first; distributed checkpoints only if there is no other model."""
     names = {file.name for file in made}
     pieces, beside = defaultdict[str, list[MadeFile]](list), defaultdict[str, list[MadeFile]](list)
     for file in sorted(made, key=lambda file: file.name):
@@ -95,7 +95,7 @@ def choose_models(made: Sequence[MadeFile]) -> list[Model]:
         has_config = file.name.endswith(_OF_HUGGING_FACE) and any(f"{folder}{name}" in names for name in _CONFIGS)
         if not has_config and _whole_of(file) == file.name:
             models.append(Model(file.name, (file,)))
-        elif together := pieces.pop(_whole_of(file), []):  # else it is in another one
+        elif together := pieces.pop(_whole_of(file), []):  # else another model contains it
             together += beside.pop(folder, [])
             is_folder = folder and len({each.name for each in together}) > 1
             models.append(Model(folder if is_folder else file.name, tuple(together)))
@@ -115,12 +115,12 @@ def _is_weights(file: MadeFile) -> bool:
 
 
 def _whole_of(file: MadeFile) -> str:
-    """The name that all shards of a model share."""
+    """Return the name that all shards of a model share."""
     return _SHARD.sub(".", file.name)
 
 
 def _choose_cut(made: Sequence[MadeFile]) -> list[Model]:
-    """Folders in which torch keeps a model in pieces, the one written last first."""
+    """Return the distributed checkpoints, the newest first."""
     heads = [file.name for file in made if PurePosixPath(file.name).name == _OF_DCP and "/" in file.name]
     found: dict[str, list[MadeFile]] = {_folder_of(name): [] for name in heads if not _is_in_checkpoint(name)}
     for file in made:
@@ -131,7 +131,7 @@ def _choose_cut(made: Sequence[MadeFile]) -> list[Model]:
 
 
 def _folder_of(name: str) -> str:
-    """With a slash at its end; empty for what is in none."""
+    """Return the folder with a trailing slash; empty for a file in no folder."""
     return name[: name.rfind("/") + 1]
 
 
@@ -139,28 +139,29 @@ def _is_in_checkpoint(name: str) -> bool:
     return any(CHECKPOINT_FOLDER.fullmatch(part) for part in name.split("/")[:-1])
 
 
-# ---- its files, fetched
+# ---- fetching the files
 
 
 def fetch_models(
     job: Job, models: Sequence[Model], folder: str, on_bytes: OnBytes, *, num_nodes: int = 1, cancel: Stop | None = None
 ) -> Fetched:
-    """Copy them, of as many nodes as may have one of their names, into ``folder``, each file whole by its SHA-256.
+    """Copy the models into ``folder``, each file checked by its SHA-256.
 
-    Raises: DetrainError, Refused where nodes say that they are larger than they have said before.
+    ``num_nodes``: how many nodes may have files of these names.
+    Raises: DetrainError; Refused when the files have grown since they were listed.
     """
     told = sum(file.size_bytes for model in models for file in model.files)
 
     def note(done: int, total: int) -> None:
         if total > told * num_nodes:
-            raise Refused(f"it has grown from {format_size(told)} to {format_size(total)}: show the job again")
+            raise Refused(f"the model has grown from {format_size(told)} to {format_size(total)}: reload the page")
         on_bytes(done, total)
 
     return _fetch(job, models, folder, note, cancel)
 
 
 def _fetch(job: Job, models: Sequence[Model], folder: str, on_bytes: OnBytes, cancel: Stop | None) -> Fetched:
-    """What ``on_bytes`` raises ends it, before much has come."""
+    """Fetch the models; an exception from ``on_bytes`` ends the copy."""
     names = [glob.escape(name) for name in dict.fromkeys(name for model in models for name in model.names)]
     try:
         tell = lambda _, done, total: on_bytes(done, total)  # noqa: E731
@@ -173,9 +174,10 @@ def _fetch(job: Job, models: Sequence[Model], folder: str, on_bytes: OnBytes, ca
 def fetch_for_browser(
     job: Job, model: Model, folder: Path, on_bytes: OnBytes, *, num_nodes: int = 1, cancel: Stop | None = None
 ) -> Path:
-    """Fetch one, of as many nodes as have its names, into ``folder``; returns where it is: several files are a .zip.
+    """Fetch a model into ``folder``; returns its path: several files become a .zip.
 
-    Raises: DetrainError, Refused for one too large, also where its node says so only now.
+    ``num_nodes``: how many nodes have files of these names.
+    Raises: DetrainError; Refused when the model is too large, even if that shows during the copy.
     """
     require_small(model.size_bytes)
 
@@ -189,7 +191,7 @@ def fetch_for_browser(
         return _pack(folder / "fetched", fetched.files, packed)
     found = next((name for name in (f"{file.node}/{file.name}", file.name) if name in fetched.files), None)
     if found is None:
-        raise Refused(f"{file.name} is not there any more")
+        raise Refused(f"{file.name} no longer exists on its node")
     return folder / "fetched" / found
 
 
@@ -205,7 +207,7 @@ def _pack(root: Path, names: Sequence[str], packed: Path) -> Path:
 
 
 def describe_models(models: Sequence[Model], *, has_many_nodes: bool) -> list[dict[str, Any]]:
-    """The first of them as pages get them; their names are those of files, which `check_name` has let in."""
+    """Return the first models for pages; `check_name` has already checked their file names."""
     return [
         {
             "node": told_node(model.files[0].node) if has_many_nodes and model.num_nodes == 1 else "",
@@ -218,9 +220,9 @@ def describe_models(models: Sequence[Model], *, has_many_nodes: bool) -> list[di
 
 
 def tell_others(made: Sequence[MadeFile], command: str, *, has_more: bool = False) -> str:
-    """Name what is no model, by folder and size, and the ``command`` that brings it; nothing where there is none.
+    """Name the other files by folder and size, with the ``command`` that copies them; empty if there are none.
 
-    ``has_more``: there is more than was listed.
+    ``has_more``: not all files were listed.
     """
     told: list[tuple[int, str]] = []
     for folder, each in groupby(sorted(made, key=lambda file: file.name), key=lambda file: _folder_of(file.name)):
@@ -231,5 +233,5 @@ def tell_others(made: Sequence[MadeFile], command: str, *, has_more: bool = Fals
         else:
             told += [(file.size_bytes, f"{file.name} ({format_size(file.size_bytes)})") for file in files]
     words = [word for _, word in sorted(told, key=lambda one: -one[0])]
-    more = ", and more that is not listed" if has_more else ""
+    more = ", and more files not listed" if has_more else ""
     return one_line(f"{name_some(words)}{more}: {command}", most_chars=1000) if words else ""

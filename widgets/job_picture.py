@@ -1,4 +1,4 @@
-"""A job as plain JSON for its view: what its nodes said, in the view's words and numbers."""
+"""A job as plain JSON for its view: the reports of its nodes in words and numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..session.output.safe_output import one_line
 from ..text import count_of, describe_seconds, short_number, told_node
 from .job_log import Levels, clean_line
 
-_SHOWN_POINTS = 400  # of a curve: more than its picture has points
+_SHOWN_POINTS = 400  # of a curve: more than its plot can resolve
 _MOST_RANKS, _MOST_CHECKPOINTS, _MOST_LAST_LINES = 64, 50, 20
 _LOSS = ("loss", "train_loss", "train/loss", "training_loss")
 _VALIDATION = re.compile(r"^(?:evaluation|eval|val|valid|validation|test)[_/ .-]?loss$")
@@ -30,7 +30,7 @@ Json = dict[str, Any]
 
 
 def phase_of(status: JobStatus) -> str:
-    """What the view leads with."""
+    """Return the phase that decides the layout of the view."""
     if not status.is_over:
         return "running"
     if status.state == STOPPED:
@@ -39,7 +39,7 @@ def phase_of(status: JobStatus) -> str:
 
 
 def head_of(status: JobStatus, unreached: Mapping[str, Unreached], nodes: Sequence[str]) -> Json:
-    """Name, state, and since when: pages count the seconds on."""
+    """Return name, state and running time; pages keep counting the seconds."""
     is_silent = bool(unreached) and len(unreached) == len(nodes) and not status.is_over
     sign, word = ("lost", "unknown") if is_silent else sign_and_word(status.state, status.exit_code)
     lasts = None if status.started_at is None else (status.ended_at or time.time()) - status.started_at
@@ -60,7 +60,7 @@ def head_of(status: JobStatus, unreached: Mapping[str, Unreached], nodes: Sequen
 
 
 def nodes_of(status: JobStatus, unreached: Mapping[str, Unreached]) -> list[Json]:
-    """A node each, with its ranks."""
+    """Return the nodes with their ranks."""
     found = [_node_of(name, report, status, unreached.get(name)) for name, report in status.reports.items()]
     silent = [
         {
@@ -112,18 +112,18 @@ def _rank_sign(rank: int, report: NodeReport, sign: str) -> str:
 
 
 def no_lines_of(status: JobStatus, unreached: Mapping[str, Unreached]) -> str:
-    """What stands in the place of the log's lines where none has come."""
+    """Return the text to show when the log has no lines."""
     if not status.is_over:
         return "No output yet"
     if status.silent or unreached:
-        return "No output has come: not all nodes are reached"
-    return "It printed nothing" if status.reports else "Looking for its logs"
+        return "No output received: some nodes cannot be reached"
+    return "The job printed nothing" if status.reports else "Looking for its logs"
 
 
 def progress_of(
     status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint], num_steps: int | None
 ) -> Json | None:
-    """How far it is, and how long it takes to the end; None where it has logged no step."""
+    """Return the progress and the estimated rest; None when the job has logged no step."""
     step = curves.last_step
     if step is None:
         return None
@@ -147,7 +147,7 @@ def progress_of(
 
 
 def curves_of(curves: LiveCurves) -> Json:
-    """The three pictures of a job, each with at most some hundred points."""
+    """Return the curves of a job, each with at most a few hundred points."""
     names = [*curves.names]
     loss = next((name for name in _LOSS if name in names), None)
     if loss is None:
@@ -178,7 +178,7 @@ def _curve(name: str, curve: Curve | None) -> Json | None:
 
 
 def _warning(curve: Curve) -> str:
-    """That, and where, what was logged is nan or inf."""
+    """Describe nan or inf values and the steps they were logged at."""
     if curve.bad_since is not None:
         return f"{short_number(curve.last or 0)} since step {curve.bad_since:,}"
     if curve.first_bad is None:
@@ -187,7 +187,7 @@ def _warning(curve: Curve) -> str:
 
 
 def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Checkpoint]) -> Json | None:
-    """The cause, what to do, and the last lines; None of a job that has not failed."""
+    """Return the cause, what to do, and the last lines; None for a job that has not failed."""
     if phase_of(status) != "failed":
         return None
     at = "" if curves.last_step is None else f" at step {curves.last_step:,}"
@@ -196,7 +196,7 @@ def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Chec
     lines = [clean_line(line) for line in status.last_lines[-_MOST_LAST_LINES:]]
     todo = advise(status)
     if checkpoints:
-        todo = f"{todo}. A restart goes on from checkpoint {checkpoints[-1][0]:,}"
+        todo = f"{todo}. A restart continues from checkpoint {checkpoints[-1][0]:,}"
     return {
         "cause": one_line(describe_cause(status)),
         "at": one_line(f"{at}{reason}", most_chars=1000),
@@ -207,7 +207,7 @@ def failure_of(status: JobStatus, curves: LiveCurves, checkpoints: Sequence[Chec
 
 
 def facts_of(status: JobStatus, curves: LiveCurves) -> list[Json]:
-    """The few numbers of a job that succeeded."""
+    """Return the main numbers of a job that succeeded."""
     shown = curves_of(curves)
     found: list[Json] = []
     for title, what in (("Loss", "loss"), ("Validation", "validation")):
@@ -234,7 +234,7 @@ def _rounded(value: float | None) -> float | None:
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.5g}")
-    return short if math.isfinite(short) else value  # the largest numbers would be rounded to what JSON has not
+    return short if math.isfinite(short) else value  # the largest numbers would round to infinity, which JSON lacks
 
 
 def clock(at: float) -> str:
@@ -242,7 +242,7 @@ def clock(at: float) -> str:
 
 
 def describe_roughly(seconds: float) -> str:
-    """Rounded, as what is only estimated should be."""
+    """Format a time rounded, as it is only an estimate."""
     if seconds < 60:
         return f"{max(1, round(seconds))} s"
     if seconds < 3600:

@@ -1,4 +1,4 @@
-"""A job as it stays in a saved notebook: its state, the curve of its loss, its model, and why it failed."""
+"""A job in a saved notebook: its state, the curve of its loss, its model, and why it failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .displays import Settled
 from .job_picture import Json, phase_of
 
 _SIGNS = {"succeeded": "✓", "failed": "✗", "stopped": "■", "running": "▶"}
-_MOST_NUMBERS = 10  # of the curve, where its picture is removed
+_MOST_NUMBERS = 10  # of the curve, for where its picture is removed
 _WIDTH, _HEIGHT = 480, 120
 
 
@@ -26,7 +26,7 @@ def settle_job(
     model: Sequence[Json],
     advice: str,
 ) -> Settled:
-    """Make it of the parts that pages get. ``advice``: how to see the job again."""
+    """Make the plain form from the parts for pages. ``advice``: how to show the job again."""
     phase = phase_of(status)
     title = f"{_SIGNS[phase]} job {head['id']}: {head['word']}"
     facts = [head["facts"]] if head["facts"] else []
@@ -55,7 +55,7 @@ def settle_job(
 
 
 def _curve(loss: dict[str, Any]) -> str:
-    """Its picture, and some of its numbers for where that is removed."""
+    """Return a picture of the curve, and some of its numbers for where the picture is removed."""
     points = [(step, value) for step, value in loss["points"] if value is not None]
     if len(points) < 2:
         return ""

@@ -1,4 +1,4 @@
-"""A job, while it runs and when it is over: how far it is, its nodes, its curves, its logs, what it has made."""
+"""A job, running or finished: its progress, nodes, curves, logs and the files that it produced."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from .job_model import Model, describe_models, fetch_for_browser, fetch_models, 
 from .job_settled import settle_job
 from .live_view import LiveView
 
-_LONG_S = 3600.0  # a job that has run for so long is asked about before it is stopped
-_TELL_BYTES = 1 << 20  # of a copy, between two words about it
-_LOOK_LIMIT_S = 3.0  # how long a view that no page has shown waits for its job's nodes before it settles
+_LONG_S = 3600.0  # a job that has run longer is stopped only after a confirmation
+_TELL_BYTES = 1 << 20  # of a copy, between two progress messages
+_LOOK_LIMIT_S = 3.0  # how long a view that no page showed queries its job's nodes before it settles
 
 _PARTS = ("head", "progress", "nodes", "curves", "failure", "facts", "model", "begun", "no_lines")
 
 
 class JobView(LiveView):
-    """Watches its job as long as a page shows it."""
+    """A view of a job, which it watches as long as a page shows it."""
 
     name = "job_view"
     more = ("job_curves",)
 
     def __init__(self, job: Job, *, on_state: Callable[[], object] = lambda: None) -> None:
-        """``on_state`` is called when the job, while it is watched, has come into another state, or is another one."""
+        """``on_state`` is called when the watched job changes its state or is replaced by its restart."""
         self._job, self._on_state = job, on_state
         self._changing = threading.Lock()
         self._stop_watching: Callable[[], None] | None = None
@@ -50,7 +50,7 @@ class JobView(LiveView):
         self._download = Download()
         self._when_downloaded = ""
         self._doing: picture.Json = {"what": "", "is": ""}
-        self._under_way, self._cancel = "", Stop()  # what can be cancelled
+        self._under_way, self._cancel = "", Stop()  # the work that can be cancelled
         self._begin(job)
         super().__init__()
 
@@ -58,12 +58,12 @@ class JobView(LiveView):
         self._job = job
         self._log = LogWindow()
         self._models: list[Model] | None = None
-        self._others = ""  # artifacts that are no model: checkpoints, say
+        self._others = ""  # artifacts other than models, such as checkpoints
         self._listing: threading.Thread | None = None
-        self._looked: set[tuple[bool, bool]] = set()  # of a job that is over, of a view that settles
+        self._looked: set[tuple[bool, bool]] = set()  # (job is over, view settles) that were queried
         self._parts: picture.Json = dict.fromkeys(_PARTS)
         spec = None
-        with contextlib.suppress(DetrainError):  # another release has written it
+        with contextlib.suppress(DetrainError):  # another release may have written it
             spec = job.spec
         self._num_steps = spec.training.steps if spec else None
         self._saves_checkpoints = spec is not None and spec.checkpoint is not None
@@ -71,10 +71,10 @@ class JobView(LiveView):
 
     @property
     def job(self) -> Job:
-        """The one that is shown: after a restart the new one."""
+        """The shown job; after a restart, the new one."""
         return self._job
 
-    # ---- what a page sees
+    # ---- what a page shows
 
     def state(self) -> dict[str, Any]:
         return {
@@ -97,7 +97,7 @@ class JobView(LiveView):
             curves=parts["curves"],
             failure=parts["failure"],
             model=(parts["model"] or {}).get("files", []),
-            advice=f"%job view {self._job.id} shows it, %job logs {self._job.id} all that it printed",
+            advice=f"%job view {self._job.id} shows the job, %job logs {self._job.id} its whole output",
         )
 
     def on_pages(self, *, are_there: bool) -> None:
@@ -113,10 +113,10 @@ class JobView(LiveView):
         self._download.clear()
 
     def _catch_up(self) -> None:
-        """Nobody watches: take the end of the job, if somebody else has heard of it, and what its nodes say."""
+        """Update a job that no page watches: from its record if it has ended, and by a query of its nodes."""
         if self._stop_watching:
             return
-        with contextlib.suppress(DetrainError):  # it was removed
+        with contextlib.suppress(DetrainError):  # the job was removed
             known = self._job.last_known()
             if known.is_over and not self._status.is_over:
                 self._draw(replace(self._news, status=known, unreached={}))
@@ -126,17 +126,17 @@ class JobView(LiveView):
                 self._look(self._job)
 
     def _look(self, job: Job) -> None:
-        """Ask its nodes as a page would have it, for some seconds: until they have said all, or that it runs."""
+        """Query the nodes as a page would, for up to 3 seconds: until all have reported, or the job is known to run."""
         has_all, until = threading.Event(), time.monotonic() + _LOOK_LIMIT_S
 
         def take(news: JobNews) -> None:
-            if news.status.reports:  # else the record knows more than they
+            if news.status.reports:  # else the record is newer
                 self._take(job, news)
             if news.is_last or not (news.status.is_over or news.unreached):
                 has_all.set()
 
         with self._changing:
-            if self._stop_watching:  # a page has come
+            if self._stop_watching:  # a page has opened
                 return
             stop = self._stop_watching = self._watch(job, take)
         has_all.wait(_LOOK_LIMIT_S)
@@ -147,15 +147,15 @@ class JobView(LiveView):
                 self._stop_watching = None
         stop()
 
-    # ---- what its nodes say, in a thread of the job
+    # ---- news from its nodes, in a thread of the job
 
     def _watch(self, job: Job, take: Callable[[JobNews], None] | None = None) -> Callable[[], None]:
-        """A fresh watch begins with what is kept of the logs, so that nothing is shown twice."""
+        """Start a watch with an empty log window: the watch begins with the kept lines, which would appear twice."""
         self._log = LogWindow()
         return job.on_change(take or (lambda news: self._take(job, news)))
 
     def _take(self, job: Job, news: JobNews) -> None:
-        if job is not self._job:  # it was restarted meanwhile
+        if job is not self._job:  # the job was restarted meanwhile
             return
         items, before = self._log.add(news.parts), self._status
         self._draw(news)
@@ -186,15 +186,15 @@ class JobView(LiveView):
         }
 
     def _model_of(self, status: JobStatus, checkpoints: list[int]) -> picture.Json:
-        """The models, or why there are none."""
+        """Return the models, or why there are none."""
         if self._models:
             files = describe_models(self._models, has_many_nodes=len(status.reports) > 1)
             made = [file for model in self._models for file in model.files]
             total = sum(file.size_bytes for file in made)
             return {"files": files, "count": len(made), "size": total, "why": "", "others": self._others}
-        there = f"; checkpoint {checkpoints[-1]:,} is there" if checkpoints else ""
+        there = f"; checkpoint {checkpoints[-1]:,} is available" if checkpoints else ""
         if not status.is_over:
-            why = f"Model is written after the last step{there}"
+            why = f"The model is written after the last step{there}"
         else:
             why = "Looking for the model" if self._models is None else f"No model was written{there}"
             why += f"; {self._others}" if self._others else ""
@@ -208,7 +208,7 @@ class JobView(LiveView):
             self._say(what="list", state="failed", error=one_line(str(exc)))
         if job is self._job:
             anyway = "" if picture.phase_of(news.status) == "succeeded" else " --anyway"
-            command = f"%job fetch {job.id}{anyway} brings what it made"
+            command = f"%job fetch {job.id}{anyway} copies them"
             self._models, self._others = models, tell_others(others, command, has_more=has_more)
             self._draw(news)
             self.publish("model", self._parts["model"])
@@ -217,12 +217,12 @@ class JobView(LiveView):
 
     @action()
     def stop(self) -> None:
-        """Also while something else is under way: a node that sends a model for hours keeps no other node running."""
+        """Stop the job, also during other work: copying a model for hours must not keep the nodes running."""
         self._do("stop", lambda _: self._job.stop(), is_beside=True)
 
     @action()
     def restart(self) -> None:
-        """Submit it again; the view shows the new job from then on."""
+        """Submit the job again; the view then shows the new job."""
 
         def restart(cancel: Stop) -> None:
             tell = lambda line: self._say(what="restart", state="running", line=line)  # noqa: E731
@@ -233,7 +233,7 @@ class JobView(LiveView):
                 if stop:
                     stop()
                     self._stop_watching = self._watch(again)
-            self.publish("head", self._parts["head"])  # another id: pages ask for all of it
+            self.publish("head", self._parts["head"])  # the id differs: pages request the whole state
             self._on_state()
 
         self._do("restart", restart)
@@ -253,16 +253,16 @@ class JobView(LiveView):
 
     @action()
     def cancel(self) -> None:
-        """End what is under way, but for a stop; the view tells when it has ended."""
+        """Cancel the running work, except a stop; the view reports when it has ended."""
         self._cancel.ask()
         self._cancel.insist()
 
     @action(index=whole(0, 19))
     def download(self, index: int) -> None:
-        """Get one of the models ready for a browser, which then reads it in pieces."""
+        """Prepare a model for download; the browser then reads it in pieces."""
         models = self._need_models()
         if index >= len(models):
-            raise Refused("there is no such file: reload the page")
+            raise Refused("no such model: reload the page")
         model = models[index]
         num_nodes = len({file.node for each in models if each.name == model.name for file in each.files})
 
@@ -280,14 +280,14 @@ class JobView(LiveView):
     @action()
     def downloaded(self) -> None:
         self._download.clear()
-        if self._doing["is"] == "ready":  # else something else is told
+        if self._doing["is"] == "ready":  # else another message is shown
             self._say(what=self._doing["what"], state="done", line=self._when_downloaded)
 
     @action(node=text(most=300), source=text(most=10), folder=optional(text(most=1000)))
     def whole_log(self, node: str, source: str, folder: str | None) -> None:
-        """Write all that the job has printed, or one log of it, into a folder of this machine, or for a browser."""
+        """Write the whole output of the job, or one of its logs, to a folder of this machine or for download."""
         if source and not _is_log(source):
-            raise Refused("that is no log of the job")
+            raise Refused("the job has no such log: reload the page")
         tell, job, notes = self._tell_bytes("log"), self._job, list[str]()
 
         def write(to: Path, cancel: Stop, most_bytes: int | None = None) -> Path:
@@ -310,11 +310,11 @@ class JobView(LiveView):
 
     @action(node=text(most=300), source=text(most=10), begin=whole(1, 1 << 53))
     def earlier(self, node: str, source: str, begin: int) -> None:
-        """Read the lines before those that stand at ``begin`` of a log; the part ``earlier`` brings them."""
+        """Read the lines before position ``begin`` of a log; pages get them in the part ``earlier``."""
         if not _is_log(source):
-            raise Refused("that is no log of the job")
+            raise Refused("the job has no such log: reload the page")
         if self._reading is not None and self._reading.is_alive():
-            raise Refused("earlier lines are on their way")
+            raise Refused("earlier lines are already being read")
         part = LogPart(node, source, begin, ())
         self._reading = threading.Thread(target=self._read, args=(self._job, part), name="job log", daemon=True)
         self._reading.start()
@@ -329,20 +329,20 @@ class JobView(LiveView):
             self.publish("earlier", {**asked, "item": item})
 
     def _offer(self, what: str, file: picture.Json, line: str) -> None:
-        """A file is ready for the page that has asked for it; ``line`` is told once that has it."""
+        """Offer a file to the page that requested it; ``line`` is shown once the page has it."""
         self._when_downloaded = line
         self._say(what=what, state="ready", file=file)
 
     def _need_models(self) -> list[Model]:
-        """Raises: Refused."""
+        """Return the models. Raises: Refused when the job still runs or has written no model."""
         if not self._status.is_over or not self._models:
-            raise Refused(self._parts["model"]["why"] or "there is no model")
+            raise Refused(self._parts["model"]["why"] or "the job has no model")
         return self._models
 
-    # ---- one thing at a time that takes a while, and a stop
+    # ---- long work, one at a time, and a stop beside it
 
     def _do(self, what: str, act: Callable[[Stop], object], *, is_beside: bool = False) -> None:
-        """``act`` ends once the `Stop` that it gets is asked; what is beside others is no long wait, and never is."""
+        """Run ``act``, which ends when its `Stop` is set; ``is_beside`` is for work that cannot be cancelled."""
         cancel = Stop()
 
         def run_alone() -> None:

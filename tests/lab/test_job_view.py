@@ -95,7 +95,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     expect(state_of(view)).to_have_text(re.compile("running|preparing"))
     download = view.get_by_role("button", name="Download model")
     expect(download).to_have_attribute("aria-disabled", "true")
-    expect(download).to_have_accessible_description(re.compile("Model is written after the last step"))
+    expect(download).to_have_accessible_description(re.compile("The model is written after the last step"))
 
     lines = view.get_by_role("group", name="Lines of the log")
     expect(lines).to_have_text("No output yet")

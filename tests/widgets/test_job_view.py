@@ -121,13 +121,13 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(
     early = JobView(job)
     early.settle()
     assert early.settled().text.startswith(f"▶ job {job.id}: running, step 39 of 40, loss 0.025\n")
-    assert view.refusal("save", folder=str(tmp_path)) == "Model is written after the last step"
-    assert view.refusal("download", index=0) == "Model is written after the last step"
+    assert view.refusal("save", folder=str(tmp_path)) == "The model is written after the last step"
+    assert view.refusal("download", index=0) == "The model is written after the last step"
     (tmp_path / "go").write_text("")
     seen = view.wait_for(lambda it: bool(it["model"]["files"]))
     assert seen["head"]["word"] == "succeeded"
     assert seen["model"]["files"] == [{"node": "", "name": "model.safetensors", "size": 1_024_002, "count": 2}]
-    told = f"artifacts/dcp/ (2 files, 4 B): %job fetch {job.id} brings what it made"
+    told = f"artifacts/dcp/ (2 files, 4 B): %job fetch {job.id} copies them"
     assert seen["model"]["others"] == told
     assert seen["curves"]["loss"]["points"][0] == [0, 1.0]
     lines = [text for item in view.shown_log for _, text in item["lines"] if item["source"] == "1"]
@@ -138,7 +138,7 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(
     assert began_at - 1 <= printed_at <= time.time(), "when it was printed, not when it came"
 
     assert view.refusal("piece", id="x", offset=0) == "that download has ended: start it again"
-    assert view.refusal("download", index=1) == "there is no such file: reload the page"
+    assert view.refusal("download", index=1) == "no such model: reload the page"
     assert view.asks("download", index=0) is None
     file = view.wait_for(lambda it: it["doing"]["is"] == "ready")["doing"]["file"]
     pieces = [base64.b64decode(view.asks("piece", id=file["id"], offset=at)) for at in (0, file["chunk"])]
@@ -181,7 +181,7 @@ def test_real_job_is_watched_fetched_from_and_submitted_again(
 def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
     """Of all ranks in their order, and of one; on the disk, and for a browser as far as it fits."""
     steps = [f"step {step}" for step in range(40)]
-    assert view.refusal("whole_log", node="", source="0; rm", folder=None) == "that is no log of the job"
+    assert view.refusal("whole_log", node="", source="0; rm", folder=None) == "the job has no such log: reload the page"
     assert view.asks("whole_log", node="", source="", folder=str(folder / "logs")) is None
     doing = view.wait_for(lambda it: it["doing"]["is"] == "done" and it["doing"]["what"] == "log")["doing"]
     saved = folder / "logs" / f"{job.id}.log"
@@ -192,11 +192,11 @@ def check_the_whole_log(view: Collecting, job: Job, folder: Path) -> None:
     assert file["name"] == f"{job.id}-rank-1.log"
     assert base64.b64decode(view.asks("piece", id=file["id"], offset=0)).decode().splitlines() == steps
     view.asks("downloaded")
-    with pytest.raises(Refused, match="it is more than 100 B"):
+    with pytest.raises(Refused, match="the output exceeds 100 B"):
         write_log(job, folder / "logs", lambda done: None, most_bytes=100)
     size = sum(len(f"{step}\n") for step in steps)
     usage = shutil.disk_usage(folder)._replace(free=2 * size)  # too little: it is there twice for a while
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused, match="all that there is room for"):
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Refused, match="the most that fits here"):
         patch.setattr(shutil, "disk_usage", lambda folder: usage)
         write_log(job, folder / "logs", lambda done: None, source="1")
     assert [*(folder / "logs").iterdir()] == [saved], "no part is left"
@@ -223,7 +223,7 @@ def test_watching_ends_with_the_last_page_and_a_stop_is_told(run_script: Callabl
     assert seen["model"]["why"] in ("Looking for the model", "No model was written")
     numbers = [item["number"] for item in view.shown_log]
     assert numbers == sorted(numbers)
-    assert view.refusal("earlier", node="", source="0; rm", begin=5) == "that is no log of the job"
+    assert view.refusal("earlier", node="", source="0; rm", begin=5) == "the job has no such log: reload the page"
     assert view.refusal("earlier", node="", source="0", begin=0).startswith("earlier: begin must be a whole number")
     view.asks("earlier", node="", source="0", begin=14)
     item = view.wait_for(lambda it: "earlier" in it)["earlier"]["item"]
@@ -269,8 +269,8 @@ def test_log_without_lines_says_why() -> None:
     reports = {"gpu1": NodeReport("a", 0, "ended", exit_code=0)}
     assert picture.no_lines_of(status(reports=reports), {}) == "No output yet"
     ended = status("ended", exit_code=0, reports=reports)
-    assert picture.no_lines_of(ended, {}) == "It printed nothing"
-    assert picture.no_lines_of(ended, {"gpu1": Unreached(0.0, "no route")}).startswith("No output has come")
+    assert picture.no_lines_of(ended, {}) == "The job printed nothing"
+    assert picture.no_lines_of(ended, {"gpu1": Unreached(0.0, "no route")}).startswith("No output received")
     assert picture.no_lines_of(status("ended", exit_code=0), {}) == "Looking for its logs", "no node was asked yet"
 
 
@@ -411,7 +411,7 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path, monkeypatch
     assert view.settled().text.startswith("✓ job cut-1: succeeded"), "it does not wait for a node that hangs up"
     wait_for_no_watcher()
     view._list_made(job, view._news)
-    told = "artifacts/notes/ (500 files, 5 kB), and more that is not listed: %job fetch cut-1 brings what it made"
+    told = "artifacts/notes/ (500 files, 5 kB), and more files not listed: %job fetch cut-1 copies them"
     assert view.state()["model"]["why"] == f"No model was written; {told}"
     view.close()
 
@@ -421,7 +421,7 @@ def test_job_without_a_model_tells_what_else_it_has_made(home: Path, monkeypatch
     ("fetch", "why"),
     [
         (fetch_for_browser, "200 MB is more than the 50 MB that can be downloaded through the notebook"),
-        (lambda job, model, to, tell: fetch_models(job, [model], str(to), tell), "it has grown from 10 B to 200 MB"),
+        (lambda job, model, to, tell: fetch_models(job, [model], str(to), tell), "has grown from 10 B to 200 MB"),
     ],
     ids=["for a browser", "to this machine"],
 )
@@ -556,4 +556,4 @@ def test_what_is_saved_of_a_failure_is_escaped_and_short() -> None:
     assert "<script" not in bundle["text/html"] and "<img" not in bundle["text/html"]
     assert len(bundle["text/html"]) < 50_000
     assert "rank 0 exited with code 1 at step 2,999." in bundle["text/plain"]
-    assert "A restart goes on from checkpoint 10." in bundle["text/plain"]
+    assert "A restart continues from checkpoint 10." in bundle["text/plain"]
