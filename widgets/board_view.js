@@ -16,7 +16,7 @@ const memory_of = (row) => {
 };
 const percent = (value) => (value === null ? "–" : `${value} %`);
 
-/** Show a state in a place that stays; what is there already is not touched. */
+/** Show a state in an existing element, without touching unchanged parts. */
 const set_state = (place, state, word) => {
   const kind = WORDS[state] ?? "lost";
   if (place.dataset.state !== state) {
@@ -119,7 +119,7 @@ const make_cells = (b) => {
     return h("div", { class: "board-cells", role: "group", "aria-label": told_node(host.name) }, h("b", { class: "cut", title: told_node(host.name) }, told_node(host.name)),
       h("div", { class: "r" }, host.ranks.map((rank) => add(b, rank, make_cell(b, rank)).el)), h("div", { class: "side" }, cpu, rate));
   });
-  b.tipped = null; b.tip = h("div", { class: "tip" }, h("span", { class: "soft" }, "Point at a rank, or go there with the arrow keys, to read what it does."));
+  b.tipped = null; b.tip = h("div", { class: "tip" }, h("span", { class: "soft" }, "Point at a rank, or move to it with the arrow keys, to see what it is doing."));
   return [top, ...rows, b.tip];
 };
 
@@ -182,7 +182,7 @@ const show_tip = (b, rank) => {
     h("span", { class: "mono" }, ` ${row.at}`), h("span", { class: "soft" }, ` · ${facts.join(" · ")} `), h("span", { class: "mono" }, row.last)), b.tip_open]);
 };
 
-/** Arrow keys go to what is drawn there, whatever the number of columns. */
+/** Move the focus to the neighbour on screen, whatever the number of columns. */
 const move_focus = (b, event) => {
   const here = event.target.closest("[data-rank]");
   if (!here) return;
@@ -225,7 +225,7 @@ const show_counts = (b, counts) => {
   if (b.shown !== "all") filter_ranks(b);
 };
 
-/** One line while nothing needs to be seen; what the user has opened stays open. */
+/** Fold to one line while nothing needs attention; what the user opened stays open. */
 const fold = (b) => {
   const counts = b.head.counts, is_quiet = b.head.cell === null && counts.idle === b.head.ranks && !(b.view.state.notes ?? []).length;
   const is_shown = !is_quiet || b.is_unfolded || b.selected !== null;
@@ -256,7 +256,7 @@ const note_buttons = (b, { kind, ranks, whom, down, ready }) => {
   if (kind === "died" && down) return [ask(`Restart ${name_ranks(ranks)}`, "restart", ranks)];
   if (kind !== "died") return [];
   const replay = ask(ready ? `Replay on ${name_ranks(ranks)}` : "Replay when ready", "replay", ranks);
-  disable(replay, ready ? "" : "the fresh rank is not ready, or the others still run the cell");
+  disable(replay, ready ? "" : "the fresh rank is not ready, or other ranks are still running the cell");
   return [replay];
 };
 
@@ -268,8 +268,8 @@ const say = (b, state, text) => {
   if (state !== "running") b.view.announce(text);
 };
 
-// ---- which ranks to interrupt or to restart
-const ASKED = { interrupt: ["Interrupt ranks", "Interrupt", "KeyboardInterrupt on these ranks; it frees nobody who waits for them."],
+// ---- choosing ranks to interrupt or restart
+const ASKED = { interrupt: ["Interrupt ranks", "Interrupt", "Raises KeyboardInterrupt on these ranks; ranks that wait for them keep waiting."],
   restart: ["Restart ranks", "Restart", "Fresh processes: the variables of these ranks are lost, the others keep theirs."] };
 const ask_which = (b, what, ranks) => {
   const [label, words, hint] = ASKED[what];
@@ -303,7 +303,7 @@ const show_title = (b) => {
   const row = b.rows.get(b.selected);
   set_text(b.title, `rank ${b.selected}`); set_attribute(b.pane, "aria-label", `rank ${b.selected}`);
   set_text(b.of, row ? [row.host, row.device, row.pid ? `pid ${row.pid}` : ""].filter(Boolean).join(" · ") : "");
-  disable(b.pane_interrupt, row?.runs ? "" : "this rank runs no cell");
+  disable(b.pane_interrupt, row?.runs ? "" : "this rank is not running a cell");
 };
 
 const show_text = (b, value) => {
@@ -312,7 +312,7 @@ const show_text = (b, value) => {
   if (b.tab === "stack") {
     set_text(b.age, `taken at ${new Date(value.at * 1000).toLocaleTimeString([], { hour12: false })}`);
     const frames = value.lines.map((line) => h("span", {}, line.startsWith("<cell ") ? h("mark", {}, line) : line, "\n"));
-    b.text.replaceChildren(value.cell === null ? `rank ${b.selected} runs no cell: ${value.state}\n` : `cell [${value.cell}]: ${value.state}\n`, value.wait ? `${value.wait}\n` : "", ...frames);
+    b.text.replaceChildren(value.cell === null ? `rank ${b.selected} is not running a cell: ${value.state}\n` : `cell [${value.cell}]: ${value.state}\n`, value.wait ? `${value.wait}\n` : "", ...frames);
     return;
   }
   set_text(b.age, value.more ? "the last lines" : "");
@@ -335,7 +335,7 @@ const make_pane = (b) => {
   b.pane = h("div", { class: "pane", role: "region", hidden: true }, h("div", { class: "tt" }, b.title, b.of, tabs, h("span", { class: "acts" }, b.age, copy, b.pane_interrupt, restart, close_button(() => close_pane(b)))), b.text);
 };
 
-// ---- the whole of it
+// ---- the whole view
 const make_tools = (b) => {
   const show = (state) => { b.shown = state; for (const [each, button] of b.filters) button.setAttribute("aria-pressed", `${each === state}`); show_counts(b, b.head.counts); filter_ranks(b); };
   const filter = (state, content) => h("button", { type: "button", class: "b q", "aria-pressed": `${state === b.shown}`, hidden: state !== "all" && state !== b.shown, onclick: () => show(state) }, content);
@@ -364,7 +364,7 @@ const make_head = (b) => {
   return h("div", { class: "head" }, h("h3", {}, "Board"), b.state, h("span", { class: "soft" }, b.name, b.facts), h("span", { class: "push row" }, b.more, b.stop, b.interrupt, b.restart));
 };
 
-/** What was chosen in a page stays where the view is drawn anew. */
+/** The choices of a page, kept when the view is redrawn. */
 const CHOSEN = ["shown", "density", "tab", "is_unfolded"], kept = {};
 
 function mount(view) {
@@ -378,7 +378,7 @@ function mount(view) {
   make_pane(b);
   b.body = h("div", { hidden: true }, tools, b.alerts, b.grid, b.pane);
   view.el.append(head, b.asked, b.body, b.said);
-  set_state(b.state, "starting", "asking the ranks");
+  set_state(b.state, "starting", "querying the ranks");
   view.el.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && b.selected !== null) { event.preventDefault(); event.stopPropagation(); close_pane(b); }
   });

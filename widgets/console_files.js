@@ -1,6 +1,6 @@
-// Files of other tools: a pipeline is written as one of them, and made from one. The kernel writes and reads them.
+// Files of other tools: export of a pipeline to one, import from one. The kernel reads and writes them.
 
-/** What is typed for one option of an export; it is the same one for all formats that say the same of it. */
+/** The field of one export option, shared by all formats with the same option and hint. */
 class OptionField {
   constructor(view, option, hint, on_typed) {
     const id = `${view.id}-o${serial++}`, word = option.replaceAll("_", "-");
@@ -11,7 +11,7 @@ class OptionField {
   tell(error) { show_fault(this.err, error); if (error) this.input.setAttribute("aria-invalid", "true"); else this.input.removeAttribute("aria-invalid"); }
 }
 
-/** The export of the open pipeline: which format, its options, and the file. Only the chosen one is asked for. */
+/** The export of the open pipeline: format, options, and file. Only the chosen format is requested. */
 class ExportPanel {
   constructor(view, go_to) {
     this.view = view; this.go_to = go_to; this.fields = new Map(); this.asked_for = 0; this.digest = ""; this.name = "";
@@ -21,7 +21,7 @@ class ExportPanel {
     this.text = h("pre", { class: "written", tabIndex: 0, role: "region", "aria-label": "Exported file" });
     this.cut = h("p", { class: "soft", hidden: true });
     const fail = { on_error: (text) => this.tell("bad", text) };
-    this.copy = view.button([icon("copy"), "Copy the file"], async () => this.tell(...((await copy_text(this.text.textContent)) ? ["ok", "Copied"] : ["warn", "It could not be copied: mark it"])), fail);
+    this.copy = view.button([icon("copy"), "Copy the file"], async () => this.tell(...((await copy_text(this.text.textContent)) ? ["ok", "Copied"] : ["warn", "Not copied: select the text"])), fail);
     this.save = view.button([icon("file"), "Save the file…"], () => this.ask_path(), fail);
     this.asked = h("div"); this.said = h("div");
     this.acts = h("div", { class: "row wrap" }, this.copy, this.save);
@@ -41,20 +41,20 @@ class ExportPanel {
     if (!this.fields.has(key)) this.fields.set(key, new OptionField(this.view, option, hint, () => this.typed()));
     return this.fields.get(key);
   }
-  /** Go on with what was chosen and typed before the page was loaded again, or the pipeline was opened again. */
+  /** Restore what was chosen and typed before the page or the pipeline was opened again. */
   resume({ to, options }) {
-    const last = this.view.state.targets.find((each) => each.name === to); // formats share fields: what stands there now was typed for it
+    const last = this.view.state.targets.find((each) => each.name === to); // formats share fields: the values typed for the last one are the present ones
     for (const target of [...this.view.state.targets, last]) for (const [option, typed] of Object.entries(options[target.name] ?? {})) if (option in target.options) this.field_of(option, target.options[option]).input.value = typed;
     this.pick(to);
   }
-  /** Show the export of the pipeline as it is now. */
+  /** Show the export of the present pipeline. */
   update(name) { this.name = name; this.ask(); }
   typed() { clearTimeout(this.later); this.later = setTimeout(() => this.ask(), TYPING_MS); }
   get given() { return { to: this.target.name, options: Object.fromEntries(this.of_target.map(([option, field]) => [option, field.input.value])) }; }
   async ask() {
     clearTimeout(this.later);
     const asked_for = ++this.asked_for, found = await this.view.call("export", this.given).catch((error) => ({ error: error.message, option: "", field: "" }));
-    if (asked_for === this.asked_for) this.show(found); // else something else was typed meanwhile
+    if (asked_for === this.asked_for) this.show(found); // else the user has typed meanwhile
   }
   show({ text, more, error, option, field, digest }) {
     this.digest = digest ?? ""; this.said.replaceChildren();
@@ -62,21 +62,21 @@ class ExportPanel {
     const go = field ? [h("button", { type: "button", class: "link", onclick: () => this.go_to(field) }, "Go there")] : [];
     redraw(this.fault, [this.target.name, option, error], () => (error && !option ? [note("bad", h("p", {}, `${this.target.name}: ${error}`), go)] : []));
     this.text.textContent = text ?? ""; this.text.hidden = Boolean(error);
-    const wrong = error ? "Correct what is marked first" : null;
-    this.cut.hidden = !more; set_text(this.cut, more ? `The file has ${grouped(more)} more characters: save it.` : "");
-    disable(this.save, wrong); disable(this.copy, more ? "It is too long to be copied: save it" : wrong);
+    const wrong = error ? "Correct the marked error first" : null;
+    this.cut.hidden = !more; set_text(this.cut, more ? `The file has ${grouped(more)} more characters: save it to get them.` : "");
+    disable(this.save, wrong); disable(this.copy, more ? "Too long to copy: save the file" : wrong);
   }
   tell(state, text, actions = []) { this.said.replaceChildren(note(state, h("p", {}, text), actions)); this.view.announce(text); }
   ask_path() {
     const close = () => { this.asked.replaceChildren(); this.said.replaceChildren(); this.save.focus(); };
-    const { bar, input } = ask_bar(this.view, "Save as", [["Write it", (path) => this.save_to(path, false)]], close, { value: `${this.name}${this.target.suffix}`, hint: "A path where the kernel runs, or a URL as s3://bucket/name" });
+    const { bar, input } = ask_bar(this.view, "Save as", [["Write it", (path) => this.save_to(path, false)]], close, { value: `${this.name}${this.target.suffix}`, hint: "A path on the kernel's machine, or a URL such as s3://bucket/name" });
     this.said.replaceChildren(); this.asked.replaceChildren(bar); input.focus(); input.select();
   }
   async save_to(path, anyway) {
     const had = document.activeElement, { ask, said } = await this.view.call("save_export", { ...this.given, path, digest: this.digest, anyway });
     if (said) { this.asked.replaceChildren(); this.tell("ok", said); focus_after(had, this.save); return; }
     const fail = { on_error: (text) => this.tell("bad", text) };
-    const write = this.view.button("Write over it", () => this.save_to(path, true), { cls: "danger", ...fail });
+    const write = this.view.button("Overwrite", () => this.save_to(path, true), { cls: "danger", ...fail });
     const stay = () => { this.said.replaceChildren(); this.asked.querySelector("input")?.focus(); };
     this.tell("warn", ask, [write, this.view.button("Cancel", stay, fail)]);
     this.said.firstChild.onkeydown = (event) => { if (event.key === "Escape") { event.stopPropagation(); stay(); } };
@@ -85,18 +85,18 @@ class ExportPanel {
   end() { clearTimeout(this.later); }
 }
 
-/** The row that asks for a file of another tool: where it is, or its text. */
+/** The row that asks for a file of another tool, by location or as text. */
 const import_bar = (view, close) => {
-  const kinds = view.state.kinds, kind = h("select", { class: "in", "aria-label": "Kind of file" }, h("option", { value: "" }, "found out"), kinds.map(({ name, about }) => h("option", { value: name, title: about }, name)));
+  const kinds = view.state.kinds, kind = h("select", { class: "in", "aria-label": "Kind of file" }, h("option", { value: "" }, "detected"), kinds.map(({ name, about }) => h("option", { value: name, title: about }, name)));
   const id = `${view.id}-pasted${serial++}`, pasted = h("textarea", { class: "in", id, rows: 5, spellcheck: "false" });
   const act = async (path) => { await view.call("import_pipeline", { path, text: pasted.value, kind: kind.value }); close(); };
-  const made = ask_bar(view, "Path or URL of another tool's file", [["Import", act]], close, { hint: "It becomes a new pipeline. What a pipeline cannot hold is listed there." });
+  const made = ask_bar(view, "Path or URL of another tool's file", [["Import", act]], close, { hint: "It becomes a new pipeline, which lists what could not be imported." });
   made.bar.append(h("details", { class: "pasted" }, h("summary", {}, "Paste its text, choose its kind"),
-    h("label", { for: id }, "Text of the file"), pasted, h("div", { class: "hint" }, "With a text, the path is only its name."), h("label", {}, "Kind", kind)));
+    h("label", { for: id }, "Text of the file"), pasted, h("div", { class: "hint" }, "If text is pasted, the path only names it."), h("label", {}, "Kind", kind)));
   return made;
 };
 
-/** What an import has left out: each line is there until it was read and dismissed. */
+/** The parts that an import left out: each line stays until it is dismissed. */
 class LeftOut {
   constructor(view, on_end) {
     this.view = view; this.on_end = on_end; this.rows = new Map();
@@ -117,7 +117,7 @@ class LeftOut {
     for (const line of [...this.rows.keys()]) if (!lines.includes(line)) this.rows.delete(line);
     for (const line of lines) if (!this.rows.has(line)) this.rows.set(line, this.row(line));
     replace_children(this.list, lines.map((line) => this.rows.get(line)));
-    set_text(this.title, `${count_of(lines.length, "thing")} of the imported file ${lines.length === 1 ? "is" : "are"} not in this pipeline`);
+    set_text(this.title, `${count_of(lines.length, "part")} of the imported file ${lines.length === 1 ? "is" : "are"} not in this pipeline`);
     if (lines.length && this.element.hidden) this.view.announce(this.title.textContent);
     this.element.hidden = !lines.length;
   }

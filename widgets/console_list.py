@@ -79,7 +79,7 @@ def settle_form(told: dict[str, Any], spec: dict[str, Any] | None) -> Settled:
     mesh, names = told["mesh"] or {}, [each["label"] for each in told["nodes"].values()]
     axes = ", ".join(f"{axis} {size}" for axis, size in mesh.get("axes", ()) if size > 1)
     nodes = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else HERE
-    name = one_line(str(told["draft"].get("name", ""))) or "without a name"
+    name = one_line(str(told["draft"].get("name", ""))) or "unnamed"
     cells = [name, told["file"], axes or "-", nodes]
     head, row = html_cells(_COLUMNS[:4], tag="th", style=_LEFT), html_cells(cells, style=_LEFT)
     lines = [f"{column}: {cell}" for column, cell in zip(_COLUMNS, cells)]

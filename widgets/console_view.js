@@ -1,4 +1,4 @@
-// My Pipelines: a list of spec files. What is told of each comes from the kernel; searching and sorting are done here.
+// My Pipelines: a list of spec files. The kernel sends the entries; this file searches and sorts them.
 
 const axis_chips = (axes) => h("span", { class: "mesh" }, axes.map(([name, size]) => h("span", { class: "chip" }, icon(name), `${name} ${size}`)));
 
@@ -38,7 +38,7 @@ function row_menu(view, label, items) {
   return anchor;
 }
 
-/** One pipeline: its row is made once, and its cells change. */
+/** One pipeline: its row is created once, and its cells change. */
 class Row {
   constructor(view, page) {
     this.view = view; this.page = page;
@@ -59,7 +59,7 @@ class Row {
     const told = JSON.stringify(entry);
     if (told === this.told) return;
     this.told = told;
-    set_text(this.name, entry.name); set_text(this.file, entry.file); set_text(this.changed, entry.is_changed ? " · changes not saved" : "");
+    set_text(this.name, entry.name); set_text(this.file, entry.file); set_text(this.changed, entry.is_changed ? " · unsaved changes" : "");
     this.mesh.replaceChildren(axis_chips(entry.axes)); set_text(this.where, entry.nodes);
     const job = entry.job;
     this.state.replaceChildren(!entry.can_open ? state_word("bad", "cannot be read") : job ? state_word(job.sign, job.word) : state_word("idle", "never run"));
@@ -78,10 +78,10 @@ class Row {
     return [
       { text: "Duplicate", act: () => this.page.duplicate(entry), reason: entry.can_open ? null : entry.fault },
       { text: "Copy as Python", act: () => this.copy(), reason: entry.can_run ? null : entry.fault },
-      { text: "Show job", act: () => this.show_view(), reason: count ? null : "it was never run" },
-      { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "it was never run" },
+      { text: "Show job", act: () => this.show_view(), reason: count ? null : "this pipeline was never run" },
+      { text: `Jobs of this pipeline (${count})`, act: () => this.show_job(), reason: count ? null : "this pipeline was never run" },
       null,
-      { text: entry.is_beside ? "Delete" : "Take off the list", act: () => this.page.delete(entry) },
+      { text: entry.is_beside ? "Delete" : "Remove from the list", act: () => this.page.delete(entry) },
     ];
   }
   do_open() { return this.view.call("open_pipeline", { id: this.entry.id }); }
@@ -89,7 +89,7 @@ class Row {
   async copy() {
     const code = await this.view.call("code", { id: this.entry.id });
     const is_copied = await copy_text(code);
-    this.show([h("p", {}, is_copied ? "Copied: it builds the same pipeline, and submits it." : "It builds the same pipeline, and submits it:"), command_box(code, "Copy the code")]);
+    this.show([h("p", {}, is_copied ? "Copied: the code builds and submits this pipeline." : "This code builds and submits this pipeline:"), command_box(code, "Copy the code")]);
   }
   show_view() { return this.view.show_job(this.entry.job.id); }
   show_job() {
@@ -97,7 +97,7 @@ class Row {
     this.show([h("p", {}, job.count > 1 ? `${job.count} jobs; the last one is ${job.id}: ${job.word}, ${job.detail}.` : `One job, ${job.id}: ${job.word}, ${job.detail}.`),
       command_box(`%job ${job.is_over ? "show" : "attach"} ${job.id}`), this.view.button("Show job", () => this.show_view(), { on_error: this.view.complain })]);
   }
-  /** Tell something below the row. */
+  /** Show something below the row. */
   show(content) {
     const close = close_button(() => { this.below = null; this.page.draw(); this.open.focus(); });
     this.below = h("tr", { class: "more" }, h("td", { colspan: "4" }, h("div", { class: "row" }, h("div", { style: "flex:1;min-width:0" }, content), close)));
@@ -172,15 +172,15 @@ class ListPage {
   }
   async duplicate(entry) {
     const had = document.activeElement, made = await this.view.call("duplicate", { id: entry.id });
-    this.view.announce(`${made.name} was made`);
+    this.view.announce(`${made.name} was created`);
     this.focus_row(made.id, had);
   }
-  /** Its row goes, and the focus to what brings it back. */
+  /** Remove the row, and focus the button that restores it. */
   async delete(entry) {
     this.deleting = { had: document.activeElement };
     try { await this.view.call("delete", { id: entry.id }); } catch (error) { this.deleting = null; throw error; }
   }
-  focus_row(id, had) { this.wanted = { id, had }; this.focus_wanted(); } // its row may come later than the answer
+  focus_row(id, had) { this.wanted = { id, had }; this.focus_wanted(); } // the row may arrive after the answer
   focus_wanted() {
     const { id, had } = this.wanted ?? {}, row = this.rows.get(id);
     if (row) { this.wanted = null; focus_after(had, row.open); }
@@ -190,7 +190,7 @@ class ListPage {
     this.list = list; this.draw(); this.focus_wanted();
     if (is_told_else) this.draw_notes();
   }
-  /** Which rows stand where: it changes only when the user sorts; what is new stands first. */
+  /** The order of rows: it changes only when the user sorts; new rows come first. */
   arrange() {
     const there = new Map(this.list.entries.map((entry) => [entry.id, entry]));
     const by_job = (a, b) => (b.job?.at ?? 0) - (a.job?.at ?? 0) || a.name.localeCompare(b.name);
@@ -233,7 +233,7 @@ class ListPage {
   }
 }
 
-/** Call `act` once the view that stands in `el` shows something. */
+/** Call `act` once the view in `el` shows something. */
 const when_live = (el, act) => {
   const look = () => { if (el.querySelector(".dt.live")) { watching.disconnect(); act(); } };
   const watching = new MutationObserver(look);
@@ -241,7 +241,7 @@ const when_live = (el, act) => {
   look();
 };
 
-/** A job, live, beneath the console: a widget of its own, and the line that shows it elsewhere. */
+/** A job, live, below the console: a widget of its own, and the command that shows it elsewhere. */
 class JobPanel {
   constructor(view) {
     this.view = view; this.widget = null; this.shown = null;
@@ -249,9 +249,9 @@ class JobPanel {
     this.open = view.button("Open pipeline", () => view.call("open_pipeline", { id: this.entry().id }), { on_error: (text) => view.complain(text) });
     this.line = h("section", { class: `dt ${VIEW}` }, h("div", { class: "head" }, this.command, h("span", { class: "push row" }, this.open, close_button(() => view.call("hide_job")))));
     this.element = h("div", { class: "dt-shown" }, this.line, this.place);
-    this.is_asked = false; // by a button of this page, which then scrolls to it: not another page, and not one that is loaded again
+    this.is_asked = false; // set by a button of this page, which then scrolls to the job; other and reloaded pages do not scroll
   }
-  /** The pipeline of the list whose last job it is. */
+  /** The listed pipeline whose last job this is. */
   entry() { const { job, list } = this.view.state; return job && list?.entries.find((entry) => entry.can_open && entry.job?.id === job.id); }
   draw_open() { this.open.hidden = Boolean(this.view.state.form) || !this.entry(); }
   async ask(id) {
@@ -272,7 +272,7 @@ class JobPanel {
       if (this.widget !== job.widget) { shown.remove(); return; }
       this.shown = shown; this.place.replaceChildren(shown.el);
       if (is_asked) when_live(shown.el, () => this.element.scrollIntoView({ block: "nearest" }));
-    } catch (error) { this.place.replaceChildren(h("div", { class: `dt ${VIEW}` }, note("warn", h("p", {}, `It cannot be shown here: ${error.message}. Run the line above in a cell.`)))); }
+    } catch (error) { this.place.replaceChildren(h("div", { class: `dt ${VIEW}` }, note("warn", h("p", {}, `The job cannot be shown here: ${error.message}. Run the command above in a cell.`)))); }
   }
   end() { this.shown?.remove(); this.element.remove(); }
 }
@@ -287,7 +287,7 @@ function mount(view) {
     const was_open = !form.element.hidden, has_focus = [view.el, job.line].some((each) => each.contains(document.activeElement)); // another display may have it
     list.element.hidden = value !== null; form.element.hidden = value === null;
     form.set_form(value);
-    if (value !== null && !was_open && view.has_mounted) form.begin(has_focus); // a page that is loaded again stays where it is
+    if (value !== null && !was_open && view.has_mounted) form.begin(has_focus); // a reloaded page stays where it is
     if (value === null && was_open && has_focus) list.search.focus();
     job.draw_open();
   });

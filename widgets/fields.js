@@ -1,18 +1,18 @@
-// The fields of a form: what is typed is sent, and what is wrong stands below it. The kernel decides what is right.
+// The fields of a form: typed values are sent to the kernel, which validates them; errors appear below the field.
 
 const TYPING_MS = 120; // after the last key
 const WIDE = { name: 4, description: 8, "training.batch_size": 2, "parallelism.microbatches": 3, "parallelism.schedule": 3, "parallelism.precision": 2, "training.steps": 2, "training.learning_rate": 3,
   "training.optimizer": 2, "training.warmup_steps": 3, "training.clip": 2, "training.seed": 2, "source.git.url": 8, "source.git.ref": 4, "source.script": 8, "source.script_text": 12, "source.notebook": 8,
   "source.path": 8, "source.module": 8, "source.entry": 4, "source.arguments": 12, "source.setup": 12, env: 6, secrets: 6, artifacts: 12, "data.url": 6, "checkpoint.url": 6 };
 const WIDE_OF_NODE = { name: 3, host: 5, port: 2, user: 2, identity_file: 4, proxy_jump: 4, address: 4, devices: 4, ranks: 2, python: 6, setup: 12 };
-const SEGMENTED = new Set(["devices"]); // few words are proposed, of a text
+const SEGMENTED = new Set(["devices"]); // text fields with a few suggested values
 const OF_NODE = /^nodes\[(\w+)\](?:\.(.+))?$/;
 
 const show_fault = (err, text, is_warning = false) => {
   err.hidden = !text; err.className = `err ${is_warning ? "is-warn" : ""}`;
   if (text && err.dataset.text !== text) { err.dataset.text = text; err.replaceChildren(icon("warn"), h("span", {}, text)); }
 };
-/** Of a hint the part before what is left out there; the whole one is in the fault. */
+/** The hint to show: for numbers and choices the part after the colon, as errors contain the whole hint. */
 const short_hint = (info) => info.how || ((info.kind === "number" || info.choices.length) && info.hint.includes(": ") ? info.hint.split(": ").slice(1).join(": ") : info.hint);
 const typed_at = (form, path) => {
   const match = OF_NODE.exec(path);
@@ -21,10 +21,10 @@ const typed_at = (form, path) => {
   return there;
 };
 
-/** One field: label, what is typed, its hint, and its fault below it. `on_help`: who shows the hint, in its place. */
+/** One field: label, input, hint, and error below. `on_help` shows the hint elsewhere instead. */
 class Field {
   constructor(editor, path, info, { is_bare = false, on_help = null } = {}) {
-    this.editor = editor; this.path = path; this.info = info; this.calls = 0; this.revision = 0; this.seen = 0; // the last one that has what was typed, or is shown
+    this.editor = editor; this.path = path; this.info = info; this.calls = 0; this.revision = 0; this.seen = 0; // the last revision with the typed value, and the last shown
     this.id = `${editor.view.id}-f${editor.serial++}`;
     this.hint = h("div", { class: on_help ? "sr" : "hint", id: `${this.id}-h` }); this.err = h("div", { class: "err", id: `${this.id}-e`, hidden: true });
     this.input = this.make_input(this.id);
@@ -48,7 +48,7 @@ class Field {
     if (list) this.editor.view.el.append(list);
     return h("input", { class: `in ${kind === "number" ? "num" : ""} ${is_path ? "mono" : ""}`, id, list: list?.id, inputmode: kind === "number" ? "decimal" : null, placeholder: usual, "aria-required": required ? "true" : null, spellcheck: "false", autocomplete: "off" });
   }
-  make_choices() { // a radio group: what can be named, and a text of one's own
+  make_choices() { // a radio group: the suggested values, and a text of one's own
     const choose = (value) => { if (value !== null || !this.is_own) this.input.value = value ?? "0"; this.typed(); this.show_choice(); if (value === null) this.input.focus(); };
     const button = (word, value) => h("button", { type: "button", class: "b", role: "radio", "aria-checked": "false", onclick: () => choose(value), "data-value": value ?? "" }, word);
     const group = h("div", { class: "seg", role: "radiogroup", "aria-label": this.info.title }, this.info.choices.map((word) => button(word, word)), button("choose", null));
@@ -70,7 +70,7 @@ class Field {
     this.typed();
   }
   typed() { clearTimeout(this.later); this.is_waiting = true; this.later = setTimeout(() => this.send(), this.is_flag ? 0 : TYPING_MS); }
-  /** Resolves when the kernel has it. */
+  /** Send the value; resolves when the kernel has it. */
   send() { if (this.is_waiting) this.sending = this.send_now(); return this.sending; }
   async send_now() {
     clearTimeout(this.later); this.is_waiting = false; this.calls += 1;
@@ -78,10 +78,10 @@ class Field {
     this.revision = Math.max(this.revision, revision ?? 0); this.calls -= 1;
     if (this.editor.form) this.update(this.editor.form);
   }
-  /** What was typed here and not applied stays until it is chosen. */
+  /** Show the value of the form; an edit that was not applied stays until the user chooses. */
   update(form) {
     const own = form.conflicts.find((each) => each.path === this.path && each.editor === this.editor.view.page);
-    if (!this.is_waiting && !this.calls && form.revision >= this.revision) { // else it is older than what is typed
+    if (!this.is_waiting && !this.calls && form.revision >= this.revision) { // else the form is older than the typed value
       this.put(own ? own.mine : typed_at(form, this.path));
       if (!own) this.seen = form.revision;
     }
@@ -99,7 +99,7 @@ class Field {
   }
 }
 
-/** What every form is: fields by their paths, and what two pages have typed. A subclass has `complain(text)`. */
+/** The base of all forms: fields by path, and conflicts between pages. A subclass defines `complain(text)`. */
 class DraftEditor {
   constructor(view) { this.view = view; this.serial = 0; this.fields = new Map(); this.form = null; this.known = view.state.fields; }
   info_of(path) { const match = OF_NODE.exec(path); return match ? this.known.node[match[2]] : this.known.fields[path]; }
@@ -109,11 +109,11 @@ class DraftEditor {
     return made;
   }
   grid(paths, options) { return h("div", { class: "grid12" }, paths.map((path) => this.field(path, options).element)); }
-  /** Returns the revision that has it, or null where it was not applied. */
+  /** Send an edit; returns the revision that contains it, or null if it was not applied. */
   async edit(path, typed, revision = this.form.revision) {
     try {
       const done = await this.view.call("edit", { path, typed, revision, editor: this.view.page });
-      if (done === null) this.view.announce("Another tab changed this field: choose which to keep");
+      if (done === null) this.view.announce("Another tab changed this field: choose which value to keep");
       return done;
     } catch (error) { this.complain(error.message); return null; }
   }
@@ -124,10 +124,10 @@ class DraftEditor {
   }
   title_of(path) {
     const [, key, name] = OF_NODE.exec(path) ?? [];
-    if (!key) return this.known.fields[path]?.title ?? ({ "": "The whole", parallelism: "Mesh", source: "Source", training: "Training", nodes: "Nodes" }[path] ?? path);
-    return `${this.form.nodes[key]?.label ?? "A node that was removed"}${name ? `, ${this.known.node[name]?.title ?? name}` : ""}`;
+    if (!key) return this.known.fields[path]?.title ?? ({ "": "The form", parallelism: "Mesh", source: "Source", training: "Training", nodes: "Nodes" }[path] ?? path);
+    return `${this.form.nodes[key]?.label ?? "A removed node"}${name ? `, ${this.known.node[name]?.title ?? name}` : ""}`;
   }
-  /** A note for each edit that was not applied, in whatever page it was typed. */
+  /** A note for each edit that was not applied, from any page. */
   conflict_notes() {
     return this.form.conflicts.map((each) => note("run", h("p", {}, h("b", {}, "Another tab changed this form. "), `The edit of ${this.title_of(each.path)} was not applied: ${JSON.stringify(each.mine)}${each.theirs === null ? "" : ` instead of ${JSON.stringify(each.theirs)}`}.`), ["theirs", "mine"].map((keep) =>
       this.view.button(keep === "mine" ? "Apply mine" : "Keep theirs", () => this.view.call("resolve", { path: each.path, keep, editor: each.editor }), { on_error: (text) => this.complain(text) }))));

@@ -1,7 +1,7 @@
 // The curves of a job, over one axis of steps.
 const SMOOTH = 0.9, KEPT_RAW = 20, LABEL_GAP_PX = 6;
 
-const smooth = (points) => { // an average that forgets, without the pull of its first value
+const smooth = (points) => { // an exponential moving average with bias correction
   let mean = 0, weight = 0;
   return points.map(([step, value]) => {
     if (value === null) return [step, null];
@@ -22,7 +22,7 @@ const nearest = (points, step) => {
   while (high - low > 1) { const middle = (low + high) >> 1; if (points[middle][0] < step) low = middle; else high = middle; }
   return points.length === 0 ? null : Math.abs(points[low][0] - step) <= Math.abs(points[high][0] - step) ? points[low] : points[high];
 };
-const line_through = (points, place) => { // what is no number is left out
+const line_through = (points, place) => { // nan and inf are left out
   const places = points.filter(([, value]) => value !== null).map(place);
   return (places.length === 1 ? [places[0], places[0]] : places).map(([x, y]) => `${x.toFixed(2)},${y.toFixed(2)}`).join(" ");
 };
@@ -88,7 +88,7 @@ const axis_step = (step) => (step >= 1e6 ? short_number(step) : grouped(step));
 const make_charts = (view) => {
   const shared = { step: null, listeners: [], end: () => Math.max(view.state.progress?.total ?? 0, view.state.progress?.step ?? 0), move(step) { if (step !== this.step || step === null) { this.step = step; for (const f of this.listeners) f(); } } };
   const loss = make_chart("Loss", "", 148, shared, 5), rate = make_chart("Learning rate", "", 44, shared, 3, true), speed = make_chart("Throughput", "", 44, shared, 3, true);
-  const empty = h("p", { class: "soft none" }, "Nothing was logged yet. A Trainer logs by itself; a script calls ", h("code", {}, "detrain_nb.log_metrics(step, loss=loss, lr=lr)"), ".");
+  const empty = h("p", { class: "soft none" }, "Nothing was logged yet. A Trainer logs automatically; a script calls ", h("code", {}, "detrain_nb.log_metrics(step, loss=loss, lr=lr)"), ".");
   const side = h("div", { class: "side" }, rate.el, speed.el);
   const el = h("div", { class: "charts" });
   const draw = () => {

@@ -1,7 +1,7 @@
-// A job: how far it is, its nodes, its curves, its logs, what it has made. What comes from nodes is put in as text.
+// A job: its progress, nodes, curves, logs and files. Data from nodes is inserted as text.
 const MOST_ROWS = 4000, ROW_PX = 16, MOST_TABS = 16, LEVELS = ["debug", "info", "warn", "error"];
 
-// ---- how far it is, and where it runs
+// ---- progress and nodes
 const make_progress = (view) => {
   const share = h("span", { class: "big" }), step = h("b"), of = h("span"), left = h("b"), fill = h("i"), ticks = h("span"), note_of = h("span", { class: "push soft" });
   const bar = h("span", { class: "bar is-run", role: "progressbar", "aria-label": "Steps", "aria-valuemin": 0, "aria-valuemax": 100 }, fill);
@@ -52,7 +52,7 @@ const pull_file = async (view, file) => { // its bytes, in pieces
   }
   return new Blob(pieces, { type: "application/octet-stream" });
 };
-/** What it returns is called by the page that asks: it alone gets the file once the kernel has it ready. */
+/** Returns a function that a page calls before it requests a file: only that page gets it once it is ready. */
 const pull_when_ready = (view, what, fail) => {
   let has_asked = false;
   view.on("doing", async (doing) => {
@@ -62,7 +62,7 @@ const pull_when_ready = (view, what, fail) => {
   });
   return () => { has_asked = true; };
 };
-/** A button, and the place in which it asks for a folder. */
+/** A button, and the place where it asks for a folder. */
 const make_saver = (view, word, what, act) => {
   const ask = h("div", { class: "asks" });
   const toggle = (is_open) => {
@@ -72,21 +72,21 @@ const make_saver = (view, word, what, act) => {
   const open = h("button", { type: "button", class: "b", "aria-expanded": "false", "data-asks": "1", onclick: () => { if (open.getAttribute("aria-disabled") !== "true") toggle(!ask.firstChild); } }, word);
   return { open, ask };
 };
-const DOING = { stop: "Stopping", restart: "Submitting it again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };
+const DOING = { stop: "Stopping", restart: "Submitting the job again", save: "Saving the model", download: "Fetching the model", list: "Looking for the model", log: "Fetching the log" };
 const busy_reason = (view) => (view.state.under_way ? `${DOING[view.state.under_way]} is under way` : "");
 
-// ---- the logs: only rows in sight are drawn
+// ---- the logs: only visible rows are drawn
 const make_log = (view, fail) => {
   let whose = "", least = 0, query = "", rows = [], hits = [], at = -1, is_following = true, has_seen = 0, is_planned = false, has_times = false, num_begun = 0;
   const logs = new Map(); // a source -> its parts, in order
   const arrived = []; // all parts, as they came
   const key_of = (item) => `${item.node}\n${item.source}`;
   const name_of = (key) => { const [node, source] = key.split("\n"); const rank = source === "setup" ? "setup" : `rank ${source}`; return node ? `${told_node(node)} ${rank}` : rank; };
-  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Whose lines" }), refresh_tabs = roving(tabs);
+  const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Source of the lines" }), refresh_tabs = roving(tabs);
   const select_of = (label, options, on_change) => h("select", { class: "in", "aria-label": label, onchange: (event) => on_change(event.target.value) }, options.map(([value, word]) => h("option", { value }, word)));
-  const many = select_of("Whose lines", [], (key) => choose(key));
-  const level = select_of("Least level", [[0, "all levels"], [1, "info and up"], [2, "warnings and errors"], [3, "errors"]], (value) => { least = Number(value); draw_all(); });
-  const search = h("input", { class: "in", type: "search", "aria-label": "Search the lines that are here", placeholder: "Search", oninput: () => { query = search.value.toLowerCase(); find(); },
+  const many = select_of("Source of the lines", [], (key) => choose(key));
+  const level = select_of("Minimum level", [[0, "all levels"], [1, "info and up"], [2, "warnings and errors"], [3, "errors"]], (value) => { least = Number(value); draw_all(); });
+  const search = h("input", { class: "in", type: "search", "aria-label": "Search the loaded lines", placeholder: "Search", oninput: () => { query = search.value.toLowerCase(); find(); },
     onkeydown: (event) => { if (event.key === "Enter") { event.preventDefault(); event.stopPropagation(); walk(event.shiftKey ? -1 : 1); } } });
   const found = h("span", { class: "soft", role: "status" });
   const walkers = [["Previous match", "up", -1], ["Next match", "down", 1]].map(([word, sign, step]) => h("button", { type: "button", class: "b q ic", "aria-label": word, title: word, onclick: () => walk(step) }, icon(sign)));
@@ -113,7 +113,7 @@ const make_log = (view, fail) => {
   const add = (items) => {
     let is_new = false;
     for (const item of items) {
-      if (item.number <= has_seen) continue; // it was in the picture that this page began with
+      if (item.number <= has_seen) continue; // it was in the state that this page began with
       has_seen = item.number;
       const key = key_of(item);
       if (!logs.has(key)) { logs.set(key, []); is_new = true; }
@@ -129,7 +129,7 @@ const make_log = (view, fail) => {
     const seen = new Set();
     for (const part of parts_now()) {
       const key = key_of(part);
-      if ((part.skipped || part.is_cut) && (seen.has(key) || part.is_cut)) rows.push([key, 1, "… lines are not shown here: they are in the log", true, null]);
+      if ((part.skipped || part.is_cut) && (seen.has(key) || part.is_cut)) rows.push([key, 1, "… lines not shown here; the log has them", true, null]);
       seen.add(key);
       part.lines.forEach(([grade, text], i) => { if (grade >= least) { rows.push([key, grade, text, false, part.times[i]]); has_times ||= Boolean(part.times[i]); } });
     }
@@ -142,7 +142,7 @@ const make_log = (view, fail) => {
     const parts = parts_now(), first = parts[0], number = parts.reduce((sum, part) => sum + part.lines.length, num_begun);
     set_text(count, rows.length === number || !number ? count_of(number, "line") + (first?.begin > 0 ? ", earlier ones are in the log" : "") : `${grouped(rows.length)} of ${count_of(number, "line")}`);
     const is_one = Boolean(whose) || logs.size === 1;
-    disable(back, !is_one ? "Choose a rank: its earlier lines can be read" : first?.begin > 0 ? "" : "This is the beginning of the log");
+    disable(back, !is_one ? "Choose a rank to read its earlier lines" : first?.begin > 0 ? "" : "This is the beginning of the log");
   };
   const marked = (text, is_current) => {
     if (!query) return [text];
@@ -153,9 +153,9 @@ const make_log = (view, fail) => {
   const draw = () => {
     if (!port.clientHeight) return;
     const from = Math.max(0, Math.floor(port.scrollTop / ROW_PX) - 5), to = Math.min(rows.length, from + Math.ceil(port.clientHeight / ROW_PX) + 10), is_all = !whose && logs.size > 1;
-    if (!rows.length) { space.replaceChildren(h("p", { class: "soft none" }, parts_now().some((part) => part.lines.length) ? "No line of this level" : view.state.no_lines)); return; }
+    if (!rows.length) { space.replaceChildren(h("p", { class: "soft none" }, parts_now().some((part) => part.lines.length) ? "No lines of this level" : view.state.no_lines)); return; }
     space.replaceChildren(...rows.slice(from, to).map(([key, grade, text, is_ours, time], i) => h("div", { class: `ln${grade === 3 ? " is-bad" : grade === 2 ? " is-warn" : ""}${is_ours ? " ours" : ""}`, style: `top:${(from + i) * ROW_PX}px` },
-      has_times ? h("span", { class: "tm", title: time ? `printed ${time}` : "it is not known when it was printed" }, time?.slice(11) ?? "") : null, is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
+      has_times ? h("span", { class: "tm", title: time ? `printed ${time}` : "print time unknown" }, time?.slice(11) ?? "") : null, is_all ? h("span", { class: "who" }, name_of(key)) : null, h("span", { class: "lv" }, grade > 1 ? icon(grade === 3 ? "bad" : "warn") : null, is_ours ? "" : LEVELS[grade]), h("span", { class: "tx" }, marked(text, hits[at] === from + i)))));
   };
   const to_end = () => { follow.setAttribute("aria-pressed", is_following); if (is_following) port.scrollTop = port.scrollHeight; draw(); };
   const find = (keeps = false) => {
@@ -171,7 +171,7 @@ const make_log = (view, fail) => {
   view.on("earlier", (said) => {
     const parts = logs.get(`${said.node}\n${said.source}`), first = parts?.[0];
     if (said.error) { error.hidden = false; set_text(error, said.error); return; }
-    if (!first || first.begin !== said.before || !said.item) return; // another page has asked
+    if (!first || first.begin !== said.before || !said.item) return; // the answer to another page
     const height = port.scrollHeight, top = port.scrollTop;
     parts.unshift(said.item); first.skipped = 0; is_following = false;
     make_rows(); find(true); space.style.height = `${rows.length * ROW_PX}px`; port.scrollTop = top + port.scrollHeight - height; follow.setAttribute("aria-pressed", false); draw(); draw_count();
@@ -179,9 +179,9 @@ const make_log = (view, fail) => {
   let by_hand_until = 0; // a pointer that is down may hold the scroll bar for long
   for (const [kind, ms] of [["wheel", 1000], ["touchmove", 1000], ["keydown", 1000], ["pointerdown", 10_000]]) port.addEventListener(kind, () => { by_hand_until = performance.now() + ms; }, { passive: true });
   port.addEventListener("scroll", () => {
-    if (!port.clientHeight) return; // it is hidden, as while the theme changes
+    if (!port.clientHeight) return; // it is hidden, for example while the theme changes
     const is_at_end = port.scrollTop + port.clientHeight >= port.scrollHeight - ROW_PX;
-    if (!is_at_end && is_following && performance.now() > by_hand_until) { to_end(); return; } // the page has changed, nobody has scrolled
+    if (!is_at_end && is_following && performance.now() > by_hand_until) { to_end(); return; } // the page has changed; the user did not scroll
     if (is_at_end !== is_following) { is_following = is_at_end; follow.setAttribute("aria-pressed", is_following); }
     draw();
   });
@@ -207,16 +207,16 @@ const make_model = (view, fail) => {
   const draw = () => {
     const model = view.state.model, file = model?.files[0], is_large = file && file.size > view.state.most_download;
     row.hidden = !file;
-    const reason = !file ? model?.why ?? "" : is_large ? `${format_bytes(file.size)} is more than the ${format_bytes(view.state.most_download)} that go through the notebook: save it on this server` : busy_reason(view);
+    const reason = !file ? model?.why ?? "" : is_large ? `${format_bytes(file.size)} is more than the ${format_bytes(view.state.most_download)} that can be downloaded through the notebook: save it on this server` : busy_reason(view);
     disable(open, file ? busy_reason(view) : "");
     set_text(why, reason); disable(get, reason);
     get.classList.toggle("go", Boolean(file) && !is_large && view.state.head.phase === "succeeded");
     open.classList.toggle("go", Boolean(is_large) && view.state.head.phase === "succeeded");
     if (!file) return;
     set_text(name, file.name); name.title = file.name; set_text(size, format_bytes(file.size));
-    const parts = file.count > 1 ? `${count_of(file.count, "file")}${is_large ? "" : ", in a browser one .zip"}` : "";
+    const parts = file.count > 1 ? `${count_of(file.count, "file")}${is_large ? "" : ", downloaded as one .zip"}` : "";
     set_text(where, [file.node, parts, model.count > file.count ? `and ${count_of(model.count - file.count, "more file")}, ${format_bytes(model.size)} in all` : ""].filter(Boolean).join(" · "));
-    set_text(others, model.others ? `Beside it: ${model.others}` : ""); others.hidden = !model.others;
+    set_text(others, model.others ? `Other files: ${model.others}` : ""); others.hidden = !model.others;
   };
   view.on("model", draw); view.on("head", draw); view.on("under_way", draw);
   return { row, get, why };
@@ -230,7 +230,7 @@ const doing_line = (view) => {
   const draw = () => { replace_children(el, [said, view.state.under_way && cancel]); el.hidden = !view.state.under_way && !said.firstChild; };
   view.on("doing", (doing) => {
     const name = DOING[doing.what] ?? doing.what, of = doing.total ? `, ${format_bytes(doing.done)} of ${format_bytes(doing.total)}` : doing.done ? `, ${format_bytes(doing.done)}` : "";
-    const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser takes it"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), cancelled: () => note("stopped", h("p", {}, `${name}: cancelled`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
+    const shown = { running: () => h("p", { class: "soft" }, `${name}${of}${doing.line ? `: ${doing.line}` : ""}`), ready: () => h("p", { class: "soft" }, "The browser is downloading the file"), failed: () => note("bad", h("p", {}, `${name}: ${doing.error}`)), cancelled: () => note("stopped", h("p", {}, `${name}: cancelled`)), done: () => doing.line && note("ok", h("p", {}, doing.line)) }[doing.is]?.();
     say(shown);
   });
   view.on("under_way", draw);
@@ -249,7 +249,7 @@ function mount(view) {
   const stop = view.button([icon("stop"), "Stop"], async () => { if (seconds() >= view.state.long_s) sure(true); else await view.call("stop"); }, { cls: "danger", on_error: say_fault });
   const again_word = h("span"), again = view.button([icon("new"), again_word], () => view.call("restart"), { on_error: say_fault });
   const sure = (is_asked) => {
-    replace_children(ask, is_asked ? [note("warn", h("p", {}, `It has run for ${format_seconds(seconds())}. Its ranks end; checkpoints and logs stay.`), [
+    replace_children(ask, is_asked ? [note("warn", h("p", {}, `The job has run for ${format_seconds(seconds())}. A stop ends its ranks; checkpoints and logs are kept.`), [
       view.button("Stop it", async () => { sure(false); await view.call("stop"); }, { cls: "danger", on_error: say_fault }), h("button", { type: "button", class: "b", onclick: () => { sure(false); stop.focus(); } }, "Keep it running")])] : []);
     ask.hidden = !is_asked; if (is_asked) ask.querySelector("button").focus();
   };
@@ -267,13 +267,13 @@ function mount(view) {
     had_curves = has_curves();
     replace_children(foot, can_fold ? [hints, h("span", { class: "push row" }, had_curves && fold("curves", curves_shown, (is_open) => { are_curves_open = is_open; }), fold("logs", log_shown, (is_open) => { is_log_open = is_open; }))] : []);
     foot.hidden = !can_fold; fail.hidden = phase !== "failed"; numbers.hidden = phase !== "succeeded" || !(view.state.facts?.length); charts.hidden = !curves_shown || (can_fold && !had_curves); log.el.hidden = !log_shown;
-    const alerts = view.el.querySelectorAll(":scope > .note"); // of the view itself, above all
+    const alerts = view.el.querySelectorAll(":scope > .note"); // of the view itself, at the top
     replace_children(view.el, [...alerts, ...{ running: [head, ask, doing, progress, nodes, charts, log.el], failed: [head, doing, fail, model.row, progress, nodes, charts, log.el, foot], stopped: [head, doing, model.row, progress, nodes, charts, log.el, foot], succeeded: [head, doing, model.row, numbers, charts, log.el, nodes, foot] }[phase]]);
     if (log_shown) log.show();
   };
   let phase_before = null;
   view.on("head", (now) => {
-    if (now.id !== id) { view.begin_anew(); return; } // it was submitted again: all is new
+    if (now.id !== id) { view.begin_anew(); return; } // the job was submitted again: redraw everything
     received = performance.now();
     set_text(head.firstChild, now.name); head.firstChild.title = now.name;
     replace_children(word, [state_word(now.sign, now.word)]); tick();
@@ -288,7 +288,7 @@ function mount(view) {
     again.classList.toggle("go", Boolean(now));
     if (!now) return;
     const whole = h("button", { type: "button", class: "b q", onclick: () => { is_log_open = true; arrange(); log.el.querySelector(".lines").focus(); } }, "Whole log");
-    const copy = h("button", { type: "button", class: "b q", onclick: async () => { set_text(copied, (await copy_text(now.lines.map(([, text]) => text).join("\n"))) ? "Copied" : "Not copied: mark them"); } }, icon("copy"), "Copy");
+    const copy = h("button", { type: "button", class: "b q", onclick: async () => { set_text(copied, (await copy_text(now.lines.map(([, text]) => text).join("\n"))) ? "Copied" : "Not copied: select the lines"); } }, icon("copy"), "Copy");
     const copied = h("span", { class: "soft small", role: "status" });
     replace_children(fail, [note("bad", [h("p", {}, h("b", {}, now.cause), `${now.at}.`), now.todo ? h("p", {}, h("b", {}, "To do: "), now.todo) : null].filter(Boolean)),
       now.lines.length ? h("div", { class: "row" }, h("h4", {}, now.whose), h("span", { class: "push row" }, copied, copy, whole)) : null,

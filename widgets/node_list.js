@@ -1,4 +1,4 @@
-// Nodes as rows: a line with its buttons, the fields below it, and what the last test has found. Both forms have it.
+// Nodes as rows: a line with buttons, the fields below it, and the findings of the last test. Used by both forms.
 
 /** One node of an `editor`, in a `list`. */
 class NodeRow {
@@ -49,13 +49,13 @@ class NodeRow {
   update() {
     const { form } = this.editor, at = form.rows.indexOf(this.key), { label, where, offers } = this.told = form.nodes[this.key];
     const wrong = Object.keys(form.errors).filter((path) => OF_NODE.exec(path)?.[1] === this.key).length;
-    set_text(this.label, label); const port = /:\d+$/.exec(where)?.[0] ?? ""; // nodes behind one address differ in it alone
+    set_text(this.label, label); const port = /:\d+$/.exec(where)?.[0] ?? ""; // nodes at one address differ only in the port
     set_text(this.host, where.slice(0, where.length - port.length)); set_text(this.port, port); this.where.title = where; set_text(this.offers, offers);
     this.toggle.setAttribute("aria-label", `${label}: ${this.is_open ? "close" : "open"}`); this.body.setAttribute("aria-label", label);
     for (const [button, name] of [[this.test, `Test ${label}`], [this.up, `Move ${label} up`], [this.down, `Move ${label} down`], [this.copy, `Duplicate ${label}`], [this.trash, `Remove ${label}`]]) {
       if (button.dataset.title !== name) { button.setAttribute("aria-label", name); button.dataset.title = button.title = name; }
     }
-    disable(this.up, at ? "" : "It is the first"); disable(this.down, at < form.rows.length - 1 ? "" : "It is the last");
+    disable(this.up, at ? "" : "This is the first node"); disable(this.down, at < form.rows.length - 1 ? "" : "This is the last node");
     disable(this.test, wrong ? `Correct ${count_of(wrong, "field")} first` : "");
     this.show_state(wrong);
     if (this.fields) show_fault(this.whole, form.errors[`nodes[${this.key}]`]);
@@ -66,9 +66,9 @@ class NodeRow {
     const is_asked = this.list.question !== null, shown = JSON.stringify([wrong, this.is_open, doubts, test ?? null, start ?? null, is_asked]);
     if (shown === this.shown) return;
     this.shown = shown;
-    this.state.replaceChildren(wrong ? state_word("warn", count_of(wrong, "wrong field")) : word_of(test, is_asked));
+    this.state.replaceChildren(wrong ? state_word("warn", count_of(wrong, "invalid field")) : word_of(test, is_asked));
     if (wrong) this.state.firstChild.classList.replace("is-warn", "is-bad");
-    this.find.replaceChildren(...doubts.map(([path, text]) => note("warn", h("p", {}, h("b", {}, `${known.node[OF_NODE.exec(path)[2]]?.title ?? "Node"} `), text))), ...(start ? [note("bad", [h("p", { class: "said" }, h("b", {}, "The start has failed here. "), start)])] : []), ...(this.is_open || has_findings(test) ? findings_of(test) : []));
+    this.find.replaceChildren(...doubts.map(([path, text]) => note("warn", h("p", {}, h("b", {}, `${known.node[OF_NODE.exec(path)[2]]?.title ?? "Node"} `), text))), ...(start ? [note("bad", [h("p", { class: "said" }, h("b", {}, "The start failed on this node. "), start)])] : []), ...(this.is_open || has_findings(test) ? findings_of(test) : []));
   }
 }
 const has_findings = (test) => test?.is === "failed" || (test?.is === "done" && test.bad.length + test.warning.length > 0);
@@ -78,7 +78,7 @@ const word_of = (test, is_asked) => {
   if (test.is === "running") return is_asked ? state_word("wait", "waiting for your passphrase") : state_word("run", "testing");
   if (test.is === "cancelled") return state_word("stopped", "cancelled");
   if (test.is === "failed") return state_word("bad", "test failed");
-  const [bad, warning] = [test.bad.length, test.warning.length], old = test.is_old ? h("div", { class: "soft small" }, "before it was changed") : null;
+  const [bad, warning] = [test.bad.length, test.warning.length], old = test.is_old ? h("div", { class: "soft small" }, "before the last change") : null;
   const word = bad ? state_word("bad", `${bad} failed${warning ? `, ${count_of(warning, "warning")}` : ""}`)
     : warning ? state_word("warn", count_of(warning, "warning")) : state_word("ok", `${count_of(test.good.length, "check")} passed`);
   return h("span", {}, word, old);
@@ -98,10 +98,10 @@ const findings_of = (test) => {
 };
 
 
-// what has the focus in a row that was made
+// what to focus in a new row
 const to_toggle = (row) => row.toggle, to_host = (row) => row.open_at("host");
 
-/** The hosts of ~/.ssh/config, to choose among. */
+/** The hosts of ~/.ssh/config to choose from. */
 const import_panel = (list, { hosts, more }) => {
   const { view } = list.editor, chosen = new Set(), said = h("span", { class: "soft" });
   const add = view.button("Add", async () => { const [key] = await view.call("import_hosts", { names: [...chosen] }); list.close_bar(); list.focus_made({ key, had: null, find: to_toggle }); }, { cls: "go", on_error: list.say });
@@ -116,14 +116,14 @@ const import_panel = (list, { hosts, more }) => {
   });
   const filter = h("input", { class: "in", "aria-label": "Filter hosts", placeholder: "Filter hosts", oninput: () => { for (const row of rows) row.hidden = !row.dataset.name.includes(filter.value.toLowerCase()); } });
   const head = h("div", { class: "head" }, h("h3", {}, "Import from ", h("span", { class: "mono" }, "~/.ssh/config")), said, h("span", { class: "push search" }, icon("search"), filter));
-  const table = h("div", { class: "list", tabIndex: 0, role: "region", "aria-label": "Hosts of ~/.ssh/config" }, h("table", {}, h("thead", {}, h("tr", {}, ["Name", "Where", "Jump host", "Is there"].map((word, i) => h("th", {}, i < 3 ? word : h("span", { class: "sr" }, word))))), h("tbody", {}, rows)));
-  const empty = hosts.length ? null : h("div", { class: "body soft" }, "~/.ssh/config names no host. Add a node, or write a Host there.");
-  const foot = h("div", { class: "foot" }, h("span", { class: "soft" }, more ? `${count_of(more, "more host")}: type their names. ` : null, "Match and Include are followed. Keys stay where they are."), h("span", { class: "push row" }, view.button("Cancel", () => list.leave_bar()), add));
+  const table = h("div", { class: "list", tabIndex: 0, role: "region", "aria-label": "Hosts of ~/.ssh/config" }, h("table", {}, h("thead", {}, h("tr", {}, ["Name", "Where", "Jump host", "Note"].map((word, i) => h("th", {}, i < 3 ? word : h("span", { class: "sr" }, word))))), h("tbody", {}, rows)));
+  const empty = hosts.length ? null : h("div", { class: "body soft" }, "~/.ssh/config lists no hosts. Add a node here, or a Host entry there.");
+  const foot = h("div", { class: "foot" }, h("span", { class: "soft" }, more ? `${count_of(more, "more host")} not listed: add them by name. ` : null, "Match and Include are followed. Keys are not copied."), h("span", { class: "push row" }, view.button("Cancel", () => list.leave_bar()), add));
   tell();
   return { bar: h("div", { class: "importing", onkeydown: (event) => { if (event.key === "Escape") list.leave_bar(); } }, head, hosts.length ? table : empty, foot), input: filter };
 };
 
-/** The rows, how they are added, and what is asked meanwhile. */
+/** The rows, ways to add some, and questions of the kernel. */
 class NodeList {
   constructor(editor, none = "No nodes yet") {
     this.editor = editor; this.rows = new Map(); this.tests = {}; this.start_errors = {}; this.question = null; this.line = "";
@@ -146,13 +146,13 @@ class NodeList {
     view.on("question", (question) => this.show_question(question));
   }
   async change(what, key = "") { await this.editor.send_all(); return this.editor.view.call("change_nodes", { do: what, key }); }
-  /** Change the nodes, and focus what `find(row)` finds in the row that was made. */
+  /** Change the nodes, and focus what `find(row)` finds in the new row. */
   async change_to(what, find, key = "") {
     const had = document.activeElement, made = await this.change(what, key);
     if (made) this.focus_made({ key: made, had, find });
   }
   async test_rows(keys) { await this.editor.send_all(); await this.editor.view.call("test", { keys }); }
-  // what is asked in place
+  // inline questions
   show_bar({ bar, input }, had = document.activeElement) {
     this.bar.replaceChildren(bar); this.empty.hidden = true;
     focus_after(had, input); input.select();
@@ -163,9 +163,9 @@ class NodeList {
   open_file() {
     const open = (is_added) => async (path) => {
       const { nodes, left_out, more } = await this.editor.view.call("open_nodes", { path, is_added }), lines = more ? [...left_out, `and ${more} more`] : left_out;
-      this.leave_bar(); this.tell(lines.length ? "warn" : "ok", `${path}: ${count_of(nodes, "node")}${lines.length ? "; of the file is left out:" : ""}`, lines);
+      this.leave_bar(); this.tell(lines.length ? "warn" : "ok", `${path}: ${count_of(nodes, "node")}${lines.length ? "; left out of the import:" : ""}`, lines);
     };
-    this.ask_path("Open nodes file", [["Open", open(false)], ["Add to the list", open(true)]], "A nodes file, or one of another tool: a lease of Akash, a hostfile, an ssh_config, node_configs.json of Ravnest");
+    this.ask_path("Open nodes file", [["Open", open(false)], ["Add to the list", open(true)]], "A nodes file, or a file of another tool: an Akash lease, a hostfile, an ssh_config, Ravnest's node_configs.json");
   }
   ask_path(title, actions, hint = null) { this.show_bar(ask_bar(this.editor.view, title, actions, () => this.leave_bar(), { value: this.path || "nodes.toml", hint })); }
   clear() { this.message.replaceChildren(); }
@@ -174,13 +174,13 @@ class NodeList {
     this.message.replaceChildren(note(state, [h("p", {}, text), lines.length ? h("ul", { tabIndex: 0, "aria-label": "Left out" }, lines.map((line) => h("li", {}, line))) : null], [view.button("Close", () => this.clear())])); view.announce(text);
   }
   // focus
-  focus_made(made) { this.made = made; this.focus_wanted(); } // its news may come after the answer
+  focus_made(made) { this.made = made; this.focus_wanted(); } // the row may arrive after the answer
   focus_wanted() {
     const { key, had, find } = this.made ?? {}, row = this.rows.get(key);
     if (row) { this.made = null; focus_after(had, find(row)); }
   }
   beside(key) { const all = this.editor.form.rows, at = all.indexOf(key); return this.rows.get(all[at + 1] ?? all[at - 1]); }
-  // what the kernel tells
+  // news from the kernel
   update() {
     const { form } = this.editor, count = form.rows.length;
     for (const key of form.rows) if (!this.rows.has(key)) this.rows.set(key, new NodeRow(this, key));
@@ -202,13 +202,13 @@ class NodeList {
     this.undo.replaceChildren(...(words ? [note("idle", h("p", {}, words), [bring_back])] : []));
   }
   show_tests(tests) { this.tests = tests; if (this.editor.form) for (const row of this.rows.values()) row.update(); }
-  show_testing(line) { // in the place of what it says and does else: nothing moves
+  show_testing(line) { // replaces the usual text and button, so that nothing moves
     const had_focus = [this.test_all, this.cancel_test].includes(document.activeElement);
     this.is_testing = Boolean(line); this.line = line; this.tell_testing();
     this.testing.hidden = this.cancel_test.hidden = !line; this.facts.hidden = this.is_testing; this.test_all.hidden = this.is_testing || !this.rows.size;
     if (had_focus) (line ? this.cancel_test : this.test_all).focus();
   }
-  tell_testing() { this.testing.textContent = this.line && this.question ? `waiting for your passphrase of ${this.question.key}` : this.line; }
+  tell_testing() { this.testing.textContent = this.line && this.question ? `waiting for the passphrase of ${this.question.key}` : this.line; }
   show_question(question) {
     const { view } = this.editor;
     this.question = question ?? null; this.tell_testing(); this.show_tests(this.tests);
@@ -222,7 +222,7 @@ class NodeList {
     const answer = async (passphrase) => { input.value = ""; await view.call("answer", { number: question.number, passphrase }); };
     const give = view.button("Use it", () => answer(input.value), { cls: "go", on_error: this.say });
     input.addEventListener("keydown", (event) => { if (event.key === "Enter") { event.preventDefault(); give.click(); } });
-    this.asks.replaceChildren(h("div", { class: "tools" }, h("label", { for: id }, "Passphrase of ", h("span", { class: "mono" }, question.key)), input, give, view.button("Go on without", () => answer(""), { on_error: this.say }), h("span", { class: "hint" }, "It is used once, and kept nowhere.")));
+    this.asks.replaceChildren(h("div", { class: "tools" }, h("label", { for: id }, "Passphrase of ", h("span", { class: "mono" }, question.key)), input, give, view.button("Continue without", () => answer(""), { on_error: this.say }), h("span", { class: "hint" }, "It is used once and not stored.")));
     this.asked_from = document.activeElement; input.focus();
   }
 }

@@ -1,4 +1,4 @@
-// The form of nodes: the rows, their file, and the session that is started on them.
+// The form of nodes: the rows, their file, and the start of a session on them.
 
 const PHASES = ["1 Connect", "2 Send files", "3 Start ranks", "4 Join group"];
 const WORDS = { running: ["run", "running"], done: ["ok", "done"], failed: ["bad", "failed"], wait: ["wait", "waits"], idle: ["idle", "not yet"], stopped: ["stopped", "stopped"] };
@@ -20,7 +20,7 @@ class NodesForm extends DraftEditor {
     this.foot = h("div", { class: "foot" }, h("span", { role: "status" }, this.fault), h("span", { class: "push row" }, this.save, this.go));
     this.body = h("div", {}, this.conflicts, this.list.el, this.foot);
     this.starting = h("div", {});
-    view.el.append(this.starting, this.list.asks, this.body); // a start asks, too
+    view.el.append(this.starting, this.list.asks, this.body); // a start may ask for a passphrase, too
   }
   async save_now() {
     if (this.form.file) await this.save_to(this.form.file, "");
@@ -32,7 +32,7 @@ class NodesForm extends DraftEditor {
     await this.send_all();
     const { view, list } = this, { ask, over: seen, said } = await view.call("save", { path, over });
     if (said) { list.bar.replaceChildren(); list.tell("ok", said); focus_after(had, this.save); return; }
-    const write = view.button("Write over it", () => this.save_to(path, seen), { cls: "danger", on_error: this.complain });
+    const write = view.button("Overwrite", () => this.save_to(path, seen), { cls: "danger", on_error: this.complain });
     const other = view.button("Save as…", () => { list.clear(); this.ask_where(); });
     list.message.replaceChildren(note("warn", h("p", {}, ask), [write, other, view.button("Cancel", () => list.clear())]));
     view.announce(ask); focus_after(had, write);
@@ -52,7 +52,7 @@ class NodesForm extends DraftEditor {
       const go = first ? h("button", { type: "button", class: "link", onclick: () => this.list.rows.get(node).go_to(name) }, "Go there") : null;
       return faults.length ? [icon("warn"), h("span", {}, faults[0][1], faults.length > 1 ? ` (and ${faults.length - 1} more) ` : " ", go)] : [];
     });
-    for (const button of [this.go, this.save]) disable(button, faults.length ? `Correct ${count_of(faults.length, first ? "field" : "fault")} first` : "");
+    for (const button of [this.go, this.save]) disable(button, faults.length ? `Correct ${count_of(faults.length, first ? "field" : "error")} first` : "");
   }
   show_start(start) {
     const is_on = start.is === "running", is_done = start.is === "done";
@@ -70,7 +70,7 @@ class NodesForm extends DraftEditor {
     } else {
       this.start_body = null;
       const board = this.view.state.board;
-      if (is_done) this.starting.replaceChildren(h("div", { class: "body" }, h("p", {}, state_word("ok", start.line)), start.notes.map((words) => h("p", { class: "soft" }, words)), h("p", { class: "soft" }, "Its ranks are shown by:"), command_box(board)));
+      if (is_done) this.starting.replaceChildren(h("div", { class: "body" }, h("p", {}, state_word("ok", start.line)), start.notes.map((words) => h("p", { class: "soft" }, words)), h("p", { class: "soft" }, "To see its ranks, run:"), command_box(board)));
       else if (start.is === "failed") this.starting.replaceChildren(note("bad", [h("p", { class: "said" }, h("b", {}, "The session was not started. "), start.error)], [this.view.button("Close", () => this.starting.replaceChildren())]), start_table(start.table));
       else this.starting.replaceChildren(...(start.is === "cancelled" ? [note("stopped", h("p", {}, "The start was cancelled. Nothing is left running."))] : []));
       if (was_in_start && !is_done) this.go.focus();

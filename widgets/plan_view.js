@@ -1,15 +1,15 @@
-// A plan: four numbers, bars of layers, a table of stages, the timeline of a step. The kernel has worked out all of it.
+// A plan: four numbers, bars of layers, a table of stages, the timeline of a step. The kernel computes all of it.
 
 const BAR_PX = 4, ROOMY_PX = 26, NAME_PX = 24, STAGE_PX = 64, NODE_PX = 96, CUT_PX = 8, NUMBER_PX = 14, TIME_PX = 76, MEMORY_PX = 50, LANE_PX = 22, MANY_ROWS = 8, FEW_LANES = 16;
 const hue = (stage) => `c${stage % 6}`;
 const percent_of = (share) => `${+(100 * share).toFixed(3)}%`;
 const UNITS = { time: [[1, "s"], [1e-3, "ms"], [1e-6, "µs"]], memory: [[1e12, "TB"], [1e9, "GB"], [1e6, "MB"], [1e3, "kB"], [1, "B"]] };
-/** The size and the name of the unit in which the largest of these is read. */
+/** The size and the name of the unit for the largest value. */
 const unit_for = (kind, most) => UNITS[kind].find(([size]) => most >= 0.9995 * size) ?? UNITS[kind].at(-1);
 const mean = (values) => values.reduce((sum, each) => sum + each, 0) / values.length;
 const clamp = (number, most) => Math.max(0, Math.min(most, number));
 
-/** A table that scrolls where it is long; `rows` are cells. */
+/** A table, which scrolls if it is long; `rows` are `tr` elements. */
 const table_of = (label, heads, rows, cls = "") => {
   const is_long = rows.length > MANY_ROWS;
   return h("div", { class: `rows ${is_long ? "long " : ""}${cls}`, role: is_long ? "region" : null, "aria-label": is_long ? label : null, tabIndex: is_long ? 0 : null },
@@ -18,7 +18,7 @@ const table_of = (label, heads, rows, cls = "") => {
 const bar_of = (share, cls = "") => h("span", { class: `bar ${cls}`, "aria-hidden": "true" }, h("i", { style: `width:${percent_of(clamp(share, 1))}` }));
 const stage_name = (stage) => [h("span", { class: "sw", "aria-hidden": "true" }), h("b", {}, `stage ${stage}`)];
 
-/** Call `draw(width)` now and whenever the width of `node` changes; returns what ends it. */
+/** Call `draw(width)` now and whenever the width of `node` changes; returns a function that stops this. */
 const on_width = (node, draw) => {
   let drawn = 0;
   const watcher = new ResizeObserver(() => { const width = Math.floor(node.clientWidth); if (width && width !== drawn) { drawn = width; draw(width); } });
@@ -26,7 +26,7 @@ const on_width = (node, draw) => {
   return () => watcher.disconnect();
 };
 
-/** Make `node` a slider over things that are told in words: one Tab stop, arrows, Home and End. */
+/** Make `node` a slider over items described in words: one Tab stop, arrows, Home and End. */
 const make_slider = (node, { label, count, tell, more_keys = () => false }) => {
   let at = 0;
   const go = (to) => {
@@ -44,7 +44,7 @@ const make_slider = (node, { label, count, tell, more_keys = () => false }) => {
 
 // ---- layers
 
-/** Neighbours of one stage go together where bars would be too narrow: a bar is their mean. */
+/** Group neighbouring layers of a stage if bars would be too narrow: a bar is their mean. */
 const group_layers = (layers, most) => {
   const size = Math.max(1, Math.ceil(layers.length / most)), groups = [];
   for (const layer of layers) {
@@ -58,7 +58,7 @@ const tell_group = (group) => (group.length === 1
   : `${group[0].name} to ${group.at(-1).name}, ${group.length} layers of stage ${group[0].stage}: together ${time_of(group.reduce((sum, each) => sum + each.time_s, 0))}, ${format_bytes(group.reduce((sum, each) => sum + each.memory_bytes, 0))}`);
 const time_of = (seconds) => { const [size, unit] = unit_for("time", seconds); return `${short_number(seconds / size, 3)} ${unit}`; };
 
-/** Narrow columns are whole pixels wide: gaps that are rounded would look like groups. */
+/** Narrow columns are whole pixels wide: rounded gaps would look like groups. */
 const columns_for = (count, width) => (width / count >= ROOMY_PX ? `repeat(${count}, minmax(0, 1fr))` : `repeat(${count}, ${Math.max(1, Math.floor(width / count))}px)`);
 const draw_bars = (plot, layers, groups, width) => {
   const [time_unit] = unit_for("time", Math.max(...layers.map((each) => each.time_s))), [memory_unit] = unit_for("memory", Math.max(...layers.map((each) => each.memory_bytes)));
@@ -132,7 +132,7 @@ const stage_table = (stages) => table_of("Stages", ["Stage", "Layers", "Time", "
   h("td", { class: "nowrap" }, stage_name(row.stage), row.node ? h("span", { class: "soft" }, ` ${row.node}`) : null), h("td", {}, h("span", { class: "mono" }, row.layers)),
   h("td", {}, bar_of(row.time_share), h("span", { class: "nowrap" }, row.time), row.word ? h("b", {}, ` ${row.word}`) : null, row.link ? h("span", { class: "soft small" }, ` ${row.link}`) : null),
   h("td", {}, bar_of(row.memory_share), h("span", { class: "nowrap" }, row.memory), row.is_too_full ? [" ", state_word("bad", "does not fit")] : null), h("td", { class: "nowrap" }, row.sends))), "wide");
-const rank_part = (ranks) => h("div", { class: "held" }, h("div", { class: "part" }, h("div", { class: "t" }, h("h4", {}, "Memory of ranks"), h("span", { class: "soft" }, "at the peak of a step, by a dry run"))), table_of("Memory of ranks, by a dry run", ["Ranks", "Stages", "Peak", "Made up of", "Peak in"], ranks.map((row) => h("tr", { class: hue(row.first_stage) },
+const rank_part = (ranks) => h("div", { class: "held" }, h("div", { class: "part" }, h("div", { class: "t" }, h("h4", {}, "Memory of ranks"), h("span", { class: "soft" }, "at the peak of a step, from a dry run"))), table_of("Memory of ranks, from a dry run", ["Ranks", "Stages", "Peak", "Parts", "Peak in"], ranks.map((row) => h("tr", { class: hue(row.first_stage) },
   h("td", { class: "nowrap" }, h("span", { class: "sw", "aria-hidden": "true" }), h("b", {}, row.ranks)), h("td", { class: row.is_one_stage ? "nowrap" : null }, row.stages), h("td", { class: "nowrap" }, bar_of(row.share), row.total), h("td", { class: "small" }, row.parts), h("td", {}, row.phase))), "wide"));
 
 // ---- timeline
@@ -194,7 +194,7 @@ const lanes_of = (line, kinds, said) => {
 
 const timeline_part = (view) => {
   const { timelines, kinds } = view.state;
-  const said = h("p", { class: "said" }), place = h("div"), bubble = h("span", { class: "push" }), hint = "arrow keys, or the pointer, name a pass";
+  const said = h("p", { class: "said" }), place = h("div"), bubble = h("span", { class: "push" }), hint = "use the arrow keys or the pointer to read a pass";
   let end = () => {};
   const show = (i) => {
     const line = timelines[i];

@@ -1,10 +1,10 @@
-// What all views share: one connection to the kernel, and parts that look and answer the same everywhere.
-// Text is put in as text, never as HTML. A view's own file defines `mount(view)`, which may return its clean-up.
+// Shared by all views: the connection to the kernel, and common parts of pages.
+// Text is inserted as text, never as HTML. A view's own file defines `mount(view)`, which may return a clean-up function.
 
 const BEAT_MS = 10000, SLOW_MS = 1000, QUIET_MS = 5000;
-const MOST_UNANSWERED = 1; // beats, before the page says that the kernel is silent
-const GONE = "the kernel is gone: run the cell again";
-const OWN_KEYS = /^(Arrow|Page|Home$|End$)/, TYPED_INTO = "select, [type=radio]"; // JupyterLab takes bare keys where no text is typed, and goes to another cell
+const MOST_UNANSWERED = 1; // beats, before the page reports a silent kernel
+const GONE = "the kernel has ended: run the cell again";
+const OWN_KEYS = /^(Arrow|Page|Home$|End$)/, TYPED_INTO = "select, [type=radio]"; // outside text fields JupyterLab handles plain keys, and would move to another cell
 let serial = 0;
 
 /** Make an element: `h("b", { class: "push", onclick: f, "aria-label": "x" }, "text", child, null)`. */
@@ -21,7 +21,7 @@ const h = (tag, props, ...children) => {
 };
 
 const SVG = "http://www.w3.org/2000/svg";
-/** The same for a drawing. */
+/** The same for SVG elements. */
 const s = (tag, props, ...children) => {
   const node = document.createElementNS(SVG, tag);
   for (const [name, value] of Object.entries(props ?? {})) if (value !== null && value !== undefined) node.setAttribute(name, value);
@@ -43,7 +43,7 @@ const ICONS = {
 };
 const FILLED = new Set(["run", "stop", "one"]);
 
-/** A drawn sign; the word that it stands for is beside it, so it is hidden from screen readers. */
+/** An icon, hidden from screen readers: its word is next to it. */
 const icon = (name) => s("svg", { class: "i", viewBox: "0 0 16 16", "aria-hidden": "true" },
   s("path", { d: ICONS[name] ?? ICONS.info, fill: FILLED.has(name) ? "currentColor" : null, "stroke-width": name === "more" ? 2.4 : null }));
 
@@ -55,7 +55,7 @@ const colour_of = (state) => `is-${CLASSES[state] ?? state}`;
 /** A state: `state_word("run", "running")`. */
 const state_word = (state, word) => h("span", { class: `st ${colour_of(state)}` }, icon(STATES[state] ?? "idle"), word);
 
-// ---- numbers, as people read them
+// ---- numbers for people
 const grouped = (number) => Math.round(number).toLocaleString("en-US");
 const short_number = (value, digits = 4) => {
   const size = Math.abs(value);
@@ -96,15 +96,15 @@ const roving = (group, { selector = "button", columns = () => 1, on_move = null 
   return refresh;
 };
 
-/** Put `wanted` in the place of what `parent` has, without touching what is there already: focus and scrolling stay. */
+/** Make `wanted` the children of `parent`, without touching those already there: focus and scrolling stay. */
 const replace_children = (parent, wanted) => {
   wanted = wanted.filter(Boolean);
   for (const old of [...parent.childNodes]) if (!wanted.includes(old)) old.remove();
   wanted.forEach((node, i) => { if (parent.childNodes[i] !== node) parent.insertBefore(node, parent.childNodes[i] ?? null); });
 };
-/** Focus what an answer of the kernel leads to, where the focus is still in `had`, or has gone: else the user has gone on. */
+/** Focus `next` after an answer of the kernel, unless the user has moved the focus out of `had` meanwhile. */
 const focus_after = (had, next) => { const at = document.activeElement; if (at === document.body || had?.contains(at)) next?.focus(); };
-/** Draw in `place` what `make()` gives, where `facts` are not those it shows: else a focus in it is lost, and screen readers say it again. */
+/** Fill `place` with `make()` if `facts` have changed: a needless redraw loses the focus, and screen readers repeat the content. */
 const redraw = (place, facts, make) => {
   const key = JSON.stringify(facts);
   if (place.shown_facts === key) return;
@@ -136,10 +136,10 @@ const command_box = (text, label = "Copy the command") => {
   return h("div", { class: "cmd" }, h("pre", { tabIndex: 0 }, text), button);
 };
 
-/** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`; Enter takes the first, Escape and Cancel call `close`. */
+/** Ask for a text in place: a button for each of `actions`, `[word, act(text), class]`; Enter presses the first, Escape and Cancel call `close`. */
 const ask_bar = (view, label, actions, close, { value = "", hint = null } = {}) => {
   const id = `${view.id}-asked${serial++}`, error = h("div", { class: "err", role: "alert", id: `${id}-error`, hidden: true });
-  const right = () => { error.hidden = true; input.removeAttribute("aria-invalid"); }; // what was told was about another text
+  const right = () => { error.hidden = true; input.removeAttribute("aria-invalid"); }; // the error was about an earlier text
   const input = h("input", { class: "in mono", id, value, autocomplete: "off", spellcheck: "false", "aria-describedby": `${id}-hint ${id}-error`, oninput: right });
   const fail = (text) => { error.hidden = false; error.replaceChildren(icon("warn"), h("span", {}, text)); input.setAttribute("aria-invalid", "true"); focus_after(bar, input); };
   const buttons = actions.map(([word, act, cls], i) => view.button(word, () => act(input.value.trim()), { cls: cls ?? (i ? "" : "go"), on_error: fail }));
@@ -167,7 +167,7 @@ class View {
     this.heard_at = Date.now(); this.unanswered = 0; this.is_gone = false;
     this.fault = h("p", {}); this.alert = note("lost", this.fault);
     this.hear = this.hear.bind(this); this.look = this.look.bind(this);
-    this.wake = () => { if (!document.hidden) this.send({ do: "beat" }); }; // a browser lets the timers of hidden pages sleep
+    this.wake = () => { if (!document.hidden) this.send({ do: "beat" }); }; // browsers pause the timers of hidden pages
     document.addEventListener("visibilitychange", this.wake);
     this.el.addEventListener("keydown", (event) => {
       const is_typed = event.key.length === 1 && event.target.matches(TYPED_INTO);
@@ -179,19 +179,19 @@ class View {
     this.beat = setInterval(this.look, BEAT_MS);
     this.el.append(h("div", { class: "body soft" }, "Waiting for the kernel…"));
   }
-  /** Say hello until the state comes: the first one waits for a running cell where no sub-shell was there yet to hear it. */
+  /** Send hello until the state arrives: before there is a sub-shell, the first hello waits for the running cell. */
   greet() {
     clearInterval(this.greeting);
     this.send({ do: "hello" });
     this.greeting = setInterval(() => this.send({ do: "hello" }), SLOW_MS);
   }
-  /** Returns whether there is a kernel to hear it. */
+  /** Send a message; returns whether there is a kernel. */
   send(message) { try { this.model.send({ ...message, page: this.page }); return true; } catch { return false; } }
   hear(message) {
     if (message.page !== undefined && message.page !== this.page) return;
     this.heard_at = Date.now(); this.unanswered = 0; this.alert.remove();
     if (message.tell === "state") this.begin(message);
-    if (message.tell === "again") this.begin_anew(); // it was not heard for long: the laptop slept
+    if (message.tell === "again") this.begin_anew(); // the kernel dropped this page as silent: the laptop slept
     if (message.tell === "news" && this.has_mounted) {
       for (const [part, value] of Object.entries(message.parts)) { this.state[part] = value; for (const f of this.parts.get(part) ?? []) f(value); }
       for (const [part, items] of Object.entries(message.added)) for (const f of this.lists.get(part) ?? []) f(items);
@@ -199,28 +199,28 @@ class View {
     if (message.tell === "answer") { const waiting = this.calls.get(message.call); this.calls.delete(message.call);
       if ("error" in message) waiting?.[1](new Error(message.error)); else waiting?.[0](message.value); }
   }
-  /** Is the kernel there, and does it answer? */
+  /** Check that the kernel exists and answers. */
   look() {
     if (this.is_gone) return;
     if (!this.send({ do: "beat" })) this.lose_kernel();
     else if (this.has_mounted && !this.is_late && ++this.unanswered > MOST_UNANSWERED) this.warn("The kernel does not answer");
   }
-  /** The kernel has ended, or started anew: it knows nothing of this view. */
+  /** Handle a kernel that has ended or restarted: it no longer knows this view. */
   lose_kernel() {
     clearInterval(this.beat); clearInterval(this.greeting);
     this.is_gone = true; this.el.classList.add("gone");
     for (const button of this.el.querySelectorAll("[data-asks]")) disable(button, GONE);
     for (const [, fail] of this.calls.values()) fail(new Error(GONE));
     this.calls.clear();
-    this.warn("The kernel that showed this is gone: run the cell again");
+    this.warn("The kernel of this view has ended: run the cell again");
   }
-  /** Say above the view why it may be wrong, and how old it is. */
+  /** Show above the view why it may be outdated, and its age. */
   warn(what) {
     const as_of = new Date(this.heard_at).toLocaleTimeString([], { hour12: false });
     set_text(this.fault, this.has_mounted ? `${what}. What you see is as of ${as_of}.` : `${what}.`);
     if (!this.alert.isConnected) { this.el.prepend(this.alert); this.announce(this.fault.textContent); }
   }
-  /** Ask for all of it, and show that in the place of what is here. */
+  /** Request the whole state and redraw the view. */
   begin_anew() { this.has_mounted = false; this.greet(); }
   begin({ state, late, error }) {
     clearInterval(this.greeting);
@@ -239,19 +239,19 @@ class View {
   }
   /** Call `listener(items)` when the kernel appends to the list. */
   on_added(part, listener) { this.lists.set(part, [...(this.lists.get(part) ?? []), listener]); }
-  /** Ask the kernel; the promise has its answer, or fails with its one line. */
+  /** Call an action of the kernel; the promise has its answer, or fails with its one-line error. */
   call(action, args = {}) {
     const call = `${++this.number}`;
     return new Promise((resolve, reject) => { this.calls.set(call, [resolve, reject]); if (!this.send({ do: "call", call, action, arguments: args })) reject(new Error(GONE)); });
   }
-  /** A button that calls `act` and shows that it waits; what fails is shown by `on_error(text)`, or announced. */
+  /** A button that calls `act` and shows when it waits; errors go to `on_error(text)`, or are announced. */
   button(content, act, { cls = "", label = null, on_error = null, title = null } = {}) {
     const waiting = h("span", { class: "waiting", hidden: true });
     const button = h("button", { type: "button", class: `b ${cls}`, "aria-label": label, title: title ?? label, onclick: async () => {
       if (button.getAttribute("aria-disabled") === "true" || button.dataset.busy) return;
       button.dataset.busy = "1";
       const before = this.num_mounts;
-      const slow = setTimeout(() => { waiting.hidden = false; waiting.textContent = this.is_late ? "works when the cell ends; use the stop button" : "waits for the kernel"; }, SLOW_MS);
+      const slow = setTimeout(() => { waiting.hidden = false; waiting.textContent = this.is_late ? "works when the cell ends; use the stop button" : "waiting for the kernel"; }, SLOW_MS);
       try { await act(); } catch (error) { if (this.num_mounts !== before) this.tell_above(error.message); else (on_error ?? ((text) => this.announce(text)))(error.message); }
       clearTimeout(slow); waiting.hidden = true; delete button.dataset.busy;
     } }, content, waiting);
@@ -259,12 +259,12 @@ class View {
     if (this.is_gone) disable(button, GONE);
     return button;
   }
-  /** Say it above the view, where what asked for it is not shown any more. */
+  /** Show an error above the view, when the part that caused it is no longer shown. */
   tell_above(text) {
     const told = note("bad", h("p", { role: "alert" }, text), [close_button(() => told.remove())]);
     this.el.prepend(told);
   }
-  /** Say it to screen readers; of many in 5 s, the last one. */
+  /** Announce a text to screen readers; of several within 5 s, the last one. */
   announce(text) {
     clearTimeout(this.saying);
     const in_ms = Math.max(0, this.said_at + QUIET_MS - Date.now());

@@ -1,4 +1,4 @@
-// The variables of the ranks: a table that is filtered and sorted here, and a look into one, which the kernel fetches.
+// The variables of the ranks: a table that is filtered and sorted here, and previews, which the kernel fetches.
 
 const COLUMNS = [["name", "Name"], ["type", "Type"], ["value", "Shape or value"], ["dtype", "Dtype"], ["device", "Device"], ["bytes", "Bytes"], ["words", "Ranks"]];
 // state -> [colour, icon, word of the filter]
@@ -30,8 +30,8 @@ function mount(view) {
     heads.draw();
     filters.draw(view.state.table, kept.length);
     table.hidden = !all.length;
-    nothing.hidden = kept.length > 0 || (!all.length && view.state.table.notes.length > 0); // the notes say why there is none
-    set_text(nothing, all.length ? "No variable fits the filter." : "No variables yet. What a %%distributed cell defines on the ranks stands here.");
+    nothing.hidden = kept.length > 0 || (!all.length && view.state.table.notes.length > 0); // the notes explain an empty table
+    set_text(nothing, all.length ? "No variable matches the filter." : "No variables yet. Variables that %%distributed cells define on the ranks appear here.");
   };
   view.on("table", (told) => {
     set_text(facts, told.as_of ? `as of ${told.as_of}: ${told.title}` : told.title);
@@ -54,7 +54,7 @@ const sorted_rows = (rows, { by, is_down }) => {
   return rows.sort((a, b) => (is_down ? -1 : 1) * compare(a, b) || a.name.localeCompare(b.name, "en", { numeric: true }));
 };
 
-/** A field for a part of a name or type, and a button for each state that there is. */
+/** A field to filter by name or type, and a button for each state present. */
 function make_filters(wanted, draw_all) {
   const search = h("input", { class: "in", "aria-label": "Filter names and types", placeholder: "Filter names, types", oninput: () => { wanted.text = search.value; draw_all(); } });
   const choices = h("span", { class: "row wrap", role: "group", "aria-label": "Only" }), shown = h("span", { class: "soft" }), refresh = roving(choices), buttons = new Map();
@@ -75,7 +75,7 @@ function make_filters(wanted, draw_all) {
   return { bar, draw };
 }
 
-/** The heading of each column sorts by it; again, the other way round. */
+/** The column headings: a press sorts by the column, another one reverses the order. */
 function make_heads(wanted, draw_all) {
   const sort_by = (by) => () => { wanted.is_down = wanted.by === by && !wanted.is_down; wanted.by = by; draw_all(); };
   const buttons = COLUMNS.map(([by, label]) => h("button", { type: "button", class: "sort", onclick: sort_by(by) }, label));
@@ -88,7 +88,7 @@ function make_heads(wanted, draw_all) {
   return { row, draw };
 }
 
-/** The rows; one that is told as before stays as it is in the page. */
+/** The rows; unchanged ones stay in the page. */
 function make_lines(toggle) {
   const body = h("tbody"), refresh = roving(body, { selector: ".twist" }), shown = new Map();
   const classes = ["", "cut kind", "mono val", "mono dtype", "mono device", "num", "words"];
@@ -110,13 +110,13 @@ function make_lines(toggle) {
     const names = new Set(all.map((row) => row.name)), focused = [...shown.keys()].find((name) => shown.get(name).twist === document.activeElement);
     for (const name of [...shown.keys()]) if (!names.has(name)) shown.delete(name);
     replace_children(body, kept.flatMap((row) => { const is_open = row.name === open_name; return [line_of(row, is_open), is_open && look_line]; }));
-    if (focused && shown.get(focused)?.twist !== document.activeElement) shown.get(focused)?.twist.focus(); // its row was made anew
+    if (focused && shown.get(focused)?.twist !== document.activeElement) shown.get(focused)?.twist.focus(); // its row was recreated
     refresh();
   };
   return { body, draw, focus: (name) => shown.get(name)?.twist.focus() };
 }
 
-/** The row below an open one: a tab for each rank, what it has there, and what is known of its numbers. */
+/** The preview below a row: a tab for each rank, the value there, and facts about its numbers. */
 function make_look(view, wanted, close) {
   const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "Rank" }), panel = h("div", { class: "pv", role: "tabpanel", tabIndex: -1 });
   const cell = h("td", { colspan: COLUMNS.length }, h("div", { class: "pv-all" }, h("div", { class: "row wrap" }, h("span", { class: "soft" }, "rank"), tabs), panel));
@@ -131,8 +131,8 @@ function make_look(view, wanted, close) {
     replace_children(tabs, row.ranks.map((rank) => [...tabs.children].find((tab) => +tab.textContent === rank) ?? h("button", { type: "button", class: "b", role: "tab", onclick: () => choose(rank) }, `${rank}`)));
     refresh_tabs(); mark();
   };
-  let is_new = false; // what was opened has not been seen yet
-  const open = (row) => { is_new = true; panel.replaceChildren(h("p", { class: "soft" }, "Looking…")); draw_tabs(row); ask(); };
+  let is_new = false; // the opened row has not been in view yet
+  const open = (row) => { is_new = true; panel.replaceChildren(h("p", { class: "soft" }, "Loading…")); draw_tabs(row); ask(); };
   const refresh = (row) => { if (row) { draw_tabs(row); ask(); } };
   const take = (told) => {
     if (told.name !== wanted.name || told.rank !== wanted.rank) return;
@@ -148,13 +148,13 @@ function make_look(view, wanted, close) {
 
 function words_below({ note, layout, rank, read_at }) {
   const words = [note, layout, `from rank ${rank} at ${read_at}`].filter(Boolean).join(", ");
-  return `${words[0].toUpperCase()}${words.slice(1)}.${note.startsWith("first") ? " The rest stays there." : ""}`;
+  return `${words[0].toUpperCase()}${words.slice(1)}.${note.startsWith("first") ? " The rest stays on the rank." : ""}`;
 }
 
-/** A corner of numbers; or the names, items and texts of what holds others. */
+/** The first numbers of a tensor, or the items of a container. */
 function numbers_table({ columns, rows }) {
   const is_bad = (text) => text === "nan" || text === "inf" || text === "-inf";
-  return h("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "The first of it" }, h("table", { class: /^\d/.test(columns[1]) ? "n" : "n texts" }, h("thead", {}, h("tr", {}, columns.map((name) => (name ? h("th", { scope: "col" }, name) : h("td"))))),
+  return h("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "First values" }, h("table", { class: /^\d/.test(columns[1]) ? "n" : "n texts" }, h("thead", {}, h("tr", {}, columns.map((name) => (name ? h("th", { scope: "col" }, name) : h("td"))))),
     h("tbody", {}, rows.map(([first, ...cells]) => h("tr", {}, h("th", { scope: "row" }, first), cells.map((text) => h("td", { class: is_bad(text) ? "bad" : null }, text)))))));
 }
 
@@ -165,7 +165,7 @@ function side(told) {
   const copy = h("button", { type: "button", class: "b", title: command, onclick: async () => set_text(copied, (await copy_text(command)) ? "copied" : command) }, icon("copy"), "Copy %pull");
   return h("div", { class: "side" },
     h("dl", { class: "kv" }, Object.entries(told.facts).flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])),
-    told.sampled ? h("div", { class: "hint" }, `of ${grouped(told.sampled)} numbers, a sample`) : null,
+    told.sampled ? h("div", { class: "hint" }, `from a sample of ${grouped(told.sampled)} numbers`) : null,
     bad.length ? h("span", { class: "st is-bad" }, icon("warn"), `${bad.join(", ")} on rank ${told.rank}`) : null,
     told.bins.length ? histogram(told) : null,
     told.sums.length ? h("div", {}, h("div", { class: "group" }, "Checksum per rank"), h("div", { class: "sums" }, told.sums.map(([rank, digest, is_other]) =>

@@ -470,7 +470,7 @@ def _type_source(nb: Notebook, view: Locator, folder: Path) -> None:
     tab_to(view.get_by_label("Script text"))
     keys.type("print('it ran')")
     take_pictures(nb, view, "source", folder)
-    expect(view.locator(".foot")).to_contain_text("1 warning, nothing that stops a start")
+    expect(view.locator(".foot")).to_contain_text("1 warning, none prevents a start")
     expect(view.get_by_text("the script does not call job_spec()")).to_be_visible()
 
 
@@ -518,11 +518,11 @@ def _export(nb: Notebook, view: Locator, folder: Path) -> None:
         press(view.get_by_role("button", name="Save the file…"))
         keys.press("Enter")
         expect(view.get_by_text(said)).to_be_visible()
-    expect(view.get_by_role("button", name="Write over it")).to_be_focused()
+    expect(view.get_by_role("button", name="Overwrite")).to_be_focused()
     keys.press("Escape")
     expect(view.get_by_label("Save as")).to_be_focused()
     keys.press("Enter")
-    expect(view.get_by_role("button", name="Write over it")).to_be_focused()
+    expect(view.get_by_role("button", name="Overwrite")).to_be_focused()
     keys.press("Enter")
     expect(view.get_by_role("button", name="Save the file…")).to_be_focused()
     assert "#SBATCH --time=02:00:00" in (nb.path.parent / "train.sbatch").read_text()
@@ -573,7 +573,7 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
         expect(_steps(two)).to_have_value("9")
         nb.run(4)
         two.get_by_role("button", name="Save").click()
-        two.get_by_role("button", name="Save mine over it").click()
+        two.get_by_role("button", name="Overwrite with mine").click()
         expect(one.locator(".head >> visible=true")).to_contain_text("saved")
         _type_into_both(one, two)
         assert window.errors == []
@@ -584,7 +584,7 @@ def test_what_others_change_meanwhile_is_told_and_both_sides_can_be_kept(
     nb.run(5)  # its news has not come when Start is pressed
     one.get_by_role("button", name="Start on this machine").click()
     expect(one.get_by_role("alert")).to_contain_text("has changed since this page showed it, and was not started")
-    expect(one.get_by_role("tabpanel", name="Written out")).to_contain_text('A = "1"')
+    expect(one.get_by_role("tabpanel", name="Text of the spec")).to_contain_text('A = "1"')
 
 
 # Before an edit is done pages are told an older form, which has another name.
@@ -626,13 +626,13 @@ def _settle_with_the_file(nb: Notebook, view: Locator, folder: Path) -> None:
     """A cell has changed it since: both sides are shown, and that of the file is taken."""
     view.get_by_role("button", name="Save").click()
     expect(view.get_by_role("alert")).to_contain_text("was changed after it was read here")
-    expect(view.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
+    expect(view.get_by_text("training.steps: 7 in the file, 5 here")).to_be_visible()
     expect(_steps(view)).to_have_value("5")
     take_pictures(nb, view, "conflict", folder)
     view.get_by_label("Name of the other pipeline").fill("taken")
     view.get_by_role("button", name="Save as another").click()
     expect(view.get_by_text("a pipeline named taken already exists: give another name")).to_be_visible()
-    expect(view.get_by_text("training.steps: 7 there, 5 here")).to_be_visible()
+    expect(view.get_by_text("training.steps: 7 in the file, 5 here")).to_be_visible()
     view.get_by_role("button", name="Load theirs").click()
     expect(_steps(view)).to_have_value("7")
 

@@ -129,7 +129,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
 
     # stopped: one that has run for long asks in place
     view.get_by_role("button", name="Stop", exact=True).click()
-    expect(view.locator(".sure")).to_contain_text("It has run for")
+    expect(view.locator(".sure")).to_contain_text("The job has run for")
     expect(view.get_by_role("button", name="Stop it")).to_be_focused()
     view.get_by_role("button", name="Keep it running").click()
     expect(view.get_by_role("button", name="Stop", exact=True)).to_be_focused()
@@ -154,7 +154,7 @@ def test_job_is_followed_stopped_restarted_and_its_model_loaded(
     # of a kernel that is gone a picture stays, with the words that say so, and asks for nothing
     nb.restart()
     view.get_by_role("button", name="Show logs").click()
-    expect(view.locator(":scope > .note")).to_contain_text("The kernel that showed this is gone")
+    expect(view.locator(":scope > .note")).to_contain_text("The kernel of this view has ended")
     for name in ("Save on this server…", "Save it on this server…", "Download the whole log"):
         expect(view.get_by_role("button", name=name)).to_have_attribute("aria-disabled", "true")
 
@@ -217,7 +217,7 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     expect(view.locator(".bar2 [role=status]")).to_have_text("22 of 22")
     expect(lines.locator("mark.at")).to_have_text("step 1")
     expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "polite")
-    level = view.get_by_role("combobox", name="Least level")
+    level = view.get_by_role("combobox", name="Minimum level")
     level.select_option("info and up")  # it is drawn anew, as where lines come: nobody has asked what is found
     expect(view.locator(".bar2 [role=status]")).to_have_attribute("aria-live", "off")
     search.fill("")
@@ -225,7 +225,7 @@ def check_the_logs(nb: Notebook, view: Locator) -> None:
     expect(lines.locator(".ln")).to_have_text([re.compile(r"^\d\d:\d\d:\d\drank 1warnWARNING: slow batch$")])
     expect(lines.locator(".tm")).to_have_attribute("title", re.compile(r"^printed \d{4}-\d\d-\d\d \d\d:\d\d:\d\d$"))
     level.select_option("all levels")
-    tabs = view.get_by_role("tablist", name="Whose lines")
+    tabs = view.get_by_role("tablist", name="Source of the lines")
     expect(tabs.get_by_role("tab")).to_have_text(["All", "0", "1"])
     tabs.get_by_role("tab", name="All").focus()
     nb.page.keyboard.press("End")

@@ -201,7 +201,7 @@ def _check_wrong_port(view: Locator, window: Window, folder: Path, check: CheckA
     port.fill("70000")
     expect(port).to_have_attribute("aria-invalid", "true")
     expect(_form(view, "h1").get_by_text("give a number from 1 to 65535")).to_be_visible()
-    expect(_row(view, "h1").get_by_text("1 wrong field")).to_be_visible()
+    expect(_row(view, "h1").get_by_text("1 invalid field")).to_be_visible()
     start = view.get_by_role("button", name="Start session")
     expect(start).to_have_attribute("aria-disabled", "true")
     expect(start).to_have_attribute("title", "Correct 1 field first")
@@ -215,7 +215,7 @@ def _check_wrong_port(view: Locator, window: Window, folder: Path, check: CheckA
     expect(port).to_be_focused()
     expect(port).to_have_value("70000")
     port.fill("")
-    expect(view.get_by_text("wrong field")).to_have_count(0)
+    expect(view.get_by_text("invalid field")).to_have_count(0)
 
 
 def _save_and_meet_another_writer(view: Locator, path: Path) -> None:
@@ -228,7 +228,7 @@ def _save_and_meet_another_writer(view: Locator, path: Path) -> None:
     view.get_by_role("button", name="Save", exact=True).click()
     expect(view.get_by_text("nodes.toml has changed since it was read")).to_be_visible()
     assert "# mine" in path.read_text()
-    view.get_by_role("button", name="Write over it").click()
+    view.get_by_role("button", name="Overwrite").click()
     expect(view.get_by_text("the previous file is nodes.toml.before")).to_be_visible()
     assert "# mine" not in path.read_text()
     view.get_by_role("button", name="Close", exact=True).click()

@@ -97,7 +97,7 @@ def _filter_and_sort(view: Locator) -> None:
     search.fill("TENSOR")
     expect(view.locator(".name")).to_have_text(["logits"])
     search.fill("nothing")
-    expect(view.get_by_text("No variable fits the filter.")).to_be_visible()
+    expect(view.get_by_text("No variable matches the filter.")).to_be_visible()
     search.fill("")
     only = view.get_by_role("group", name="Only")
     only.get_by_role("button", name=re.compile("same")).click()
@@ -122,7 +122,7 @@ def _look_by_keyboard(nb: Notebook, view: Locator) -> None:
     expect(twist).to_have_attribute("aria-expanded", "true")
     panel = view.get_by_role("tabpanel", name="logits on rank 0")
     expect(panel).to_contain_text(
-        re.compile(r"First 5 x 6 of 32 x 64, from rank 0 at \d\d:\d\d:\d\d\. The rest stays there\.")
+        re.compile(r"First 5 x 6 of 32 x 64, from rank 0 at \d\d:\d\d:\d\d\. The rest stays on the rank\.")
     )
     view.get_by_role("tab", name="0").focus()
     nb.page.keyboard.press("ArrowRight")

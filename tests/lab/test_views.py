@@ -111,7 +111,7 @@ def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Call
     kernel = int(nb.text(1))
     view = nb.cell(0).locator(".dt")
     press = view.get_by_role("button", name="Press")
-    silent, gone = view.get_by_text("The kernel does not answer"), view.get_by_text("that showed this is gone")
+    silent, gone = view.get_by_text("The kernel does not answer"), view.get_by_text("of this view has ended")
     age = r"What you see is as of \d\d:\d\d:\d\d\.$"
     expect(press).to_be_visible()
     os.kill(kernel, signal.SIGSTOP)
@@ -119,7 +119,7 @@ def test_page_whose_kernel_is_silent_or_gone_says_so_with_its_age(notebook: Call
     os.kill(kernel, signal.SIGCONT)
     expect(silent).to_have_count(0)
     os.kill(kernel, signal.SIGKILL)
-    expect(gone).to_have_text(re.compile(rf"gone: run the cell again\. {age}"), timeout=40_000)
+    expect(gone).to_have_text(re.compile(rf"ended: run the cell again\. {age}"), timeout=40_000)
     expect(press).to_have_attribute("aria-disabled", "true")
     nb.page.get_by_role("button", name="Ok", exact=True).click()  # JupyterLab says that it restarts the kernel
     nb.run(0)
