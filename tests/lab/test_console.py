@@ -374,7 +374,7 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     press(view.get_by_role("button", name="Save", exact=True), back=True)
     expect(view.locator(".head >> visible=true")).to_contain_text("saved")
     press(view.get_by_role("button", name="Start on 1 node"))
-    expect(view.get_by_text("starting train: it runs")).to_be_visible(timeout=60_000)
+    expect(view.get_by_text("starting train: the job is running")).to_be_visible(timeout=60_000)
     nb.run(2)
     assert "batch_size = 32" in nb.text(2) and 'host = "localhost"' in nb.text(2)
     view.get_by_role("button", name="Show job").click()
@@ -399,7 +399,7 @@ def test_form_is_filled_in_by_keyboard_alone_saved_and_started(notebook: OpenNot
     expect(names(view)).to_have_text(["train"])
     expect(row(view, "train")).to_contain_text("succeeded", timeout=60_000)  # nothing of it outlives the kernel
     begin_pipeline(view, "other")
-    expect(view.get_by_text("starting train: it runs")).to_have_count(0)
+    expect(view.get_by_text("starting train: the job is running")).to_have_count(0)
 
 
 def _type_general(nb: Notebook, view: Locator, folder: Path) -> None:

@@ -71,7 +71,7 @@ def test_pipeline_is_made_run_stopped_run_again_and_its_model_loaded(
     console.get_by_role("button", name="Next: Review").click()
     expect(console.locator(".plan")).to_contain_text("rank 1")
     console.get_by_role("button", name="Start on 2 nodes").click()
-    expect(console.get_by_text("starting two: it runs")).to_be_visible(timeout=LIMIT_MS)
+    expect(console.get_by_text("starting two: the job is running")).to_be_visible(timeout=LIMIT_MS)
     console.get_by_role("button", name="Show job").click()
 
     # it is shown beneath the console, and grows there
