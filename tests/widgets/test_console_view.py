@@ -339,7 +339,7 @@ def test_export_is_shown_and_saved_over_no_other_file_unasked(page: Page, tmp_pa
     page.asks("save_export", **save, anyway=True)
     assert "A=1" in file.read_text()
     assert page.refusal("save_export", **{**save, "path": " "}, anyway=True) == "give a file name"
-    assert "jobs is a folder: name a file in it" in page.refusal(
+    assert "jobs is a folder: give a file name in it" in page.refusal(
         "save_export", **{**save, "path": "jobs"}, anyway=False
     )
     page.asks("edit", path="env", typed="RANK=1", revision=1 << 41, editor="p")
