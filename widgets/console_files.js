@@ -69,7 +69,7 @@ class ExportPanel {
   tell(state, text, actions = []) { this.said.replaceChildren(note(state, h("p", {}, text), actions)); this.view.announce(text); }
   ask_path() {
     const close = () => { this.asked.replaceChildren(); this.said.replaceChildren(); this.save.focus(); };
-    const { bar, input } = ask_bar(this.view, "Save as", [["Write it", (path) => this.save_to(path, false)]], close, { value: `${this.name}${this.target.suffix}`, hint: "A path on the kernel's machine, or a URL such as s3://bucket/name" });
+    const { bar, input } = ask_bar(this.view, "Save as", [["Write file", (path) => this.save_to(path, false)]], close, { value: `${this.name}${this.target.suffix}`, hint: "A path on the kernel's machine, or a URL such as s3://bucket/name" });
     this.said.replaceChildren(); this.asked.replaceChildren(bar); input.focus(); input.select();
   }
   async save_to(path, anyway) {

@@ -132,7 +132,7 @@ const stage_table = (stages) => table_of("Stages", ["Stage", "Layers", "Time", "
   h("td", { class: "nowrap" }, stage_name(row.stage), row.node ? h("span", { class: "soft" }, ` ${row.node}`) : null), h("td", {}, h("span", { class: "mono" }, row.layers)),
   h("td", {}, bar_of(row.time_share), h("span", { class: "nowrap" }, row.time), row.word ? h("b", {}, ` ${row.word}`) : null, row.link ? h("span", { class: "soft small" }, ` ${row.link}`) : null),
   h("td", {}, bar_of(row.memory_share), h("span", { class: "nowrap" }, row.memory), row.is_too_full ? [" ", state_word("bad", "does not fit")] : null), h("td", { class: "nowrap" }, row.sends))), "wide");
-const rank_part = (ranks) => h("div", { class: "held" }, h("div", { class: "part" }, h("div", { class: "t" }, h("h4", {}, "Memory of ranks"), h("span", { class: "soft" }, "at the peak of a step, from a dry run"))), table_of("Memory of ranks, from a dry run", ["Ranks", "Stages", "Peak", "Parts", "Peak in"], ranks.map((row) => h("tr", { class: hue(row.first_stage) },
+const rank_part = (ranks) => h("div", { class: "held" }, h("div", { class: "part" }, h("div", { class: "t" }, h("h4", {}, "Memory of ranks"), h("span", { class: "soft" }, "at the peak of a step, from a dry run"))), table_of("Memory of ranks, from a dry run", ["Ranks", "Stages", "Peak", "Made up of", "Peak in"], ranks.map((row) => h("tr", { class: hue(row.first_stage) },
   h("td", { class: "nowrap" }, h("span", { class: "sw", "aria-hidden": "true" }), h("b", {}, row.ranks)), h("td", { class: row.is_one_stage ? "nowrap" : null }, row.stages), h("td", { class: "nowrap" }, bar_of(row.share), row.total), h("td", { class: "small" }, row.parts), h("td", {}, row.phase))), "wide"));
 
 // ---- timeline
