@@ -251,7 +251,7 @@ class View {
       if (button.getAttribute("aria-disabled") === "true" || button.dataset.busy) return;
       button.dataset.busy = "1";
       const before = this.num_mounts;
-      const slow = setTimeout(() => { waiting.hidden = false; waiting.textContent = this.is_late ? "takes effect when the cell ends; to stop the cell, use the notebook's stop button" : "waiting for the kernel"; }, SLOW_MS);
+      const slow = setTimeout(() => { waiting.hidden = false; waiting.textContent = this.is_late ? "queued until the cell ends; use the stop button" : "waiting for the kernel"; }, SLOW_MS);
       try { await act(); } catch (error) { if (this.num_mounts !== before) this.tell_above(error.message); else (on_error ?? ((text) => this.announce(text)))(error.message); }
       clearTimeout(slow); waiting.hidden = true; delete button.dataset.busy;
     } }, content, waiting);
