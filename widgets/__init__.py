@@ -27,8 +27,9 @@ _ASK_LIMIT_S = 3.0  # for the status of a job; its view keeps asking
 
 
 def board(session: Session | None = None) -> BoardView:
-    """Show live what the ranks of a session do and use and which wait; stop, interrupt and restart them.
+    """Show the ranks of a session live, with buttons to stop, interrupt and restart them.
 
+    Each rank shows what it is doing, what it uses, and which ranks it waits for.
     ``session`` None: the session of this notebook. Raises: SessionError when there is none.
     """
     from .board_view import BoardView
