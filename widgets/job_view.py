@@ -150,7 +150,7 @@ class JobView(LiveView):
     # ---- news from its nodes, in a thread of the job
 
     def _watch(self, job: Job, take: Callable[[JobNews], None] | None = None) -> Callable[[], None]:
-        """Start a watch with an empty log window: the watch begins with the kept lines, which would appear twice."""
+        """Start a watch with an empty log window: the watch repeats the lines that are kept."""
         self._log = LogWindow()
         return job.on_change(take or (lambda news: self._take(job, news)))
 

@@ -186,7 +186,7 @@ class LiveView(anywidget.AnyWidget):
         self._wake.set()
         if was_shown:
             self.on_pages(are_there=False)
-        if is_again or not self._is_settled:  # else reloaded pages would not know where to put the settled form
+        if is_again or not self._is_settled:  # a settled view stays: a reloaded page needs it to place the settled form
             if self.layout is not None:
                 self.layout.close()  # a separate widget, which would stay in the kernel and the saved notebook
             super().close()
