@@ -1,4 +1,4 @@
-"""The command `detrain-nb`: execute a notebook from the shell, list the running sessions."""
+"""The command `detrain-nb`: run notebooks and jobs from the shell, list running sessions, export and import specs."""
 
 from .commands import main
 

@@ -28,7 +28,7 @@ def add_export(commands: Any) -> None:
 
 
 def _export(args: argparse.Namespace) -> int:
-    from ..formats import check_export, export_spec, write_export  # it takes its time, and few commands need it
+    from ..formats import check_export, export_spec, write_export  # slow to import, and few commands need it
 
     spec = read_spec(args)
     options = {name: getattr(args, name) for name in OPTIONS}

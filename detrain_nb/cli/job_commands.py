@@ -32,21 +32,25 @@ __all__ = [
     "split_command",
 ]
 
-PROG = "detrain-nb jobs"  # what begins a command about jobs here
-OF_JOB = "the exit status is that of the job, 1 where it has none, and 130 by an interrupt, which leaves the job"
+PROG = "detrain-nb jobs"  # prefix of the job commands that a text names
+OF_JOB = (
+    "the exit status is that of the job, 1 if it has none, and 130 after an interrupt, which leaves the job running"
+)
 _STATUSES = {
     **dict.fromkeys(("submit", "restart"), f"With --follow {OF_JOB}."),
     "attach": f"{OF_JOB[0].upper()}{OF_JOB[1:]}.",
-    "exec": "The exit status is the worst of all nodes, 124 after the timeout, 255 where a node was not reached.",
+    "exec": "The exit status is the largest of all nodes; a node has 124 after the timeout, 255 if it was not reached.",
 }
-_IS_IT_THERE = f"{PROG} list says whether it runs"
+_IS_IT_THERE = f"{PROG} list shows whether it is running"
 _OK, _FAILED = 0, 1
-SPEC = "a .json, .toml or .yaml file, or its URL; or a script, .py"
+SPEC = "a .json, .toml or .yaml file, its URL, or a Python script"
 
 
 def add_job_commands(commands: Any) -> None:
-    """Add `jobs` and what can be done with them to the parser's commands."""
-    group = commands.add_parser("jobs", help="scripts that run detached on all nodes: submit, follow, stop, fetch")
+    """Add `jobs` and its actions to the parser's commands."""
+    group = commands.add_parser(
+        "jobs", help="submit, follow, stop and fetch jobs: scripts that run detached on all nodes"
+    )
     actions = group.add_subparsers(metavar="ACTION", required=True)
     acts = {
         "submit": _submit,
@@ -68,17 +72,19 @@ def add_job_commands(commands: Any) -> None:
 
 def add_doctor(commands: Any) -> None:
     """Add `doctor` to the parser's commands."""
-    doctor = commands.add_parser("doctor", help="can these hosts train together, and what to do if not")
-    doctor.add_argument("nodes", metavar="NODES", help="a nodes file, or hosts as in alice@gpu1,gpu2")
-    doctor.add_argument("--bandwidth", action="store_true", help="measure it too, between the hosts and to here")
-    doctor.add_argument("--speed", action="store_true", help="measure how fast a rank of each is beside the others")
-    doctor.add_argument("--fix", action="store_true", help="make our folder on the hosts, closed to others")
-    doctor.add_argument("--save", action="store_true", help="measure all of it, and write it into the nodes file")
+    doctor = commands.add_parser("doctor", help="check whether hosts can train together, and what to do if not")
+    doctor.add_argument("nodes", metavar="NODES", help="a nodes file, or hosts such as alice@gpu1,gpu2")
+    doctor.add_argument(
+        "--bandwidth", action="store_true", help="also measure the bandwidth between the hosts and to here"
+    )
+    doctor.add_argument("--speed", action="store_true", help="also measure how fast a rank of each host computes")
+    doctor.add_argument("--fix", action="store_true", help="create detrain_nb's folder on the hosts, private to you")
+    doctor.add_argument("--save", action="store_true", help="measure bandwidth and speed, write them to the nodes file")
     doctor.set_defaults(act=_doctor)
 
 
 def split_command(argv: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Take fields of a spec (``--training.epochs 2``) and what stands behind ``--`` out of a command line."""
+    """Split a command line into its words, its spec fields (``--training.epochs 2``) and the command after ``--``."""
     from ..plan.fields import take_fields
 
     words, command = list(argv), []
@@ -95,7 +101,7 @@ def run_spec(args: argparse.Namespace) -> int:
 
 
 def read_spec(args: argparse.Namespace) -> PipelineSpec:
-    """Read the spec that the line names, with the fields that it sets."""
+    """Read the spec that the line names, with the fields that the line sets."""
     from ..spec import PipelineSpec
 
     named = [f"--{field}={text}" for field in ("name", "nodes") if (text := getattr(args, field, None)) is not None]
@@ -137,14 +143,14 @@ def _submit_job(args: argparse.Namespace) -> Job:
 def _say_begun(job: Job) -> None:
     for notice in job.notices:
         print(f"detrain-nb: note: {notice}", file=sys.stderr)
-    print(f"job {job.id} runs: {PROG} logs -f {job.id}", file=sys.stderr)
+    print(f"job {job.id} is running: {PROG} logs -f {job.id} follows it", file=sys.stderr)
 
 
 def _follow(job: Job) -> int:
-    """An interrupt ends only the following."""
+    """Show the output of a job to its end; an interrupt ends only this, not the job."""
     with (
         _told_when_interrupted(
-            f"job {job.id} goes on: {PROG} attach {job.id} follows it, {PROG} stop {job.id} ends it"
+            f"job {job.id} keeps running: {PROG} attach {job.id} follows it again, {PROG} stop {job.id} stops it"
         ),
         _shown_live() as show,
     ):
@@ -170,10 +176,10 @@ def _logs(args: argparse.Namespace) -> int:
     job = _find(args.job)
     which = {"node": args.node, "rank": args.rank, "torchrun": args.torchrun, "tail": args.tail}
     if args.follow:
-        with _told_when_interrupted(f"job {job.id} goes on"), _shown_live() as show:
+        with _told_when_interrupted(f"job {job.id} keeps running"), _shown_live() as show:
             job.logs(**which, follow=True, **show)
     else:
-        with _told_when_interrupted("not all of it was shown"):
+        with _told_when_interrupted("the output is incomplete"):
             job.logs(**which, on_line=_print_line)
     return _OK
 
@@ -195,7 +201,7 @@ def _restart(args: argparse.Namespace) -> int:
 
 
 def _fetch(args: argparse.Namespace) -> int:
-    with _told_when_interrupted("the same line goes on with what is missing"), _progress() as say:
+    with _told_when_interrupted("run the same command again to copy what is missing"), _progress() as say:
         bar = CopyProgress("fetch", say)
         fetched = _find(args.job).fetch(
             args.patterns or None, args.to, anyway=args.anyway, replace=args.replace, on_progress=bar
@@ -205,16 +211,16 @@ def _fetch(args: argparse.Namespace) -> int:
 
 
 def execute_on_nodes(args: argparse.Namespace) -> int:
-    """Run the command behind ``--`` on all nodes; return the worst exit status."""
+    """Run the command after ``--`` on all nodes; return the worst exit status."""
     from ..deploy.chosen_nodes import transports_to
     from ..jobs import execute
 
     if (args.job is None) == (args.nodes is None):
-        raise SpecError("name a job, or --nodes, whose nodes run the command")
+        raise SpecError("jobs exec: give either a job or --nodes")
     if not args.command:
-        raise SpecError("no command was given: write it after --")
+        raise SpecError("jobs exec: no command was given: write it after --, as in jobs exec JOB -- nvidia-smi")
     command = args.command[0] if len(args.command) == 1 else shlex.join(args.command)
-    with _told_when_interrupted("the command was ended on all nodes"):
+    with _told_when_interrupted("the command was stopped on all nodes"):
         if args.job is not None:
             executed = _find(args.job).execute(command, timeout_s=args.timeout, on_line=_print_line)
         else:
@@ -232,9 +238,9 @@ def _remove(args: argparse.Namespace) -> int:
     from ..jobs import prune
 
     if args.older_than is None and not args.jobs:
-        raise SpecError("name jobs, or --older-than DAYS")
+        raise SpecError("jobs rm: give jobs, or --older-than DAYS")
     failed = False
-    for job in [_find(wanted) for wanted in args.jobs]:  # all are known, or none is removed
+    for job in [_find(wanted) for wanted in args.jobs]:  # an unknown job is an error before any is removed
         job.remove(anyway=args.anyway)
         print(f"removed {job.id}")
     if args.older_than is not None:
@@ -263,10 +269,10 @@ def _check(args: argparse.Namespace) -> int:
         findings = check_nodes(spec, storage=args.storage, ask_passphrase=_ask_passphrase, on_progress=tell)
     else:
         findings = check_here(spec)
-    print("\n".join(map(str, findings)) or f"{args.spec}: nothing is wrong with it")
+    print("\n".join(map(str, findings)) or f"{args.spec}: no faults found")
     if worst(findings) == "error":
         return _FAILED
-    with contextlib.suppress(SpecError):  # it fits on nodes with GPUs, as a warning has said
+    with contextlib.suppress(SpecError):  # it fits only on nodes with GPUs, as a warning says
         print(spec.plan())
     return _OK
 
@@ -277,7 +283,7 @@ def _doctor(args: argparse.Namespace) -> int:
     from ..spec.nodes_file import write_nodes
 
     if args.save and not args.nodes.endswith(SUFFIXES):
-        raise SpecError("--save writes into the nodes file: give one")
+        raise SpecError("doctor: --save writes to a nodes file: give one instead of hosts")
     with _progress() as say:
         wanted = {name: getattr(args, name) or args.save for name in ("bandwidth", "speed")}
         report = examine(args.nodes, **wanted, on_progress=say, ask_passphrase=_ask_passphrase)
@@ -287,7 +293,7 @@ def _doctor(args: argparse.Namespace) -> int:
     if args.save:
         before = f"{args.nodes}.before"
         is_kept = write_nodes(args.nodes, report.measured_nodes(), before=before)
-        print(f"{args.nodes} has what was measured" + f"; as it was it is {before}" * is_kept)
+        print(f"the measurements are in {args.nodes}" + f"; its earlier version is {before}" * is_kept)
     return _OK if report.is_ok else _FAILED
 
 
@@ -295,7 +301,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _find(wanted: str | None) -> Job:
-    """Without a name the last one, which is said."""
+    """Find a job; without a name the last one submitted, whose id is printed."""
     from ..jobs import find_job
 
     job = find_job(wanted, ask_passphrase=_ask_passphrase)
@@ -310,7 +316,7 @@ def _print_line(line: object) -> None:
 
 @contextlib.contextmanager
 def _shown_live() -> Iterator[dict[str, Any]]:
-    """What takes the lines of a job that is followed."""
+    """Yield the callbacks that show a followed job, as keyword arguments of ``attach`` and ``logs``."""
     from .job_terminal import JobTerminal
 
     terminal = JobTerminal(sys.stdout)
@@ -322,13 +328,13 @@ def _shown_live() -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """One line that is written over, on a terminal; nothing elsewhere."""
+    """Yield a function that redraws one line on a terminal; elsewhere it prints nothing."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
 
     def draw(text: str) -> None:
-        columns = shutil.get_terminal_size().columns - 1  # what is longer has a second line, which stays
+        columns = shutil.get_terminal_size().columns - 1  # a longer text would wrap, and its first line would stay
         print(f"\r\x1b[K{text[:columns]}", end="", file=sys.stderr, flush=True)
 
     try:
@@ -339,7 +345,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def _told_when_interrupted(left: str) -> Iterator[None]:
-    """An interrupt says what is ``left``, unless it says so itself."""
+    """Print ``left``, the state after an interrupt, unless the interrupt has a text of its own."""
     try:
         yield
     except KeyboardInterrupt as exc:
@@ -348,7 +354,7 @@ def _told_when_interrupted(left: str) -> Iterator[None]:
 
 
 def _ask_passphrase(path: str) -> str | None:
-    """None where there is no terminal on which it could be typed unseen."""
+    """Ask for a passphrase; None without a terminal that can hide the input."""
     with contextlib.suppress(EOFError, getpass.GetPassWarning), warnings.catch_warnings():
         warnings.simplefilter("error", getpass.GetPassWarning)
         return getpass.getpass(f"passphrase of {path}: ") or None

@@ -1,4 +1,4 @@
-"""A job that is followed in a shell: its lines as they end, and on a terminal the bars that have not."""
+"""Output of a job followed in a shell: finished lines, and on a terminal also lines still growing, such as bars."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["JobTerminal"]
 
 
 class JobTerminal:
-    """Prints what ``Job.attach`` gives. On a terminal the last line of a rank, while it grows, is redrawn below."""
+    """Printer for ``Job.attach``. On a terminal the unfinished last line of each rank is redrawn at the bottom."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
@@ -22,14 +22,15 @@ class JobTerminal:
 
     @property
     def on_piece(self) -> OnPiece | None:
-        """None where only whole lines are shown."""
+        """Callback for pieces of lines; None where only whole lines are shown."""
         return self._take_piece if self._foot else None
 
     def take(self, line: LogLine) -> None:
+        """Print a line."""
         self._show([line])
 
     def finish(self) -> None:
-        """What has not ended stays as a line."""
+        """Print the unfinished lines for good."""
         left = [LogLine(node, str(rank), text) for (node, rank), log in self._logs.items() for text in log.end()]
         self._show(left)
 

@@ -1,7 +1,7 @@
-"""The kernel of ``detrain-nb run``: IPython's, without the port at which its own children say what they print.
+"""The kernel of ``detrain-nb run``: IPython's, without the TCP port that receives the output of its child processes.
 
-Any user of the machine can say something at a port. What is not the children's is printed, without bound, and stands in
-the executed notebook then. Here it is a socket beside the kernel's others, in a folder that only its user can enter.
+Any user of the machine can connect to a port, and what they send is printed without limit and stored in the executed
+notebook. Here it is a Unix socket next to the kernel's others, in a folder that only its user can enter.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from ipykernel.kernelapp import launch_new_instance
 from zmq.eventloop.zmqstream import ZMQStream
 
 _HERE = b"ipc://"
-_LINGER_MS = 3000  # a child that ends waits so long until what it has printed was taken
+_LINGER_MS = 3000  # how long an exiting child waits until its output has been read
 
 
-_Thread: Any = IOPubThread  # without types
+_Thread: Any = IOPubThread  # it has no type hints
 _listen_at_port, _connect_to_port = _Thread._setup_pipe_in, _Thread._setup_pipe_out
 
 
 def _listen(thread: Any) -> None:
-    """In the place of ``_setup_pipe_in``."""
+    """Bind the socket for the output of children; replaces ``_setup_pipe_in``."""
     endpoint: bytes = thread.socket.getsockopt(zmq.LAST_ENDPOINT).rstrip(b"\0")
     if not endpoint.startswith(_HERE):
         _listen_at_port(thread)
@@ -38,7 +38,7 @@ def _listen(thread: Any) -> None:
 
 
 def _connect(thread: Any) -> Any:
-    """In the place of ``_setup_pipe_out``: in a child that was forked, which needs a context of its own."""
+    """Connect a forked child, which needs its own context, to that socket; replaces ``_setup_pipe_out``."""
     if not hasattr(thread, "childrens_endpoint"):
         return _connect_to_port(thread)
     context = zmq.Context()

@@ -1,4 +1,4 @@
-"""Notebooks as files: read without outputs, saved whole or not at all, and what their summary says."""
+"""Notebook files: read without outputs, saved atomically, and their summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["code_cells", "plain_text", "read_notebook", "save", "summary"]
 
 
 def read_notebook(path: Path, *, is_any_kernel: bool) -> NotebookNode:
-    """Read a notebook of any version, without its outputs. Raises: SpecError when it is none, or not in Python."""
+    """Read a notebook of any version, without its outputs. Raises: SpecError when it is invalid or not in Python."""
     try:
         text = path.read_text(encoding="utf-8")
         found = json.loads(text)
@@ -49,7 +49,10 @@ def read_notebook(path: Path, *, is_any_kernel: bool) -> NotebookNode:
 
 
 def save(notebook: NotebookNode, output: Path, *, mode: int) -> None:
-    """``mode``: of the notebook that was executed; what only its owner can read shows nobody its outputs either."""
+    """Save the executed notebook with ``mode``, that of its original: a private notebook keeps its outputs private.
+
+    Raises: DetrainError when it cannot be written there; it names the temporary file that has the notebook instead.
+    """
     import nbformat
 
     text = nbformat.writes(_joined_streams(notebook))  # type: ignore[no-untyped-call]
@@ -62,22 +65,23 @@ def save(notebook: NotebookNode, output: Path, *, mode: int) -> None:
 
 
 def _keep_elsewhere(text: str, stem: str) -> str:
-    """The cells have run, and may have taken hours. Says where the text is."""
+    """Save the text to a temporary file, as the cells may have run for hours; return a clause that names it."""
     try:
         handle, path = tempfile.mkstemp(prefix=f"{stem[:100]}-", suffix=".ipynb")
         with open(handle, "w", encoding="utf-8") as file:
             file.write(text)
     except OSError:
         return ""
-    return f"; it is in {path}"
+    return f"; it was saved as {path} instead"
 
 
 def code_cells(notebook: NotebookNode) -> list[NotebookNode]:
+    """Return the code cells, in order."""
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 def _joined_streams(notebook: NotebookNode) -> NotebookNode:
-    """Make one output of neighbouring texts of a stream, as Jupyter does; how they were cut was a matter of time."""
+    """Join consecutive outputs of one stream, as Jupyter does: where they were split depends on timing."""
     for cell in code_cells(notebook):
         joined: list[NotebookNode] = []
         for output in cell.outputs:
@@ -91,7 +95,7 @@ def _joined_streams(notebook: NotebookNode) -> NotebookNode:
 
 
 def summary(notebook: NotebookNode) -> str:
-    """The text of the outputs of cells tagged ``summary``."""
+    """Return the text of the outputs of cells tagged ``summary``."""
     cells = [cell for cell in code_cells(notebook) if "summary" in cell.metadata.get("tags", [])]
     outputs = [output for cell in cells for output in cell.outputs]
     texts = [output.text if output.output_type == "stream" else plain_text(output) for output in outputs]
@@ -99,5 +103,6 @@ def summary(notebook: NotebookNode) -> str:
 
 
 def plain_text(content: Any) -> str:
+    """Return the ``text/plain`` form of an output; empty if it has none."""
     text: str = content.get("data", {}).get("text/plain", "")
     return text

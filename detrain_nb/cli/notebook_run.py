@@ -1,4 +1,4 @@
-"""One execution of a notebook: a kernel of this Python, the cells in order, and the end of all of it."""
+"""One execution of a notebook: a kernel with this Python, the cells in order, and the shutdown of all of it."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ if TYPE_CHECKING:  # a second's import, which only `run` needs
 __all__ = ["FAILED", "NotebookRun"]
 
 FAILED = 1  # exit status
-SIGPIPE = 13  # also where the system has no such signal
-_RUN = (  # nothing is imported from the current folder meanwhile, unless it is named somewhere
+SIGPIPE = 13  # Windows has no such signal
+_RUN = (  # keep the current folder off sys.path meanwhile, unless it is listed elsewhere
     "import sys; sys.path[:1] = filter(None, sys.path[:1]); import runpy; "
     "runpy.run_module('detrain_nb.cli.kernel', run_name='__main__', alter_sys=True)"
 )
 _KERNEL = ["-Xfrozen_modules=off", "-c", _RUN]
 _KERNEL_ARGUMENTS = [*_KERNEL, "-f", "{connection_file}", "--log-level=ERROR"]
-_MOST_SOCKET_CHARS = 60  # of the folder for sockets, whose paths the system bounds at some 100
-_STOP_LIMIT_S = 10.0  # how long an interrupted cell may take to end; a session gives its ranks less
-_END_LIMIT_S = 10.0  # how long the kernel may take to end; after half of it it is told by SIGTERM (ipykernel can block)
+_MOST_SOCKET_CHARS = 60  # of the socket folder: the system limits socket paths to about 100
+_STOP_LIMIT_S = 10.0  # for an interrupted cell to end; a session gives its ranks less
+_END_LIMIT_S = 10.0  # for the kernel to exit; it gets SIGTERM after half of it, as ipykernel can block
 _WIDGET = "application/vnd.jupyter.widget-view+json"
 _SETTLE = (
     "views = __import__('sys').modules.get('detrain_nb.widgets')\nif views is not None: views.LiveView.settle_all()"
 )
-_OUTPUT_LIMIT_S = 60  # how long what a cell has printed may be on its way when the cell has ended
+_OUTPUT_LIMIT_S = 60  # how long output of a cell may arrive after the cell has ended
 
 
 def _make_client(notebook: NotebookNode, tell: Callable[[str, dict[str, Any]], None], **options: Any) -> NotebookClient:
-    """Make nbclient's client, telling of every message of a cell before it is stored."""
+    """Create nbclient's client, which calls ``tell`` with every message of a cell before storing it."""
     from nbclient import NotebookClient
 
     class TellingClient(NotebookClient):
@@ -60,7 +60,7 @@ _HEADING = re.compile(r"#{1,6} ")
 
 
 class NotebookRun:
-    """One execution of a notebook, top to bottom; stops at the first cell that fails, or at a signal."""
+    """One execution of a notebook, from top to bottom, up to the first cell that fails, or a signal."""
 
     def __init__(
         self, notebook: NotebookNode, *, folder: Path, env: dict[str, str], kernel: str | None, timeout_s: float | None
@@ -72,14 +72,14 @@ class NotebookRun:
         self._kernel = kernel
         self._timeout_s = timeout_s
         self._stopped_by = 0
-        self._is_stopped = asyncio.Event()  # by a signal: end the cell, then the kernel
-        self._is_hurried = asyncio.Event()  # by a second one, or a cell that does not end: end the kernel now
+        self._is_stopped = asyncio.Event()  # set by a signal: stop the cell, then the kernel
+        self._is_hurried = asyncio.Event()  # set by a second signal, or if a cell ignores an interrupt: kill it
         self._client = _make_client(notebook, self.terminal.take, iopub_timeout=_OUTPUT_LIMIT_S, record_timing=False)
 
     async def execute(self) -> int:
-        """Run the cells, end the kernel and its session; return the exit status, with ``failure`` in words.
+        """Run the cells, stop the kernel and its session; return the exit status, and set ``failure`` to the reason.
 
-        Raises: SpecError for a kernel that is not there, LaunchError for one that does not start.
+        Raises: SpecError for an unknown kernel, LaunchError for one that does not start.
         """
         manager: Any = self._make_manager()
         with _private_sockets(manager), _on_signals(self._stop):
@@ -95,16 +95,16 @@ class NotebookRun:
         return FAILED if self.failure else 0
 
     def _make_manager(self) -> Any:
-        """The manager of a kernel run by this Python; what is installed under that name may be another's."""
+        """Create the manager of a kernel with this Python: the kernel installed as python3 may use another."""
         self._client.kernel_name = self._kernel or "python3"
         manager: Any = self._client.create_kernel_manager()
         manager.shutdown_wait_time = _END_LIMIT_S
-        users_umask = os.umask(0o077)  # IPython's folder is made where it looks: what is in there is executed
+        users_umask = os.umask(0o077)  # this creates IPython's folder, whose content is executed
         try:
             spec = manager.kernel_spec
         except KeyError as exc:
             raise SpecError(
-                f"there is no Jupyter kernel {self._client.kernel_name!r}: see jupyter kernelspec list"
+                f"no Jupyter kernel {self._client.kernel_name!r} is installed: see jupyter kernelspec list"
             ) from exc
         finally:
             os.umask(users_umask)
@@ -121,7 +121,7 @@ class NotebookRun:
             raise LaunchError(f"the kernel did not start: {exc}") from exc
 
     async def _run_cells(self, manager: Any) -> str:
-        """Run until a cell fails; return what went wrong."""
+        """Run the cells until one fails; return the failure, or an empty string."""
         numbers = itertools.count(1)
         total = len(code_cells(self._notebook))
         for index, cell in enumerate(self._notebook.cells):
@@ -153,24 +153,24 @@ class NotebookRun:
                 await _first(running, self._is_hurried.wait(), limit_s=_STOP_LIMIT_S)
                 if not running.done():
                     self._is_hurried.set()
-        except CellExecutionError:  # the terminal has shown it
+        except CellExecutionError:  # the terminal has shown the error
             return failure or "failed"
         except DeadKernelError:
-            return failure or "ended the kernel's process"
+            return failure or "killed the kernel"
         finally:
             running.cancel()
             await asyncio.gather(running, return_exceptions=True)
         return failure
 
     async def _settle_views(self) -> None:
-        """Have live views leave plain HTML: who opens the stored notebook has no kernel that would draw them."""
+        """Replace live views by plain HTML: a stored notebook is opened without a kernel to draw them."""
         from nbformat.v4 import new_code_cell
 
         cells = self._notebook.cells
         outputs = [output for cell in code_cells(self._notebook) for output in cell.outputs]
         if not any(_WIDGET in output.get("data", {}) for output in outputs):
             return
-        # nbclient runs only what is there; it is not stored
+        # nbclient runs only cells of the notebook; this one is removed before saving
         cells.append(new_code_cell(_SETTLE))  # type: ignore[no-untyped-call]
         settling = asyncio.ensure_future(
             self._client.async_execute_cell(cells[-1], len(cells) - 1, store_history=False)
@@ -179,11 +179,11 @@ class NotebookRun:
             await _first(settling, self._is_hurried.wait(), limit_s=_STOP_LIMIT_S)
         finally:
             settling.cancel()
-            await asyncio.gather(settling, return_exceptions=True)  # the terminal shows what went wrong
+            await asyncio.gather(settling, return_exceptions=True)  # the terminal shows an error
             del cells[-1]
 
     async def _end_kernel(self, manager: Any) -> None:
-        """End the kernel, which ends its session; when the user is in a hurry, by a kill: its ranks then see it."""
+        """Shut the kernel down, which stops its session; kill it when hurried: its ranks notice that and exit."""
         if self._client.kc is not None:
             self._client.kc.stop_channels()
         if not await manager.is_alive():
@@ -199,7 +199,7 @@ class NotebookRun:
         await manager.shutdown_kernel(now=True)
 
     async def _is_in_time(self, work: Awaitable[Any], *, limit_s: float | None = None) -> bool:
-        """Wait for ``work`` until a signal or the limit, then cancel it; is it done?"""
+        """Wait for ``work`` until a signal or the limit, then cancel it; return whether it was done."""
         task = asyncio.ensure_future(work)
         await _first(task, self._is_stopped.wait(), limit_s=limit_s)
         if task.done():
@@ -221,7 +221,7 @@ class NotebookRun:
 
 
 async def _first(task: asyncio.Future[Any], other: Awaitable[Any], *, limit_s: float | None) -> None:
-    """Wait until one of two is done, or the limit."""
+    """Wait until one of the two is done, or for ``limit_s``."""
     waiting = asyncio.ensure_future(other)
     try:
         await asyncio.wait([task, waiting], timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
@@ -231,33 +231,33 @@ async def _first(task: asyncio.Future[Any], other: Awaitable[Any], *, limit_s: f
 
 @contextlib.contextmanager
 def _private_sockets(manager: Any) -> Iterator[None]:
-    """Sockets in a folder of ours lead to the kernel: what it says at a port is read by any user of the machine."""
+    """Connect to the kernel over sockets in a private folder: any user of the machine could read from a TCP port."""
     if os.name != "posix":
         yield
         return
     prefix, place = "detrain_nb-", _place_of_sockets()
     with tempfile.TemporaryDirectory(prefix=prefix, dir=place, ignore_cleanup_errors=True) as folder:
         manager.transport, manager.ip = "ipc", os.path.join(folder, "kernel")
-        # it has the key, and is read by its path; its name is the kernel's
+        # it holds the key; the kernel is named after this file
         manager.connection_file = os.path.join(folder, f"{os.path.basename(folder)}.json")
         yield
 
 
 def _place_of_sockets() -> str:
-    """Where nobody can put another folder in the place of one of ours. Raises: LaunchError."""
+    """Return a folder in which other users cannot replace our folders. Raises: LaunchError."""
     for place in (tempfile.gettempdir(), "/tmp", os.fspath(runtime_folder())):
         real = os.path.realpath(place)
         if len(real) < _MOST_SOCKET_CHARS and find_guest_parent(Path(real, "ours")) is None:
             return real
     raise LaunchError(
-        f"others can change what is in {tempfile.gettempdir()} and /tmp: set TMPDIR to a folder of your own, with a "
-        f"path of less than {_MOST_SOCKET_CHARS} characters"
+        f"other users can replace folders in {tempfile.gettempdir()} and /tmp, or these paths are too long: set TMPDIR "
+        f"to a folder of your own, with a path of less than {_MOST_SOCKET_CHARS} characters"
     )
 
 
 @contextlib.contextmanager
 def _on_signals(act: Callable[[int], None]) -> Iterator[None]:
-    """Call ``act`` in the event loop when somebody wants an end; a signal that is ignored (nohup) stays ignored."""
+    """Call ``act`` in the event loop on SIGINT, SIGTERM and SIGHUP; a signal that is ignored (nohup) stays ignored."""
     loop = asyncio.get_running_loop()
     names = ("SIGINT", "SIGTERM", "SIGHUP")
     numbers = [getattr(signal, name) for name in names if hasattr(signal, name)]

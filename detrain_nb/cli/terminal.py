@@ -1,4 +1,4 @@
-"""What a cell shows, on a terminal or in a file: printed once, when it is shown."""
+"""Output of cells on a terminal or in a file: each line is printed once, as soon as it is shown."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Foot", "Terminal"]
 
 
 class Terminal:
-    """Prints what cells show, when they show it: stdout to ``out``, stderr and errors to ``err``.
+    """Printer of the output of cells, live: stdout to ``out``, stderr and errors to ``err``.
 
-    A cell of %%distributed is shown while it runs, and when it has ended cleared and shown again in another order: what
-    was printed stays, and of what comes after the clear only the new is printed. An output that is redrawn (progress)
-    has its place at the foot of a terminal; in a file only its last state appears, when the cell has ended.
+    A cell of %%distributed shows its output while it runs; when it ends, it clears and shows all of it in a different
+    order. The printed lines stay, and after the clear only new ones are printed. An output that is redrawn (progress)
+    is drawn at the bottom of a terminal; a file gets only its last state, when the cell has ended.
     """
 
     def __init__(self, out: TextIO, err: TextIO, *, on_gone: Callable[[], None]) -> None:
         self._streams = {"stdout": out, "stderr": err}
         self._on_gone = on_gone
-        self._is_gone = False  # nobody reads any more
-        self._mid_line = ""  # the stream whose last line is not ended
+        self._is_gone = False  # the reader has exited
+        self._mid_line = ""  # the stream whose last line has no line end yet
         self._foot = Foot(out) if out.isatty() else None
         self._begin()
 
@@ -36,21 +36,22 @@ class Terminal:
         self._seen = _Seen()
         self._is_cleared = False
         self._unfinished = {"stdout": "", "stderr": ""}
-        self._label = ""  # the line that a rich output comes below: they are new together
+        self._label = ""  # the line above a rich output: both are printed, or neither
         self._redrawn: dict[str, str] = {}  # by display id
 
     def say(self, text: str, *, is_error: bool = False) -> None:
-        """Print a line of our own."""
+        """Print a line of detrain-nb itself."""
         if text:
             self._end_line()
             self._write("stderr" if is_error else "stdout", f"{text}\n")
 
     def begin_cell(self, title: str) -> None:
+        """Begin a cell with its title."""
         self._begin()
         self.say(title)
 
     def take(self, kind: str, content: dict[str, Any]) -> None:
-        """Show a message of the cell: its type and content, as in Jupyter's messaging protocol."""
+        """Show a message of the cell, given its type and content as in Jupyter's messaging protocol."""
         if kind == "stream":
             self._take_text(content["name"], content["text"])
         elif kind in ("display_data", "execute_result", "update_display_data"):
@@ -63,7 +64,7 @@ class Terminal:
             self._write("stderr", "\n".join(lines) + "\n")
 
     def end_cell(self) -> None:
-        """Show what was held back."""
+        """Show the output that was held back: unfinished lines and the last state of redrawn outputs."""
         self._show_label()
         for stream, text in self._unfinished.items():
             if text and self._is_cleared:
@@ -77,7 +78,7 @@ class Terminal:
         self._end_line()
 
     def leave(self) -> None:
-        """Nothing is printed any more; where nobody reads, Python's own flush at exit must not fail."""
+        """Finish; if the reader has exited, redirect the streams, as Python's flush at exit must not fail."""
         if self._is_gone:
             for stream in self._streams.values():
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
@@ -111,7 +112,7 @@ class Terminal:
                 self._write("stdout", f"{new.rstrip()}\n{text}\n")
 
     def _show_label(self) -> None:
-        """What was taken for a label, and has nothing below it."""
+        """Show a line that was taken for a label but has no output below it."""
         label, self._label = self._label, ""
         if label:
             self._show_new("stdout", label)
@@ -171,13 +172,14 @@ _COLOURS = re.compile(r"(\x1b\[[0-9;:]*m)")
 
 
 class Foot:
-    """The last lines of a terminal, redrawn in place; the cursor stays behind them."""
+    """Last lines of a terminal, redrawn in place; the cursor stays at their end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._height = 0
 
     def draw(self, text: str) -> None:
+        """Draw the last lines of ``text`` that fit on the terminal, cut to its width."""
         columns, rows = shutil.get_terminal_size()
         lines = [_cut(line, columns - 1) for line in text.splitlines()[1 - rows :]]
         self._stream.write("\n".join(lines))
@@ -185,13 +187,14 @@ class Foot:
         self._height = len(lines)
 
     def erase(self) -> None:
+        """Erase what `draw` has drawn."""
         if self._height:
             self._stream.write("\r" + "\x1b[A" * (self._height - 1) + "\x1b[J")
             self._height = 0
 
 
 def _cut(line: str, columns: int) -> str:
-    """As much of a line as a terminal has columns, with all its colours: the last one ends them."""
+    """Cut a line to ``columns`` characters, but keep all colour codes, as the last one resets the colour."""
     parts = _COLOURS.split(line)
     for index in range(0, len(parts), 2):
         parts[index] = parts[index][: max(0, columns)]
@@ -200,28 +203,29 @@ def _cut(line: str, columns: int) -> str:
 
 
 _RANKS = r"\d{1,9}(?:-\d{1,9})?"
-_LABEL = re.compile(rf"\[({_RANKS}(?:,{_RANKS})*)\](?: |$)")  # of a line: the ranks that said it
-_RICH_LABEL = re.compile(rf"\[{_RANKS}(?:,{_RANKS})*\]")  # a blank line of a rank has a space behind it
+_LABEL = re.compile(rf"\[({_RANKS}(?:,{_RANKS})*)\](?: |$)")  # at the start of a line: the ranks that printed it
+_RICH_LABEL = re.compile(rf"\[{_RANKS}(?:,{_RANKS})*\]")  # the label of an empty line of a rank ends with a space
 _MAX_RANKS = 10_000
 
 
 class _Seen:
-    """What a cell has shown, counted by rank, so that ``[0-1] x`` is known after ``[1] x`` and ``[0] x``."""
+    """Lines that a cell has shown, counted by rank: ``[0-1] x`` is not new after ``[1] x`` and ``[0] x``."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[int, str]] = Counter()
         self._repeatable: Counter[tuple[int, str]] = Counter()
 
     def add(self, text: str) -> None:
+        """Note a text as shown."""
         ranks, body = _split_label(text)
         self._counts.update((rank, body) for rank in ranks)
 
     def begin_again(self) -> None:
-        """All that was shown may come once more."""
+        """Expect everything shown so far once more."""
         self._repeatable = self._counts.copy()
 
     def take_new(self, text: str) -> str | None:
-        """What of ``text`` was not shown before, with the label of those ranks; None when all of it was."""
+        """Return ``text`` labelled with the ranks for which it is new; None when it is new for none of them."""
         ranks, body = _split_label(text)
         new = [rank for rank in ranks if not self._repeatable[rank, body]]
         self._repeatable.subtract((rank, body) for rank in ranks if rank not in new)
@@ -232,7 +236,7 @@ class _Seen:
 
 
 def _split_label(text: str) -> tuple[list[int], str]:
-    """The ranks that said ``text``, or [-1] for the notebook, and what they said; its later lines are indented."""
+    """Return the ranks that printed ``text``, or [-1] for the notebook, and the text without label and indentation."""
     match = _LABEL.match(text)
     if match is None:
         return [-1], text

@@ -221,7 +221,7 @@ def test_place_of_the_executed_notebook_that_is_another_user_s_is_told_before_th
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         assert main(["run", str(tmp_path / "story.ipynb")]) == 2
-    assert "story.executed.ipynb: cannot be written: give another place with --output" in told.getvalue()
+    assert "story.executed.ipynb: cannot be written: give another path with --output" in told.getvalue()
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
@@ -335,7 +335,7 @@ def test_failing_cell_prints_its_error_once_and_what_was_run_is_saved(place: Pla
     assert (out + err).count("division by zero") == 1
     assert "\x1b" not in err
     assert err.endswith("detrain-nb: cell 2 of 3 failed\n")
-    assert out.endswith(f"executed notebook, as far as it came: {place.folder / 'elsewhere.ipynb'}\n")
+    assert out.endswith(f"executed notebook, up to where it stopped: {place.folder / 'elsewhere.ipynb'}\n")
     stored = nbformat.read(place.folder / "elsewhere.ipynb", as_version=4)
     assert [len(cell.outputs) for cell in stored.cells] == [1, 1, 0]
 
@@ -417,7 +417,7 @@ def test_cell_that_takes_too_long_is_interrupted(place: Place) -> None:
 def test_cell_that_ends_the_kernel_is_named(place: Place) -> None:
     status, out, err = place.run("run", place.write("import os\nos._exit(3)", "1", name="dies.ipynb"))
     assert status == 1
-    assert err == "detrain-nb: cell 1 of 2 ended the kernel's process\n"
+    assert err == "detrain-nb: cell 1 of 2 killed the kernel\n"
     assert "dies.executed.ipynb" in out
 
 
@@ -473,7 +473,7 @@ def test_version_is_the_package_s(place: Place) -> None:
 
 def test_sessions_names_what_runs(cold_starts: None, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     place.require_empty()  # a session of an earlier test has ended
-    assert place.run("sessions") == (0, "no session runs on this machine\n", "")
+    assert place.run("sessions") == (0, "no session is running on this machine\n", "")
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", place.env["DETRAIN_NB_RUNTIME_DIR"])
     with Session.start(ranks=1, device="cpu", name="mine", init=False):
         status, out, _ = place.run("sessions")

@@ -72,7 +72,7 @@ def test_full_disk_behind_the_output_is_one_line(spec: str) -> None:
         argv = [sys.executable, "-m", "detrain_nb", "export", "torchrun", spec]
         done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "detrain-nb: not all could be written: No space left on device"
+    assert done.stderr.splitlines()[-1] == "detrain-nb: output is incomplete: No space left on device"
     assert "Traceback" not in done.stderr
 
 
@@ -102,7 +102,7 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["import"], "give a file, or a command line behind --"),
+        (["import"], "give a file, or a command line after --"),
         (["import", "SPEC", "--from", "command"], "my spec.yaml: starts neither torchrun nor accelerate"),
         (["export", "torchrn", "SPEC"], "'torchrn' is no format to export to: give one of torchrun, slurm"),
         (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option --time: it has no options"),

@@ -114,7 +114,7 @@ def test_script_is_run_as_it_stands(spec: Path, capfd: pytest.CaptureFixture[str
     assert main(["jobs", "list"]) == 0
     assert "my-script-" in capfd.readouterr().out
     assert main(["run", "nowhere.ipynb", "-n", "2"]) == 2
-    assert "-n is for specs, and nowhere.ipynb is a notebook" in capfd.readouterr().err
+    assert "-n is for specs, but nowhere.ipynb is a notebook" in capfd.readouterr().err
 
 
 BAR = """
@@ -222,9 +222,9 @@ def test_wrong_use_is_one_line(
     [
         (
             "jobs list --training.epochs 2",
-            "detrain-nb: --training.epochs=2: only a command with a spec takes its fields",
+            "detrain-nb: --training.epochs=2: only a command with a spec accepts spec fields",
         ),
-        ("jobs list -- ls", "detrain-nb: -- ls: only import and jobs exec take a command"),
+        ("jobs list -- ls", "detrain-nb: -- ls: only import and jobs exec accept a command"),
         ("jobs", "detrain-nb jobs: the following arguments are required: ACTION"),
         ("jobs shw", "detrain-nb jobs: 'shw' is not a command: did you mean show?"),
         ("jobs logs x --rnk 1", "detrain-nb jobs logs: --rnk is not an option here: did you mean --rank?"),
@@ -288,8 +288,8 @@ def test_interrupt_leaves_the_job_and_says_how_to_go_on(
     assert "Traceback" not in err
     if num_interrupts == 1:
         assert re.fullmatch(
-            r"\ndetrain-nb: interrupted: job (\S+) goes on: detrain-nb jobs attach \1 follows it, "
-            r"detrain-nb jobs stop \1 ends it\n",
+            r"\ndetrain-nb: interrupted: job (\S+) keeps running: detrain-nb jobs attach \1 follows it again, "
+            r"detrain-nb jobs stop \1 stops it\n",
             err,
         )
 
