@@ -487,7 +487,7 @@ def test_files_go_through_a_folder_that_all_can_read(tmp_path: Path, node: Path)
     second = node.with_name("second")
     for path in store.iterdir():
         path.write_bytes(b"x" * path.stat().st_size)  # what others have made of it is not run
-    with source_talk(second) as talk, pytest.raises(FilesError, match="is not what was put there: remove it"):
+    with source_talk(second) as talk, pytest.raises(FilesError, match="does not match its SHA-256: remove it"):
         ship(talk, source, storage=f"file://{store}")
 
 
@@ -556,5 +556,5 @@ def test_what_lets_into_a_store_is_in_no_error(url: str, path: str, node: Path) 
             ship(talk, plan(script_text="print(1)"), storage=storage)
         server.shutdown()
     assert "S3CRET" not in str(caught.value)
-    said = "is not what was put there: remove it" if path == "there" else "cannot be read: ClientResponseError"
+    said = "does not match its SHA-256: remove it" if path == "there" else "cannot be read: ClientResponseError"
     assert said in str(caught.value) and "***" in str(caught.value)

@@ -1,6 +1,6 @@
-"""Files by their digest, in our cache on a node: what has come once does not come again.
+"""Content-addressed files in the cache of a node: a file that was received once is not sent again.
 
-Every file is hashed when it comes, and once more when it is laid out: nothing that a disk has changed is run.
+Every file is hashed when it is received and again when it is read for a job, so no corrupted file runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK_BYTES = 1 << 20
 _UNUSED_S = 30 * 86400.0
 _GAP_S = 86400.0
-PART = ".part-"  # begins the name of what is not whole yet
+PART = ".part-"  # prefix of the names of incomplete files
 
 
 def sources_folder() -> Path:
-    """The folder of what jobs are made of, in the user's cache; nobody else can write to it. Raises: FilesError."""
+    """Return the folder for job sources in the user's cache; no other user can write to it. Raises: FilesError."""
     refused = []
     for above in _possible_folders():
         folder = Path(os.path.realpath(above), "sources")
@@ -43,7 +43,7 @@ def sources_folder() -> Path:
             raise PermissionError(f"{folder} cannot be written to")
         except OSError as exc:
             refused.append(str(exc))
-    raise FilesError(f"there is no folder for the source of a job: {refused[0]}: set XDG_CACHE_HOME to one of your own")
+    raise FilesError(f"no usable folder for job sources: {refused[0]}: set XDG_CACHE_HOME to a folder of your own")
 
 
 def _possible_folders() -> Iterator[str]:
@@ -54,19 +54,19 @@ def _possible_folders() -> Iterator[str]:
 
 
 class Blobs:
-    """The files in the folder ``root``, which is made."""
+    """Files in the folder ``root``, which is created when needed."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
 
     def path(self, sha256: str) -> Path:
-        """Where it is, or would be. Raises: Untrue for what is no digest."""
+        """Return the path of a file, whether it exists or not. Raises: Untrue for an invalid digest."""
         if not _DIGEST.fullmatch(sha256):
-            raise Untrue("what came is no SHA-256")
+            raise Untrue("the digest is not a SHA-256")
         return self._root / sha256[:2] / sha256
 
     def has(self, sha256: str, size: int) -> bool:
-        """Whether it is here in its length; then it is kept for another month."""
+        """Check that the file exists with this size; if so, it is kept for another month."""
         path = self.path(sha256)
         try:
             is_here = path.lstat().st_size == size
@@ -77,14 +77,14 @@ class Blobs:
         return is_here
 
     def add(self, sha256: str, size: int, pieces: Iterable[bytes]) -> None:
-        """Keep a file. Raises: Untrue where it is not what it was said to be; FilesError where there is no room."""
+        """Store a file. Raises: Untrue when size or digest do not match; FilesError when the disk is full or fails."""
         path, digest, length = self.path(sha256), hashlib.sha256(), 0
         part = path.parent / f"{PART}{secrets.token_hex(8)}"
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             free = shutil.disk_usage(path.parent).free
             if size > free:
-                raise FilesError(f"{self._root} has {free} bytes free, and {size} come: make room on that disk")
+                raise FilesError(f"{self._root} has {free} bytes free but {size} are needed: free disk space")
             with open(part, "xb") as file:
                 for data in pieces:
                     digest.update(data)
@@ -94,7 +94,7 @@ class Blobs:
                     file.write(data)
             if length != size or digest.hexdigest() != sha256:
                 raise Untrue(
-                    f"a file of {size} bytes came as another than it was said to be: was it changed meanwhile?"
+                    f"a file of {size} bytes does not match its announced size or digest: was it changed meanwhile?"
                 )
             os.replace(part, path)
         except OSError as exc:
@@ -104,9 +104,9 @@ class Blobs:
                 part.unlink()
 
     def read(self, sha256: str, size: int) -> Iterator[bytes]:
-        """The bytes of a file, as they came. Raises: FilesError where it is gone, or is not what came any more."""
+        """Yield the bytes of a file. Raises: FilesError when it is missing, or does not match its digest any more."""
         path, digest, length = self.path(sha256), hashlib.sha256(), 0
-        again = "submit the job again, its files are sent anew then"
+        again = "submit the job again, which sends it again"
         try:
             with open(path, "rb") as file:
                 while data := file.read(_CHUNK_BYTES):
@@ -118,20 +118,20 @@ class Blobs:
         if length != size or digest.hexdigest() != sha256:
             with contextlib.suppress(OSError):
                 path.unlink()
-            raise FilesError(f"{path} was changed since it came: {again}")
+            raise FilesError(f"{path} has changed since it was received: {again}")
 
 
 def touch(path: Path) -> None:
-    """It is used now; a day counts, not the second."""
+    """Mark a file as used now, to the precision of a day."""
     with contextlib.suppress(OSError):
         if time.time() - path.lstat().st_mtime > _GAP_S:
             os.utime(path)
 
 
 def remove_unused(root: Path, *, tick: Callable[[], object] = lambda: None) -> int:
-    """Remove what nobody has used for a month, and what was never whole; once a day is enough. Returns how much it was.
+    """Remove files unused for a month, and incomplete files, at most once a day; return their number.
 
-    ``root`` is `sources_folder`. Whatever is used is touched first, so that nobody's goes from under their hands.
+    ``root`` is `sources_folder`. Every user of a file touches it first, so no file in use is removed.
     """
     mark, removed = root / ".cleaned", 0
     with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
-"""git, run so that a repository decides nothing: no hooks, no filters, no questions, no configuration but ours.
+"""Runs git safely on untrusted repositories: no hooks, no filters, no prompts, only our configuration.
 
-A token is in the environment of git alone; a helper that is part of its configuration hands it to the one host that it
+A token is only in the environment of git; a credential helper in its configuration passes it to the one host that it
 is for.
 """
 
@@ -30,7 +30,7 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy", "HTTP_PROXY", 
 _CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR", "GIT_SSL_CAINFO")
 _KEPT = ("PATH", "HOME", "USER", "LOGNAME", "TMPDIR", "TEMP", "SYSTEMROOT", "SSH_AUTH_SOCK", *_PROXIES, *_CERTIFICATES)
 _OURS = {
-    "LC_ALL": "C",  # its words are read
+    "LC_ALL": "C",  # its messages are parsed
     "GIT_CONFIG_NOSYSTEM": "1",
     "GIT_CONFIG_GLOBAL": os.devnull,
     "GIT_ATTR_NOSYSTEM": "1",
@@ -50,8 +50,8 @@ _SETTINGS = (
     "credential.helper=",
     "gc.auto=0",
     "maintenance.auto=false",
-    "fetch.unpackLimit=1",  # a pack is indexed without its large files in memory; that of few objects would be unpacked
-    "pack.threads=4",  # what each reserves counts for the limit
+    "fetch.unpackLimit=1",  # index even small packs: unpacking needs large files in memory
+    "pack.threads=4",  # the memory that each thread reserves counts towards the limit
     "core.packedGitWindowSize=32m",
     "core.packedGitLimit=256m",
     "submodule.recurse=false",
@@ -90,7 +90,7 @@ _NOT_REACHED = re.compile(
 
 @dataclass(frozen=True)
 class GitLimits:
-    """What a repository may take."""
+    """Limits for a repository."""
 
     fetch_s: float = 1800.0
     local_s: float = 300.0
@@ -98,21 +98,21 @@ class GitLimits:
     fetched_bytes: int = 8 << 30
     laid_out_bytes: int = 32 << 30
     files: int = 200_000
-    memory_bytes: int = 3 << 30  # of each process: git makes no delta of what is larger than 512 MB, and wants it twice
+    memory_bytes: int = 3 << 30  # of each process: git makes no deltas of files over 512 MB, and holds a file twice
     submodules: int = 64
-    depth: int = 4  # of submodules in one another
+    depth: int = 4  # of nested submodules
 
 
 @dataclass(frozen=True)
 class GitAccess:
-    """What lets git in: a token, which no repr shows, or the path of a private key where git runs."""
+    """Credentials for git: a token, hidden from repr, or the path of a private key on the machine that runs git."""
 
     token: str = field(default="", repr=False)
     ssh_key: str = ""
 
 
 class GitFailed(FilesError):
-    """git has ended with an error; ``said`` is its own words."""
+    """Failure of git; ``said`` is its error output."""
 
     def __init__(self, said: str) -> None:
         super().__init__(said)
@@ -120,11 +120,12 @@ class GitFailed(FilesError):
 
     @property
     def is_unknown_ref(self) -> bool:
+        """Whether the ref does not exist in the repository."""
         return _NOT_THERE.search(self.said) is not None
 
 
 class GitUnreached(FilesError):
-    """From here nothing can be fetched from that host, whoever asks; from another machine it may be."""
+    """Failure to reach the host from this machine, with any credentials; a different machine may reach it."""
 
 
 def run_git(
@@ -139,10 +140,10 @@ def run_git(
     env: dict[str, str] | None = None,
     tick: Callable[[], object] = lambda: None,
 ) -> bytes:
-    """Run git, and return what it prints. ``tick`` is called meanwhile, and may raise; no process is left then.
+    """Run git and return its output. ``tick`` is called meanwhile; if it raises, git is killed.
 
-    ``url`` is the only place that it may speak with; none without. Raises: GitFailed; GitUnreached where it is not
-    installed, or nobody answers there; FilesError when it takes too long, or prints too much.
+    ``url`` is the only place that git may connect to; without it, none. Raises: GitFailed; GitUnreached when git is not
+    installed or the host does not answer; FilesError when git takes too long or prints too much.
     """
     access = access or GitAccess()
     if url and url.scheme in ("http", "https") and not any(map(os.environ.get, _PROXIES)):
@@ -161,7 +162,7 @@ def run_git(
             tick()
             out.check(args[0])
             if time.monotonic() > deadline:
-                raise FilesError(f"git {args[0]} did not end within {limit_s:.0f} s")
+                raise FilesError(f"git {args[0]} did not finish within {limit_s:.0f} s")
         out.join()
         err.join()
         out.check(args[0])
@@ -172,7 +173,7 @@ def run_git(
 
 
 def _knock(url: GitUrl) -> None:
-    """Look whether anybody answers; ssh has a limit of its own. Raises: GitUnreached."""
+    """Check that the host accepts connections; ssh has its own timeout. Raises: GitUnreached."""
     try:
         socket.create_connection((url.host.strip("[]"), url.port or 0), timeout=_CONNECT_LIMIT_S).close()
     except OSError as exc:
@@ -180,7 +181,7 @@ def _knock(url: GitUrl) -> None:
 
 
 def _start(args: Sequence[str], memory_bytes: int, *, cwd: str, env: dict[str, str]) -> subprocess.Popen[bytes]:
-    """A few bytes of a repository can be an object of many GB. Raises: GitUnreached where git is not installed."""
+    """Start git with limited memory, as a few bytes can unpack to many GB. Raises: GitUnreached without git."""
     if not shutil.which("git", path=env.get("PATH")):
         raise GitUnreached("git is not installed")
     bounded = ["/bin/sh", "-c", _BOUNDED, "sh", str(memory_bytes >> 10)] if os.name == "posix" else ["git"]
@@ -199,7 +200,7 @@ def _environment(url: GitUrl | None, access: GitAccess) -> dict[str, str]:
     env = {name: os.environ[name] for name in _KEPT if name in os.environ} | _OURS
     key = f" -o IdentitiesOnly=yes -i {shlex.quote(os.path.expanduser(access.ssh_key))}" if access.ssh_key else ""
     env["GIT_SSH_COMMAND"] = _SSH + key
-    env["GIT_ALLOW_PROTOCOL"] = url.scheme if url else "none"  # which is none
+    env["GIT_ALLOW_PROTOCOL"] = url.scheme if url else "none"  # no such protocol exists
     if access.token:
         env[_TOKEN] = access.token
     return env
@@ -213,7 +214,7 @@ def _credentials(url: GitUrl | None, access: GitAccess) -> list[str]:
 
 @contextlib.contextmanager
 def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Nothing that git has started is left after the block. It is asked first: then it removes its locks."""
+    """Stop git and its children after the block: first by SIGTERM, at which git removes its locks, then by SIGKILL."""
     try:
         yield
     finally:
@@ -222,14 +223,14 @@ def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
             deadline = time.monotonic() + _END_LIMIT_S
             while hasattr(os, "waitid") and time.monotonic() < deadline:
                 if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                    break  # not waited for yet: its group's number is nobody else's
+                    break  # not reaped yet: no other process can have its group id
                 time.sleep(0.01)
             _signal(process, getattr(signal, "SIGKILL", signal.SIGTERM))
             process.wait(_END_LIMIT_S)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To all of its group."""
+    """Send a signal to the whole process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, number)
@@ -238,7 +239,7 @@ def _signal(process: subprocess.Popen[bytes], number: int) -> None:
 
 
 class _Reader:
-    """Reads a pipe to its end, and keeps no more than ``most`` bytes: the first, or the last, of them."""
+    """A thread that reads a pipe to its end, and keeps at most ``most`` bytes, the first or the last ones."""
 
     def __init__(self, pipe: IO[bytes] | None, most: int, *, is_tail: bool = False) -> None:
         self.data = bytearray()
@@ -248,12 +249,13 @@ class _Reader:
         self._thread.start()
 
     def join(self) -> None:
+        """Wait for the end of the pipe."""
         self._thread.join(_END_LIMIT_S)
 
     def check(self, command: str) -> None:
-        """Raises: FilesError where more has come than is kept."""
+        """Raise FilesError when there was more output than is kept."""
         if self._is_too_much:
-            raise FilesError(f"git {command} prints more than {self._most} bytes: the repository is too large")
+            raise FilesError(f"git {command} printed more than {self._most} bytes: the repository is too large")
 
     def _read(self) -> None:
         assert self._pipe is not None
@@ -269,16 +271,16 @@ class _Reader:
 
 
 def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> FilesError:
-    """In words for the user: what of the repository is wrong, and what to do."""
+    """Translate a failure of git into an error that says what is wrong with the repository, and what to do."""
     where = f"git {clean(url.text)}"
     if match := _NO_MEMORY.search(exc.said):
-        return FilesError(f"{where}: git has not the memory for what is in it: {_last_line(exc.said, match[0])}")
+        return FilesError(f"{where}: git ran out of memory: {_last_line(exc.said, match[0])}")
     if exc.is_unknown_ref and not ref:
-        return FilesError(f"{where}: names no branch that has a commit: push one, or name another as ref")
+        return FilesError(f"{where}: its default branch has no commit: push one, or set ref to a different branch")
     if exc.is_unknown_ref:
-        todo = "leave out origin/" if ref.startswith("origin/") else "look at its name"
+        todo = "leave out origin/" if ref.startswith("origin/") else "check its name"
         return FilesError(
-            f"{where}: there is no branch, tag or commit {clean(ref)!r}: {todo}, and see whether it was pushed"
+            f"{where}: there is no branch, tag or commit {clean(ref)!r}: {todo}, and check that it was pushed"
         )
     if match := _NOT_REACHED.search(exc.said):
         return GitUnreached(f"{where} cannot be reached: {_last_line(exc.said, match[0])}")
@@ -288,23 +290,21 @@ def explain(exc: GitFailed, url: GitUrl, *, ref: str, access: GitAccess) -> File
         )
     if _NOT_LET_IN.search(exc.said):
         if access.token:
-            return FilesError(
-                f"{where} does not accept the token, or is not there: look whether it may read the repository"
-            )
+            return FilesError(f"{where} does not accept the token, or does not exist: check that the token may read it")
         if url.scheme == "file":
-            return FilesError(f"{where} is no repository that can be read here: look at the path, and at whose it is")
+            return FilesError(f"{where} is not a repository that can be read here: check its path and owner")
         if url.scheme == "ssh":
             return FilesError(
-                f"{where} lets nobody in with the keys here: name one (ssh_key), or use https and a token"
+                f"{where} accepts no SSH key of this machine: name one (ssh_key), or use https and a token"
             )
         return FilesError(
-            f"{where} is private, or is not there: name the environment variable that has a token for it (token)"
+            f"{where} is private, or does not exist: name the environment variable that holds a token for it (token)"
         )
     return FilesError(f"{where}: {_last_line(exc.said)}")
 
 
 def _last_line(said: str, words: str = "") -> str:
-    """The line that says why, with ``words`` in it."""
+    """Return the line of git's errors that gives the reason and contains ``words``."""
     lines = [line.strip() for line in said.splitlines() if line.strip() and words in line]
     fatal = [line for line in lines if line.startswith(("fatal:", "error:"))]
-    return clean((fatal or lines or ["git said nothing"])[0][:300])
+    return clean((fatal or lines or ["git printed no error"])[0][:300])

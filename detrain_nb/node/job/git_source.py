@@ -1,4 +1,4 @@
-"""A commit of a git repository, fetched into a mirror in our cache, and laid out as files, with its submodules."""
+"""A commit of a git repository with its submodules: fetched into a mirror in our cache, and checked out as files."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _MAYBE_COMMIT = re.compile(r"[0-9a-f]{4,64}")
 _MIRROR = re.compile(r"[0-9a-f]{32}")
 _ALL_REFS = ("+refs/heads/*:refs/detrain/heads/*", "+refs/tags/*:refs/detrain/tags/*")
-_AS_THEY_ARE = "* -text -eol -ident -filter -working-tree-encoding\n"  # what a repository says of it counts for less
-_WHOLE = "--depth=2147483647"  # git's word for all of it, whether the mirror is shallow or not
+_AS_THEY_ARE = "* -text -eol -ident -filter -working-tree-encoding\n"  # overrides .gitattributes
+_WHOLE = "--depth=2147483647"  # git's notation for the full history, also if the mirror is shallow
 _LOCK_LIMIT_S = 600.0
-_POINTER = b"version https://git-lfs.github.com/spec/"  # begins a file that stands for one in git LFS
-_POINTER_BYTES = 1024  # it is shorter, as its specification says
-MOST_POINTERS = 4  # three are named
+_POINTER = b"version https://git-lfs.github.com/spec/"  # the beginning of a pointer file of git LFS
+_POINTER_BYTES = 1024  # a pointer is shorter, by its specification
+MOST_POINTERS = 4  # users see three names
 _KEY = re.compile(r"submodule\.(.*)\.(path|url)", re.DOTALL)
 
 
 @dataclass(frozen=True)
 class GitPart:
-    """A commit, and where it is laid out: the ``folder`` of it (empty: all) at ``place`` (empty: the top)."""
+    """A commit, and where it is checked out: its ``folder`` (empty: all of it) at ``place`` (empty: the top)."""
 
     mirror: str
     commit: str
@@ -46,12 +46,12 @@ class GitPart:
 
     @classmethod
     def read(cls, said: object) -> GitPart:
-        """Check what was noted. Raises: FilesError."""
+        """Read and check a stored part. Raises: FilesError."""
         if not isinstance(said, list) or len(said) != 4 or not all(isinstance(each, str) for each in said):
-            raise FilesError("the note of a source is none")
+            raise FilesError("the record of the source is invalid")
         mirror, commit, folder, place = said
         if not _MIRROR.fullmatch(mirror) or not _COMMIT.fullmatch(commit):
-            raise FilesError("the note of a source is none")
+            raise FilesError("the record of the source is invalid")
         for name in (folder, place):
             if name:
                 check_name(name)
@@ -70,7 +70,7 @@ def fetch_parts(
 ) -> list[GitPart]:
     """Fetch ``ref`` of a repository, and the submodules in ``folder``, into mirrors below ``cache``.
 
-    The first part is the repository's. Raises: FilesError with what is wrong, and what to do.
+    The first part is that of the repository itself. Raises: FilesError.
     """
     access = access or GitAccess()
     try:
@@ -78,9 +78,9 @@ def fetch_parts(
     except SpecError as exc:
         raise FilesError(str(exc)) from exc
     if access.token and not place.hides_token:
-        raise FilesError(f"git {clean(url)}: a token is sent over https only, anybody on the way could read it")
+        raise FilesError(f"git {clean(url)}: a token is only sent over https, else others on the network could read it")
     if any(not char.isprintable() or char.isspace() for char in access.token):
-        raise FilesError(f"git {clean(url)}: the token has a space or a line's end in it: look at the variable")
+        raise FilesError(f"git {clean(url)}: the token contains a space or control character: check its variable")
     if folder:
         check_name(folder)
     fetcher = _Fetcher(cache, access, limits or GitLimits(), tick)
@@ -90,7 +90,7 @@ def fetch_parts(
 
 
 class _Fetcher:
-    """Fetches a repository and its submodules, all within the same limits."""
+    """Fetches of a repository and its submodules, within common limits."""
 
     def __init__(self, cache: Path, access: GitAccess, limits: GitLimits, tick: Callable[[], object]) -> None:
         self.parts: list[GitPart] = []
@@ -98,7 +98,7 @@ class _Fetcher:
         self._num_files = self._num_bytes = self._fetched_bytes = 0
 
     def fetch(self, url: GitUrl, ref: str, access: GitAccess, *, may_redirect: bool = False) -> str:
-        """Have a branch, tag or commit in the mirror; returns the commit."""
+        """Fetch a branch, tag or commit into the mirror unless it is there; return the commit."""
         mirror = self._mirror(url)
         with _locked(mirror, self._tick):
             if not (mirror / "HEAD").is_file():
@@ -122,7 +122,7 @@ class _Fetcher:
         except GitFailed as exc:
             if not exc.is_unknown_ref or not _MAYBE_COMMIT.fullmatch(ref):
                 raise
-            # a commit that a host gives to nobody by its number, or a part of its number
+            # an abbreviated hash, or a commit that the host does not serve by its hash
             self._fetch_refs(url, mirror, *_ALL_REFS, access=access, depth=_WHOLE, may_redirect=may_redirect)
             self._git(mirror, "pack-refs", "--all", "--prune")  # into one file
             if known := self._find(mirror, ref):
@@ -130,8 +130,8 @@ class _Fetcher:
             raise
         commit = self._find(mirror, fresh)
         if not commit:
-            raise FilesError(f"git {clean(url.text)}: {clean(ref)!r} is no commit")
-        # kept by its own name: git asks the host only for what is new since
+            raise FilesError(f"git {clean(url.text)}: {clean(ref)!r} is not a commit")
+        # with a ref of its own: the next fetch transfers only newer objects
         self._git(mirror, "update-ref", f"refs/detrain/commits/{commit}", commit)
         self._git(mirror, "update-ref", "-d", fresh)
         return commit
@@ -143,7 +143,7 @@ class _Fetcher:
             self._tick()
             if self._fetched_bytes + _size_of(mirror) - before > self._limits.fetched_bytes:
                 raise FilesError(
-                    f"git {clean(url.text)} sends more than {self._limits.fetched_bytes} bytes, with its submodules: "
+                    f"git {clean(url.text)} sends more than {self._limits.fetched_bytes} bytes, including submodules: "
                     "it is too large"
                 )
 
@@ -158,11 +158,11 @@ class _Fetcher:
             may_redirect=may_redirect,
             tick=look,
         )
-        look()  # it may have been quick
+        look()  # a quick fetch may have ended without a check
         self._fetched_bytes += _size_of(mirror) - before
 
     def gather(self, url: GitUrl, commit: str, folder: str, place: str, *, depth: int) -> None:
-        """Note what is laid out where, and fetch the submodules in it."""
+        """Add the part of a commit and its place, and fetch the submodules in it, recursively."""
         mirror = self._mirror(url)
         tree = f"{commit}:{folder}"
         try:
@@ -173,14 +173,14 @@ class _Fetcher:
         modules = self._count(listed)
         if len(self.parts) + len(modules) > self._limits.submodules or (modules and depth >= self._limits.depth):
             raise FilesError(
-                f"git {clean(url.text)} has more than {self._limits.submodules} submodules, or more than "
-                f"{self._limits.depth} in one another"
+                f"git {clean(url.text)} has more than {self._limits.submodules} submodules, or nests them more than "
+                f"{self._limits.depth} deep"
             )
         urls = self._read_urls(mirror, commit) if modules else {}
         for name, inner_commit in modules.items():
             path = f"{folder}/{name}" if folder else name
             if path not in urls:
-                continue  # git leaves such a folder empty, too
+                continue  # as git does, leave the folder of a submodule without URL empty
             try:
                 inner = resolve_submodule(url, urls[path])
             except SpecError as exc:
@@ -189,18 +189,18 @@ class _Fetcher:
             self.gather(inner, inner_commit, "", f"{place}/{name}" if place else name, depth=depth + 1)
 
     def _fetch_submodule(self, url: GitUrl, inner: GitUrl, commit: str) -> None:
-        """Without the token where it is of another owner: a repository may name one that only the user can read."""
+        """Fetch a submodule, without the token if its owner differs: it could be a private repository of the user."""
         if inner.owner == url.owner or not self._access.token:
             self.fetch(inner, commit, self._access)
             return
         try:
             self.fetch(inner, commit, GitAccess())
         except FilesError as exc:
-            said = f"the token goes to submodules of {clean(url.owner)!r} alone, as its repository is: {exc}"
+            said = f"the token is only used for submodules of {clean(url.owner)!r}, the owner of the repository: {exc}"
             raise FilesError(said) from exc
 
     def _count(self, listed: bytes) -> dict[str, str]:
-        """Add up what would be laid out; returns the commits of submodules by their place. Raises: FilesError."""
+        """Add up the files to check out; return the commits of submodules by their path. Raises: FilesError."""
         modules = {}
         for line in listed.split(b"\0")[:-1]:
             about, _, raw_name = line.partition(b"\t")
@@ -212,13 +212,13 @@ class _Fetcher:
             self._num_bytes += int(size) if mode != "040000" else 0
         if self._num_files > self._limits.files or self._num_bytes > self._limits.laid_out_bytes:
             raise FilesError(
-                f"the repository has {self._num_files} files and folders of {self._num_bytes} bytes, more than "
-                f"{self._limits.files} or {self._limits.laid_out_bytes}: name a folder of it"
+                f"the repository has {self._num_files} files and folders of {self._num_bytes} bytes; the limits are "
+                f"{self._limits.files} and {self._limits.laid_out_bytes}: choose a folder of it (folder)"
             )
         return modules
 
     def _read_urls(self, mirror: Path, commit: str) -> dict[str, str]:
-        """What .gitmodules says: the URL by the path."""
+        """Return the URLs of .gitmodules by path."""
         with contextlib.suppress(GitFailed):
             pattern = r"^submodule\..*\.(path|url)$"
             listed = self._git(mirror, "config", "-z", "--blob", f"{commit}:.gitmodules", "--get-regexp", pattern)
@@ -231,7 +231,7 @@ class _Fetcher:
         return {}
 
     def _find(self, mirror: Path, name: str) -> str:
-        """The commit of that name, if it is there."""
+        """Return the commit of a ref or hash; empty if the mirror does not have it."""
         with contextlib.suppress(GitFailed):
             said = self._git(mirror, "rev-parse", "--quiet", "--verify", f"{name}^{{commit}}")
             return said.decode("ascii").split()[-1]
@@ -241,7 +241,7 @@ class _Fetcher:
         return run_git(args, cwd=str(folder), limits=self._limits, tick=self._tick)
 
     def _mirror(self, url: GitUrl) -> Path:
-        """By all of its address: what one user may read is not another's."""
+        """Return the mirror of a full URL: URLs with different users have different mirrors."""
         folder = self._cache / "git"
         folder.mkdir(mode=0o700, exist_ok=True)
         return folder / hashlib.sha256(url.text.encode()).hexdigest()[:32]
@@ -254,7 +254,7 @@ def lay_out_part(
     *,
     tick: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the files of a commit into ``target``, as they are in it; no hook and no filter runs.
+    """Write the files of a commit, unconverted, into ``target``; no hook and no filter runs.
 
     Raises: FilesError.
     """
@@ -266,7 +266,7 @@ def lay_out_part(
         for args in (["read-tree", f"{part.commit}:{part.folder}"], ["checkout-index", "--all", "--force", "--quiet"]):
             run_git(args, cwd=str(place), limits=GitLimits(), env=env, tick=tick)
     except GitFailed as exc:
-        raise FilesError(f"commit {part.commit[:12]} cannot be laid out: {clean(exc.said.strip()[-300:])}") from exc
+        raise FilesError(f"commit {part.commit[:12]} cannot be checked out: {clean(exc.said.strip()[-300:])}") from exc
     except OSError as exc:
         raise FilesError(f"{place} cannot be written: {exc.strerror or exc}") from exc
     finally:
@@ -277,13 +277,13 @@ def lay_out_part(
 def find_pointers(
     cache: Path, parts: Sequence[GitPart], target: Path, *, tick: Callable[[], object] = lambda: None
 ) -> list[str]:
-    """Some files in ``target`` that git LFS has the contents of: what came with ``parts`` only says where they are."""
+    """Find up to `MOST_POINTERS` files in ``target`` that are pointers of git LFS, without their contents."""
     found: list[str] = []
     for part in parts:
         has_lfs = ["grep", "--quiet", "-e", "filter=lfs", part.commit, "--", ":(glob)**/.gitattributes"]
         try:
             run_git(has_lfs, cwd=str(cache / "git" / part.mirror), limits=GitLimits(), tick=tick)
-        except GitFailed:  # it has none
+        except GitFailed:  # no file of the commit uses LFS
             continue
         for above, _, names in os.walk(target / part.place):
             tick()
@@ -303,7 +303,7 @@ def _is_pointer(path: Path) -> bool:
 
 
 def _make_place(target: Path, name: str) -> None:
-    """Make the folder of a part, through no link: a repository can have one above its submodule. Raises: FilesError."""
+    """Create the folder of a part; follow no link, as a repository can have one there. Raises: FilesError."""
     target.mkdir(parents=True, exist_ok=True)
     folder = target
     for each in name.split("/") if name else ():
@@ -311,11 +311,11 @@ def _make_place(target: Path, name: str) -> None:
         with contextlib.suppress(FileExistsError):
             folder.mkdir()
         if not stat.S_ISDIR(folder.lstat().st_mode):
-            raise FilesError(f"a submodule is at {clean(name)!r}, and {clean(each)!r} is no folder in its repository")
+            raise FilesError(f"submodule {clean(name)!r}: {clean(each)!r} is not a folder in its repository")
 
 
 def _remove_leftovers(mirror: Path) -> None:
-    """Of a git that was killed: nobody else works in the mirror now, but those who lay out what is there."""
+    """Remove files of a killed git; under the lock, others only check files out, with indexes of their own."""
     for pattern in ("*.lock", "refs/detrain/**/*.lock", "objects/pack/tmp_*"):
         for path in mirror.glob(pattern):
             if not path.name.startswith("index-"):
@@ -323,7 +323,7 @@ def _remove_leftovers(mirror: Path) -> None:
 
 
 def _size_of(mirror: Path) -> int:
-    """What it takes on the disk, with what is coming."""
+    """Return the disk space of a mirror, including a running fetch."""
     total = 0
     for folder, _, files in os.walk(mirror):
         for name in files:
@@ -335,12 +335,12 @@ def _size_of(mirror: Path) -> int:
 
 @contextlib.contextmanager
 def _locked(mirror: Path, tick: Callable[[], object]) -> Iterator[None]:
-    """One fetch into a mirror at a time."""
+    """Allow one fetch into a mirror at a time. Raises: FilesError after 10 minutes."""
     deadline = time.monotonic() + _LOCK_LIMIT_S
     path = mirror.with_name(f"{mirror.name}.lock")
     while (lock := take_lock(path, is_new=True)) is None:
         if time.monotonic() > deadline:
-            raise FilesError(f"{path} is held by another job that fetches the same repository")
+            raise FilesError(f"{path} is held by a fetch of the same repository for more than {_LOCK_LIMIT_S:.0f} s")
         tick()
         time.sleep(0.05)
     try:

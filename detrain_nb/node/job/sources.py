@@ -1,7 +1,7 @@
-"""What a job is made of, as it comes to a node: files by digest, or a commit of a git repository.
+"""Sources of jobs on a node: files by digest, or a commit of a git repository.
 
-An order "source" brings it into our cache; `lay_out` writes it where the job runs. Its id is the digest of the list of
-all its files, or of its commits: the same source has the same one on every node.
+An order "source" transfers one into our cache; `lay_out` writes it to the job's folder. Its id is the digest of the
+list of its files, or of its commits, so equal sources have equal ids on all nodes.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ def handle_source(
 ) -> None:
     """Serve the order "source"; the answer is "ready" with the id. Raises: FilesError, Failed, Untrue.
 
-    It is "unreached", with the reason in words, where nothing of a repository's host is reached from here.
+    If a repository's host cannot be reached from here, the answer is "unreached" with the reason.
     """
     kind = order.get("of")
     if kind not in ("files", "git"):
-        raise Untrue(f"{clean(kind)[:40]!r} is no kind of source: files or git")
+        raise Untrue(f"{clean(kind)[:40]!r} is not a kind of source: give files or git")
     text = _read_list(talk, order) if kind == "files" else b""
     cache = cache or sources_folder()
     if kind == "files":
@@ -54,9 +54,9 @@ def handle_source(
 
 
 def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Path | None = None) -> list[str]:
-    """Write all files of a source into the folder ``target``, which is made. ``talk`` is told that it goes on.
+    """Write all files of a source into the folder ``target``, which is created; ``talk`` gets signs of progress.
 
-    Returns some that git LFS has the contents of. Raises: FilesError.
+    Returns some of the files that are pointers of git LFS, without their contents. Raises: FilesError.
     """
     tick = talk.tick if talk else _no_tick
     cache = cache or sources_folder()
@@ -75,7 +75,7 @@ def lay_out(source: object, target: Path, talk: Talk | None = None, *, cache: Pa
 
 
 def _no_tick() -> None:
-    """Nobody waits."""
+    """Do nothing: nobody waits for progress."""
 
 
 # ---- files by their digest
@@ -91,7 +91,7 @@ def _read_list(talk: Talk, order: dict[str, Any]) -> bytes:
 def _take_files(talk: Talk, order: dict[str, Any], text: bytes, cache: Path) -> None:
     files = _check_list(_parse(text))
     blobs = Blobs(cache / "blobs")
-    wanted: dict[str, int] = {}  # the first place of each file that is not here
+    wanted: dict[str, int] = {}  # the first index of each file that is missing here
     seen: set[str] = set()
     for index, (_, length, sha256, _) in enumerate(files):
         talk.tick()
@@ -100,7 +100,7 @@ def _take_files(talk: Talk, order: dict[str, Any], text: bytes, cache: Path) -> 
         seen.add(sha256)
     where = order.get("storage")
     missing = [files[index] for index in wanted.values()]
-    if where:  # it says first whether it can be read from here at all
+    if where:  # first check that the store can be read from here
         reader = read_stored(_text(where), _read_variables(order), tick=talk.tick)
         with reader:
             talk.say("need", indices=list(wanted.values()))
@@ -115,24 +115,24 @@ def _take_files(talk: Talk, order: dict[str, Any], text: bytes, cache: Path) -> 
         except FilesError as exc:
             if isinstance(exc, Failed):
                 raise
-            # what is still on its way are bytes of files: nothing in them may be taken for an order
+            # the remaining bytes on the connection are files and must not be read as orders
             raise Untrue(str(exc)) from exc
     talk.say("ready", source=_write_note(cache, text))
     talk.flush()
 
 
 def _check_list(noted: dict[str, Any]) -> _Listed:
-    """Raises: Untrue for what is no list of files, or has two files in one place."""
+    """Check and return a list of files. Raises: Untrue when it is invalid or has two files at one path."""
     files = noted.get("files")
     if noted.get("format") != FORMAT or not isinstance(files, list):
-        raise Untrue("what came is no list of files of this release")
+        raise Untrue("the list of files is not of the format of this release")
     if len(files) > MOST_FILES:
-        raise Untrue(f"{len(files)} files are more than {MOST_FILES}")
+        raise Untrue(f"the source has {len(files)} files; the limit is {MOST_FILES}")
     checked: _Listed = []
     folders: set[str] = set()
     for entry in files:
         if not isinstance(entry, list) or len(entry) != 4 or not isinstance(entry[2], str):
-            raise Untrue("what came is no list of files")
+            raise Untrue("the list of files is invalid")
         name = check_name(entry[0])
         checked.append((name, as_size(entry[1]), entry[2], entry[3] is True))
         if not _ID.fullmatch(entry[2]):
@@ -141,7 +141,7 @@ def _check_list(noted: dict[str, Any]) -> _Listed:
             folders.add(name)
     names = {name for name, *_ in checked}
     if len(names) != len(checked) or names & folders:
-        raise Untrue("two files have the same name, or one that is a folder's")
+        raise Untrue("two files have the same path, or a file has the path of a folder")
     return checked
 
 
@@ -163,7 +163,7 @@ def _take_git(talk: Talk, order: dict[str, Any], cache: Path, limits: GitLimits 
     talk.flush()
 
 
-# ---- what is noted of a source
+# ---- the record of a source
 
 
 def _write_note(cache: Path, text: bytes) -> str:
@@ -183,16 +183,16 @@ def _write_note(cache: Path, text: bytes) -> str:
 
 
 def _read_note(cache: Path, source: object) -> dict[str, Any]:
-    """Raises: FilesError when there is no such source here."""
+    """Read the record of a source. Raises: FilesError when it is missing or damaged; Untrue for an invalid id."""
     if not isinstance(source, str) or not _ID.fullmatch(source):
-        raise Untrue("what came is no id of a source")
+        raise Untrue("the id of the source is not a SHA-256")
     path = cache / "listed" / source
     try:
         text = path.read_bytes()
     except OSError as exc:
-        raise FilesError(f"the source of the job is not here any more: {exc.strerror}: submit the job again") from exc
+        raise FilesError(f"the job's source is no longer on this node: {exc.strerror}: submit the job again") from exc
     if hashlib.sha256(text).hexdigest() != source:
-        raise FilesError(f"{path} was changed since it came: submit the job again")
+        raise FilesError(f"{path} has changed since it was received: submit the job again")
     touch(path)
     return _parse(text)
 
@@ -201,21 +201,21 @@ def _parse(text: bytes) -> dict[str, Any]:
     try:
         noted = json.loads(text)
     except (ValueError, RecursionError) as exc:
-        raise Untrue("what came is no list of files") from exc
+        raise Untrue("the list of files is invalid") from exc
     if not isinstance(noted, dict):
-        raise Untrue("what came is no list of files")
+        raise Untrue("the list of files is invalid")
     return noted
 
 
 def _text(said: object) -> str:
     if not isinstance(said, str) or len(said) > _TEXT_CHARS or "\0" in said:
-        raise Untrue("a text was expected")
+        raise Untrue(f"a text of at most {_TEXT_CHARS} characters was expected")
     return said
 
 
 def _read_variables(order: dict[str, Any]) -> dict[str, str]:
-    """Of the environment of the program that reads a store: what lets it in. Raises: Untrue."""
+    """Return the environment of the program that reads a store, with its credentials. Raises: Untrue."""
     said = order.get("environment") or {}
     if not isinstance(said, dict) or len(said) > _MOST_VARIABLES or not all(map(VARIABLE.fullmatch, said)):
-        raise Untrue("the variables for the store are none")
+        raise Untrue("the variables for the store are invalid")
     return {name: _text(value) for name, value in said.items()}

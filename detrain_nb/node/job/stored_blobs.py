@@ -1,6 +1,6 @@
-"""Files of a job that come through a store, such as ``s3://``: read by a program of its own, since it needs libraries.
+"""Files of a job from a store such as ``s3://``, read by a separate program, as it needs more libraries.
 
-Its environment alone has what lets it in. It says first whether it can open the store at all.
+Only the environment of that program has the credentials. It first reports whether it can open the store.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from .blobs import Blobs
 __all__ = ["main", "read_stored"]
 
 _CHUNK_BYTES = 1 << 20
-_SILENCE_LIMIT_S = 45.0  # the notebook gives up after 60 s in which nothing is said
+_SILENCE_LIMIT_S = 45.0  # the notebook gives up after 60 s without a message
 _END_LIMIT_S = 5.0
 
 
 class _StoreReader:
-    """The program at work, and a socket to it, which no silence holds up; made by `read_stored`."""
+    """The running program, and a socket to it with a timeout; created by `read_stored`."""
 
     def __init__(self, process: subprocess.Popen[bytes], sock: socket.socket, where: str) -> None:
         self._process, self._sock, self._where = process, sock, where
-        self._name = ""  # without what lets in
+        self._name = ""  # of the store, without credentials
         self._reader, self._writer = sock.makefile("rb"), sock.makefile("wb")
         self._talk = Talk(self._reader, self._writer)
 
@@ -43,7 +43,7 @@ class _StoreReader:
         self.close()
 
     def close(self) -> None:
-        """End the program."""
+        """Kill the program."""
         self._process.kill()
         self._process.wait(_END_LIMIT_S)
         for each in (self._reader, self._writer, self._sock):
@@ -51,13 +51,13 @@ class _StoreReader:
                 each.close()
 
     def open(self) -> None:
-        """Raises: FilesError where the store cannot be opened: a library is missing, or its name is none."""
+        """Open the store. Raises: FilesError when that fails: a library is missing, or the URL is invalid."""
         with self._explained():
             self._talk.say("open", where=self._where)
             self._name = str(self._talk.hear("opened").get("name"))
 
     def fetch(self, wanted: Sequence[tuple[str, int]], blobs: Blobs, *, tick: Callable[[], object]) -> None:
-        """Have all files. Raises: FilesError, also for one that is another there."""
+        """Fetch all files into ``blobs``. Raises: FilesError, also for a file that does not match its SHA-256."""
         for sha256, size in wanted:
             with self._explained():
                 self._talk.say("read", name=sha256, size=size)
@@ -66,7 +66,7 @@ class _StoreReader:
                     blobs.add(sha256, size, self._ticking(size, tick))
                 except Untrue as exc:
                     there = f"{clean(self._name)}/{sha256}"
-                    raise FilesError(f"{there} is not what was put there: remove it, and submit the job again") from exc
+                    raise FilesError(f"{there} does not match its SHA-256: remove it and submit the job again") from exc
 
     def _ticking(self, size: int, tick: Callable[[], object]) -> Iterator[bytes]:
         for data in self._talk.read(size):
@@ -75,7 +75,7 @@ class _StoreReader:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """What goes wrong there is no word of the notebook's."""
+        """Turn a failure of the program into a FilesError: it is not a failure of the notebook."""
         try:
             yield
         except Failed as exc:
@@ -83,7 +83,7 @@ class _StoreReader:
 
 
 def read_stored(where: str, environment: Mapping[str, str], *, tick: Callable[[], object]) -> _StoreReader:
-    """Start the program that reads the store ``where``; it is ended by the block that uses it."""
+    """Start the program that reads the store ``where``; the end of a ``with`` block kills it. Raises: FilesError."""
     above = os.path.dirname(PACKAGE)
     kept = os.environ.get("PYTHONPATH")
     ours, theirs = socket.socketpair()
@@ -100,7 +100,7 @@ def read_stored(where: str, environment: Mapping[str, str], *, tick: Callable[[]
         )
     except OSError as exc:
         ours.close()
-        raise FilesError(f"no process can be started to read the store: {exc.strerror}") from exc
+        raise FilesError(f"cannot start a process to read the store: {exc.strerror}") from exc
     finally:
         theirs.close()
     reader = _StoreReader(process, ours, where)
@@ -114,7 +114,7 @@ def read_stored(where: str, environment: Mapping[str, str], *, tick: Callable[[]
 
 
 def main() -> None:
-    """Open one store, and read what is asked for until nothing more is."""
+    """Open one store, and send the requested files until EOF."""
     from ...storage import locate, named_errors
 
     talk, is_sending = Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer), False
@@ -129,7 +129,7 @@ def main() -> None:
             with named_errors(file.name, "read"), file.open() as opened:
                 data = opened.read(min(left, _CHUNK_BYTES))
                 talk.say("file")
-                is_sending = True  # what is said now would be read as a part of the file
+                is_sending = True  # a message now would be read as part of the file
                 while data:
                     talk.send(data)
                     left -= len(data)
