@@ -160,7 +160,7 @@ def test_job_that_fails_gives_its_status(spec: Path, capfd: pytest.CaptureFixtur
     assert main(["jobs", "submit", str(spec), "--follow", "--source.arguments=3", "--name", "fails"]) == 3
     out, err = capfd.readouterr()
     assert err.splitlines()[-3:] == [
-        "  this machine: failed, exit 3, ranks 0-1: rank 0 exited with 3",
+        "  this machine: failed, exit 3, ranks 0-1: rank 0 exited with code 3",
         "the last line of rank 0:",
         "  | rank 0 epochs 1",
     ]

@@ -167,7 +167,7 @@ def test_killed_torchrun_ends_the_other_host_at_once_which_says_whose_it_was(
     kill(testbed, "h1", "torch.distributed.run")
     status = job.wait(100)
     assert (status.state, status.exit_code) == ("ended", 137), status
-    assert status.reports["h0"].reason == "node h1 failed: torchrun was ended by SIGKILL"
+    assert status.reports["h0"].reason == "node h1 failed: torchrun was killed by SIGKILL"
     for each in ("h0", "h1"):
         wait_until_empty(testbed, each, job)
 
@@ -216,7 +216,7 @@ def test_one_of_two_submits_at_once_is_refused_wherever_they_come_from(
     [job] = [each for each in outcomes if isinstance(each, Job)]
     spec = PipelineSpec.from_dict({"name": "twice", "source": {"script_text": WAIT}})
     elsewhere = Record(tmp_path / "record.sqlite")  # of a notebook on another machine, which knows of no such job
-    with pytest.raises(DetrainError, match=rf"h[01]: a job named twice runs already on this node: {job.id}"):
+    with pytest.raises(DetrainError, match=rf"h[01]: a job named twice is already running on this node: {job.id}"):
         submit(spec, nodes=ssh_nodes(testbed), record=elsewhere)
     assert job.status().state == "running"
     assert testbed.output("h0", "ls ~/.local/state/detrain_nb/jobs | grep -c ^twice").strip() == "1"
@@ -227,7 +227,7 @@ def test_first_host_that_is_lost_before_the_nodes_meet_ends_the_other(testbed: T
     job = start_job(ssh_nodes(testbed), WAIT, "early")
     kill(testbed, "h0", "detrain_nb.node.job.runner")
     status = job.wait(60)
-    assert "node h0, which holds the store of the job, is gone" in status.reports["h1"].reason, status
+    assert "node h0, which holds the store of the job, is down" in status.reports["h1"].reason, status
     wait_until_empty(testbed, "h1", job)
 
 
@@ -240,7 +240,7 @@ def test_script_that_exits_3_ends_the_job_with_3_its_rank_and_its_last_lines(
     assert (status.state, status.exit_code, status.exit_status) == ("ended", 3, 3), status
     assert (status.failed_node, status.failed_rank) == ("h1", 1)
     assert status.last_lines == ("before the end", "it cannot go on")
-    assert "node h1 failed: rank 1 exited with 3" in status.reports["h0"].reason
+    assert "node h1 failed: rank 1 exited with code 3" in status.reports["h0"].reason
     with pytest.raises(JobFailed, match=r"rank 1 on h1"):
         status.check()
     with pytest.raises(JobError, match="did not succeed: failed, exit 3"):
@@ -329,7 +329,7 @@ def test_elastic_job_goes_on_without_a_host_that_vanishes_without_a_word(testbed
     finally:
         testbed.heal("h1", "h0")
     said = [line.text for line in alone.logs(torchrun=True, node="h0").lines]
-    assert any("nothing was heard of node h1 for 3 s: the ranks begin anew without it" in line for line in said)
+    assert any("node h1 sent no heartbeat for 3 s: the ranks restart without it" in line for line in said)
 
 
 @pytest.mark.thorough

@@ -62,7 +62,7 @@ def test_clocks_that_are_days_apart_do_not_lengthen_a_job() -> None:
 def test_node_whose_own_rank_failed_says_why() -> None:
     followed = report("ended", 1, reason="node b failed", ended_at=1.0)
     failed = report(
-        "ended", 3, failed_rank=2, last_lines=("ValueError: x",), reason="rank 2 exited with 3", ended_at=2.0
+        "ended", 3, failed_rank=2, last_lines=("ValueError: x",), reason="rank 2 exited with code 3", ended_at=2.0
     )
     found = status(followed, failed)
     assert (found.exit_code, found.failed_node, found.failed_rank) == (3, "b", 2)
@@ -119,5 +119,5 @@ def test_silent_node_is_named() -> None:
 
 
 def test_last_lines_of_no_rank_are_said_to_be_none_of_a_rank() -> None:
-    said = str(status(report("ended", 1, reason="torchrun exited with 1", last_lines=("no torch",))))
+    said = str(status(report("ended", 1, reason="torchrun exited with code 1", last_lines=("no torch",))))
     assert "the last line:\n  | no torch" in said

@@ -413,7 +413,7 @@ def test_job_that_fails_fails_its_cell_and_stores_the_same_again(kernel: Any) ->
     assert _without_id(first.text()).startswith(
         "job fails-ID is running: %job stop fails-ID stops it, an interrupt of this cell does not\n[0] rank 0"
     )
-    failed = r"JobFailed: job \S+ failed, exit 3 after .* \(rank 1 on this machine\): rank 1 exited with 3"
+    failed = r"JobFailed: job \S+ failed, exit 3 after .* \(rank 1 on this machine\): rank 1 exited with code 3"
     assert re.fullmatch(rf"{failed}\n  \| all say this", first.error), "what it printed stands above"
     of_whom_waits = kernel.run("from detrain_nb.jobs import find_job\nfind_job('fails').wait().check()").error
     assert "  | rank 1 ['fail'] epochs None\n  | all say this" in of_whom_waits, "who has seen nothing gets more lines"

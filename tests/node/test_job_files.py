@@ -92,7 +92,7 @@ def test_order_takes_what_the_kernel_takes(value: str) -> None:
     assert JobOrder.from_dict({**make_order("0").to_dict(), "env": {"A": value}}).env == {"A": value}
     subprocess.run(["/bin/true"], env={"A": value}, check=True)
     longer = value + "xx"
-    with pytest.raises(JobRefused, match="the value of A is no text of at most 131069 bytes"):
+    with pytest.raises(JobRefused, match="the value of A is not a text of at most 131069 bytes"):
         JobOrder.from_dict({**make_order("0").to_dict(), "env": {"A": longer}})
     with pytest.raises(OSError, match="too long"):
         subprocess.run(["/bin/true"], env={"A": longer}, check=True)
@@ -147,7 +147,7 @@ def test_order_of_a_later_format_is_refused_with_both_numbers() -> None:
     with pytest.raises(JobRefused, match=f"has format {FORMAT + 1}, .* this one reads up to format {FORMAT}: use that"):
         JobOrder.from_json(later)
     for number in ("0", "-1", "true", "null", '"1"', "1.0"):
-        with pytest.raises(JobRefused, match="is no number of an order's format"):
+        with pytest.raises(JobRefused, match="is not a valid format number of an order"):
             JobOrder.from_json(_FIRST_ORDER.replace('"format": 1', f'"format": {number}'))
 
 
@@ -443,7 +443,7 @@ def test_folder_of_jobs_that_others_can_enter_is_refused(jobs: Path) -> None:
 
 def test_state_home_where_nothing_can_be_written_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/proc/1")
-    with pytest.raises(JobRefused, match=r"/proc/1/detrain_nb: .*: let it be a folder to write in, or set XDG_STATE"):
+    with pytest.raises(JobRefused, match=r"/proc/1/detrain_nb: .*: make it a writable folder, or set XDG_STATE"):
         jobs_folder()
 
 
@@ -462,13 +462,13 @@ def test_jobs_of_this_machine_are_listed_the_newest_first_beside_those_of_others
     assert [folder.parent.name for folder in list_job_folders()] == [ids[1], ids[0], ids[2]]
     remove_job_folder(job_folder(ids[0], 0))
     assert (jobs / ids[0] / "000000000000-1").is_dir(), "another machine's"
-    with pytest.raises(JobRefused, match="no job b-20260102-030405-aaaa with node rank 0 is on this node"):
+    with pytest.raises(JobRefused, match="this node has no job b-20260102-030405-aaaa with node rank 0"):
         find_job_folder(ids[0], 0)
 
 
 @pytest.mark.parametrize("job", ["..", "a/b", "", ".hidden", "a" * 97, 5, None])
 def test_id_that_leads_elsewhere_is_none(jobs: Path, job: Any) -> None:
-    with pytest.raises(JobRefused, match="is no id of a job"):
+    with pytest.raises(JobRefused, match="is not a job id"):
         job_folder(job, 0)
 
 
@@ -524,7 +524,7 @@ def test_job_whose_own_files_a_rank_has_removed_has_none_to_fetch(job: JobOrder)
     shutil.rmtree(folder := jobs_folder() / job.id / f"{machine_id()}-0")
     folder.mkdir()
     for ask in (list_artifacts, send_artifact):
-        with pytest.raises(JobRefused, match=r"is no whole job any more: something has removed its order\.json"):
+        with pytest.raises(JobRefused, match=r"is incomplete: its order\.json was removed"):
             ask(Talk(None, _Notebook()), {"id": job.id, "node_rank": 0, "name": "a.pt"})  # type: ignore[arg-type]
 
 

@@ -68,7 +68,7 @@ def test_another_user_gets_nothing_of_a_rank() -> None:
                 text=True,
                 timeout=_LIMIT_S,
             )
-            assert (rank.returncode, rank.stdout, rank.stderr) == (1, "", "the runner of this job is gone\n")
+            assert (rank.returncode, rank.stdout, rank.stderr) == (1, "", "the runner of this job has exited\n")
             assert other.stdout.read() == b"b''\n"
         finally:
             other.kill()

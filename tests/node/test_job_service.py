@@ -101,7 +101,7 @@ def failed(jobs_folder: Path) -> Ran:
 def test_rank_that_fails_gives_the_job_its_exit_code_and_its_last_lines(failed: Ran) -> None:
     job = failed.followed.job
     assert (job["state"], job["exit_code"], job["failed_rank"]) == ("ended", 3, 1)
-    assert job["reason"] == "rank 1 exited with 3"
+    assert job["reason"] == "rank 1 exited with code 3"
     assert job["last_lines"] == ["rank 1 of 2: a b c", "to stderr"]
     written = json.loads((failed.folder / "exit.json").read_text())
     assert {name: job[name] for name in written} == written
@@ -219,10 +219,10 @@ def test_job_that_runs_is_followed_again_stopped_and_removed(jobs_folder: Path) 
         pids = [followed.job["pid"], *(rank["pid"] for rank in followed.job["ranks"]), _child_of(followed)]
         assert _alive(pids) == pids
         assert _SECRET not in str([psutil.Process(pid).cmdline() for pid in (*pids, *_parents_of(pids))])
-        with pytest.raises(Failed, match=f"job {order.id} runs: stop it first"):
+        with pytest.raises(Failed, match=f"job {order.id} is running: stop it first"):
             talk.say("remove", id=order.id, node_rank=0)
             talk.hear("removed")
-        with pytest.raises(Failed, match=f"a job named runs runs already on this node: {order.id}"):
+        with pytest.raises(Failed, match=f"a job named runs is already running on this node: {order.id}"):
             prepare(talk, make_order("0", name="runs"))
         prepare(talk, make_order("0", name="runs-2"))  # its id begins with the same letters
         talk.say("stop", id=order.id, grace_s=20)
@@ -248,7 +248,7 @@ def test_job_whose_runner_was_killed_is_lost_and_its_rest_is_ended_by_a_stop(job
         child = _child_of(followed)
         os.kill(followed.job["pid"], signal.SIGKILL)
         lost = Followed(order).begin(talk).to_end(talk).job
-        assert lost["state"] == "lost" and "its runner is gone" in lost["reason"]
+        assert lost["state"] == "lost" and "its runner was killed" in lost["reason"]
         assert_soon(lambda: not _alive([rank["pid"]]))
         assert _alive([child]) == [child], "ranks end with the runner; what has left them does not"
         talk.say("stop", id=order.id, grace_s=5)
@@ -266,7 +266,7 @@ def test_setup_that_fails_ends_the_job_with_its_status_and_its_last_words(jobs_f
     with talk_here() as talk:
         launch(talk, order)
         followed = Followed(order).begin(talk).to_end(talk)
-    assert (followed.job["exit_code"], followed.job["reason"]) == (4, "the setup exited with 4")
+    assert (followed.job["exit_code"], followed.job["reason"]) == (4, "the setup exited with code 4")
     left, *words = followed.job["last_lines"]
     assert words == ["no such wheel"] and "rank-0.log" not in followed.data
     assert _alive([int(left)]) == []
@@ -365,7 +365,7 @@ def test_checkpoints_in_the_folder_of_a_job_are_those_of_the_one_that_restarts_i
             assert not list(prepared(url, first).iterdir()), url
         assert not list(prepared("kept", first, workdir=str(tmp_path)).iterdir())
         assert not list(prepared("kept", make_order("0")).iterdir()), "that one was removed"
-        with pytest.raises(Failed, match=r"'\.\./x' is no id of a job"):
+        with pytest.raises(Failed, match=r"'\.\./x' is not a job id"):
             prepare(talk, make_order("0"), before="../x")
 
 
@@ -387,7 +387,7 @@ def test_runner_that_fails_says_so_in_its_last_words(jobs_folder: Path) -> None:
 
 
 def test_secret_that_did_not_come_is_named(jobs_folder: Path) -> None:
-    with talk_here() as talk, pytest.raises(Failed, match="the secrets B did not come"):
+    with talk_here() as talk, pytest.raises(Failed, match="the secrets B were not sent"):
         prepare(talk, make_order("0", secret_names=("A", "B")), secrets={"A": "1"})
 
 
@@ -399,11 +399,11 @@ def _fields(**fields: Any) -> dict[str, Any]:
     ("order", "complaint"),
     [
         (_fields(format=2), "the order has format 2, .* this one reads up to format 1: use that release"),
-        (_fields(id="../x"), "id: '../x' is no id of a job"),
-        (_fields(env={"A=B": "c"}), "env: 'A=B' is no name of a variable"),
+        (_fields(id="../x"), "id: '../x' is not a job id"),
+        (_fields(env={"A=B": "c"}), "env: 'A=B' is not a valid variable name"),
         (_fields(argv=["no.py"]), "'no.py' is not in the source"),
-        (_fields(address="192.0.2.1"), "no socket can be bound on 192.0.2.1"),
-        (5, "the order is no object"),
+        (_fields(address="192.0.2.1"), "cannot listen on 192.0.2.1"),
+        (5, "the order is not an object"),
     ],
 )
 def test_order_that_cannot_be_is_refused_and_the_service_goes_on(
@@ -428,7 +428,10 @@ def test_node_that_fails_ends_the_other_which_says_so(jobs_folder: Path) -> None
     with talk_here() as first, talk_here() as second:
         _launch_two(first, second, orders)
         jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
-        assert [job["reason"] for job in jobs] == ["node b failed: rank 1 exited with 5", "rank 1 exited with 5"]
+        assert [job["reason"] for job in jobs] == [
+            "node b failed: rank 1 exited with code 5",
+            "rank 1 exited with code 5",
+        ]
         assert (jobs[1]["exit_code"], jobs[1]["failed_rank"], jobs[0]["failed_rank"]) == (5, 1, None)
         assert jobs[0]["exit_code"]
         first.say("status", ids=[orders[0].id])
@@ -464,8 +467,8 @@ def test_node_whose_torchrun_is_killed_ends_the_other_which_says_so(jobs_folder:
         torchrun.kill()
         jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in both]
     assert [job["reason"] for job in jobs] == [
-        "node b failed: torchrun was ended by SIGKILL",
-        "torchrun was ended by SIGKILL",
+        "node b failed: torchrun was killed by SIGKILL",
+        "torchrun was killed by SIGKILL",
     ]
     assert (jobs[1]["exit_code"], jobs[1]["failed_rank"]) == (137, None)
 
@@ -477,7 +480,10 @@ def test_node_whose_setup_fails_ends_the_other_which_says_so(jobs_folder: Path) 
     with talk_here() as first, talk_here() as second:
         _launch_two(first, second, orders)
         jobs = [Followed(order).begin(talk).to_end(talk).job for order, talk in zip(orders, (first, second))]
-    assert [job["reason"] for job in jobs] == ["node b failed: the setup exited with 4", "the setup exited with 4"]
+    assert [job["reason"] for job in jobs] == [
+        "node b failed: the setup exited with code 4",
+        "the setup exited with code 4",
+    ]
 
 
 def test_service_that_nobody_waits_for_ends_without_a_word() -> None:
@@ -500,9 +506,9 @@ def test_what_started_a_rank_is_blamed_where_that_was_ended(is_torchrun: bool, j
         (psutil.Process(between.ppid()) if is_torchrun else between).send_signal(signal.SIGSEGV)
         job = Followed(order).begin(talk).to_end(talk).job
     if is_torchrun:
-        assert (job["reason"], job["exit_code"]) == ("torchrun was ended by SIGSEGV", 139)
+        assert (job["reason"], job["exit_code"]) == ("torchrun was killed by SIGSEGV", 139)
     else:
-        said = f"rank 0 was lost with process {between.pid}, which had started it: torchrun.log says how that ended"
+        said = f"rank 0 was lost with process {between.pid}, its parent: see torchrun.log for its exit"
         assert (job["reason"], job["exit_code"]) == (said, 137)
 
 
@@ -618,4 +624,4 @@ def test_rank_that_is_killed_with_all_that_watches_it_is_named(jobs_folder: Path
         launch(talk, order)
         job = Followed(order).begin(talk).to_end(talk).job
     assert (job["exit_code"], job["failed_rank"]) == (137, 0)
-    assert re.fullmatch(r"rank 0 was lost with process \d+, which had started it: torchrun.log says .*", job["reason"])
+    assert re.fullmatch(r"rank 0 was lost with process \d+, its parent: see torchrun.log .*", job["reason"])

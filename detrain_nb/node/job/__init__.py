@@ -1,1 +1,1 @@
-"""A job on its node: its folder of files, the runner that runs it, and the service that the notebook talks to."""
+"""A job on its node: its folder of files, the runner that executes it, and the service for the notebook's requests."""

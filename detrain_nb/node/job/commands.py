@@ -1,4 +1,4 @@
-"""One command of the user, run beside a job or without one; what it prints is sent while it does."""
+"""A single command of the user, with or without a job; its output is sent live."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .folders import find_job_folder, list_parts, read_order, work_folder
 from .launching import first_environment
 from .order import MOST_TEXT_BYTES, JobRefused, check_id, check_number, check_seconds, fits_kernel
 
-TIMED_OUT = 124  # as timeout(1) has it
+TIMED_OUT = 124  # the exit status of timeout(1)
 _PIECE_BYTES = 1 << 16
-_LINGER_S = 0.3  # for what the command has left in the background, and still prints
+_LINGER_S = 0.3  # for output of background processes that the command has left
 _LOOK_S = 1.0
 
 
 def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
-    """Run it in the folder of a job's ranks, else in the home; end it with the notebook, and after ``timeout_s``.
+    """Run a command in the folder of a job's ranks, else in the home; kill it with the notebook or at ``timeout_s``.
 
-    ``fd`` can be read when the notebook says something: that it has gone.
+    ``fd`` becomes readable when the notebook sends a message or disconnects.
     """
     command = said.get("command")
     if not isinstance(command, str) or not command.strip() or not fits_kernel(command):
@@ -53,7 +53,7 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
             while not is_over and not has_ended(process.pid):
                 is_over = time.monotonic() > deadline
                 if select.select([fd], [], [], 0)[0]:
-                    talk.hear("enough")  # raises where the notebook has hung up
+                    talk.hear("enough")  # raises when the notebook has disconnected
                     is_over = True
                 output.send_to(talk, min(_LOOK_S, max(0.0, deadline - time.monotonic())), ended)
                 drain(ended)
@@ -63,7 +63,7 @@ def execute(talk: Talk, said: dict[str, Any], *, fd: int) -> None:
             while output.is_open and time.monotonic() < lingering:
                 output.send_to(talk, max(0.0, lingering - time.monotonic()))
     finally:
-        _end(process)  # before it is taken note of: until then its number is nobody else's
+        _end(process)  # before wait(): until then no other process can have its pid
         forget_children(ended)
     code = process.wait()
     status = TIMED_OUT if is_over else code if code >= 0 else 128 - code
@@ -77,7 +77,7 @@ class _Output:
         self.is_open = True
 
     def send_to(self, talk: Talk, limit_s: float, *ends: int) -> None:
-        """Send what there is within the time, or until one of ``ends`` can be read."""
+        """Send one piece of output; wait for it at most ``limit_s``, or until one of ``ends`` is readable."""
         sources: list[Any] = [*([self._file] if self.is_open else []), *ends]
         if self._file not in select.select(sources, [], [], limit_s)[0]:
             talk.tick()
@@ -94,7 +94,7 @@ class _Output:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """The command, its process group, and what has left that and is still below it."""
+    """Kill the command, its process group, and all its descendants."""
     below = descendants(process.pid)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -104,7 +104,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _find_place(job: object, node_rank: object) -> tuple[Path, dict[str, str] | None]:
-    """Where it runs, and with which variables: those of the job, without its secrets. Raises: JobRefused."""
+    """Return the folder and environment of a command: those of the job, without its secrets. Raises: JobRefused."""
     if job is None:
         return Path.home(), None
     folder = (

@@ -1,9 +1,9 @@
-"""The rendezvous of a job whose nodes may come and go: torchrun's --rdzv-backend detrain-elastic.
+"""The rendezvous of a job whose nodes may join and leave: torchrun's --rdzv-backend detrain-elastic.
 
-torch's own dynamic rendezvous keeps its state in a store and unpickles what it finds there: who reaches the store could
-run code on every node. Here each state is sealed with the job's key (seal.py), and unpickled only if it is ours.
-Node 0 holds the store; every round of ranks gets a store of its own, on one address of the node that has rank 0. Node 0
-also begins a new round where a node of this one is silent: its ranks would be waited for.
+torch's own dynamic rendezvous keeps its state in a store and unpickles what it finds there: anyone who can reach the
+store could run code on every node. Here each state is sealed with the job's key (seal.py) and only unpickled if the
+seal is valid. Node 0 holds the store; every round of ranks gets its own store, bound to one address of the node with
+rank 0. Node 0 also starts a new round when a node of the round is silent, as the other ranks would wait for it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RANKS_STORE_KEY = "detrain_nb.ranks_store"
 
 
 class SealedBackend(RendezvousBackend):
-    """torch's own backend over ``store``, but that each state is sealed."""
+    """torch's own backend over ``store``, with every state sealed."""
 
     def __init__(self, store: Store, run_id: str, key: bytes) -> None:
         self._backend = C10dRendezvousBackend(store, run_id)
@@ -60,7 +60,7 @@ class SealedBackend(RendezvousBackend):
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
         if len(state) > MOST_BYTES // 2:
-            raise RendezvousStateError(f"the state of the rendezvous has {len(state)} bytes, {MOST_BYTES // 2} at most")
+            raise RendezvousStateError(f"the rendezvous state has {len(state)} bytes; the limit is {MOST_BYTES // 2}")
         found = self._backend.set_state(self._seal.close(state), token)
         if found is None:
             self._refuse_none()
@@ -75,37 +75,39 @@ class SealedBackend(RendezvousBackend):
 
     def _refuse_none(self) -> None:
         if self._seal.has_read:
-            raise _refused("it was there, and is gone")
+            raise _refused("it was removed from the store")
 
 
 class RanksMeeting:
-    """Where the ranks of one round meet, told through ``store``; of another round it is not believed, as others may
-    listen there by now.
+    """Address of the store for the ranks of one round, exchanged through ``store`` and sealed for this round.
+
+    An address of an earlier round is rejected, as other users may listen there by now.
     """
 
     def __init__(self, store: Store, key: bytes, run_id: str, number: int) -> None:
         self._store, self._seal = store, Seal(key, f"store of round {number} of {run_id}")
 
     def tell(self, address: str, port: int) -> None:
+        """Publish the address and port."""
         self._store.set(_RANKS_STORE_KEY, self._seal.close(f"{port} {address}".encode()).hex())
 
     def find(self) -> tuple[str, int]:
-        """Wait for the address and port. Raises: RendezvousStateError."""
+        """Wait for the address and port. Raises: RendezvousStateError for an invalid seal or text."""
         try:
             port, address = self._seal.open(bytes.fromhex(self._store.get(_RANKS_STORE_KEY).decode())).decode().split()
             return address, int(port)
-        except ValueError as exc:  # SealBroken among them
+        except ValueError as exc:  # including SealBroken
             raise _refused(str(exc)) from exc
 
 
 def _refused(why: str) -> RendezvousStateError:
-    reason = f"the state of the rendezvous is refused: {why}"
+    reason = f"the rendezvous state is invalid: {why}"
     write_reason(reason)
     return RendezvousStateError(reason)
 
 
 class ElasticRendezvous(RendezvousHandler):
-    """torch's dynamic rendezvous over a sealed backend; the stores it makes listen on one address."""
+    """torch's dynamic rendezvous over a sealed backend; its stores listen on one address only."""
 
     def __init__(self, params: RendezvousParameters, key: bytes) -> None:
         self._node_rank = params.get_as_int("rank", 0) or 0
@@ -117,11 +119,13 @@ class ElasticRendezvous(RendezvousHandler):
         self._store = open_store(address, port, self._node_rank, join_s)
         self._ranks_store: TCPStore | None = None
         self._num_nodes = 0  # of this round
-        self._missed: set[str] = set()  # nodes without which a round has begun
+        self._missed: set[str] = set()  # silent nodes without which a round has begun
         beat_s = max(1, min(_BEAT_S, round(silence_s / 3)))
-        last_call_s = max(1, min(_LAST_CALL_S, round(join_s / 4)))  # who comes later begins one more round
+        last_call_s = max(1, min(_LAST_CALL_S, round(join_s / 4)))  # a node that joins later starts a new round
         params.config.setdefault("last_call_timeout", last_call_s)
-        self._terms = f"waits for {params.max_nodes} nodes, or goes on {last_call_s} s after {params.min_nodes} came"
+        self._terms = (
+            f"waiting for {params.max_nodes} nodes; starts with fewer {last_call_s} s after {params.min_nodes} joined"
+        )
         self._is_range = params.min_nodes < params.max_nodes
         params.config.setdefault("keep_alive_interval", beat_s)
         params.config.setdefault("keep_alive_max_attempt", max(2, round(silence_s / beat_s)))
@@ -146,15 +150,15 @@ class ElasticRendezvous(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._is_range:
             _tell(self._terms)
-        # torch would let its own store for the ranks listen everywhere, and give ranks that are started again the keys
-        # of those before them
+        # torch would bind its own store for the ranks to all addresses, and restarted ranks would find the keys of
+        # their predecessors in it
         users = os.environ.get(NOT_SHARED_VARIABLE)
         os.environ[NOT_SHARED_VARIABLE] = "1"
         try:
             info: RendezvousInfo = self._dynamic.next_rendezvous()
         except RendezvousTimeoutError as exc:
-            if self._num_nodes:  # they would have met it again, but that their ranks had ended
-                raise RendezvousTimeoutError(f"the others did not meet it again within {self._join_s:g} s") from exc
+            if self._num_nodes:  # they had met before, and the ranks of the others had finished since
+                raise RendezvousTimeoutError(f"the others did not join a new round within {self._join_s:g} s") from exc
             raise
         finally:
             del os.environ[NOT_SHARED_VARIABLE]
@@ -169,7 +173,7 @@ class ElasticRendezvous(RendezvousHandler):
                 meeting.tell(self._address, self._ranks_store.port)
             where = RendezvousStoreInfo(*meeting.find())
         except DistError as exc:
-            raise RendezvousConnectionError(f"the store of the job is lost: {exc}") from exc
+            raise RendezvousConnectionError(f"lost the connection to the store of the job: {exc}") from exc
         return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
     def is_closed(self) -> bool:
@@ -179,15 +183,15 @@ class ElasticRendezvous(RendezvousHandler):
         self._dynamic.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """Count the nodes that wait, and those that are lost: torchrun begins a new round for either."""
+        """Count the nodes that wait to join, or else those that are lost: torchrun starts a new round for either."""
         waiting = int(self._dynamic.num_nodes_waiting())
-        silent = set(self._watch.silent())  # torch also misses nodes of which it has heard nothing while we slept
+        silent = set(self._watch.silent())  # torch also drops nodes whose beats it missed while this node slept
         self._missed &= silent
         if waiting or len(self._dynamic._state_holder.state.participants) == self._num_nodes:
             return waiting
         lost, self._missed = silent - self._missed, silent
         for name in sorted(lost):
-            _tell(f"nothing was heard of {name} for {self._silence_s:g} s: the ranks begin anew without it")
+            _tell(f"{name} sent no heartbeat for {self._silence_s:g} s: the ranks restart without it")
         return len(lost)
 
     def get_run_id(self) -> str:
@@ -197,8 +201,8 @@ class ElasticRendezvous(RendezvousHandler):
         error = sys.exc_info()[1]
         was_left_out = isinstance(error, RendezvousTimeoutError) and self._num_nodes > 0
         if error is not None and not was_left_out and not isinstance(error, ChildFailedError):
-            return False  # the others may go on without this node
-        is_closed = bool(self._dynamic.shutdown())  # first: nodes that wait to be taken in end by it
+            return False  # the others may continue without this node
+        is_closed = bool(self._dynamic.shutdown())  # first, as it makes nodes that wait to join exit
         tell_others(self._watch, self._node_rank, error)
         return is_closed
 
@@ -208,14 +212,14 @@ def _tell(said: str) -> None:
 
 
 def create_elastic_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler that torchrun's registry asks for. The key leaves the environment, which the ranks inherit."""
+    """Create the handler for torchrun's registry; the key is removed from the environment, which ranks inherit."""
     try:
         key = bytes.fromhex(os.environ.pop(JOB_KEY_VARIABLE, ""))
         return ElasticRendezvous(params, key)
     except ValueError as exc:
-        raise RendezvousError(f"{JOB_KEY_VARIABLE} is no key: {exc}") from exc
+        raise RendezvousError(f"{JOB_KEY_VARIABLE} is not a valid key: {exc}") from exc
 
 
 def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: torchrun calls it to get the creator."""
+    """Return the function that creates the handler; torchrun calls this entry point."""
     return create_elastic_handler

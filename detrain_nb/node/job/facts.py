@@ -1,4 +1,4 @@
-"""What a node says of itself to who wants to run a job there."""
+"""Facts about a node for the submitter of a job."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .folders import jobs_folder
 
 
 def tell_facts(talk: Talk, said: dict[str, Any]) -> None:
-    """GPUs, processors, free memory, the version of torch, and the room where jobs are."""
+    """Send the numbers of GPUs and CPUs, free memory, the torch version, and free disk space in the jobs folder."""
     talk.say(
         "facts",
         gpus=count_gpus(),
@@ -26,7 +26,7 @@ def tell_facts(talk: Talk, said: dict[str, Any]) -> None:
 
 
 def _version(name: str) -> str:
-    """Empty where it is not installed."""
+    """Return the version of a package; empty if it is not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

@@ -1,6 +1,6 @@
-"""What a job has made, for the notebook to fetch: files in the folder of its ranks, and in that for artifacts.
+"""Artifacts of a job for the notebook to fetch: files in the folder of its ranks and in its artifacts folder.
 
-Nothing outside of these is listed or read, and no link is followed.
+Nothing outside these two is listed or read, and no link is followed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _OPEN = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
-    """Say name, size and SHA-256 of each, in messages of some hundred files; all but the last have ``more``.
+    """Send name, size and SHA-256 of each artifact, in messages of up to 500; all but the last have ``more``.
 
-    The last one has how many match and stay: links, what is no file, what cannot be read, names that are no text.
-    With ``digests`` false the first ones come in one message, each with its size and when it was written last; those
-    that match a pattern of ``first`` come before all others, in the order of these.
+    The last message has ``left_out``, how many more match but are not sent: links, special files, unreadable files and
+    names that are not text. With ``digests`` false, the first 500 are sent in one message, each with its size and
+    modification time; files that match a pattern of ``first`` come before all others, in the order of ``first``.
     """
     folder, order = _find_job(said)
     patterns = check_texts(said.get("patterns") or []) or order.artifacts or ARTIFACTS
@@ -54,7 +54,7 @@ def list_artifacts(talk: Talk, said: dict[str, Any]) -> None:
 
 
 def _sort(names: Iterable[str], first: Sequence[str]) -> Iterable[str]:
-    """As they come where none is first: they are looked for one by one."""
+    """Sort the names by the patterns of ``first``; without these, keep the lazy iterable."""
 
     def place(name: str) -> int:
         return next((number for number, pattern in enumerate(first) if fits(name, pattern)), len(first))
@@ -63,7 +63,7 @@ def _sort(names: Iterable[str], first: Sequence[str]) -> Iterable[str]:
 
 
 def _measure(folder: Path, order: JobOrder, names: Iterable[str]) -> Iterator[tuple[str, int, float]]:
-    """Without reading them."""
+    """Yield name, size and modification time of files, without reading them."""
     for name in names:
         with contextlib.suppress(JobRefused, FileNotFoundError, Untrue):
             opened = _open_artifact(folder, order, check_name(name))
@@ -75,7 +75,7 @@ def _measure(folder: Path, order: JobOrder, names: Iterable[str]) -> Iterator[tu
 
 
 def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
-    """Send what a file has from ``offset`` on. Raises: JobRefused, OSError."""
+    """Send the bytes of a file from ``offset`` to its end. Raises: JobRefused, OSError."""
     folder, order = _find_job(said)
     offset = as_size(said.get("offset", 0))
     with open(_open_artifact(folder, order, check_name(said.get("name"))), "rb") as file:
@@ -85,8 +85,8 @@ def send_artifact(talk: Talk, said: dict[str, Any]) -> None:
         talk.say("file", size=left, private=not state.st_mode & 0o077)
         while left:
             data = file.read(min(left, _PIECE_BYTES))
-            if not data:  # it was cut off meanwhile: what was promised cannot be kept
-                raise Failed("the file became shorter")
+            if not data:  # it was truncated meanwhile: fewer bytes than announced
+                raise Failed("the file was truncated while it was sent")
             talk.send(data)
             left -= len(data)
 
@@ -97,7 +97,7 @@ def _find_job(said: dict[str, Any]) -> tuple[Path, JobOrder]:
 
 
 def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[str]:
-    """In the folder of the ranks, and in the job's own for artifacts, whose name they have in front."""
+    """Yield matching files in the folder of the ranks, and in the artifacts folder, prefixed by its name."""
     seen: set[str] = set()
     for root, prefix in ((work_folder(order, folder), ""), (folder / ARTIFACTS_NAME, f"{ARTIFACTS_NAME}/")):
         for name in _walk(root):
@@ -108,7 +108,7 @@ def _match(folder: Path, order: JobOrder, patterns: Sequence[str]) -> Iterator[s
 
 
 def _walk(root: Path) -> Iterator[str]:
-    """What is no folder, by its relative name, as many as can be looked at; a link to one has a slash at its end."""
+    """Yield the relative path of everything but folders; a link to a folder ends with a slash. Raises: JobRefused."""
     num_files = 0
     for path, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
@@ -119,20 +119,20 @@ def _walk(root: Path) -> Iterator[str]:
         for name in sorted([*names, *links]):
             num_files += 1
             if num_files > _MOST_FILES:
-                raise JobRefused(f"more than {_MOST_FILES} files are in {root}: name a folder of their own by workdir")
+                raise JobRefused(f"{root} has more than {_MOST_FILES} files: set workdir to a folder for the job alone")
             yield name if inner == "." else f"{inner}/{name}"
 
 
 def _open_artifact(folder: Path, order: JobOrder, name: str) -> int:
-    """Raises: JobRefused where there is no such file in either place, or it is a link, or below one."""
+    """Open a file in either folder. Raises: JobRefused when it is missing, a link, or below a link."""
     for root in (work_folder(order, folder), *([folder] if name.startswith(f"{ARTIFACTS_NAME}/") else [])):
         with contextlib.suppress(OSError):
             return _open_below(root, name)
-    raise JobRefused(f"{name} is no file of this job")
+    raise JobRefused(f"{name} is not a file of this job")
 
 
 def _open_below(root: Path, name: str) -> int:
-    """Raises: OSError, also where a link is on the way."""
+    """Open a file below ``root``. Raises: OSError, also when a folder of its path is a link."""
     *parents, last = name.split("/")
     at = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -150,7 +150,7 @@ def _open_below(root: Path, name: str) -> int:
 
 
 def _digest(opened: int, talk: Talk) -> tuple[int, str]:
-    """Of what it has now: a job may add to it faster than it is read."""
+    """Hash the current bytes of a file only: a job may append faster than they are read."""
     digest, size = hashlib.sha256(), 0
     with open(opened, "rb", buffering=0) as file:
         most = os.fstat(opened).st_size

@@ -1,4 +1,4 @@
-"""What a job prints and logs, sent on from where the notebook has it, until the job has ended."""
+"""Output and metrics of a job, sent from the notebook's offsets on, until the job has ended."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ _LOOK_S = 0.05
 
 
 def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -> None:
-    """Send data and states; ``wait`` waits for some time, and says whether the notebook has said something."""
+    """Send new data and states; ``wait`` waits for some seconds and returns whether the notebook has sent a message."""
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
     offsets = check_offsets(said.get("offsets") or {})
     is_once, shown, wants = said.get("once") is True, "", _read_wishes(said)
     if said.get("tail") is not None:
         _begin_at_tail(talk, folder, filter(wants, list_streams(folder)), offsets, lines=check_number(said["tail"]))
-    # a job that prints all the time is not run after
+    # with ``once``, output from later on is not sent, as a job may print faster than it is read
     ends = {name: find_end(folder / name) for name in list_streams(folder)} if is_once else None
     while True:
-        status = read_status(folder)  # before the files: what it printed before it ended is there then
+        status = read_status(folder)  # before the files: then output from before the end is in them
         if (state := repr((status["state"], status.get("ranks"), status.get("restarts")))) != shown:
             talk.say("status", jobs=[{**status, "metrics": last_metrics(folder)}])
             shown = state
@@ -50,7 +50,7 @@ def follow(talk: Talk, said: dict[str, Any], *, wait: Callable[[float], bool]) -
 
 
 def _begin_at_tail(talk: Talk, folder: Path, names: Iterable[str], offsets: dict[str, int], *, lines: int) -> None:
-    """Say from where on each log is sent: also one that has no line yet is sent from there when a link broke."""
+    """Send the first offset of each log, even an empty one, so that a reconnecting notebook continues from there."""
     for name in names:
         offsets[name] = find_tail(folder / name, lines)
         talk.say("data", name=name, offset=offsets[name], size=0)
@@ -70,7 +70,7 @@ def _send_more(talk: Talk, folder: Path, name: str, offsets: dict[str, int], end
 
 
 def list_streams(folder: Path) -> list[str]:
-    """What the job prints to by now: ranks in their order, then what they log."""
+    """List the log files that exist now, ranks in order, then their metrics files."""
     found: list[str] = []
     for prefix in ("", f"{METRICS_NAME}/"):
         with contextlib.suppress(OSError):
@@ -80,7 +80,7 @@ def list_streams(folder: Path) -> list[str]:
 
 
 def _read_wishes(said: dict[str, Any]) -> Callable[[str], bool]:
-    """Which files are wanted: those of one ``rank``; not ``logs`` or ``metrics`` where these are false."""
+    """Return a filter of file names: only those of ``rank``; no ``logs`` or no ``metrics`` if these are false."""
     rank = said.get("rank")
     of_rank = "" if rank is None else f"rank-{check_number(rank)}."
     has_logs, has_metrics = said.get("logs") is not False, said.get("metrics") is not False
@@ -93,10 +93,11 @@ def _read_wishes(said: dict[str, Any]) -> Callable[[str], bool]:
 
 
 def check_offsets(said: object) -> dict[str, int]:
+    """Return offsets by the name of a log or metrics file. Raises: JobRefused, Untrue."""
     if not isinstance(said, dict):
-        raise JobRefused("offsets by name were expected")
+        raise JobRefused("an object of offsets by file name was expected")
     for name, offset in said.items():
         if not OUTPUT_NAME.fullmatch(check_name(name)):
-            raise JobRefused(f"{name[:80]!r} is nothing that a job prints to")
+            raise JobRefused(f"{name[:80]!r} is not a log or metrics file of a job")
         as_size(offset)
     return dict(said)

@@ -1,4 +1,4 @@
-"""The last numbers that a job has logged, for a list: of its first rank that logs."""
+"""The last metrics of a job for a list: those of the first rank that logs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TAIL_BYTES = 1 << 13
 
 
 def last_metrics(folder: Path) -> dict[str, object] | None:
-    """None where there are none, or a line is longer than a list shows."""
+    """Return the last metrics; None if there are none, or the last lines are too long for a list."""
     names: list[str] = []
     with contextlib.suppress(OSError):
         names = [name for name in os.listdir(folder / METRICS_NAME) if OUTPUT_NAME.fullmatch(f"{METRICS_NAME}/{name}")]
@@ -24,7 +24,7 @@ def last_metrics(folder: Path) -> dict[str, object] | None:
     with contextlib.suppress(OSError), open(folder / METRICS_NAME / first, "rb", opener=_open) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - _TAIL_BYTES))
-        lines = file.read(_TAIL_BYTES).decode("utf-8", errors="replace").split("\n")[:-1]  # the last has not ended
+        lines = file.read(_TAIL_BYTES).decode("utf-8", errors="replace").split("\n")[:-1]  # the last line is incomplete
         return next((found for line in reversed(lines) if (found := read_metrics_line(line))), None)
     return None
 

@@ -1,6 +1,6 @@
-"""Says to the other nodes of a job why this one has failed, where torchrun could not: it was killed, or never began.
+"""Reports to the other nodes of a job why this one failed, when torchrun cannot: it was killed, or never started.
 
-The runner starts it: what it is said through is torch's store, and the runner has no torch.
+The runner starts it as a separate program: the report goes through torch's store, and the runner does not import torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .watch import say_end
 
 
 def main() -> None:
-    """Say what the last argument is, in the store whose address and port are before it."""
+    """Report a reason; the arguments are the store's address and port, then the reason."""
     from .watch_store import WatchStore  # torch
 
     address, port, reason = sys.argv[1:]

@@ -1,4 +1,4 @@
-"""What the runner of a job starts: the setup lines, then torchrun; and the variables that both get."""
+"""Commands that the runner of a job starts, setup lines and then torchrun, and their environment."""
 
 from __future__ import annotations
 
@@ -35,34 +35,34 @@ _LAST_WORD_MODULE = "detrain_nb.node.job.last_word"
 _SETUP_NAME, _TORCHRUN_FOLDER, _SITE_FOLDER = "setup.sh", "torchelastic", "site"
 _OUR_VARIABLES = "DETRAIN_NB_"
 _OF_THE_SHELL = ("_", "SHLVL", "PWD", "OLDPWD")
-_OF_A_KERNEL = {"MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME"}  # a rank draws into files
+_OF_A_KERNEL = {"MPLBACKEND", "JPY_PARENT_PID", "JPY_SESSION_NAME"}  # a rank plots into files
 _READ_BYTES = 1 << 22
 
 
 def mark_of(order: JobOrder) -> str:
-    """What JOB_VARIABLE is in all processes of this part of a job."""
+    """Return the value of JOB_VARIABLE in all processes of this part of a job."""
     return f"{order.id}/{order.node_rank}"
 
 
 def inherited_environment(order: JobOrder) -> dict[str, str]:
-    """What a job has of the environment of the service that starts it, which may be the user's own."""
+    """Return the environment of this process, possibly the user's own, without the order's withheld variables."""
     return {name: value for name, value in os.environ.items() if name not in order.withheld}
 
 
 def first_environment(order: JobOrder, folder: Path, secrets: Mapping[str, str]) -> dict[str, str]:
-    """What the setup lines get, and torchrun with what they have changed of it."""
+    """Return the environment of the setup lines; torchrun gets it with their changes."""
     dropped = PER_SESSION_VARIABLES - {"CUDA_VISIBLE_DEVICES"} | _OF_A_KERNEL
     env = {name: value for name, value in inherited_environment(order).items() if name not in dropped}
-    own_path = env.get("PYTHONPATH", "")  # our code may be there
+    own_path = env.get("PYTHONPATH", "")  # may be the path of our code
     env.update(order.env)
     if order.device == "cpu":
         env.setdefault("CUDA_VISIBLE_DEVICES", "")
     elif order.gpus is not None and "CUDA_VISIBLE_DEVICES" not in order.env:
         env["CUDA_VISIBLE_DEVICES"] = name_gpus(",".join(map(str, order.gpus)), list_gpus())
     beside, there = os.path.dirname(order.python or sys.executable), env.get("PATH", os.defpath)
-    if os.path.isabs(beside) and beside not in there.split(os.pathsep):  # python and pip are then those of the ranks
+    if os.path.isabs(beside) and beside not in there.split(os.pathsep):  # so python and pip are those of the ranks
         env["PATH"] = os.pathsep.join([beside, there])
-    source = str(folder / SOURCE_NAME) if order.workdir else ""  # else the ranks start there
+    source = str(folder / SOURCE_NAME) if order.workdir else ""  # without workdir, ranks start in the source
     paths = [own_path, env.get("PYTHONPATH", "") if "PYTHONPATH" in order.env else "", source]
     if path := os.pathsep.join(filter(None, paths)):
         env["PYTHONPATH"] = path
@@ -79,14 +79,14 @@ def first_environment(order: JobOrder, folder: Path, secrets: Mapping[str, str])
 def torchrun_command(
     order: JobOrder, folder: Path, env: Mapping[str, str], *, store: tuple[str, int], key: str
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line of this node, whose ranks tell the runner what they print, and its environment.
+    """Return torchrun's command line for this node, and its environment.
 
-    What ``env`` has comes before what torch would be told by default. Raises: JobRefused, OSError.
+    Its ranks hand their output to the runner. ``env`` overrides our defaults for torch. Raises: JobRefused, OSError.
     """
     python, is_elastic = order.python or sys.executable, order.rendezvous.kind == "elastic"
     threads = threads_per_rank(len(order.ranks), cpus=usable_cpus()) if order.device == "cpu" else 1
     first, *arguments = order.argv
-    if not first.startswith("-") and order.workdir:  # a script is where the source is, wherever the ranks start
+    if not first.startswith("-") and order.workdir:  # the script is in the source, wherever the ranks start
         first = str(folder / SOURCE_NAME / first)
     try:
         launch = launch_job(
@@ -112,7 +112,7 @@ def torchrun_command(
 
 
 def _make_site(folder: Path) -> str:
-    """A folder of what Python runs before the user's program, in its process. Raises: OSError."""
+    """Create a folder with code that Python runs before the user's program, in its process. Raises: OSError."""
     site = folder / _SITE_FOLDER
     site.mkdir(exist_ok=True)
     shutil.copyfile(at_exit.__file__, site / f"{at_exit.SITE_MODULE}.py")
@@ -133,7 +133,7 @@ def _rendezvous_at(store: tuple[str, int], order: JobOrder) -> Rendezvous:
 
 
 def last_word_command(order: JobOrder, store: tuple[str, int], reason: str) -> list[str]:
-    """Tells the other nodes why this one has failed."""
+    """Return the command that reports to the other nodes why this one failed."""
     address, port = store
     said = f"node {order.node} failed: {reason}"
     return [order.python or sys.executable, "-c", RUN_MODULE, _LAST_WORD_MODULE, address, str(port), said]
@@ -141,13 +141,13 @@ def last_word_command(order: JobOrder, store: tuple[str, int], reason: str) -> l
 
 @dataclass
 class SetupCommand:
-    """A shell that runs the lines; what they have made of their environment is written to ``told``."""
+    """A shell that runs the setup lines and then writes its environment to the file descriptor ``told``."""
 
     argv: list[str]
     told: int
 
     def read_environment(self) -> dict[str, str]:
-        """Empty where the lines did not come to their end: one may have been ``exit 0``."""
+        """Return the environment after the lines; empty if they did not reach their end, as with ``exit 0``."""
         data = os.pread(self.told, _READ_BYTES, 0)
         pairs = (os.fsdecode(line).partition("=") for line in data.split(b"\0") if b"=" in line)
         return {name: value for name, _, value in pairs if name and name not in _OF_THE_SHELL}
@@ -155,8 +155,8 @@ class SetupCommand:
 
 @contextlib.contextmanager
 def setup_command(lines: tuple[str, ...], folder: Path) -> Iterator[SetupCommand]:
-    """Write the lines as a script, which ends with the first that fails. Raises: OSError."""
-    path, told = folder / _SETUP_NAME, open_memory_file("environment")  # secrets are in it: never in a file
+    """Write the lines as a script, which exits at the first that fails. Raises: OSError."""
+    path, told = folder / _SETUP_NAME, open_memory_file("environment")  # in memory, as it contains secrets
     try:
         path.write_text("\n".join(["set -e", *lines, f"env -0 >/proc/self/fd/{told}", ""]), encoding="utf-8")
         yield SetupCommand([shutil.which("bash") or "sh", str(path)], told)

@@ -1,7 +1,7 @@
-"""A log that does not fill a disk: what came first and what came last is kept, in files that begin where they say.
+"""A log of bounded size: its beginning and its end are kept, in several files.
 
-``rank-0.log`` has the beginning. What comes after it is in ``rank-0.log.OFFSET``, where OFFSET is how many bytes came
-before; the oldest of these are removed. An offset counts all that was written, so that who follows sees what was cut.
+``rank-0.log`` has the beginning. Later output is in ``rank-0.log.OFFSET``, where OFFSET is the number of bytes before
+it; the oldest of these files are removed. Offsets count everything written, so a reader notices what was cut.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .log_times import LogTimes
 
 FIRST_BYTES = 10_000_000
 LAST_BYTES = 1_000_000_000
-_PARTS = 16  # of what is kept of the end
+_PARTS = 16  # files for the end of the log
 _DIGITS = 18
 MOST_TAIL_BYTES = 4_000_000
 _TAIL_BYTES = 1 << 16
@@ -24,20 +24,21 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class BoundedLog:
-    """One that is written. A disk that refuses loses the bytes, not the job: what was lost is said when it can be."""
+    """A log open for writing. On a disk error bytes are lost, but the job continues; the log reports the loss later."""
 
     def __init__(self, path: Path, *, first_bytes: int = FIRST_BYTES, last_bytes: int = LAST_BYTES) -> None:
         self._path = path
         self._first_bytes, self._last_bytes = first_bytes, last_bytes
         self._part_bytes = max(1, last_bytes // _PARTS)
-        self._size = 0  # of all that was written
-        self._room = first_bytes  # in the file that is open
-        self._parts: list[tuple[Path, int]] = []  # behind the first file, each with where it begins
+        self._size = 0  # of everything written
+        self._room = first_bytes  # in the open file
+        self._parts: list[tuple[Path, int]] = []  # after the first file, each with its offset
         self._file = -1
         self._num_lost, self._why_lost = 0, ""
         self._times = LogTimes(path)
 
     def write(self, data: bytes) -> None:
+        """Append bytes; a disk error is noted, not raised."""
         self._times.note(self._size)
         if self._says_losses():
             self._write(data)
@@ -45,11 +46,12 @@ class BoundedLog:
             self._num_lost += len(data)
 
     def close(self) -> None:
+        """Report losses, if possible, and close the file."""
         self._says_losses()
         self._close()
 
     def _says_losses(self) -> bool:
-        """Nothing was lost, or it stands in the log now."""
+        """Write a pending loss into the log; return whether none is pending any more."""
         if lost := self._num_lost:
             self._num_lost = 0
             self._write(
@@ -99,9 +101,9 @@ class BoundedLog:
 
 
 def read_log(path: Path, offset: int, most: int) -> tuple[int, bytes]:
-    """Read from ``offset``; returns where what was read begins, later where something was cut. Empty at the end.
+    """Read from ``offset``; return the offset of the bytes, larger after a cut, and the bytes, empty at the end.
 
-    A file that was removed meanwhile was cut.
+    A file that is removed during the read counts as cut.
     """
     for begin, part in _list_parts(path):
         try:
@@ -118,16 +120,16 @@ def read_log(path: Path, offset: int, most: int) -> tuple[int, bytes]:
 
 
 def find_end(path: Path) -> int:
-    """The offset behind all that was written so far."""
+    """Return the offset of the end of the log."""
     ends = [0]
     for begin, part in _list_parts(path):
-        with contextlib.suppress(OSError):  # it was cut meanwhile
+        with contextlib.suppress(OSError):  # the file was removed meanwhile
             ends.append(begin + part.lstat().st_size)
     return max(ends)
 
 
 def find_tail(path: Path, lines: int, *, most_bytes: int = MOST_TAIL_BYTES) -> int:
-    """The offset at which the last ``lines`` begin; they take at most ``most_bytes``, and begin behind what was cut."""
+    """Return the offset of the last ``lines``, within the last ``most_bytes`` and after any cut."""
     at = end = find_end(path)
     least = max(0, end - most_bytes)
     while lines > 0 and at > least:
@@ -136,7 +138,7 @@ def find_tail(path: Path, lines: int, *, most_bytes: int = MOST_TAIL_BYTES) -> i
             least = begin
         before = len(data)
         while (before := data.rfind(b"\n", 0, before)) >= 0:
-            if begin + before + 1 < end:  # else it ends the last line
+            if begin + before + 1 < end:  # else it is the end of the last line
                 lines -= 1
                 if not lines:
                     return begin + before + 1
@@ -145,7 +147,7 @@ def find_tail(path: Path, lines: int, *, most_bytes: int = MOST_TAIL_BYTES) -> i
 
 
 def read_up_to(path: Path, begin: int, end: int) -> tuple[int, bytes]:
-    """What stands before ``end``, from ``begin`` on, or behind what was cut out there; and where that begins."""
+    """Read the bytes from ``begin``, or after a cut there, up to ``end``; return their offset and the bytes."""
     data = b""
     while begin + len(data) < end:
         at, more = read_log(path, begin + len(data), end - begin - len(data))
@@ -156,7 +158,7 @@ def read_up_to(path: Path, begin: int, end: int) -> tuple[int, bytes]:
 
 
 def last_lines(path: Path, number: int) -> tuple[str, ...]:
-    """The last lines of a log, not all of those that are very long."""
+    """Return the last lines of a log, at most the last 64 KiB and 1000 characters of each."""
     parts = list(_list_parts(path))
     data = b""
     for _, part in reversed(parts):
@@ -166,12 +168,12 @@ def last_lines(path: Path, number: int) -> tuple[str, ...]:
             data = file.read(_TAIL_BYTES) + data
         if len(data) >= _TAIL_BYTES:
             break
-    lines = data.decode("utf-8", errors="replace").rstrip().split("\n")  # a bar that was drawn many times is one
+    lines = data.decode("utf-8", errors="replace").rstrip().split("\n")  # a redrawn progress bar is one line
     return tuple(line[-_LINE_CHARS:] for line in lines[-number:]) if data.strip() else ()
 
 
 def _list_parts(path: Path) -> list[tuple[int, Path]]:
-    """The files of a log, with where each begins."""
+    """Return the files of a log, each with its offset."""
     name = re.compile(rf"{re.escape(path.name)}(?:\.(\d{{{_DIGITS}}}))?")
     try:
         found = [(match, entry) for entry in os.listdir(path.parent) if (match := name.fullmatch(entry))]

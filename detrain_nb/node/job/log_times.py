@@ -1,6 +1,6 @@
-"""When what stands in a log was printed: marks, at most one a second, of how long it was then. The last ones are kept.
+"""Times of the output in a log: marks with its size at a time, at most one per second; the last 65536 are kept.
 
-They stand beside the log, in ``rank-0.log.times``. A log without marks is one of an earlier release.
+They are in ``rank-0.log.times``, next to the log. A log without marks was written by an earlier release.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import overload
 
-MOST_MARKS = 1 << 16  # that are kept: of a rank that prints all the time those of 18 hours
+MOST_MARKS = 1 << 16  # kept: 18 hours of a rank that prints all the time
 _GAP_S = 1.0
-_MARK = struct.Struct("<Qd")  # an offset, and seconds of the epoch
+_MARK = struct.Struct("<Qd")  # an offset, and seconds since the epoch
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 _APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
 
@@ -24,16 +24,16 @@ Mark = tuple[int, float]
 
 
 class LogTimes:
-    """Those of a log that is written. A disk that refuses loses them, and nothing else."""
+    """Writer of the marks of a log. On a disk error only marks are lost."""
 
     def __init__(self, log: Path, *, most: int = MOST_MARKS, now: Callable[[], float] = time.time) -> None:
         self._path, self._most, self._now = _path_of(log), most, now
         self._count, self._noted_at = 0, 0.0
 
     def note(self, size: int) -> None:
-        """What comes now stands behind ``size`` bytes."""
+        """Note that output after the first ``size`` bytes is printed now."""
         now = self._now()
-        if 0 <= now - self._noted_at < _GAP_S:  # a clock that was set back begins anew
+        if 0 <= now - self._noted_at < _GAP_S:  # a clock that was set back is not in this range
             return
         self._noted_at = now
         with contextlib.suppress(OSError):
@@ -44,7 +44,7 @@ class LogTimes:
     def _append(self, mark: bytes) -> None:
         file = os.open(self._path, _APPEND, 0o600)
         try:
-            if os.write(file, mark) < len(mark):  # the disk is full: half a mark would shift all others
+            if os.write(file, mark) < len(mark):  # the disk is full: part of a mark would misalign all later ones
                 size = os.fstat(file).st_size
                 os.ftruncate(file, size - size % _MARK.size)
                 return
@@ -60,7 +60,7 @@ class LogTimes:
 
 
 def read_times(log: Path, begin: int, end: int, *, most: int) -> list[Mark]:
-    """The marks for what stands from ``begin`` up to ``end``; of very many the last ones."""
+    """Return the marks of the bytes from ``begin`` to ``end``; the last ``most`` if there are more."""
     try:
         file = os.open(_path_of(log), _READ)
     except OSError:
@@ -70,14 +70,14 @@ def read_times(log: Path, begin: int, end: int, *, most: int) -> list[Mark]:
         first = max(0, bisect.bisect_right(marks, begin, key=lambda mark: mark[0]) - 1)
         last = bisect.bisect_left(marks, end, lo=first, key=lambda mark: mark[0])
         return list(marks[max(first, last - most) : last])
-    except (OSError, struct.error):  # it is no file of ours
+    except (OSError, struct.error):  # not a file that we wrote
         return []
     finally:
         os.close(file)
 
 
 class _Marks(Sequence[Mark]):
-    """A file of marks, of which only what is looked at is read."""
+    """Marks of a file, read on access."""
 
     def __init__(self, file: int) -> None:
         self._file, self._count = file, os.fstat(file).st_size // _MARK.size

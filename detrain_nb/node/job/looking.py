@@ -1,4 +1,4 @@
-"""Answers a notebook that looks at a job every second: only what is new, and little, however much the job prints."""
+"""Answers for a notebook that queries a job every second: only news, and little of it, however much the job prints."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from .terms import (
 )
 
 _TAIL_LINES = 400
-_MOST_LOGS = 64  # that are looked at: of the first ranks
+_MOST_LOGS = 64  # sent: those of the first ranks
 
 
 def look(talk: Talk, said: dict[str, Any]) -> None:
-    """Say how the job is, its checkpoints, what its files have behind the ``offsets``; at last, whether ``more``.
+    """Send the job's status, its checkpoints and new bytes of its files after the ``offsets``; then whether ``more``.
 
-    Of a log at most the last lines come: one that has grown by more is sent from where these begin.
+    Of a log at most the last lines are sent: if it has grown by more, bytes before them are skipped.
     """
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
     offsets = check_offsets(said.get("offsets") or {})
-    status = read_status(folder)  # before the files: what it printed before it ended is there then
+    status = read_status(folder)  # before the files: then output from before the end is in them
     status["metrics"] = last_metrics(folder)
     talk.say("status", jobs=[status], checkpoints=_list_checkpoints(folder))
     logs, metrics = list[str](), list[str]()
@@ -55,7 +55,7 @@ def look(talk: Talk, said: dict[str, Any]) -> None:
 
 
 def look_back(talk: Talk, said: dict[str, Any]) -> None:
-    """Send what stands in a log before ``end``, not more than a page takes."""
+    """Send the bytes of a log before ``end``, at most 64 KiB."""
     folder = find_job_folder(check_id(said.get("id")), check_number(said.get("node_rank", 0)))
     name, end = said.get("name"), as_size(said.get("end"))
     if not isinstance(name, str) or not OUTPUT_NAME.fullmatch(name):
@@ -66,14 +66,14 @@ def look_back(talk: Talk, said: dict[str, Any]) -> None:
 
 
 def _begin_of(log: Path, offset: int | None) -> int:
-    """Where to go on with a log; where that is too far from its end, or nothing of it has come, its last lines."""
+    """Return the offset to continue at; if that is unknown or too far from the end, the one of the last lines."""
     if offset is None or find_end(log) - offset > LOOK_LOG_BYTES:
         return find_tail(log, _TAIL_LINES, most_bytes=LOOK_LOG_BYTES)
     return offset
 
 
 def _send(talk: Talk, folder: Path, name: str, offset: int, most: int) -> bool:
-    """Returns whether there is probably more."""
+    """Send at most ``most`` bytes of a file; return whether there is probably more."""
     at, data = read_log(folder / name, offset, most)
     if data:
         _say_data(talk, folder, name, at, data)
@@ -87,7 +87,7 @@ def _say_data(talk: Talk, folder: Path, name: str, at: int, data: bytes) -> None
 
 
 def _list_checkpoints(folder: Path) -> list[tuple[int, float]]:
-    """The steps of those that are whole, the last ones, and when each was; none where they are not on this disk."""
+    """List step and time of the last complete checkpoints; empty if they are not on this disk."""
     try:
         order = read_order(folder)
         url = (order.spec.get("checkpoint") or {}).get("url")

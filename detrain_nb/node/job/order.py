@@ -1,4 +1,4 @@
-"""What a node is asked to run: one node's part of a job. It is kept as order.json, and holds no secret."""
+"""The order to a node to run its part of a job. It is stored as order.json and contains no secrets."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ...copying.json_lines import FilesError, clean
 from ...plan.choices import SILENCE_S, TIMEOUT_S
 from ...plan.names import NAME, NAME_RULE, VARIABLE
 
-FORMAT = 1  # a higher one only where what an earlier release would pass over changes what runs
+FORMAT = 1  # raised only when a field that earlier releases would ignore changes what runs
 MOST_JSON_BYTES = 1 << 20
-MOST_TEXT_BYTES = (1 << 17) - 1  # the kernel takes no longer argument, or variable with its name
+MOST_TEXT_BYTES = (1 << 17) - 1  # the kernel's limit for an argument, or a variable with its name
 MOST_ITEMS = 10_000
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 
 
 class JobRefused(FilesError):
-    """What cannot be done with a job on this node, in words for the user."""
+    """Refusal of a request about a job on this node, worded for the user."""
 
 
 @dataclass(frozen=True)
 class JobRendezvous:
-    """How the nodes of a job find each other; ``address`` and ``port`` are those of the store, on node rank 0."""
+    """Rendezvous of the nodes of a job; ``address`` and ``port`` are those of the store on node rank 0."""
 
     kind: str = "fixed"  # or "elastic"
     run_id: str = ""
@@ -39,11 +39,11 @@ class JobRendezvous:
 
 @dataclass(frozen=True)
 class JobOrder:
-    """One node's part. ``ranks`` are the global numbers of its ranks; ``argv`` is what stands behind ``python``.
+    """One node's part of a job. ``ranks`` are global rank numbers; ``argv`` are the arguments of ``python``.
 
-    A script in ``argv`` is named relative to the job's source. ``gpus`` are positions among those that the node has,
-    None for all. ``nodes`` are the names of all nodes, by node rank. ``withheld`` are variables that the job does not
-    inherit from the service that starts it.
+    A script in ``argv`` is relative to the job's source. ``gpus`` are indices of the node's GPUs, None for all.
+    ``nodes`` are the names of all nodes, by node rank. ``withheld`` are variables that the job does not inherit from
+    the service that starts it.
     """
 
     id: str
@@ -70,20 +70,22 @@ class JobOrder:
 
     @property
     def node(self) -> str:
-        """The user's name for this node."""
+        """The user's name of this node."""
         return self.nodes[self.node_rank]
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the order as JSON values, with its format."""
         return {"format": FORMAT, **asdict(self)}
 
     def to_json(self) -> str:
+        """Return the order as JSON text."""
         return json.dumps(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> JobOrder:
-        """Read one, of an earlier format too; names that a later release adds are passed over. Raises: JobRefused."""
+        """Read an order of this or an earlier format; unknown fields are ignored. Raises: JobRefused."""
         if len(text) > MOST_JSON_BYTES:
-            raise JobRefused(f"the order has {len(text)} characters: {MOST_JSON_BYTES} at most")
+            raise JobRefused(f"the order has {len(text)} characters; the limit is {MOST_JSON_BYTES}")
         try:
             said = json.loads(text)
         except (ValueError, RecursionError) as exc:
@@ -92,79 +94,79 @@ class JobOrder:
 
     @classmethod
     def from_dict(cls, said: object) -> JobOrder:
-        """Take what was asked for apart, checked. Raises: JobRefused."""
+        """Read and check an order from JSON values. Raises: JobRefused."""
         if not isinstance(said, dict):
-            raise JobRefused("the order is no object")
+            raise JobRefused("the order is not an object")
         number = said.get("format")
         if type(number) is not int or number < 1:
-            raise JobRefused(f"{clean(number)[:20]!r} is no number of an order's format")
+            raise JobRefused(f"{clean(number)[:20]!r} is not a valid format number of an order")
         if number > FORMAT:
             raise JobRefused(
-                f"the order has format {number}, a later release has written it: this one reads up to format {FORMAT}: "
-                "use that release, or a later one"
+                f"the order has format {number}, from a later release; this one reads up to format {FORMAT}: use that "
+                "release, or a later one"
             )
         order = cls(**_checked(said, _CHECKS, required={"id", "name", "argv"}))
         if not 0 <= order.node_rank < len(order.nodes):
-            raise JobRefused(f"node_rank is {order.node_rank}, of {len(order.nodes)} nodes")
+            raise JobRefused(f"node_rank {order.node_rank} is out of range for {len(order.nodes)} nodes")
         if not order.argv:
             raise JobRefused("argv is empty: name a script or a module")
         return order
 
 
 def check_id(said: object) -> str:
-    """Return the id of a job, which is a name of a folder. Raises: JobRefused."""
+    """Check and return the id of a job, which is also a folder name. Raises: JobRefused."""
     if not isinstance(said, str) or not JOB_ID.fullmatch(said):
-        raise JobRefused(f"{clean(said)[:80]!r} is no id of a job")
+        raise JobRefused(f"{clean(said)[:80]!r} is not a job id")
     return said
 
 
 def check_number(said: object, *, most: int = 1 << 31) -> int:
-    """Return a number from 0. Raises: JobRefused."""
+    """Check and return a whole number from 0 to ``most``. Raises: JobRefused."""
     if type(said) is not int or not 0 <= said <= most:
-        raise JobRefused(f"{clean(said)[:40]!r} is no number from 0 to {most}")
+        raise JobRefused(f"{clean(said)[:40]!r} is not a whole number from 0 to {most}")
     return said
 
 
 def check_seconds(said: object) -> float:
-    """Return a time that can be waited for. Raises: JobRefused."""
+    """Check and return a number of seconds from 0 to 1e9. Raises: JobRefused."""
     if type(said) not in (int, float) or not 0 <= said <= 1e9:  # type: ignore[operator]
-        raise JobRefused(f"{clean(said)[:40]!r} is no number of seconds")
+        raise JobRefused(f"{clean(said)[:40]!r} is not a number of seconds from 0 to 1e9")
     return float(said)  # type: ignore[arg-type]
 
 
 def check_texts(said: object) -> tuple[str, ...]:
-    """Return a list of texts. Raises: JobRefused."""
+    """Check and return a list of texts. Raises: JobRefused."""
     if not isinstance(said, (list, tuple)) or len(said) > MOST_ITEMS:
         raise JobRefused(f"a list of at most {MOST_ITEMS} texts was expected")
     return tuple(map(_text, said))
 
 
 def check_env(said: object) -> dict[str, str]:
-    """Return variables by name. Raises: JobRefused, without a value in it: it may be a secret."""
+    """Check and return variables by name. Raises: JobRefused, whose text has no values, as they may be secrets."""
     if not isinstance(said, dict) or len(said) > MOST_ITEMS:
-        raise JobRefused(f"at most {MOST_ITEMS} variables by name were expected")
+        raise JobRefused(f"an object of at most {MOST_ITEMS} variables was expected")
     for name, value in said.items():
         if not isinstance(name, str) or not VARIABLE.fullmatch(name):
-            raise JobRefused(f"{clean(name)[:80]!r} is no name of a variable")
+            raise JobRefused(f"{clean(name)[:80]!r} is not a valid variable name")
         if not isinstance(value, str) or not fits_kernel(f"{name}={value}"):
-            raise JobRefused(f"the value of {name} is no text of at most {MOST_TEXT_BYTES - len(name) - 1} bytes")
+            raise JobRefused(f"the value of {name} is not a text of at most {MOST_TEXT_BYTES - len(name) - 1} bytes")
     return said
 
 
 def fits_kernel(text: str) -> bool:
-    """Whether it can be an argument, or a variable with its name."""
+    """Check that the kernel accepts a text as an argument, or as a variable with its name."""
     return "\0" not in text and len(text.encode("utf-8", "surrogatepass")) <= MOST_TEXT_BYTES
 
 
 def _text(said: object) -> str:
     if not isinstance(said, str) or not fits_kernel(said):
-        raise JobRefused(f"{clean(said)[:40]!r} is no text of at most {MOST_TEXT_BYTES} bytes")
+        raise JobRefused(f"{clean(said)[:40]!r} is not a text of at most {MOST_TEXT_BYTES} bytes")
     return said
 
 
 def _name(said: object) -> str:
     if not isinstance(said, str) or not NAME.fullmatch(said):
-        raise JobRefused(f"{clean(said)[:80]!r} is no name of a job: give {NAME_RULE}")
+        raise JobRefused(f"{clean(said)[:80]!r} is not a valid job name: give {NAME_RULE}")
     return said
 
 
@@ -176,14 +178,14 @@ def _numbers(said: object) -> tuple[int, ...]:
 
 def _object(said: object) -> dict[str, Any]:
     if not isinstance(said, dict):
-        raise JobRefused(f"{clean(said)[:40]!r} is no object")
+        raise JobRefused(f"{clean(said)[:40]!r} is not an object")
     return said
 
 
 def _rendezvous(said: object) -> JobRendezvous:
     made = JobRendezvous(**_checked(_object(said), _RENDEZVOUS_CHECKS))
     if made.kind not in ("fixed", "elastic"):
-        raise JobRefused(f"{clean(made.kind)[:40]!r} is no kind of rendezvous: fixed, elastic")
+        raise JobRefused(f"{clean(made.kind)[:40]!r} is not a kind of rendezvous: give fixed or elastic")
     return made
 
 

@@ -1,4 +1,4 @@
-"""What a job prints, into its logs; and what its ranks say of themselves (rank.py): one loop for all of it."""
+"""Output of a job, written to its logs, and the reports of its ranks (rank.py), read by one event loop."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MOST_RANKS = 4096  # of one node
 
 @dataclass
 class RankOutcome:
-    """One start of one rank. ``exit_code`` is negative after a signal, None as long as it runs.
+    """One start of one rank. ``exit_code`` is negative after a signal, None while it runs.
 
-    ``has_said``: it is known how it ended; else what stood between it and torchrun was ended.
+    ``has_said``: the rank's parent (rank.py) reported its exit; if false at the end, that parent was killed.
     """
 
     rank: int
@@ -35,12 +35,12 @@ class RankOutcome:
     restart: int
     pid: int
     exit_code: int | None = None
-    ended_at: float = 0.0  # of time.monotonic(), which all processes of a machine share
+    ended_at: float = 0.0  # of time.monotonic(), equal in all processes of a machine
     has_said: bool = field(default=False, kw_only=True)
 
 
 class Outputs:
-    """All that the runner reads from."""
+    """All sources that the runner reads: pipes of output, and sockets of ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.loop = Loop()
@@ -48,7 +48,7 @@ class Outputs:
         self._folder = folder
         self._logs: dict[str, BoundedLog] = {}
         self._pipes: set[int] = set()
-        # A name of the kernel's: the system removes its folder for sockets when the user has logged out.
+        # An abstract socket name, as the system removes the user's socket folder at logout.
         self._name = f"detrain_nb-job-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self._name}")
@@ -58,32 +58,32 @@ class Outputs:
         self.loop.add(self._listener.fileno(), self._accept)
 
     def environment(self) -> dict[str, str]:
-        """What a rank needs to find us."""
+        """Return the variable through which a rank connects to us."""
         return {SOCKET_VARIABLE: self._name}
 
     def add(self, pipe: int, log: str) -> None:
-        """Write to ``log`` what comes by ``pipe``, which is ours from now on."""
+        """Write the data of ``pipe`` to ``log``; takes ownership of the pipe."""
         self._pipes.add(pipe)
         self.loop.add(pipe, lambda: self._read(pipe, log))
 
     @property
     def restarts(self) -> int:
-        """How often the ranks of this node were started again."""
+        """Number of restarts of the ranks of this node."""
         return max((outcome.restart for outcome in self.outcomes), default=0)
 
     def ranks(self) -> list[dict[str, Any]]:
-        """Those of the last start, for status.json."""
+        """Return the ranks of the last start, for status.json."""
         last = [outcome for outcome in self.outcomes if outcome.restart == self.restarts]
         last.sort(key=lambda outcome: outcome.rank)
         return [{"rank": each.rank, "pid": each.pid, "exit_code": each.exit_code} for each in last]
 
     def take_news(self) -> bool:
-        """Something has changed in what `ranks` says."""
+        """Return whether the result of `ranks` has changed since the last call."""
         has_news, self._has_news = self._has_news, False
         return has_news
 
     def close(self) -> None:
-        """Read what is left when all that could write has ended."""
+        """Read the remaining output, after all writers have exited, and close the logs."""
         deadline = time.monotonic() + _DRAIN_LIMIT_S
         self.loop.remove(self._listener.fileno())
         self._listener.close()
@@ -112,7 +112,7 @@ class Outputs:
         self.loop.add(sock.fileno(), lambda: self._begin(sock))
 
     def _begin(self, sock: socket.socket) -> None:
-        """A rank says which it is, and hands over what it prints to."""
+        """Read a rank's first message: its numbers, and the pipe of its output."""
         fds: list[int] = []
         try:
             data, fds, _, _ = socket.recv_fds(sock, MOST_SAID_BYTES, 1)
@@ -133,7 +133,7 @@ class Outputs:
 
     def _note_end(self, sock: socket.socket) -> None:
         outcome = self._said.pop(sock)
-        outcome.ended_at, outcome.exit_code = time.monotonic(), -signal.SIGKILL  # unless it says how
+        outcome.ended_at, outcome.exit_code = time.monotonic(), -signal.SIGKILL  # unless it reports its exit
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             said = json.loads(sock.recv(MOST_SAID_BYTES))
             outcome.exit_code, outcome.ended_at = int(said["ended"]), float(said["at"])
@@ -148,5 +148,5 @@ class Outputs:
 
 def _number(said: object) -> int:
     if type(said) is not int or not 0 <= said < 1 << 31:
-        raise ValueError("no number")
+        raise ValueError("not a number")
     return said

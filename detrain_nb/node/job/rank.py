@@ -1,7 +1,7 @@
-"""Between torchrun and a rank of a job: hands what the rank prints to the job's runner, and says how the rank ended.
+"""Process between torchrun and a rank of a job: sends the rank's output and exit code to the job's runner.
 
-torchrun knows this process as the rank. The user's program is its child, in the same process group, so that a signal
-of torchrun reaches both; this one waits, and ends as the program did.
+torchrun sees this process as the rank. The user's program is its child in the same process group, so signals of
+torchrun reach both; this process waits, and exits as the program did.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sign
 
 
 def main() -> None:
-    """Run the command line behind ours."""
+    """Run the command in our arguments."""
     die_with_parent(os.getppid())
-    early: list[int] = []  # before there was a program to get them
+    early: list[int] = []  # signals received before the program was started
     for number in _PASSED_ON:
-        signal.signal(number, lambda number, _: early.append(number))  # not ignored: the program would inherit that
+        signal.signal(number, lambda number, _: early.append(number))  # not SIG_IGN, which the program would inherit
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as runner:
         runner.connect(f"\0{os.environ.pop(SOCKET_VARIABLE)}")
-        if not is_same_user(runner):  # it is gone, and somebody else has taken its name
-            sys.exit("the runner of this job is gone")
+        if not is_same_user(runner):  # the runner has exited, and another user has taken its name
+            sys.exit("the runner of this job has exited")
         for name in (JOB_KEY_VARIABLE, STORE_FD_VARIABLE):
             os.environ.pop(name, None)
         _hand_over_output(runner)
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _hand_over_output(runner: socket.socket) -> None:
-    """What this process and its children print goes to the runner, which learns whose it is."""
+    """Redirect the output of this process and its children to the runner, with the rank's numbers."""
     read, write = os.pipe()
     env = os.environ
     said = {
@@ -75,13 +75,13 @@ def _hand_over_output(runner: socket.socket) -> None:
 def _say(runner: socket.socket, **said: object) -> None:
     try:
         runner.send(json.dumps(said).encode())
-    except OSError:  # the runner is gone, and with it whoever wants to know
+    except OSError:  # the runner has exited, nobody needs the report
         pass
 
 
 def _end_as(code: int) -> None:
     if code < 0:
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has left its own
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the program has already dumped its core
         signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
         os.kill(os.getpid(), -code)
     sys.exit(code if code >= 0 else 128 - code)

@@ -1,7 +1,7 @@
 """The rendezvous of a job on fixed nodes: torchrun's --rdzv-backend detrain-job.
 
-The store listens on one address of node 0, on a socket that was bound before torchrun was started; the ranks use the
-same store, as they do under torchrun's own. All nodes watch each other from when they have met (watch.py).
+The store listens on one address of node 0, on a socket that was bound before torchrun started; the ranks use the same
+store, as with torchrun's own rendezvous. Once all nodes have joined, they watch each other (watch.py).
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ..system.bound_store import connect, listen
 from .watch import Watch, end_ranks, write_reason
 from .watch_store import WatchStore
 
-_GONE_GRACE_S = 1.0  # until torch is left where it waits
+_GONE_GRACE_S = 1.0  # before torch is killed while it waits
 _MOST_NAME = 100  # characters
 
 
 class FixedRendezvous(RendezvousHandler):
-    """Node rank 0 listens; the others wait for it, and it waits for them."""
+    """Rendezvous in which node rank 0 serves the store, and all nodes wait for each other."""
 
     def __init__(self, params: RendezvousParameters) -> None:
         self.node_rank = params.get_as_int("rank", 0) or 0
@@ -108,19 +108,21 @@ class FixedRendezvous(RendezvousHandler):
 
 
 def tell_others(watch: Watch, node_rank: int, error: BaseException | None) -> None:
-    """Say how this node's ranks have ended. torchrun shuts a rendezvous down while the ``error`` is on its way."""
+    """Report how this node's ranks have ended; torchrun shuts the rendezvous down while ``error`` is raised."""
     if error is None:
         watch.tell_done()
     elif isinstance(error, ChildFailedError):
         rank, failure = error.get_first_failure()
-        how = f"was ended by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with {failure.exitcode}"
+        how = (
+            f"was killed by {failure.signal_name()}" if failure.exitcode < 0 else f"exited with code {failure.exitcode}"
+        )
         watch.tell_end(f"{watch.name(node_rank)} failed: rank {rank} {how}")
     else:
         watch.tell_end(f"{watch.name(node_rank)} failed: {type(error).__name__}: {error}")
 
 
 def open_store(address: str, port: int, node_rank: int, timeout_s: float) -> TCPStore:
-    """Node 0 serves the store of the job, the others are its clients. Raises: RendezvousConnectionError."""
+    """Open the store of the job: node 0 serves it, the others connect. Raises: RendezvousConnectionError."""
     timeout = timedelta(seconds=timeout_s)
     try:
         if node_rank == 0:
@@ -131,22 +133,22 @@ def open_store(address: str, port: int, node_rank: int, timeout_s: float) -> TCP
         write_reason(_holder_is_gone())
         raise RendezvousConnectionError(_holder_is_gone()) from exc
     except (DistError, OSError) as exc:
-        reason = f"the store of the job, at {address}:{port} on {_name(0)}, cannot be reached within {timeout_s:g} s"
+        reason = f"the store of the job at {address}:{port} on {_name(0)} was not reached within {timeout_s:g} s"
         write_reason(reason)
         raise RendezvousConnectionError(reason) from exc
 
 
 @contextlib.contextmanager
 def _ended_with_store(address: str, port: int, limit_s: float) -> Iterator[None]:
-    """End this node if node 0 goes while the block waits for its store: torch would try again and again.
+    """Stop this node if node 0 exits while the block waits for its store: torch would retry until its timeout.
 
-    Its socket was bound before any node was launched, so that only one that is gone refuses a connection.
+    Node 0 bound its socket before any node was launched, so a refused connection means that node 0 has exited.
     Raises: ConnectionRefusedError, OSError.
     """
     is_open = threading.Event()
 
     def look(held: socket.socket) -> None:
-        select.select([held], [], [])  # nothing is ever sent to who says nothing: it was shut
+        select.select([held], [], [])  # the store sends no data to an idle client: readable means closed
         if not is_open.is_set():
             end_ranks(_holder_is_gone(), grace_s=_GONE_GRACE_S)
 
@@ -157,19 +159,19 @@ def _ended_with_store(address: str, port: int, limit_s: float) -> Iterator[None]
             yield
         finally:
             is_open.set()
-            with contextlib.suppress(OSError):  # it was shut already
+            with contextlib.suppress(OSError):  # it was closed already
                 held.shutdown(socket.SHUT_RDWR)
             looking.join()
 
 
 def _holder_is_gone() -> str:
-    return f"{_name(0)}, which holds the store of the job, is gone"
+    return f"{_name(0)}, which holds the store of the job, is down"
 
 
 def open_watch(
     address: str, port: int, *, node_rank: int, num_nodes: int, silence_s: float, is_fixed: bool = True
 ) -> Watch:
-    """Make the watch of this node, which also says so when torchrun is ended by a signal."""
+    """Create the watch of this node, which also reports when torchrun is stopped by a signal."""
     watch = Watch(
         lambda: WatchStore(address, port),
         node_rank=node_rank,
@@ -187,7 +189,7 @@ def open_watch(
 
 
 def _read_names() -> list[str]:
-    """How the nodes are called, by their rank; empty where nobody has said."""
+    """Return the names of the nodes by node rank; empty if unknown."""
     try:
         names = json.loads(os.environ.get(JOB_NODES_VARIABLE, "[]"))
     except ValueError:
@@ -201,5 +203,5 @@ def _name(node_rank: int) -> str:
 
 
 def make_handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """The entry point: torchrun calls it to get the creator."""
+    """Return the function that creates the handler; torchrun calls this entry point."""
     return FixedRendezvous

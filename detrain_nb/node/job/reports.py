@@ -1,4 +1,4 @@
-"""What the jobs of this node are doing, for one list."""
+"""Status of the jobs on this node, for a list."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _parts_if_any(job: str) -> list[Path]:
 
 
 def report(talk: Talk, said: dict[str, Any]) -> None:
-    """All that is known of jobs by id, or, without last lines, of the newest ones; no more than fits into a line."""
+    """Send the status of the jobs ``ids``, or of the newest ones without their last lines; as many as fit in a line."""
     ids = said.get("ids")
     if ids is not None and (not isinstance(ids, list) or len(ids) > _MOST_IDS):
         raise JobRefused(f"a list of at most {_MOST_IDS} ids was expected")

@@ -1,6 +1,6 @@
-"""The runner of a job on one node: setup lines, then torchrun; it writes what they print, and how the job ended.
+"""The runner of a job on one node: runs the setup lines, then torchrun; writes their output and the job's outcome.
 
-It is detached from whoever started it. Nothing that it has started outlives it, nor the job.
+It is detached from the process that started it. None of its own processes outlives it, or the job.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .verdict import judge, read_told
 
 _NOT_STARTED = 127
 _TOUCH_S = 6 * 3600.0
-_LAST_WORD_LIMIT_S = 60.0  # it has torch to import, on a machine that may be busy; who stops the job meanwhile ends it
+_LAST_WORD_LIMIT_S = 60.0  # it imports torch, perhaps on a busy machine; a stop of the job kills it
 
 
 def main() -> None:
-    """Run the job whose folder is named; secrets come by standard input."""
+    """Run the job in the folder of the first argument; secrets are read from standard input."""
     folder, store = Path(sys.argv[1]), int(sys.argv[2]) if sys.argv[2:] else -1
     order = JobOrder.from_json(read_bounded(folder / ORDER_NAME))
     given = json.loads(sys.stdin.buffer.read())
@@ -55,13 +55,13 @@ def main() -> None:
 
 
 class Runner:
-    """One per node of a job."""
+    """Runner of one node's part of a job."""
 
     def __init__(self, folder: Path, order: JobOrder, given: Mapping[str, Any], store: int) -> None:
         self._folder, self._order, self._given, self._store = folder, order, given, store
         self._env: Mapping[str, str] = {}
         self._kill_at: float | None = None
-        self._is_told = False  # what runs has been asked to end
+        self._is_told = False  # SIGTERM has been sent to the running command
         self._touch_at = 0.0
         adopt_orphans()
         self._children = watch_children()
@@ -80,7 +80,7 @@ class Runner:
         return self._kill_at is not None
 
     def run(self) -> None:
-        """Run it to its end, and say how that was."""
+        """Run the job to its end, and write how it ended."""
         ended, code, log = None, _NOT_STARTED, ""
         try:
             code, log = self._run()
@@ -88,11 +88,11 @@ class Runner:
             ended = Exit(_NOT_STARTED, f"{exc.filename or 'the runner'}: {exc.strerror or exc}")
         except JobRefused as exc:
             ended = Exit(_NOT_STARTED, str(exc))
-        except Exception as exc:  # noqa: BLE001  ours: else the runner would seem to have been killed
+        except Exception as exc:  # noqa: BLE001  a bug of ours: else the runner would seem to have been killed
             traceback.print_exc()
             ended = Exit(_NOT_STARTED, f"the runner failed: {exc!r}")
         end_descendants()
-        self._outputs.close()  # all that was said has been read
+        self._outputs.close()  # all output has been read
         ended = ended or judge(self._outputs, code, folder=self._folder, log=log, stopped=self._is_stopped)
         if ended.state == ENDED and ended.exit_code:
             self._tell_others(ended.reason, code)
@@ -103,7 +103,7 @@ class Runner:
         self._reserve.release()
 
     def _run(self) -> tuple[int, str]:
-        """The exit code of what ran last, and its log. Raises: OSError, JobRefused."""
+        """Run setup and torchrun; return the exit code of the last one, and its log. Raises: OSError, JobRefused."""
         order, folder = self._order, self._folder
         env = self._env = first_environment(order, folder, self._given["secrets"])
         cwd = self._find_cwd()
@@ -124,7 +124,7 @@ class Runner:
         return self._run_command(argv, env, TORCHRUN_LOG, cwd, handed), TORCHRUN_LOG
 
     def _tell_others(self, reason: str, code: int) -> None:
-        """On fixed nodes, where torchrun could not: it was killed, or had no rank. Node 0 is missed with its store."""
+        """Report a failure on fixed nodes if torchrun could not; node 0 need not, its store is down then."""
         order, has_said = self._order, code <= 128 and self._outputs.outcomes
         if order.node_rank == 0 or order.rendezvous.kind != "fixed" or has_said or read_told(self._folder):
             return
@@ -137,19 +137,19 @@ class Runner:
                 stdout=nothing,
                 stderr=nothing,
                 timeout=_LAST_WORD_LIMIT_S,
-                check=False,  # then it is missed, and its silence is noticed
+                check=False,  # on failure the others notice that this node is silent
                 preexec_fn=lambda: die_with_parent(ours),
             )
 
     def _find_cwd(self) -> Path:
-        """Raises: JobRefused, OSError."""
+        """Return the folder in which commands start, and create a ``workdir``. Raises: JobRefused, OSError."""
         folder = work_folder(self._order, self._folder)
         if self._order.workdir:
             make_users_folder(folder)
         return folder
 
     def _run_command(self, argv: list[str], env: Mapping[str, str], log: str, cwd: Path, handed: list[int]) -> int:
-        """Run to its end; 128 + n after signal n. Raises: OSError."""
+        """Run a command to its end; return its exit code, 128 + n after signal n. Raises: OSError."""
         ours = os.getpid()
         read, write = os.pipe()
         with open(write, "wb", buffering=0) as output:
@@ -166,7 +166,7 @@ class Runner:
                 preexec_fn=lambda: die_with_parent(ours),  # noqa: PLW1509  there is one thread
             )
         if self._store in handed:
-            os.close(self._store)  # torchrun has it: who connects when that is gone is to be refused
+            os.close(self._store)  # torchrun has it: once that exits, connections must be refused
         self._is_told = False
         while (code := process.poll()) is None:
             self._outputs.loop.once(self._next_moment())
@@ -178,7 +178,7 @@ class Runner:
         return code if code >= 0 else 128 - code
 
     def _next_moment(self) -> float:
-        if time.monotonic() >= self._touch_at:  # our code is removed where nobody has used it for long
+        if time.monotonic() >= self._touch_at:  # else the cache clean-up removes our code as unused
             self._touch_at = time.monotonic() + _TOUCH_S
             with contextlib.suppress(OSError):
                 os.utime(os.path.dirname(PACKAGE))
@@ -191,7 +191,7 @@ class Runner:
     # ---- stopping
 
     def _ask_to_stop(self, *_: object) -> None:
-        """In a signal's handler: the loop wakes up by it."""
+        """Handle a signal; it also wakes the loop up."""
         if self._kill_at is None:
             self._kill_at = time.monotonic() + read_grace(self._folder)
 
@@ -202,16 +202,16 @@ class Runner:
             self._is_told = True
             self._status.state = STOPPING
             self._write_status()
-            with contextlib.suppress(ProcessLookupError):  # torchrun passes it on to its ranks
+            with contextlib.suppress(ProcessLookupError):  # torchrun forwards it to its ranks
                 os.killpg(process.pid, signal.SIGTERM)
         if time.monotonic() >= self._kill_at:
             for pid in descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
-            self._kill_at = time.monotonic() + 0.5  # who was being started has escaped
+            self._kill_at = time.monotonic() + 0.5  # a process that was just being started may have escaped
 
     def _note_ends(self) -> None:
-        """Children whose parents have ended are ours, and nobody else takes note of their ends."""
+        """Reap exited orphans, which this process has adopted."""
         drain(self._children)
         ours = self._process.pid if self._process else 0
         look = os.WEXITED | os.WNOHANG | os.WNOWAIT

@@ -1,4 +1,4 @@
-"""Whether what is started here goes on when its user logs out: systemd may end all that belongs to the login."""
+"""Survival of jobs after a logout: systemd may kill all processes of a login."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _LINGER = "/var/lib/systemd/linger"
 
 
 def outlives_logout(job: str, *, linger: str = _LINGER) -> list[str]:
-    """What to put before a command: a scope of the user's own manager, which stays only where the user may linger.
+    """Return a command prefix for a scope of the user's own systemd, which survives only if the user may linger.
 
-    Elsewhere nothing: a process in a session of its own goes on where the system lets it.
+    Otherwise empty: then a process in its own session survives if the system allows it.
     """
     bus = os.path.join(os.environ.get("XDG_RUNTIME_DIR", ""), "bus")
     program = shutil.which("systemd-run")
@@ -24,5 +24,5 @@ def outlives_logout(job: str, *, linger: str = _LINGER) -> list[str]:
 def _user() -> str:
     try:
         return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:  # the number has no name: nothing could be said of it
+    except KeyError:  # the uid has no name, so no linger file either
         return f"uid {os.getuid()}"

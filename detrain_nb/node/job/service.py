@@ -1,6 +1,6 @@
-"""The jobs of a node, for the notebook: a program beside the agent, which serves orders until its input ends.
+"""The job service of a node: a program separate from the agent that serves the notebook's orders until EOF.
 
-What it has started goes on without it; what was prepared and not launched is removed.
+Launched jobs keep running without it; a job that was prepared but not launched is removed.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from .sources import handle_source
 
 
 def main() -> None:
-    """Serve what comes by standard input, until that ends."""
+    """Serve orders from standard input until EOF."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit(1))
     try:
         sys.stdout.buffer.write(JOBS_MAGIC)
         sys.stdout.buffer.flush()
-    except BrokenPipeError:  # who wanted it has gone already
+    except BrokenPipeError:  # the notebook has already disconnected
         lead_nowhere(1)
         return
     serve(Talk(cast(BufferedReader, sys.stdin.buffer), sys.stdout.buffer), fd=0)
 
 
 def serve(talk: Talk, *, fd: int) -> None:
-    """Serve orders until the other side hangs up, or is not understood; ``fd`` can be read when it says something."""
+    """Serve orders until the notebook disconnects or sends an invalid one; ``fd`` is readable when it sends."""
     with contextlib.closing(Preparing()) as preparing:
         handlers = {**_HANDLERS, "prepare": preparing.prepare, "launch": preparing.launch}
         handlers["follow"] = lambda talk, said: follow(talk, said, wait=lambda limit_s: _has_come(fd, limit_s))

@@ -1,4 +1,4 @@
-"""What a job says of itself in files, and what is so: a runner that is gone cannot say it."""
+"""Status of a job: what its files say, corrected when its runner has died without an update."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from .terms import ENDED, LIVE, LOST, PREPARING, RESTARTED, STOPPED, UNREADABLE
 
 STATUS_NAME, EXIT_NAME = "status.json", "exit.json"
 FORMAT = 1
-READY = b"ready\n"  # what a runner prints once it is there
+READY = b"ready\n"  # printed by a runner once it has started
 _WHY = {
-    LOST: "its runner is gone: it was killed, perhaps for want of memory",
-    RESTARTED: "the machine, or its container, was started anew while it ran",
+    LOST: "its runner was killed, possibly for lack of memory",
+    RESTARTED: "the machine, or its container, was restarted while the job ran",
 }
 _RESERVE_NAME = ".reserve"
 _RESERVE_BYTES = 1 << 16
@@ -32,7 +32,7 @@ _RESERVE_BYTES = 1 << 16
 
 @cache
 def find_release() -> str:
-    """Of the code that this is: it travels with what says so."""
+    """Return the release of this code; its metadata is copied to nodes with it."""
     try:
         return metadata.version("detrain_nb")
     except metadata.PackageNotFoundError:
@@ -41,7 +41,7 @@ def find_release() -> str:
 
 @dataclass
 class Status:
-    """status.json. ``pid`` and ``pid_started`` name the runner, ``boot`` the life of the machine it runs in."""
+    """Content of status.json. ``pid`` and ``pid_started`` identify the runner, ``boot`` the boot of its machine."""
 
     id: str
     name: str
@@ -62,31 +62,31 @@ class Status:
     release: str = field(default_factory=find_release)
 
     def write(self, folder: Path) -> None:
-        """Raises: OSError."""
+        """Write status.json into ``folder``. Raises: OSError."""
         self.updated_at = time.time()
         write_whole(folder / STATUS_NAME, json.dumps({"format": FORMAT, **asdict(self)}))
 
 
 @dataclass(frozen=True)
 class Exit:
-    """exit.json: how it ended. ``exit_code`` is that of the rank that failed first, 128 + n after signal n."""
+    """Content of exit.json. ``exit_code`` is that of the rank that failed first, 128 + n after signal n."""
 
     exit_code: int
     reason: str = ""
     failed_rank: int | None = None
     last_lines: tuple[str, ...] = ()
     ended_at: float = field(default_factory=time.time)
-    state: str = ENDED  # or STOPPED, where the user has ended it
+    state: str = ENDED  # or STOPPED, by the user
 
     def write(self, folder: Path) -> None:
-        """Raises: OSError."""
+        """Write exit.json into ``folder``. Raises: OSError."""
         write_whole(folder / EXIT_NAME, json.dumps({"format": FORMAT, **asdict(self)}))
 
 
 def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[str, Any]:
-    """What is so: both files, with ``state`` judged. Never fails: what cannot be read is the state "unreadable".
+    """Read both files and correct ``state``. Never fails: if a file is unreadable, the state is "unreadable".
 
-    ``boot`` says which life of the machine this is.
+    ``boot`` returns the id of the current boot.
     """
     known = {"id": folder.parent.name, "node_rank": int(folder.name.rpartition("-")[2])}
     try:
@@ -107,7 +107,7 @@ def read_status(folder: Path, *, boot: Callable[[], str] = read_boot) -> dict[st
 
 
 def is_live(status: dict[str, Any]) -> bool:
-    """Its runner, or who prepares it, is there."""
+    """Check that a job is live: its runner, or the process preparing it, is running."""
     return status["state"] in LIVE
 
 
@@ -136,19 +136,21 @@ _EXIT_FIELDS = ("exit_code", "reason", "failed_rank", "last_lines", "ended_at")
 
 
 class Reserve:
-    """Room on the disk for the last words of a job, given up when the disk is full."""
+    """Reserved disk space for the final status of a job, released when the disk is full."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.take()
 
     def take(self) -> None:
-        """As much as there is room for."""
+        """Reserve the space, as far as the disk has room."""
         with contextlib.suppress(OSError):
-            (self._folder / _RESERVE_NAME).write_bytes(os.urandom(_RESERVE_BYTES))  # zeros take none on some disks
+            (self._folder / _RESERVE_NAME).write_bytes(
+                os.urandom(_RESERVE_BYTES)
+            )  # some file systems store zeros without using space
 
     def write(self, said: Status | Exit) -> None:
-        """Write a file, if that is possible at all: a job goes on without. The room is there for the next one too."""
+        """Write a file, using the reserve if needed, and reserve again; on failure the job continues without it."""
         try:
             said.write(self._folder)
         except OSError:
@@ -158,5 +160,6 @@ class Reserve:
             self.take()
 
     def release(self) -> None:
+        """Free the space."""
         with contextlib.suppress(OSError):
             (self._folder / _RESERVE_NAME).unlink(missing_ok=True)

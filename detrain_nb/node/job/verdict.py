@@ -1,4 +1,4 @@
-"""How a job ended on a node, and whose fault that was."""
+"""How a job ended on a node, and which rank or node caused it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .terms import STOPPED
 from .watch import MOST_REASON_CHARS
 
 _LAST_LINES = 20
-_SEE = "torchrun.log says how that ended"
+_SEE = "see torchrun.log for its exit"
 _STOPPED = 128 + signal.SIGTERM
 
 
 def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool) -> Exit:
-    """Say how it ended; ``code`` is that of what ran, which wrote to ``log``."""
+    """Determine how the job ended; ``code`` is the exit code of the last command, which wrote to ``log``."""
     if stopped:
         return Exit(_STOPPED, state=STOPPED)
     if code == 0:
@@ -29,23 +29,23 @@ def judge(outputs: Outputs, code: int, *, folder: Path, log: str, stopped: bool)
         return Exit(code, f"the setup {_say(code)}", last_lines=last_lines(folder / log, _LAST_LINES))
     if told := read_told(folder):
         return Exit(code, told)
-    if code <= 128 and (first := _find_first(outputs)):  # else the ranks were killed because torchrun was
+    if code <= 128 and (first := _find_first(outputs)):  # else torchrun was killed, and the ranks with it
         code = first.exit_code or 0
         code = code if code >= 0 else 128 - code
         lines = last_lines(folder / f"rank-{first.rank}.log", _LAST_LINES)
-        how = _say(code) if first.has_said else f"was lost with process {first.pid}, which had started it: {_SEE}"
+        how = _say(code) if first.has_said else f"was lost with process {first.pid}, its parent: {_SEE}"
         return Exit(code, f"rank {first.rank} {how}", first.rank, lines)
     return Exit(code, f"torchrun {_say(code)}", last_lines=last_lines(folder / log, _LAST_LINES))
 
 
 def _find_first(outputs: Outputs) -> RankOutcome | None:
-    """Of the last start the first rank that failed: those after it were ended, or missed it."""
+    """Return the rank of the last start that failed first; later ones were killed, or failed without it."""
     failed = [each for each in outputs.outcomes if each.exit_code and each.restart == outputs.restarts]
     return min(failed, key=lambda each: each.ended_at, default=None)
 
 
 def read_told(folder: Path) -> str:
-    """Why the nodes have ended each other, where another one was the first."""
+    """Read the reason for which this node was stopped by a different node; empty without one."""
     try:
         said = json.loads(read_bounded(folder / END_NAME))
         return str(said["reason"])[:MOST_REASON_CHARS]
@@ -55,8 +55,8 @@ def read_told(folder: Path) -> str:
 
 def _say(code: int) -> str:
     if code <= 128:
-        return f"exited with {code}"
+        return f"exited with code {code}"
     try:
-        return f"was ended by {signal.Signals(code - 128).name}"
+        return f"was killed by {signal.Signals(code - 128).name}"
     except ValueError:
-        return f"exited with {code}"
+        return f"exited with code {code}"

@@ -1,8 +1,7 @@
-"""The nodes of a job watch each other through the job's store: a node that fails, or of which nothing is heard, ends
-the others, and each of them says which node it was.
+"""Nodes of a job watch each other through the job's store: if one fails or goes silent, the others stop and name it.
 
-Node 0 holds the store and judges the others; they judge node 0. Silence is counted only while whoever counts is
-running: a node that was stopped itself, or a laptop that slept, does not take its own sleep for that of the others.
+Node 0 holds the store and judges the others; they judge node 0. Silence is only counted while the judging node runs:
+a node that was suspended, or a laptop that slept, does not mistake its own sleep for silence of the others.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ from ...launch import JOB_END_VARIABLE
 from ...text import printable
 
 _BEAT_S = 0.5
-_WORD_LIMIT_S = 5.0  # for a last word to a store that may be gone
+_WORD_LIMIT_S = 5.0  # for a last report to a store that may be down
 _POLL_S = 0.02
 MOST_REASON_CHARS = 2000
 _END_KEY, _BEAT_KEY, _DONE_KEY, _HEARD_KEY = "end", "beat", "done", "heard"
 
 
 class SharedStore(Protocol):
-    """Keys that all nodes see. Each method may hang where the node that holds them is silent.
+    """Key-value store that all nodes see. Each method may hang while the node that serves it is silent.
 
-    Raises: ConnectionError when it is gone.
+    Raises: ConnectionError when that node is down.
     """
 
     def set(self, key: str, value: str) -> None: ...
 
     def set_first(self, key: str, value: str) -> None:
-        """Set it unless it is set already."""
+        """Set a key unless it has a value."""
 
     def get(self, key: str) -> bytes | None: ...
 
 
 class Watch:
-    """Of one node. ``open_store`` makes a client of the store that nobody else uses.
+    """The watch of one node. ``open_store`` creates a separate client of the store.
 
-    Without ``is_fixed``, as in elastic jobs, nodes may go and come: only a node's own word ends the others, and whoever
-    asks learns which are `silent`.
-    ``on_end`` is called once, in a thread, with the reason, if the job is ended by another node.
+    Without ``is_fixed``, as in elastic jobs, nodes may leave and join: only a node's own report stops the others, and
+    `silent` lists the silent nodes.
+    ``on_end`` is called once, in a thread, with the reason, if a different node ends the job.
     """
 
     def __init__(
@@ -68,15 +67,15 @@ class Watch:
         self._rounds = 0
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._over = threading.Event()  # nothing is judged any more
-        self._heard: dict[int, tuple[bytes | None, float]] = {}  # of each other node: its last beat, and since how long
+        self._over = threading.Event()  # no node is judged any more
+        self._heard: dict[int, tuple[bytes | None, float]] = {}  # per other node: its last beat, and seconds since then
 
     def name(self, node_rank: int) -> str:
-        """How a node is called in what is said to people."""
+        """Return the name of a node for messages."""
         return f"node {self._names[node_rank] if node_rank < len(self._names) else node_rank}"
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Start the threads that watch."""
         self._threads = [
             threading.Thread(target=judge, name="watch", daemon=True) for judge in (self._talk, self._time)
         ]
@@ -84,7 +83,7 @@ class Watch:
             thread.start()
 
     def wait_for_all(self, limit_s: float) -> str:
-        """Wait until every node has come, and say what is wrong if they have not. Before `start`."""
+        """Wait until all nodes have joined; return what is wrong, or an empty text. Call it before `start`."""
         deadline = time.monotonic() + limit_s
         self._store.set(f"{_BEAT_KEY}/{self._node_rank}", "0")
         missing = list(self._others)
@@ -97,10 +96,10 @@ class Watch:
         if not missing:
             return ""
         names = ", ".join(self.name(rank) for rank in missing)
-        return f"{names} did not come to the rendezvous within {limit_s:g} s: see there why it was not started"
+        return f"{names} did not join the rendezvous within {limit_s:g} s: check there why it did not start"
 
     def silent(self) -> list[str]:
-        """On node 0: the names of the nodes of which nothing is heard any more."""
+        """Return the names of the nodes that have become silent; on node 0 only."""
         return [
             self.name(rank)
             for rank, (beat, silent_s) in list(self._heard.items())
@@ -108,14 +107,14 @@ class Watch:
         ]
 
     def tell_done(self, limit_s: float | None = None) -> None:
-        """Say that this node's ranks have ended well. Node 0 waits for the others, to which its store is the job."""
+        """Report that this node's ranks have succeeded. Node 0 waits for the others, which still need its store."""
         self._say(lambda store: store.set(f"{_DONE_KEY}/{self._node_rank}", "1"))
         if self._node_rank == 0:
             self._wait_for_others(_DONE_KEY, limit_s)
         self.leave()
 
     def tell_end(self, reason: str) -> None:
-        """Say why this node's ranks have ended: those of the others will be ended, unless one has said so before."""
+        """Report why this node's ranks have ended, which stops those of the others; only the first report counts."""
         if self._over.is_set():
             return
         self._over.set()
@@ -125,26 +124,26 @@ class Watch:
         self.leave()
 
     def leave(self) -> None:
-        """Watch no more. When the process exits, no thread may be in torch: Python would end it there, and abort."""
+        """Stop watching. No thread may be inside torch when the process exits: Python would abort."""
         self._over.set()
         for thread in self._threads:
             thread.join(4 * self._beat_s)
 
     def _say(self, word: Callable[[SharedStore], None]) -> None:
-        """Say it over a connection of its own, as the other one may hang in a wait; no longer than some seconds."""
+        """Run ``word`` over a separate connection, as the other may hang; return after 5 s at the latest."""
 
         def say() -> None:
             try:
                 word(self._open_store())
             except ConnectionError:
-                pass  # whoever held the store is gone, and the others have noticed
+                pass  # node 0 is down, and the others have noticed
 
         saying = threading.Thread(target=say, name="last word", daemon=True)
         saying.start()
         saying.join(_WORD_LIMIT_S)
 
     def _wait_for_others(self, key: str, limit_s: float | None) -> None:
-        """On node 0: until each node that is still heard of has set its ``key``, or is done."""
+        """Wait, on node 0, until each node that is not silent has set its ``key``, or is done."""
         deadline = None if limit_s is None else time.monotonic() + limit_s
         store = self._open_store()
         left = [rank for rank in self._others if store.get(f"{_BEAT_KEY}/{rank}") is not None]
@@ -174,7 +173,7 @@ class Watch:
                     self._finish(_read_reason(end))
                 self._over.wait(self._beat_s)
         except ConnectionError:
-            self._finish(f"{self.name(0)}, which holds the store of the job, is gone")
+            self._finish(f"{self.name(0)}, which holds the store of the job, is down")
 
     def _look_at_others(self, passed_s: float) -> None:
         for rank in self._others:
@@ -184,11 +183,11 @@ class Watch:
             if not self._is_fixed or self._heard[rank][1] < self._silence_s:
                 continue
             if self._store.get(f"{_DONE_KEY}/{rank}") is None:
-                reason = f"nothing was heard of {self.name(rank)} for {self._silence_s:g} s"
-                say_end(self._store, reason)  # each reads it there, this node too
+                reason = f"{self.name(rank)} sent no heartbeat for {self._silence_s:g} s"
+                say_end(self._store, reason)  # every node reads it there, including this one
 
     def _time(self) -> None:
-        """Judge node 0 by how long its store has not answered: `_talk` may hang there."""
+        """Judge node 0 by how long its store has not answered, as `_talk` may hang in a call."""
         seen, silent_s, before = 0, 0.0, time.monotonic()
         while not self._over.wait(self._beat_s):
             passed_s, before = time.monotonic() - before, time.monotonic()
@@ -196,7 +195,7 @@ class Watch:
             seen = self._rounds
             if silent_s >= self._silence_s:
                 holder = f"{self.name(0)}, which holds the store of the job,"
-                self._finish(f"nothing was heard of {holder} for {self._silence_s:g} s")
+                self._finish(f"{holder} did not answer for {self._silence_s:g} s")
 
     def _finish(self, reason: str) -> None:
         with self._lock:
@@ -207,20 +206,20 @@ class Watch:
 
 
 def say_end(store: SharedStore, reason: str) -> None:
-    """Say to all nodes why the job ends, unless one has said so before. Raises: ConnectionError."""
+    """Report to all nodes why the job ends; only the first report counts. Raises: ConnectionError."""
     store.set_first(_END_KEY, json.dumps({"reason": reason[:MOST_REASON_CHARS]}))
 
 
 def end_ranks(reason: str, *, grace_s: float = 20.0) -> None:
-    """End torchrun, in which we are, and its ranks; write why. Returns only if that fails."""
+    """Write the reason, and stop torchrun, which is this process, with its ranks. Never returns."""
     write_reason(reason)
-    os.kill(os.getpid(), signal.SIGTERM)  # torchrun ends its ranks, and itself
+    os.kill(os.getpid(), signal.SIGTERM)  # torchrun stops its ranks and exits
     time.sleep(grace_s)
-    os._exit(1)  # its main thread waits for a store that does not answer; whoever started us ends what is left
+    os._exit(1)  # its main thread hangs in a store that does not answer; the runner kills the rest
 
 
 def write_reason(reason: str) -> None:
-    """Say why this node's ranks end: in the log, and for whoever started torchrun."""
+    """Write why this node's ranks are stopped: into the log, and into a file for the runner."""
     print(f"detrain_nb: {reason}", file=sys.stderr, flush=True)
     if path := os.environ.get(JOB_END_VARIABLE):
         try:
@@ -231,12 +230,12 @@ def write_reason(reason: str) -> None:
 
 
 def _read_reason(end: bytes) -> str:
-    """What another node says, which is not trusted to say it well."""
+    """Read the reason that a node, which is not trusted, has sent."""
     try:
         said = json.loads(end[: 4 * MOST_REASON_CHARS])
         reason = said["reason"] if isinstance(said, dict) else None
     except (ValueError, KeyError, RecursionError):
         reason = None
     if not isinstance(reason, str) or not reason:
-        return "another node has ended the job without saying why"
+        return "a different node ended the job without a valid reason"
     return printable(reason[:MOST_REASON_CHARS])

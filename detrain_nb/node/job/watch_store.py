@@ -1,4 +1,4 @@
-"""The part of a job's store in which its nodes watch each other. No torchrun is needed, which takes long to import."""
+"""Keys of a job's store for the watch of its nodes; does not import torchrun, which is slow to import."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _Answer = TypeVar("_Answer")
 
 
 class WatchStore:
-    """A `SharedStore`, over a connection of its own."""
+    """A `SharedStore` over a separate connection."""
 
     def __init__(self, address: str, port: int) -> None:
         try:
-            # torch tries again and again where nobody listens
+            # fail at once where nobody listens: torch would keep retrying
             socket.create_connection((address, port), timeout=_OPERATION_LIMIT_S).close()
             client: Store = connect(address, port, timeout=timedelta(seconds=_OPERATION_LIMIT_S))
         except (OSError, DistError) as exc:
-            raise ConnectionError(f"the store of the job at {address}:{port} is gone: {exc}") from exc
+            raise ConnectionError(f"the store of the job at {address}:{port} is down: {exc}") from exc
         self._store = PrefixStore("detrain_nb.watch", client)
 
     def set(self, key: str, value: str) -> None:
