@@ -73,7 +73,7 @@ class NotebookRun:
         self._timeout_s = timeout_s
         self._stopped_by = 0
         self._is_stopped = asyncio.Event()  # set by a signal: stop the cell, then the kernel
-        self._is_hurried = asyncio.Event()  # set by a second signal, or if a cell ignores an interrupt: kill it
+        self._is_hurried = asyncio.Event()  # set by a second signal, or a cell that does not stop: kill the kernel
         self._client = _make_client(notebook, self.terminal.take, iopub_timeout=_OUTPUT_LIMIT_S, record_timing=False)
 
     async def execute(self) -> int:

@@ -33,7 +33,7 @@ class LogTimes:
     def note(self, size: int) -> None:
         """Note that output after the first ``size`` bytes is printed now."""
         now = self._now()
-        if 0 <= now - self._noted_at < _GAP_S:  # a clock that was set back is not in this range
+        if 0 <= now - self._noted_at < _GAP_S:  # a clock that was set back gets a mark at once
             return
         self._noted_at = now
         with contextlib.suppress(OSError):
