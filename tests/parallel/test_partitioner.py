@@ -125,7 +125,7 @@ def test_what_is_said_of_a_split() -> None:
     lines = str(found).splitlines()
     assert [line.split()[0] for line in lines] == ["stage", "0", "1", "2", "slowest", "equal"]
     assert "begins at" in lines[0] and " m5 " in lines[3]
-    assert lines[-2] == ("slowest by mean 1.000, a step of 4 microbatches 24000.000 ms, of which 33 % bubble")
+    assert lines[-2] == ("slowest stage / mean 1.000, a step of 4 microbatches 24000.000 ms, of which 33 % bubble")
 
 
 class WithUnused(nn.Module):
@@ -171,7 +171,7 @@ def test_parameters_that_nobody_uses_have_to_fit() -> None:
 
 def test_model_in_the_place_of_its_profile_is_told() -> None:
     with pytest.raises(
-        SpecError, match=r"given a GPT, and takes a profile: partition\(profile\(model, example_inputs\)"
+        SpecError, match=r"needs a profile, not a GPT: call partition\(profile\(model, example_inputs\)"
     ):
         partition(GPT(), 2)  # type: ignore[arg-type]
 
@@ -238,12 +238,12 @@ def test_gpt_with_a_large_head_is_cut_as_well_as_can_be(stages: int) -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ({"nodes": 4}, r"4 stages, and the model can be cut into 3 at most \(cuts: m1, m2\): use fewer stages"),
+        ({"nodes": 4}, r"the model can be cut into at most 3 \(cuts: m1, m2\): use fewer stages"),
         ({"nodes": 0}, "stages=0: give a whole number, 1 or more"),
-        ({"nodes": ["gpu1"]}, "give a StageNode for each stage, or how many stages there are"),
+        ({"nodes": ["gpu1"]}, "give a StageNode for each stage, or the number of stages"),
         ({"nodes": [StageNode("a", memory_bytes=500)] * 2}, r"no split into 2 stages fits: the model needs 0.00 GB"),
-        ({"nodes": 2, "times_s": [1.0]}, "1 times for 3 units: give one for each"),
-        ({"nodes": 2, "num_microbatches": 0}, "0 microbatches: a step has at least 1"),
+        ({"nodes": 2, "times_s": [1.0]}, "1 times for 3 units: give one time for each unit"),
+        ({"nodes": 2, "num_microbatches": 0}, "num_microbatches=0: a step has at least 1 microbatch"),
     ],
 )
 def test_what_cannot_be_is_told(arguments: dict[str, object], message: str) -> None:
@@ -269,5 +269,5 @@ def test_of_many_cuts_some_are_named() -> None:
 
 @pytest.mark.parametrize("field, value", [("speed", 0), ("memory_bytes", -1), ("bytes_per_s", 0), ("latency_s", -1)])
 def test_node_that_cannot_be_is_told(field: str, value: float) -> None:
-    with pytest.raises(SpecError, match=rf"node 'gpu1': {field} {value} is not"):
+    with pytest.raises(SpecError, match=rf"node 'gpu1': {field}={value} must be "):
         StageNode("gpu1", **{field: value})

@@ -288,8 +288,8 @@ def test_refusal_says_what_hinders_a_block() -> None:
                 x = block(x) + kept
             return x
 
-    why = r"beside what comes into it float32 \(2, 4\) of first is still needed behind it"
-    with pytest.raises(SpecError, match=rf"cut into 2 at most \(cuts: blocks.0; not at blocks.1: {why}\): use fewer"):
+    why = r"besides its input, float32 \(2, 4\) of first is still needed after it"
+    with pytest.raises(SpecError, match=rf"cut into at most 2 \(cuts: blocks.0; not at blocks.1: {why}\): use fewer"):
         split(Remembers(), batch(2, 4), 3)
 
 
@@ -340,8 +340,8 @@ class _Mixture(nn.Module):
 
 @pytest.mark.parametrize("way, name", [("in one list", "aux"), ("by each", r"layers\.0\.loss")])
 def test_losses_that_a_model_gathers_are_named_with_what_to_do(way: str, name: str) -> None:
-    why = rf"float32 \(\) of layers\.0 is still needed behind it, kept in {name}, and one tensor alone goes to the next"
-    with pytest.raises(SpecError, match=rf"not at layers\.1: .* {why} stage: let each module put what it adds into"):
+    why = rf"float32 \(\) of layers\.0 is still needed after it, kept in {name}, but only one tensor is sent to the"
+    with pytest.raises(SpecError, match=rf"not at layers\.1: .* {why} next stage: have each module add its part to"):
         split(_Mixture(way), batch(2, 4), 2)
 
 
@@ -357,14 +357,14 @@ def test_losses_that_are_put_into_what_layers_return_are_right_over_stages() -> 
 @pytest.mark.parametrize(
     "model, why",
     [
-        (nn.Linear(4, 4), "it calls no module, at which a stage could begin"),
-        (nn.Sequential(nn.Linear(4, 4)), "not at 0: what comes into it was not computed by the model"),
+        (nn.Linear(4, 4), "the model calls no module at which a stage could begin"),
+        (nn.Sequential(nn.Linear(4, 4)), "not at 0: its input was not computed by the model"),
         (nn.Sequential(nn.Dropout(), nn.Linear(4, 4)), r"not at 1: "),
     ],
     ids=["layer", "one", "two"],
 )
 def test_refusal_says_why_there_is_no_cut_at_all(model: nn.Module, why: str) -> None:
-    with pytest.raises(SpecError, match=rf"cut into 1 at most \(cuts: none; {why}.*\): keep it whole"):
+    with pytest.raises(SpecError, match=rf"cut into at most 1 \(cuts: none; {why}.*\): keep it whole"):
         split(model.eval(), batch(2, 4), 2)
 
 
@@ -425,7 +425,7 @@ def test_what_a_model_keeps_for_its_next_call_is_in_one_stage(way: str, name: st
     found = profile(model, batch(3, 8))
     assert found.cuts == tuple(f"layers.{number}" for number in cuts)
     if name:
-        why = f"{name}, which the model keeps for its next call, is read before it and written behind it"
+        why = f"{name}, which the model keeps for its next call, is read before it and written after it"
         assert found.hindrances["layers.1"] == why
     assert (model.step, model.memory, model.table, model.log, type(model)) == (0, None, None, [], _Keeps)
 
@@ -558,7 +558,7 @@ def test_what_a_layer_writes_in_every_run_is_in_one_stage(shared: nn.Module) -> 
     model = nn.Sequential(nn.Linear(4, 4), shared, nn.Linear(4, 4), shared, nn.Linear(4, 4))
     found = profile(model, batch(3, 4))
     assert found.cuts == ("4",)
-    assert re.match("the buffer 1.* is read before it and written behind it", found.hindrances["2"])
+    assert re.match("the buffer 1.* is read before it and written after it", found.hindrances["2"])
 
 
 def test_what_a_layer_writes_and_a_later_one_reads_is_in_one_stage() -> None:
@@ -573,7 +573,7 @@ def test_what_a_layer_writes_and_a_later_one_reads_is_in_one_stage() -> None:
 
     found = profile(Reads(), batch(3, 4))
     assert "layers.2" not in found.cuts
-    assert found.hindrances["layers.2"] == "the buffer layers.1.calls is written before it and read behind it"
+    assert found.hindrances["layers.2"] == "the buffer layers.1.calls is written before it and read after it"
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch asks for that of what it compiles
@@ -614,7 +614,7 @@ def test_compiled_parts_are_compiled_in_their_stages(way: str) -> None:
     expected.sum().backward()
     for (name, parameter), (_, reference) in zip(model.named_parameters(), whole.named_parameters()):
         torch.testing.assert_close(parameter.grad, reference.grad, rtol=0, atol=0, msg=name)
-    with pytest.raises(SpecError, match="it is a part of a compiled module"):
+    with pytest.raises(SpecError, match="it is part of a compiled module"):
         split(model, batch(3, 8), at=["1.down" if way == "in place" else "1._orig_mod.down"])
 
 
@@ -712,19 +712,19 @@ def test_cuts_are_chosen_by_name_by_number_or_by_nodes() -> None:
         ({"at": ["h.9"]}, r"'h.9' is no module of the model: did you mean 'h\.\d'\?"),
         (
             {"at": ["h.1.ln2"]},
-            r"cannot be cut at 'h.1.ln2': it is a part of a block that goes around it, and blocks stay whole. "
+            r"cannot be cut at 'h.1.ln2': it is part of a block with a connection around it, and blocks stay whole. "
             "It can be cut at: h.0, h.1, h.2, h.3, ln_f, head",
         ),
         ({"at": ["h.1.ln1"]}, r"at 'h.1.ln1': h.1 begins at the same place. It can be cut at: "),
         (
             {"at": ["h.1.fc2"]},
-            r"at 'h.1.fc2': beside what comes into it float32 \(2, 16, 32\) of h.1 is still needed behind it. It can",
+            r"at 'h.1.fc2': besides its input, float32 \(2, 16, 32\) of h.1 is still needed after it. It can",
         ),
-        ({"at": ["wte"]}, r"at 'wte': no float tensor comes into it. It can be cut at: "),
+        ({"at": ["wte"]}, r"at 'wte': it gets no float tensor. It can be cut at: "),
         ({"at": ["h.2", "h.1"]}, r"not in the order in which they run, each once: h.1, h.2"),
         ({"at": ["h.1", "h.1"]}, r"not in the order in which they run, each once: h.1"),
         ({"at": ["h.1"], "stages": 3}, "3 stages and 1 cuts: 1 cuts make 2 stages"),
-        ({"stages": 8}, r"8 stages, and the model can be cut into 7 at most \(cuts: h.0, "),
+        ({"stages": 8}, r"the model can be cut into at most 7 \(cuts: h.0, "),
         ({}, r"neither stages, nor cuts \(at\), nor nodes"),
         ({"stages": 2, "nodes": [StageNode()]}, "2 stages and 1 nodes: give one node for each stage"),
     ],
@@ -802,7 +802,7 @@ def test_layers_that_are_called_by_another_name_are_told() -> None:
         found.stage(1)(batch(2, 8), batch(2, 8))
     with pytest.raises(SpecError, match=r"does not call 'b', .*: if it is held by a class or a global, call it as"):
         Boundaries(found).find((batch(2, 8),), {}, is_training=True)
-    with pytest.raises(SpecError, match=r"into 1 at most .cuts: none; b: the model returned, and never came to"):
+    with pytest.raises(SpecError, match=r"into at most 1 .cuts: none; b: the model returned, and never came to"):
         split(OfItsClass(), batch(2, 8), 2)
 
 

@@ -1,1 +1,1 @@
-"""What a model costs between the places where it can be cut, and which of its parts make which stage."""
+"""Costs of a model between the places where it can be cut, and the choice of which units make which stage."""

@@ -1,4 +1,4 @@
-"""How code outside of a model's blocks meddles with them: what sharding block by block has to know."""
+"""How code outside a model's blocks uses what belongs to them, which sharding block by block has to know."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ..recording import Recording, modules_around
 
 @dataclass(frozen=True)
 class BlockUse:
-    """``read_outside``: parameters of blocks that are read while their block does not run, by first name.
+    """How code outside the blocks uses them.
 
-    ``written_outside``: blocks whose outputs are written into, in place, by code outside of them; ``writing``: those
-    that write into their argument, where it has a gradient. ``chosen``: blocks
-    that may run for one batch and not for another, as experts that stand in the model itself. ``idle``: those of them
-    that did not run, with the operator that comes before the first place where they might have. ``is_seen``: whether
-    somebody has looked.
+    ``read_outside``: first names of block parameters that are read while their block is not running.
+    ``written_outside``: blocks whose outputs are written in place by code outside them. ``writing``: blocks that write
+    into their argument although it has a gradient. ``chosen``: blocks that may run for one batch and not for another,
+    such as experts that are entries of the model itself. ``idle``: the chosen blocks that did not run, with the
+    operator that precedes the first place where they might have run. ``is_seen``: False if no pass could be examined.
     """
 
     read_outside: frozenset[str] = frozenset()
@@ -41,7 +41,7 @@ def find_block_use(recording: Recording) -> BlockUse:
     giver_of = {number: name for name in blocks for number in entries.given.get(name, ())}
     read, written = set[str](), set[str]()
     for op in recorder.ops:
-        if op.makes:  # else it asks for a device
+        if op.makes:  # else it only queries a device
             outside = (number for number in op.reads if (block := block_of.get(number)) and block not in op.inside)
             read.update(recorder.names[number] for number in outside)
         given = (giver_of[number] for number in op.writes if number in giver_of)
@@ -52,7 +52,7 @@ def find_block_use(recording: Recording) -> BlockUse:
 
 
 def _writing_into_arguments(recording: Recording, blocks: Collection[str]) -> Iterator[str]:
-    """Arguments that were made of parameters before: inputs of the model have no gradient."""
+    """Yield blocks that write into an argument computed from parameters; model inputs have no gradient."""
     recorder = recording.recorder
     made: dict[int, int] = {}
     for index, op in enumerate(recorder.ops):
@@ -67,7 +67,10 @@ def _writing_into_arguments(recording: Recording, blocks: Collection[str]) -> It
 
 
 def block_use_unseen(model: nn.Module, stopped_by: BaseException | None) -> BlockUse:
-    """Of a model without values, whose pass stops where its code asks for one: outside of blocks it may choose."""
+    """Return the use of a model without values, whose pass stops at code that asks for a value.
+
+    If that code is outside the blocks, it may choose between any of them.
+    """
     inside, blocks = getattr(stopped_by, "inside", ()), frozenset(names_of_blocks(model))
     return BlockUse(chosen=blocks if inside and blocks.isdisjoint(inside) else frozenset(), is_seen=False)
 
@@ -76,11 +79,12 @@ def block_use_unseen(model: nn.Module, stopped_by: BaseException | None) -> Bloc
 
 
 def _find_chosen(recording: Recording, blocks: Collection[str]) -> tuple[set[str], dict[str, int]]:
-    """Blocks of which the code around may run others for another batch, as far as anybody can tell from this one.
+    """Find the blocks that the surrounding code may replace by others for another batch, as far as one pass shows.
 
-    One gets as many rows as values say; or the code has asked for values before, outside of all blocks. They come of
-    parameters, or anyhow of the batch. Of the latter those count that are asked for between blocks of a row, or where
-    one does not run: a mask that is looked at once, before all blocks, is looked at for something else.
+    A block is chosen if the number of its rows depends on values, or if the code outside all blocks has asked for a
+    value before. Values computed from parameters count always; values computed from the batch count only if the code
+    asks for them between blocks of one row, or if a block of that row does not run: a mask that is inspected once,
+    before all blocks, serves another purpose.
     """
     traits = _Traits(recording)
     calls: dict[str, list[int]] = {block: [] for block in blocks}
@@ -105,7 +109,7 @@ def _find_chosen(recording: Recording, blocks: Collection[str]) -> tuple[set[str
             found = {*traits.chosen_by(questions, row)}
             chosen |= found
             last = questions[0][0]
-            for block, each in row.items():  # one that does not run is where the one before it was
+            for block, each in row.items():  # a block that does not run takes the place of the one before it
                 last = max([last, *each])
                 if block in found and not each:
                     idle[block] = last
@@ -113,13 +117,13 @@ def _find_chosen(recording: Recording, blocks: Collection[str]) -> tuple[set[str
 
 
 class _Traits:
-    """What tensors of a pass come of, by number."""
+    """What the tensors of a pass are computed from, by number."""
 
     def __init__(self, recording: Recording) -> None:
         recorder, self._entries = recording.recorder, recording.entries
         self.of_parameters = set(recorder.names)
-        self.of_batch = set[int]()  # or of a buffer: it was there before
-        self.uncounted = set[int]()  # as long as values say
+        self.of_batch = set[int]()  # or on a buffer: both existed before the pass
+        self.uncounted = set[int]()  # their length depends on values
         made = set[int]()
         for op in recorder.ops:
             self.of_batch.update(number for number in op.reads if number not in made and number not in recorder.names)
@@ -131,14 +135,14 @@ class _Traits:
                 self.uncounted.update(number for number in op.makes if number not in op.writes)
 
     def who_may_know(self, op: Op) -> Iterator[str]:
-        """The modules whose code an operator's answer reaches: what a module gives as tensors has to be asked again."""
+        """Yield the modules whose code may learn an operator's answer; tensors it returns are asked anew."""
         for name in reversed(op.inside):
             yield name
             if name not in self._entries.giving_others and self.uncounted.isdisjoint(self._entries.given[name]):
                 return
 
     def chosen_by(self, questions: Sequence[tuple[int, Op]], calls: Mapping[str, Sequence[int]]) -> Iterator[str]:
-        """Of blocks in a row those that the code which has the answers may choose from."""
+        """Yield the blocks of a row, by their ``calls``, that the code which has the answers may choose from."""
         times = sorted(index for each in calls.values() for index in each)
         of_parameters = [index for index, op in questions if not self.of_parameters.isdisjoint(op.asks)]
         of_batch = [index for index, op in questions if not self.of_batch.isdisjoint(op.asks)]

@@ -1,6 +1,6 @@
-"""Plain attributes in which a model keeps something from one call to the next: one stage has to write and read it.
+"""Plain attributes in which a model keeps values from one call to the next: one stage must write and read each of them.
 
-A second pass shows it, which finds what the first one has left, and in which those attributes are watched.
+A second pass finds them: it starts with what the first one has left, and the changed attributes are watched.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from ..operator_graph import Recorder
 from ..recording import Recording
 from ..undo import are_same, own_attributes
 
-Changed = Mapping[str, Mapping[str, Any]]  # by module and attribute, what was left there
+Changed = Mapping[str, Mapping[str, Any]]  # by module and attribute: the value left there
 
 
 @dataclass(frozen=True)
 class CarriedAttribute:
-    """``reads`` of what an earlier call left, and ``writes``: after how many entries of modules; inside which of them.
+    """An attribute that a pass reads as an earlier call left it.
 
-    ``is_computed``: what is kept depends on parameters. Without ``writes`` nobody knows where it is kept.
+    ``reads`` and ``writes`` give after how many module entries each happens; a write also gives the modules that it is
+    inside. ``is_computed``: the kept value depends on parameters. Without ``writes``, it is unknown where the value is
+    kept.
     """
 
     name: str
@@ -35,24 +37,24 @@ class CarriedAttribute:
     is_computed: bool
 
     def hinders(self, entry: int, around: Collection[str]) -> str:
-        """Why there is no cut where the module comes that is entered after ``entry`` others; empty where there may be.
+        """Return why the model cannot be cut at the module entered after ``entry`` others, or "" if it can.
 
-        What is written behind a cut is not seen by the stage before it; what is written before one comes of zeros in
-        the stage behind it, or is not written there at all.
+        A stage does not see what is written after its cut. What is written before a cut is computed from zeros in the
+        next stage, or is not written there at all.
         """
         kept = f"{self.name}, which the model keeps for its next call,"
         if not self.writes:
-            return f"{kept} is no buffer"
+            return f"{kept} is not a buffer"
         if self.reads[0] <= entry < self.writes[-1][0]:
-            return f"{kept} is read before it and written behind it"
+            return f"{kept} is read before it and written after it"
         gone = (place for place, inside in self.writes if self.is_computed or not set(inside) <= set(around))
         if self.reads[-1] > entry and any(place <= entry for place in gone):
-            return f"{kept} is written before it and read behind it"
+            return f"{kept} is written before it and read after it"
         return ""
 
 
 def note_attributes(model: nn.Module) -> dict[str, dict[str, tuple[Any, Any]]]:
-    """What is there before a pass, by module and attribute; of a container what is in it."""
+    """Return the attributes before a pass, by module and attribute; for a container, also its contents."""
     return {
         name: {key: (each, _contents(each)) for key, each in own_attributes(part).items()}
         for name, part in model.named_modules()
@@ -70,7 +72,7 @@ def changed_attributes(model: nn.Module, before: Mapping[str, Mapping[str, tuple
 
 
 def find_gathered(changed: Changed, recorder: Recorder) -> dict[int, str]:
-    """By number, where a pass has left tensors that it made: in which attribute, that of the outermost module first."""
+    """Return, by tensor number, the attribute in which a pass left a tensor that it made; outermost module first."""
     found: dict[int, str] = {}
     for name, keys in changed.items():
         for key, value in keys.items():
@@ -83,7 +85,10 @@ def find_gathered(changed: Changed, recorder: Recorder) -> dict[int, str]:
 def find_carried(
     model: nn.Module, changed: Changed, left: Collection[int], run: Callable[[Callable[..., Any]], Recording]
 ) -> list[CarriedAttribute]:
-    """``run`` makes the second pass, under what it is given. ``left``: ids of tensors that the first one computed."""
+    """Find the attributes that a second pass reads as the first one left them.
+
+    ``run`` makes the second pass, watched by its argument. ``left``: ids of tensors that the first pass computed.
+    """
     watch = _Watch()
     recording = run(lambda recorder, entries: watch.watched(model, changed, recorder, entries))
     recorder = recording.recorder
@@ -102,7 +107,7 @@ def find_carried(
             writes = tuple((event.entry, event.inside) for event in events[first:] if event.is_write)
             is_computed = any(id(leaf) in left for leaf in tensors)
             if not writes and not (is_computed and _is_read(recorder, tensors, left)):
-                continue  # made once, as tables are, or only added to
+                continue  # made once, like a table, or only extended
             reads = tuple(event.entry for event in events[:first])
             found.append(CarriedAttribute(full, reads, writes, is_computed))
     return found
@@ -118,7 +123,7 @@ class _Event:
 @dataclass
 class _Watch:
     events: dict[tuple[str, str], list[_Event]] = field(default_factory=dict)
-    unwatched: set[str] = field(default_factory=set)  # modules of a class that none can be made of
+    unwatched: set[str] = field(default_factory=set)  # modules whose class cannot be replaced
 
     @contextlib.contextmanager
     def watched(self, model: nn.Module, changed: Changed, recorder: Any, entries: Any) -> Iterator[None]:
@@ -142,7 +147,7 @@ class _Watch:
 
 
 def _take_class(part: nn.Module, make: Callable[..., type[nn.Module]], base: type[nn.Module], own: Any) -> bool:
-    """Whether there is such a class and ``part`` can be of it: not always, with another class before nn.Module."""
+    """Return whether ``part`` can take a class made of ``base``; with a base before nn.Module it may be refused."""
     try:
         part.__class__ = make(base, base.__name__, own)
     except TypeError:

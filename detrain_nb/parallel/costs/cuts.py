@@ -1,4 +1,4 @@
-"""Where a recorded pass can be cut in two, and which modules can be left out of the other half."""
+"""Where a recorded pass can be cut in two, and which modules the other half can leave out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .written_buffers import WrittenBuffer
 
 @dataclass(frozen=True)
 class Cut:
-    """``index`` is of the operator that comes next, ``module`` is entered there, and gets the tensor ``number``."""
+    """Place where ``module`` is entered with tensor ``number``, before the operator ``index``."""
 
     index: int
     module: str
@@ -28,7 +28,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Cuts:
-    """``hindrances``: why other modules that run are no cuts, by name; ``why_no_more``: of a block, or of all."""
+    """Cuts of a pass.
+
+    ``hindrances``: by name, why the other modules that run are not cuts; ``why_no_more``: the reason for one block, or
+    for the whole model.
+    """
 
     cuts: list[Cut]
     hindrances: dict[str, str]
@@ -36,14 +40,17 @@ class Cuts:
 
 
 def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: Sequence[CarriedAttribute] = ()) -> Cuts:
-    """Where one tensor is all that is left of what was computed so far, in the order of the pass.
+    """Find the places, in the order of the pass, where one tensor is all that is needed of the computation so far.
 
-    Of modules that are entered at the same place the outermost counts. One that runs twice is no cut, nor one in the
-    middle of a checkpoint, that begins again with what it was given. Nor may a module around it have looked at a value
-    before: its code runs again where the model goes on, and there is nothing to look at; nor have a hook on its
-    backward pass, which would run in each stage. Nor may one stage write a buffer, as ``written`` says, that another
-    one reads, nor what the model keeps for its next call, as ``carried`` says. One whose argument is used again after
-    it was left (``x + block(x)``) is a cut only where it is no part of a block: a block stays whole.
+    - Of modules entered at the same place, the outermost one counts.
+    - A module that runs twice is not a cut.
+    - Neither is one inside a checkpoint, which restarts from its own input.
+    - No module around it may have inspected a value before: its code runs again in the next stage, without that value.
+    - No module around it may have a hook on its backward pass, which would run in each stage.
+    - No stage may write a buffer (``written``), or a value kept for the next call (``carried``), that another one
+    reads. - A module whose argument is used again after it has returned (``x + block(x)``) is a cut only if it is not
+    part of a
+      block: blocks stay whole.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
@@ -63,31 +70,33 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: S
 
     def why_not(index: int, name: str, number: int | None, live: set[int]) -> str:
         if name in in_compiled:
-            return "it is a part of a compiled module"
+            return "it is part of a compiled module"
         if number is None:
-            return "no float tensor comes into it"
+            return "it gets no float tensor"
         if entries.calls[name] > 1:
             return f"it runs {entries.calls[name]} times"
         around = dict.fromkeys((*modules_around(name), *entries.inside[name]))
         if hooked := [outer for outer in around if outer in with_backward_hooks]:
-            return f"{hooked[0] or 'the model'} has a hook on its backward pass, and would be in two stages"
+            return f"{hooked[0] or 'the model'} has a hook on its backward pass and would be in two stages"
         if why := next(filter(None, (buffer.hinders(index, around) for buffer in written)), ""):
             return why
         if why := next(filter(None, (each.hinders(place_of[name], around) for each in carried)), ""):
             return why
         if others := live - {number}:
-            told = f"beside what comes into it {_name(others, makers, recorder.looks)} still needed behind it"
+            told = f"besides its input, {_name(others, makers, recorder.looks)} still needed after it"
             return told + _told_of_gathered(others, recording.gathered)
         if number not in live:
             return _NOT_COMPUTED
         if name in entries.checkpointed_with:
-            return "it is in the middle of a checkpoint"
+            return "it is inside a checkpoint"
         if name in entries.reentrant:
-            return "no gradient is noted where it runs: use_reentrant=False lets a checkpoint be cut"
+            return (
+                "it runs in a reentrant checkpoint, which records no gradients: use_reentrant=False allows a cut there"
+            )
         if not looked.isdisjoint(around):
-            return "the code around it has looked at a value before"
+            return "the code around it has inspected a tensor's value before"
         if last[number] >= entries.left[name] and name in in_blocks:
-            return "it is a part of a block that goes around it, and blocks stay whole"
+            return "it is part of a block with a connection around it, and blocks stay whole"
         return ""
 
     for index, live in enumerate(_live_before_each(recorder, last)):
@@ -106,41 +115,41 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: S
 
 
 _AT_THE_SAME_PLACE = "begins at the same place"
-_NOT_COMPUTED = "what comes into it was not computed by the model"  # as into the first
+_NOT_COMPUTED = "its input was not computed by the model"  # as for the first module
 
 
 def _why_no_more(hindrances: Mapping[str, str], blocks: Collection[str], *, is_whole: bool) -> str:
-    """Of the first block of which there is something to say; where there is no cut, of the last module otherwise."""
+    """Return the reason for the first block that has one; without any cut, else for the last module."""
     names = [*blocks, *([*hindrances][::-1] if is_whole else ())]
     told = [(name, hindrances.get(name, "")) for name in names if name]
     told = [(name, why) for name, why in told if why and not why.endswith(_AT_THE_SAME_PLACE)]
     if not told:
-        return "it calls no module, at which a stage could begin" if is_whole else ""
+        return "the model calls no module at which a stage could begin" if is_whole else ""
     name, why = min(told, key=lambda each: each[1] == _NOT_COMPUTED)
     return f"not at {name}: {why}"
 
 
 def _told_of_gathered(numbers: set[int], gathered: Mapping[int, str]) -> str:
-    """Where the model keeps them, and what to do."""
+    """Return where the model keeps the tensors, and what to do about it."""
     name = next((gathered[number] for number in sorted(numbers) if number in gathered), "")
     return name and (
-        f", kept in {name}, and one tensor alone goes to the next stage: let each module put what it adds into what it "
+        f", kept in {name}, but only one tensor is sent to the next stage: have each module add its part to what it "
         "returns"
     )
 
 
 def _name(numbers: set[int], makers: Mapping[int, str], looks: Sequence[TensorLook]) -> str:
-    """What tensors are, by the modules whose code made them; with the verb."""
+    """Name tensors by the modules whose code made them, with the verb."""
     named = [f"{looks[number]} of {makers.get(number) or 'its own code'}" for number in sorted(numbers)[:2]]
     more = [f"{len(numbers) - 2} more"] if len(numbers) > 2 else []
     return f"{' and '.join([', '.join(named), *more])} {'is' if len(numbers) == 1 else 'are'}"
 
 
 def find_replaceable(recording: Recording) -> frozenset[str]:
-    """The modules that zeros can stand for, where what they computed does not matter.
+    """Find the modules that can be replaced by zeros if their results do not matter.
 
-    All tensors that such a module returns depend on parameters, or on random numbers; what it made that does not, a
-    mask, is read by nobody else.
+    Every tensor that such a module returns depends on parameters or on random numbers, and nothing outside it reads
+    what it made independently of these, such as a mask.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
@@ -157,7 +166,7 @@ def find_replaceable(recording: Recording) -> frozenset[str]:
 
 
 def _last_reads(recorder: Recorder, outputs: Any) -> dict[int, int]:
-    """The last operator that reads each tensor; what the model returns is read behind the last."""
+    """Return the last operator that reads each tensor; the model's outputs are read after the last operator."""
     last: dict[int, int] = {}
     for index, op in enumerate(recorder.ops):
         last.update(dict.fromkeys(op.reads, index))
@@ -166,7 +175,7 @@ def _last_reads(recorder: Recorder, outputs: Any) -> dict[int, int]:
 
 
 def _live_before_each(recorder: Recorder, last: Mapping[int, int]) -> Iterator[set[int]]:
-    """Before each operator, what was computed so far and is still read."""
+    """Yield, before each operator, the tensors computed so far that are still read."""
     ends: dict[int, list[int]] = {}
     live: set[int] = set()
     met: set[int] = set()

@@ -1,4 +1,4 @@
-"""How long each unit of a model takes, forward and backward, where the model is."""
+"""How long each unit of a model takes, forward and backward, on the model's device."""
 
 from __future__ import annotations
 
@@ -18,23 +18,22 @@ from ..recording import device_of, first_float_tensor, tensors_in
 from ..writes import values_kept, writes_undone
 
 _FEWEST_PASSES, _MOST_PASSES = 5, 30
-_ENOUGH_S = 1.0  # a small model runs oftener: what else the machine does lasts as long as one of its passes
+_ENOUGH_S = 1.0  # small models run more often: other load on the machine lasts as long as one of their passes
 
 
 def measure_units(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], cuts: Sequence[str]
 ) -> list[tuple[float, float]]:
-    """Take the seconds of each unit's forward and backward: the median of 5 passes, behind one that warms up.
+    """Measure the seconds of each unit's forward and backward: the median of 5 passes after one warm-up pass.
 
-    Of a model whose passes take little, of as many more as go into a second, 30 at most. The whole model runs, on its
-    own device, to which copies of the inputs go; buffers, gradients and random numbers stay as they were. Nothing is
-    estimated: what runs beside it on the machine is in the times.
+    If passes are short, more are made for up to one second, 30 at most. The whole model runs on its own device, with
+    copies of the inputs; buffers, gradients and random state are restored. Other load on the machine affects the times.
 
     Raises: SpecError for a model on the meta device.
     """
     device = device_of([*model.parameters(), *model.buffers()])
     if device.type == "meta":
-        raise SpecError("nothing can be measured on the meta device: give a model with real parameters")
+        raise SpecError("cannot measure on the meta device: give a model with real parameters")
     state = State(model, args, kwargs)
     with state.kept(device), writes_undone(state.tensors) as written:
         _Pass(device, cuts).run(model, args, kwargs)
@@ -50,7 +49,7 @@ def measure_units(
 
 
 class _Pass:
-    """One forward and one backward pass, with the time at which each cut is passed on the way there and back."""
+    """One forward and one backward pass, with the times at which each cut is reached."""
 
     def __init__(self, device: torch.device, cuts: Sequence[str]) -> None:
         self._device = device
@@ -60,7 +59,7 @@ class _Pass:
         self._is_forward = True
 
     def run(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[float, float]]:
-        """Returns (forward_s, backward_s) of each unit."""
+        """Return (forward_s, backward_s) of each unit."""
         to_device = TensorMemo(lambda tensor: tensor.detach().clone().to(self._device))
         args, kwargs = tree_map(to_device, (args, kwargs))
         buffers = tensors_in(model, "_buffers", TensorMemo(lambda tensor: tensor.detach().clone()))
@@ -72,7 +71,7 @@ class _Pass:
             self._is_forward = False
             end_s = self._now_s() if self._go_back(model, outputs) else turned_s
         entered_s = [begin_s, *(self._entered_s[cut] for cut in self._cuts), turned_s]
-        # Where no gradient comes to a cut nothing is left to do before it.
+        # If no gradient reaches a cut, the units before it have no backward.
         returned_s = [end_s, *(self._returned_s.get(cut, end_s) for cut in self._cuts), turned_s]
         return [
             (entered_s[unit + 1] - entered_s[unit], max(0.0, returned_s[unit] - returned_s[unit + 1]))
@@ -88,7 +87,7 @@ class _Pass:
         self._entered_s[cut] = self._now_s()
 
     def _go_back(self, model: nn.Module, outputs: Any) -> bool:
-        """Compute the gradient of every parameter, and keep none; False where there is none."""
+        """Compute the gradient of every parameter and discard it; return False if there is none."""
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         ends = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if parameters and ends:

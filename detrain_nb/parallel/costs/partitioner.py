@@ -1,4 +1,4 @@
-"""Which units of a model make which stage: the split whose slowest stage is the quickest, found exactly."""
+"""The choice of which units of a model make which stage: the split whose slowest stage is fastest, found exactly."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ from ...text import name_some, table_lines
 from ..arguments import require_whole
 from .profiler import ModelProfile
 
-# Parameter, gradient, and the two moments of Adam, all of one dtype.
+# Parameter, gradient and Adam's two moments, all of one dtype.
 STATE_FACTOR = 4.0
-_MOST_NAME = 200  # characters of a module's
-_MOST_CUTS = 10  # that an error names
+_MOST_NAME = 200  # characters of a module's name
+_MOST_CUTS = 10  # named in an error
 
 
 @dataclass(frozen=True)
 class StageNode:
-    """What runs one stage. ``speed`` is relative to what the times of the units were taken on.
+    """What runs one stage.
 
-    ``memory_bytes`` is never exceeded by what is known: parameters with their state, and saved activations, as in one
-    process. A partition does not see that a layout changes this: bf16, shards, ``tp`` and activations that are computed
-    again need less, the loss, its logits and buffers between stages more. ``dry_run`` counts all of it.
-    ``bytes_per_s`` and ``latency_s`` are of the link to its neighbours.
+    ``speed`` is relative to the machine on which the units were timed. ``memory_bytes`` is a limit for what the
+    partition knows: parameters with their state and saved activations, as in one process. Layouts change this: bf16,
+    shards, ``tp`` and recomputed activations need less; the loss, its logits and buffers between stages need more.
+    ``dry_run`` counts all of it. ``bytes_per_s`` and ``latency_s`` are of the link to the neighbouring stages. Raises:
+    SpecError.
     """
 
     name: str = ""
@@ -53,18 +54,18 @@ class StageNode:
     def __post_init__(self) -> None:
         for what in ("memory_bytes", "speed", "bytes_per_s"):
             if not getattr(self, what) > 0:
-                raise SpecError(f"node {self.name!r}: {what} {getattr(self, what)} is not more than 0")
+                raise SpecError(f"node {self.name!r}: {what}={getattr(self, what)} must be more than 0")
         if not 0 <= self.latency_s < math.inf:
-            raise SpecError(f"node {self.name!r}: latency_s {self.latency_s} is not 0 or more seconds")
+            raise SpecError(f"node {self.name!r}: latency_s={self.latency_s} must be 0 or more seconds, and finite")
 
 
 @dataclass(frozen=True)
 class Partition:
-    """Stage ``i`` has the units from ``bounds[i]`` up to ``bounds[i + 1]`` and runs on ``nodes[i]``.
+    """Units of each stage: stage ``i`` has the units from ``bounds[i]`` to ``bounds[i + 1]``, on ``nodes[i]``.
 
-    ``stage_s`` and ``memory_bytes``, by stage: seconds for one microbatch, forward and backward, or what its tensors
-    take on the link when that is more; and what it needs at most. ``layers`` has what each unit adds to its stage.
-    ``even`` is the split into equal numbers of units on the nodes in their given order, for comparison.
+    ``stage_s``, by stage: seconds for one microbatch, forward and backward, or for its tensors on the link if that is
+    longer. ``memory_bytes``: what a stage needs at most. ``layers``: what each unit adds to its stage. ``even``: for
+    comparison, the split into equal numbers of units, on the nodes in their given order.
     """
 
     profile: ModelProfile = field(repr=False)
@@ -78,31 +79,31 @@ class Partition:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The modules at whose entry the second and each further stage begins."""
+        """Modules at whose entry the second and each later stage begins."""
         return tuple(str(self.profile.units[bound].cut) for bound in self.bounds[1:-1])
 
     @property
     def imbalance(self) -> float:
-        """The slowest stage's time by the mean; 1 is even."""
+        """Slowest stage's time divided by the mean; 1 is even."""
         return imbalance_of(self.stage_s)
 
     @property
     def step_s(self) -> float:
-        """Of one batch through a schedule such as 1F1B: one microbatch through all stages, the others behind it."""
+        """Seconds of one batch in a schedule such as 1F1B: one microbatch passes all stages, the others follow it."""
         return step_of(self.stage_s, self.num_microbatches)
 
     @property
     def bubble(self) -> float:
-        """The share of a step in which the slowest stage waits."""
+        """Share of a step in which the slowest stage waits."""
         return bubble_of(self.stage_s, self.num_microbatches)
 
     @property
     def fits(self) -> bool:
-        """No stage needs more memory than its node has."""
+        """True if no stage needs more memory than its node has."""
         return all(needed <= node.memory_bytes for needed, node in zip(self.memory_bytes, self.nodes))
 
     def costs(self) -> StageCosts:
-        """Return its numbers alone, which need no torch."""
+        """Return the numbers alone, which need no torch."""
         layers = join_layers(self.layers, self.bounds, most=MOST_LAYERS)
         stages = tuple(
             StageCost(
@@ -118,7 +119,7 @@ class Partition:
         return StageCosts(tuple(itertools.chain(*layers)), stages, self.num_microbatches, even)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON, for ``widgets.plan``: it can be pulled, or written into a file."""
+        """Return the partition as plain JSON, for ``widgets.plan``: it can be pulled, or written into a file."""
         return PlanDescription(costs=self.costs()).to_dict()
 
     def __str__(self) -> str:
@@ -137,7 +138,7 @@ class Partition:
     def _summary(self) -> str:
         of = "1 microbatch" if self.num_microbatches == 1 else f"{self.num_microbatches} microbatches"
         step = f"a step of {of} {1e3 * self.step_s:.3f} ms"
-        return f"slowest by mean {self.imbalance:.3f}, {step}, of which {100 * self.bubble:.0f} % bubble"
+        return f"slowest stage / mean {self.imbalance:.3f}, {step}, of which {100 * self.bubble:.0f} % bubble"
 
 
 def partition(
@@ -150,44 +151,45 @@ def partition(
     is_order_free: bool = False,
     state_factor: float = STATE_FACTOR,
 ) -> Partition:
-    """Split the units over ``nodes``, one stage on each, so that the slowest stage is as quick as can be.
+    """Split the units over ``nodes``, one stage on each, so that the slowest stage is as fast as possible.
 
-    ``nodes``: how many, all alike; or what each is, in the order of the stages. ``is_order_free``: any order of them
-    may be taken. ``times_s``: seconds of each unit for one microbatch, by default ``profile.times()``. A stage computes
-    while its tensors travel, and takes as long as the longer of the two. ``num_microbatches``: of one step, by default
-    two for each stage. Memory is for 1F1B: stage ``i`` of ``k`` keeps at most ``k - i`` microbatches;
-    ``state_factor`` times the bytes of parameters is what they need with gradients and optimizer state, which frozen
-    ones have not; those that the forward does not use have no gradients. A stage without parameters, which an optimizer
-    of them refuses, is made only where there is no other split.
+    ``nodes``: their number if all are alike, or each one, in the order of the stages. ``times_s``: seconds of each unit
+    for one microbatch, by default ``profile.times()``. ``num_microbatches``: of one step, by default two for each
+    stage. ``is_order_free``: the nodes may be taken in any order. A stage computes while its tensors travel, and takes
+    as long as the longer of the two.
 
-    Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError where the model has too few
+    Memory is for 1F1B: stage ``i`` of ``k`` keeps at most ``k - i`` microbatches. ``state_factor`` times the bytes of
+    parameters is what they need with gradients and optimizer state; frozen parameters have neither, and parameters that
+    the forward does not use have no gradients. A stage without parameters, which optimizers refuse, is made only if
+    there is no other split.
+
+    Exact, by dynamic programming over units, stages and kinds of nodes. Raises: SpecError if the model has too few
     cuts, or no split fits into memory.
     """
     if not isinstance(profile, ModelProfile):
         raise SpecError(
-            f"partition was given a {type(profile).__name__}, and takes a profile: partition(profile(model, "
+            f"partition needs a profile, not a {type(profile).__name__}: call partition(profile(model, "
             "example_inputs), nodes)"
         )
     if not isinstance(nodes, Sequence):
         require_whole(stages=nodes)
     given = tuple(nodes) if isinstance(nodes, Sequence) else tuple(StageNode() for _ in range(nodes))
     if not given or not all(isinstance(node, StageNode) for node in given):
-        raise SpecError(f"nodes={nodes!r}: give a StageNode for each stage, or how many stages there are")
+        raise SpecError(f"nodes={nodes!r} is invalid: give a StageNode for each stage, or the number of stages")
     if len(given) > len(profile.units):
         count = len(profile.units)
         cuts = name_some(profile.cuts, most=_MOST_CUTS) or "none"
         why = f"; {profile.why_no_more}" if profile.why_no_more else ""
-        otherwise = (
-            "use fewer stages" if count > 1 else "keep it whole (tp, dp_shard or dp_replicate in the place of pp)"
-        )
+        otherwise = "use fewer stages" if count > 1 else "keep it whole (tp, dp_shard or dp_replicate instead of pp)"
         raise SpecError(
-            f"{len(given)} stages, and the model can be cut into {count} at most (cuts: {cuts}{why}): {otherwise}"
+            f"cannot make {len(given)} stages: the model can be cut into at most {count} (cuts: {cuts}{why}): "
+            f"{otherwise}"
         )
     times = profile.times(is_training=is_training) if times_s is None else list(times_s)
     if len(times) != len(profile.units):
-        raise SpecError(f"{len(times)} times for {len(profile.units)} units: give one for each")
+        raise SpecError(f"{len(times)} times for {len(profile.units)} units: give one time for each unit")
     if num_microbatches is not None and num_microbatches < 1:
-        raise SpecError(f"{num_microbatches} microbatches: a step has at least 1")
+        raise SpecError(f"num_microbatches={num_microbatches}: a step has at least 1 microbatch")
     count = num_microbatches or 2 * len(given)
     costs = _Costs(profile, times, len(given), count, is_training, state_factor)
     is_order_free = is_order_free and len(set(given)) > 1
@@ -203,13 +205,13 @@ def partition(
 def partition_at(
     profile: ModelProfile, bounds: Sequence[int], nodes: Sequence[StageNode], *, num_microbatches: int
 ) -> Partition:
-    """Return what the stages cost whose ``bounds`` were chosen already; of training, as ``partition`` has it."""
+    """Return the costs of stages whose ``bounds`` are already chosen; for training, as in ``partition``."""
     costs = _Costs(profile, profile.times(), len(nodes), num_microbatches, True, STATE_FACTOR)
     return replace(costs.describe(nodes, bounds), even=costs.describe_even(nodes))
 
 
 class _Costs:
-    """What a stage would cost, for every pair of a first unit (rows) and a unit behind the last (columns), or one."""
+    """Costs of a stage, for every pair of a first unit (rows) and an end unit (columns), or for one pair."""
 
     def __init__(
         self,
@@ -239,13 +241,13 @@ class _Costs:
         self._state_of_spans = self._sum_state()
         self.has_no_parameters = _spans([len(unit.parameters) for unit in profile.units]) == 0
         crossing = torch.tensor([0.0, *(unit.input_bytes for unit in profile.units[1:]), 0.0], dtype=torch.float64)
-        self._link_bytes = (crossing[:, None] + crossing[None, :]) * (2 if is_training else 1)  # and the gradient back
+        self._link_bytes = (crossing[:, None] + crossing[None, :]) * (2 if is_training else 1)  # and its gradient back
         is_crossed = torch.ones(len(crossing), dtype=torch.float64)
         is_crossed[0] = is_crossed[-1] = 0
         self._messages = (is_crossed[:, None] + is_crossed[None, :]) * (2 if is_training else 1)
 
     def _sum_state(self) -> Tensor:
-        """Bytes of the parameters of each span with their state; one that several of its units use is there once."""
+        """Return the bytes of each span's parameters with their state; parameters shared by its units count once."""
         sizes = self._state_bytes
         units = enumerate(self.profile.units)
         sums = _spans([sum(sizes[name] for name in (*unit.parameters, *self._held(at))) for at, unit in units])
@@ -258,7 +260,7 @@ class _Costs:
         return sums
 
     def _held(self, unit: int) -> Sequence[str]:
-        """The parameters that are in a unit and that nobody uses."""
+        """Return the parameters that belong to a unit although no unit uses them."""
         return self._unused.get(unit, ())
 
     def stage_s(self, node: StageNode, span: Any = ...) -> Tensor:
@@ -272,11 +274,11 @@ class _Costs:
         return self._state_of_spans[span] + self._saved_bytes[span] * self._num_kept(stage)
 
     def _num_kept(self, stage: int) -> int:
-        """Of how many microbatches a stage keeps activations at once."""
+        """Return the number of microbatches whose activations a stage keeps at once."""
         return min(self.num_microbatches, self.num_stages - stage) if self._is_training else 0
 
     def _layers(self, stage: int, node: StageNode, span: tuple[int, int]) -> Iterator[Layer]:
-        """What each unit of a stage adds to its time and to its memory."""
+        """Yield what each unit of a stage adds to its time and memory."""
         there: set[str] = set()
         for index in range(*span):
             unit, time_s = self.profile.units[index], self._times[index]
@@ -291,7 +293,7 @@ class _Costs:
             )
 
     def describe_even(self, nodes: Sequence[StageNode]) -> Partition:
-        """Equal numbers of units, on the nodes in this order."""
+        """Return the split into equal numbers of units, on the nodes in this order."""
         units = len(self.profile.units)
         return self.describe(nodes, [stage * units // len(nodes) for stage in range(len(nodes) + 1)])
 
@@ -313,7 +315,7 @@ class _Costs:
 
 
 def _spans(values: Sequence[float]) -> Tensor:
-    """The sum of ``values[begin:end]`` at [begin, end]; shape (n + 1, n + 1), of no use below the diagonal."""
+    """Return the sums of ``values[begin:end]`` at [begin, end]; shape (n + 1, n + 1), unused below the diagonal."""
     sums = torch.cat([torch.zeros(1, dtype=torch.float64), torch.tensor(values, dtype=torch.float64).cumsum(0)])
     return sums[None, :] - sums[:, None]
 
@@ -321,10 +323,11 @@ def _spans(values: Sequence[float]) -> Tensor:
 def _search(
     costs: _Costs, nodes: Sequence[StageNode], *, is_order_free: bool, with_parameters: bool
 ) -> tuple[tuple[StageNode, ...], tuple[int, ...]] | None:
-    """The best order of the nodes and the bounds; None where nothing fits. ``with_parameters``: each stage has some.
+    """Return the best order of the nodes and the bounds, or None if nothing fits.
 
-    A state is how many nodes of each kind are used up; its value, by unit, the slowest stage so far at best. With the
-    order given the kinds are the nodes themselves, used up one after the other.
+    ``with_parameters``: each stage must have some. A state is how many nodes of each kind are used; its value is, by
+    unit, the time of the slowest stage so far, at best. If the order is given, each node is a kind of its own, used in
+    turn.
     """
     kinds = list(dict.fromkeys(nodes)) if is_order_free else list(nodes)
     counts = [nodes.count(kind) for kind in kinds] if is_order_free else [1] * len(kinds)
@@ -333,7 +336,7 @@ def _search(
     if with_parameters:
         no_span |= costs.has_no_parameters
 
-    @functools.lru_cache(maxsize=len(kinds) if is_order_free else 1)  # each takes units squared
+    @functools.lru_cache(maxsize=len(kinds) if is_order_free else 1)  # each entry takes units squared
     def stage_s(kind: StageNode) -> Tensor:
         return costs.stage_s(kind).masked_fill_(no_span, math.inf)
 
@@ -371,7 +374,7 @@ def _search(
 
 
 def _find_too_much(costs: _Costs, stage: int, kinds: Sequence[StageNode]) -> dict[StageNode, Tensor]:
-    """The spans that are too much for the memory of a kind of node, where that has an end."""
+    """Return the spans that exceed the memory of a kind of node, for kinds with a limit."""
     limited = {kind for kind in kinds if math.isfinite(kind.memory_bytes)}
     needed = costs.memory_bytes(stage) if limited else None
     return {} if needed is None else {kind: needed > kind.memory_bytes for kind in limited}
@@ -400,5 +403,6 @@ def _explain_no_fit(costs: _Costs, nodes: Sequence[StageNode]) -> str:
     have = ", ".join(f"{node.memory_bytes / 1e9:.2f}" for node in nodes)
     return (
         f"no split into {len(nodes)} stages fits: the model needs {whole / 1e9:.2f} GB with gradients and optimizer "
-        f"state, its largest unit {largest / 1e9:.2f}, the nodes have {have}: use more nodes, or smaller microbatches"
+        f"state, its largest unit {largest / 1e9:.2f} GB, but the nodes have {have} GB: use more nodes or smaller "
+        "microbatches"
     )

@@ -1,7 +1,7 @@
-"""What a model costs between the places where it can be cut, from one forward pass that computes and allocates nothing.
+"""Costs of a model between the places where it can be cut, from one forward pass that neither computes nor allocates.
 
-A cut is a module at whose entry one float tensor, that module's argument, is all that is left of what was computed so
-far: whoever has it, and the model's inputs, can go on from there. Between two cuts lies a `Unit`.
+A cut is a module at whose entry one float tensor, that module's argument, is all that is still needed of the
+computation so far: with it and the model's inputs, the pass can continue from there. Between two cuts is a `Unit`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 _CPU = torch.device("cpu")
 Found = TypeVar("Found")
-# Of a device that is not known.
+# Assumed for an unknown device.
 FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11
 
 
@@ -46,11 +46,11 @@ FLOPS_PER_S, BYTES_PER_S = 1e12, 1e11
 class Unit:
     """What runs from one cut to the next, for the example inputs.
 
-    ``cut`` is the module at whose entry it begins, None for the first. ``flops`` and ``moved_bytes`` are of the forward
-    pass; ``saved_bytes`` is what autograd keeps of it for the backward pass, parameters left out; ``input_bytes`` is
-    the tensor that comes in, of ``input_shape`` and ``input_dtype``. ``parameters`` are those that it uses, by their
-    first name in the model, ``modules`` those that are entered in it, in that order. ``forward_s`` and ``backward_s``
-    are seconds, where they were measured.
+    ``cut`` is the module at whose entry the unit begins, None for the first unit. ``flops`` and ``moved_bytes`` are of
+    the forward pass; ``saved_bytes`` is what autograd keeps for the backward pass, without parameters; ``input_bytes``
+    is the size of the tensor that comes in, of ``input_shape`` and ``input_dtype``. ``parameters`` are the parameters
+    used, by their first name in the model; ``modules`` the modules entered, in that order. ``forward_s`` and
+    ``backward_s`` are seconds, if measured.
     """
 
     cut: str | None
@@ -66,7 +66,7 @@ class Unit:
     backward_s: float | None = None
 
     def joined(self, other: Unit) -> Unit:
-        """Return what runs where the model is not cut before ``other``, the next unit."""
+        """Return the unit that results without the cut before ``other``, the next unit."""
         return dataclasses.replace(
             self,
             flops=self.flops + other.flops,
@@ -85,18 +85,20 @@ def _sum(seconds: float | None, others: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class ModelProfile(ShownAsText):
-    """The units of a model, in the order in which they run; ``parameter_bytes`` by first name, tied ones once.
-    ``frozen`` are those that are not trained.
+    """Units of a model, in the order in which they run, and what the pass showed of the rest.
 
-    ``num_rows`` is the first dimension of the first example input that has one, ``shared_inputs`` are those that have
-    another. ``computing`` are the modules all of whose outputs depend on parameters, or on random numbers; ``outputs``
-    what modules gave, where they need values. ``hindrances``: why other modules that run are no cuts;
-    ``why_no_more``: of a block, or where there is no cut. ``rewrites_parameters``: its forward does, from nothing but
-    these, as RWKV's when it begins to evaluate; ``written_parameters``: all that it writes into, by first name;
-    ``read_past``: those that it reads from a list, a closure or another object than their module;
-    ``buffers_read_past``: buffers that it writes, likewise; ``versions_asked``: parameters whose ``_version`` it reads.
-    ``buffers_saved``: buffers that a forward writes in place and that its backward pass reads; ``made``: parameters and
-    buffers that its first forward makes. ``cut_along_time``: a layer that takes the rows of a batch for steps in time.
+    ``parameter_bytes``: by first name, tied parameters once. ``frozen``: parameters that are not trained. ``num_rows``:
+    the first dimension of the first example input that has one; ``shared_inputs``: places of the inputs with another
+    first dimension. ``computing``: modules all of whose outputs depend on parameters or on random numbers. ``outputs``:
+    what modules returned, if they need values. ``hindrances``: why other modules that run are not cuts;
+    ``why_no_more``: the reason for one block, or for the whole model if it has no cut.
+
+    ``rewrites_parameters``: the forward writes parameters from parameters alone, as RWKV does when it starts to
+    evaluate. ``written_parameters``: every parameter that the forward writes into, by first name. ``read_past``:
+    parameters read from a list, a closure or an object other than their module; ``buffers_read_past``: buffers written
+    that way. ``versions_asked``: parameters whose ``_version`` is read. ``buffers_saved``: buffers that a forward
+    writes in place and its backward pass reads. ``made``: parameters and buffers that the first forward makes.
+    ``cut_along_time``: a layer that takes the rows of a batch for time steps.
     """
 
     units: tuple[Unit, ...]
@@ -121,14 +123,14 @@ class ModelProfile(ShownAsText):
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """The modules at whose entry the model can be cut."""
+        """Modules at whose entry the model can be cut."""
         return tuple(unit.cut for unit in self.units if unit.cut is not None)
 
     @functools.cached_property
     def unused(self) -> dict[str, int]:
-        """Parameters that the example did not need, by first name: in which unit the module around them is entered.
+        """Parameters that the example did not use, by first name: the unit in which the module around them is entered.
 
-        They are in its stage. What is in no module that is entered is in the first.
+        They belong to the stage of that unit. Parameters in no module that is entered belong to the first unit.
         """
         entered: dict[str, int] = {}
         for index, unit in enumerate(self.units):
@@ -142,7 +144,7 @@ class ModelProfile(ShownAsText):
         }
 
     def without(self, cuts: Mapping[str, str]) -> ModelProfile:
-        """Return the profile of a model that cannot be cut there, for the reasons given."""
+        """Return the profile of a model that cannot be cut at ``cuts``, which gives the reasons."""
         units: list[Unit] = []
         place_of: list[int] = []
         for unit in self.units:
@@ -159,11 +161,12 @@ class ModelProfile(ShownAsText):
     def times(
         self, *, flops_per_s: float | None = None, bytes_per_s: float | None = None, is_training: bool = True
     ) -> list[float]:
-        """Seconds for every unit: as measured; else, or for the speeds that are given, an estimate.
+        """Return the seconds of each unit: as measured, or estimated if a speed is given or nothing was measured.
 
-        Estimated is computing or moving, whichever takes longer, and a backward pass takes twice that: once for what
-        came in, and once for parameters, as far as they are trained. Before the first that is trained there is none.
-        The default speeds give times that are right relative to each other at best.
+        An estimate is the time to compute or to move memory, whichever is longer. A backward pass takes twice that:
+        once for the gradient of the input, and once for parameters, as far as these are trained. Before the first
+        trained parameter there is no backward pass. With the default speeds, at best the ratios between the times are
+        right.
         """
         if flops_per_s is None and bytes_per_s is None:
             measured = [
@@ -178,7 +181,7 @@ class ModelProfile(ShownAsText):
         return [passes * each for passes, each in zip(self._passes(), forward_s)] if is_training else forward_s
 
     def _passes(self) -> Iterator[float]:
-        """What a step costs in each unit, by what a forward pass costs there."""
+        """Yield the cost of a step in each unit, as a multiple of its forward pass."""
         is_reached = False  # by a gradient
         for unit in self.units:
             sizes = {name: self.parameter_bytes[name] for name in unit.parameters}
@@ -199,15 +202,14 @@ class ModelProfile(ShownAsText):
 
 
 def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = False) -> ModelProfile:
-    """Look what every part of ``model`` costs for ``example_inputs``, of the size of one microbatch.
+    """Find what every part of ``model`` costs for ``example_inputs``, of the size of one microbatch.
 
-    ``example_inputs``: a tensor, a sequence of the positional arguments, or a mapping of the keyword arguments; they
-    may be on the meta device, and so may the model: only shapes and dtypes are looked at. A model that looks at values
-    (``if x.sum() > 0``), or calls what cannot run without them, runs once for real instead, on copies of its buffers.
-    ``measure``: take the time of each unit too, forward and backward, with the whole model where it is.
+    ``example_inputs``: a tensor, a sequence of the positional arguments, or a mapping of the keyword arguments. They
+    and the model may be on the meta device: only shapes and dtypes are used. A model that inspects values (``if x.sum()
+    > 0``) or calls code that needs them runs once for real instead, on copies of its buffers. ``measure``: also measure
+    the time of each unit, forward and backward, by running the whole model on its device.
 
-    Raises: SpecError for a model that has no hooks, or that looks at values and has none, and for inputs that it fails
-    on.
+    Raises: SpecError if the model has no hooks, needs values but is on the meta device, or fails on the inputs.
     """
     require_model(model)
     args, kwargs = as_call(example_inputs)
@@ -226,9 +228,11 @@ def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = 
 def profile_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, device: torch.device = _CPU
 ) -> ModelProfile:
-    """As ``profile``, with the arguments apart. ``device``: what the tensors say where they are: autocast asks them."""
+    """Profile as ``profile`` does, from separate arguments; tensors report being on ``device``, as to autocast."""
     if isinstance(model, torch._dynamo.OptimizedModule):
-        raise SpecError("the model is compiled: split the one that was given to torch.compile, and compile its stages")
+        raise SpecError(
+            "the model is compiled: split the model that was given to torch.compile, and compile its stages"
+        )
     num_rows = count_rows((args, kwargs))
 
     def look(copy: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelProfile:
@@ -247,16 +251,16 @@ def run_without_memory(
     *,
     device: torch.device = _CPU,
 ) -> Found:
-    """Give what ``run(copy, args, kwargs)`` does of a model, which is as it was afterwards.
+    """Return the result of ``run(copy, args, kwargs)`` on a model, which is restored afterwards.
 
-    ``copy`` gives what stands for a tensor: one without memory; or, where ``run`` wants values and there are such, a
-    copy, and of a parameter itself.
+    ``copy`` returns a stand-in for a tensor without memory; if ``run`` needs values and the model has them, it returns
+    a copy, which for a parameter shares its memory.
     """
-    with state_kept(model, args, kwargs) as tensors, writes_undone(tensors):  # operators on real tensors alone do run
+    with state_kept(model, args, kwargs) as tensors, writes_undone(tensors):  # operators on only real tensors do run
         try:
             with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
                 return run(functools.partial(_fake, device=device), args, kwargs)
-        except (RuntimeError, AssertionError) as exc:  # it looks at values, or what it calls wants them
+        except (RuntimeError, AssertionError) as exc:  # it or what it calls inspects values
             _require_values(model, args, kwargs, exc)
     place = device_of([*model.parameters(), *model.buffers()])
     args, kwargs = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -274,13 +278,13 @@ def _record(
         return recording, []
     recording = dataclasses.replace(recording, gathered=find_gathered(changed, recording.recorder))
     left = recording.recorder.computed()
-    with contextlib.suppress(RuntimeError):  # another one would fail in the same way
+    with contextlib.suppress(RuntimeError):  # a third pass would fail in the same way
         return recording, find_carried(model, changed, left, functools.partial(record, model, args, kwargs, copy))
     return recording, []
 
 
 def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments that example inputs stand for. Raises: SpecError."""
+    """Return the positional and the keyword arguments that example inputs stand for. Raises: SpecError."""
     if isinstance(example_inputs, Tensor):
         return (example_inputs,), {}
     if isinstance(example_inputs, Mapping):
@@ -293,12 +297,12 @@ def as_call(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, A
 
 
 def count_rows(tree: Any) -> int:
-    """The first dimension of the first tensor that has one: the size of a batch; 0 where there is none."""
+    """Return the first dimension of the first tensor that has one (the batch size), or 0 without any."""
     return next((len(leaf) for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.dim()), 0)
 
 
 def shared_inputs(example_inputs: ExampleInputs) -> frozenset[str]:
-    """Where in a call the tensors are that have not the batch's first dimension: every microbatch gets them whole."""
+    """Return the places of tensors without the batch's first dimension: every microbatch gets them whole."""
     call = as_call(example_inputs)
     rows = count_rows(call)
     leaves, _ = tree_flatten_with_path(call)
@@ -308,14 +312,14 @@ def shared_inputs(example_inputs: ExampleInputs) -> frozenset[str]:
 
 
 def require_known(outputs: Any) -> None:
-    """Raises: SpecError for an object with tensors in it that nobody finds: gradients of them would be missed."""
+    """Raise SpecError for an object whose tensors pytree cannot find: their gradients would be missed."""
     for leaf in tree_leaves(outputs):
         held = {**getattr(leaf, "__dict__", {}), **{key: getattr(leaf, key, None) for key in _slots_of(leaf)}}
         if not isinstance(leaf, Tensor) and any(isinstance(each, Tensor) for each in tree_leaves(held)):
             more = "register_dataclass" if dataclasses.is_dataclass(leaf) else "register_pytree_node"
             raise SpecError(
-                f"the model returns a {type(leaf).__name__}, and what is in it is not known: return a tuple or a dict, "
-                f"or make it known with torch.utils._pytree.{more}"
+                f"the model returns a {type(leaf).__name__}, whose contents pytree does not know: return a tuple or a "
+                f"dict, or register it with torch.utils._pytree.{more}"
             )
 
 
@@ -325,30 +329,30 @@ def _slots_of(value: Any) -> list[str]:
 
 
 def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], exc: Exception) -> None:
-    """Raise ``exc``, or what it means, where a pass that computes would not help."""
+    """Raise ``exc``, or an error that explains it, if a pass that computes would not help."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves((args, kwargs))]
     if any(isinstance(tensor, Tensor) and tensor.is_meta for tensor in tensors):
         if isinstance(exc, AssertionError) and "non-Fake Tensor" in str(exc):
             raise SpecError(
-                "the model resizes a tensor that is neither a parameter nor a buffer, which torch cannot follow where "
-                "others are on the meta device: make it a buffer, or profile with real parameters and inputs"
+                "the model resizes a tensor that is neither a parameter nor a buffer, which torch cannot follow with "
+                "meta tensors: make it a buffer, or profile with real parameters and inputs"
             ) from exc
         if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
             raise exc
         raise SpecError(
-            f"the model looks at values of tensors ({exc.func}), which none have on the meta device: "
-            "profile it with real parameters and inputs, or name the cuts"
+            f"the model inspects values of tensors ({exc.func}), which meta tensors do not have: profile it with real "
+            "parameters and inputs, or name the cuts"
         ) from exc
 
 
 def _fake(tensor: Tensor, *, device: torch.device) -> Tensor:
-    """All on one device: the model and its inputs need not be where they will be."""
+    """Make a fake tensor; all are on one device, as the model and its inputs need not be where they will run."""
     made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return made.requires_grad_(tensor.requires_grad)
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    """Of a parameter another one on its memory: who reads the parameter itself has it from elsewhere."""
+    """Copy a tensor; a parameter's copy shares its memory: whoever reads the parameter itself found it elsewhere."""
     if not isinstance(tensor, nn.Parameter):
         return tensor.detach().clone()
     made = nn.Parameter(tensor.detach(), requires_grad=tensor.requires_grad)
@@ -358,9 +362,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Where torch cannot run an operator without values it logs a traceback; here the error itself is dealt with.
+    """Silence torch's logged traceback for operators that need values: the error itself is handled here.
 
-    Nor does it matter here what torch says of the gradient of a tensor that is no leaf, as a model may keep one.
+    Also silence its warning about the gradient of a non-leaf tensor, which a model may keep.
     """
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     was_disabled = logger.disabled
@@ -380,7 +384,7 @@ def _make_profile(recording: Recording, num_rows: int, carried: Sequence[Carried
     begins = [cut.index for cut in found.cuts]
     written = [dataclasses.replace(each, unit=bisect.bisect_right(begins, each.last_write)) for each in written]
     block_use = find_block_use(recording)
-    time_first = recording.entries.time_first  # where the second dimension is as large nobody can tell
+    time_first = recording.entries.time_first  # undecidable if the second dimension is equal
     return ModelProfile(
         tuple(_make_units(recording, found.cuts, block_use.idle)),
         recording.recorder.parameter_bytes,
@@ -408,7 +412,7 @@ def _make_units(recording: Recording, cuts: Sequence[Cut], idle: Mapping[str, in
     begins += [(cut.index, cut.module, cut.number) for cut in cuts]
     ends = [cut.index for cut in cuts] + [len(recorder.ops)]
     modules = _modules_by_cut(recording.entries, [cut.module for cut in cuts])
-    for block, index in idle.items():  # it is to be where it would have run
+    for block, index in idle.items():  # it belongs to the unit in which it would have run
         unit = begins[bisect.bisect_right([begin for begin, *_ in begins], index) - 1]
         parts = (name for name, _ in recording.entries.model.get_submodule(block).named_modules(prefix=block))
         modules[unit[1]] = (*modules[unit[1]], *parts)
@@ -430,7 +434,7 @@ def _make_units(recording: Recording, cuts: Sequence[Cut], idle: Mapping[str, in
 
 
 def _modules_by_cut(entries: Entries, cuts: Sequence[str]) -> dict[str | None, tuple[str, ...]]:
-    """Every module that is entered, by the cut that comes last before; a cut's own is behind it, with those around."""
+    """Return every entered module by the last cut before it; a cut has itself and the modules around it."""
     found: dict[str | None, dict[str, None]] = {None: {}, **{cut: {} for cut in cuts}}
     current: str | None = None
     for _, name, _ in entries.entered:

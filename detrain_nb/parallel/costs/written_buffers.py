@@ -1,4 +1,4 @@
-"""Buffers that a model writes: each stage that has one would write its own, and one of them alone is right."""
+"""Buffers that a model writes: every stage that has one writes its own, but only one of the copies is right."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ..recording import Recording
 
 @dataclass(frozen=True)
 class WrittenBuffer:
-    """``first_read``, ``last_read`` and ``writes`` are of operators, counted; of a write, inside which modules it is.
+    """A buffer that the forward writes.
 
-    ``unit`` is the one in which it is written last, once the units are known.
+    ``first_read``, ``last_read`` and ``writes`` are indices of operators; a write also gives the modules that it is
+    inside. ``unit`` is the unit that writes the buffer last, once the units are known.
     """
 
     name: str
@@ -28,21 +29,23 @@ class WrittenBuffer:
         return self.writes[-1][0]
 
     def hinders(self, index: int, around: Collection[str]) -> str:
-        """Why there is no cut before the operator ``index``, in the modules ``around``; empty where there may be one.
+        """Return why the model cannot be cut before operator ``index`` in the modules ``around``, or "" if it can.
 
-        A stage ends where it is cut: what is written behind that is not written in it, and not read by its next pass.
-        Modules before the cut do not run in the stage behind it, but for those around.
+        A stage ends at its cut: it does not write what is written after it, so its next pass cannot read that. In the
+        next stage, the modules before the cut do not run, except those around it.
         """
         if self.first_read < index <= self.last_write:
-            return f"the buffer {self.name} is read before it and written behind it"
+            return f"the buffer {self.name} is read before it and written after it"
         gone = (write for write, inside in self.writes if write < index and not set(inside) <= set(around))
-        if index <= self.last_read and not self.is_computed and any(True for _ in gone):  # else it is seen to be needed
-            return f"the buffer {self.name} is written before it and read behind it"
+        if (
+            index <= self.last_read and not self.is_computed and any(True for _ in gone)
+        ):  # if computed, it is known to be needed
+            return f"the buffer {self.name} is written before it and read after it"
         return ""
 
 
 def find_written_buffers(recording: Recording) -> list[WrittenBuffer]:
-    """Those in whose place there is something else when the pass has ended."""
+    """Find the buffers whose tensor was replaced or written by the end of the pass."""
     recorder, found = recording.recorder, []
     reads, writes, made = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list), dict[int, int]()
     for index, op in enumerate(recorder.ops):
