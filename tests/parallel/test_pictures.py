@@ -138,7 +138,7 @@ except ImportError as exc:
 
 
 def test_what_cannot_be_is_told() -> None:
-    with pytest.raises(SpecError, match="3 times, and 1F1B has 2 stages on 2 ranks"):
+    with pytest.raises(SpecError, match="stage_s has 3 times, but 1F1B has 2 stages on 2 ranks"):
         timeline("1F1B", 2, 4, stage_s=[1, 1, 1])
     with pytest.raises(SpecError, match="num_ranks=0: give a whole number"):
         timeline("GPipe", 0, 4)

@@ -106,9 +106,9 @@ def test_stage_without_parameters_is_told_where_it_is_made(session: Session) -> 
     """By itself none is made, where there is another split."""
     assert session.run_cell("on_ranks.stages_without(None)").values == {0: [], 1: []}
     first, second = session.run_cell("on_ranks.stages_without(['3'])").values.values()
-    assert not first and [each.partition(", and")[0] for each in second] == ["stage 1 (from 3 on) has no parameters"]
+    assert not first and [each.partition(", but")[0] for each in second] == ["stage 1 (from 3 on) has no parameters"]
     first, second = session.run_cell("on_ranks.stages_without(['2'], frozen='0')").values.values()
-    assert not second and first[0].startswith("stage 0 (from the start on) has no parameters that are trained, and")
+    assert not second and first[0].startswith("stage 0 (from the start on) has no trainable parameters, but")
 
 
 def test_batch_norm_counts_each_microbatch_once(session: Session) -> None:
@@ -131,9 +131,7 @@ def test_shape_that_cannot_be_foreseen_is_told_before_it_is_sent(session: Sessio
 
 def test_tensor_without_values_is_told_before_it_is_sent(session: Session) -> None:
     """torch takes it to be sent, and the next stage waits."""
-    with pytest.raises(
-        RankError, match=r"stage 0 gives a fake tensor, without values, which cannot be sent: something"
-    ):
+    with pytest.raises(RankError, match=r"stage 0 returned a fake tensor, which has no values to send"):
         session.run_cell("on_ranks.send_fake()")
 
 
@@ -427,7 +425,9 @@ def test_what_has_nothing_to_train_is_told_as_torch_does(
 
 
 def test_batch_that_would_be_cut_along_time_is_refused(session: Session) -> None:
-    with pytest.raises(RankError, match=r"0\.self_attn has batch_first=False, and gets the first dimension .* as time"):
+    with pytest.raises(
+        RankError, match=r"0\.self_attn has batch_first=False, so it takes the first dimension, .* for time"
+    ):
         session.run_cell(
             "from on_ranks import *\n"
             "model = nn.Sequential(*(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)))\n"

@@ -104,13 +104,13 @@ def whole_and_chain(make: Callable[[], nn.Module], at: str) -> tuple[Tensor, Ten
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "a call of its own": (lambda: doubling(2), "in the place of what aten.mul.Tensor gives in the code of the model"),
+    "a call of its own": (lambda: doubling(2), "instead of the result of aten.mul.Tensor in the code of the model"),
     "a layer that stops gradients": (
         switching,
-        "in the place of what aten.addmm.default gives without a gradient in 3",
+        "instead of the result of aten.addmm.default without a gradient in 3",
     ),
     "a hook that looks": (keeping, "a stage would"),
-    "another's layer": (borrowing, r"a stage would take a tensor float32 \(8,\) in the place of the parameter 0.bias"),
+    "another's layer": (borrowing, r"a stage would use a tensor float32 \(8,\) instead of the parameter 0.bias"),
 }
 
 

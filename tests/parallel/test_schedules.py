@@ -79,7 +79,7 @@ def test_other_file_on_a_rank_is_told(session: Session, tmp_path: Path) -> None:
     other = _one_forward_one_backward()
     other[0] = "0F0, 0F1, 0F2, 0F3, 0B0, 0B1, 0B2, 0B3"
     paths = _write(tmp_path, other, "first.csv"), _write(tmp_path, _one_forward_one_backward(), "second.csv")
-    with pytest.raises(RankError, match="the schedule of rank 1 is not that of rank 0: give all the same"):
+    with pytest.raises(RankError, match="the schedule of rank 1 differs from that of rank 0: give all ranks the same"):
         session.run_cell(f"on_ranks.train_gpt({paths}[rank], 2, is_tied=False)")
 
 
@@ -121,17 +121,17 @@ def test_what_torch_writes_is_read_as_the_same(name: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "lines, message",
     [
-        (["0F0,0X0", "1F0,1B0"], "own.csv, line 1: .*an action is written as 0F3 or 1B0"),
-        ([], "own.csv has no action such as 0F0"),
-        (["0F0,0B0", "2F0,2B0"], "has 3 stages, and nobody runs stage 1"),
-        (["0F0,0SEND_F0,0B0", "1F0,1B0"], "has 0SEND_F0: write passes alone"),
+        (["0F0,0X0", "1F0,1B0"], "own.csv, line 1: .*write an action as 0F3 or 1B0"),
+        ([], "own.csv has no pass, such as 0F0"),
+        (["0F0,0B0", "2F0,2B0"], "has 3 stages, but no rank runs stage 1"),
+        (["0F0,0SEND_F0,0B0", "1F0,1B0"], "contains 0SEND_F0: write only passes"),
         (["0F0,0B0", "1F0"], "own.csv: Invalid backward microbatches for stage 1"),
         (["0F0,0B0", "1B0,1F0"], "without first running Forward"),
-        (["0F0,0B0,0F1,0B1", "1F1,1F0,1B0,1B1"], "own.csv waits for itself"),
-        (["0F0,0B0,1F0,1B0", "1F0,1B0"], "own.csv has 1F0 more than once"),
+        (["0F0,0B0,0F1,0B1", "1F1,1F0,1B0,1B1"], "own.csv deadlocks"),
+        (["0F0,0B0,1F0,1B0", "1F0,1B0"], "own.csv contains 1F0 more than once"),
         (["0F0,0F1,0B0,0B1,1F0,1B0", "1F1,1B1"], "Stage 1 is assigned to both"),
         (["0F0,1F0,1B0,0B0", ","], "own.csv has no pass for rank 1"),
-        (["0F0,0F0,0B0", "1F0,1B0"], "own.csv has 0F0 more than once"),
+        (["0F0,0F0,0B0", "1F0,1B0"], "own.csv contains 0F0 more than once"),
     ],
 )
 def test_what_no_pipeline_could_run_is_told(lines: list[str], message: str, tmp_path: Path) -> None:
@@ -141,11 +141,11 @@ def test_what_no_pipeline_could_run_is_told(lines: list[str], message: str, tmp_
 
 def test_what_does_not_fit_it_is_told(tmp_path: Path) -> None:
     written = find_schedule(_write(tmp_path, _one_forward_one_backward()))
-    with pytest.raises(SpecError, match="is for 2 ranks, a line for each, and there are 4"):
+    with pytest.raises(SpecError, match="has lines for 2 ranks, but there are 4"):
         written.num_stages(4)
-    with pytest.raises(SpecError, match="has 2 stages, and the model was cut into 4"):
+    with pytest.raises(SpecError, match="has 2 stages, but the model is cut into 4"):
         written.stages_of_rank(0, num_ranks=2, num_stages=4)
-    with pytest.raises(SpecError, match=r"8 microbatches, and own\.csv has 4"):
+    with pytest.raises(SpecError, match=r"num_microbatches=8, but own\.csv has only 4"):
         written.require_microbatches(8, num_stages=2, num_ranks=2)
     with pytest.raises(SpecError, match=r"there is no schedule '2F2B': choose one of GPipe, .*, or a file"):
         find_schedule("2F2B")

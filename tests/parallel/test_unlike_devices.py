@@ -98,5 +98,5 @@ def test_autocast_on_unlike_devices_is_refused() -> None:
     """What a LayerNorm gives is float32 under autocast on a GPU, and bfloat16 on the CPU."""
     half = SimpleNamespace(autocast=torch.bfloat16)
     stages = SimpleNamespace(device=torch.device("cpu"), arrangement=half, gather=lambda kind, **_: [kind, "cuda"])
-    with pytest.raises(SpecError, match="bf16 beside stages on cpu and cuda"):
+    with pytest.raises(SpecError, match="bf16 is not supported with stages on cpu and cuda"):
         PipelineStages._find_link(stages)  # type: ignore[arg-type]

@@ -1,1 +1,1 @@
-"""Stages of a model, one after the other on several ranks, and the schedules that run them."""
+"""Stages of a model on several ranks, and the schedules that run them."""

@@ -1,4 +1,4 @@
-"""What crosses between the stages of a split model, for batches of any shape."""
+"""Tensors that cross between the stages of a split model, for batches of any shape."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from .stage import build_stage
 
 
 class Boundaries:
-    """Finds shapes for any batch, without the model's memory: only its structure is kept, and its buffers."""
+    """Shapes at the boundaries for any batch; keeps the model's structure and buffers, not its parameters."""
 
     def __init__(self, found: Split, dtype: torch.dtype | None = None) -> None:
-        """``dtype``: of float tensors at the boundaries, where it is not the model's own."""
+        """Take the split; ``dtype``: of float tensors at the boundaries, if it is not the model's own."""
         self._dtype = dtype
         self._cuts = found.cuts
         self._uses = [found.uses(stage) for stage in range(found.num_stages)]
@@ -40,12 +40,12 @@ class Boundaries:
                 outputs=found.profile.outputs,
                 is_on_zeros=True,
             )
-        self.rewrites_parameters = found.profile.rewrites_parameters  # in some mode that was met
+        self.rewrites_parameters = found.profile.rewrites_parameters  # in a mode that occurred
 
     def find(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
-        """The tensors, on the meta device, that come into the second and each further stage.
+        """Return the tensors, on the meta device, that enter the second and each later stage.
 
-        Raises: SpecError where this batch does not let the model be cut there.
+        Raises: SpecError if the model cannot be cut there for this batch.
         """
         self._ghost.train(is_training)
         try:
@@ -58,29 +58,30 @@ class Boundaries:
             when = "" if is_training else ", evaluating,"
             if why := found.hindrances.get(gone[0]):
                 raise SpecError(
-                    f"with this batch{when} the model cannot be cut at {gone[0]!r}: {why}; "
-                    "split it with example inputs of that kind"
+                    f"with this batch{when} the model cannot be cut at {gone[0]!r}: {why}; split it with example "
+                    "inputs like this batch"
                 )
             raise SpecError(
-                f"with this batch{when} the model does not call {gone[0]!r}, where a stage begins: if it is held by a "
-                "class or a global, call it as an attribute of its module; else split with example inputs of that kind"
+                f"with this batch{when} the model does not call {gone[0]!r}, where a stage begins: if a class or a "
+                "global holds it, call it as an attribute of its module; otherwise split with example inputs like "
+                "this batch"
             )
         self._require_same_stages(found)
         return [self._on_meta(by_cut[cut].input_shape, by_cut[cut].input_dtype) for cut in self._cuts]
 
     def _require_same_stages(self, found: ModelProfile) -> None:
-        """Raises: SpecError where this batch has a stage use what another one has: its layers run in another order."""
+        """Raise SpecError if a stage uses another stage's parameters for this batch, as layers run in another order."""
         stage = 0
         for unit in found.units:
             stage = self._cuts.index(unit.cut) + 1 if unit.cut in self._cuts else stage
             if others := [name for name in unit.parameters if name not in self._uses[stage]]:
                 raise SpecError(
-                    f"with this batch stage {stage} uses {others[0]}, which it did not with the example inputs: its "
-                    "layers run in another order, or other ones do; split it with example inputs of that kind"
+                    f"with this batch, stage {stage} uses {others[0]}, unlike with the example inputs: the model runs "
+                    "other layers or a different order; split it with example inputs like this batch"
                 )
 
     def _walk(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_training: bool) -> list[Tensor]:
-        """Run the model's own code on this batch, with zeros for what it would compute, as far as the last cut."""
+        """Run the model's own code on this batch as far as the last cut, with zeros for what it would compute."""
         stage = self._on_zeros
         if stage is None:
             return []
@@ -103,7 +104,7 @@ class Boundaries:
         ):
             torch.func.functional_call(stage, buffers, args, kwargs)
         if gone := [cut for cut in self._cuts if cut not in reached]:
-            raise SpecError(f"with this batch the model does not come to {gone[0]!r}, where a stage begins")
+            raise SpecError(f"with this batch the model does not reach {gone[0]!r}, where a stage begins")
         return [self._on_meta(tuple(reached[cut].shape), reached[cut].dtype) for cut in self._cuts]
 
     def _on_meta(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,9 +1,9 @@
-"""Batches through the stages of a split model, by any schedule that torch has.
+"""Batches through the stages of a split model, with any of torch's schedules.
 
-torch.distributed.pipelining runs the schedules. Every rank has the whole batch, and cuts it into microbatches itself:
-the schedule is given their numbers alone, so that masks, keywords and whole structures reach every stage. Shapes at the
-boundaries are known beforehand, so no pass is run to find them. Each kind of batch (its shapes, with or without a
-backward pass) has a schedule, and stages, of its own around the same modules.
+torch.distributed.pipelining runs the schedules. Every rank has the whole batch and cuts it into microbatches itself:
+the schedule gets only their numbers, so masks, keywords and whole structures reach every stage. Shapes at the
+boundaries are known beforehand, so no pass is needed to find them. Each kind of batch (its shapes, with or without a
+backward pass) has its own schedule and torch stages around the same modules.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _MOST_PLANS = 4  # kept at once: each holds the buffers of its microbatches
 
 
 class PipelineStages(ParallelModel):
-    """The stages of a model that this rank runs, and what it takes to send batches through all of them.
+    """Stages of a model that this rank runs, and what is needed to send batches through all stages.
 
-    Parameters that several stages use have the sum of the gradients of these stages.
+    Parameters that several stages use get the sum of these stages' gradients.
     """
 
     pipeline_group: dist.ProcessGroup
@@ -58,15 +58,15 @@ class PipelineStages(ParallelModel):
         arrangement: Arrangement | None = None,
         boundaries: Boundaries | None = None,
     ) -> None:
-        """Make this rank's stages of ``found`` on ``device``; it is one of ``group``, by default all ranks.
+        """Make this rank's stages of ``found`` on ``device``; the rank is one of ``group``, by default all ranks.
 
-        ``loss(output, target)`` is a mean over what counts in its target, or, where it says so itself
-        (``loss.reduction == "sum"``), a sum. ``loss_weight(target)`` is how much that is, by default the number of
-        rows, or of targets that are not ``loss.ignore_index``. ``num_microbatches`` is by default two for each stage.
-        ``schedule``: a name of ``SCHEDULES``, or a file ``*.csv``, the same on every rank (``WrittenSchedule``).
+        ``loss(output, target)`` is a mean over the entries of its target that count, or a sum if ``loss.reduction ==
+        "sum"``. ``loss_weight(target)`` is the number of those entries, by default the number of rows, or of targets
+        that are not ``loss.ignore_index``. ``num_microbatches`` is by default two for each stage. ``schedule``: a name
+        in ``SCHEDULES``, or a file ``*.csv``, the same on every rank (``WrittenSchedule``).
 
-        ``arrangement``: how the stages lie on the other axes of a mesh; ``parallelize`` makes it. ``boundaries``: what
-        finds shapes between the stages, where that is known already.
+        ``arrangement``: how the stages are laid out on the other axes of a mesh; ``parallelize`` makes it.
+        ``boundaries``: finds the shapes between stages, if already made.
 
         Collective: all ranks of ``group``, with the same arguments. Raises: SpecError.
         """
@@ -81,9 +81,9 @@ class PipelineStages(ParallelModel):
         self.schedule.require_microbatches(self.num_microbatches, num_stages=self.num_stages, num_ranks=num_ranks)
         if self.num_microbatches > 1 and (layer := found.profile.cut_along_time):
             raise SpecError(
-                f"{layer} has batch_first=False, and gets the first dimension of the inputs as time: a batch is cut "
-                "along its first dimension; make the layer with batch_first=True, give inputs of (batch, time, ...) "
-                "that the model transposes, or num_microbatches=1"
+                f"{layer} has batch_first=False, so it takes the first dimension, along which batches are cut, for "
+                "time: make the layer with batch_first=True, give inputs of (batch, time, ...) that the model "
+                "transposes, or num_microbatches=1"
             )
         shared_inputs = found.profile.shared_inputs
         super().__init__(loss, loss_weight, device=device, arrangement=arrangement, shared_inputs=shared_inputs)
@@ -94,10 +94,10 @@ class PipelineStages(ParallelModel):
         self.tied_names = tuple(tuple(found.aliases(name)) for name in found.shared)
         prepare = self.arrangement.prepare
         stages = [found.stage(index) for index in self.indices]
-        if is_deferred(found.model):  # of those that others have too the values are sent, so they are wanted here
+        if is_deferred(found.model):  # values of shared parameters are sent, so they are needed here
             tied = {name for names in self.tied_names for name in names}
             fill(stages, device=self.device, names=None if prepare is None else tied)
-        else:  # not stage.to(): it would take the parameters of the user's model along
+        else:  # not stage.to(): it would move the parameters of the user's model too
             fill(stages, device=self.device)
         self.modules = self.called = tuple(stages)
         rank_of = {
@@ -119,49 +119,52 @@ class PipelineStages(ParallelModel):
         self._plans: OrderedDict[Any, Plan] = OrderedDict()
 
     def _require_same_cuts(self, found: Split) -> None:
-        """Raises: SpecError, on every rank, where one would run other stages, or run them otherwise. Collective."""
+        """Raise SpecError on every rank if cuts, schedules or numbers of microbatches differ. Collective."""
         own = dist.get_rank(), ", ".join(found.cuts), self.schedule.fingerprint(), self.num_microbatches
         (first, cuts, order, count), *others = sorted(self.gather(own))
         for rank, other_cuts, other_order, other_count in others:
             if other_cuts != cuts:
                 raise SpecError(
-                    f"the model is cut at {other_cuts} on rank {rank}, and at {cuts} on rank {first}: take the cuts of "
-                    "one of them (Split.cuts), and give them to all as pp= or at="
+                    f"the model is cut at {other_cuts} on rank {rank}, but at {cuts} on rank {first}: take the cuts "
+                    "of one of them (Split.cuts) and give them to all ranks as pp= or at="
                 )
             if other_order != order:
                 raise SpecError(
-                    f"the schedule of rank {rank} is not that of rank {first}: give all the same {self.schedule}"
+                    f"the schedule of rank {rank} differs from that of rank {first}: give all ranks the same "
+                    f"{self.schedule}"
                 )
             if other_count != count:
                 raise SpecError(
-                    f"{other_count} microbatches on rank {rank}, and {count} on rank {first}: give all as many"
+                    f"{other_count} microbatches on rank {rank}, but {count} on rank {first}: give all ranks the same "
+                    "num_microbatches"
                 )
 
     def _warn_of_nothing_to_train(self, found: Split) -> None:
-        """Tell the rank on which an optimizer would have no parameters, where those of other ranks have some."""
+        """Warn a rank whose optimizer would have no parameters although other ranks have some to train."""
         if any(parameter.requires_grad for parameter in self.parameters()):
             return
         if any(parameter.requires_grad for parameter in found.model.parameters()):
             begins = [("the start", *found.cuts)[index] for index in self.indices]
             one = len(begins) == 1
             named = " and ".join(f"{index} (from {begin} on)" for index, begin in zip(self.indices, begins))
-            has = "no parameters" if not any(True for _ in self.parameters()) else "no parameters that are trained"
+            has = "no parameters" if not any(True for _ in self.parameters()) else "no trainable parameters"
             warnings.warn(
-                f"stage{'' if one else 's'} {named} ha{'s' if one else 've'} {has}, and torch's optimizers refuse an "
+                f"stage{'' if one else 's'} {named} ha{'s' if one else 've'} {has}, but torch's optimizers refuse an "
                 "empty list: use fewer stages, cut elsewhere, or make no optimizer on this rank",
                 stacklevel=3,
             )
 
     def _find_link(self) -> torch.device:
-        """Where tensors are on their way to another stage: on the CPU, where stages are on unlike devices.
+        """Return the device from which tensors are sent to other stages: the CPU if stages are on different devices.
 
-        Raises: SpecError, on every rank, where these would not agree what a layer gives.
+        Raises: SpecError, on every rank, if those devices would return a layer's output in different dtypes.
         """
         kinds = set(self.gather(self.device.type, of_one_copy=True))
         if len(kinds) > 1 and self.arrangement.autocast is not None:
             raise SpecError(
-                f"bf16 beside stages on {' and '.join(sorted(kinds))}: autocast gives the output of some layers in "
-                "float32 on one of them alone; use precision='fp32' there, or a model whose parameters are bfloat16"
+                f"bf16 is not supported with stages on {' and '.join(sorted(kinds))}: autocast returns the output of "
+                "some layers in float32 on only one of them; use precision='fp32', or a model with bfloat16 "
+                "parameters"
             )
         is_direct = len(kinds) == 1 and can_send_from(self.device.type, self.pipeline_group)
         return self.device if is_direct else torch.device("cpu")
@@ -196,7 +199,7 @@ class PipelineStages(ParallelModel):
         plan = self._plan_for(key, passage, is_training=is_training)
         try:
             plan.step(passage)
-        except BaseException:  # it stands in the middle of a step
+        except BaseException:  # the plan is left in the middle of a step
             self._plans.pop(key, None)
             raise
 
@@ -204,13 +207,13 @@ class PipelineStages(ParallelModel):
         return self.schedule.accepts(count, num_ranks=dist.get_world_size(self.pipeline_group))
 
     def _key_of(self, passage: Passage, *, is_training: bool) -> tuple[Any, ...]:
-        """Of batches that take the same way: shapes and dtypes on it are equal."""
+        """Return a key that is equal for batches with equal shapes and dtypes at all boundaries."""
         kind = self.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         return repr(tree_map(look_of, passage.parts[0])), len(passage.parts), is_training, autocast
 
     def _has_trainable(self) -> bool:
-        """Collective: all ranks of this replica."""
+        """Return whether any stage has a trainable parameter. Collective: all ranks of this replica."""
         own = any(parameter.requires_grad for parameter in self.parameters())
         return any(self.gather(own, of_one_copy=True))
 
@@ -221,7 +224,7 @@ class PipelineStages(ParallelModel):
         else:
             with fails_on_a_part(count):
                 boundaries, waits = self._boundaries.find(*part, is_training=is_training), Waits()
-            if self._boundaries.rewrites_parameters:  # what fails for that, and runs again, would write twice
+            if self._boundaries.rewrites_parameters:  # a pass that fails for that and is repeated would write twice
                 for module in self.modules:
                     module.be_careful()  # type: ignore[operator]
             stages = [

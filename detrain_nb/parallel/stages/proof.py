@@ -1,8 +1,8 @@
-"""The proof of a split: its stages, one after the other, compute what the model does.
+"""Proof of a split: its stages, one after the other, compute what the model does.
 
-The model runs once, and so does each stage, on tensors without memory. Each tensor gets the number of its expression:
-two have the same one if the same operators made them of the same parameters, buffers and inputs. So whatever goes past
-the arguments of modules, as through a hook or an object that two parts share, shows itself before a step is taken.
+The model and each stage run once, on tensors without memory. Each tensor gets the number of its expression: two tensors
+have the same number if the same operators made them from the same parameters, buffers and inputs. So a value that
+bypasses the arguments of modules, through a hook or an object that two parts share, is found before any training step.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def find_difference(
     cuts: Sequence[str],
     written_buffers: Mapping[str, int],
 ) -> str:
-    """Say what the stages of a model, cut at ``cuts``, would do that it does not; empty where there is nothing.
+    """Describe what the stages of a model cut at ``cuts`` would do differently from the model; "" if nothing.
 
-    ``make_stage`` makes one of them: where its attributes are kept, so that an iterator is taken from where it was.
-    ``written_buffers``: in which stage those are, by name, that the forward writes.
+    ``make_stage`` makes a stage: it must be called while the model's attributes are kept, so that an iterator restarts
+    where it was. ``written_buffers``: for each buffer that the forward writes, by name, the stage that has it.
     """
 
     def compare(copy: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -53,7 +53,7 @@ def find_difference(
             def make(index: int = index) -> nn.Module:
                 stage = make_stage(index)
                 vars(stage)["_state"].same_call = whole.of_modules
-                stage.be_careful()  # type: ignore[operator]  # else it notes what it is, to run again where it writes
+                stage.be_careful()  # type: ignore[operator]  # else it saves its state, to run again if it writes
                 return stage
 
             received = () if own is None else (own.given,)
@@ -63,7 +63,7 @@ def find_difference(
             pairs += [(whole.buffers[name], own.buffers[name]) for name in here]
         assert own is not None
         if own.look != whole.look:
-            return f"the last stage would give {own.look} in the place of {whole.look}: {_OTHERWISE}"
+            return f"the last stage would return {own.look} instead of {whole.look}: {_OTHERWISE}"
         pairs += zip(whole.outputs, own.outputs)
         told = (table.tell(expected, found) for expected, found in pairs if expected != found)
         return next((f"{each}: {_OTHERWISE}" for each in told), "")
@@ -77,27 +77,27 @@ def find_difference(
 
 
 _OTHERWISE = (
-    "stages send the argument of a module alone, and nothing that a hook, a closure, a shared object or a __call__ "
-    "hands on: pass it as an argument"
+    "a stage sends only the argument of the next stage's module, not what a hook, a closure, a shared object or a "
+    "__call__ passes on: pass it as an argument"
 )
 
 
 def _laid_out_as_sent(model: nn.Module, cuts: Sequence[str]) -> contextlib.AbstractContextManager[None]:
-    """In here what comes to a cut is contiguous, as what a stage receives: by that torch chooses its operators."""
+    """Make what reaches a cut contiguous, as what a stage receives is: torch chooses operators by memory layout."""
     return modules_watched([(cut, model.get_submodule(cut)) for cut in cuts], _make_contiguous)
 
 
 def _make_contiguous(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensor = first_float_tensor(args, kwargs)
     if tensor is not None and not tensor.is_contiguous():
-        tensor.data = tensor.detach().contiguous()  # for all who hold it, as in a stage
+        tensor.data = tensor.detach().contiguous()  # for everyone who holds it, as in a stage
 
 
 @dataclass(frozen=True)
 class _Results:
-    """What a module gave: its first tensor; how its outputs look, and their expressions; those of its buffers.
+    """Results of a module: its first tensor; the looks and expressions of its outputs; the expressions of its buffers.
 
-    ``of_modules``: how the outputs of the modules in it look.
+    ``of_modules``: looks of the outputs of its submodules.
     """
 
     given: Tensor | None
@@ -107,7 +107,7 @@ class _Results:
     of_modules: Mapping[str, ModuleOutput]
 
 
-# The same values, in another shape at most. Where memory is laid out otherwise torch takes another one of these.
+# Equal values, at most in another shape. Which of these torch uses depends on the memory layout.
 _aten = torch.ops.aten
 _SAME = {
     _aten.alias.default,
@@ -119,12 +119,12 @@ _SAME = {
     _aten._reshape_alias.default,
 }
 _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
-# Beyond this two constants are compared by their shape and place.
+# Larger constants are compared by shape and storage only.
 _MOST_COMPARED_BYTES = 1 << 20
 
 
 class _Expressions:
-    """The expressions of all tensors, by number: what is made how, of which others."""
+    """Expressions of all tensors, by number: the operator and the operands that made each."""
 
     def __init__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._state = State(model, args, kwargs)
@@ -132,7 +132,7 @@ class _Expressions:
         self._keys: list[tuple[tuple[Any, ...], tuple[int, ...]]] = []
         self._places: list[str] = []
         self._names: dict[int, tuple[str, str]] = {}
-        self._on_storage: dict[int, tuple[str, str]] = {}  # of what is read past its module
+        self._on_storage: dict[int, tuple[str, str]] = {}  # of tensors that are read from elsewhere than their module
         for name, buffer in model.named_buffers(remove_duplicate=False):
             self._names.setdefault(id(buffer), ("buffer", name))
             if buffer.layout == torch.strided:
@@ -151,9 +151,9 @@ class _Expressions:
         *,
         received: int | None = None,
     ) -> _Results:
-        """Run what ``make`` gives: a model, or a stage; its first argument is then the expression ``received``."""
-        made: dict[int, tuple[Any, Tensor]] = {}  # by what it is, and the original: so that its id stays its own
-        taken: list[tuple[int, int]] = []  # before which operator, and the tensor that it then is
+        """Run the module that ``make`` returns; in a stage, the first argument has the expression ``received``."""
+        made: dict[int, tuple[Any, Tensor]] = {}  # name and original, kept alive so that ids stay unique
+        taken: list[tuple[int, int]] = []  # operator index, and the tensor received before it
 
         with self._state.kept(), writes_undone(self._state.tensors):
             module = make()
@@ -206,7 +206,7 @@ class _Expressions:
         return _Results(next(iter(tensors), None), f"{spec} {others}", outputs, buffers, recording.entries.outputs)
 
     def _follow(self, op: Op, recording: Recording, value: Callable[[int], int], values: dict[int, int]) -> None:
-        if not op.call:  # the code looks at a value, and makes nothing
+        if not op.call:  # the code inspects a value and makes nothing
             return
         func, is_noted, *given = op.call
         operands = tuple(map(value, op.reads))
@@ -229,7 +229,7 @@ class _Expressions:
             values[number] = self._number(("written",), (before, made), place)
 
     def _leaf(self, tensor: Tensor, name: tuple[str, str] | None) -> int:
-        """What no operator made."""
+        """Return the number of a tensor that no operator made."""
         if name is not None:
             return self._number(name, (), "")
         look = (tuple(tensor.shape), tensor.dtype)
@@ -255,12 +255,12 @@ class _Expressions:
         return self._numbers[key]
 
     def tell(self, expected: int, found: int) -> str:
-        """Where two expressions differ first, from what they have in common."""
+        """Describe the first difference between two expressions, starting from what they have in common."""
         while True:
             (head, operands), (other, others) = self._keys[expected], self._keys[found]
             pairs = [pair for pair in zip(operands, others) if pair[0] != pair[1]]
             if head != other or len(operands) != len(others) or not pairs:
-                return f"a stage would take {self._describe(found)} in the place of {self._describe(expected)}"
+                return f"a stage would use {self._describe(found)} instead of {self._describe(expected)}"
             expected, found = pairs[0]
 
     def _describe(self, number: int) -> str:
@@ -268,8 +268,8 @@ class _Expressions:
         if kind in ("result", "written", "shape"):
             return self._describe(operands[-1])
         if kind == "operator":
-            gives = "gives" if more[1] else "gives without a gradient"
-            return f"what {more[0]} {gives} in {self._places[number] or 'the code of the model itself'}"
+            gives = "" if more[1] else " without a gradient"
+            return f"the result of {more[0]}{gives} in {self._places[number] or 'the code of the model'}"
         if kind == "constant":
             return f"a tensor {more[1]} {more[0]}".replace("torch.", "")
         return f"the {kind} {more[0]}"

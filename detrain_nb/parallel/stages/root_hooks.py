@@ -1,4 +1,4 @@
-"""The forward hooks of the model itself: a stage is called with more than the model is, and may give something else."""
+"""Forward hooks of the model itself: a stage has more arguments than the model and may return something else."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _KINDS = (
 
 
 class RootHooks:
-    """Taken off a stage: those before run in every stage on what the model is called with, those behind in the last."""
+    """Hooks taken off a stage: pre-hooks run in every stage on the model's arguments, the others in the last stage."""
 
     def __init__(self, stage: nn.Module | None = None) -> None:
         self._hooks: dict[str, Any] = {kind: {} for kind in _KINDS}
         if stage is not None:
             self._hooks = {kind: getattr(stage, kind).copy() for kind in _KINDS}
-            for kind in _KINDS:  # what comes later, as of FSDP2, is called with what the stage is
+            for kind in _KINDS:  # later hooks, as of FSDP2, get the stage's own arguments
                 getattr(stage, kind).clear()
 
     def run(self, stage: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model's ``forward`` as its ``__call__`` would; one that comes to the next stage gives no output."""
+        """Call the model's ``forward`` as its ``__call__`` would; if the next stage is reached, there is no output."""
         for number, hook in self._hooks["_forward_pre_hooks"].items():
             if number in self._hooks["_forward_pre_hooks_with_kwargs"]:
                 args, kwargs = hook(stage, args, kwargs) or (args, kwargs)

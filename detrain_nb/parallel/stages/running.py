@@ -1,4 +1,4 @@
-"""Torch's side of a pipeline: stages and schedules of torch around ours, and what a rank waits for, by name."""
+"""Torch's side of a pipeline: torch's stages and schedules around ours, and names for what a rank waits for."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from .schedules import Schedule
 
 
 class Waits:
-    """What the stages of this rank have asked others for, and do not have yet."""
+    """What the stages of this rank have requested from others and not received yet."""
 
     def __init__(self) -> None:
-        self._asked: dict[tuple[str, int, int], Callable[[], str]] = {}  # by kind, stage and microbatch: what it is
+        self._asked: dict[tuple[str, int, int], Callable[[], str]] = {}  # by kind, stage and microbatch: a description
         self._idle_since_s = time.monotonic()
 
     def ask(self, kind: str, stage: int, microbatch: int, what: Callable[[], str]) -> None:
@@ -38,7 +38,7 @@ class Waits:
         self._asked.pop((kind, stage, microbatch), None)
 
     def begin(self) -> None:
-        """This rank computes nothing from now on, until it has what it waits for."""
+        """Note that this rank computes nothing from now on, until it gets what it waits for."""
         self._idle_since_s = time.monotonic()
 
     def clear(self) -> None:
@@ -46,22 +46,22 @@ class Waits:
         self.begin()
 
     def describe(self, schedule: Any) -> str:
-        """What the schedule waits for: what it did not just ask for ahead, or that what it sent is taken."""
+        """Describe what the schedule waits for: a tensor not merely requested ahead, or the receipt of what it sent."""
         ahead = {(kind, *key) for kind in ("fwd", "bwd") for key in getattr(schedule, f"{kind}_recv_ops", ())}
         now_s = time.monotonic() - self._idle_since_s
         awaited = (what() for key, what in self._asked.items() if key not in ahead)
-        return f"{next(awaited, 'this rank waited for another to take what it sent')} for {now_s:.1f} s"
+        return f"{next(awaited, 'this rank waited for another to receive what it sent')} for {now_s:.1f} s"
 
 
 class TorchStage(PipelineStage):
-    """A stage that gets the number of a microbatch, and looks up the rest.
+    """Stage that gets the number of a microbatch and looks up its arguments.
 
-    A pass without a backward one leaves gradients alone, and asks for none. For torch the stage is where its tensors
-    are on their way; the module itself may be on another device.
+    A pass without backward leaves gradients alone and requests none. To torch, the stage's device is the one from which
+    tensors are sent; the module itself may be on another device.
     """
 
     passage: Passage
-    microbatch: int  # the one that goes forward
+    microbatch: int  # the one in its forward pass
 
     def __init__(
         self,
@@ -75,9 +75,9 @@ class TorchStage(PipelineStage):
         waits: Waits,
         buffers: Callable[[], Sequence[Tensor]] = tuple,
     ) -> None:
-        """``boundaries``: what comes into the second and each further stage, on the meta device.
+        """Wrap ``module``; ``boundaries``: inputs of the second and each later stage, on the meta device.
 
-        ``buffers``: those that the backward pass of a microbatch reads as they were when it went forward.
+        ``buffers``: returns the buffers that a microbatch's backward pass reads as they were in its forward pass.
         """
         inputs = (boundaries[index - 1],) if index else ()
         outputs = boundaries[index] if index + 1 < num_stages else torch.empty(1, device="meta", requires_grad=True)
@@ -99,8 +99,8 @@ class TorchStage(PipelineStage):
             if (output.shape, output.dtype) != (self._promised.shape, self._promised.dtype):
                 given, promised = look_of(output), look_of(self._promised)
                 raise SpecError(
-                    f"stage {self.stage_index} gives {given}, and {promised} was expected: the model gives for this "
-                    "batch what cannot be told from its shapes; use batches like the example"
+                    f"stage {self.stage_index} returned {given}, but {promised} was expected: the output for this "
+                    "batch does not follow from its shapes; use batches like the example"
                 )
             return output.to(self.device)
         self.passage.take(index, output)
@@ -110,25 +110,25 @@ class TorchStage(PipelineStage):
         return leaves if len(leaves) > 1 else leaves[0]
 
     def _require_values(self, output: Tensor) -> None:
-        """Raises: SpecError for what torch would take to be sent, while the next stage waits for it."""
-        if active_fake_mode() is not None:  # a rehearsal, of which nothing is sent
+        """Raise SpecError for a tensor that torch would count as sent while the next stage still waits for it."""
+        if active_fake_mode() is not None:  # a rehearsal, which sends nothing
             return
         if isinstance(output, FakeTensor) or output.is_meta and self._device.type != "meta":
             raise SpecError(
-                f"stage {self.stage_index} gives a {'fake' if isinstance(output, FakeTensor) else 'meta'} tensor, "
-                "without values, which cannot be sent: something that it uses was kept from a pass on such tensors, as "
-                "in a cache or a global: empty that, or make the model anew"
+                f"stage {self.stage_index} returned a {'fake' if isinstance(output, FakeTensor) else 'meta'} tensor, "
+                "which has no values to send: it uses something kept from a pass on such tensors, in a cache or a "
+                "global; clear that, or recreate the model"
             )
 
     def _validate_fwd_outputs(self, outputs: tuple[Tensor, ...]) -> None:
-        """Torch before 2.13 looks at what the last stage gives too, which is promised to nobody."""
+        """Skip the check: torch before 2.13 also checks the last stage's output, which no stage receives."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Torch before 2.13 lets neighbours greet each other, two on one rank too, which gloo cannot do."""
+        """Drop greetings within a rank: torch before 2.13 has neighbours greet each other, which gloo cannot do."""
         greetings: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
         return [each for each in greetings if each.peer != dist.get_rank()]
 
-    # What is waited for is told by name where it does not come.
+    # What does not arrive is named in the error.
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         ops = super().get_fwd_recv_ops(fwd_chunk_id)
@@ -165,7 +165,7 @@ class TorchStage(PipelineStage):
     def backward_maybe_with_nosync(self, backward_type: str, *args: Any, **kwargs: Any) -> Any:
         with autocast_left(self._device):
             gradients, groups = super().backward_maybe_with_nosync(backward_type, *args, **kwargs)
-        if backward_type == "input":  # they are sent as they lie in memory; a whole backward pass lays them out itself
+        if backward_type == "input":  # sent as laid out in memory; a full backward makes them contiguous
             gradients = tuple(None if each is None else each.contiguous() for each in gradients)
         return gradients, groups
 
@@ -189,7 +189,7 @@ class TorchStage(PipelineStage):
 
 
 def _saved_apart(buffers: Sequence[Tensor]) -> contextlib.AbstractContextManager[None]:
-    """In here autograd keeps copies of these: another microbatch writes into them before this one's backward pass."""
+    """Have autograd save copies of ``buffers``: other microbatches write into them before this one's backward."""
     if not buffers or not torch.is_grad_enabled():
         return contextlib.nullcontext()
     storages = {storage_of(buffer) for buffer in buffers}
@@ -217,11 +217,13 @@ class Plan:
         try:
             self._schedule.step(target=self._numbers, return_outputs=False)
         except RuntimeError as exc:
-            if exc.__cause__ is not None and "ailed to run" in str(exc):  # the user's own, without what torch adds
+            if exc.__cause__ is not None and "ailed to run" in str(
+                exc
+            ):  # the user's own error, without torch's addition
                 raise exc.__cause__ from None
             if _is_of_waiting(exc):
                 waited = self._waits.describe(self._schedule)
-                exc.args = (f"{waited}, in vain: that rank failed, or does something else: {exc}",)
+                exc.args = (f"{waited}, in vain: that rank failed or does something else: {exc}",)
             raise
         finally:
             for stage in self._stages:
@@ -230,13 +232,13 @@ class Plan:
 
     def _loss(self, output: Any, number: Tensor) -> Tensor:
         loss = self._stages[-1].passage.losses[int(number)]
-        if not loss.requires_grad:  # torch's schedules would leave its backward pass out
+        if not loss.requires_grad:  # torch's schedules would skip its backward pass
             raise RuntimeError("element 0 of tensors does not require grad and does not have a grad_fn")
         return loss
 
 
 def _is_of_waiting(exc: BaseException) -> bool:
-    """Whether it was raised where a schedule waits for other ranks, and not in what it computes."""
+    """Return whether the error was raised while a schedule waited for other ranks, not in a computation."""
     frames = [frame.f_code.co_name for frame, _ in traceback.walk_tb(exc.__traceback__)]
     return "_wait_batch_p2p" in frames
 

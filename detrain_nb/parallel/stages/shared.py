@@ -1,7 +1,7 @@
-"""What several stages of a model have: tied parameters, of one value and with the sum of all their gradients; buffers.
+"""State that several stages share: tied parameters, with one value and the sum of all their gradients; and buffers.
 
-Their ranks say it to each other by messages within the pipeline's group. A group of these ranks alone would have to be
-made by all ranks of the job: torch names those that are not by a count in which ranks differ, and then they hang.
+Their ranks exchange it by messages within the pipeline's group. A group of only these ranks would have to be created by
+all ranks of the job: torch names groups by a counter, which would differ between ranks, so they would hang.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Place = tuple[nn.Module, str]
 
 @dataclass
 class _Tied:
-    """One of them: the ranks of ``group`` that have it, and what this one has, which is one of them."""
+    """One tied parameter: the ranks of ``group`` that have it, of which this is one, and the copies on this rank."""
 
     name: str
     ranks: tuple[int, ...]
     copies: list[nn.Parameter]
 
     def add_up(self, earlier: Sequence[Tensor | None], group: dist.ProcessGroup, link: torch.device) -> None:
-        """Give every copy the sum of all gradients, and what it had before. Collective: ``ranks``."""
+        """Add the sum of all gradients to what every copy had before. Collective: ``ranks``."""
         made = [copy.grad for copy in self.copies if copy.grad is not None]
         total = made[0].clone() if made else torch.zeros_like(self.copies[0])
         for grad in made[1:]:
@@ -44,7 +44,7 @@ class _Tied:
 
 
 class TiedParameters:
-    """Those of this rank's stages that other stages have too; sharding makes copies of them within a rank as well."""
+    """Parameters of this rank's stages that other stages have too; sharding also copies them within a rank."""
 
     def __init__(
         self,
@@ -55,9 +55,9 @@ class TiedParameters:
         *,
         link: torch.device,
     ) -> None:
-        """Give them the values that the lowest of their ranks has. Collective: all ranks of ``group``.
+        """Give the parameters the values that the lowest of their ranks has. Collective: all ranks of ``group``.
 
-        ``rank_of``: by stage, which rank runs it; ``link``: the device from which they are sent.
+        ``rank_of``: the rank that runs each stage; ``link``: the device from which tensors are sent.
         """
         self._group, self._link = group, link
         self._aliases = {name: found.aliases(name) for name in found.shared}
@@ -69,9 +69,9 @@ class TiedParameters:
             _send_first(tied.copies[0].detach(), tied.ranks, group, link)
 
     def find_again(self, modules: Sequence[nn.Module]) -> None:
-        """Take the parameters that ``modules`` have now: sharding has made others. Collective: all ranks of ``group``.
+        """Take the parameters that ``modules`` have now, as sharding replaces them. Collective: all ranks of ``group``.
 
-        Raises: SpecError where stages have laid one of them out differently.
+        Raises: SpecError if stages lay out a parameter differently.
         """
         self._find(modules)
         mine = [
@@ -85,8 +85,8 @@ class TiedParameters:
             layouts = sorted({layout for pairs in every for other, layout in pairs if other == name})
             if len(layouts) > 1:
                 raise SpecError(
-                    f"{name!r} is used by several stages, which lay it out as {', '.join(layouts)}: replicate it in "
-                    "the tensor plan, or cut the model so that one stage has it"
+                    f"{name!r} is used by several stages with different layouts ({', '.join(layouts)}): replicate it "
+                    "in the tensor plan, or cut the model so that only one stage has it"
                 )
 
     def _find(self, modules: Sequence[nn.Module]) -> None:
@@ -101,12 +101,12 @@ class TiedParameters:
                 self._of_earlier.update(map(id, copies[1:] if me == ranks[0] else copies))
 
     def is_of_earlier(self, parameter: nn.Parameter) -> bool:
-        """Whether an earlier stage or rank has it too."""
+        """Return whether an earlier stage or rank has the parameter too."""
         return id(parameter) in self._of_earlier
 
     @contextlib.contextmanager
     def added_up(self) -> Iterator[None]:
-        """Gradients that are made in the block are the sums over all stages behind it; earlier ones are added once."""
+        """Sum gradients made in the block over all stages, when it is left; earlier gradients are added once."""
         trained = [tied for tied in self._tied if tied.copies[0].requires_grad]
         before = [[copy.grad for copy in tied.copies] for tied in trained]
         for tied in trained:
@@ -114,7 +114,7 @@ class TiedParameters:
                 copy.grad = None
         try:
             yield
-        except BaseException:  # what there was before is not lost with what failed
+        except BaseException:  # keep the earlier gradients if the block fails
             for tied, earlier in zip(trained, before):
                 for copy, grad in zip(tied.copies, earlier):
                     copy.grad = grad
@@ -124,9 +124,9 @@ class TiedParameters:
 
 
 class WrittenBuffers:
-    """Buffers that several stages have, and that a forward writes: what the stage has that writes it last is right.
+    """Buffers that several stages have and a forward writes: the copy of the stage that writes it last is right.
 
-    Behind a training step other stages have what came of zeros in their place, or what was not written at all.
+    After a training step, other stages have values computed from zeros, or unwritten values.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class WrittenBuffers:
         *,
         link: torch.device,
     ) -> None:
-        """``modules``: the stages of this rank, ``indices`` which they are; the rest as of `TiedParameters`."""
+        """Take ``modules``, the stages ``indices`` of this rank; for the rest see `TiedParameters`."""
         self._modules, self._group, self._link = dict(zip(indices, modules)), group, link
         self._owners, self._rank_of = found.written_buffers(), rank_of
 
     def share(self) -> None:
-        """Give every stage that has one what its own stage has. Collective: all ranks of the pipeline."""
+        """Give every stage that has such a buffer the owner stage's values. Collective: all ranks of the pipeline."""
         if not self._owners:
             return
         me, places = dist.get_rank(self._group), self._places()
@@ -169,7 +169,7 @@ class WrittenBuffers:
                 part._buffers[key] = sent.to(part._buffers[key].device, copy=True)  # type: ignore[union-attr]
 
     def _places(self) -> dict[str, list[Place]]:
-        """Where the stages of this rank have them, by name: first where it is written last."""
+        """Return where this rank's stages have the buffers, by name: the stage that writes it last first."""
         places: dict[str, list[Place]] = {}
         for index, module in self._modules.items():
             for path, part in module.named_modules(remove_duplicate=False):
@@ -194,7 +194,7 @@ def _send_first(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, 
 
 
 def _sum_over(tensor: Tensor, ranks: Sequence[int], group: dist.ProcessGroup, link: torch.device) -> None:
-    """Make ``tensor`` the sum over ``ranks``, which is bit for bit the same on all of them."""
+    """Replace ``tensor`` by the sum over ``ranks``, bit for bit equal on all of them. Collective: ``ranks``."""
     first, *others = ranks
     if dist.get_rank(group) == first:
         received = torch.empty_like(tensor, device=link)

@@ -1,4 +1,4 @@
-"""Where a model is cut, and what each stage has of it; stage.py makes the stages."""
+"""Where a model is cut, and which parts each stage gets; stage.py makes the stages."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .stage import build_stage
 
 @dataclass(frozen=True)
 class Split(ShownAsText):
-    """A model, cut into stages; ``stage(i)`` makes one of them, on the rank that needs it.
+    """A model cut into stages; ``stage(i)`` makes a stage, on the rank that needs it.
 
-    ``cuts`` are the modules at whose entry the second and each further stage begins. ``shared`` has the parameters that
-    more than one stage uses (tied ones), by first name: their gradients have to be added up over those stages.
+    ``cuts`` are the modules at whose entry the second and each later stage begins. ``shared``: parameters that more
+    than one stage uses (tied parameters), by first name; their gradients must be summed over those stages.
     """
 
     model: nn.Module = field(repr=False)
@@ -50,24 +50,24 @@ class Split(ShownAsText):
         return {name: tuple(stages) for name, stages in users.items() if len(stages) > 1}
 
     def aliases(self, name: str) -> list[str]:
-        """All names that a parameter has in the model, of which ``name`` is the first."""
+        """Return all names that a parameter has in the model; ``name`` is the first of them."""
         every = dict(self.model.named_parameters(remove_duplicate=False))
         return [other for other, parameter in every.items() if parameter is every[name]]
 
     def written_buffers(self) -> dict[str, int]:
-        """Those that the forward writes, by name: in which stage it does so last."""
+        """Return the buffers that the forward writes, by name, with the stage that writes each last."""
         written = self.profile.written_buffers
         return {each.name: bisect.bisect_right(self.bounds, each.unit) - 1 for each in written}
 
     def stage(self, index: int) -> nn.Module:
-        """Make a stage: a module of the model's own class that holds the tensors of its part alone.
+        """Make a stage: a module of the model's own class that holds only its own part's tensors.
 
-        The first is called as the model is. Every other gets the tensor from the stage before it first, and then what
-        the model is called with: masks and positions are needed everywhere. What it returns is the tensor for the next
-        stage, or, of the last one, what the model returns. Raises: SpecError.
+        The first stage is called as the model is. Each other stage gets the tensor from the previous stage first, then
+        the model's own arguments: masks and positions are needed everywhere. A stage returns the tensor for the next
+        stage; the last one returns the model's output. Raises: SpecError.
         """
         if not 0 <= index < self.num_stages:
-            raise SpecError(f"stage {index}: there are {self.num_stages}, from 0 on")
+            raise SpecError(f"stage {index} does not exist: there are {self.num_stages} stages, counted from 0")
         units = self.profile.units
         cuts = [None, *self.cuts, None]
         runs = {name for unit in units[self.bounds[index] : self.bounds[index + 1]] for name in unit.modules}
@@ -85,7 +85,7 @@ class Split(ShownAsText):
         )
 
     def uses(self, stage: int) -> set[str]:
-        """The parameters of a stage, by first name: those that it used in the example, and some that nobody did."""
+        """Return a stage's parameters by first name: those used in the example, and its share of the unused ones."""
         return set(self._used(stage)) | self._unused_of(stage)
 
     def _used(self, stage: int) -> dict[str, None]:
@@ -93,10 +93,10 @@ class Split(ShownAsText):
         return dict.fromkeys(name for unit in units for name in unit.parameters)
 
     def _names_in(self, stage: int, runs: set[str]) -> set[str]:
-        """The names of a stage's parameters.
+        """Return the names of a stage's parameters.
 
-        Of a tied one those count that a module which runs has, or one that never does: who reads it from outside may
-        do so by any of them.
+        Of a tied parameter's names, those count whose module runs in this stage or is never entered: code that reads it
+        from outside may use any of them.
         """
         entered = {name for unit in self.profile.units for name in unit.modules}
         used = self.uses(stage)
@@ -131,17 +131,17 @@ def split(
     nodes: Sequence[StageNode] | None = None,
     profile_of_model: ModelProfile | None = None,
 ) -> Split:
-    """Cut ``model`` into ``stages``, where that is best for their times; or ``at`` the entry of the modules named.
+    """Cut ``model`` into ``stages`` so that their times are balanced, or ``at`` the entry of the named modules.
 
-    ``example_inputs``: of one microbatch, as ``profile`` has them. ``nodes``: what runs each stage, as ``partition``
-    has them. The model may be on the meta device. Raises: SpecError, which says where the model can be cut.
+    ``example_inputs``: of one microbatch, as in ``profile``. ``nodes``: what runs each stage, as in ``partition``. The
+    model may be on the meta device. Raises: SpecError, which names where the model can be cut.
     """
     require_model(model)
     require_whole(stages=stages)
     if "forward" in vars(model):
         raise SpecError(
-            "the forward of the model was replaced on the object, which leads around its stages: put it into its "
-            "class, or take it back (del model.forward)"
+            "model.forward was replaced on the object, which bypasses the stages: define it in the model's class, or "
+            "undo it (del model.forward)"
         )
     found = profile_of_model or profile(model, example_inputs)
     require_read_as_attributes(found.read_past, axis="pp")
@@ -150,15 +150,15 @@ def split(
     if at is not None:
         require_names(at=at)
         if stages is not None and stages != len(at) + 1:
-            raise SpecError(f"{stages} stages and {len(at)} cuts: {len(at)} cuts make {len(at) + 1} stages")
+            raise SpecError(f"{stages} stages need {stages - 1} cuts (at=), not {len(at)}")
         made = Split(model, found, _bounds_at(model, found, at))
         if wrong := _find_wrong(made, example_inputs):
             _bounds_at(model, found.without(wrong), at)
         return made
     if stages is None and nodes is None:
-        raise SpecError("neither stages, nor cuts (at), nor nodes: give one of them")
+        raise SpecError("none of stages, at and nodes was given: give one of them")
     if stages is not None and nodes is not None and stages != len(nodes):
-        raise SpecError(f"{stages} stages and {len(nodes)} nodes: give one node for each stage")
+        raise SpecError(f"{stages} stages, but {len(nodes)} nodes: give one node for each stage")
     while True:
         best = partition(found, nodes if nodes is not None else stages or 0)
         made = Split(model, found, best.bounds, best)
@@ -168,7 +168,7 @@ def split(
 
 
 def _find_wrong(found: Split, example_inputs: ExampleInputs) -> dict[str, str]:
-    """The cuts at which stages would not compute what the model does, and why."""
+    """Return the cuts at which stages would not compute what the model does, with the reasons."""
     if not found.cuts:
         return {}
     args, kwargs = as_call(example_inputs)
@@ -188,7 +188,7 @@ def _bounds_at(model: nn.Module, found: ModelProfile, at: Sequence[str]) -> tupl
         if name not in modules:
             near = difflib.get_close_matches(name, found.cuts or modules, n=1, cutoff=0.3)
             hint = f": did you mean {near[0]!r}?" if near else ""
-            raise SpecError(f"{name!r} is no module of the model{hint}")
+            raise SpecError(f"the model has no module {name!r}{hint}")
         if name not in index_of:
             cuts = ", ".join(found.cuts) or "nowhere"
             why = found.hindrances.get(name, "it does not run with the example inputs")
@@ -196,5 +196,5 @@ def _bounds_at(model: nn.Module, found: ModelProfile, at: Sequence[str]) -> tupl
     bounds = [index_of[name] for name in at]
     if bounds != sorted(set(bounds)):
         ordered = sorted(set(at), key=lambda name: index_of[name])
-        raise SpecError(f"the cuts are not in the order in which they run, each once: {', '.join(ordered)}")
+        raise SpecError(f"give the cuts in the order in which they run, each once: {', '.join(ordered)}")
     return (0, *bounds, len(found.units))

@@ -1,9 +1,9 @@
-"""A stage of a model: the user's own forward, without what belongs to the other stages.
+"""A stage of a model: the user's own forward, without what belongs to other stages.
 
-A module of another stage is replaced by a `Stub`: it has no parameters, and gives zeros of the right shape. A stage
-that does not begin the model runs the forward on those until it comes to its first module, whose argument is replaced
-by what it received; one that does not end the model stops at the first module of the next. Names of parameters stay
-those of the whole model. The user's model is left as it is; a stage shares its tensors with it.
+A module of another stage is replaced by a `Stub`, which has no parameters and returns zeros of the right shape. A later
+stage runs the forward on those until it reaches its first module, whose argument is replaced by what the stage
+received; every stage but the last stops at the first module of the next stage. Parameters keep their names in the whole
+model. The user's model is unchanged; a stage shares its tensors.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from .root_hooks import RootHooks
 
 
 class StageForward(nn.Module):
-    """What a stage's class has before the user's own."""
+    """Base that a stage's class puts before the user's own class."""
 
     _state: StageState
 
     def be_careful(self) -> None:
-        """Expect that the forward writes into what stands for other stages."""
+        """Expect the forward to write into the stand-ins for other stages."""
         self._state.be_careful()
 
     def be_thrown_away(self) -> None:
-        """Do not note what it was, to run again from there: nobody needs it afterwards."""
+        """Do not save state for a second run: the stage is not used afterwards."""
         self._state.is_thrown_away = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -68,7 +68,7 @@ class StageForward(nn.Module):
                 result = state.hooks.run(self, super().forward, args, kwargs)
             state.require_taken()
             if state.cut_out is not None:
-                raise SpecError(f"the model returned, and never came to {state.cut_out!r}, where its next stage begins")
+                raise SpecError(f"the model returned without reaching {state.cut_out!r}, where its next stage begins")
             return result
         except Reached as reached:
             state.require_taken()
@@ -77,12 +77,12 @@ class StageForward(nn.Module):
             state.received, state.is_taken = None, False
 
 
-# What torch says of zeros without memory, and of an input, that are written into.
+# Parts of torch's errors about writes into zeros without memory, or into an input.
 _OF_WRITING = ("single memory location", "modified inplace", "in-place operation")
 
 
 def _own(tensor: Tensor) -> Tensor:
-    """Contiguous, and neither a view nor what was received: zero-bubble schedules detach it in place."""
+    """Return a contiguous tensor, neither a view nor the received one: zero-bubble schedules detach it in place."""
     is_plain = tensor.is_contiguous() and not tensor._is_view() and not (tensor.is_leaf and tensor.requires_grad)
     return tensor if is_plain else tensor.clone(memory_format=torch.contiguous_format)
 
@@ -99,11 +99,12 @@ def build_stage(
     written_elsewhere: Collection[str] = (),
     is_on_zeros: bool = False,
 ) -> nn.Module:
-    """``replaceable``: modules that zeros can stand for; ``runs``: those that are in this stage, and what is around.
+    """Build a stage from copies of the modules that it needs.
 
-    ``holds`` are the parameters that it has, ``outputs`` what modules gave in the example, where that is needed.
-    ``written_elsewhere``: buffers that are another stage's to write; this one gets tensors of its own in their place.
-    ``is_on_zeros``: it computes nothing, and is there for its shapes.
+    ``replaceable``: modules that zeros can replace; ``runs``: modules in this stage and around it. ``holds``:
+    parameters of the stage; ``outputs``: what modules returned in the example, if needed. ``written_elsewhere``:
+    buffers that another stage has to write; this stage gets copies of them. ``is_on_zeros``: the stage computes only
+    shapes.
     """
     holding = {outer for name in holds for outer in modules_around(name)}
     needed = runs | holding
@@ -140,7 +141,7 @@ def build_stage(
     state.hooks = RootHooks(stage)
     stage.__class__ = make_subclass(type(model), f"{type(model).__name__}Stage", {}, StageForward)
     stage.__dict__["_state"] = state
-    if cut_out is not None and cut_out in holding:  # its code does not run, but that of others reads its parameters
+    if cut_out is not None and cut_out in holding:  # it does not run here, but other code reads its parameters
         run_before(stage.get_submodule(cut_out), stop_at)
     if cut_in is not None:
         run_before(stage.get_submodule(cut_in), functools.partial(_inject, state))
@@ -148,7 +149,7 @@ def build_stage(
 
 
 def _note_originals(state: StageState, ghost: nn.Module, module: nn.Module) -> None:
-    """Of a ``module`` that zeros stand for its parameters alone are another stage's: any code may read the rest."""
+    """Note the originals of a replaced module's tensors: only its parameters are left out, the rest stays readable."""
     for copied, part in zip(ghost.modules(), module.modules()):
         for key, tensor in (*part._buffers.items(), *vars(part).items()):
             if isinstance(tensor, Tensor):
@@ -161,16 +162,16 @@ def _itself(tensor: Tensor) -> Tensor:
 
 
 def _inject(state: StageState, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Make what comes to a stage's first module, zeros, what was received: for it, and for all who hold it."""
+    """Replace the zeros that reach a stage's first module by the received tensor, for everyone who holds them."""
     received = state.received
-    if received is None:  # a checkpoint runs it again, in the backward pass, with the same argument
+    if received is None:  # a checkpoint repeats it in the backward pass, with the same argument
         return
     argument = first_float_tensor(args, kwargs)
     assert argument is not None
     try:
         swap_tensors(argument, received.view_as(received))
     except RuntimeError:  # a checkpoint has saved it
-        if argument._is_view() and not state.is_careful:  # a gradient is laid out as what it is a view of
+        if argument._is_view() and not state.is_careful:  # a gradient has the layout of the view's base
             raise RuntimeError(f"a view of zeros of a {_OF_WRITING[0]} is saved") from None
         with torch.autograd._unsafe_preserve_version_counter(argument):
             _Become.apply(argument, received)  # type: ignore[no-untyped-call]
@@ -179,7 +180,7 @@ def _inject(state: StageState, module: nn.Module, args: tuple[Any, ...], kwargs:
 
 
 class _Become(torch.autograd.Function):
-    """Gives a tensor, in place, the values of another one, on its memory, and its place in the graph."""
+    """Gives a tensor in place the values of another one, in that one's memory, and its place in the graph."""
 
     @staticmethod
     def forward(context: Any, zeros: Tensor, received: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""When each rank of a pipeline computes, and when it waits: a schedule played through with the times of its stages."""
+"""When each rank of a pipeline computes and when it waits: a schedule simulated with the times of its stages."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...text import ShownAsText
 from ..arguments import require_whole
 from .schedules import KINDS, Schedule, WrittenSchedule, find_schedule
 
-_WIDTH = 100  # characters, as text
+_WIDTH = 100  # characters of the text form
 _SHARES = {"F": 1 / 3, "I": 1 / 3, "W": 1 / 3, "B": 2 / 3}  # of a stage's time for one microbatch
 _COLOURS = {"F": "#4e79a7", "B": "#59a14f", "I": "#59a14f", "W": "#edc948"}
 
 
 @dataclass(frozen=True)
 class Timeline(StepTimeline, ShownAsText):
-    """What the ranks of a pipeline do in one step; it is shown as text, and drawn by ``draw``."""
+    """Work of a pipeline's ranks in one step; it prints as text, and ``draw`` plots it."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON, for ``widgets.plan``. Raises: SpecError for one that is too long to be drawn."""
+        """Return it as plain JSON, for ``widgets.plan``. Raises: SpecError if it is too long to be drawn."""
         return PlanDescription(timelines=(self,)).to_dict()
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Timeline(StepTimeline, ShownAsText):
         return "\n".join(lines)
 
     def draw(self, axes: Any = None) -> Any:
-        """Draw it with matplotlib, which has to be installed, on ``axes`` or on new ones; return them."""
+        """Draw it with matplotlib, which must be installed, on ``axes`` or on new axes; return them."""
         if axes is None:
             from matplotlib import pyplot
 
@@ -68,10 +68,10 @@ class Timeline(StepTimeline, ShownAsText):
 def timeline(
     schedule: str | Schedule, num_ranks: int, num_microbatches: int, *, stage_s: Sequence[float] | None = None
 ) -> Timeline:
-    """Play a schedule of torch through, without the time that tensors travel.
+    """Simulate a schedule, without the time that tensors travel.
 
-    ``stage_s``: seconds of each stage for one microbatch, forward and backward, as ``Partition.stage_s``; by default
-    all stages of a rank take 3 ms together. A forward pass is a third of it. Raises: SpecError.
+    ``stage_s``: seconds of each stage for one microbatch, forward and backward, as in ``Partition.stage_s``; by default
+    all stages of a rank take 3 ms together. A forward pass takes a third of it. Raises: SpecError.
     """
     require_whole(num_ranks=num_ranks, num_microbatches=num_microbatches)
     order = find_schedule(schedule)
@@ -79,7 +79,7 @@ def timeline(
     num_stages = order.num_stages(num_ranks)
     times = [3e-3 * num_ranks / num_stages] * num_stages if stage_s is None else list(stage_s)
     if len(times) != num_stages:
-        raise SpecError(f"{len(times)} times, and {name} has {num_stages} stages on {num_ranks} ranks")
+        raise SpecError(f"stage_s has {len(times)} times, but {name} has {num_stages} stages on {num_ranks} ranks")
     if isinstance(order, WrittenSchedule):
         order.require_microbatches(num_microbatches, num_stages=num_stages, num_ranks=num_ranks)
         return Timeline(name, _play(_steps(order.orders(num_microbatches)), times))
@@ -97,7 +97,7 @@ Step = tuple[str, int, int]  # kind, stage, microbatch
 
 
 def _one_stage(rank: int, count: int, ahead: int) -> list[Step]:
-    """Forward passes, ``ahead`` of the backward ones."""
+    """Return the passes of a rank with one stage; forward passes are ``ahead`` of the backward ones."""
     order: list[Step] = [("F", rank, number) for number in range(min(ahead, count))]
     for number in range(count):
         order.append(("B", rank, number))
@@ -111,7 +111,7 @@ def _steps(orders: Sequence[Sequence[Any]]) -> list[list[Step]]:
 
 
 def _parts(action: Any) -> list[Step]:
-    """A forward and a backward pass that overlap count one after the other."""
+    """Return the passes of an action; overlapping forward and backward passes count one after the other."""
     if action.sub_actions:
         return [part for inner in action.sub_actions for part in _parts(inner)]
     kind = KINDS.get(action.computation_type.name)
@@ -119,7 +119,7 @@ def _parts(action: Any) -> list[Step]:
 
 
 def _play(waiting: list[list[Step]], times: Sequence[float]) -> tuple[tuple[Work, ...], ...]:
-    """Let every rank do its steps in their order, each as soon as what it needs is there."""
+    """Run every rank's steps in order, each as soon as its inputs exist."""
     ended: dict[Step, float] = {}
     free = [0.0] * len(waiting)
     done: list[list[Work]] = [[] for _ in waiting]
@@ -133,12 +133,12 @@ def _play(waiting: list[list[Step]], times: Sequence[float]) -> tuple[tuple[Work
                 done[rank].append(Work(kind, stage, microbatch, begin, free[rank]))
                 is_stuck = False
         if is_stuck:
-            raise AssertionError(f"the schedule waits for itself at {[steps[0] for steps in waiting if steps]}")
+            raise AssertionError(f"the schedule deadlocks at {[steps[0] for steps in waiting if steps]}")
     return tuple(map(tuple, done))
 
 
 def _ready_s(step: Step, ended: dict[Step, float], num_stages: int) -> float | None:
-    """When a step could begin; None where what it needs has not been done."""
+    """Return when a step could begin, or None if what it needs is not done."""
     kind, stage, microbatch = step
     if kind == "F":
         return ended.get(("F", stage - 1, microbatch)) if stage else 0.0
