@@ -19,7 +19,7 @@ CALLS: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], str]] = [
     (par.profile, (nn.ReLU, X), {}, r"the model is the class ReLU: pass an instance, ReLU\(...\)"),
     (par.tp_plan, (None, X), {}, "the model is None: give an nn.Module"),
     (par.tp_plan, (NET, X), {"tp": 2.0}, "tp=2.0: give a whole number, 1 or more"),
-    (par.tp_plan, (NET, X), {"tp": 10**9}, "tp=1000000000: the largest parameter has 8 rows or columns to cut"),
+    (par.tp_plan, (NET, X), {"tp": 10**9}, "tp=1000000000 is too large: no parameter has more than 8 rows or columns"),
     (par.split, (NET, X, -1), {}, "stages=-1: give a whole number, 1 or more"),
     (par.split, (NET, X, 2.0), {}, "stages=2.0: give a whole number"),
     (par.split, (NET, X), {"at": "2"}, r"at='2': give a list of module names"),

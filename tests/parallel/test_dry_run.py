@@ -430,7 +430,7 @@ def test_a_model_that_looks_at_values_is_tried_with_them() -> None:
     row = dry_run(model, {"dp_shard": 1}, example_inputs=torch.randn(2, 6, 8)).peak
     assert row.parameter_bytes == sum(parameter.nbytes for parameter in model.parameters())
     assert row.activation_bytes > 0
-    with pytest.raises(SpecError, match="looks at values"):
+    with pytest.raises(SpecError, match="reads values"):
         dry_run(model.to("meta"), {"dp_shard": 1}, example_inputs=torch.randn(2, 6, 8))
 
 
@@ -454,7 +454,7 @@ def test_what_tp_leaves_whole_is_told() -> None:
     assert "most of it" not in str(dry_run(model, {"tp": 2}, example_inputs=torch.zeros(2, 8))).lower()
     told = str(dry_run(model, {"tp": 3}, example_inputs=torch.zeros(2, 8))).splitlines()[-1]
     assert told.startswith("tensor parallel over 3 ranks: ") and "whole on every rank: 0 (" in told
-    assert told.endswith("16 outputs do not divide by 3)")
+    assert told.endswith("16 outputs are not divisible by tp=3)")
 
 
 def test_wrong_sizes_are_told() -> None:

@@ -307,7 +307,7 @@ def test_what_is_waited_for_in_vain_has_a_name(session: Session, schedule: str, 
     """Where nobody frees the rank its wait ends with the time that messages of the group may take."""
     told = session.run_cell(f"on_ranks.wait_in_vain({schedule!r}, {num_stages}, 1)", timeout_s=100).values
     assert told[1] == "ValueError: no loss today"
-    assert re.match(rf"RuntimeError: {awaited} on rank 1 for \d+\.\d s, in vain: that rank failed", told[0])
+    assert re.match(rf"RuntimeError: {awaited} on rank 1 for \d+\.\d s, without success: that rank failed", told[0])
 
 
 SCRIPT = """

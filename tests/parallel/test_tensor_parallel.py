@@ -99,7 +99,7 @@ def test_families_without_a_plan_of_their_own_are_cut(session: Session, family: 
 @pytest.mark.slow
 def test_four_ranks_share_what_divides_by_four(four: Session) -> None:
     found = assert_trained(four, "'llama', tp=4")
-    assert "2 heads (n_kv_heads) do not divide by 4" in found["plan"]
+    assert "2 heads (n_kv_heads) are not divisible by tp=4" in found["plan"]
     assert_trained(four, "'fused', tp=4")
 
 
@@ -198,7 +198,7 @@ def test_plan_that_leaves_most_of_a_model_whole_is_told_once(session: Session) -
     (warned,), silent = session.run_cell("warnings_of('recurrent')").values.values()
     assert warned == (
         "tensor parallel over 2 ranks: 31% of the parameters in parts; proved. Most of it is whole on every rank: lstm "
-        "(67%, its parameters are of no kind that can be cut); print "
+        "(67%, parameters of its kind cannot be cut); print "
         "par.tp_plan(...) to see all"
     )
     assert not silent and not any(session.run_cell("warnings_of('fused')").values.values())
@@ -220,17 +220,17 @@ def test_parameters_are_themselves_while_nothing_runs(session: Session) -> None:
     [
         (
             "apply_tensor_plan(Llama(), tp_plan(Llama(), tokens(), tp=4), mesh_of())",
-            "for 4 ranks in one row, the mesh is 2:",
+            "for 4 ranks in one dimension, but the mesh is 2:",
         ),
         (
             "model = Llama(); plan = tp_plan(model, tokens())\n"
             "apply_tensor_plan(apply_tensor_plan(model, plan, mesh_of()), plan, mesh_of())",
-            "the module has parameters over a mesh already: tensor parallel comes first, then the shards",
+            "the module's parameters are already on a mesh: apply tensor parallelism first, then shards",
         ),
         (
             "model = Llama(); plan = tp_plan(model, tokens(), sequence_parallel=True)\n"
             "apply_tensor_plan(model, plan, mesh_of())(tokens(length=15))",
-            "a sequence of 15 does not divide by tp=2: pad it, or leave out sequence_parallel",
+            "the sequence length 15 is not divisible by tp=2: pad it, or leave out sequence_parallel",
         ),
     ],
 )

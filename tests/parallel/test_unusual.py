@@ -205,7 +205,7 @@ def test_model_that_takes_gradients_by_a_transform_is_refused_in_parts(ranks: Se
     code = "unusual_ranks.lay_out(unusual_ranks.Forces('func'), {'tp': 2})"
     require_refusal(ranks, code, r"takes gradients by torch\.func, which cannot handle the parameters that tp")
     code = "unusual_ranks.apart_after_steps(unusual_ranks.Mapped, {'tp': 2})"
-    require_refusal(ranks, code, r"calls its layers under a transform of torch\.func \(vmap, grad\), which cannot look")
+    require_refusal(ranks, code, r"calls its layers under a torch\.func transform \(vmap, grad\), which cannot handle")
     code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Forces('grad'), {'tp': 2})"
     for apart in ranks.run_cell(code, timeout_s=60).values.values():
         assert apart < 2e-6
@@ -223,7 +223,7 @@ def test_layers_that_are_called_by_what_holds_them_are_trained_over_stages(ranks
 
 def test_code_that_mixes_parameters_in_parts_with_others_is_told(ranks: Session) -> None:
     code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Penalized(is_added=True), {'tp': 2})"
-    require_refusal(ranks, code, r"parameters\(\), say, where each is a DTensor: read self\.weight, or return")
+    require_refusal(ranks, code, r"parameters\(\), where each is a DTensor: read self\.weight, or return")
 
 
 def test_block_whose_parts_compute_again_behind_it_is_told_in_shards(ranks: Session) -> None:
@@ -237,7 +237,7 @@ def test_block_whose_parts_compute_again_behind_it_is_told_in_shards(ranks: Sess
 def test_parameter_that_is_made_of_parts_and_of_others_is_told(ranks: Session) -> None:
     code = "unusual_ranks.apart_after_steps(lambda: unusual_ranks.Functional(is_scaled=True), {'tp': 2})"
     require_refusal(
-        ranks, code, r"makes a parameter, as for functional_call, of what parameters\(\) or named_parameters"
+        ranks, code, r"computes a parameter, as for functional_call, both from parameters\(\) or named_parameters"
     )
 
 

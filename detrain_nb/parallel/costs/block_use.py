@@ -19,7 +19,7 @@ class BlockUse:
     ``read_outside``: first names of block parameters that are read while their block is not running.
     ``written_outside``: blocks whose outputs are written in place by code outside them. ``writing``: blocks that write
     into their argument although it has a gradient. ``chosen``: blocks that may run for one batch and not for another,
-    such as experts that are entries of the model itself. ``idle``: the chosen blocks that did not run, with the
+    such as experts directly in the model. ``idle``: the chosen blocks that did not run, with the
     operator that precedes the first place where they might have run. ``is_seen``: False if no pass could be examined.
     """
 
@@ -83,7 +83,7 @@ def _find_chosen(recording: Recording, blocks: Collection[str]) -> tuple[set[str
 
     A block is chosen if the number of its rows depends on values, or if the code outside all blocks has asked for a
     value before. Values computed from parameters count always; values computed from the batch count only if the code
-    asks for them between blocks of one row, or if a block of that row does not run: a mask that is inspected once,
+    asks for them between blocks of one row, or if a block of that row does not run: a mask that is read once,
     before all blocks, serves another purpose.
     """
     traits = _Traits(recording)
@@ -122,7 +122,7 @@ class _Traits:
     def __init__(self, recording: Recording) -> None:
         recorder, self._entries = recording.recorder, recording.entries
         self.of_parameters = set(recorder.names)
-        self.of_batch = set[int]()  # or on a buffer: both existed before the pass
+        self.of_batch = set[int]()  # or of a buffer: both existed before the pass
         self.uncounted = set[int]()  # their length depends on values
         made = set[int]()
         for op in recorder.ops:
@@ -135,7 +135,7 @@ class _Traits:
                 self.uncounted.update(number for number in op.makes if number not in op.writes)
 
     def who_may_know(self, op: Op) -> Iterator[str]:
-        """Yield the modules whose code may learn an operator's answer; tensors it returns are asked anew."""
+        """Yield the modules whose code may learn an operator's answer; tensors that one returns must be read again."""
         for name in reversed(op.inside):
             yield name
             if name not in self._entries.giving_others and self.uncounted.isdisjoint(self._entries.given[name]):

@@ -45,12 +45,12 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: S
     - Of modules entered at the same place, the outermost one counts.
     - A module that runs twice is not a cut.
     - Neither is one inside a checkpoint, which restarts from its own input.
-    - No module around it may have inspected a value before: its code runs again in the next stage, without that value.
+    - No module around it may have read a value before: its code runs again in the next stage, without that value.
     - No module around it may have a hook on its backward pass, which would run in each stage.
     - No stage may write a buffer (``written``), or a value kept for the next call (``carried``), that another one
-    reads. - A module whose argument is used again after it has returned (``x + block(x)``) is a cut only if it is not
-    part of a
-      block: blocks stay whole.
+      reads.
+    - A module whose argument is used again after it has returned (``x + block(x)``) is a cut only if it is not part of
+      a block: blocks stay whole.
     """
     recorder, entries = recording.recorder, recording.entries
     last = _last_reads(recorder, recording.outputs)
@@ -94,7 +94,7 @@ def find_cuts(recording: Recording, written: Sequence[WrittenBuffer], carried: S
                 "it runs in a reentrant checkpoint, which records no gradients: use_reentrant=False allows a cut there"
             )
         if not looked.isdisjoint(around):
-            return "the code around it has inspected a tensor's value before"
+            return "the code around it has read a tensor's value before"
         if last[number] >= entries.left[name] and name in in_blocks:
             return "it is part of a block with a connection around it, and blocks stay whole"
         return ""
@@ -119,7 +119,7 @@ _NOT_COMPUTED = "its input was not computed by the model"  # as for the first mo
 
 
 def _why_no_more(hindrances: Mapping[str, str], blocks: Collection[str], *, is_whole: bool) -> str:
-    """Return the reason for the first block that has one; without any cut, else for the last module."""
+    """Return the reason of the first block that has one; in a model without cuts, else of the last module."""
     names = [*blocks, *([*hindrances][::-1] if is_whole else ())]
     told = [(name, hindrances.get(name, "")) for name in names if name]
     told = [(name, why) for name, why in told if why and not why.endswith(_AT_THE_SAME_PLACE)]

@@ -41,8 +41,9 @@ class StageNode:
     ``speed`` is relative to the machine on which the units were timed. ``memory_bytes`` is a limit for what the
     partition knows: parameters with their state and saved activations, as in one process. Layouts change this: bf16,
     shards, ``tp`` and recomputed activations need less; the loss, its logits and buffers between stages need more.
-    ``dry_run`` counts all of it. ``bytes_per_s`` and ``latency_s`` are of the link to the neighbouring stages. Raises:
-    SpecError.
+    ``dry_run`` counts all of it. ``bytes_per_s`` and ``latency_s`` are of the link to the neighbouring stages.
+
+    Raises: SpecError.
     """
 
     name: str = ""

@@ -205,9 +205,9 @@ def profile(model: nn.Module, example_inputs: ExampleInputs, *, measure: bool = 
     """Find what every part of ``model`` costs for ``example_inputs``, of the size of one microbatch.
 
     ``example_inputs``: a tensor, a sequence of the positional arguments, or a mapping of the keyword arguments. They
-    and the model may be on the meta device: only shapes and dtypes are used. A model that inspects values (``if x.sum()
-    > 0``) or calls code that needs them runs once for real instead, on copies of its buffers. ``measure``: also measure
-    the time of each unit, forward and backward, by running the whole model on its device.
+    and the model may be on the meta device: only shapes and dtypes are used. A model whose code reads values, as in
+    ``if x.sum() > 0``, or calls code that needs them, runs once for real instead, on copies of its buffers.
+    ``measure``: also measure the time of each unit, forward and backward, by running the whole model on its device.
 
     Raises: SpecError if the model has no hooks, needs values but is on the meta device, or fails on the inputs.
     """
@@ -260,7 +260,7 @@ def run_without_memory(
         try:
             with quiet(), FakeTensorMode(allow_non_fake_inputs=True):
                 return run(functools.partial(_fake, device=device), args, kwargs)
-        except (RuntimeError, AssertionError) as exc:  # it or what it calls inspects values
+        except (RuntimeError, AssertionError) as exc:  # it or what it calls reads values
             _require_values(model, args, kwargs, exc)
     place = device_of([*model.parameters(), *model.buffers()])
     args, kwargs = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, (args, kwargs))
@@ -278,7 +278,7 @@ def _record(
         return recording, []
     recording = dataclasses.replace(recording, gathered=find_gathered(changed, recording.recorder))
     left = recording.recorder.computed()
-    with contextlib.suppress(RuntimeError):  # a third pass would fail in the same way
+    with contextlib.suppress(RuntimeError):  # a second call of the model would fail, too
         return recording, find_carried(model, changed, left, functools.partial(record, model, args, kwargs, copy))
     return recording, []
 
@@ -340,8 +340,8 @@ def _require_values(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if not isinstance(exc, (DataDependentOutputException, DynamicOutputShapeException)):
             raise exc
         raise SpecError(
-            f"the model inspects values of tensors ({exc.func}), which meta tensors do not have: profile it with real "
-            "parameters and inputs, or name the cuts"
+            f"the model reads values of tensors ({exc.func}), which do not exist on the meta device: profile it with "
+            "real parameters and inputs, or name the cuts"
         ) from exc
 
 

@@ -37,9 +37,7 @@ class WrittenBuffer:
         if self.first_read < index <= self.last_write:
             return f"the buffer {self.name} is read before it and written after it"
         gone = (write for write, inside in self.writes if write < index and not set(inside) <= set(around))
-        if (
-            index <= self.last_read and not self.is_computed and any(True for _ in gone)
-        ):  # if computed, it is known to be needed
+        if index <= self.last_read and not self.is_computed and any(True for _ in gone):  # else known to be needed
             return f"the buffer {self.name} is written before it and read after it"
         return ""
 

@@ -60,10 +60,10 @@ class PipelineStages(ParallelModel):
     ) -> None:
         """Make this rank's stages of ``found`` on ``device``; the rank is one of ``group``, by default all ranks.
 
-        ``loss(output, target)`` is a mean over the entries of its target that count, or a sum if ``loss.reduction ==
-        "sum"``. ``loss_weight(target)`` is the number of those entries, by default the number of rows, or of targets
-        that are not ``loss.ignore_index``. ``num_microbatches`` is by default two for each stage. ``schedule``: a name
-        in ``SCHEDULES``, or a file ``*.csv``, the same on every rank (``WrittenSchedule``).
+        ``loss(output, target)`` is a mean over the entries of its target that count, or a sum, with
+        ``loss.reduction == "sum"``. ``loss_weight(target)`` is the number of those entries, by default the number of
+        rows, or of targets that are not ``loss.ignore_index``. ``num_microbatches`` is by default two for each stage.
+        ``schedule``: a name in ``SCHEDULES``, or a file ``*.csv``, the same on every rank (``WrittenSchedule``).
 
         ``arrangement``: how the stages are laid out on the other axes of a mesh; ``parallelize`` makes it.
         ``boundaries``: finds the shapes between stages, if already made.

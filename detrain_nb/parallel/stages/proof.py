@@ -206,7 +206,7 @@ class _Expressions:
         return _Results(next(iter(tensors), None), f"{spec} {others}", outputs, buffers, recording.entries.outputs)
 
     def _follow(self, op: Op, recording: Recording, value: Callable[[int], int], values: dict[int, int]) -> None:
-        if not op.call:  # the code inspects a value and makes nothing
+        if not op.call:  # the code reads a value and makes nothing
             return
         func, is_noted, *given = op.call
         operands = tuple(map(value, op.reads))

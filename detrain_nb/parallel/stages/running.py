@@ -217,13 +217,11 @@ class Plan:
         try:
             self._schedule.step(target=self._numbers, return_outputs=False)
         except RuntimeError as exc:
-            if exc.__cause__ is not None and "ailed to run" in str(
-                exc
-            ):  # the user's own error, without torch's addition
+            if exc.__cause__ is not None and "ailed to run" in str(exc):  # raise the user's error alone
                 raise exc.__cause__ from None
             if _is_of_waiting(exc):
                 waited = self._waits.describe(self._schedule)
-                exc.args = (f"{waited}, in vain: that rank failed or does something else: {exc}",)
+                exc.args = (f"{waited}, without success: that rank failed or is doing something else: {exc}",)
             raise
         finally:
             for stage in self._stages:

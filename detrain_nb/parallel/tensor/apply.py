@@ -1,4 +1,4 @@
-"""A tensor plan put into effect: every parameter becomes a DTensor over the mesh, modules talk where they have to."""
+"""Application of a tensor plan: parameters become DTensors over the mesh, modules communicate where they must."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from .layout import lay_out
 from .plan import Layout, TensorPlan
 from .ranks import MeshRanks, cut, join
 
-_PLAN = "_tensor_plan"  # of a module that is cut
+_PLAN = "_tensor_plan"  # attribute of a module that is cut
 
 
 def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, replica: int = 0) -> nn.Module:
-    """Cut ``module``, a model or a stage of one, over the ranks of ``mesh`` as ``plan`` says, in place.
+    """Cut ``module``, a model or a stage, over the ranks of ``mesh`` according to ``plan``, in place.
 
-    Every parameter becomes a DTensor with the values of the first rank: in parts, or whole on every rank. Outputs are
-    ordinary tensors, the same on all ranks, unless the plan keeps those of the head in parts. While it trains, the
-    model draws its random numbers from a seed that the ranks share; those of the user go on as if it had drawn none.
-    Tables with ``sparse=True`` get dense gradients, as DTensors have no others.
-    ``replica``: which copy of the model this is, of several that draw numbers of their own.
+    Every parameter becomes a DTensor with the first rank's values: in parts, or whole on every rank. Outputs are
+    ordinary tensors, equal on all ranks, unless the plan keeps the head's outputs in parts. In training, the model
+    draws its random numbers from a seed that the ranks share; the user's random state is unaffected. Tables with
+    ``sparse=True`` get dense gradients, as DTensors have no sparse ones. ``replica``: the number of this copy of the
+    model; each copy draws random numbers of its own.
 
     Collective: all ranks of ``mesh``, with the same module and plan; so is every forward and backward pass.
     Raises: SpecError.
@@ -39,10 +39,10 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
     if mesh.ndim != 1 or mesh.size() != plan.tp:
         shape = " x ".join(map(str, mesh.shape))
         raise SpecError(
-            f"the plan is for {plan.tp} ranks in one row, the mesh is {shape}: give its tp axis, mesh['tp']"
+            f"the plan is for {plan.tp} ranks in one dimension, but the mesh is {shape}: give its tp axis, mesh['tp']"
         )
     if any(isinstance(parameter, DTensor) for parameter in module.parameters()):
-        raise SpecError("the module has parameters over a mesh already: tensor parallel comes first, then the shards")
+        raise SpecError("the module's parameters are already on a mesh: apply tensor parallelism first, then shards")
     require_fit(module, axis="tp")
     plan.require_agreement()
 
@@ -62,44 +62,44 @@ def apply_tensor_plan(module: nn.Module, plan: TensorPlan, mesh: DeviceMesh, *, 
 
 
 def _keep_hints_out(module: nn.Module) -> None:
-    """As long as it lives: with dp_shard beside tp every rank would write pages of how two collectives could be one."""
+    """Silence torch's hints while the module lives: with dp_shard and tp, every rank would log pages of them."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        return record.levelno >= logging.ERROR or logger.level != logging.NOTSET  # the user has said what is
+        return record.levelno >= logging.ERROR or logger.level != logging.NOTSET  # the user has set a level
 
     logger.addFilter(is_wanted)
     weakref.finalize(module, logger.removeFilter, is_wanted).atexit = False
 
 
 def _give_plain(module: nn.Module, args: Any, output: Any) -> Any:
-    """What the model's code has made of ``parameters()``, such as a penalty, is a DTensor until here."""
+    """Make outputs plain: what the model's code computed from ``parameters()``, such as a penalty, is a DTensor."""
     if not any(isinstance(leaf, DTensor) for leaf in tree_leaves(output)):
         return output
     return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, output)
 
 
 def plan_of(module: nn.Module) -> TensorPlan | None:
-    """How its layers were cut, if they were."""
+    """Return the plan by which a module was cut, if any."""
     found: TensorPlan | None = module.__dict__.get(_PLAN)
     return found
 
 
 def draws_of(module: nn.Module) -> int:
-    """How many of its calls had random numbers of their own; 0 for one that is not cut."""
+    """Return how many of the module's calls had random numbers of their own; 0 if it is not cut."""
     share = module.__dict__.get("_share")
     return share.region.draws if isinstance(share, Share) else 0
 
 
 def set_draws(module: nn.Module, draws: int) -> None:
-    """Have its random numbers go on behind so many calls."""
+    """Set the number of calls after which the module's random numbers continue."""
     share = module.__dict__.get("_share")
     if isinstance(share, Share):
         share.region.draws = draws
 
 
 def _in_rank_order(whole: Tensor, layout: Layout, size: int) -> Tensor:
-    """Rank by rank, so that `Shard` cuts between ranks where tensors are packed into one."""
+    """Reorder rank by rank, so that `Shard` cuts between ranks although tensors are packed into one."""
     if layout.packed == 1:
         return whole
     parts = [cut(whole, layout.dim, rank=rank, size=size, packed=layout.packed) for rank in range(size)]
@@ -107,7 +107,7 @@ def _in_rank_order(whole: Tensor, layout: Layout, size: int) -> Tensor:
 
 
 def _agree_on_seed(module: nn.Module, mesh: DeviceMesh) -> int:
-    """The first rank's seed. Collective: all ranks of ``mesh``."""
+    """Return the first rank's seed. Collective: all ranks of ``mesh``."""
     device = next((p.device for p in module.parameters() if not p.is_meta), torch.device(mesh.device_type))
     seed = torch.tensor([torch.initial_seed() % 2**62], dtype=torch.int64, device=device)
     dist.broadcast(seed, group_src=0, group=mesh.get_group())
@@ -115,10 +115,11 @@ def _agree_on_seed(module: nn.Module, mesh: DeviceMesh) -> int:
 
 
 def to_saved_order(name: str, tensor: Tensor, plan: TensorPlan) -> Tensor:
-    """What a parameter, or its optimizer's state, is in the order of the whole model; others are returned as they are.
+    """Return a parameter, or its optimizer's state, in the whole model's order; unpacked tensors are returned as is.
 
-    ``name`` is the parameter's. A DTensor stays one, laid out as it was: so `torch.distributed.checkpoint` can save
-    it. Collective for what `TensorPlan.packed` has: all ranks of its mesh; each of them holds it whole for a moment.
+    ``name`` is the parameter's name. A DTensor stays a DTensor with the same layout, so `torch.distributed.checkpoint`
+    can save it. Collective for parameters in `TensorPlan.packed`: all ranks of its mesh; each briefly holds the whole
+    tensor.
     """
     layout = plan.packed.get(name)
     if layout is None or not tensor.dim():
@@ -129,7 +130,7 @@ def to_saved_order(name: str, tensor: Tensor, plan: TensorPlan) -> Tensor:
 
 
 def from_saved_order(name: str, tensor: Tensor, plan: TensorPlan) -> Tensor:
-    """The other way round, of what was loaded. Collective: as `to_saved_order`."""
+    """Undo `to_saved_order` for a loaded tensor. Collective: as `to_saved_order`."""
     layout = plan.packed.get(name)
     if layout is None or not tensor.dim():
         return tensor

@@ -1,4 +1,4 @@
-"""What the blocks of a model are called with, of each kind the first, and what they give: from one run of the model."""
+"""Arguments and outputs of a model's blocks, for the first block of each kind, from one run of the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .proposals import Between
 
 
 class BlockCalls:
-    """``of_kind``: a call of each kind of block. ``unread``: which of their outputs nobody reads, by number."""
+    """Calls of blocks. ``of_kind``: a call for each kind of block; ``unread``: numbers of outputs that are not read."""
 
     def __init__(self, model: nn.Module, call: Call) -> None:
         self._model, self._call = model, call
@@ -29,10 +29,10 @@ class BlockCalls:
         self.unread: dict[Any, set[int]] = {}
         self._outputs: dict[Any, list[torch.Size]] = {}
         self._looks: dict[str, Any] = {}
-        self._given: dict[str, Any] = {}  # where a module gets tensors, and what else it gets
+        self._given: dict[str, Any] = {}  # places of a module's tensor arguments, and its other arguments
 
     def kind_of(self, name: str) -> Any:
-        """Blocks of one kind have one name but for numbers, compute in the same way, and get the same."""
+        """Return the kind: equal if names differ only in numbers, code and arguments are alike."""
         pattern = pattern_of(name)
         if name not in self._looks:
             row = {each: module for each, module in self._names.items() if pattern_of(each) == pattern}
@@ -40,11 +40,11 @@ class BlockCalls:
         return pattern, self._looks[name], self._given.get(name)
 
     def note(self, names: Collection[str]) -> None:
-        """What modules are called with, of each kind the first; and which of the outputs of these nobody reads."""
+        """Note the calls of modules, the first of each kind, and which outputs of each kind nothing reads."""
         watch = Watch(self._model, *self._call)
         calls: Counter[Any] = Counter()
         for name in names:
-            self.kind_of(name)  # without the hooks that come now
+            self.kind_of(name)  # before hooks are added
 
         def keep(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
             given = {**dict(enumerate(args)), **kwargs}
@@ -67,7 +67,7 @@ class BlockCalls:
                 self.unread.setdefault(kind, set()).add(index)
 
     def between(self, kind: Any) -> Between:
-        """Arguments, and outputs that are read, beside the first of each."""
+        """Return the arguments and the read outputs of a kind, except the first of each."""
         args, kwargs = self.of_kind.get(kind, ((), {}))
         first = first_float_tensor(args, kwargs)
         given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
@@ -83,14 +83,14 @@ def _look_of(argument: Any) -> Any:
 
 
 def _is_like(tensor: Tensor, first: Tensor | None) -> bool:
-    """Whether it has as many rows, and is as wide, as what was computed so far; as many as rows may heads be."""
+    """Return whether a tensor has the rows and the width of ``first``; heads can be as many as rows."""
     if first is None or tensor.dim() != first.dim():
         return first is None
     return (tensor.shape[0], tensor.shape[-1]) == (first.shape[0], first.shape[-1])
 
 
 def where_the_model_is(model: nn.Module, call: Call) -> Call:
-    """Inputs without values for a model without them; for another, values for inputs that have none."""
+    """Move inputs to where the model is: without values for a meta model, with values for any other."""
     place = next((tensor.device for tensor in (*model.parameters(), *model.buffers())), torch.device("cpu"))
 
     def move(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Copies of modules and of what they are called with; what refuses to be copied is the same in both."""
+"""Copies of modules and of their arguments, with the same treatment of objects that cannot be copied."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _MOST_COPIED = 1000  # words
 
 
 def copied(module: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
-    """A copy of ``module``, but for the tensors in ``shared``.
+    """Copy ``module``, except the tensors in ``shared``.
 
-    A tensor that its code has kept from a pass, as an auxiliary loss is, has no gradient in the copy; a lock is a lock
-    of its own, as the ranks of a proof are threads; another attribute that cannot be copied, and a vocabulary, is in
-    both.
+    A tensor that its code has kept from a pass, such as an auxiliary loss, has no gradient in the copy. A lock is
+    replaced by a new one, as the ranks of a proof are threads. Other attributes that cannot be copied, and
+    vocabularies, are shared.
     """
     known: dict[int, Any] = {id(tensor): tensor for tensor in shared}
     for value in _attributes_of(module):
@@ -37,7 +37,7 @@ def copied(module: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
                 known[id(leaf)] = _LOCKS[type(leaf)]()
     try:
         return _copied_with_what_leads_to_it(module, dict(known))
-    except Exception:  # noqa: BLE001 - an object of the user's may raise anything: which one is looked for
+    except Exception:  # noqa: BLE001 - a user's object may raise anything: find which one
         for value in _attributes_of(module):
             try:
                 copy.deepcopy(value, dict(known))
@@ -47,7 +47,7 @@ def copied(module: nn.Module, *, shared: Iterable[Tensor] = ()) -> nn.Module:
 
 
 def _copied_with_what_leads_to_it(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """``deepcopy`` leaves weak references and functions as they are: these are to lead to the copy too."""
+    """Deepcopy, and redirect weak references and functions to the copy, which ``deepcopy`` leaves as they are."""
     made = copy.deepcopy(module, memo)
     found = {id(each): each for each in memo.get(id(memo), ()) if isinstance(each, nn.Module)}
     follow_copies({key: memo[key] for key in found}, found)
@@ -55,7 +55,7 @@ def _copied_with_what_leads_to_it(module: nn.Module, memo: dict[int, Any]) -> nn
 
 
 def copied_or_shared(value: Value) -> Value:
-    """A copy of what a module is called with, or itself where it cannot be copied."""
+    """Copy an argument of a module, or return it if it cannot be copied."""
     try:
         return _LOCKS[type(value)]() if type(value) in _LOCKS else copy.deepcopy(value)
     except Exception:  # noqa: BLE001 - an object of the user's may raise anything
@@ -66,6 +66,6 @@ _LOCKS: dict[type, Callable[[], Any]] = {type(make()): make for make in (threadi
 
 
 def _attributes_of(module: nn.Module) -> Iterator[Any]:
-    """What the user's code has put into it, and into all modules in it."""
+    """Yield what the user's code has stored in the module and in its submodules."""
     for part in module.modules():
         yield from own_attributes(part).values()

@@ -1,4 +1,4 @@
-"""What a module keeps from one pass to the next, and what of it a pass has changed."""
+"""Values that a module keeps from one pass to the next, and which of them a pass has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Kept = Tensor | float
 
 
 def copies_of_kept(module: nn.Module) -> dict[str, Kept]:
-    """What is in buffers, and tensors and floats in attributes, or one level deep in dicts and lists there, by name."""
+    """Copy buffers, and tensors and floats in attributes or one level deep in dicts and lists, by name."""
     kept = _kept(module)
     return {name: each.detach().clone() if isinstance(each, Tensor) else each for name, each in kept}
 
@@ -26,12 +26,12 @@ def kept_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def changed(before: Mapping[str, Kept], after: Mapping[str, Kept]) -> list[str]:
-    """The names of what is new, or has another value."""
+    """Return the names of values that are new or have changed."""
     return [name for name, each in after.items() if name not in before or not is_close(before[name], each, tolerance=0)]
 
 
 def is_close(found: Kept | None, expected: Kept | None, *, tolerance: float) -> bool:
-    """Relative to the largest number in ``expected``; what is infinite, or no number, is to be so in both."""
+    """Compare relative to the largest number in ``expected``; infinities and NaNs must be equal in both."""
     if not isinstance(found, Tensor) or not isinstance(expected, Tensor):
         numbers = [each for each in (found, expected) if isinstance(each, float)]
         is_nan = len(numbers) == 2 and all(map(math.isnan, numbers))

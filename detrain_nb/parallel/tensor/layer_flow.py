@@ -1,4 +1,4 @@
-"""Which linear layers of a model feed which: from one forward pass, of which every operator is watched."""
+"""Which linear layers of a model feed which, from one forward pass in which every operator is observed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ _SAME_VALUES = ("aten::view", "aten::_unsafe_view", "aten::reshape", "aten::clon
 
 @dataclass
 class LayerFlow:
-    """``sources``: the layers whose outputs come to a layer, with no other layer on the way, in the order of calls.
+    """Connections between linear layers in one pass.
 
-    ``parameters``: the other parameters that come to it so. ``readers``: the layers that a layer's output comes to so,
-    "" for the output of the model. ``outputs``: layers whose output is one of the model's; ``heads``: those that one
-    of these is made of alone. ``entered``: all modules, as they were called; ``around``: those that were always running
-    when a layer was called. ``others``: for a module, a parameter that it has read, neither in it nor an argument.
+    ``sources``: for each layer, the layers whose outputs reach it without another layer between, in the order of calls.
+    ``parameters``: the other parameters that reach it that way. ``readers``: the layers that a layer's output reaches
+    that way, "" for the model's output. ``outputs``: layers whose output is one of the model's; ``heads``: layers from
+    which alone a model output is computed. ``entered``: all modules in the order of calls; ``around``: modules that
+    were running at every call of a layer. ``others``: for a module, a parameter that it read but neither contains nor
+    was given.
     """
 
     sources: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -40,14 +42,14 @@ class LayerFlow:
     others: dict[str, str] = field(default_factory=dict)
 
     def between(self, begin: Iterable[str], end: str) -> list[str]:
-        """The modules that were entered behind the first of ``begin``, up to ``end``."""
+        """Return the modules entered after the first of ``begin``, up to ``end``."""
         first = min(self.entered.index(name) for name in begin)
         last = self.entered.index(end)
         return [name for name in self.entered[first:last] if name not in begin]
 
 
 class Watch(OperatorRecorder[Tensor]):
-    """For each tensor the layers and the parameters that it comes from, and the tensor whose values it has.
+    """Record, for each tensor, of the layers and parameters it comes from and of the tensor whose values it has.
 
     "" stands for the model's first float input.
     """
@@ -59,12 +61,12 @@ class Watch(OperatorRecorder[Tensor]):
         kwargs: dict[str, Any],
         on_read: Callable[[Tensor], None] = lambda tensor: None,
     ) -> None:
-        """``on_read``: called with each tensor that an operator is given."""
+        """Start with the parameters and inputs; ``on_read`` is called with each tensor that an operator gets."""
         super().__init__()
         self._on_read = on_read
-        self._sources: dict[int, frozenset[str]] = {}  # by number, as all of these
+        self._sources: dict[int, frozenset[str]] = {}  # by number, like the others
         self._roots: dict[int, int] = {}
-        self.unread: dict[int, set[tuple[Any, int]]] = {}  # who gave it, and which of its outputs it is
+        self.unread: dict[int, set[tuple[Any, int]]] = {}  # the module that returned it, and the number of the output
         for name, parameter in model.named_parameters():
             self.tell(parameter, frozenset([name]))
         if (first := first_float_tensor(args, kwargs)) is not None:
@@ -85,9 +87,9 @@ class Watch(OperatorRecorder[Tensor]):
                 self._roots[self.number(tensor)] = self.root_of(read[0])
 
     def wait_for_readers(self, giver: Any, output: Any) -> None:
-        """Remember what was given, until somebody reads it; the first output is taken to be read.
+        """Remember outputs until something reads them; the first output counts as read.
 
-        What one module gives, the module around it may give on.
+        A module may return what a module inside it returned.
         """
         for index, tensor in enumerate(float_outputs(output)):
             if index:
@@ -105,7 +107,7 @@ class Watch(OperatorRecorder[Tensor]):
 
 
 def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layers: Iterable[str]) -> LayerFlow:
-    """Run ``model`` once, evaluating; ``layers`` are the linear ones."""
+    """Run ``model`` once in evaluation mode and observe its linear ``layers``."""
     flow = LayerFlow()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     known = {name: set(map(id, module.parameters())) for name, module in model.named_modules()}
@@ -154,7 +156,7 @@ def watch_flow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], 
 
 
 def run_quietly(model: nn.Module, args: Any, kwargs: Any, mode: contextlib.AbstractContextManager[Any]) -> Any:
-    """Run ``model`` evaluating and without gradients; it stays as it is."""
+    """Run ``model`` in evaluation mode without gradients, and restore it."""
     device = device_of((*model.parameters(), *model.buffers()))
     with state_kept(model, args, kwargs, device=device) as tensors, writes_undone(tensors):
         model.eval()
@@ -163,12 +165,12 @@ def run_quietly(model: nn.Module, args: Any, kwargs: Any, mode: contextlib.Abstr
 
 
 def float_outputs(result: Any) -> list[Tensor]:
-    """The float tensors in what a module gives."""
+    """Return the float tensors in a module's output."""
     return [leaf for leaf in tree_leaves(_as_tree(result)) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 
 
 def _as_tree(result: Any) -> Any:
-    """An output, whatever its class: an object gives what it has as attributes."""
+    """Return an output as a tree whatever its class; an object becomes a dict of its attributes."""
     if isinstance(result, dict):
         return dict(result)
     if not isinstance(result, (Tensor, tuple, list)) and hasattr(result, "__dict__"):

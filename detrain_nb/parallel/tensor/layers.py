@@ -1,9 +1,9 @@
-"""What the modules of a model do when each of several ranks has a part of them.
+"""Behaviour of a model's modules when each of several ranks holds a part of them.
 
-A module gets a class that derives from its own: its forward is the user's, on this rank's part of the parameters, with
-what has to be said between ranks before and behind it. While the model runs, ``module.weight`` is what this rank
-computes with: its part inside of the layer that was cut, the whole for everybody else. At other times it is the
-parameter itself, as are ``parameters()`` and ``state_dict()`` always.
+A module gets a class that derives from its own: it runs the user's forward on this rank's part of the parameters, with
+communication before and after it. While the model runs, ``module.weight`` is what this rank computes with: its part
+inside the layer that was cut, the whole for all other code. At other times it is the parameter itself, and so always
+are ``parameters()`` and ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Region:
-    """Whether any module of the model is running; and the random numbers of a training step, equal on all ranks."""
+    """Whether any module of the model is running, and the random numbers of a training step, equal on all ranks."""
 
     def __init__(self, seed: int | None) -> None:
         self.depth = 0
-        self.draws = 0  # calls that had random numbers of their own
+        self.draws = 0  # calls with random numbers of their own
         self._seed = seed
 
     @contextlib.contextmanager
@@ -52,23 +52,23 @@ class Region:
             except RuntimeError as exc:
                 if "autograd.Function with functorch transforms" in str(exc):
                     raise SpecError(
-                        "the model's code calls its layers under a transform of torch.func (vmap, grad), which cannot "
-                        "look into the parameters that tp lays out: keep the model whole (dp_replicate in the place of "
-                        "tp), or call them without"
+                        "the model's code calls its layers under a torch.func transform (vmap, grad), which cannot "
+                        "handle the parameters that tp lays out: keep the model whole (use dp_replicate instead of "
+                        "tp), or call the layers without the transform"
                     ) from exc
                 if "mixed torch.Tensor and DTensor" not in str(exc):
                     raise
                 raise SpecError(
-                    "the model's code computes with parameters that it has not read as attributes of a module, but "
-                    "from parameters(), say, where each is a DTensor: read self.weight, or return what is made of "
-                    "these apart from the rest"
+                    "the model's code computes with parameters that it did not read as module attributes but, for "
+                    "example, from parameters(), where each is a DTensor: read self.weight, or return the result "
+                    "computed from them separately"
                 ) from exc
 
     @contextlib.contextmanager
     def _seeded(self, module: nn.Module) -> Iterator[None]:
-        """Numbers of its own for each call; those of the user go on behind it as if nothing had been drawn.
+        """Give each call random numbers of its own; the user's random state continues as if nothing had been drawn.
 
-        What a checkpoint runs again in the backward pass gets the numbers that it had from the checkpoint itself.
+        A checkpoint itself restores the numbers for what it repeats in the backward pass.
         """
         if self._seed is None:
             yield
@@ -85,11 +85,11 @@ class Region:
 
 @dataclass
 class Share:
-    """What a module knows of its part. ``before`` and ``after``: what is done to its input and to its output.
+    """State of a module's part. ``before`` and ``after``: changes to its input and its output.
 
-    ``layouts`` are of the parameters that it uses in part, ``cuts`` of all that are cut, with their whole size.
-    ``arguments`` and ``outputs``: what is done to these instead, by their places. ``summed``: the parameters whose
-    gradients are added up, where that is not all (``is_summed``). ``once``: those that are added before a sum.
+    ``layouts``: of the parameters that it uses in part; ``cuts``: of all cut parameters, with their whole size.
+    ``arguments`` and ``outputs``: changes to these places instead. ``summed``: parameters whose gradients are summed,
+    if not all are (``is_summed``). ``once``: parameters that are added before a sum.
     """
 
     ranks: TensorRanks
@@ -102,14 +102,14 @@ class Share:
     outputs: dict[int, Change] = field(default_factory=dict)
     summed: set[str] = field(default_factory=set)
     once: set[str] = field(default_factory=set)
-    is_every_input: bool = False  # whether ``before`` is of all float inputs, not of the first alone
+    is_every_input: bool = False  # whether ``before`` applies to all float inputs, not only the first
     is_summed: bool = False
     is_row: bool = False
     num_rows: int = 0
     running: int = 0
 
     def see(self, name: str, parameter: Tensor) -> Tensor:
-        """What the code of the model gets for a parameter while it runs."""
+        """Return what the model's code gets for a parameter while it runs."""
         local = self.ranks.local(parameter, self.cuts[name][0].dim if name in self.cuts else None)
         if local is None:
             return parameter
@@ -119,7 +119,7 @@ class Share:
                 return put_together(local, self.ranks, dim=layout.dim, total=total, packed=layout.packed)
             return local
         if self.is_row and self.running and name == "bias":
-            return torch.zeros_like(local)  # it is added once, behind the sum
+            return torch.zeros_like(local)  # it is added once, after the sum
         if self.running and name in self.once:
             return once(local, self.ranks)
         return add_up_gradients(local, self.ranks) if self.is_summed or name in self.summed else local
@@ -140,7 +140,7 @@ def _is_in_backward() -> bool:
 
 
 class _Part(nn.Module):
-    """What the class of every module of the model has before the user's own."""
+    """Base that the class of every module of the model puts before the user's own class."""
 
     _share: Share
 
@@ -150,15 +150,15 @@ class _Part(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         value = super().__getattr__(name)
-        if isinstance(value, Tensor) and name in self._parameters:  # also what functional_call puts in its place
+        if isinstance(value, Tensor) and name in self._parameters:  # or a replacement by functional_call
             share: Share = self.__dict__["_share"]
-            if share.region.depth or _is_in_backward():  # a checkpoint of a function runs that again, and no module
+            if share.region.depth or _is_in_backward():  # a checkpointed function is repeated without its module
                 return share.see(name, value)
         return value
 
 
 class _ChangedPart(_Part):
-    """With something said between ranks, before its forward or behind it."""
+    """Part that communicates before or after its forward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         share = self._share
@@ -175,7 +175,7 @@ class _ChangedPart(_Part):
 
 
 class _RowPart(_ChangedPart):
-    """Its outputs are added up over the ranks; then comes its bias."""
+    """Part whose outputs are summed over the ranks; then the bias is added."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         result = super().forward(*args, **kwargs)
@@ -184,7 +184,7 @@ class _RowPart(_ChangedPart):
 
 
 class _VocabularyPart(_Part):
-    """Has the rows of some tokens; the others' come from the other ranks."""
+    """Part with the rows of some tokens; the others' rows come from the other ranks."""
 
     padding_idx: int | None
 
@@ -203,7 +203,7 @@ class _VocabularyPart(_Part):
 
 
 class _RecurrentPart(_Part):
-    """torch's recurrent layers keep their parameters in a list too."""
+    """Part of a torch recurrent layer, which also keeps its parameters in a list."""
 
     @property
     def _flat_weights(self) -> list[Tensor]:
@@ -214,7 +214,7 @@ class _RecurrentPart(_Part):
 
 
 def _change_floats(tree: Any, changes: list[Change], *, is_first_only: bool) -> Any:
-    """With float tensors changed; the first is what was computed so far, as masks and positions are not."""
+    """Change float tensors; the first one is the activation, unlike masks and positions."""
     leaves, spec = tree_flatten(tree)
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
@@ -246,13 +246,13 @@ def change_class(module: nn.Module, share: Share) -> None:
         kind = _RowPart
     elif any((share.layouts, share.before, share.after, share.arguments, share.outputs, share.once)):
         kind = _ChangedPart
-    # One that a module has already, of which its base knows: it is kept for none that may come.
+    # Reuse a class that a module already has, known to its base; classes are not kept for later modules.
     owner = next((each for each in type.__subclasses__(base) if kind in each.__bases__), None)
     owner = owner or make_subclass(base, base.__name__, {"__module__": base.__module__}, kind)
     try:
         module.__class__ = owner
-    except TypeError as exc:  # objects of classes that have another before nn.Module, as ABC, are laid out otherwise
+    except TypeError as exc:  # the layout differs with another base, such as ABC, before nn.Module
         if kind is not _Part or module._parameters:
             raise SpecError(
-                f"a {base.__name__} cannot run in parts ({exc}): make nn.Module the first base of its class"
+                f"tp cannot cut a {base.__name__} ({exc}): make nn.Module the first base of its class"
             ) from exc

@@ -1,4 +1,4 @@
-"""A plan laid over the modules of a model, or of a stage of one: who knows what, and says what to whom."""
+"""A plan laid over the modules of a model or stage: which part each holds, and what it communicates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ Distribute = Callable[[nn.Parameter, "Layout | None"], nn.Parameter]
 def lay_out(
     model: nn.Module, plan: TensorPlan, ranks: TensorRanks, distribute: Distribute, *, seed: int | None = None
 ) -> None:
-    """Give every module of ``model`` that is here its part, in place; ``distribute`` makes the parameters.
+    """Give every module of ``model`` that exists here its part, in place; ``distribute`` makes the parameters.
 
-    ``model`` may be a stage: names are the whole model's, modules of other stages are not there.
+    ``model`` may be a stage: names are those of the whole model, and modules of other stages are missing.
+
+    Raises: SpecError.
     """
     _take_copies_of_shared(model)
-    # The model itself is always there: all else runs within its forward, which may read what others hold.
+    # The model itself is always present: everything runs in its forward, which may read other modules' parameters.
     present = {
         name: module
         for name, module in model.named_modules()
@@ -61,7 +63,7 @@ def lay_out(
 
 
 def _take_copies_of_shared(model: nn.Module) -> None:
-    """Of modules that stand in the file of their class, and so in other models too, as activations may."""
+    """Copy modules that are globals in the file of their class, as activations may be: other models use them too."""
     copies: dict[int, nn.Module] = {}
     for parent in model.modules():
         for key, child in parent._modules.items():
@@ -86,7 +88,7 @@ def _summed(plan: TensorPlan, present: dict[str, nn.Module]) -> set[str]:
 def _prepare(
     module: nn.Module, share: Share, name: str, role: str, plan: TensorPlan, present: dict[str, nn.Module]
 ) -> None:
-    """A pair that was cut in two, by stages, is two modules that begin and end with whole tensors."""
+    """Prepare a module for its role; a pair split over stages becomes two modules with whole inputs and outputs."""
     ranks, planned = share.ranks, plan.modules[name]
     pair = next((pair for pair in _pairs_here(plan, present) if name in pair.names), None)
     owner = next((pair for pair in plan.pairs if name in pair.columns), None)
@@ -142,7 +144,7 @@ def _prepare_between(pair: Pair, shares: dict[str, Share]) -> None:
 
 
 def _with_own_heads(value: Any, *, heads: int, ranks: TensorRanks) -> Any:
-    """Some calls give none, or one for all heads."""
+    """Cut a tensor to this rank's heads; in some calls it is missing, or is one tensor for all heads."""
     if not isinstance(value, Tensor) or value.shape[-3] % heads:
         return value
     return cut_own(value, ranks, dim=-3, packed=value.shape[-3] // heads)
@@ -156,7 +158,7 @@ def _with_all_heads(tensor: Tensor, *, heads: int, ranks: TensorRanks) -> Tensor
 
 
 def _make_smaller(module: nn.Module, key: str, value: int) -> None:
-    """A number of its own; or of an object that it shares with others, of which it gets a copy."""
+    """Set a module's number, or a number of an object that it shares with others, on a copy of that object."""
     owner, _, key = key.rpartition(".")
     if not owner:
         setattr(module, key, value)
@@ -186,7 +188,7 @@ def _prepare_sequence(plan: TensorPlan, shares: dict[str, Share]) -> None:
     def take_part(tensor: Tensor) -> Tensor:
         if tensor.shape[dim] % ranks.size:
             raise SpecError(
-                f"a sequence of {tensor.shape[dim]} does not divide by tp={ranks.size}: pad it, or leave out "
+                f"the sequence length {tensor.shape[dim]} is not divisible by tp={ranks.size}: pad it, or leave out "
                 "sequence_parallel"
             )
         return cut_own(tensor, ranks, dim=dim)
@@ -204,7 +206,7 @@ def _prepare_sequence(plan: TensorPlan, shares: dict[str, Share]) -> None:
             share = shares[name]
             share.before = [] if is_inside(name, sequence.gathering) else [give_whole, *share.before]
         shares[pair.row].after.append(lambda tensor: cut_own(tensor, ranks, dim=dim))
-        shares[pair.row].is_summed = True  # its bias is added to a part
+        shares[pair.row].is_summed = True  # its bias is added to a part of the sequence
     here = _blocks_here(plan, sequence, shares)
     if here:
         shares[here[0]].before.insert(0, take_part)
@@ -212,14 +214,14 @@ def _prepare_sequence(plan: TensorPlan, shares: dict[str, Share]) -> None:
 
 
 def _blocks_here(plan: TensorPlan, sequence: SequenceParts, shares: dict[str, Share]) -> list[str]:
-    """Those of a stage, between whose ends the sequence is cut."""
+    """Return the blocks of this stage, between whose ends the sequence is cut. Raises: SpecError."""
     here = []
     for block in sequence.blocks:
         inner = [name for name in plan.modules if is_inside(name, [block])]
         missing = [name for name in inner if name not in shares]
         if missing and len(missing) < len(inner):
             raise SpecError(
-                f"the stage has a part of {block!r}, in which the sequence is cut: cut the model between blocks"
+                f"the stage has only a part of {block!r}, in which the sequence is cut: cut the model between blocks"
             )
         if not missing:
             here.append(block)
@@ -229,7 +231,7 @@ def _blocks_here(plan: TensorPlan, sequence: SequenceParts, shares: dict[str, Sh
 def _distribute(
     present: dict[str, nn.Module], shares: dict[str, Share], plan: TensorPlan, distribute: Distribute
 ) -> None:
-    """Every parameter once: what is tied stays so."""
+    """Distribute every parameter once: tied parameters stay tied."""
     made: dict[int, nn.Parameter] = {}
     layouts = plan.layouts
     for name, module in present.items():

@@ -1,6 +1,6 @@
-"""Other numbers than an example has: what is multiplied by a zero, or not at all by a one, is not seen in a proof.
+"""Numbers that differ from the example's: a proof does not see what is multiplied by zero, or left alone by a one.
 
-Nor is the other side of a threshold, so that there are several: a small one, a large one and a negative one.
+Nor does it see the other side of a threshold, so a small, a large and a negative number are tried.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..writes import writes_undone
 from .copies import copied
 from .proof_runs import Call, Run
 
-_MOST = 1024  # elements of a buffer that is a count, or a few
-_LEAST, _STEP = 0.37, 0.06  # neither 0 nor 1, and each another one
-_STEPS = 1, 1000  # by which whole numbers are counted on
-_DEEP = 3  # dataclasses in dataclasses
+_MOST = 1024  # elements of a buffer that may hold counts
+_LEAST, _STEP = 0.37, 0.06  # neither 0 nor 1, and all different
+_STEPS = 1, 1000  # added to whole numbers
+_DEEP = 3  # levels of nested dataclasses
 
 
 def other_calls(call: Call) -> Iterator[tuple[Call, list[str]]]:
-    """``call`` with other numbers, and those that were there: floats, in tensors of one element too, and zeros.
+    """Yield ``call`` with other numbers, and the replaced ones: floats, also in tensors of one element, and zeros.
 
-    Not in a plan of other ways: a call that the model fails with is none.
+    Calls that the model fails with do not count.
     """
     for other in (*map(_other_float, _OTHERS), _one_for_zero):
         replaced: list[str] = []
@@ -39,7 +39,7 @@ def other_calls(call: Call) -> Iterator[tuple[Call, list[str]]]:
 
 
 def small_buffers(module: nn.Module) -> list[str]:
-    """By name; those of torch's own BatchNorm, of which it is known what they do, left out."""
+    """Return the names of small buffers; those of torch's own BatchNorm, whose behaviour is known, are left out."""
     known = {
         id(buffer)
         for part in module.modules()
@@ -57,7 +57,7 @@ def small_buffers(module: nn.Module) -> list[str]:
 
 
 def written_buffers(whole: nn.Module, names: Collection[str], reference: Run) -> set[str]:
-    """Of ``names`` those that a pass without gradients writes into, or puts another in the place of."""
+    """Return which of ``names`` a pass without gradients writes into or replaces."""
     before = {name: whole.get_buffer(name) for name in names}
     with torch.no_grad(), writes_undone([*before.values()]) as written:
         reference.again(whole).look()
@@ -66,7 +66,7 @@ def written_buffers(whole: nn.Module, names: Collection[str], reference: Run) ->
 
 
 def other_modules(module: nn.Module, names: Collection[str]) -> Iterator[tuple[nn.Module, list[str]]]:
-    """Copies with other values in the buffers of ``names``, and which: floats, then counts and what is true or not."""
+    """Yield copies with other values in the buffers ``names``, and which: floats, then counts and booleans."""
     floats = [name for name in names if module.get_buffer(name).is_floating_point()]
     others = [name for name in names if name not in floats]
     if floats:
@@ -90,11 +90,11 @@ def _counted_on(buffer: Tensor, step: int) -> Tensor:
     return ~buffer if buffer.dtype == torch.bool else buffer + min(step, torch.iinfo(buffer.dtype).max // 2)
 
 
-Other = Callable[[Any, int], Any]  # of a leaf, and of how many there were before; None where it stays
+Other = Callable[[Any, int], Any]  # from a leaf and the number of replacements so far; None keeps the leaf
 
 
 def _with_other(leaf: Any, other: Other, replaced: list[str], depth: int) -> Any:
-    """The leaf, or another; of a dataclass a copy with others in its fields."""
+    """Return the leaf or a replacement; a dataclass is copied with replacements in its fields."""
     if depth and dataclasses.is_dataclass(leaf) and not isinstance(leaf, (type, dict, nn.Module)):
         fields = {each.name: getattr(leaf, each.name, None) for each in dataclasses.fields(leaf)}
         changed = {key: _with_other(each, other, replaced, depth - 1) for key, each in fields.items()}
@@ -132,7 +132,7 @@ def _is_float(leaf: Any) -> bool:
     return type(leaf) is float or is_of_numpy
 
 
-_OTHERS: tuple[Callable[[float, float], float], ...] = (  # small, large and negative ones, of what there was
+_OTHERS: tuple[Callable[[float, float], float], ...] = (  # small, large and negative numbers, from the original
     lambda number, was: number,
     lambda number, was: 100 * number + 2 * abs(was),
     lambda number, was: -number,

@@ -1,4 +1,4 @@
-"""How the layers of a model are cut over the ranks of a group: a plan that can be read, and edited."""
+"""How a model's layers are cut over the ranks of a group: a plan that can be read and edited."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import torch
 from ...errors import SpecError
 from ...text import html_cells, html_table, table_lines
 
-Packed = int | tuple[int, ...]  # so many tensors of one length, or tensors whose lengths are in these proportions
+Packed = int | tuple[int, ...]  # number of tensors of one length, or proportions of their lengths
 
 LINEAR = ("linear", "conv1d")
-EXPERTS = ("experts", "interleaved experts")  # gate and up lie one behind the other, or by turns
+EXPERTS = ("experts", "interleaved experts")  # gate and up are concatenated, or interleaved
 KINDS = {  # by role
     "colwise": LINEAR,
     "rowwise": LINEAR,
@@ -26,13 +26,13 @@ KINDS = {  # by role
 }
 ROLES = (*KINDS, "replicate")
 _COLUMNS = ("module", "on each rank", "why")
-_NAMED_WHOLE = 3  # modules that have most of what is whole
+_NAMED_WHOLE = 3  # modules with most of the whole parameters
 OUTPUT_DIM = {"linear": 0, "conv1d": 1}  # of a weight, by the kind of its module
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter is cut in ``dim``; ``packed`` tensors lie in it one behind the other, each of which is cut."""
+    """Cut of a parameter in ``dim``; ``packed`` tensors are concatenated in it, and each of them is cut."""
 
     dim: int
     packed: Packed = 1
@@ -40,9 +40,9 @@ class Layout:
 
 @dataclass(frozen=True)
 class ByHead:
-    """A tensor that ``module`` gets or gives, with ``heads``, or these for each row, third from last.
+    """A tensor that ``module`` takes or returns, with ``heads`` third from last, or as many for each row.
 
-    ``place``: of an argument, its number or its name; of an output, its number among the float ones.
+    ``place``: for an argument, its number or name; for an output, its number among the float outputs.
     """
 
     module: str
@@ -53,15 +53,15 @@ class ByHead:
 
 @dataclass(frozen=True)
 class Pair:
-    """Layers of which each rank computes a part from end to end: ``columns`` give it, ``row`` takes it.
+    """Layers of which each rank computes a part from end to end: ``columns`` produce the part, ``row`` consumes it.
 
-    ``packed`` tensors are in the output of a column. ``attributes``: what is smaller on a rank, as (module, name,
-    value); a name with a dot is of an object that a module has. ``origin``: who proposed it.
+    ``packed``: tensors concatenated in a column's output. ``attributes``: numbers that are smaller on a rank, as
+    (module, name, value); a name with a dot is of an object that the module has. ``origin``: what proposed the pair.
 
-    Between them: ``summed`` modules, or parameters, are used on parts, and their gradients are added up; ``parts`` are
-    parameters that are cut too, as (module, name, dimension); ``gathered`` modules run on the whole; ``by_head`` are
-    cut where they come in, and put together where they go out. ``entry``: the module at whose entry the work of the
-    ranks begins to differ, where that is not that of the columns.
+    Between them: ``summed`` modules or parameters are used on parts, so their gradients are summed; ``parts`` are
+    parameters that are cut too, as (module, name, dimension); ``gathered`` modules run on the whole tensor; ``by_head``
+    tensors are cut on entry and gathered on exit. ``entry``: the module at whose entry the ranks' work begins to
+    differ, if not at that of the columns.
     """
 
     columns: tuple[str, ...]
@@ -81,12 +81,12 @@ class Pair:
 
     @property
     def members(self) -> frozenset[str]:
-        """All modules that do not do what they did."""
+        """All modules whose behaviour changes."""
         others = {*self.gathered, *(name for name, *_ in self.parts), *(each.module for each in self.by_head)}
         return frozenset({*self.names, *others} | ({self.entry} if self.entry is not None else set()))
 
     def renamed(self, rename: Callable[[str], str]) -> Pair:
-        """The same of modules with other names."""
+        """Return the same pair for modules with other names."""
         return replace(
             self,
             columns=tuple(map(rename, self.columns)),
@@ -102,9 +102,9 @@ class Pair:
 
 @dataclass(frozen=True)
 class SequenceParts:
-    """From the entry of the first of ``blocks`` to the end of the last each rank has its part of the sequence, ``dim``.
+    """Cut of the sequence in ``dim``: from the first of ``blocks`` to the end of the last, each rank has its part.
 
-    It is whole inside of ``gathering``, and in columns outside of these. Gradients of ``summed`` are added up.
+    It is whole inside ``gathering``, and in columns outside of these. Gradients of ``summed`` modules are summed.
     """
 
     blocks: tuple[str, ...]
@@ -117,8 +117,8 @@ class SequenceParts:
 class PlannedModule:
     """A module with parameters of its own, each as (name, first name in the model, shape).
 
-    ``kind``: "linear", "conv1d" (a linear layer whose weight is transposed), "embedding", "experts" (gated layers,
-    stacked in two parameters, and their biases in two) or "other".
+    ``kind``: "linear", "conv1d" (a linear layer with transposed weight), "embedding", "experts" (gated layers stacked
+    in two parameters, and their biases in two more) or "other".
     """
 
     name: str
@@ -126,7 +126,7 @@ class PlannedModule:
     parameters: tuple[tuple[str, str, torch.Size], ...]
 
     def layouts(self, role: str, *, packed: Packed = 1) -> dict[str, Layout]:
-        """How its parameters are cut in a role, by name."""
+        """Return how its parameters are cut in a role, by name."""
         if role == "embedding":
             return {"weight": Layout(0)}
         if role in EXPERTS:
@@ -139,7 +139,7 @@ class PlannedModule:
         return {"weight": Layout(output_dim, packed), "bias": Layout(0, packed)}
 
     def _layouts_of_experts(self, *, packed: int) -> dict[str, Layout]:
-        """By expert, weights are (outputs, inputs), as those of linear layers are, or (inputs, outputs)."""
+        """Return the layouts; each expert's weights are (outputs, inputs), as in linear layers, or the reverse."""
         shapes = {own: shape for own, _, shape in self.parameters}
         _, outputs, inputs = shapes["gate_up_proj"]
         is_linear = shapes["down_proj"][1:] == (inputs, outputs // 2)
@@ -149,12 +149,11 @@ class PlannedModule:
 
 @dataclass
 class TensorPlan:
-    """What each of ``tp`` ranks holds of a model; all else is on every rank.
+    """The parts of a model that each of ``tp`` ranks holds; everything else is on every rank.
 
-    ``alone``: "colwise", "rowwise", "embedding", "experts" or "interleaved experts", by name, of modules that begin and
-    end with whole tensors.
-    ``shard_head``: the module whose output stays in parts, for vocabulary-parallel cross entropy. ``reasons``: why
-    modules are replicated that might not be. ``checked``: how far the plan was proved as a whole.
+    ``alone``: roles, by name, of modules with whole inputs and outputs: "colwise", "rowwise", "embedding", "experts" or
+    "interleaved experts". ``shard_head``: the module whose output stays in parts, for vocabulary-parallel cross
+    entropy. ``reasons``: why modules are replicated that could be cut. ``checked``: how far the whole plan was proved.
     """
 
     tp: int
@@ -166,11 +165,11 @@ class TensorPlan:
     reasons: dict[str, str] = field(default_factory=dict)
     checked: str = ""
 
-    # ---- what it says
+    # ---- contents
 
     @property
     def roles(self) -> dict[str, str]:
-        """What modules are, by name, that are cut by themselves or in pairs: a role that `set` takes."""
+        """Roles, as `set` takes them, of modules that are cut by themselves or in pairs, by name."""
         found = dict(self.alone)
         for pair in self.pairs:
             found |= dict.fromkeys(pair.columns, "colwise") | {pair.row: "rowwise"}
@@ -178,12 +177,12 @@ class TensorPlan:
 
     @property
     def layouts(self) -> dict[str, Layout]:
-        """How parameters are cut, by their first name in the model; the others are on every rank."""
+        """How parameters are cut, by their first name in the model; all others are on every rank."""
         return {first: layout for first, layout, _ in self._cuts()}
 
     @property
     def layouts_by_name(self) -> dict[str, Layout]:
-        """The same by every name that parameters have."""
+        """The layouts by every name that parameters have."""
         layouts = self.layouts
         return {
             f"{name}.{own}" if name else own: layouts[first]
@@ -194,7 +193,7 @@ class TensorPlan:
 
     @property
     def packed(self) -> dict[str, Layout]:
-        """By every name, what lies in another order than in the whole model (`to_saved_order`)."""
+        """Layouts, by every name, of tensors in another order than in the whole model (`to_saved_order`)."""
         return {name: layout for name, layout in self.layouts_by_name.items() if layout.packed != 1}
 
     def _cuts(self) -> Iterator[tuple[str, Layout, str]]:
@@ -210,11 +209,11 @@ class TensorPlan:
     # ---- edits
 
     def replicate(self, name: str) -> TensorPlan:
-        """Keep a module, and all in it, on every rank; the layers that it was cut with too. Raises: SpecError."""
-        return self._take_out(name, f"{name!r} was asked to be on every rank")
+        """Keep a module and everything in it on every rank, and the layers cut with it. Raises: SpecError."""
+        return self._take_out(name, f"{name!r} is replicated on request")
 
     def _take_out(self, name: str, reason: str) -> TensorPlan:
-        """``reason``: of layers that it was cut with."""
+        """Take a module out of the plan; ``reason`` is for the layers that were cut with it."""
         inside = self.inside(name)
         if self.sequence is not None and any(inside & pair.members for pair in self.pairs):
             self.sequence = None
@@ -223,16 +222,16 @@ class TensorPlan:
             self.reasons.update(dict.fromkeys(pair.names, reason))
         for each in inside & {*self.alone}:
             del self.alone[each]
-            self.reasons[each] = "asked for"
+            self.reasons[each] = "replicated on request"
         if self.shard_head in inside:
             self.shard_head = None
         return self
 
     def set(self, name: str, role: str) -> TensorPlan:
-        """Cut one module by itself, which is right wherever it stands: "colwise", "rowwise", "embedding", or not.
+        """Cut one module by itself, correct anywhere, as "colwise", "rowwise" or "embedding"; or "replicate" it.
 
-        Its input and its output are whole on every rank; what was cut with it is replicated. Which of the two roles of
-        experts is right only their own code says, and the proof of `tp_plan`. Raises: SpecError.
+        Its input and output are whole on every rank; layers that were cut with it are replicated. Which of the two
+        roles for experts is correct depends on their code, and the proof in `tp_plan` finds out. Raises: SpecError.
         """
         if role not in ROLES:
             raise SpecError(f"{name!r} cannot be {role!r}: {_nearest(role, ROLES)}choose one of {', '.join(ROLES)}")
@@ -241,10 +240,10 @@ class TensorPlan:
         module = self._require(name)
         if module.kind not in KINDS[role]:
             fits = " and ".join(KINDS[role])
-            raise SpecError(f"{name!r} cannot be {role!r}: that is for {fits} layers, not {module.kind!r}")
+            raise SpecError(f"{name!r} cannot be {role!r}: that role is for {fits} layers, not {module.kind!r}")
         self._require_large_enough(module, role)
         before = [*self.pairs], dict(self.alone), self.shard_head, self.sequence, dict(self.reasons)
-        self._take_out(name, f"it was cut with {name!r}, which was asked to be {role!r} by itself")
+        self._take_out(name, f"it was cut with {name!r}, which is {role!r} by itself on request")
         self.alone[name] = role
         self.reasons.pop(name, None)
         try:
@@ -255,7 +254,7 @@ class TensorPlan:
         return self
 
     def require_agreement(self) -> None:
-        """Raises: SpecError where modules that share a parameter would cut it in different ways."""
+        """Raise SpecError if modules that share a parameter would cut it in different ways."""
         seen: dict[str, tuple[Layout, str]] = {}
         for first, layout, name in self._cuts():
             other = seen.setdefault(first, (layout, name))
@@ -272,30 +271,32 @@ class TensorPlan:
         return self.modules[name]
 
     def inside(self, name: str) -> frozenset[str]:
-        """The modules of the plan that are ``name``, or in it. Raises: SpecError where there are none."""
+        """Return the modules of the plan that are ``name`` or in it. Raises: SpecError if there are none."""
         inside = frozenset(each for each in self.modules if not name or is_inside(each, [name]))
         if not inside:
             names = {".".join(each.split(".")[:count]) for each in self.modules for count in range(1, 99)}
-            raise SpecError(f"the plan has no module {name!r}: {_nearest(name, names) or 'print it to see the names'}")
+            raise SpecError(
+                f"the plan has no module {name!r}: {_nearest(name, names) or 'print the plan to see the names'}"
+            )
         return inside
 
     def _require_large_enough(self, module: PlannedModule, role: str) -> None:
-        """Tensors that are packed into one have to be cut evenly; others leave nobody without a row."""
+        """Raise SpecError unless packed tensors are cut evenly and every rank gets at least one row of the others."""
         layouts = module.layouts(role)
         for own, _, shape in module.parameters:
             layout = layouts.get(own, Layout(0))
             size = shape[layout.dim]
             if role in EXPERTS and own == "gate_up_proj" and size % (2 * self.tp):
                 raise SpecError(
-                    f"{module.name!r} cannot be {role!r}: 2 of {size // 2} rows, packed into one, do not divide by "
-                    f"{self.tp}"
+                    f"{module.name!r} cannot be {role!r}: its gate_up_proj packs 2 tensors of {size // 2} rows, which "
+                    f"are not divisible by tp={self.tp}"
                 )
             if own in layouts and size - (self.tp - 1) * -(-size // self.tp) <= 0:
                 raise SpecError(
-                    f"{module.name!r} cannot be {role!r}: {size} rows do not give each of {self.tp} ranks some"
+                    f"{module.name!r} cannot be {role!r}: {size} rows leave some of {self.tp} ranks without any"
                 )
 
-    # ---- how it looks
+    # ---- display
 
     def __str__(self) -> str:
         return "\n".join([self.headline(), *table_lines([_COLUMNS, *self._rows()])])
@@ -307,7 +308,7 @@ class TensorPlan:
         return f"<p>{html.escape(self.headline())}</p>{html_table(html_cells(_COLUMNS, tag='th'), body)}"
 
     def headline(self) -> str:
-        """How much is in parts, and, where that is little, what is whole and why."""
+        """Return the share of parameters in parts and, if that is small, what is whole and why."""
         sequence = (
             f", sequence parallel from {self.sequence.blocks[0]} to {self.sequence.blocks[-1]}" if self.sequence else ""
         )
@@ -316,7 +317,7 @@ class TensorPlan:
 
     @property
     def what_is_whole(self) -> str:
-        """Which modules have most of the parameters that are whole, and why, where these are more than half of all."""
+        """Modules with most of the whole parameters, and why they are whole, if these are more than half of all."""
         if self._share() >= 0.5 or not self.modules:
             return ""
         numels, roles, in_parts = self._numels(), self.roles, self.layouts
@@ -337,7 +338,7 @@ class TensorPlan:
         return f"Most of it is whole on every rank: {'; '.join(named)}"
 
     def _share(self) -> float:
-        """How many of the parameters are cut, of 1."""
+        """Return the share of parameters that are cut, from 0 to 1."""
         numels = self._numels()
         return sum(numels[first] for first in self.layouts) / max(1, sum(numels.values()))
 
@@ -345,7 +346,7 @@ class TensorPlan:
         return {first: shape.numel() for module in self.modules.values() for _, first, shape in module.parameters}
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        """One for the modules whose names differ in numbers alone, and that are cut in the same way."""
+        """Return a row for all modules whose names differ only in numbers and that are cut alike."""
         found: dict[tuple[str, str, str], list[str]] = {}
         for name in self.modules:
             how, why = self._describe(name)
@@ -360,29 +361,29 @@ class TensorPlan:
     def _describe(self, name: str) -> tuple[str, str]:
         for pair in self.pairs:
             if name in pair.columns:
-                packed = "" if pair.packed == 1 else f", {_words_for(pair.packed)} in one"
+                packed = "" if pair.packed == 1 else f", packed {_words_for(pair.packed)}"
                 smaller = "".join(f", {key}={value}" for _, key, value in pair.attributes)
                 return f"colwise{packed}", f"proved with {pair.row}{smaller} ({pair.origin})"
             if name == pair.row:
                 return "rowwise", f"proved with {', '.join(pair.columns)} ({pair.origin})"
         if name in self.alone:
-            kept = "its part of the output" if name == self.shard_head else "output put together"
-            why = {"colwise": kept, "rowwise": "input cut", "embedding": "rows by token"}
-            return self.alone[name], why.get(self.alone[name], "a part of each")
+            kept = "output stays in parts" if name == self.shard_head else "output gathered"
+            why = {"colwise": kept, "rowwise": "input cut", "embedding": "rows cut by token"}
+            return self.alone[name], why.get(self.alone[name], "a part of each expert")
         for pair in self.pairs:
             if any(name == module for module, *_ in pair.parts):
                 return "cut", f"proved with {pair.row} ({pair.origin})"
             if name in pair.gathered:
-                return "whole", "its input is put together, its output cut"
+                return "whole", "its input is gathered, its output cut"
         if any(name in pair.summed for pair in self.pairs):
-            return "whole", "used on parts: gradients are added up"
+            return "whole", "used on parts: gradients are summed"
         if self.sequence is not None and name in self.sequence.summed:
-            return "whole", "used on parts of the sequence: gradients are added up"
+            return "whole", "used on parts of the sequence: gradients are summed"
         return "whole", self.reasons.get(name, "")
 
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Whether a module is one of ``modules``, or in one of them."""
+    """Return whether a module is one of ``modules`` or inside one of them."""
     return any(name == each or name.startswith(f"{each}.") for each in modules)
 
 

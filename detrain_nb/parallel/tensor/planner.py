@@ -1,4 +1,4 @@
-"""Which layers of a model can be cut over ranks: proposed by its data flow or by the model itself, then proved."""
+"""Which layers of a model can be cut over ranks: proposed by the data flow or by the model itself, then proved."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from .proposals import (
 )
 from .sequence_plan import with_sequence_parts
 
-_PROVED_WHOLE_NUMEL = 50_000_000  # parameters; beyond, float64 copies for each rank are too much: blocks were proved
-SHAPES_ALONE = "of large blocks, on the meta device, the shapes were proved"
+_PROVED_WHOLE_NUMEL = 50_000_000  # parameters; of larger models, with float64 copies per rank, only blocks are proved
+SHAPES_ALONE = "of large blocks on the meta device, only the shapes were proved"
 _NOT_CALLED = "it is not called as a module"
 _WRITTEN = "the model's forward writes into its parameters"
 
@@ -55,27 +55,28 @@ def tp_plan(
     loss_parallel: bool = False,
     require: Sequence[str] = (),
 ) -> TensorPlan:
-    """Find what of ``model`` can be cut over ``tp`` ranks; what cannot be proved stays on every rank, with the reason.
+    """Find which parts of ``model`` can be cut over ``tp`` ranks; unproved parts stay on every rank, with the reason.
 
     ``example_inputs``: a tensor, a sequence of the positional arguments, or a mapping of the keyword arguments.
-    ``sequence_parallel``: between layers each rank has its part of the sequence. ``loss_parallel``: the output of the
-    head stays in parts, for `torch.distributed.tensor.parallel.loss_parallel`. ``require``: names of modules that have
-    to be cut. A plan that the model brings (``_tp_plan``) is proposed first, and proved like any other.
+    ``sequence_parallel``: between layers, each rank has its part of the sequence. ``loss_parallel``: the head's output
+    stays in parts, for `torch.distributed.tensor.parallel.loss_parallel`. ``require``: names of modules that must be
+    cut. A plan that the model brings (``_tp_plan``) is proposed first, and proved like any other.
 
-    The model runs once, evaluating, without gradients; then each kind of block runs in float64, on the CPU. The plan
-    is the same on every rank that calls this with the same model. Of a model on the meta device large blocks run
-    without values, and what is proved are shapes, which is enough for a dry run alone.
-    Raises: SpecError for what is asked for by name and cannot be, and for inputs that the model fails on.
+    The model runs once in evaluation mode, without gradients; then each kind of block runs in float64 on the CPU. Every
+    rank that calls this with the same model gets the same plan. Large blocks of a model on the meta device run without
+    values, and only their shapes are proved, which is enough for a dry run but not for training.
+
+    Raises: SpecError if what was requested by name is impossible, or the model fails on the inputs.
     """
     require_model(model)
     require_whole(tp=tp)
     if tp < 2:
-        raise SpecError(f"tp={tp}: layers are cut over 2 ranks or more")
+        raise SpecError(f"tp={tp}: layers are cut over 2 or more ranks")
     most = max((size for parameter in model.parameters() for size in parameter.shape), default=0)
     if tp > most:
-        raise SpecError(f"tp={tp}: the largest parameter has {most} rows or columns to cut")
+        raise SpecError(f"tp={tp} is too large: no parameter has more than {most} rows or columns to cut")
     if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise SpecError("the model has parameters over a mesh already: plan before it is laid out")
+        raise SpecError("the model's parameters are already on a mesh: make the plan before laying the model out")
     call = as_call(example_inputs)
     if is_on_meta(model):
         model = _all_on_meta(model)
@@ -97,9 +98,10 @@ def tp_plan(
 
 
 def _written_through_copies(model: nn.Module) -> list[Tensor]:
-    """What copies of the model may write into, in any thread: functions of theirs lead to the tensors that it has.
+    """Return tensors that copies of the model may write into, in any thread, through functions that refer to them.
 
-    To those of another model too, where it is a copy itself. Parameters are no such: it is refused to read them so.
+    If the model is itself a copy, this includes tensors of its original. Parameters are left out: reading them this way
+    is refused.
     """
     own = {id(tensor) for each in model.parameters() for tensor in (each, each.grad)}
     return [each for each in State(model).tensors if id(each) not in own and has_own_memory(each)]
@@ -109,7 +111,7 @@ def _require_cut(plan: TensorPlan, name: str) -> None:
     inside = plan.inside(name)
     if not inside & {*plan.roles}:
         why = next((plan.reasons[each] for each in plan.modules if each in inside and each in plan.reasons), "")
-        raise SpecError(f"{name!r} cannot be cut over tp={plan.tp} ranks: {why or 'it has no layers that can be'}")
+        raise SpecError(f"{name!r} cannot be cut over tp={plan.tp} ranks: {why or 'it has no layers that can be cut'}")
 
 
 class _Planner:
@@ -132,7 +134,7 @@ class _Planner:
         self._entered = {*self._flow.entered}
         self._verdicts: dict[Any, Pair | str] = {}
         self._blocks = BlockCalls(model, self._call)
-        self._is_of_shapes = False  # alone, as far as something was proved that is too large
+        self._is_of_shapes = False  # True if something too large was proved by its shapes only
 
     @property
     def kept_call(self) -> Call:
@@ -151,7 +153,7 @@ class _Planner:
                 continue
             verdict = self._judge(pair)
             if isinstance(verdict, str):
-                for name in pair.names:  # the first is the nearest
+                for name in pair.names:  # the first verdict is the nearest
                     if name not in used:
                         self.plan.reasons.setdefault(name, verdict)
                 continue
@@ -170,7 +172,7 @@ class _Planner:
                 self.plan.reasons.pop(name, None)
 
     def _judge(self, pair: Pair) -> Pair | str:
-        """The pair as it can be cut, or why it cannot. Blocks of one kind are proved once."""
+        """Return the pair as it can be cut, or why it cannot. Blocks of one kind are proved once."""
         if not {*pair.names} <= self._entered:
             return _NOT_CALLED
         parent_name = self._parent_of(pair)
@@ -207,7 +209,7 @@ class _Planner:
         for name in pair.names:
             size = size_to_cut(modules[name], is_column=name in pair.columns)
             if size % self._tp:
-                return f"{size} {'outputs' if name in pair.columns else 'inputs'} do not divide by {self._tp}"
+                return f"{size} {'outputs' if name in pair.columns else 'inputs'} are not divisible by tp={self._tp}"
         self._is_of_shapes |= is_too_large(parent)
 
         def prove(parent: nn.Module) -> Pair | str:
@@ -237,7 +239,7 @@ class _Planner:
         return faults[0]
 
     def _with_hooks(self, name: str, fault: str, prove: Callable[[nn.Module], Any]) -> str:
-        """The fault, and which hooks in the module ``name`` make it; ``prove`` gives a text for what has a fault."""
+        """Return the fault and the hooks in ``name`` that cause it; ``prove`` returns a text if there is a fault."""
         hooked = hooks_in(self._names[name])
         try:
             if not hooked or isinstance(prove(without_hooks(self._names[name])), str):
@@ -246,18 +248,21 @@ class _Planner:
             return fault
         whole_names = (".".join(filter(None, (name, each))) for each in hooked)
         named = ", ".join(dict.fromkeys(pattern_of(each) or "the model" for each in whole_names))
-        return f"{fault}; without the hooks of {named} it is: remove them, or have them treat each column by itself"
+        return (
+            f"{fault}; the proof succeeds without the hooks of {named}: remove them, or have them treat each column "
+            "separately"
+        )
 
     def _parent_of(self, pair: Pair) -> str:
-        """The innermost module that has all of them in it and that runs whenever one of them does."""
+        """Return the innermost module that contains all layers of a pair and runs whenever one of them does."""
         common = [name for name in modules_around(pair.row) if all(_is_in(name, each) for each in pair.names)]
         around = frozenset.intersection(*(self._flow.around.get(name, frozenset([""])) for name in pair.names))
         return next(name for name in reversed(common) if name in around or not name)
 
-    # ---- what begins and ends with whole tensors
+    # ---- modules with whole inputs and outputs
 
     def add_embeddings(self) -> None:
-        """Tables of the size of the vocabulary; to put small ones together costs more than they weigh."""
+        """Cut tables of the size of the vocabulary; gathering small ones costs more than they weigh."""
         in_pairs = frozenset().union(*(pair.members for pair in self.plan.pairs))
         tables = [
             name for name, module in self.plan.modules.items() if module.kind == "embedding" and name not in in_pairs
@@ -266,11 +271,11 @@ class _Planner:
         for name in tables:
             reason = why_not_embedding(self._names[name])
             if not reason and 2 * self._rows(name) < largest:
-                reason = f"{self._rows(name)} rows are few beside the {largest} of the vocabulary"
+                reason = f"{self._rows(name)} rows are few compared with the {largest} of the vocabulary"
             self._add_alone(name, "embedding", reason)
 
     def add_experts(self) -> None:
-        """Of a mixture, of each expert a part, so that it does not matter who gets the tokens."""
+        """Cut each expert of a mixture into parts, so that it does not matter which expert gets the tokens."""
         mixtures = [name for name, module in self.plan.modules.items() if module.kind == "experts"]
         for name in mixtures:
             self._add_alone(name, EXPERTS[0], "")
@@ -283,7 +288,7 @@ class _Planner:
     def add_head(self, *, is_loss_parallel: bool) -> None:
         if is_loss_parallel:
             for name in self._flow.outputs:
-                self.plan.replicate(name)  # it is to be a head, and no row
+                self.plan.replicate(name)  # it must be a head, not a row
         roles = self.plan.roles
         heads = [name for name in self._flow.outputs if name not in roles]
         others = [name for name in self._flow.heads if name not in (*roles, *heads)]
@@ -293,13 +298,13 @@ class _Planner:
             self.plan.shard_head = heads[0]
 
     def require_head(self) -> None:
-        """Raises: SpecError where the output cannot stay in parts."""
+        """Raise SpecError if the output cannot stay in parts."""
         if self.plan.shard_head is None:
             heads = self._flow.outputs
             why = next((self.plan.reasons[name] for name in heads if name in self.plan.reasons), "")
             raise SpecError(
-                "loss_parallel needs a model that gives the output of one linear layer, its head: "
-                f"{why or f'{len(heads)} were found'}; leave it out"
+                "loss_parallel needs a model that returns the output of one linear layer, its head: "
+                f"{why or f'{len(heads)} were found'}; leave loss_parallel out"
             )
 
     def _add_alone(self, name: str, role: str, reason: str) -> None:
@@ -315,7 +320,7 @@ class _Planner:
             relative = TensorPlan(self._tp, known_modules(self._names[name]), alone={"": role})
             call = self._blocks.of_kind.get(self._blocks.kind_of(name))
             fault: str | None = _NOT_CALLED
-            if call is not None:  # what torch's own layers do is known, and some are as large as a vocabulary
+            if call is not None:  # torch's own layers are known, and may be as large as a vocabulary
                 fault = None
                 if not _is_plain(self._names[name]):
                     self._is_of_shapes |= is_too_large(self._names[name])
@@ -341,11 +346,11 @@ class _Planner:
             elif module.kind == "other":
                 if all(len(shape) < 2 for *_, shape in module.parameters):
                     continue
-                reason = "its parameters are of no kind that can be cut"
+                reason = "parameters of its kind cannot be cut"
             elif name not in self._entered:
                 reason = _NOT_CALLED
             else:
-                reason = "no layers were found that give their parts to it, or take its"
+                reason = "no layers were found that can pass their parts to it or take its parts"
             self.plan.reasons[name] = reason
 
     @property
@@ -354,12 +359,12 @@ class _Planner:
         return is_too_large(self._model) or numel > _PROVED_WHOLE_NUMEL
 
     def _why_not_provable(self, name: str) -> str:
-        """Of what a block does to a parameter that is not in it the proof of the block alone says nothing."""
+        """Return why not: the proof of a block does not cover what it does to a parameter of another module."""
         other = self._flow.others.get(name, "") if self._is_too_large else ""
-        return other and f"its code reads {other}, which is not in it, and the model as a whole is too large to prove"
+        return other and f"its code reads {other} of another module, and the whole model is too large to prove"
 
     def prove_whole(self) -> None:
-        """What stands outside of a block may look into it: the whole model is proved too, if it is not too large."""
+        """Prove the whole model too, if it is not too large: code outside a block may read what is in it."""
         if self._is_too_large:
             self.plan.checked = SHAPES_ALONE if self._is_of_shapes else "each kind of block was proved"
             return
@@ -385,7 +390,7 @@ class _Planner:
 
 
 def _parametrized(name: str, modules: Mapping[str, nn.Module]) -> str:
-    """What is to be told of a module whose weight is computed at each call, and of one that has what it is made of."""
+    """Return a reason for a module whose weight is computed at each call, or that holds such a weight's source."""
     owner, _, key = name.rpartition("parametrizations.") if "parametrizations." in name else (f"{name}.", "", "")
     module = modules[owner[:-1]]
     if not parametrize.is_parametrized(module):
@@ -393,13 +398,13 @@ def _parametrized(name: str, modules: Mapping[str, nn.Module]) -> str:
     made: Any = module.parametrizations
     keys = [key] if key else list(made)
     return (
-        f"{owner[:-1] or 'the model'} makes its {' and '.join(keys)} anew at each call (parametrize), which cannot be "
-        "cut: torch.nn.utils.parametrize.remove_parametrizations() leaves a plain one"
+        f"{owner[:-1] or 'the model'} recomputes its {' and '.join(keys)} at each call (parametrize), which cannot be "
+        "cut: torch.nn.utils.parametrize.remove_parametrizations() makes it a plain parameter"
     )
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether it is one of torch's own layers, which nobody has changed."""
+    """Return whether it is one of torch's own layers, without changes."""
     return type(module) in (nn.Linear, nn.Embedding) and not (module._forward_hooks or module._forward_pre_hooks)
 
 
@@ -412,7 +417,7 @@ def _without(outer: str, name: str) -> str:
 
 
 def _all_on_meta(model: nn.Module) -> nn.Module:
-    """A copy, with what it keeps as plain attributes too: a table of positions stays on the CPU in ``to("meta")``."""
+    """Copy a model, plain attributes included, to meta: ``to("meta")`` leaves a table of positions on the CPU."""
     made = ghost_of(model)
     on_meta = TensorMemo(lambda tensor: torch.empty_like(tensor, device="meta"))
     for part in made.modules():

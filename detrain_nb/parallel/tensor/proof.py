@@ -1,7 +1,7 @@
-"""A tensor plan is proved before it is used: one process plays all ranks, in float64, beside the whole module.
+"""Proof of a tensor plan before its use: one process runs all ranks in float64, next to the whole module.
 
-Ranks are threads that run the very code that ranks of a mesh run; where these talk over the network, threads meet.
-What is compared is every output, the gradient of every input and of every parameter, and what the forward writes.
+Ranks are threads that run the same code as ranks of a mesh; threads meet where those communicate over the network. The
+proof compares every output, the gradient of every input and parameter, and what the forward writes.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from .ranks import cut
 from .shapes import Shapes, in_short
 from .thread_ranks import Meeting, ThreadRanks
 
-_MOST_MADE_UP = 20_000_000  # parameters of a block on the meta device that get values, in float64, for each rank
+_MOST_MADE_UP = 20_000_000  # parameters of a meta block that get values, in float64, on each rank
 
 
 def keep_call(args: tuple[Any, ...], kwargs: dict[str, Any], has_gradient: Callable[[Tensor], bool]) -> Call:
-    """The arguments of a call as they are now, on the CPU or on the meta device.
+    """Return a call's arguments as they are now, on the CPU or the meta device.
 
-    ``has_gradient``: whether what is before the call wants the gradient of a tensor.
+    ``has_gradient``: tells whether the code before the call needs a tensor's gradient.
     """
 
     def keep(leaf: Any) -> Any:
@@ -58,11 +58,11 @@ def find_fault(module: nn.Module, plan: TensorPlan, call: Call, *, unread: Colle
 
 
 class Proof:
-    """Of plans for a module, which is left as it is; names in a plan are those in the module.
+    """Proof of plans for a module, which is restored; names in a plan are those in the module.
 
-    ``unread``: outputs that nobody reads, by number. What cannot run in float64 is run in float32. Of what is too large
-    to be given values, shapes alone are looked at. With other numbers than those that the module is called with, or
-    counts, it is proved too (see ``other_numbers``); ``is_varied``: this is such a one.
+    ``unread``: numbers of outputs that nothing reads. Modules that do not run in float64 run in float32. If a module is
+    too large to get values, only shapes are compared. It is also proved with numbers that differ from its arguments and
+    its counters (see ``other_numbers``); ``is_varied``: this is such a proof.
     """
 
     def __init__(self, module: nn.Module, call: Call, *, unread: Collection[int] = (), is_varied: bool = False) -> None:
@@ -82,7 +82,7 @@ class Proof:
             return self.shapes.why_unknown or self.shapes.find_fault(plan)
         if self._state is None:
             self._state = State(self._module, self._call)
-        with self._state.kept(), without_fused_layers():  # for all threads, whichever ends first
+        with self._state.kept(), without_fused_layers():  # for all threads, whichever finishes first
             return self._find_fault(plan)
 
     def _find_fault(self, plan: TensorPlan) -> str | None:
@@ -99,19 +99,19 @@ class Proof:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the whole module ran, and all that it gives are numbers."""
+        """True if the whole module ran and all its outputs are finite."""
         outputs = [output for reference in self._references for output in reference.outputs]
         return bool(outputs) and all(bool(output.isfinite().all()) for output in outputs)
 
     @functools.cached_property
     def _with_other_numbers(self) -> list[tuple[str, Proof]]:
-        """Proofs for other numbers in the call, and in buffers; a factor of zero hides what it is a factor of."""
+        """Proofs for other numbers in the call and in buffers: a factor of zero hides what it multiplies."""
         if self._is_varied or not self._references:
             return []
         names = [] if is_on_meta(self._module) else self._counts()
         return [
             *(
-                (f"other numbers than {name_some(replaced)}, which it is given", self._varied(self._module, call))
+                (f"other arguments than {name_some(replaced)}", self._varied(self._module, call))
                 for call, replaced in other_calls(self._call)
             ),
             *(
@@ -124,7 +124,7 @@ class Proof:
         return Proof(module, call, unread=self._unread, is_varied=True)
 
     def _counts(self) -> list[str]:
-        """The small buffers that the module writes, as it is and evaluating."""
+        """Return the small buffers that the module writes, in its own mode and evaluating."""
         whole, names = self._whole, small_buffers(self._module)
         assert whole is not None
         if not names:
@@ -133,7 +133,7 @@ class Proof:
         modes = [part.training for part in self._module.modules()]
         for each in (modes, [False] * len(modes)) if any(modes) else (modes,):
             _set_modes(whole, each)
-            with state_kept(whole), contextlib.suppress(Exception):  # the user's code: it trains in another way
+            with state_kept(whole), contextlib.suppress(Exception):  # the user's code may train differently
                 found |= written_buffers(whole, names, self._references[0])
         return [name for name in names if name in found]
 
@@ -152,7 +152,7 @@ class Proof:
         if not found:
             return None
         fault = next((fault for fault in found if fault != _LEFT_ALONE), found[0])
-        return _DRAWS if fault == OTHER_OUTPUT and _draws(whole, reference) else fault
+        return _DRAWS if fault.startswith(OTHER_OUTPUT) and _draws(whole, reference) else fault
 
     def _run_whole(self) -> None:
         if self._whole is not None or self._fault:
@@ -180,18 +180,18 @@ class Proof:
             _note_times(reference, whole, state)
             try:
                 references = [reference, *_reference_in_modes(whole, modes, reference, state)]
-            except Exception:  # noqa: BLE001 - the user's code: it trains in another way than it is called here
+            except Exception:  # noqa: BLE001 - the user's code may train with another call
                 references, fault = [reference], _FAILS_IN_TRAINING
-        whole.to(reference.dtype)  # it was put back in that in which it was tried first
+        whole.to(reference.dtype)  # it was restored in the dtype that was tried first
         return references, fault
 
 
 def _reference(
     whole: nn.Module, call: Call, unread: Collection[int], dtypes: Sequence[torch.dtype], state: State
 ) -> tuple[Run | None, str]:
-    """The whole module's outputs and gradients, in the first precision in which there are any; or why there are none.
+    """Return the whole module's outputs and gradients in the first precision that has any, or why there are none.
 
-    Masks of the smallest float64 number are infinite to a model that computes softmax in float32.
+    Masks with the smallest float64 number become infinite in a model that computes softmax in float32.
     """
     fault = ""
     for dtype in dtypes:
@@ -200,21 +200,23 @@ def _reference(
             with _put_back(whole, state):
                 found = Run(whole, call, dtype, unread).go()
         except Exception as exc:  # noqa: BLE001 - the user's code, in another precision than it was written for
-            fault = f"evaluating, it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {in_short(exc)}"
+            fault = (
+                f"in evaluation mode it does not run on the CPU in {str(dtype).removeprefix('torch.')}: {in_short(exc)}"
+            )
             continue
         if not found.gradients:
             return None, "its outputs have no gradients"
         tensors = [*found.outputs, *(each for each in found.gradients.values() if each is not None)]
         if not any(bool(each.isnan().any()) for each in tensors):
             return found, ""
-        fault = "its outputs, or their gradients, are not numbers"
+        fault = "its outputs or their gradients are NaN"
     return None, fault
 
 
 def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: Run, state: State) -> list[Run]:
-    """As the user has the model, which trains as a rule: one run, where it does something else than evaluating.
+    """Return a run in the user's mode, usually training, if it differs from evaluation.
 
-    No run where it has random numbers in it that are no dropout's: no other would be like it.
+    Return none if the module draws random numbers other than dropout's: no other run would equal it.
     """
     if not any(modes):
         return []
@@ -230,7 +232,7 @@ def _reference_in_modes(whole: nn.Module, modes: list[bool], evaluated: Run, sta
 
 
 def _note_times(run: Run, whole: nn.Module, state: State) -> None:
-    """Find numbers that are others each time, in two further passes: by chance two times are equal, hardly three."""
+    """Find numbers that differ each time, in two more passes: two times may be equal by chance, three hardly."""
     if any(isinstance(run.kept[name], float) for name in run.written):
         for _ in range(2):
             with torch.no_grad(), _put_back(whole, state):
@@ -238,7 +240,7 @@ def _note_times(run: Run, whole: nn.Module, state: State) -> None:
 
 
 def _draws(whole: nn.Module, reference: Run) -> bool:
-    """Whether the whole module gives something else each time: no part of it could be compared."""
+    """Return whether the whole module's output differs each time, so that no part could be compared."""
     with torch.no_grad(), _put_back(whole, State(whole)):
         return not _are_equal(reference.again(whole).look(), reference)
 
@@ -254,7 +256,7 @@ def _write_alike(one: Run, other: Run) -> bool:
 
 @contextlib.contextmanager
 def _put_back(whole: nn.Module, state: State) -> Iterator[None]:
-    """What a pass writes: the next one, and each part, begins as it did. Random numbers go on."""
+    """Restore what a pass writes, so that the next one starts equally. Random numbers continue."""
     undo = state.note()
     with values_kept(kept_tensors(whole)):
         try:
@@ -274,10 +276,10 @@ class _KeepsNothing(dict[Any, Any]):
 
 @contextlib.contextmanager
 def _without_cached_weights() -> Iterator[None]:
-    """Under ``parametrize.cached()`` a module and all its copies have one weight: here each rank makes its own."""
+    """Give each rank its own weights: under ``parametrize.cached()`` a module shares one with all its copies."""
     before = parametrize._cache
     parametrize._cache = _KeepsNothing()
-    parametrize._cache_enabled += 1  # nobody who leaves ``cached()`` puts another one there
+    parametrize._cache_enabled += 1  # so leaving ``cached()`` does not replace it
     try:
         yield
     finally:
@@ -285,8 +287,8 @@ def _without_cached_weights() -> Iterator[None]:
         parametrize._cache = before
 
 
-_DRAWS = "it draws random numbers that are no dropout's, and gives another output each time"
-_FAILS_IN_TRAINING = "it runs as it evaluates alone"
+_DRAWS = "it draws random numbers other than dropout's, so its output differs each time"
+_FAILS_IN_TRAINING = "it runs in evaluation mode only"
 _LEFT_ALONE = "another rank stopped"
 
 
@@ -304,14 +306,14 @@ def _fault_of_rank(run: Run, meeting: Meeting, plan: TensorPlan, rank: int) -> s
 
 
 def _copy_with_random_weights(module: nn.Module) -> nn.Module:
-    """On the CPU, in float64, evaluating; zeros, where training may begin, would prove nothing."""
+    """Copy to the CPU, in float64, in evaluation mode; zeros, from which training may start, would prove nothing."""
     made = copied(module)
     generator = torch.Generator().manual_seed(2)
     made = made.to_empty(device="cpu") if is_on_meta(module) else made.to("cpu")
-    for part in made.modules():  # and what it keeps as plain attributes
+    for part in made.modules():  # and plain attributes
         replace_tensors(part, lambda tensor: _drawn_like(tensor, generator) if tensor.is_meta else tensor)
     made = made.double()
-    made.eval()  # a model's own need not give itself back
+    made.eval()  # a model's own eval() may not return the model
     with torch.no_grad():
         for parameter in made.parameters():
             if not parameter.is_floating_point():
@@ -329,7 +331,7 @@ def _copy_with_random_weights(module: nn.Module) -> nn.Module:
 
 
 def _with_values(call: Call) -> Call:
-    """Made up, where there are none, and where all are the same, which would prove little."""
+    """Fill in values if there are none or all are equal, which would prove little."""
     generator = torch.Generator().manual_seed(0)
 
     def fill(leaf: Any) -> Any:
@@ -352,7 +354,7 @@ def _drawn_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def without_hooks(module: nn.Module) -> nn.Module:
-    """A copy, whose modules have none."""
+    """Copy a module without hooks."""
     made = copied(module)
     for hooks in hooks_in(made).values():
         for each in hooks:
@@ -361,7 +363,7 @@ def without_hooks(module: nn.Module) -> nn.Module:
 
 
 def hooks_in(module: nn.Module) -> dict[str, list[dict[int, Any]]]:
-    """Those of the modules that have some, by name."""
+    """Return the hooks of modules that have some, by name."""
     found = {name: [getattr(part, key) for key in _HOOKS] for name, part in module.named_modules()}
     return {name: hooks for name, hooks in found.items() if any(hooks)}
 
@@ -374,7 +376,7 @@ def is_on_meta(module: nn.Module) -> bool:
 
 
 def is_too_large(module: nn.Module) -> bool:
-    """Whether it has no values, and more parameters than can be given some."""
+    """Return whether it is without values and has more parameters than can be filled."""
     return is_on_meta(module) and sum(parameter.numel() for parameter in module.parameters()) > _MOST_MADE_UP
 
 
@@ -385,6 +387,6 @@ def _laid_out(whole: nn.Module, plan: TensorPlan, meeting: Meeting, rank: int) -
         mine = cut(parameter.detach(), layout.dim, rank=rank, size=plan.tp, packed=layout.packed)
         return nn.Parameter(mine.clone())
 
-    module = copied(whole, shared=whole.parameters())  # into which nobody writes
+    module = copied(whole, shared=whole.parameters())  # nothing writes into them
     lay_out(module, plan, ThreadRanks(meeting, rank, plan.tp), distribute)
     return module

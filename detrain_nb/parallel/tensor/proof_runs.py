@@ -1,4 +1,4 @@
-"""One pass of a module, forward and backward, and what makes it another than that of the whole module."""
+"""One pass of a module, forward and backward, and how it differs from that of the whole module."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from .ranks import cut
 
 OTHER_OUTPUT = "its output differs"
 
-# Relative to the largest; models compute in float32 in places, whatever they are in, and are off by 1e-7 then.
+# Relative to the largest value; models compute in float32 in places whatever their dtype, with errors of 1e-7.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4}
-# Of the largest gradient: as that of the bias of keys is, which softmax takes away again.
+# Relative to the largest gradient: softmax cancels the bias of keys, so its gradient is only rounding.
 _ZERO_BUT_FOR_ROUNDING = 1e-2
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Run:
-    """One forward and backward pass of a module, of which outputs and gradients are kept."""
+    """One forward and backward pass of a module, with its outputs and gradients."""
 
     def __init__(
         self, module: nn.Module, call: Call, dtype: torch.dtype, unread: Collection[int], reference: Run | None = None
@@ -45,7 +45,7 @@ class Run:
         self.gradients: dict[str, Tensor | None] = {}
         self.kept: dict[str, Kept] = {}
         self.written: list[str] = []
-        self.other_each_time: set[str] = set()  # numbers, as times are
+        self.other_each_time: set[str] = set()  # numbers such as times
         leaves, spec = tree_flatten(call)
         self._inputs = {}
         for index, leaf in enumerate(leaves):
@@ -55,16 +55,16 @@ class Run:
             mine = leaf.detach().to(dtype if leaf.is_floating_point() else leaf.dtype, copy=True)
             if leaf.requires_grad:
                 self._inputs[f"input {index}"] = mine.requires_grad_(True)
-                mine = mine.view_as(mine)  # may be written into
+                mine = mine.view_as(mine)  # so that it can be written into
             leaves[index] = mine
         self._call: Call = tree_unflatten(leaves, spec)
 
     def again(self, module: nn.Module) -> Run:
-        """A run of ``module`` like this one, that has not gone so far."""
+        """Return a new run of ``module`` with this one's call."""
         return Run(module, self._given, self.dtype, self._unread)
 
     def look(self) -> Run:
-        """See what is given, without gradients."""
+        """Run the forward without gradients, and note the results."""
         args, kwargs = self._call
         before = copies_of_kept(self.module)
         with _WithoutDropout(), self._looks:
@@ -75,7 +75,7 @@ class Run:
         if self.reference is not None:
             shapes, expected = ([tuple(each.shape) for each in run.outputs] for run in (self, self.reference))
             if shapes != expected:
-                raise ValueError(f"it gives {shapes} in the place of {expected}")
+                raise ValueError(f"it returns {shapes} instead of {expected}")
         return self
 
     def go(self) -> Run:
@@ -97,18 +97,19 @@ class Run:
             }
 
     def compare_times(self, other: Run) -> None:
-        """Leave out numbers that are others in ``other``, a run of the same module."""
+        """Leave out numbers that differ in ``other``, a run of the same module."""
         numbers = {name: each for name in self.written if isinstance(each := self.kept[name], float)}
         self.other_each_time |= {name for name, each in numbers.items() if other.kept.get(name) != each}
 
     def compare(self, plan: TensorPlan, rank: int) -> str | None:
-        """What is not as in the whole module."""
+        """Return the first difference from the whole module, or None."""
         assert self.reference is not None
         if not self._looks.are_like(self.reference._looks):
-            return "its code looks at a value, which differs in a part"
+            return "its code reads a value that differs in a part"
         for output, expected in zip(self.outputs, self.reference.outputs):
             if not _is_close(output, expected, self.dtype):
-                return OTHER_OUTPUT
+                error, tolerance = _error_of(output, expected), TOLERANCES[self.dtype]
+                return f"{OTHER_OUTPUT} from the unsplit module (error {error:.0e}, tolerance {tolerance:.0e})"
         layouts = plan.layouts_by_name
         gradients = [each for each in self.reference.gradients.values() if each is not None and each.numel()]
         least = _ZERO_BUT_FOR_ROUNDING * max((float(each.abs().max()) for each in gradients), default=0.0)
@@ -121,12 +122,12 @@ class Run:
         names = dict.fromkeys((*self.reference.written, *self.written))
         for name in [name for name in names if name not in self.reference.other_each_time]:
             if not is_close(self.kept.get(name), self.reference.kept.get(name), tolerance=TOLERANCES[self.dtype]):
-                return f"what its forward writes into {name} differs"
+                return f"the values that its forward writes into {name} differ"
         return None
 
 
 def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype, *, least: float = 0.0) -> bool:
-    """Relative to the largest of ``expected``, which counts as ``least`` where it is less."""
+    """Compare relative to the largest of ``expected``, which counts as at least ``least``."""
     if found is None or expected is None:
         some = found if found is not None else expected
         return some is None or not bool(some.any())
@@ -139,8 +140,14 @@ def _is_close(found: Tensor | None, expected: Tensor | None, dtype: torch.dtype,
     return bool((found - expected).abs().max() <= TOLERANCES[dtype] * scale + 1e-12)
 
 
+def _error_of(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference, relative to the largest of ``expected``."""
+    found, expected = found.detach().double(), expected.detach().double()
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
 class _WithoutDropout(TorchFunctionMode):
-    """In here nothing is dropped, in training neither."""
+    """Mode without dropout, also in training."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -156,18 +163,18 @@ _DROPOUTS |= {torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.f
 
 
 class _Looks(OperatorRecorder[Tensor]):
-    """Notes the values at which the code looks, and the sums of what they were compared from."""
+    """Record of the values that the code reads, and the sums of what they were compared from."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[float] = []
-        self._behind: dict[int, float] = {}  # by number: large ones, of floats, get none
+        self._behind: dict[int, float] = {}  # by number: large tensors of floats get none
 
     def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         tensors = tensors_of(args, kwargs)
         if torch.Tag.data_dependent_output in func.tags and isinstance(result, (bool, int, float)):
             self.seen.extend((float(result), *(self._sum_behind(tensor) for tensor in tensors)))
-        for made in tensors_of((result,)):  # whether it is more, or where it is most, may be the same of another value
+        for made in tensors_of((result,)):  # comparisons and argmax may agree for other values
             if not made.is_floating_point() and not made.is_complex():
                 self._behind[self.number(made)] = sum(map(self._sum_behind, tensors))
 
@@ -177,6 +184,6 @@ class _Looks(OperatorRecorder[Tensor]):
         return self._behind.get(self.known(tensor), 0.0)
 
     def are_like(self, others: _Looks) -> bool:
-        """Whether as many values were seen, and the same, but for rounding."""
+        """Return whether as many values were seen, equal except for rounding."""
         pairs = itertools.zip_longest(self.seen, others.seen, fillvalue=math.inf)
         return all(math.isclose(one, other, rel_tol=1e-4, abs_tol=1e-9) for one, other in pairs)

@@ -1,4 +1,4 @@
-"""What a tensor plan may try: pairs of linear layers, and the numbers in modules that go with their widths."""
+"""What a tensor plan may try: pairs of linear layers, and numbers in modules that depend on their widths."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .plan import LINEAR, OUTPUT_DIM, ByHead, Packed, Pair, PlannedModule
 
 
 def known_modules(model: nn.Module) -> dict[str, PlannedModule]:
-    """The modules of a model that have parameters of their own, by name."""
+    """Return the modules of a model that have parameters of their own, by name."""
     first_names = {id(parameter): name for name, parameter in model.named_parameters()}
     found = {}
     for name, module in model.named_modules():
@@ -42,10 +42,10 @@ def _kind_of(module: nn.Module) -> str:
 
 
 def flow_pairs(flow: LayerFlow, modules: Mapping[str, PlannedModule]) -> Iterator[Pair]:
-    """A layer, and those that feed it and nobody else: as q, k, v and the output of attention.
+    """Yield a layer and the layers that feed only it, such as q, k, v and the output of attention.
 
-    A layer may stand in several: which pair is right only the proof knows. What makes a small input into one of the
-    outputs, as of a vocabulary, is a head: a sum of it over the ranks would be long on its way.
+    A layer may be in several pairs: only the proof shows which one is right. A layer that turns a small input into a
+    model output, such as one of a vocabulary, is a head: summing its output over the ranks would be slow.
     """
     for name, sources in flow.sources.items():
         is_wider = size_to_cut(modules[name], is_column=True) > size_to_cut(modules[name], is_column=False)
@@ -57,7 +57,7 @@ def flow_pairs(flow: LayerFlow, modules: Mapping[str, PlannedModule]) -> Iterato
 
 
 def own_pairs(model: nn.Module, modules: Mapping[str, PlannedModule]) -> Iterator[Pair]:
-    """Of the plan that a model of transformers brings: what it cuts in one module belongs together."""
+    """Yield pairs from the plan that a transformers model brings: what it cuts in one module belongs together."""
     styles = {
         name: style
         for name, module in modules.items()
@@ -71,7 +71,7 @@ def own_pairs(model: nn.Module, modules: Mapping[str, PlannedModule]) -> Iterato
 
 
 def _own_style(model: nn.Module, name: str) -> str | None:
-    """What a model's ``_tp_plan`` says of a module; it may be said by a module inside, in names from there on."""
+    """Return what ``_tp_plan`` gives for a module; a module inside may have one, with names relative to itself."""
     for outer in modules_around(name):
         inner = name[len(outer) + 1 :] if outer else name
         owner = model.get_submodule(outer)
@@ -88,7 +88,7 @@ def why_not_embedding(module: nn.Module) -> str:
     if not isinstance(module, nn.Embedding):
         return "not an embedding"
     if module.max_norm is not None or module.scale_grad_by_freq:
-        return "max_norm and scale_grad_by_freq are of a whole table"
+        return "max_norm and scale_grad_by_freq need the whole table"
     return ""
 
 
@@ -100,11 +100,11 @@ def size_to_cut(module: PlannedModule, *, is_column: bool) -> int:
 
 @dataclass(frozen=True)
 class Between:
-    """What there is between the columns and the row of a pair, in the module around it.
+    """What is between the columns and the row of a pair, in the module around it.
 
-    ``modules`` with parameters of their own that run there; ``parameters``, others too, that are used there;
-    ``arguments`` that the module gets beside the first, by place, and ``outputs`` that it gives beside the first, by
-    number among the float ones: their shapes.
+    ``modules``: with parameters of their own, that run there; ``parameters``: others that are used there too;
+    ``arguments`` that the module gets after the first, by place, and ``outputs`` that it returns after the first, by
+    number among the float outputs, with their shapes.
     """
 
     modules: tuple[str, ...] = ()
@@ -114,7 +114,7 @@ class Between:
 
 
 def candidates_of(parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule]) -> list[tuple[str, str, int]]:
-    """Whole numbers of modules that may count heads, or be widths of what is cut; of their configurations, heads."""
+    """Return integer attributes that may count heads or be widths of cut tensors; of configurations, heads only."""
     widths = {size_to_cut(modules[pair.row], is_column=False)}
     for name in pair.columns:
         packings = (1, 2, 3) if len(pair.columns) == 1 else (1,)
@@ -144,7 +144,7 @@ def _counts_heads(key: str) -> bool:
 def trials_of(
     parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], tp: int, between: Between
 ) -> Iterator[Pair]:
-    """Ways to cut a pair: with fewer heads, smaller widths, what is between them cut too or not; packed or not."""
+    """Yield ways to cut a pair: fewer heads, smaller widths, what is between them cut or not, packed or not."""
     candidates = candidates_of(parent, pair, modules)
     outputs = size_to_cut(modules[pair.columns[0]], is_column=True)
     counts = {value for _, key, value in candidates if _counts_heads(key)}
@@ -166,7 +166,7 @@ def trials_of(
 def _with_whole_keys(
     parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], candidates: list[tuple[str, str, int]], tp: int
 ) -> Iterator[Pair]:
-    """One head of keys for all queries: each rank has it, and a smaller group of queries for it."""
+    """Yield ways for one head of keys for all queries: each rank has it, with a smaller group of queries."""
     sizes = {name: size_to_cut(modules[name], is_column=True) for name in pair.columns}
     widest = tuple(name for name in pair.columns if sizes[name] == max(sizes.values()))
     if widest == pair.columns:
@@ -182,7 +182,7 @@ def _with_whole_keys(
 
 
 def _unequal_packings(outputs: int, counts: Collection[int], tp: int) -> list[Packed]:
-    """Queries, and fewer keys and values: as many of each as there are heads."""
+    """Return packings of queries with fewer keys and values, proportional to their numbers of heads."""
     return [
         (heads, fewer, fewer)
         for heads, fewer in itertools.permutations(sorted(counts), 2)
@@ -191,7 +191,7 @@ def _unequal_packings(outputs: int, counts: Collection[int], tp: int) -> list[Pa
 
 
 def _smaller_numbers(candidates: list[tuple[str, str, int]], tp: int) -> list[tuple[tuple[str, str, int], ...]]:
-    """Nothing; fewer heads; and smaller widths; these alone; and heads in configurations too."""
+    """Return the sets of numbers to reduce: none, heads, widths, both, and heads in configurations too."""
     smaller = [(name, key, value // tp) for name, key, value in candidates if value % tp == 0 and value >= tp]
     heads = [each for each in smaller if _counts_heads(each[1]) and "." not in each[1]]
     widths = [each for each in smaller if not _counts_heads(each[1])]
@@ -201,7 +201,7 @@ def _smaller_numbers(candidates: list[tuple[str, str, int]], tp: int) -> list[tu
 
 
 def with_sums(trial: Pair, modules: dict[str, PlannedModule], between: Between) -> list[Pair]:
-    """Where gradients are parts, to be added up: in all that is between; nowhere; or from the module's entry on."""
+    """Return where gradients are partial and summed: in everything between, nowhere, or from the module's entry."""
     cut = {*trial.names, *trial.gathered}
     parts = {(name, own) for name, own, _ in trial.parts}
     names = {
@@ -230,7 +230,7 @@ Cut = tuple[tuple[tuple[str, str, int], ...], tuple[str, ...]]
 def _ways_between(
     pair: Pair, modules: dict[str, PlannedModule], between: Between, candidates: list[tuple[str, str, int]], tp: int
 ) -> list[Cut]:
-    """What is between is used whole; or has something for each head, or channel, to be cut; or wants the whole."""
+    """Return how what is between is used: whole; cut by heads or channels; or on the gathered tensor."""
     counts = {value for _, key, value in candidates if _counts_heads(key)}
     widths = {size_to_cut(modules[name], is_column=name != pair.row) for name in pair.names}
     shapes = {
@@ -262,7 +262,7 @@ def _ways_between(
 
 
 def _ways_with_heads(between: Between, counts: Collection[int], tp: int) -> list[tuple[ByHead, ...]]:
-    """What comes in, or goes out, for each head: nothing; all that may, as biases of scores; or one of these."""
+    """Return which arguments and outputs are cut by head: none; all that may, such as score biases; or one."""
 
     def heads_of(shape: torch.Size) -> int | None:
         heads = sorted((each for each in counts if each % tp == 0), reverse=True)
@@ -278,18 +278,18 @@ def _ways_with_heads(between: Between, counts: Collection[int], tp: int) -> list
 def heads_that_do_not_divide(parent: nn.Module, pair: Pair, modules: dict[str, PlannedModule], tp: int) -> str:
     for _, key, value in sorted(candidates_of(parent, pair, modules), key=lambda each: "." in each[1]):
         if _counts_heads(key) and value % tp:
-            return f"{value} heads ({key}) do not divide by {tp}"
+            return f"{value} heads ({key}) are not divisible by tp={tp}"
     for name in pair.columns:
         outputs = size_to_cut(modules[name], is_column=True)
         head_dims = {getattr(module, "head_dim", None) for module in _around(parent, name)}
         for head_dim in (each for each in head_dims if type(each) is int and each > 0):
             if outputs % head_dim == 0 and (outputs // head_dim) % tp:
-                return f"{outputs // head_dim} heads of {name.rpartition('.')[2]} do not divide by {tp}"
+                return f"{outputs // head_dim} heads of {name.rpartition('.')[2]} are not divisible by tp={tp}"
     return ""
 
 
 def _around(parent: nn.Module, name: str) -> Iterator[nn.Module]:
-    """``parent``, and the modules in it that lead to its part ``name``."""
+    """Yield ``parent`` and the modules in it that lead to ``name``."""
     yield parent
     for part in name.split("."):
         parent = parent.get_submodule(part)

@@ -1,7 +1,7 @@
-"""What ranks that share the layers of a model say to each other: tensors added up, cut and put together.
+"""Communication between ranks that share the layers of a model: tensors are summed, cut and gathered.
 
-Each function has the gradient that goes with it. Between ranks there are only sums and gathers, which `TensorRanks`
-has: those of a mesh here, those of a proof, which plays all ranks in one process, in `proof`.
+Each function has the gradient that belongs to it. Ranks only sum and gather, through `TensorRanks`: those of a mesh are
+here, those of a proof, which runs all ranks in one process, are in `thread_ranks`.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from .plan import Packed
 
 
 class TensorRanks(Protocol):
-    """The ranks that hold the parts of a layer, seen by the one at index ``rank``."""
+    """Ranks that hold the parts of a layer, seen from the one with index ``rank``."""
 
     rank: int
     size: int
 
     def add_up(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, a new tensor. Collective."""
+        """Return the sum over all ranks as a new tensor. Collective."""
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, of one shape, by rank. Collective."""
+        """Return the tensors of all ranks, equal in shape, by rank. Collective."""
 
     def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
-        """What of a parameter this rank computes with; None where these ranks did not lay it out, or do not hold it.
+        """Return the part of a parameter with which this rank computes; None if these ranks did not lay it out.
 
-        ``dim``: in which it is cut.
+        Also None if this rank does not hold it. ``dim``: the dimension in which it is cut.
         """
 
     def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
-        """What the model gives where each rank keeps its part, of ``total`` in the last dimension."""
+        """Return an output of which each rank keeps its part, of ``total`` in the last dimension."""
 
 
-# The name that it has since 2.13, or the one before.
+# Its name since torch 2.13, or the earlier one.
 _all_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
 
 
 class MeshRanks:
-    """The ranks of a mesh with one dimension."""
+    """Ranks of a mesh with one dimension."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.rank, self.size = mesh.get_local_rank(), mesh.size()
         self._group = mesh.get_group()
-        # Where gloo has tensors of a GPU, torch's functional collectives end the process.
+        # With GPU tensors on gloo, torch's functional collectives kill the process.
         self._is_on_gloo = not can_send_from(mesh.device_type, self._group)
 
     def add_up(self, tensor: Tensor) -> Tensor:
@@ -73,11 +73,11 @@ class MeshRanks:
     def local(self, parameter: Tensor, dim: int | None) -> Tensor | None:
         if not isinstance(parameter, DTensor):
             return None
-        if not isinstance(parameter, nn.Parameter) and parameter.device_mesh == self.mesh:  # made of parameters
+        if not isinstance(parameter, nn.Parameter) and parameter.device_mesh == self.mesh:  # computed from parameters
             _require_made_of_parameters(parameter)
             parameter = parameter.redistribute(placements=[Replicate() if dim is None else Shard(dim)])
         if parameter.device_mesh != self.mesh and not all(each.is_replicate() for each in parameter.placements):
-            return None  # as it lies in the shards of FSDP2, say
+            return None  # for example, as sharded by FSDP2
         return parameter.to_local(grad_placements=parameter.placements)
 
     def as_shard(self, tensor: Tensor, *, total: int) -> Tensor:
@@ -90,7 +90,7 @@ class MeshRanks:
 
 
 def _require_made_of_parameters(made: DTensor) -> None:
-    """Raises: SpecError where a plain tensor, without dimensions, went into it: its gradient would be a DTensor."""
+    """Raise SpecError if a plain tensor without dimensions went into it: its gradient would be a DTensor."""
     found, waiting = set[Any](), [made.grad_fn]
     while waiting:
         node = waiting.pop()
@@ -98,9 +98,9 @@ def _require_made_of_parameters(made: DTensor) -> None:
             continue
         if node.name() == "_ToTorchTensorBackward":
             raise SpecError(
-                "the model's code makes a parameter, as for functional_call, of what parameters() or "
-                "named_parameters() give, which are DTensors under tp, and of one that it has read as an attribute of "
-                "its module: read all of these in one way, or keep the model whole (dp_replicate in the place of tp)"
+                "the model's code computes a parameter, as for functional_call, both from parameters() or "
+                "named_parameters(), which are DTensors under tp, and from a module attribute: read all of them in "
+                "one way, or keep the model whole (use dp_replicate instead of tp)"
             )
         found.add(node)
         waiting += [each for each, _ in node.next_functions]
@@ -126,13 +126,13 @@ def _arrived(tensor: Tensor) -> Tensor:
 
 
 def bounds(total: int, *, rank: int, size: int) -> tuple[int, int]:
-    """Which of ``total`` rows a rank has, as torch's `Shard` cuts them."""
+    """Return the bounds of a rank's rows among ``total``, as torch's `Shard` cuts them."""
     each = -(-total // size)
     return min(total, each * rank), min(total, each * (rank + 1))
 
 
 def cut(tensor: Tensor, dim: int, *, rank: int, size: int, packed: Packed = 1) -> Tensor:
-    """One rank's part of a tensor that has ``packed`` tensors one behind the other in ``dim``: a part of each."""
+    """Return one rank's part of a tensor with ``packed`` tensors concatenated in ``dim``: a part of each."""
     parts = []
     for whole in _unpacked(tensor, dim, packed):
         begin, end = bounds(whole.shape[dim], rank=rank, size=size)
@@ -141,7 +141,7 @@ def cut(tensor: Tensor, dim: int, *, rank: int, size: int, packed: Packed = 1) -
 
 
 def join(parts: list[Tensor], dim: int, *, packed: Packed = 1) -> Tensor:
-    """Put together again what `cut` gave to each rank."""
+    """Join the parts that `cut` made for each rank."""
     if packed == 1:
         return torch.cat(parts, dim)
     pieces = zip(*(_unpacked(part, dim, packed) for part in parts))
@@ -155,36 +155,36 @@ def _unpacked(tensor: Tensor, dim: int, packed: Packed) -> tuple[Tensor, ...]:
 
 
 def add_up(tensor: Tensor, ranks: TensorRanks) -> Tensor:
-    """The sum over the ranks, of which each gets the same gradient. Collective."""
+    """Return the sum over the ranks; each of them gets the same gradient. Collective."""
     result: Tensor = _AddUp.apply(tensor, ranks)  # type: ignore[no-untyped-call]
     return result
 
 
 def add_up_gradients(tensor: Tensor, ranks: TensorRanks) -> Tensor:
-    """The tensor itself, the same on all ranks, each of which uses it in its own way. Collective in the backward."""
+    """Return ``tensor``, equal on all ranks but used differently by each. Collective in the backward pass."""
     result: Tensor = _AddUpGradients.apply(tensor, ranks)  # type: ignore[no-untyped-call]
     return result
 
 
 def put_together(part: Tensor, ranks: TensorRanks, *, dim: int, total: int, packed: Packed = 1) -> Tensor:
-    """The whole, used by all ranks in the same way, of ``total`` in ``dim``. Collective."""
+    """Return the whole, of ``total`` in ``dim``; all ranks use it in the same way. Collective."""
     result: Tensor = _PutTogether.apply(part, ranks, dim, total, packed)  # type: ignore[no-untyped-call]
     return result
 
 
 def cut_own(tensor: Tensor, ranks: TensorRanks, *, dim: int, packed: Packed = 1) -> Tensor:
-    """This rank's part of what all have. Collective in the backward."""
+    """Return this rank's part of a tensor that all ranks have. Collective in the backward pass."""
     result: Tensor = _CutOwn.apply(tensor, ranks, dim, packed)  # type: ignore[no-untyped-call]
     return result
 
 
 def once(tensor: Tensor, ranks: TensorRanks) -> Tensor:
-    """The tensor on the first rank, zeros on the others: for what is added before a sum over the ranks."""
+    """Return the tensor on the first rank and zeros on the others: for what is added before a sum over ranks."""
     result: Tensor = _Once.apply(tensor, ranks)  # type: ignore[no-untyped-call]
     return result
 
 
-# The backward of each is another of them, so that gradients of gradients, as in a gradient penalty, are right too.
+# The backward of each is another of these, so that second derivatives, as in a gradient penalty, are right too.
 
 
 class _AddUp(torch.autograd.Function):
@@ -256,7 +256,7 @@ class _GradientOnce(torch.autograd.Function):
 
 
 def _gather(part: Tensor, ranks: TensorRanks, dim: int, total: int, packed: Packed) -> Tensor:
-    """Parts may differ in size, what is sent may not: the last ranks' are filled up, and cut again."""
+    """Gather parts that may differ in size: the last ranks' parts are padded to send equal sizes, then cut again."""
     dim %= part.dim()
     sizes = [end - begin for begin, end in (bounds(total, rank=rank, size=ranks.size) for rank in range(ranks.size))]
     missing = sizes[0] - part.shape[dim]

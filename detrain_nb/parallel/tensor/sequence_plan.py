@@ -1,4 +1,4 @@
-"""Sequence parallel: between the layers of a tensor plan each rank has its part of the sequence, norms included."""
+"""Sequence parallelism: between the layers of a tensor plan each rank has its part of the sequence, norms included."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .plan import Pair, SequenceParts, TensorPlan, is_inside
 from .proof import find_fault
 from .proof_runs import Call
 
-_SEQUENCE_DIM = 1  # behind that of the batch
+_SEQUENCE_DIM = 1  # after that of the batch
 
 
 def with_sequence_parts(
     plan: TensorPlan, model: nn.Module, call: Call, *, entered: Sequence[str], parent_of: Callable[[Pair], str]
 ) -> TensorPlan:
-    """``plan``, with the sequence, dimension 1, cut from the first of the repeated blocks to the end of the last.
+    """Return ``plan`` with the sequence, dimension 1, cut from the first of the repeated blocks to the end of the last.
 
-    ``entered``: the modules as they run; ``parent_of``: the module in which a pair is. The whole model is proved.
-    Raises: SpecError where it cannot be.
+    ``entered``: the modules in the order in which they run; ``parent_of``: returns the module that contains a pair. The
+    whole model is proved. Raises: SpecError if the sequence cannot be cut.
     """
     blocks = _repeated_blocks(plan, entered)
     if not blocks:
         raise SpecError(
-            "sequence_parallel needs layers that are cut, in blocks that repeat: none were found; leave it out"
+            "sequence_parallel needs cut layers in repeated blocks, but none were found; leave sequence_parallel out"
         )
     for name in [name for name in plan.alone if is_inside(name, blocks)]:
         plan.replicate(name).reasons[name] = "its input is a part of the sequence"
@@ -48,7 +48,7 @@ def with_sequence_parts(
 
 
 def _repeated_blocks(plan: TensorPlan, entered: Sequence[str]) -> list[str]:
-    """The members, in the order in which they run, of the list that has most of the pairs in it."""
+    """Return the members, in running order, of the list that contains most of the pairs."""
     lists = Counter(found.group(1) for pair in plan.pairs if (found := re.match(r"(.*?)(?:^|\.)\d+\.", pair.row)))
     if not lists:
         return []

@@ -1,4 +1,4 @@
-"""What a module gives over ranks, in shapes alone: most wrong plans do not even run, which costs little to see."""
+"""A module's outputs over ranks, as shapes only: most wrong plans do not even run, which is cheap to find out."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .thread_ranks import ThreadRanks
 
 
 class Shapes:
-    """Of a module that is called so; it is left as it is. ``unread``: outputs that nobody reads, by number."""
+    """Shapes of a module with its call; the module is restored. ``unread``: numbers of outputs that nothing reads."""
 
     def __init__(
         self, module: nn.Module, call: tuple[tuple[Any, ...], dict[str, Any]], unread: Collection[int]
@@ -33,17 +33,17 @@ class Shapes:
         self._unread = unread
         self._call = tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, Tensor) else leaf, call)
         self._expected: list[tuple[int, ...]] = []
-        self.why_unknown = ""  # what it gives, so that only a proof can tell
+        self.why_unknown = ""  # why the outputs' shapes are unknown: then only a proof can tell
         try:
             self._ghost = ghost_of(module).eval()
             self._state = State(self._ghost, self._call)
             with self._state.kept():
                 self._expected = self._given_by(self._ghost)
-        except Exception as exc:  # noqa: BLE001 - the user's code, that looks at values, say
+        except Exception as exc:  # noqa: BLE001 - the user's code may read values
             self.why_unknown = f"it does not run without values: {in_short(exc)}"
 
     def find_fault(self, plan: TensorPlan) -> str | None:
-        """Why the module does not run in parts, or gives something else; None also where nobody knows."""
+        """Return why the module fails in parts or returns other shapes; None also if this is unknown."""
         if self.why_unknown:
             return None
         ranks = _NoRanks(plan.tp)
@@ -56,13 +56,13 @@ class Shapes:
 
         module = None
         try:
-            with self._state.kept():  # a ghost has in common with it what is no tensor, and no container
+            with self._state.kept():  # a ghost shares everything but tensors and containers
                 module = ghost_of(self._ghost)
                 lay_out(module, plan, ranks, distribute)
                 found = self._given_by(module)
         except Exception as exc:  # noqa: BLE001 - whatever the user's code raises on parts is why they cannot be
             return in_short(exc, module)
-        return None if found == self._expected else f"it gives {found} in the place of {self._expected}"
+        return None if found == self._expected else f"it returns {found} instead of {self._expected}"
 
     def _given_by(self, module: nn.Module) -> list[tuple[int, ...]]:
         args, kwargs = tree_map(copied_or_shared, self._call)
@@ -72,19 +72,19 @@ class Shapes:
 
 
 class _WithKeys(TorchFunctionMode):
-    """Attention without a head of keys is an error: torch before 2.13 divides by their number, and the process ends."""
+    """Mode that refuses attention without key heads, which makes torch before 2.13 divide by zero and crash."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function is functional.scaled_dot_product_attention and kwargs.get("enable_gqa"):
             key = args[1] if len(args) > 1 else kwargs["key"]
             if key.dim() > 2 and not key.shape[-3]:
-                raise ValueError("the attention has no head of keys")
+                raise ValueError("the attention has no key heads")
         return function(*args, **kwargs)
 
 
 class _NoRanks(ThreadRanks):
-    """The first of ranks of which the others say what it says."""
+    """The first of several ranks, for which the others send the same as it does."""
 
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
@@ -97,7 +97,7 @@ class _NoRanks(ThreadRanks):
 
 
 def in_short(error: Exception, module: nn.Module | None = None) -> str:
-    """What it says, and which of the modules in ``module`` raised it, if one did."""
+    """Return the error's first line, and which of the modules in ``module`` raised it, if one did."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     names = {id(part): name for name, part in module.named_modules()} if module is not None else {}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

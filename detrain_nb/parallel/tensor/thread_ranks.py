@@ -1,4 +1,4 @@
-"""Threads that play the ranks of a mesh: where these talk over the network, threads meet."""
+"""Threads that act as the ranks of a mesh: where ranks communicate over the network, threads meet."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ _MEETING_S = 60.0
 
 
 class Meeting:
-    """Where threads bring one tensor each, and take away those of all."""
+    """Meeting point to which each thread brings a tensor, and from which it takes those of all."""
 
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=_MEETING_S)
         self._brought: list[tuple[str, Tensor]] = [("", torch.zeros(()))] * size
 
     def leave(self) -> None:
-        """Let no thread wait any more: those that do get a BrokenBarrierError."""
+        """Release all waiting threads with a BrokenBarrierError."""
         self._barrier.abort()
 
     def exchange(self, rank: int, what: str, tensor: Tensor) -> list[Tensor]:
-        """Raises: ValueError where the others came for something else."""
+        """Exchange tensors with all threads. Raises: ValueError if the others came for something else."""
         self._brought[rank] = what, tensor.detach()
         self._barrier.wait()
         brought = list(self._brought)
         self._barrier.wait()
         if len({(each, tuple(tensor.shape)) for each, tensor in brought}) > 1:
-            raise ValueError("its ranks do different things")
+            raise ValueError("its ranks run different operations")
         return [tensor for _, tensor in brought]
 
 
 class ThreadRanks:
-    """One of the ranks of a proof."""
+    """One rank of a proof."""
 
     def __init__(self, meeting: Meeting, rank: int, size: int) -> None:
         self._meeting, self.rank, self.size = meeting, rank, size

@@ -12,7 +12,7 @@ _BESIDE = r"cuts: none; not at .*: besides its input, .* still needed after it"
 
 # By name and layout: a pattern of the reason.
 REFUSED: Outcomes = {
-    "by value": {"pp": r"cuts: none; not at blocks\.0: the code around it has inspected a tensor's value before"},
+    "by value": {"pp": r"cuts: none; not at blocks\.0: the code around it has read a tensor's value before"},
     "Llava": {"pp": _BESIDE},
     "PaliGemma": {"pp": _BESIDE},
     "SAM": {"pp": _BESIDE},
