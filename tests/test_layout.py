@@ -468,6 +468,17 @@ def test_planned_rooms_are_those_that_are_not_there() -> None:
     assert planned and not [name for name in planned if (ROOT / name).exists() or (ROOT / PACKAGE / name).exists()]
 
 
+def test_modules_of_every_room_are_those_of_the_design() -> None:
+    design = (ROOT / "docs/design.md").read_text(encoding="utf-8").partition("\n## Modules\n")[2]
+    rooms = re.findall(r"^ {4}([\w/]+)/\n((?: {6,}.*\n)+)", design, flags=re.MULTILINE)
+    named = sorted(
+        f"{room}/{name}" for room, lines in rooms for name in re.findall(r"^ {6}(\w+\.py)", lines, re.MULTILINE)
+    )
+    paths = [module.path for module in list_modules(ROOT) if not module.path.name.startswith("__")]
+    there = [str(path.relative_to(PACKAGE)) if path.parts[0] == PACKAGE else str(path) for path in paths]
+    assert named == sorted(path for path in there if "/" in path)
+
+
 def test_rooms_in_rooms_are_those_of_the_design(rules: Rules) -> None:
     found = {module.inner_room for module in list_modules(ROOT) if not module.inner_room.endswith("/.")}
     assert found == set(rules.inside)
