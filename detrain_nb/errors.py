@@ -1,27 +1,27 @@
 """Every exception of detrain_nb.
 
 DetrainError
-├── SpecError (ValueError)            what was asked for cannot be: a field, a number, a name
-│   ├── FieldError                    fields of a spec cannot be; `faults` has each of them
-│   └── CellSyntaxError               a cell is not Python; nothing was sent
-├── SessionError                      the session is not in a state for that: none runs, a rank is busy
+├── SpecError (ValueError)            a request is invalid: a field, a number, a name
+│   ├── FieldError                    fields of a spec are invalid; `faults` lists them
+│   └── CellSyntaxError               a cell is not valid Python; nothing was sent
+├── SessionError                      the session's state does not allow the request: none runs, a rank is busy
 │   └── ForeignConnection             another user's process is connected to a process group
-├── Conflict                          a file was changed by others after it was read here
-├── JobError                          a job is not in a state for that, or there is none of that name
+├── Conflict                          a file has changed since it was read here
+├── JobError                          the job's state does not allow the request, or no job has that name
 │   └── JobFailed                     a job did not succeed
 ├── LaunchError                       the ranks of a node could not be started
 ├── TransportError                    a node cannot be reached, or its channel broke
-│   ├── HostKeyError                  a host shows a key that is not known, or revoked
-│   └── WireError                     the other side sent what is not a message
-├── NodeLost                          a node's agent or launcher is gone, and its ranks with it
-├── RankLost                          the process of a rank ended by itself
-├── CellTimeout                       a cell did not end in the time it was given
-├── NotFinite (ArithmeticError)      a training has met a loss or a gradient that is no number
+│   ├── HostKeyError                  a host presents an unknown or revoked key
+│   └── WireError                     the peer sent something that is not a message
+├── NodeLost                          a node's agent or launcher has exited, and its ranks with it
+├── RankLost                          the process of a rank exited unasked
+├── CellTimeout                       a cell did not finish within its timeout
+├── NotFinite (ArithmeticError)       the loss or a gradient is NaN or infinite
 ├── RankError                         a cell raised on at least one rank
-│   └── CellInterrupted (KeyboardInterrupt)   ... because it was interrupted
-└── ValueNotSupported (TypeError)     a value that cannot travel between the notebook and a rank
+│   └── CellInterrupted (KeyboardInterrupt)   the cell was interrupted
+└── ValueNotSupported (TypeError)     a value cannot be sent between the notebook and a rank
 
-Remote failures travel as text. IPython shows what ``_render_traceback_`` returns instead of a traceback of ours.
+Remote failures travel as text. IPython shows what ``_render_traceback_`` returns in place of our own traceback.
 """
 
 from __future__ import annotations
@@ -60,46 +60,46 @@ __all__ = [
     "quoted",
 ]
 
-# What gloo and NCCL say when the process at the other end is gone.
+# What gloo and NCCL report when the peer process has exited.
 HUNG_UP = re.compile(r"connection (?:closed|reset)|broken pipe|remote process exited", re.IGNORECASE)
 
-_MOST_HOSTS = 4  # that are named one by one
-_QUOTE = "  | "  # before a line that a node says
+_MOST_HOSTS = 4  # more hosts are counted, not named
+_QUOTE = "  | "  # marks a line received from a node
 _PLAIN = "\x1b[0m"
 
 
 class DetrainError(Exception):
-    """The base of every exception that a user can cause or meet."""
+    """Base class of every exception that a user can cause or see."""
 
     def _render_traceback_(self) -> list[str]:
         return [f"{type(self).__name__}: {self}"]
 
 
 class SpecError(DetrainError, ValueError):
-    """What was asked for cannot be."""
+    """A request that is invalid: a field, a number or a name."""
 
 
 @dataclass(frozen=True)
 class FieldFault:
-    """What is wrong with a field, and what to give: ``path`` as ``training.epochs``, ``said`` the rest of the line.
+    """One invalid field: its ``path``, such as ``training.epochs``, and ``said``, the rest of the error line.
 
-    ``path`` is empty where it is about several fields, and ``said`` begins with a colon then.
+    For a fault of several fields, ``path`` is empty and ``said`` begins with a colon.
     """
 
     path: str
     said: str
-    advice: str = ""  # what to give: ``said`` without the value; empty where the two cannot be told apart
+    advice: str = ""  # what to give: ``said`` without the value; empty where the two cannot be separated
 
     def __str__(self) -> str:
         return f"{self.path}{self.said}" if self.path else self.said.removeprefix(": ")
 
     def below(self, path: str) -> FieldFault:
-        """The same, told of what has the field in its own field ``path``."""
+        """Return the same fault with its path under the field ``path`` of a containing object."""
         return FieldFault(f"{path}.{self.path}" if self.path else path, self.said, self.advice)
 
 
 class FieldError(SpecError):
-    """Fields of a spec that cannot be, each with its line; ``where``: the file that they stand in."""
+    """Invalid fields of a spec, one line each; ``where`` names the file that contains them."""
 
     def __init__(self, faults: Iterable[FieldFault], *, where: str = "") -> None:
         self.faults = tuple(dict.fromkeys(faults))
@@ -108,7 +108,7 @@ class FieldError(SpecError):
 
 @dataclass(frozen=True)
 class FieldChange:
-    """A field that has another value in the file (``theirs``) than here (``mine``); an empty text is no value."""
+    """A field whose value in the file (``theirs``) differs from the one here (``mine``); an empty string: not set."""
 
     path: str
     theirs: str
@@ -119,11 +119,11 @@ class FieldChange:
 
 
 class Conflict(DetrainError):
-    """A file is not as it was when it was read here, so it was not written, or not started.
+    """A file that has changed since it was read here, so it was not written, or its job not started.
 
-    ``changed_at`` is the time of the other version in seconds of the epoch, ``owner`` whose file that is; None and
-    empty where there is none any more. ``changes`` has the fields that differ. ``fault`` is the message without its
-    ``advice``, which is for Python.
+    ``changed_at`` is when the other version was written, in seconds since the epoch, and ``owner`` is its user; None
+    and empty when the file no longer exists. ``changes`` lists the fields that differ. ``fault`` is the message
+    without its ``advice``, which is for Python.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class Conflict(DetrainError):
 
 
 class CellSyntaxError(SpecError):
-    """A cell is not Python; nothing was sent."""
+    """A cell that is not valid Python; nothing was sent to the ranks."""
 
     def __init__(self, error: SyntaxError) -> None:
         self.error = error
@@ -154,18 +154,18 @@ class CellSyntaxError(SpecError):
 
 
 class SessionError(DetrainError):
-    """The session is not in a state for what was asked."""
+    """A request that the state of the session does not allow: no session runs, or a rank is busy."""
 
 
 class ForeignConnection(SessionError):
-    """A process of another user of the machine is connected to a process group, which was not used."""
+    """A process group that was not used because another user's process is connected to it."""
 
 
 class JobError(DetrainError):
-    """A job is not in a state for what was asked, or there is none of that name.
+    """A request that the state of a job does not allow, or a job that does not exist.
 
-    ``advice`` says what to do, with braces for what is ``typed``: the command ``stop ID`` or ``list``, or ``--anyway``.
-    A front end sets the ``prog`` that begins its commands, as ``%job``; where none has, it is said in Python.
+    ``advice`` says what to do, with ``{}`` for ``typed``: the command ``stop ID`` or ``list``, or an option such as
+    ``--anyway``. A front end sets ``prog``, the start of its commands (``%job``); without it, the advice is in Python.
     """
 
     prog = ""
@@ -190,21 +190,21 @@ class JobError(DetrainError):
 
 
 class JobFailed(JobError):
-    """A job did not succeed."""
+    """A job that did not succeed."""
 
 
 class LaunchError(DetrainError):
-    """The ranks of a node could not be started."""
+    """Ranks of a node that could not be started."""
 
 
 class TransportError(DetrainError):
-    """A node cannot be reached, or the channel to it broke."""
+    """A node that cannot be reached, or whose channel broke."""
 
 
 class HostKeyError(TransportError):
-    """A host shows a key that is not known for it, or revoked; ``command``, if there is one, does what ``advice`` says.
+    """A host key that is unknown for its host, or revoked; ``command``, if given, carries out the ``advice``.
 
-    Both are ours alone, so that they can be shown as such: no text with a host's words is searched for them.
+    Both are our own words and kept apart from the host's, so a front end can show them as ours without parsing text.
     """
 
     def __init__(self, fault: str, *, advice: str = "", command: str = "") -> None:
@@ -213,15 +213,15 @@ class HostKeyError(TransportError):
 
 
 class WireError(TransportError):
-    """The other side sent something that is not a message."""
+    """Data from the peer that is not a valid message."""
 
 
 class NodeLost(DetrainError):
-    """A node's agent or launcher is gone, and its ranks with it."""
+    """A node whose agent or launcher has exited, and its ranks with it."""
 
 
 class RankLost(DetrainError):
-    """The process of a rank ended by itself; ``ranks`` were lost with their variables, the others keep theirs."""
+    """A rank whose process exited unasked; ``ranks`` lost their variables, the other ranks keep theirs."""
 
     def __init__(self, message: str, *, ranks: Iterable[int] = ()) -> None:
         self.ranks = tuple(sorted(ranks))
@@ -229,20 +229,20 @@ class RankLost(DetrainError):
 
 
 class NotFinite(DetrainError, ArithmeticError):
-    """A training has met a loss or a gradient that is no number; its parameters are as they were before the step."""
+    """A loss or gradient that is NaN or infinite; the parameters keep their values from before the step."""
 
 
 class CellTimeout(DetrainError):
-    """A cell did not end in the time it was given."""
+    """A cell that did not finish within its timeout."""
 
 
 class ValueNotSupported(DetrainError, TypeError):
-    """A value that cannot travel between the notebook and a rank."""
+    """A value that cannot be sent between the notebook and a rank."""
 
 
 @dataclass(frozen=True)
 class RemoteError:
-    """What a cell raised on one rank, as text: nothing a rank sends becomes an exception object of its own class."""
+    """An exception that a cell raised on one rank, as text: what a rank sends never becomes an exception of its class."""
 
     rank: int
     host: str
@@ -257,14 +257,14 @@ class RemoteError:
 
     @property
     def follows_another(self) -> bool:
-        """What a rank meets when another one has failed: that one hung up, or a stop ended the wait for it."""
+        """Whether this error is the consequence of another rank's: its connection closed, or a stop ended the wait."""
         return self.interrupted or bool(HUNG_UP.search(self.message))
 
 
 class RankError(DetrainError):
-    """A cell raised on at least one rank; ``errors`` has every rank's error, by rank.
+    """A cell that raised on at least one rank; ``errors`` maps each failed rank to its error.
 
-    ``lost_before``: how ranks ended before the cell began, in words, where nobody was told: it is often the reason.
+    ``lost_before`` describes ranks that exited before the cell began and were not reported yet: often the cause.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class RankError(DetrainError):
         super().__init__("\n".join(filter(None, [*told, self.lost_before])) or note)
 
     def _entries(self) -> list[tuple[str, RemoteError]]:
-        """Ranks that failed with the same error are one entry; what follows from another rank's stands behind it."""
+        """Group ranks that failed with the same error; errors that follow from another rank's come last."""
         entries: dict[tuple[str, str, tuple[str, ...]], list[RemoteError]] = {}
         for error in self.errors.values():
             entries.setdefault((error.name, error.message, error.traceback), []).append(error)
@@ -299,7 +299,7 @@ class RankError(DetrainError):
 
 
 class CellInterrupted(RankError, KeyboardInterrupt):
-    """The ranks were interrupted while they ran a cell; they keep their variables."""
+    """Ranks that were interrupted while running a cell; they keep their variables."""
 
 
 def _list_hosts(errors: Iterable[RemoteError]) -> str:
@@ -308,28 +308,28 @@ def _list_hosts(errors: Iterable[RemoteError]) -> str:
 
 
 def quoted(words: str) -> str:
-    """Clean words of a node, below a line of ours that names it: no line passes for ours, nor colours what follows."""
+    """Mark each line of a node's cleaned text, so that none passes for ours or colours the text after it."""
     return "\n".join(f"{_QUOTE}{line}{_PLAIN if chr(27) in line else ''}" for line in words.split("\n"))
 
 
 def behind_ours(words: str) -> str:
-    """The same where the first line stands behind words of ours: only the further ones are marked."""
+    """Mark all lines of a node's text but the first, which continues a line of ours."""
     return quoted(words).removeprefix(_QUOTE)
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Write ranks as a user writes them: ``rank 1``, ``ranks 0-3``, ``ranks 0, 2, 5-7``."""
+    """Format ranks as a user types them: ``rank 1``, ``ranks 0-3``, ``ranks 0, 2, 5-7``."""
     numbers = sorted(set(ranks))
     return f"rank {numbers[0]}" if len(numbers) == 1 else f"ranks {short_ranks(numbers, separator=', ')}"
 
 
 def count_ranks(number: int) -> str:
-    """``1 rank``, ``2 ranks``."""
+    """Format a number of ranks: ``1 rank``, ``2 ranks``."""
     return f"{number} rank{'s' if number != 1 else ''}"
 
 
 def short_ranks(ranks: Iterable[int], *, separator: str = ",") -> str:
-    """Write ranks as ``0``, ``0-3`` or ``0,2,5-7``."""
+    """Format ranks as ``0``, ``0-3`` or ``0,2,5-7``."""
     runs: list[list[int]] = []
     for rank in sorted(set(ranks)):
         if runs and rank == runs[-1][-1] + 1:
