@@ -7,8 +7,9 @@ A description is a node: null, a bool, an int of 64 bits, a finite float, a shor
     {"int64": COUNT}  {"float64": COUNT}                               a long LIST of numbers
     {"array": [DTYPE, SHAPE]}  {"tensor": [DTYPE, SHAPE]}
     {"scalar": a string, bytes, or an array without dimensions}        a numpy scalar
-A FACTORY is null or the name of a type in ``_FACTORIES``, and no other.
-Each SIZE, COUNT or SHAPE stands for raw bytes, in this order: large ones are a buffer each, all others share the first.
+A FACTORY is null or the name of a type in ``_FACTORIES``, nothing else.
+Each SIZE, COUNT or SHAPE stands for raw bytes, in this order: a large block is a buffer of its own, all small ones
+share the first buffer.
 """
 
 from __future__ import annotations
@@ -48,19 +49,19 @@ __all__ = [
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
 
 MAX_BYTES = 4 << 30  # of all buffers of a value
-_MAX_ITEMS = MAX_DESCRIPTION_VALUES  # an item is one at least
+_MAX_ITEMS = MAX_DESCRIPTION_VALUES  # an item takes at least one value of the description
 _MAX_DEPTH = 64
-_MAX_DIMS = 32  # what numpy 1.26 has
-_MOST_ALIKE, _MOST_ALIKE_CONTAINERS = 64, 16  # keys of a dict, or elements of a set, that have one hash
-_MOST_SHAPE_BYTES = 1 << 63  # of a shape, where a dimension of 0 counts as 1
+_MAX_DIMS = 32  # the limit of numpy 1.26
+_MOST_ALIKE, _MOST_ALIKE_CONTAINERS = 64, 16  # dict keys or set elements with equal hashes
+_MOST_SHAPE_BYTES = 1 << 63  # of a shape, counting a dimension of 0 as 1
 _LARGE_BYTES = 1024
 _ALIGN_BYTES = 16
 _SHORT_CHARS = 64
 _LONG_LIST = 32
-_MOST_KEYS_AT_ONCE, _COMPARISONS_AT_ONCE = 256, 1 << 24  # each key may meet all others
+_MOST_KEYS_AT_ONCE, _COMPARISONS_AT_ONCE = 256, 1 << 24  # each key may be compared with all others
 _NUMBERS_AT_ONCE, _MANY_BITS = 1 << 16, 10_000
 _LARGE_PRIME = (1 << 61) - 1
-_KEYS_LIMIT_S, _KEY_LIMIT_S = 0.5, 10e-6  # for all keys of a dict, and more for each: many times what they take
+_KEYS_LIMIT_S, _KEY_LIMIT_S = 0.5, 10e-6  # for a dict, and for each of its keys: many times the usual time
 
 _NUMBERS = {"int64": "q", "float64": "d"}
 _FACTORIES: dict[str, Callable[[], object]] = {
@@ -82,7 +83,7 @@ _TENSOR_DTYPES = {  # the bytes of an element, and numpy's name
 }  # fmt: skip
 
 _ITEM, _KEY, _ELEMENT = "{}[{}]", "a key of {}", "an element of {}"
-_INSTEAD = {  # what a type has -> what to write in place of its value
+_INSTEAD = {  # an attribute of a type -> what to use in place of its value
     "state_dict": "use {}.state_dict() instead",
     "full_tensor": "use {0}.to_local() instead, or {0}.full_tensor() called on every rank",
     "as_subclass": "use a plain torch.Tensor instead",
@@ -94,16 +95,16 @@ _INSTEAD = {  # what a type has -> what to write in place of its value
     "__members__": "use {}.value instead",
     "__fspath__": "use str({}) instead",
 }
-_WHAT_TRAVELS = "only numbers, strings, bytes, lists, tuples, sets, dicts, numpy arrays and torch tensors do"
+_WHAT_TRAVELS = "only numbers, strings, bytes, lists, tuples, sets, dicts, numpy arrays and torch tensors can"
 
 
 def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
-    """Describe ``value``, which the user calls ``name``; returns the description and the raw buffers.
+    """Describe ``value``, which the user calls ``name``; return the description and the raw buffers.
 
-    Buffers are C-contiguous and of bytes. Large arrays and tensors that are contiguous and on the CPU are not copied:
-    send the buffers before the value changes or is freed. Tensors arrive detached, on the CPU, sharing no memory; a
-    Parameter arrives as a tensor, a torch.Size as a tuple, a defaultdict of a factory of the user's own with none.
-    Raises: ValueNotSupported with the place inside the value, the type found there and what to do.
+    Buffers are C-contiguous bytes. Large contiguous arrays and CPU tensors are not copied: send the buffers before the
+    value changes or is freed. Tensors arrive detached, on the CPU, sharing no memory; a Parameter arrives as a tensor,
+    a torch.Size as a tuple, and a defaultdict with a factory of the user's own arrives without a factory.
+    Raises: ValueNotSupported with the path inside the value, the type found there and what to do.
     """
     packer = _Packer(name)
     description = packer.pack(value)
@@ -114,7 +115,7 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
     ):
         if count > most:
             raise ValueNotSupported(
-                f"{name} takes {count} {what} to describe, {most} can travel: use numpy arrays, or a part of it"
+                f"{name} needs a description of {count} {what}, the limit is {most}: use numpy arrays, or a part of it"
             )
     buffers = packer.buffers()
     if (total_bytes := sum(buffer.nbytes for buffer in buffers)) > MAX_BYTES:
@@ -123,9 +124,9 @@ def pack(value: object, *, name: str) -> tuple[Json, list[memoryview]]:
 
 
 def may_travel(kind: type) -> bool:
-    """Whether values of a type can be packed, as far as the type tells: what is inside one decides as well.
+    """Return whether values of a type can be packed, judged by the type alone: their content may still prevent it.
 
-    Runs nothing of the type.
+    Runs no code of the type.
     """
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     known: list[type] = [type(None), bool, *_TO_BYTES, list, tuple, set, frozenset, dict, OrderedDict, defaultdict]
@@ -136,52 +137,52 @@ def may_travel(kind: type) -> bool:
 
 def _too_large(name: str, size_bytes: int) -> ValueNotSupported:
     return ValueNotSupported(
-        f"{name} takes {size_bytes / 1e9:.1f} GB, {MAX_BYTES / 1e9:.1f} can travel: "
+        f"{name} has {size_bytes / 1e9:.1f} GB, at most {MAX_BYTES / 1e9:.1f} GB can travel: "
         "use a part of it, or torch.save it to a file on the rank"
     )
 
 
 class Announced(NamedTuple):
-    """What a description says: the sizes in bytes of its buffers, and how much memory it may take to make the value."""
+    """Sizes in bytes that a description announces: of its buffers, and of the memory for building the value."""
 
     buffer_sizes: list[int]
     memory_bytes: int
 
 
 def read_announcement(description: object, *, limit_bytes: int = MAX_BYTES) -> Announced:
-    """Check a description that came from the other side.
+    """Check a description received from the peer; return the sizes it announces.
 
-    Raises: WireError when it is not a description, or when its buffers would hold more than ``limit_bytes``.
+    Raises: WireError when it is not a description, or its buffers would exceed ``limit_bytes``.
     """
     checker = _check(description, limit_bytes=limit_bytes)
     return Announced(_buffer_sizes(checker.sizes), checker.memory_bytes)
 
 
 def buffer_sizes(description: object, *, limit_bytes: int = MAX_BYTES) -> list[int]:
-    """The sizes in bytes that the buffers of a description must have. Raises: as ``read_announcement`` does."""
+    """Return the sizes in bytes that the buffers of a description must have. Raises: as ``read_announcement``."""
     return read_announcement(description, limit_bytes=limit_bytes).buffer_sizes
 
 
 def unpack(description: object, buffers: Sequence[bytes | bytearray | memoryview]) -> object:
-    """Make the value that ``pack`` described.
+    """Rebuild the value that ``pack`` described.
 
-    Arrays and tensors live in the memory of ``buffers`` where that is writable, else in a copy of it. Where torch is
-    not installed, a tensor arrives as a numpy array.
-    Raises: WireError when this is nothing that ``pack`` makes; ValueNotSupported when numpy or torch is missing here.
+    Arrays and tensors use the memory of ``buffers`` when it is writable, else a copy. Without torch installed, a
+    tensor arrives as a numpy array.
+    Raises: WireError when ``pack`` cannot have produced the input; ValueNotSupported when numpy or torch is missing.
     """
     views = [memoryview(buffer).cast("B") for buffer in buffers]
     found = [len(view) for view in views]
     sizes = _check(description, limit_bytes=sum(found)).sizes
     if found != (needed := _buffer_sizes(sizes)):
-        raise WireError(f"a value announces buffers of {_short(needed)} bytes, {_short(found)} came")
+        raise WireError(f"a value announces buffers of {_short(needed)} bytes, but {_short(found)} arrived")
     try:
         return _build(description, _cut(sizes, views))
     except (UnicodeDecodeError, struct.error) as exc:
-        raise WireError(f"raw bytes that are no such value: {exc}") from exc
+        raise WireError(f"raw bytes do not match their description: {exc}") from exc
 
 
 def _is_json(value: Any) -> bool:
-    """Whether a plain value can stand in the description itself and be short there."""
+    """Return whether a plain value is written into the description itself: it is valid JSON and short."""
     if type(value) is str:  # JSON would join two surrogates into one character
         return len(value) <= _SHORT_CHARS and not _SURROGATE.search(value)
     return math.isfinite(value) if type(value) is float else type(value) is int and value.bit_length() < 64
@@ -193,7 +194,7 @@ _TO_BYTES: dict[type, Callable[[Any], bytes]] = {
     complex: lambda value: struct.pack("<2d", value.real, value.imag),
     str: lambda value: value.encode("utf-8", "surrogatepass"),
     bytes: bytes,
-    bytearray: bytes,  # a copy: a view of it would keep it from growing
+    bytearray: bytes,  # a copy: a bytearray cannot grow while it has a view
 }
 _FROM_BYTES: dict[str, Callable[[memoryview], object]] = {
     "int": lambda raw: int.from_bytes(raw, "little", signed=True),
@@ -230,7 +231,7 @@ def _cut(sizes: list[int], views: list[memoryview]) -> Iterator[memoryview]:
 
 
 class _Step:
-    """A container that is being packed; ``label`` is the item it is at."""
+    """A container that is being packed; ``label`` names the current item."""
 
     def __init__(self, container: object, template: str) -> None:
         self.container, self.template = container, template
@@ -238,7 +239,7 @@ class _Step:
 
 
 class _Packer:
-    """Makes nodes of a value, and raw bytes."""
+    """Turns a value into nodes and raw bytes."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -292,13 +293,13 @@ class _Packer:
         factory: list[Json] = []
         if isinstance(value, defaultdict):
             names = [name for name, known in _FACTORIES.items() if known is value.default_factory]
-            factory = [*names] or [None]  # one of the user's own does not travel
+            factory = [*names] or [None]  # a factory of the user's own does not travel
         pairs = list(value.items())
         keys, items = [key for key, _ in pairs], [item for _, item in pairs]
         return [*factory, self._pack_items(value, keys, template=_KEY), self._pack_items(value, items, labels=keys)]
 
     def _pack_numbers(self, items: Sequence[Any]) -> Json:
-        """A long list of floats, or of ints of 64 bits, as raw bytes; None where it is not one."""
+        """Pack a long list of floats, or of 64-bit ints, as raw bytes; return None for any other list."""
         kinds = set(map(type, items)) if len(items) >= _LONG_LIST else set()
         if kinds not in ({int}, {float}):
             return None
@@ -311,7 +312,7 @@ class _Packer:
         return {kind: len(items)}
 
     def _pack_foreign(self, value: Any) -> Json:
-        """Pack what is numpy's or torch's; who has such a value has imported them."""
+        """Pack a value of numpy or torch, which are imported already if such a value exists."""
         numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
         kind = type(value)
         if torch and kind is torch.Size:
@@ -340,7 +341,7 @@ class _Packer:
 
     def _pack_tensor(self, tensor: torch.Tensor) -> Json:
         if any(step.template is not _ITEM for step in self._trail):
-            raise self._refuse(tensor, advice="it is found by its identity, which stays behind; use its name instead")
+            raise self._refuse(tensor, advice="identity does not survive the transfer; use its name instead")
         if problem := _tensor_problem(tensor):
             raise self._refuse(tensor, what=problem[0], advice=problem[1])
         self._require_room(tensor.numel() * tensor.element_size())
@@ -349,7 +350,7 @@ class _Packer:
         return [str(whole.dtype).removeprefix("torch."), list(whole.shape)]
 
     def _require_room(self, size_bytes: int) -> None:
-        """Before it is made contiguous: an expanded tensor may be larger than any memory."""
+        """Check the total size before copying: an expanded tensor may be larger than the memory when contiguous."""
         self._data_bytes += size_bytes
         if self._data_bytes > MAX_BYTES:
             raise _too_large(self._name, self._data_bytes)
@@ -373,17 +374,17 @@ class _Packer:
 
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes | memoryview:
-    """The memory of a contiguous tensor on the CPU; not by way of numpy, which a node may lack."""
+    """Return the memory of a contiguous CPU tensor, without numpy, which a node may lack."""
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes == 0:
         return b""
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]  # lives as long as the view
+    memory.owner = tensor  # type: ignore[attr-defined]  # keeps the tensor alive as long as the view
     return memoryview(memory).cast("B")
 
 
 def has_data(tensor: torch.Tensor) -> bool:
-    """Say of a dense tensor whether all its numbers are in memory: a storage can be freed or shrunk under a tensor."""
+    """Return whether a dense tensor has all its data in memory: its storage can have been freed or shrunk."""
     if tensor.is_meta or not tensor.numel():
         return not tensor.is_meta
     last = tensor.storage_offset() + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride()))
@@ -391,7 +392,7 @@ def has_data(tensor: torch.Tensor) -> bool:
 
 
 def _tensor_problem(tensor: torch.Tensor) -> tuple[str, str] | None:
-    """What keeps a tensor from travelling, and what to do about it."""
+    """Return why a tensor cannot travel, and what to do about it; None when it can."""
     import torch
 
     if tensor.is_nested:
@@ -405,9 +406,9 @@ def _tensor_problem(tensor: torch.Tensor) -> tuple[str, str] | None:
     elif str(tensor.dtype).removeprefix("torch.") not in _TENSOR_DTYPES:
         return f"tensor of dtype {tensor.dtype}", "use {}.view(torch.uint8) instead"
     elif math.prod(dim or 1 for dim in tensor.shape) * tensor.element_size() >= _MOST_SHAPE_BYTES:
-        return f"tensor of shape {list(tensor.shape)}", "it is empty, and larger than any memory but for that"
+        return f"tensor of shape {list(tensor.shape)}", "it is empty, but its other dimensions are too large"
     elif tensor.dim() > _MAX_DIMS:
-        return f"tensor of {tensor.dim()} dimensions", f"use {{}}.flatten() instead, {_MAX_DIMS} are the most"
+        return f"tensor of {tensor.dim()} dimensions", f"use {{}}.flatten() instead, the limit is {_MAX_DIMS}"
     return None
 
 
@@ -435,7 +436,7 @@ def _check(description: object, *, limit_bytes: int) -> _Checker:
 
 
 class _Checker:
-    """Walks a whole description of the other side for the sizes of its raw bytes; what it lets pass can be built."""
+    """Validates a whole description of the peer and collects the sizes of its raw bytes; what passes can be built."""
 
     def __init__(self, limit_bytes: int) -> None:
         self.sizes: list[int] = []
@@ -469,10 +470,10 @@ class _Checker:
         elif kind == "scalar" and _is_scalar(content):
             self.check(content, depth=depth)
         else:
-            raise WireError(f"{_short(node)} describes no value")
+            raise WireError(f"{_short(node)} is not the description of a value")
 
     def _check_list(self, node: object, *, depth: int) -> int:
-        """Check a LIST; returns its length."""
+        """Check a LIST; return its length."""
         if type(node) is list:
             if depth == _MAX_DEPTH:
                 raise WireError(f"a value is nested more than {_MAX_DEPTH} deep")
@@ -481,12 +482,12 @@ class _Checker:
             return len(node)
         kind, content = _only_item(node)
         if kind not in _NUMBERS:
-            raise WireError(f"{_short(node)} describes no list")
+            raise WireError(f"{_short(node)} is not the description of a list")
         self._add_raw(8 * _natural(content), takes=6)  # a number in a list has 40 bytes, and for a moment 8 in a tuple
         return _natural(content)
 
     def _add_raw(self, size_bytes: int, *, takes: int = 0) -> None:
-        """``takes``: how often as much memory again as the raw bytes do."""
+        """Count raw bytes; building their value takes ``takes`` times their size in further memory."""
         self.sizes.append(size_bytes)
         self.memory_bytes += size_bytes * (1 + takes)
         self._num_bytes += _padded(size_bytes)
@@ -497,7 +498,7 @@ class _Checker:
 def _only_item(node: object) -> tuple[str, Any]:
     if type(node) is dict and len(node) == 1:
         return next(iter(node.items()))
-    raise WireError(f"{_short(node)} describes no value")
+    raise WireError(f"{_short(node)} is not the description of a value")
 
 
 def _pair(content: object) -> tuple[Any, Any]:
@@ -528,7 +529,7 @@ def _is_scalar(node: object) -> bool:
 
 
 def _data_bytes(kind: str, dtype: object, shape: object) -> int:
-    """The size in bytes of an array or a tensor."""
+    """Return the size in bytes of an array or a tensor."""
     if kind == "tensor" and type(dtype) is str and dtype in _TENSOR_DTYPES:
         item_bytes = _TENSOR_DTYPES[dtype][0]
     elif kind == "array" and type(dtype) is str and _ARRAY_DTYPE.fullmatch(dtype):
@@ -544,7 +545,7 @@ def _data_bytes(kind: str, dtype: object, shape: object) -> int:
 
 
 def _short(value: object) -> str:
-    """The repr of a value, of bounded length whatever the value is."""
+    """Return the repr of a value, of bounded length whatever the value is."""
     shortener = reprlib.Repr()
     shortener.maxstring = shortener.maxother = 120
     try:
@@ -554,7 +555,7 @@ def _short(value: object) -> str:
 
 
 def _build(node: Any, raws: Iterator[memoryview]) -> Any:
-    """Make a value of nodes that were checked, and their raw bytes."""
+    """Build a value from checked nodes and their raw bytes."""
     if type(node) is list:
         return [_build(item, raws) for item in node]
     if type(node) is not dict:
@@ -590,20 +591,20 @@ def _empty_dict(kind: str, content: list[Any]) -> dict[Any, Any]:
 
 
 def add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
-    """Have keys of a dict, or elements of a set, added: some at a time, so that a stop gets through.
+    """Add keys of a dict, or elements of a set, in portions, so that a stop can interrupt.
 
-    Raises: WireError for keys that cannot be any, or were chosen to have the same place: all of them would take hours.
+    Raises: WireError for keys that are not hashable, or were chosen to collide: adding them all would take hours.
     """
     deadline = time.thread_time() + _KEYS_LIMIT_S + len(keys) * _KEY_LIMIT_S
-    too_slow = WireError(f"{len(keys)} keys or elements take too long to tell apart: too many have the same hash")
+    too_slow = WireError(f"{len(keys)} keys or elements take too long to compare: too many have the same hash")
     has_containers = not {tuple, frozenset}.isdisjoint(map(type, keys)) or any(
         type(key) is int and key.bit_length() > _MANY_BITS for key in keys
     )
     most_alike = _MOST_ALIKE_CONTAINERS if has_containers else _MOST_ALIKE
     at_once = min(_MOST_KEYS_AT_ONCE, _COMPARISONS_AT_ONCE // max(1, len(keys)))
-    step = 1 if has_containers else max(1, at_once)  # to compare two of them may take long
+    step = 1 if has_containers else max(1, at_once)  # comparing two containers may take long
     alike: collections.Counter[int] = collections.Counter()
-    factor = 1 + secrets.randbelow(_LARGE_PRIME - 1)  # else hashes could be chosen for their places in the counter
+    factor = 1 + secrets.randbelow(_LARGE_PRIME - 1)  # else hashes could be chosen to collide in the counter
     try:
         for at in range(0, len(keys), _NUMBERS_AT_ONCE):
             alike.update(number * factor % _LARGE_PRIME for number in map(hash, keys[at : at + _NUMBERS_AT_ONCE]))
@@ -614,11 +615,11 @@ def add_keys(keys: list[Any], add: Callable[[list[Any], int], object]) -> None:
             if time.thread_time() > deadline:
                 raise too_slow
     except (TypeError, ValueError) as exc:  # ValueError: a timedelta64 without unit
-        raise WireError(f"a key or an element cannot be one: {exc}") from exc
+        raise WireError(f"invalid key or element: {exc}") from exc
 
 
 def _build_numbers(kind: str, count: int, raw: memoryview) -> list[Any]:
-    """Some at a time: other threads go on meanwhile."""
+    """Unpack numbers in portions, so that other threads can run in between."""
     one = struct.calcsize(kind)
     made: list[Any] = []
     for at in range(0, count, _NUMBERS_AT_ONCE):
@@ -639,7 +640,7 @@ def _build_array(dtype: str, shape: list[int], raw: memoryview) -> Any:
     if dtype == "|b1" and numpy.ndarray(len(raw), "|u1", memory).max(initial=0) > 1:
         raise WireError("an array of bool holds bytes that are neither 0 nor 1")
     if dtype[1] == "U" and numpy.ndarray(len(raw) // 4, f"{dtype[0]}u4", memory).max(initial=0) > sys.maxunicode:
-        raise WireError("an array of strings holds what is no character")
+        raise WireError("an array of strings holds an invalid character")
     return numpy.ndarray(shape, dtype, memory)
 
 
