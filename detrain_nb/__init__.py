@@ -42,7 +42,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import public names when they are asked for: a node that imports one module does not import them all."""
+    """Import a public name on first use, so that a node that imports one module does not import them all."""
     from importlib import import_module
 
     if name in _HOMES:
@@ -51,14 +51,14 @@ def __getattr__(name: str) -> Any:
 
 
 def load_ipython_extension(ipython: Any) -> None:
-    """``%load_ext detrain_nb``."""
+    """Load the magics, for ``%load_ext detrain_nb``."""
     from detrain_nb.magics import load_ipython_extension as load
 
     load(ipython)
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """``%unload_ext detrain_nb``."""
+    """Remove the magics, for ``%unload_ext detrain_nb``."""
     from detrain_nb.magics import unload_ipython_extension as unload
 
     unload(ipython)

@@ -1,4 +1,4 @@
-"""The agents of one machine: the folders they serve, started, found, connected to.
+"""Agents of one machine and their session folders: start them, find them, connect to them.
 
 Used by transport/local.py on the notebook's machine, and by node/ssh/attach.py on a node.
 """
@@ -31,13 +31,13 @@ PID_NAME = "agent.pid"
 HOLDER_NAME = "holder"
 LOCK_NAME = "agent.lock"
 USES_NAME = "uses.json"
-ENDED_PREFIX = ".ended-"  # of the folder of an agent that is ending
+ENDED_PREFIX = ".ended-"  # of the folder of an agent that is exiting
 GROUPS_FILE = re.compile(r"groups\.([0-9]+)\.[0-9]+(\.end)?")  # where ranks meet to make groups: a file, then a link
 _WRITTEN = re.compile(r"agent\.(lock|pid|sock|log)|launcher\.log|holder|steps|(started|uses)\.json|spool\.[0-9]{6,}")
-_LAUNCHER_LOGS = "torchelastic"  # the folder that launch.py names to torchrun
+_LAUNCHER_LOGS = "torchelastic"  # the log folder that launch.py passes to torchrun
 AGENT_MODULE = "detrain_nb.node.agent.agent"
 JOBS_MODULE = "detrain_nb.node.job.service"  # a program beside the agents
-JOBS_MAGIC = b"\ndetrain-nb jobs 1\n"  # what it says first
+JOBS_MAGIC = b"\ndetrain-nb jobs 1\n"  # the first bytes it sends
 READY = b"detrain-nb agent ready\n"
 _MAX_SOCKET_PATH = 100
 _START_LIMIT_S = 30.0
@@ -47,11 +47,11 @@ _REMOVE_LIMIT_S = 1.0
 def start_agent(
     folder: Path, *, env: Mapping[str, str] | None = None, uses: Sequence[str] = ()
 ) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start the agent that serves the session ``folder``, detached; return it and a socket that is connected to it.
+    """Start the agent of the session ``folder``, detached; return it and a socket connected to it.
 
-    What dead agents have left beside ``folder`` is removed. ``uses``: folders to keep as long as it lives, see
-    node/ssh/cache_cleanup.py.
-    Raises: LaunchError when it does not come up, SessionError when a session of that name runs already.
+    Folders next to ``folder`` that dead agents left behind are removed. ``uses`` lists folders that must be kept while
+    the agent runs, see node/ssh/cache_cleanup.py.
+    Raises: LaunchError when the agent does not start, SessionError when a session of that name is already running.
     """
     if sys.platform != "linux":
         raise LaunchError(f"ranks on this machine need Linux: {sys.platform} can drive nodes, not be one")
@@ -59,8 +59,8 @@ def start_agent(
     try:
         agent = subprocess.Popen(
             [sys.executable, "-X", "utf8", "-c", RUN_MODULE, AGENT_MODULE, str(folder), str(lock)],
-            cwd="/",  # nobody else's
-            env={**os.environ, **(env or {})},  # not what C libraries have set beside it, as readline does
+            cwd="/",  # a folder that no other user can change
+            env={**os.environ, **(env or {})},  # without what C libraries, such as readline, have set behind Python
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -68,9 +68,9 @@ def start_agent(
             start_new_session=True,
         )
     except OSError as exc:
-        raise LaunchError(f"no process can be started for the agent: {exc.strerror} (ulimit -u says how many)") from exc
+        raise LaunchError(f"cannot start a process for the agent: {exc.strerror} (ulimit -u shows the limit)") from exc
     finally:
-        os.close(lock)  # the agent has it
+        os.close(lock)  # the agent has inherited it
         if agent is None:
             remove_dead_agent(folder)
     try:
@@ -84,9 +84,9 @@ def start_agent(
 
 
 def claim_folder(folder: Path, *, uses: Sequence[str] = ()) -> int:
-    """Make ``folder`` and hold its lock, which is its agent's: there is no moment in which that seems to be dead.
+    """Create ``folder`` and take its lock for the agent to inherit, so that the agent never appears to be dead.
 
-    Raises: LaunchError, SessionError.
+    Raises: LaunchError when the folder cannot be created, SessionError when a live agent serves it.
     """
     remove_dead_agents(folder.parent)
     lock = _take_folder(folder)
@@ -96,37 +96,40 @@ def claim_folder(folder: Path, *, uses: Sequence[str] = ()) -> int:
     except OSError as exc:
         os.close(lock)
         remove_dead_agent(folder)
-        raise LaunchError(f"the session's folder {folder} cannot be written: {exc}") from exc
+        raise LaunchError(f"cannot write to the session folder {folder}: {exc}") from exc
     return lock
 
 
 def _take_folder(folder: Path) -> int:
-    """Raises: LaunchError, SessionError."""
+    """Create the folder and take its lock. Raises: LaunchError, SessionError."""
     began = time.monotonic()
     while True:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
             require_private(folder)
             lock = take_lock(folder / LOCK_NAME, is_new=True)
-        except FileNotFoundError:  # another process removes what a dead agent has left
+        except FileNotFoundError:  # another process is removing a dead agent's folder
             lock = None
         except OSError as exc:
-            raise LaunchError(f"the session's folder cannot be made: {exc}") from exc
+            raise LaunchError(f"cannot create the session folder: {exc}") from exc
         if lock is not None:
             return lock
         pid, waited_s = live_agent(folder), time.monotonic() - began
         if pid and (is_running(pid) or waited_s > _REMOVE_LIMIT_S):
             raise SessionError(
-                f"session {folder.name!r} runs already (agent pid {pid}): %distributed attach {folder.name} goes on "
-                "with it, %distributed start --fresh ends it first, --name gives this one another name"
+                f"session {folder.name!r} is already running (agent pid {pid}): continue it with %distributed attach "
+                f"{folder.name}, replace it with %distributed start --fresh, or name this one with --name"
             )
         if waited_s > _START_LIMIT_S:
-            raise LaunchError(f"session {folder.name!r} is being started by another process, for too long")
+            raise LaunchError(
+                f"another process has been starting session {folder.name!r} for {waited_s:.0f} s: "
+                "choose another name with --name"
+            )
         time.sleep(0.01)
 
 
 def remove_dead_agents(base: Path) -> None:
-    """Remove from ``base`` the folders of agents that were killed, with the machine perhaps, before they could."""
+    """Remove from ``base`` the folders of agents that died, perhaps with the machine, before removing them."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         for entry in entries:
             if not entry.name.startswith(".") or entry.name.startswith(ENDED_PREFIX):
@@ -134,9 +137,10 @@ def remove_dead_agents(base: Path) -> None:
 
 
 def remove_dead_agent(folder: Path) -> None:
-    """Remove the folder of an agent, if it is one, and the agent is dead: its lock is free.
+    """Remove an agent's folder if the agent is dead, which shows in its lock being free.
 
-    What no agent writes stays, and the folder with it. Who starts an agent there meanwhile makes the folder anew.
+    Files that no agent writes stay, and the folder with them. A process that starts an agent there in the meantime
+    recreates the folder.
     """
     with contextlib.suppress(OSError):
         state = folder.lstat()
@@ -146,15 +150,15 @@ def remove_dead_agent(folder: Path) -> None:
         if lock is None:
             return
         try:
-            shutil.rmtree(folder / _LAUNCHER_LOGS, ignore_errors=True)  # not where it is a link
+            shutil.rmtree(folder / _LAUNCHER_LOGS, ignore_errors=True)  # does not follow a link
             _remove_written(folder)
         finally:
-            os.close(lock)  # before the folder: NFS keeps a file that is open in it
+            os.close(lock)  # before rmdir: NFS keeps an open file in the folder
         folder.rmdir()
 
 
 def _remove_written(folder: Path) -> None:
-    """Remove the files that agents write; the lock as the last one: without it the folder is nobody's."""
+    """Remove the files that agents write, the lock last: without it the folder does not count as an agent's."""
     opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         for name in sorted(os.listdir(opened), key=LOCK_NAME.__eq__):
@@ -166,20 +170,23 @@ def _remove_written(folder: Path) -> None:
 
 
 def _is_written(name: str, mode: int) -> bool:
-    """Agents, and the ranks of their sessions, make it."""
+    """Return whether agents, or the ranks of their sessions, write such a file."""
     if GROUPS_FILE.fullmatch(name):
         return stat.S_ISREG(mode) or stat.S_ISLNK(mode)
     return _WRITTEN.fullmatch(name) is not None and (stat.S_ISREG(mode) or stat.S_ISSOCK(mode))
 
 
 def connect(folder: Path) -> socket.socket:
-    """Connect to the agent that serves ``folder``. Raises: LaunchError when it does not answer."""
+    """Connect to the agent that serves ``folder``.
+
+    Raises: LaunchError when its socket does not answer, or belongs to another user.
+    """
     path = folder / SOCKET_NAME
     sock = socket.socket(socket.AF_UNIX)
     try:
         if len(os.fsencode(path)) <= _MAX_SOCKET_PATH:
             sock.connect(str(path))
-        else:  # the path of a socket is short: go through a descriptor of its folder
+        else:  # a socket path is limited to about 100 bytes: go through a descriptor of its folder
             opened = os.open(folder, os.O_RDONLY)
             try:
                 sock.connect(f"/proc/self/fd/{opened}/{SOCKET_NAME}")
@@ -187,19 +194,19 @@ def connect(folder: Path) -> socket.socket:
                 os.close(opened)
     except OSError as exc:
         sock.close()
-        raise LaunchError(f"the agent's socket {path} does not answer: {exc}") from exc
+        raise LaunchError(f"agent socket {path} does not answer: {exc}") from exc
     if not is_same_user(sock):
         sock.close()
-        raise LaunchError(f"the agent's socket {path} is another user's: set DETRAIN_NB_RUNTIME_DIR to another folder")
+        raise LaunchError(f"agent socket {path} belongs to another user: set DETRAIN_NB_RUNTIME_DIR to another folder")
     return sock
 
 
 def runtime_folder() -> Path:
-    """The folder of this user's sessions, made if need be; nobody else can enter it, or put another in its place.
+    """Return the folder of this user's sessions, created if missing; no other user can enter or replace it.
 
-    ``DETRAIN_NB_RUNTIME_DIR``, or the first that is fit: a folder in ``XDG_RUNTIME_DIR``, one in the system's folder
-    for temporary files, one among the user's caches. Its path has no links.
-    Raises: LaunchError when none is fit, with what is wrong with the first.
+    It is ``DETRAIN_NB_RUNTIME_DIR``, or the first usable one of: a folder in ``XDG_RUNTIME_DIR``, one in the system's
+    temporary folder, one in the user's cache folder. The returned path has no links.
+    Raises: LaunchError when none is usable, with the reason for the first.
     """
     refused = []
     for wanted in _possible_folders():
@@ -212,7 +219,7 @@ def runtime_folder() -> Path:
             require_private(folder)
             return folder
         except OSError as exc:
-            refused.append(LaunchError(f"the run directory cannot be made: {exc}: set DETRAIN_NB_RUNTIME_DIR"))
+            refused.append(LaunchError(f"cannot create the run directory: {exc}: set DETRAIN_NB_RUNTIME_DIR"))
         except LaunchError as exc:
             refused.append(exc)
     raise refused[0]
@@ -227,12 +234,15 @@ def _possible_folders() -> Iterator[Path]:
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
     yield _temporary_folder(f"detrain_nb-{user}")
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if os.path.isabs(caches):  # else the home is not known
-        yield Path(caches) / f"detrain_nb-{platform.node()}"  # machines may share the home
+    if os.path.isabs(caches):  # else the home folder is unknown
+        yield Path(caches) / f"detrain_nb-{platform.node()}"  # machines may share the home folder
 
 
 def _temporary_folder(name: str) -> Path:
-    """Where Python has its temporary files, or would if there were room: another user who fills it hides no session."""
+    """Return the folder ``name`` in Python's temporary folder, also when that is full.
+
+    Python skips a folder that it cannot write to; a full disk would then hide a session that is already there.
+    """
     named = (os.environ.get(variable) for variable in ("TMPDIR", "TEMP", "TMP"))
     first = next((path for path in (*named, "/tmp") if path and os.path.isdir(path)), "")
     is_there = bool(first) and os.path.isdir(os.path.join(first, name))
@@ -240,23 +250,23 @@ def _temporary_folder(name: str) -> Path:
 
 
 def open_private(path: str, flags: int) -> int:
-    """For `open`: a file that it makes is its user's alone, whatever the umask is."""
+    """Open a file as an ``opener`` of `open`; a new file is private to its user, whatever the umask."""
     return os.open(path, flags, 0o600)
 
 
 def is_running(pid: int) -> bool:
-    """A process of that number may be there."""
+    """Return whether a process with this pid may exist."""
     if sys.platform == "win32":
-        return True  # asking with a signal would end it
+        return True  # os.kill would end it
     try:
         os.kill(pid, 0)
     except OSError as exc:
-        return not isinstance(exc, ProcessLookupError)  # else it is somebody else's
+        return not isinstance(exc, ProcessLookupError)  # any other error: it belongs to another user
     return True
 
 
 def running_sessions() -> dict[str, int]:
-    """The sessions of this user on this machine: name -> pid of the agent."""
+    """Return the sessions of this user on this machine: name -> pid of the agent."""
     if sys.platform != "linux":
         return {}
     folders = sorted(path for path in runtime_folder().iterdir() if not path.name.startswith("."))
@@ -264,7 +274,7 @@ def running_sessions() -> dict[str, int]:
 
 
 def holder_of(session: str) -> str:
-    """Who held a session of this machine last; empty when that is not known."""
+    """Return who last held a session of this machine; empty when unknown."""
     try:
         return (runtime_folder() / session / HOLDER_NAME).read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -272,7 +282,7 @@ def holder_of(session: str) -> str:
 
 
 def require_private(folder: Path) -> None:
-    """Raises: LaunchError when others can enter ``folder``, or put another one in its place; OSError."""
+    """Check that other users can neither enter nor replace ``folder``. Raises: LaunchError when they can; OSError."""
     _require_safe_parents(folder)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode):
@@ -280,7 +290,9 @@ def require_private(folder: Path) -> None:
     if not hasattr(os, "getuid"):
         return
     if state.st_uid != os.getuid():
-        raise LaunchError(f"run directory {folder} belongs to uid {state.st_uid}, not us: set DETRAIN_NB_RUNTIME_DIR")
+        raise LaunchError(
+            f"run directory {folder} belongs to uid {state.st_uid}, not to this user: set DETRAIN_NB_RUNTIME_DIR"
+        )
     if state.st_mode & 0o077:
         mode = stat.S_IMODE(state.st_mode)
         raise LaunchError(f"run directory {folder} is open to others (mode {mode:04o}): chmod 700 {folder}")
@@ -289,21 +301,21 @@ def require_private(folder: Path) -> None:
 def _require_safe_parents(folder: Path) -> None:
     if parent := find_guest_parent(folder):
         raise LaunchError(
-            f"run directory {folder}: others can put another one in its place, as {describe(parent)} is theirs to "
-            "write: set DETRAIN_NB_RUNTIME_DIR to a folder that is not below it"
+            f"run directory {folder} can be replaced by other users, who can write to {describe(parent)}: "
+            "set DETRAIN_NB_RUNTIME_DIR to a folder outside it"
         )
 
 
 def is_same_user(sock: socket.socket) -> bool:
-    """Whether a process of this user is at the other end of a Unix socket."""
+    """Return whether the peer of a Unix socket is a process of this user."""
     if not hasattr(socket, "SO_PEERCRED"):
-        return True  # the folder's mode keeps others out
+        return True  # the folder's mode keeps other users out
     _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return bool(uid == os.getuid())
 
 
 def live_agent(folder: Path) -> int:
-    """The pid of the agent that serves ``folder``, 0 when none does."""
+    """Return the pid of the agent that serves ``folder``, 0 when none does."""
     with contextlib.suppress(OSError, ValueError):
         if is_served(folder):
             return int((folder / PID_NAME).read_text(encoding="ascii") or 0)
@@ -311,7 +323,7 @@ def live_agent(folder: Path) -> int:
 
 
 def is_served(folder: Path) -> bool:
-    """An agent lives that serves ``folder``, or is starting: the lock is held."""
+    """Return whether an agent serves ``folder`` or is starting there, which shows in its lock being held."""
     import fcntl
 
     try:
@@ -325,14 +337,14 @@ def is_served(folder: Path) -> bool:
 
 
 def wait_for_pid(pid: int, *, limit_s: float) -> None:
-    """Wait until a process that another transport started, or another process, has ended."""
+    """Wait, at most ``limit_s`` seconds, until a process that need not be a child of this one has exited."""
     deadline = time.monotonic() + limit_s
     while pid and is_running(pid) and not _is_zombie(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 def _is_zombie(pid: int) -> bool:
-    """The process has ended, and its parent, that goes on, has not taken note of it."""
+    """Return whether the process has exited and its living parent has not waited for it yet."""
     with contextlib.suppress(OSError):
         said = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
         return said.rpartition(")")[2].split()[0] == "Z"
@@ -340,7 +352,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def _wait_until_ready(agent: subprocess.Popen[bytes]) -> None:
-    """Read what the agent prints until it says that it listens."""
+    """Read the agent's output until it reports that it is listening. Raises: LaunchError."""
     assert agent.stdout is not None
     printed = b""
     deadline = time.monotonic() + _START_LIMIT_S
@@ -348,10 +360,10 @@ def _wait_until_ready(agent: subprocess.Popen[bytes]) -> None:
         selector.register(agent.stdout, selectors.EVENT_READ)
         while READY not in printed:
             if not selector.select(max(0.0, deadline - time.monotonic())):
-                raise LaunchError(f"the agent did not come up within {_START_LIMIT_S:.0f} s")
+                raise LaunchError(f"the agent did not start within {_START_LIMIT_S:.0f} s")
             data = os.read(agent.stdout.fileno(), 4096)
             if not data:
                 agent.wait(_START_LIMIT_S)
                 last = printed.decode(errors="replace").strip().splitlines()[-1:] or [f"exit {agent.returncode}"]
-                raise LaunchError(f"the agent ended at once: {last[0]}")
+                raise LaunchError(f"the agent exited at once: {last[0]}")
             printed += data

@@ -1,11 +1,11 @@
-"""What a rank waits for before its Python ends: that gloo's threads have let go of the last tensors.
+"""Wait at the exit of a rank until gloo's threads have released the last tensors.
 
-A collective returns when its data is there. The thread of gloo that ran it lets go of the tensors a moment later, and
-needs the GIL for that. Where Python has begun to end by then, up to 3.13 it ends the thread instead, and C++ aborts the
-process: "terminate called without an active exception". ``destroy_process_group`` joins these threads only where
-nothing else holds the group, and a model or a mesh does.
+A collective returns when its data has arrived. The gloo thread that ran it releases the tensors a moment later, and
+needs the GIL for that. If Python is already shutting down by then, Python up to 3.13 ends the thread instead, and C++
+aborts the process: "terminate called without an active exception". ``destroy_process_group`` joins these threads only
+when nothing else holds the group, and a model or a mesh does.
 
-A job has a copy of this file as ``sitecustomize``, which Python runs before a program: it imports nothing of ours.
+A job gets a copy of this file as ``sitecustomize``, which Python runs before a program: it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LIMIT_S = 10.0  # more than a thread waits for a processor
 
 
 def wait_for_gloo_at_exit() -> None:
-    """Have this process wait at its end until gloo's threads rest; its exit code stays what it is."""
+    """Make this process wait at its exit until gloo's threads are idle; the exit code does not change."""
     atexit.unregister(_wait_for_gloo)
     atexit.register(_wait_for_gloo)
 
 
 def _wait_for_gloo() -> None:
-    """One that sleeps, and has not been awake between two looks, is at rest: it has nothing, or waits for a peer."""
+    """Wait until every gloo thread sleeps and has not run between two looks: it is done, or waits for a peer."""
     deadline, before = time.monotonic() + _LIMIT_S, None
     while (now := _look()) and time.monotonic() < deadline:
         if now == before and all(state.startswith("State:\tS") for state, *_ in now.values()):
@@ -46,11 +46,11 @@ def _wait_for_gloo() -> None:
 
 
 def _look() -> dict[str, tuple[str, ...]]:
-    """The state of gloo's threads, and how often each was switched; empty where there is none."""
+    """Return the state of gloo's threads and their context switch counts; empty when there are none."""
     found = {}
-    with contextlib.suppress(OSError):  # no Linux
+    with contextlib.suppress(OSError):  # not Linux
         for thread in _THREADS.iterdir():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the thread has exited
                 name, *lines = (thread / "status").read_text().splitlines()
                 if name.endswith(_NAME):
                     found[thread.name] = tuple(line for line in lines if line.startswith(_TOLD))
@@ -58,7 +58,7 @@ def _look() -> dict[str, tuple[str, ...]]:
 
 
 def _run_hidden() -> None:
-    """Run the ``sitecustomize`` that Python would have run if ours did not stand before it."""
+    """Run the ``sitecustomize`` that Python would have run if ours did not come first on the path."""
     with contextlib.suppress(ValueError):
         sys.path.remove(os.path.dirname(__file__))
     spec = importlib.machinery.PathFinder.find_spec(SITE_MODULE)

@@ -242,7 +242,7 @@ class ValueNotSupported(DetrainError, TypeError):
 
 @dataclass(frozen=True)
 class RemoteError:
-    """An exception that a cell raised on one rank, as text: what a rank sends never becomes an exception of its class."""
+    """An exception that a cell raised on one rank, as text; it never becomes an object of the class it names."""
 
     rank: int
     host: str

@@ -88,7 +88,7 @@ def test_agent_for_which_there_is_no_process_leaves_nothing(tmp_path: Path, monk
 
     monkeypatch.setattr("subprocess.Popen", refuse)
     (tmp_path / "run").mkdir(mode=0o700)
-    with pytest.raises(LaunchError, match=r"no process can be started for the agent: Resource temporarily unavailable"):
+    with pytest.raises(LaunchError, match=r"cannot start a process for the agent: Resource temporarily unavailable"):
         start_agent(tmp_path / "run" / "mine")
     assert not list((tmp_path / "run").iterdir())
 
@@ -296,7 +296,7 @@ sys.stdin.readline()
         said = [starter.stdout.readline() for starter in starters if starter.stdout]
         started = [int(words.split()[1]) for words in said if words.startswith("started")]
         assert len(started) == 1, said
-        assert sum(f"runs already (agent pid {started[0]})" in words for words in said) == 3, said
+        assert sum(f"is already running (agent pid {started[0]})" in words for words in said) == 3, said
         assert live_agent(base / "new") == started[0]
     finally:
         for starter in starters:
@@ -343,7 +343,9 @@ def test_folder_that_others_can_put_another_in_place_of_is_refused(
     shared.chmod(mode)
     (shared / "deeper").mkdir(mode=0o700)
     monkeypatch.setenv("DETRAIN_NB_RUNTIME_DIR", str(shared / "deeper" / "run"))
-    with pytest.raises(LaunchError, match=f"others can put another one in its place, as {shared} .mode {mode:04o}"):
+    with pytest.raises(
+        LaunchError, match=f"can be replaced by other users, who can write to {shared} .mode {mode:04o}"
+    ):
         runtime_folder()
     assert not (shared / "deeper" / "run").exists()
     shared.chmod(0o1777)
@@ -380,5 +382,5 @@ def test_agent_of_another_user_is_not_talked_to(start: Start, base: Path, monkey
     start("mine")
     ours = os.getuid()
     monkeypatch.setattr("os.getuid", lambda: ours + 1)
-    with pytest.raises(LaunchError, match="is another user's"):
+    with pytest.raises(LaunchError, match="belongs to another user"):
         connect(base / "mine")

@@ -184,7 +184,7 @@ def test_ranks_that_ran_a_cell_when_the_kernel_was_restarted_are_not_ended_by_a_
     while kernel.client.get_iopub_msg(timeout=20)["msg_type"] != "stream":
         pass
     _renew(kernel)
-    assert "runs already" in kernel.run("%distributed start -n 1 --no-init").error
+    assert "is already running" in kernel.run("%distributed start -n 1 --no-init").error
     assert kernel.run("%distributed stop").status == "ok"
 
 
@@ -197,7 +197,7 @@ def test_ranks_of_a_kernel_that_died_are_not_ended_by_a_start(kernel: Any) -> No
     kernel.client.wait_for_ready(timeout=60)
     said = kernel.run("%load_ext detrain_nb").text()
     assert "was left running" in said and "are lost" not in said
-    assert "runs already" in kernel.run("%distributed start -n 1 --no-init").error
+    assert "is already running" in kernel.run("%distributed start -n 1 --no-init").error
     assert kernel.run("%distributed stop").status == "ok"
 
 

@@ -930,7 +930,7 @@ def test_empty_cell_is_refused(session: Session, code: str) -> None:
 def test_second_session_of_the_same_name_is_refused() -> None:
     with (
         Session.start(ranks=1, device="cpu", init=False, name="mine") as session,
-        pytest.raises(SessionError, match=r"'mine' runs already \(agent pid \d+\)"),
+        pytest.raises(SessionError, match=r"'mine' is already running \(agent pid \d+\)"),
     ):
         Session.start(ranks=1, device="cpu", init=False, name="mine")
     assert not session.is_alive

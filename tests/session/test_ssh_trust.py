@@ -311,7 +311,7 @@ _DANGLING = "mkdir -p -m 700 $(dirname {0}) && ln -s /tmp/nothing-there {0}"
         (_LOOSE, "is open to others .mode 0777.: chmod 700"),
         (_FOREIGN, "belongs to uid 12345"),
         (_LINK, "is not a directory"),
-        (_DANGLING, "is not a directory|cannot be made|File exists"),
+        (_DANGLING, "is not a directory|cannot create|File exists"),
     ],
     ids=["loose", "foreign", "link", "dangling"],
 )

@@ -338,7 +338,7 @@ def test_of_two_sessions_one_is_kept_for_the_next(processes: Processes) -> None:
 def test_name_that_is_taken_is_refused_and_the_warm_process_stays() -> None:
     with _start(ranks=1, name="mine"):
         warm = _session_stopped(ranks=1)
-        with pytest.raises(SessionError, match="'mine' runs already"):
+        with pytest.raises(SessionError, match="'mine' is already running"):
             _start(ranks=1, name="mine")
         with _is_warm(warm, ranks=1, name="yours"):
             pass

@@ -165,7 +165,7 @@ def test_agent_that_was_started_answers(make_transport: MakeTransport, session: 
 
 def test_name_that_runs_already_is_refused_and_goes_on(make_transport: MakeTransport, session: str) -> None:
     first = Notebook(make_transport().start_agent(session))
-    with pytest.raises(SessionError, match=f"{session!r} runs already"):
+    with pytest.raises(SessionError, match=f"{session!r} is already running"):
         make_transport().start_agent(session)
     assert first.attach(session).pid > 0
 
