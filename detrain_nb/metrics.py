@@ -1,4 +1,4 @@
-"""Numbers of a training, logged by its ranks and read back: JSON lines, one file for each rank."""
+"""Metrics of a training run, logged by its ranks and read back: JSON lines, one file per rank."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from .errors import SpecError
 __all__ = ["FOLDER_VARIABLE", "MOST_LINE_BYTES", "NO_VALUES", "log_metrics", "read_metrics", "read_metrics_line"]
 
 FOLDER_VARIABLE = "DETRAIN_NB_METRICS"
-STEPS_VARIABLE = "DETRAIN_NB_STEPS"  # where the ranks of a node say which step they have reached
-STEP_RECORD = struct.Struct("<QQqQ")  # process, its calls, the last step, when: a place for each rank of the node
+STEPS_VARIABLE = "DETRAIN_NB_STEPS"  # the file in which the ranks of a node record the step they have reached
+STEP_RECORD = struct.Struct("<QQqQ")  # pid, its number of calls, the last step, its time: one record per local rank
 _USUAL_FOLDER = "metrics"
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)
-MOST_LINE_BYTES = 1 << 18  # a longer one is passed over
-_MOST_VALUES = 1000  # of one line
+MOST_LINE_BYTES = 1 << 18  # longer lines are skipped
+_MOST_VALUES = 1000  # per line
 _OWN_NAMES = {"step", "time", "rank"}
-NO_VALUES = _OWN_NAMES | {"run", "total_steps"}  # what of a line says where a value belongs
+NO_VALUES = _OWN_NAMES | {"run", "total_steps"}  # keys of a line that are not metrics
 _APPEND = os.O_RDWR | os.O_CREAT | os.O_APPEND | sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK"))
 
 
 def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str | None = None, **more: Any) -> None:
-    """Add a line to this rank's file: ``step``, the time, and numbers (or short texts) by name.
+    """Append a line to this rank's file: ``step``, the time, and numbers (or short strings) by name.
 
-    ``folder`` is by default what ``DETRAIN_NB_METRICS`` names, else ``metrics`` where the rank runs. A tensor of one
-    element counts as its number; ``total_steps`` says once how many steps there will be. A line is written at once and
-    as a whole: who reads meanwhile sees no half of it.
-    Raises: SpecError for what is no number, for too long texts, or no file; OSError, also where the file is a link: in
-    a folder of a group others could have put it there.
+    ``folder`` defaults to the one in ``DETRAIN_NB_METRICS``, else ``metrics`` in the current folder. A tensor of one
+    element is logged as its number; ``total_steps``, given once, is the planned number of steps. A line is written at
+    once and whole: a concurrent reader never sees half a line.
+    Raises: SpecError when a value is not a number, a string is too long, or the path is not a regular file; OSError,
+    also when the file is a link, which another member of the folder's group could have put there.
     """
     given = {**(values or {}), **more}
     if taken := _OWN_NAMES & given.keys():
-        raise SpecError(f"{min(taken)} is in every line already: give the value another name")
+        raise SpecError(f"the name {min(taken)} is reserved, every line has one: give the value another name")
     if len(given) > _MOST_VALUES:
-        raise SpecError(f"{len(given)} values for step {step}: a line has {_MOST_VALUES} at most")
+        raise SpecError(f"step {step} has {len(given)} values: a line can hold at most {_MOST_VALUES}")
     rank = int(os.environ.get("RANK", "0"))
     line: dict[str, Any] = {"step": _whole(step), "time": round(time.time(), 3), "rank": rank}
     line |= {name: _plain(name, value) for name, value in given.items()}
@@ -51,9 +51,9 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
     try:
         written = json.dumps(line).encode() + b"\n"
     except (TypeError, ValueError) as exc:
-        raise SpecError(f"step {line['step']} cannot be written: {exc}") from exc
+        raise SpecError(f"cannot write step {line['step']}: {exc}") from exc
     if len(written) >= MOST_LINE_BYTES:
-        raise SpecError(f"step {line['step']} has {len(written):,} bytes: a line has {MOST_LINE_BYTES:,} at most")
+        raise SpecError(f"step {line['step']} takes {len(written):,} bytes: a line has room for {MOST_LINE_BYTES:,}")
     file = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER) / f"rank-{rank}.jsonl"
     try:
         descriptor = os.open(file, _APPEND, 0o666)
@@ -62,9 +62,9 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
         descriptor = os.open(file, _APPEND, 0o666)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise SpecError(f"{file} is no file: remove it, or log to another folder")
+            raise SpecError(f"{file} is not a regular file: remove it, or log to another folder")
         size = os.fstat(descriptor).st_size
-        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # as a full disk leaves it
+        is_torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"  # by a full disk
         os.write(descriptor, b"\n" * is_torn + written)
     finally:
         os.close(descriptor)
@@ -72,10 +72,10 @@ def log_metrics(step: int, values: dict[str, Any] | None = None, *, folder: str 
 
 
 def note_step(step: int) -> None:
-    """Let who watches this rank know that it has reached ``step``; costs some microseconds, and nothing elsewhere."""
+    """Record that this rank has reached ``step``, for live views; takes microseconds, and nothing outside a session."""
     if not (path := os.environ.get(STEPS_VARIABLE)):
         return
-    with contextlib.suppress(OSError, ValueError, OverflowError, struct.error):  # without such a place nobody watches
+    with contextlib.suppress(OSError, ValueError, OverflowError, struct.error):  # no record file, no view
         place = STEP_RECORD.size * int(os.environ.get("LOCAL_RANK", ""))
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
@@ -87,10 +87,10 @@ def note_step(step: int) -> None:
 
 
 def read_metrics(folder: str | None = None, *, rank: int | None = None, run: str | None = None) -> list[dict[str, Any]]:
-    """Return what was logged in ``folder`` (as ``log_metrics`` has it), of all ranks or of one, by step and rank.
+    """Return the lines logged in ``folder`` (default as in ``log_metrics``), of all ranks or one, by step and rank.
 
-    ``run``: of all that were logged there only this one, or, with "last", the one that began last; a Trainer's lines
-    have the time at which it began to fit. A line that is not whole, as a full disk leaves it, is passed over.
+    ``run`` selects one run of several logged there, or the one that began last with "last"; a Trainer labels its lines
+    with the time at which ``fit`` began. Incomplete lines, which a full disk leaves behind, are skipped.
     """
     place = Path(folder or os.environ.get(FOLDER_VARIABLE) or _USUAL_FOLDER)
     files = sorted(place.glob("rank-*.jsonl")) if rank is None else [place / f"rank-{rank}.jsonl"]
@@ -102,7 +102,7 @@ def read_metrics(folder: str | None = None, *, rank: int | None = None, run: str
 
 
 def _texts_of(file: Path) -> Iterator[str]:
-    """The lines that are not too long; none of what is no file: a device has no end."""
+    """Yield the lines that are not too long; none if it is not a regular file, as a device never ends."""
     with contextlib.suppress(FileNotFoundError), open(os.open(file, _READ), "rb") as opened:
         if not stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
             return
@@ -121,7 +121,7 @@ def _lines_of(file: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_metrics_line(text: str) -> dict[str, Any] | None:
-    """What ``log_metrics`` has written as one line; None where it is not whole, or something else."""
+    """Parse one line that ``log_metrics`` wrote; None when it is incomplete or something else."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -145,7 +145,7 @@ def _whole(step: Any, name: str = "step") -> int:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """JSON has no NaN and no infinity: they are texts there."""
+    """Convert a value for JSON, which has no NaN and no infinity: they become strings."""
     if isinstance(value, (str, bool)) or value is None:
         return value
     try:
@@ -154,7 +154,7 @@ def _plain(name: str, value: Any) -> Any:
             return number
         return float(number) if math.isfinite(number) else str(float(number))
     except (TypeError, ValueError, RuntimeError) as exc:
-        raise SpecError(f"{name}={value!r:.80} is no number: log numbers, or tensors of one element") from exc
+        raise SpecError(f"{name}={value!r:.80} is not a number: log numbers, or tensors of one element") from exc
 
 
 def _number(value: Any) -> Any:
