@@ -1,4 +1,4 @@
-"""What is executed, or believed, is nobody else's to change: the rule for files and folders."""
+"""The rule for files and folders whose content is executed or trusted: no other user can change them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO
 
-# How a folder is opened to go through it, or write to it: one that cannot be listed, too.
+# Flags to open a folder for traversal or writing; they also work for a folder that cannot be listed.
 SEARCH = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", os.O_RDONLY)
 _ACL_HEADER_BYTES = 4
-_ACL_ENTRY = struct.Struct("<HHI")  # a tag, what is allowed, whom
-_ACL_NAMED = (0x02, 0x08)  # a user, a group
+_ACL_ENTRY = struct.Struct("<HHI")  # tag, permissions, uid or gid
+_ACL_NAMED = (0x02, 0x08)  # the tags of a named user and a named group
 
-# ``python -c RUN_MODULE MODULE`` is ``python -m MODULE`` that imports nothing from the folder in which it is started.
+# ``python -c RUN_MODULE MODULE`` is ``python -m MODULE`` that imports nothing from the current folder.
 # Python 3.11 has ``-P`` for that; its variable would reach the user's programs.
 RUN_MODULE = (
     "import os, sys; sys.path[:] = [path for path in sys.path if path not in ('', os.getcwd())]; import runpy; "
@@ -27,10 +27,11 @@ RUN_MODULE = (
 
 
 def can_others_write(state: os.stat_result, of: Path | int) -> bool:
-    """By its owner and mode, as OpenSSH asks: it is neither ours nor root's, or its group, or all, can write it.
+    """Return whether other users can write to a file or folder, judged by owner and mode as OpenSSH does.
 
-    A group that only has the user in it, made with the account on many systems, counts as the user. ``of``: its path,
-    or a descriptor of it; an access control list may name others.
+    They can if it belongs to neither this user nor root, or is writable for its group or for all. A group whose only
+    member is the user, which many systems create with the account, counts as the user. ``of`` is the path or an open
+    descriptor, whose access control list may name other users.
     """
     if not hasattr(os, "getuid"):
         return False
@@ -42,9 +43,9 @@ def can_others_write(state: os.stat_result, of: Path | int) -> bool:
 
 
 def open_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> BinaryIO:
-    """Open a file to read; a pipe or a device, of which nobody knows when it ends, is none. Raises: OSError.
+    """Open a regular file for reading; pipes and devices, which may never end, are refused. Raises: OSError.
 
-    On Windows nobody looks.
+    On Windows this is not checked.
     """
     if not hasattr(os, "O_NOFOLLOW"):
         return open(path, "rb")
@@ -55,23 +56,23 @@ def open_file(path: str | os.PathLike[str], *, may_be_link: bool = True) -> Bina
     kind = os.fstat(opened).st_mode
     if stat.S_ISREG(kind):
         return _WhatIsThere(io.FileIO(opened))
-    os.close(opened)  # open() would raise for a folder, and leave it open
+    os.close(opened)  # open() would raise for a folder and leak the descriptor
     if stat.S_ISDIR(kind):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    raise OSError(errno.EINVAL, "it is no file")
+    raise OSError(errno.EINVAL, "it is not a regular file")
 
 
 class _WhatIsThere(io.BufferedReader):
-    """Some files, as those of /proc, never end: what is there now is read, and nothing is waited for."""
+    """Reader that returns what is available and never waits for more: some files, such as those of /proc, never end."""
 
     def read(self, size: int | None = -1) -> bytes:
         return super().read(size) or b""
 
 
 def find_guest_parent(folder: Path) -> Path | None:
-    """The first folder above ``folder``, a path without links, in which others can put another one in its place.
+    """Return the first parent of ``folder``, a path without links, in which other users could replace the next folder.
 
-    A sticky folder like /tmp is none. One that is not there yet is passed over. Raises: OSError.
+    A sticky folder such as /tmp does not count. Parents that do not exist yet are skipped. Raises: OSError.
     """
     above: os.stat_result | None = None
     for parent in reversed(folder.parents):
@@ -86,16 +87,16 @@ def find_guest_parent(folder: Path) -> Path | None:
 
 
 def make_users_folder(folder: Path) -> None:
-    """Make a folder that the user has named, and those above it.
+    """Create a folder that the user has named, and its parents.
 
-    Raises: OSError, also for one that another user has made, or put a link to, where everybody can, as in /tmp: nobody
-    says that the user means that one.
+    Raises: OSError, also when another user has created the folder, or a link to it, in a world-writable folder such as
+    /tmp: it need not be the folder that this user means.
     """
     os.close(open_users_folder(folder, is_made=True))
 
 
 def state_folder() -> Path:
-    """The folder of what is kept of this user for months, made if need be; as `make_private_folder`."""
+    """Return the folder for this user's long-lived state, created as `make_private_folder` does. Raises: OSError."""
     base = os.environ.get("XDG_STATE_HOME", "")
     return make_private_folder(
         Path(base if os.path.isabs(base) else os.path.expanduser("~/.local/state"), "detrain_nb")
@@ -103,26 +104,26 @@ def state_folder() -> Path:
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Make a folder that only its user can enter, or find one; return its path, without links above it.
+    """Create a folder that only its user can enter, if missing; return its path, without links among its parents.
 
-    Raises: OSError, also for one that others can enter, or put another one in the place of.
+    Raises: OSError, also for a folder that other users can enter or replace.
     """
     folder = Path(os.path.realpath(folder.parent), folder.name)
-    guest = find_guest_parent(folder)  # an old Python on a node reads this module too, to say how old it is
+    guest = find_guest_parent(folder)  # no :=, as an old Python on a node also reads this module, to report its age
     if guest is not None:
-        raise PermissionError(f"others can put another one in the place of {folder}: they can write {describe(guest)}")
+        raise PermissionError(f"other users can replace {folder}: they can write to {describe(guest)}")
     make_parents(folder)
     folder.mkdir(mode=0o700, exist_ok=True)
     state = folder.lstat()
     if not stat.S_ISDIR(state.st_mode) or (hasattr(os, "getuid") and not _is_own(state, folder)):
-        raise PermissionError(f"{describe(folder, state)} is not a folder of this user: remove it")
+        raise PermissionError(f"{describe(folder, state)} is not a folder that belongs to this user: remove it")
     if hasattr(os, "getuid") and state.st_mode & 0o077:
         raise PermissionError(f"{describe(folder, state)} is open to others: chmod 700 {folder}")
     return folder
 
 
 def make_parents(folder: Path) -> None:
-    """Make the folders above it that are not there, for their user alone: a umask of 002 would open them to a group.
+    """Create the missing parents of ``folder``, private to the user: a umask of 002 would open them to a group.
 
     Raises: OSError.
     """
@@ -132,7 +133,7 @@ def make_parents(folder: Path) -> None:
 
 
 def enter_users_folder(folder: Path) -> None:
-    """Make it the current folder; it may have been exchanged since it was made. Raises: as `make_users_folder`."""
+    """Make ``folder`` the current folder; checks again who made it. Raises: as `make_users_folder`."""
     opened = open_users_folder(folder, is_made=False)
     try:
         os.fchdir(opened)
@@ -141,7 +142,10 @@ def enter_users_folder(folder: Path) -> None:
 
 
 def open_users_folder(folder: Path, *, is_made: bool) -> int:
-    """Open it, for who writes into it whatever stands in the place of its name later. Raises: OSError."""
+    """Open ``folder``; writes through the descriptor reach this folder even if its path is replaced later.
+
+    Raises: OSError.
+    """
     refuse_squatted(folder)
     real = Path(os.path.realpath(folder))  # where the user's own links lead
     opened = os.open(real.anchor, SEARCH)
@@ -158,7 +162,10 @@ def open_users_folder(folder: Path, *, is_made: bool) -> int:
 
 
 def open_inside(name: str, parent: int, path: Path, *, is_made: bool) -> int:
-    """Open a folder of an opened one, which is ``path``. Raises: OSError, also for a link, or another user's."""
+    """Open the folder ``name``, whose full path is ``path``, in an open one.
+
+    Raises: OSError, also for a link, or a folder that another user has created.
+    """
     inner = _open_or_make(name, parent) if is_made else _open_in(name, parent)
     state = os.fstat(inner)
     if _is_squatted(state, os.fstat(parent), inner):
@@ -168,7 +175,7 @@ def open_inside(name: str, parent: int, path: Path, *, is_made: bool) -> int:
 
 
 def _open_or_make(name: str, parent: int) -> int:
-    """A folder of an opened one, which nobody can put another in the place of before it is looked at."""
+    """Open a folder in an open one, created if missing, so that it cannot be replaced before it is checked."""
     with contextlib.suppress(FileNotFoundError):
         return _open_in(name, parent)
     with contextlib.suppress(FileExistsError):
@@ -181,7 +188,7 @@ def _open_in(name: str, parent: int) -> int:
 
 
 def refuse_squatted(folder: Path) -> None:
-    """Raises: OSError for one that is not the user's, as `make_users_folder`."""
+    """Check that no other user has created the folder or a parent of it. Raises: OSError, as `make_users_folder`."""
     for path in (*reversed(folder.parents), folder):
         with contextlib.suppress(FileNotFoundError):
             state = path.lstat()
@@ -190,15 +197,18 @@ def refuse_squatted(folder: Path) -> None:
 
 
 def _is_squatted(state: os.stat_result, parent: os.stat_result, of: Path | int) -> bool:
-    """In a user namespace root outside has the number that all others have: there its folders are none of ours, too."""
+    """Return whether another user has created a folder in a world-writable one.
+
+    In a user namespace the outer root has the uid of all unmapped users, so its folders do not count as root's there.
+    """
     return bool(parent.st_mode & 0o002) and state.st_uid != 0 and not _is_own(state, of)  # 0 on Windows
 
 
 def _is_own(state: os.stat_result, of: Path | int) -> bool:
     if state.st_uid != os.getuid() or not shares_its_number():
         return state.st_uid == os.getuid()
-    place = f"/proc/self/fd/{of}" if isinstance(of, int) else of  # a descriptor may be only a place
-    try:  # only its owner can
+    place = f"/proc/self/fd/{of}" if isinstance(of, int) else of  # fchmod fails on a descriptor of O_PATH
+    try:  # only the owner may chmod
         os.chmod(place, stat.S_IMODE(state.st_mode), follow_symlinks=isinstance(of, int))
     except (OSError, NotImplementedError):
         return False
@@ -206,28 +216,28 @@ def _is_own(state: os.stat_result, of: Path | int) -> bool:
 
 
 def shares_its_number() -> bool:
-    """In this user namespace others have the user's number: the one of all who have none there, as nobody's is."""
+    """Return whether this user has the uid that stands for all unmapped users of this user namespace."""
     return os.getuid() in _strangers()
 
 
 def _by_another_user(path: Path, state: os.stat_result) -> PermissionError:
     made = describe(path, state)
-    return PermissionError(f"{made} was made by another user, in a folder that is everybody's: name one of your own")
+    return PermissionError(f"{made} was made by another user in a world-writable folder: name a folder of your own")
 
 
 def describe(path: Path, state: os.stat_result | None = None) -> str:
-    """The path with its mode and owner, for a message. Raises: OSError."""
+    """Format a path with its mode and owner for a message. Raises: OSError."""
     state = state or path.lstat()
     return f"{path} (mode {stat.S_IMODE(state.st_mode):04o}, uid {state.st_uid})"
 
 
 def _trusted_users() -> set[int]:
-    """Root and this user; where root is outside our user namespace, the number that stands for all who are."""
+    """Return the uids of root and this user, and that of unmapped users: the outer root of a namespace has it."""
     return {0, os.getuid(), *_strangers()}
 
 
 def _strangers() -> set[int]:
-    """The number that stands for all who have none in our user namespace; none where it has all."""
+    """Return the uid that stands for all unmapped users of our user namespace; empty when all are mapped."""
     with contextlib.suppress(OSError, ValueError):
         if Path("/proc/self/uid_map").read_text(encoding="ascii").split() != ["0", "0", "4294967295"]:
             return {int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))}
@@ -235,13 +245,13 @@ def _strangers() -> set[int]:
 
 
 def _is_own_group(state: os.stat_result) -> bool:
-    """It is the user's first group, has the user's name, and no other member; nor is it the first of somebody else."""
+    """Return whether a group is the user's own: primary group, named like the user, and nobody else's in any way."""
     import grp
     import pwd
 
     try:
         user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(state.st_gid)
-    except KeyError:  # they have no names
+    except KeyError:  # the uid or gid has no name
         return False
     is_first = (group.gr_gid, group.gr_name) == (user.pw_gid, user.pw_name)
     is_of_nobody_else = set(group.gr_mem) <= {user.pw_name} and _users_of_first_group(group.gr_gid) <= {user.pw_uid}
@@ -250,17 +260,17 @@ def _is_own_group(state: os.stat_result) -> bool:
 
 @lru_cache(maxsize=8)
 def _users_of_first_group(gid: int) -> frozenset[int]:
-    """Those that the system lists: a directory service may keep its own to itself."""
+    """Return the users with this primary group, as far as the system lists them; directory services may not."""
     import pwd
 
     return frozenset(each.pw_uid for each in pwd.getpwall() if each.pw_gid == gid)
 
 
 def _names_writers(of: Path | int) -> bool:
-    """Its access control list, in the form of Linux, lets somebody write whom it names."""
+    """Return whether a Linux access control list gives write access to a user or group that it names."""
     try:
         listed = os.getxattr(of, "system.posix_acl_access")
-    except (OSError, AttributeError):  # it has none, or this system has none of that form
+    except (OSError, AttributeError):  # there is no list, or this system has none of that form
         return False
     entries = [
         listed[begin : begin + _ACL_ENTRY.size] for begin in range(_ACL_HEADER_BYTES, len(listed), _ACL_ENTRY.size)

@@ -1,4 +1,4 @@
-"""A plan -> the torchrun command line and the environment of every node: the one place that knows them."""
+"""The torchrun command line and environment of every node of a plan; no other module writes them."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ RENDEZVOUS_HANDLERS = {
     ELASTIC_BACKEND: "detrain_nb.node.job.elastic:make_handler",
 }
 RANK_CONFIG_VARIABLE = "DETRAIN_NB_RANK_CONFIG"
-STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent hands to the launcher
-JOB_KEY_VARIABLE = "DETRAIN_NB_JOB_KEY"  # hex: the nodes of an elastic job know what they have written by it
+STORE_FD_VARIABLE = "DETRAIN_NB_STORE_FD"  # a bound socket that the agent passes to the launcher
+JOB_KEY_VARIABLE = "DETRAIN_NB_JOB_KEY"  # hex: the nodes of an elastic job authenticate each other's entries with it
 JOB_NODES_VARIABLE = "DETRAIN_NB_JOB_NODES"  # their names as a JSON list, by node rank
-JOB_END_VARIABLE = "DETRAIN_NB_JOB_END"  # the file in which a node's rendezvous writes why it has ended the ranks
-NOT_SHARED_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else ranks that are started again get the old ones' store
-WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent gives orders to its warm process
-GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # which of the GPUs that the agent has counted: it writes CUDA_VISIBLE_DEVICES
-TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # what programs on a rank believe that they draw on
+JOB_END_VARIABLE = "DETRAIN_NB_JOB_END"  # the file in which a node's rendezvous writes why it stopped the ranks
+NOT_SHARED_VARIABLE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # else restarted ranks get the store of the old ones
+WARM_FD_VARIABLE = "DETRAIN_NB_WARM_FD"  # where the agent sends orders to its warm process
+GPUS_VARIABLE = "DETRAIN_NB_GPUS"  # GPU numbers as the agent counts them, which writes CUDA_VISIBLE_DEVICES from them
+TERMINAL_COLUMNS, TERMINAL_ROWS = 80, 24  # the terminal size that programs on a rank are given
 LOOPBACK, LOOPBACK_INTERFACE = "127.0.0.1", "lo"  # where the ranks of a session's only node listen
-_ALWAYS_FIT = 8  # ranks of a node, whatever it has
+_ALWAYS_FIT = 8  # ranks that any node is assumed to have room for
 _PER_PROCESSOR = 4
-_RANK_BYTES = 250_000_000  # what torch, a group and a small model take
+_RANK_BYTES = 250_000_000  # memory of torch, a process group and a small model
 
 
 @dataclass(frozen=True)
 class RankConfig:
-    """What a worker and its interpreter must know beside torchrun's own variables; travels in the environment."""
+    """Settings of a worker and its interpreter beside torchrun's own variables; passed in the environment."""
 
     agent_socket: str
     folder: str
@@ -50,8 +50,8 @@ class RankConfig:
     threads: int
     group_timeout_s: float = 0.0  # 0: torch's own
     is_only_node: bool = False  # no rank is on another
-    is_work_folder: bool = False  # it was made for the session, and may be nobody else's
-    # Where the nodes do not reach each other, and torchrun knows this one alone: its first rank, and how many in all.
+    is_work_folder: bool = False  # the folder was created for the session, and must not be another user's
+    # When the nodes cannot reach each other, torchrun knows this node alone: its first rank, and the real world size.
     first_rank: int = 0
     world_size: int = 0
 
@@ -72,8 +72,8 @@ class Rendezvous:
     """How the nodes of a launch find each other.
 
     ``kind`` is one of ours ("detrain-bound" for sessions, "detrain-job", "detrain-elastic") or torchrun's "static" or
-    "c10d". ``endpoint`` is where node 0's store listens. The others may come ``timeout_s`` after it, and a node of
-    which nothing is heard for ``silence_s`` counts as lost.
+    "c10d". ``endpoint`` is where node 0's store listens. The other nodes have ``timeout_s`` seconds to join, and a
+    node that is silent for ``silence_s`` seconds counts as lost.
     """
 
     kind: str
@@ -86,7 +86,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Program:
-    """What every rank runs: a script or a module under Python, or a command; and its arguments."""
+    """The program of every rank: a script or a module under Python, or a command, with its arguments."""
 
     kind: str  # "script", "module", "command"
     argv: tuple[str, ...]
@@ -94,7 +94,7 @@ class Program:
 
 @dataclass(frozen=True)
 class NodeLaunch:
-    """What is started on a node: a command line and what to add to its environment."""
+    """The process to start on a node: a command line and the variables to add to its environment."""
 
     argv: list[str]
     env: dict[str, str] = field(repr=False)  # it may hold secrets
@@ -114,10 +114,10 @@ def launch_node(
 ) -> NodeLaunch:
     """Write the command line of one node of a session.
 
-    ``start`` is "fork" (torchrun's engine in our launcher, ranks forked) or "exec" (the plain torchrun command).
-    ``store`` is where the store listens: an address of node 0, and the port there. ``interface`` is the one that the
-    ranks of this node reach the others through. No ``store``: the nodes do not reach each other, each has one of its
-    own, and no group is made.
+    ``start`` is "fork" (torchrun's agent in our launcher, with forked ranks) or "exec" (the plain torchrun command).
+    ``store`` is the address and port of node 0 at which the store listens. ``interface`` is the network interface
+    through which the ranks of this node reach the other nodes. Without a ``store`` the nodes cannot reach each other:
+    each has a store of its own, and no process group is created.
     """
     node, nodes = plan.nodes[node_rank], len(plan.nodes)
     if store is None:
@@ -128,29 +128,29 @@ def launch_node(
         *_write_options(rendezvous, nodes=nodes, ranks=len(node.ranks), node_rank=node_rank),
         "--start-method=fork",
         "--monitor-interval=0.05",
-        "--log-dir=torchelastic",  # in the session's folder, and gone with it
+        "--log-dir=torchelastic",  # in the session's folder, and removed with it
         *("--no-python", python, "-c", RUN_MODULE, WORKER_MODULE),
     ]
     module = LAUNCHER_MODULE if start == "fork" else "torch.distributed.run"
     env = {
-        # torch reads it at import, before the fork: no thread of OpenMP or OpenBLAS may exist then
+        # torch reads it at import, before the fork: no OpenMP or OpenBLAS thread may exist at the fork
         "OMP_NUM_THREADS": "1",
         **_listen_at(interface),
         # the flight recorder keeps the last collectives of a rank, on gloo too
         "TORCH_FR_BUFFER_SIZE": "128",  # a dump takes 25 us an entry, with the GIL held
-        # our own watch ends a wait; what torch logs then, with its C++ stack, would stand in the cell
+        # our own watch ends a hung wait; torch's log of that, with its C++ stack, would appear in the cell
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         NOT_SHARED_VARIABLE: "1",
         "MPLBACKEND": "module://matplotlib_inline.backend_inline",
         "PYTHONUNBUFFERED": "1",
-        # the notebook draws as a terminal does what a rank prints: tqdm asks for its size, rich for what it can do
+        # the notebook renders a rank's output as a terminal does: tqdm queries its size, rich its abilities
         "COLUMNS": str(TERMINAL_COLUMNS),
         "LINES": str(TERMINAL_ROWS),
         "TTY_COMPATIBLE": "1",
         **({} if node.gpus is None else {GPUS_VARIABLE: ",".join(map(str, node.gpus))}),
         **extra_env,
-        # a group is connected when it is made: who is at the other ends is looked up before it is used
+        # connect a group when it is created, so that its peers are checked before it is used
         "TORCH_GLOO_LAZY_INIT": "0",
         **config.to_env(),
     }
@@ -175,16 +175,17 @@ def launch_job(
 ) -> NodeLaunch:
     """Write the command line of one node of a job: plain torchrun, with the user's program as its ranks.
 
-    ``nodes`` is how many there are, or how few and how many there may be. ``ranks`` are those of this node, which
-    reaches the others through ``interface`` and is reached at ``local_address``; empty: as torch finds them.
-    ``key`` is what nodes of an elastic job share, 32 bytes in hex. ``options`` are more of torchrun's own.
-    Raises: ValueError where they do not go together.
+    ``nodes`` is the number of nodes, or the fewest and the most of an elastic job. ``ranks`` is the number of ranks of
+    this node, which reaches the other nodes through ``interface`` and is reached at ``local_address``; empty: as torch
+    finds them. ``key`` is the secret that the nodes of an elastic job share, 32 bytes in hex. ``options`` are further
+    options of torchrun.
+    Raises: ValueError when the arguments do not fit together.
     """
     _check_together(rendezvous, program, nodes)
     is_ours = rendezvous.kind in RENDEZVOUS_HANDLERS
     begins_anew = bool(rendezvous.max_restarts) or (not isinstance(nodes, int) and nodes[0] < nodes[1])
     argv = [
-        # only where our code is must torchrun not import what lies in the job's folder
+        # with our code at hand, torchrun must not import modules from the job's folder
         *((python, "-c", RUN_MODULE, "torch.distributed.run") if is_ours else (python, "-m", "torch.distributed.run")),
         *_write_options(rendezvous, nodes=nodes, ranks=ranks, node_rank=node_rank),
         *([f"--local-addr={local_address}"] if local_address else []),
@@ -205,7 +206,7 @@ def launch_job(
 
 
 def launch_in_operator(program: Program, *, python: str) -> NodeLaunch:
-    """Write the command line of one node where an operator of Kubernetes says all else, in torchrun's own variables.
+    """Write the command line of one node when a Kubernetes operator sets torchrun's own variables.
 
     These are PET_NNODES, PET_NPROC_PER_NODE, PET_NODE_RANK, PET_MASTER_ADDR and PET_MASTER_PORT.
     """
@@ -217,7 +218,7 @@ def launch_in_operator(program: Program, *, python: str) -> NodeLaunch:
 def _check_together(rendezvous: Rendezvous, program: Program, nodes: int | tuple[int, int]) -> None:
     _check_program(program)
     if rendezvous.kind not in _DYNAMIC and not isinstance(nodes, int):
-        raise ValueError(f"the {rendezvous.kind} rendezvous takes a fixed number of nodes, not {nodes[0]}:{nodes[1]}")
+        raise ValueError(f"the {rendezvous.kind} rendezvous needs a fixed number of nodes, not {nodes[0]}:{nodes[1]}")
     if rendezvous.kind == JOB_BACKEND and rendezvous.max_restarts:
         raise ValueError(f"max_restarts={rendezvous.max_restarts} needs the {ELASTIC_BACKEND} rendezvous")
 
@@ -230,7 +231,7 @@ def _check_program(program: Program) -> None:
 def _write_options(
     rendezvous: Rendezvous, *, nodes: int | tuple[int, int], ranks: int, node_rank: int
 ) -> tuple[str, ...]:
-    """What torchrun must know of the nodes."""
+    """Write torchrun's options about the nodes."""
     address, port = rendezvous.endpoint
     conf = {"join_timeout" if rendezvous.kind in _DYNAMIC else "timeout": round(rendezvous.timeout_s)}
     if rendezvous.kind == "c10d":
@@ -252,7 +253,7 @@ def _write_options(
 
 
 def _write_program(program: Program) -> list[str]:
-    """Name the program as torchrun takes it, whose parser eats one ``--`` and which fills in ``$`` in arguments."""
+    """Write the program for torchrun, whose parser drops one ``--`` and expands ``$`` in arguments."""
     first, *arguments = program.argv
     if program.kind == "script" and first.startswith("-"):  # Python would take it for an option
         first = os.path.join(os.curdir, first)
@@ -263,31 +264,31 @@ def _write_program(program: Program) -> list[str]:
 
 
 def _listen_at(interface: str) -> dict[str, str]:
-    """Where gloo and NCCL listen, and go out from."""
+    """Set the network interface on which gloo and NCCL listen and connect."""
     return {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": f"={interface}"}
 
 
 def threads_per_rank(ranks: int, *, cpus: int) -> int:
-    """How many threads torch may use in each of ``ranks`` ranks that share ``cpus`` processors."""
+    """Return the number of threads torch may use in each of ``ranks`` ranks that share ``cpus`` processors."""
     return max(1, cpus // ranks)
 
 
 def most_ranks(*, cpus: int, free_bytes: int) -> int:
-    """How many ranks a node with so many processors and so much free memory has room for; 0 bytes are not known."""
+    """Return how many ranks fit on a node with ``cpus`` processors and ``free_bytes`` of memory; 0 bytes: unknown."""
     fitting = _PER_PROCESSOR * cpus
     return max(_ALWAYS_FIT, min(fitting, free_bytes // _RANK_BYTES) if free_bytes else fitting)
 
 
 def describe_crowd(ranks: int, *, where: str, cpus: int, free_bytes: int) -> str:
-    """Say what so many ranks take of a node, beside what it has."""
+    """Describe what ``ranks`` ranks need on a node, and what the node has."""
     free = f" and {free_bytes / 1e9:.1f} GB of free memory" if free_bytes else ""
     processors = "1 processor" if cpus == 1 else f"{cpus} processors"
     has = f"{where}, which has {processors}{free}"
-    return f"{ranks:,} ranks on {has}: they take about {ranks * _RANK_BYTES / 1e9:.0f} GB and share the processors"
+    return f"{ranks:,} ranks on {has}: they need about {ranks * _RANK_BYTES / 1e9:.0f} GB and share the processors"
 
 
 def usable_cpus() -> int:
-    """The processors this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

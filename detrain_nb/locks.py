@@ -1,4 +1,4 @@
-"""A lock that one process holds as long as it lives, or until it closes it."""
+"""A file lock that a process holds until it closes it or exits."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def take_lock(path: Path, *, is_new: bool = False) -> int | None:
-    """Take the lock that is in its place, which is made when it ``is_new``; None where another process holds it.
+    """Take the lock file at ``path``, created if missing when ``is_new``; None when another process holds it.
 
-    None as well where it was removed meanwhile: old ones are. Raises: OSError.
+    None as well when the file was removed in the meantime, as old locks are. Raises: OSError.
     """
     import fcntl
 

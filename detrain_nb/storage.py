@@ -1,7 +1,8 @@
-"""Code, data, logs and checkpoints wherever they are: a path or a URL becomes a `Location`, on a file system of fsspec.
+"""Code, data, logs and checkpoints at a path or a URL, which becomes a `Location` on a file system of fsspec.
 
-No URL leads to a host over SSH: fsspec's own ``sftp://`` takes any host key, a changed one too. Who has a connection
-that has checked it hands over its file system (transport/ssh.py). No message and no repr has a password in it.
+URLs of hosts over SSH are refused: fsspec's own ``sftp://`` accepts any host key, even a changed one. A caller with a
+connection whose host key was checked passes its file system instead (transport/ssh.py). No message and no repr
+contains a password.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ __all__ = [
     "whole_file",
 ]
 
-OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: not known); it may run in a thread of fsspec's
+OnProgress = Callable[[int, int], object]  # bytes done, bytes in all (0: unknown); may be called in a thread of fsspec
 
-# What is written there is whole or nothing, by itself, and a move would be a copy.
+# Writes there are atomic by themselves, and a move would be a copy.
 _WHOLE = {"s3", "s3a", "gs", "gcs", "az", "abfs", "hf", "oci", "oss", "http", "https"}
-# What a URL may name. Of the others somebody has to hand over a file system, who knows what it does: sftp and ssh,
-# whoever brings them, check no host key; ftp hides nothing; simplecache, dir, generic, zip, reference and dvc open
-# further places, which a chain, the user's configuration or the content of a file names; dask lets others open them.
+# The protocols that a URL may name. For others the caller must pass a file system, and knows what that does: sftp and
+# ssh check no host key, whoever implements them; ftp encrypts nothing; simplecache, dir, generic, zip, reference and
+# dvc open further places, named by a chain, the user's configuration or a file; dask has other hosts open them.
 _TAKEN = {"file", "local", "memory"} | _WHOLE
 
-_PART = ".detrain-part"  # ends the name of what is not whole yet
-_HIDDEN, _NOT_FOUND = "***", 404  # in the place of secrets; of HTTP
-_URL = re.compile(r"\s*([^/\\~.:][^/\\]+?):(?=[/:])")  # one letter and a colon begin a path of Windows
+_PART = ".detrain-part"  # the suffix of incomplete files
+_HIDDEN, _NOT_FOUND = "***", 404  # replaces secrets; HTTP status
+_URL = re.compile(r"\s*([^/\\~.:][^/\\]+?):(?=[/:])")  # one letter and a colon begin a Windows path
 _PIECES = re.compile(r"(?:(.*?:)(/+))?(.*)", re.DOTALL)
 _USER = re.compile(r"[^/@]*:(?!\d+(?:[/?#]|$)).*@|[^/?#]*@", re.DOTALL)  # also of a password with / or @ in it
 _CHUNK_BYTES = 1 << 20
@@ -62,9 +63,9 @@ _HAS_DIR_FD = os.open in os.supports_dir_fd  # not on Windows
 
 @dataclass(frozen=True)
 class Location:
-    """A path on a file system of fsspec, made by `locate`; ``name`` is for people.
+    """A path on a file system of fsspec, made by `locate`; ``name`` is its form for messages.
 
-    What goes wrong there is a DetrainError with the name and the reason.
+    Every failure there is raised as a DetrainError with the name and the reason.
     """
 
     name: str
@@ -72,13 +73,16 @@ class Location:
     files: Any = field(repr=False)
 
     def __truediv__(self, name: str) -> Location:
-        """What is called ``name`` in this folder, whoever says so. Raises: SpecError when that may be elsewhere."""
+        """Return the entry ``name`` of this folder; ``name`` may be untrusted.
+
+        Raises: SpecError when the name could lead out of the folder.
+        """
         if name in ("", ".", "..") or any(char in name for char in "/\\\0"):
             raise SpecError(f"'{printable(name)}' is not the name of a file in {self.name}")
         return Location(f"{self.name.rstrip('/')}/{printable(name)}", f"{self.path.rstrip('/')}/{name}", self.files)
 
     def exists(self) -> bool:
-        """Whether a file or folder is there. A store that does not answer is an error, not a no."""
+        """Return whether a file or folder exists. Raises: DetrainError when the store does not answer."""
         with named_errors(self.name, "looked for"):
             try:
                 self._fresh().info(self.path)
@@ -87,7 +91,7 @@ class Location:
             return True
 
     def names(self) -> list[str]:
-        """List what is in this folder, sorted, without what is not whole yet."""
+        """List the names in this folder, sorted, without incomplete files."""
         own = self.path.rstrip("/")
         with named_errors(self.name, "listed"):
             found = {each["name"].rstrip("/"): each["type"] for each in self._fresh().ls(self.path, detail=True)}
@@ -96,11 +100,11 @@ class Location:
         return sorted(path.rpartition("/")[2] for path in found if not path.endswith(_PART))
 
     def open(self, *, may_be_link: bool = True) -> Any:
-        """Open the file to read.
+        """Open the file for reading.
 
-        On this machine it has to be one: of a pipe nobody knows when it ends. Without ``may_be_link`` no link to one is
-        taken: where others can write, they may have put it there, to what only the user can read. On another file
-        system nobody looks. Raises: what that raises.
+        On this machine it must be a regular file, as a pipe may never end. Without ``may_be_link`` a link is refused:
+        in a folder that others can write to, it could point at a file that only this user can read. On other file
+        systems neither is checked. Raises: what the file system raises.
         """
         if not is_local(self.files):
             return self._fresh().open(self.path, "rb")
@@ -109,20 +113,20 @@ class Location:
     def read(self, *, limit_bytes: int, may_be_link: bool = True) -> bytes:
         """Read the whole file; ``may_be_link``: see `open`.
 
-        Raises: DetrainError when it has more than ``limit_bytes``, of which no more is read.
+        Raises: DetrainError when it is larger than ``limit_bytes``; reading stops there.
         """
         data = bytearray()
         with named_errors(self.name, "read"), self.open(may_be_link=may_be_link) as file:
             while chunk := file.read(min(_CHUNK_BYTES, limit_bytes + 1 - len(data))):
                 data += chunk
                 if len(data) > limit_bytes:
-                    raise DetrainError(f"{self.name} has more than {limit_bytes} bytes")
+                    raise DetrainError(f"{self.name} is larger than {limit_bytes} bytes")
         return bytes(data)
 
     def write(self, data: bytes, *, may_be_link: bool = True) -> None:
-        """Put a file there, whole or not at all, with the folders that it needs; one that is there is replaced.
+        """Write a file atomically and create missing parent folders; an existing file is replaced.
 
-        ``may_be_link``: see `whole_file`; on another file system nobody looks.
+        ``may_be_link``: see `whole_file`; not checked on other file systems.
         """
         with named_errors(self.name, "written"):
             if is_local(self.files):
@@ -133,9 +137,9 @@ class Location:
                     self.files.pipe_file(part, data)
 
     def put(self, source: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
-        """Copy a file of this machine there, as `write` does. Raises: SpecError when ``source`` is no file."""
+        """Copy a file of this machine there, as `write` does. Raises: SpecError when ``source`` is not a file."""
         if not os.path.isfile(source):
-            raise SpecError(f"{printable(os.fspath(source))} is no file")
+            raise SpecError(f"{printable(os.fspath(source))} is not a file")
         with named_errors(self.name, "written"):
             if is_local(self.files):
                 with self._made_here() as file, open(source, "rb") as given:
@@ -149,18 +153,18 @@ class Location:
                     self.files.put_file(os.fspath(source), part, callback=_callback(on_progress))
 
     def get(self, target: str | os.PathLike[str], *, on_progress: OnProgress | None = None) -> None:
-        """Copy the file to ``target`` on this machine, whole or not at all, with the folders that it needs."""
+        """Copy the file atomically to ``target`` on this machine and create missing parent folders."""
         here = _here(os.fspath(target))
         with named_errors(here.name, "written"), here._staged() as part, named_errors(self.name, "read"):
-            # that of the local file system tells no callback
+            # the local file system's own get_file calls no callback
             copy = partial(AbstractFileSystem.get_file, self.files) if is_local(self.files) else self._fresh().get_file
             copy(self.path, part, callback=_callback(on_progress))
-            if os.path.isdir(part):  # what fsspec makes of a folder
+            if os.path.isdir(part):  # fsspec has copied a folder as one
                 os.rmdir(part)
                 raise IsADirectoryError("it is a folder")
 
     def _fresh(self) -> Any:
-        """The file system, without what it remembers: others write there too."""
+        """Return the file system with its cache cleared, as others write there too."""
         self.files.invalidate_cache()
         return self.files
 
@@ -170,7 +174,7 @@ class Location:
 
     @contextlib.contextmanager
     def _staged(self) -> Iterator[str]:
-        """Give the path to write to, beside the target: it becomes the target at the end of the block, or goes."""
+        """Yield a path next to the target; at the end of the block it replaces the target, or is removed on failure."""
         protocol = self.files.protocol
         if _WHOLE.intersection([protocol] if isinstance(protocol, str) else protocol):
             yield self.path
@@ -183,25 +187,26 @@ class Location:
             yield part
             _move(self.files, part, self.path)
         except BaseException:
-            with contextlib.suppress(Exception):  # whatever a library raises: the first error is the one to tell
+            with contextlib.suppress(Exception):  # whatever a library raises: the first error matters
                 self.files.rm_file(part)
             raise
 
 
 def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
-    """Turn a path of this machine (``~`` is the home) or a URL into a location; no store is asked anything yet.
+    """Turn a path of this machine (``~`` is the home folder) or a URL into a location, without contacting a store.
 
-    With ``files``, a file system of fsspec, it is a path on that. What begins like a URL is one: ``./a::b`` is a file.
+    With ``files``, a file system of fsspec, ``where`` is a path on that. Anything that begins like a URL is one; write
+    ``./a::b`` for a file of that name.
     Raises: SpecError for a URL that is refused or unknown, or needs a library that is not installed.
     """
     text = os.fsdecode(where)
     name = _name(text)
     if not text:
-        raise SpecError("no path and no URL was given")
+        raise SpecError("the path is empty: give a path or a URL")
     if files is not None:
         path = files._strip_protocol(text)
-        if "://" in text and path != text:  # nobody would look at the host in it
-            raise SpecError(f"{name}: with a file system goes a path on it, not a URL")
+        if "://" in text and path != text:  # the host in it would be ignored
+            raise SpecError(f"{name}: with files= give a path on that file system, not a URL")
         return Location(name, path, files)
     begins = _URL.match(text) if isinstance(where, str) else None
     if begins is None:
@@ -219,12 +224,12 @@ def locate(where: str | os.PathLike[str], *, files: Any = None) -> Location:
 
 
 def has_password(where: str) -> bool:
-    """Whether a path or a URL has a user, a password or a query in it: what no message shows, and no file keeps."""
+    """Return whether a path or URL contains a user, password or query, which messages hide and files must not keep."""
     return _HIDDEN in _name(where)
 
 
 def has_password_of_user(where: str) -> bool:
-    """Whether a URL has a password before its host, or, over http, a user: that may be a token."""
+    """Return whether a URL has a password before its host, or over http(s) a user, which may be a token."""
     start, slashes, rest = _PIECES.fullmatch(where).groups(default="")  # type: ignore[union-attr]  # it matches all
     scheme, user = start.strip().lower(), _find_user(rest) if slashes else None
     if user is None or scheme in ("file:", "local:"):
@@ -233,7 +238,7 @@ def has_password_of_user(where: str) -> bool:
 
 
 def needed_library(where: str) -> str:
-    """What a machine has to have installed beside fsspec to open a URL, as ``s3fs``; empty where that is nothing."""
+    """Return the library that opening a URL needs beside fsspec, such as ``s3fs``; empty when none."""
     begins = _URL.match(where)
     if begins is None:
         return ""
@@ -243,17 +248,17 @@ def needed_library(where: str) -> str:
 
 
 def _check(protocol: str, rest: str, name: str) -> None:
-    """Raises: SpecError for a URL that is not to be opened."""
-    instead = "hand over the file system that is meant (files=)"
+    """Check that a URL may be opened. Raises: SpecError."""
+    instead = "pass a file system of fsspec (files=)"
     if protocol in ("sftp", "ssh"):
-        wrong = f"{protocol}:// would take any host key: {instead}, SshConnection.open_sftp_filesystem() gives it"
+        wrong = f"{protocol}:// would accept any host key: {instead}, as from SshConnection.open_sftp_filesystem()"
     elif "::" in f":{rest}":
         wrong = f"a chain of URLs is refused: {instead}"
     elif protocol not in _TAKEN and protocol in known_implementations:
         wrong = f"{protocol}:// is refused: {instead}"
     elif protocol not in _TAKEN:
         near = difflib.get_close_matches(protocol, sorted(_TAKEN)) or sorted(_TAKEN)
-        wrong = f"its protocol is unknown: there is {', '.join(near)}"
+        wrong = f"unknown protocol: use one of {', '.join(near)}"
     elif not rest.startswith(start := "///" if protocol in ("file", "local") else "//"):
         wrong = f"write {protocol}:{start}..."
     else:
@@ -267,14 +272,14 @@ def _here(path: str) -> Location:
 
 
 def _move(files: Any, part: str, target: str) -> None:
-    """Put ``part`` in the place of a file ``target``, never into a folder of that name."""
+    """Move ``part`` to ``target``, replacing a file but never moving into a folder of that name."""
     if isinstance(files, LocalFileSystem):
         with open(part, "rb+") as file:
-            os.fsync(file.fileno())  # else a machine that goes down may leave an empty file there
+            os.fsync(file.fileno())  # else a crash of the machine may leave an empty file
         os.replace(part, target)
     elif files.isdir(target):
         raise IsADirectoryError("it is a folder")
-    elif type(files).mv is AbstractFileSystem.mv:  # which takes [ or * in the name of a folder for a pattern
+    elif type(files).mv is AbstractFileSystem.mv:  # which reads [ or * in a folder's name as a pattern
         files.cp_file(part, target)
         files.rm_file(part)
     else:
@@ -282,7 +287,7 @@ def _move(files: Any, part: str, target: str) -> None:
 
 
 def _find_user(rest: str) -> re.Match[str] | None:
-    """What stands before a host; without an @ there is none, and to look at each colon of a long text takes minutes."""
+    """Match the user part before a host; only with an @, as the regex takes minutes on a long text of colons."""
     return _USER.match(rest) if "@" in rest else None
 
 
@@ -291,13 +296,13 @@ def _callback(on_progress: OnProgress | None) -> Callback:
 
 
 def _name(text: str) -> str:
-    """A path or a URL for people: without user and password, and without what stands behind a ``?``."""
+    """Format a path or URL for messages, with user, password and query hidden."""
     start, slashes, rest = _PIECES.fullmatch(text).groups(default="")  # type: ignore[union-attr]  # it matches all
     if not slashes:
         return printable(text)
     user = _find_user(rest)
     if ":/" in rest or (user and "?" in user[0]):
-        rest = _HIDDEN  # nobody can say where a password ends
+        rest = _HIDDEN  # it is ambiguous where a password ends
     elif user:
         rest = f"{_HIDDEN}@{rest[user.end() :]}"
     head, query, _ = rest.partition("?")
@@ -309,40 +314,43 @@ def _name(text: str) -> str:
 def named_errors(
     name: str, done: str, *, kind_of: Callable[[Exception], type[DetrainError]] = lambda exc: DetrainError
 ) -> Iterator[None]:
-    """What the libraries raise is a DetrainError; their text is left out where it may have what the name hides."""
+    """Turn any exception of a library into a DetrainError; its text is dropped when it may show a hidden secret.
+
+    The message is ``NAME cannot be DONE: REASON``; ``kind_of`` chooses the exception's class.
+    """
     try:
         yield
     except DetrainError:
         raise
-    except Exception as exc:  # they have no common one
+    except Exception as exc:  # the libraries share no base class
         if _HIDDEN in name:
             raise kind_of(exc)(f"{name} cannot be {done}: {type(exc).__name__}") from None
-        why = (isinstance(exc, FileNotFoundError) and exc.__cause__) or exc  # fsspec says it of any fault of HTTP, too
+        why = (isinstance(exc, FileNotFoundError) and exc.__cause__) or exc  # fsspec raises it for any HTTP error, too
         is_absent = isinstance(why, FileNotFoundError) or getattr(why, "status", 0) == _NOT_FOUND
-        reason = "it is not there" if is_absent else getattr(why, "strerror", None) or str(why) or type(why).__name__
+        reason = "it does not exist" if is_absent else getattr(why, "strerror", None) or str(why) or type(why).__name__
         raise kind_of(exc)(f"{name} cannot be {done}: {shown(reason)}") from exc
 
 
 def shown(text: str, *, most: int = 200) -> str:
-    """What a file or a store says, for a line of a message: without control characters, and no longer than that."""
+    """Clean text of a file or a store for a message: no control characters, at most ``most`` characters."""
     return printable(text[: most + 1])[:most]
 
 
 def is_local(files: Any) -> bool:
-    """Whether that file system is this machine's own, and nothing that somebody has built on it."""
+    """Return whether a file system is fsspec's plain local one, not a class derived from it."""
     return type(files) is LocalFileSystem
 
 
 @contextlib.contextmanager
 def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: int = 0o777) -> Iterator[BinaryIO]:
-    """Give a new file, which stands at ``path`` on this machine at the end of the block, whole, or not at all.
+    """Yield a new file that replaces ``path`` on this machine at the end of the block; on failure nothing changes.
 
-    It has the mode of the user's file that is there, else that of any new one, from its first byte on, since who opens
-    it meanwhile reads on; and no more than ``mode`` allows.
+    The file has its final mode from the first byte on, as another process may open it early: the mode of the user's
+    existing file, else the usual one, limited by ``mode``.
 
-    Its folder is opened once, through a link where that ``may_be_link``, and the file is a new one in there: where
-    others can write, nothing is written through what they put in the place of either. A link at ``path`` is replaced.
-    Raises: OSError, also for a device, or a link to one or to a stream, as /dev/stdout is: nothing takes its place.
+    The folder is opened once, through a link only when ``may_be_link``, and the file is created inside it: if others
+    replace the folder or the file, nothing is written through their replacement. A link at ``path`` is replaced.
+    Raises: OSError, also for a device, or a link to a device or a stream such as /dev/stdout: these are not replaced.
     """
     folder, name = os.path.split(os.path.abspath(path))
     staged = f".{secrets.token_hex(8)}{_PART}"
@@ -351,18 +359,18 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: 
         staged, name = os.path.join(folder, staged), os.path.join(folder, name)
     try:
         if may_be_link and _is_device(name, opened):
-            raise OSError(errno.EINVAL, "it is no file")
+            raise OSError(errno.EINVAL, "it is not a regular file")
         earlier = _mode_of_own(name, opened)
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
         made = os.open(staged, flags, 0o666 & mode & (0o666 if earlier is None else earlier), dir_fd=opened)
         try:
             with open(made, "w+b") as file:
                 if earlier is not None:
-                    with contextlib.suppress(OSError):  # of a file system that has no modes
+                    with contextlib.suppress(OSError):  # a file system without modes
                         os.fchmod(made, earlier & mode)
                 yield file
                 file.flush()
-                os.fsync(made)  # else a machine that goes down may leave an empty file there
+                os.fsync(made)  # else a crash of the machine may leave an empty file
             os.replace(staged, name, src_dir_fd=opened, dst_dir_fd=opened)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -374,7 +382,7 @@ def whole_file(path: str | os.PathLike[str], *, may_be_link: bool = True, mode: 
 
 
 def _is_device(name: str, opened: int | None) -> bool:
-    """Whether a device is there, or a link to one, or to a stream of a process as /dev/stdout is."""
+    """Return whether the name is a device, or a link to one or to a stream of a process such as /dev/stdout."""
     try:
         kind = os.stat(name, dir_fd=opened).st_mode
         is_link = stat.S_ISLNK(os.stat(name, dir_fd=opened, follow_symlinks=False).st_mode)
@@ -385,7 +393,7 @@ def _is_device(name: str, opened: int | None) -> bool:
 
 
 def _mode_of_own(name: str, opened: int | None) -> int | None:
-    """That of the user's own file of that name, which a new one is to keep; None where there is none."""
+    """Return the mode of the user's own file of that name, for the new file; None when there is none."""
     if os.name != "posix":
         return None
     try:

@@ -1,4 +1,4 @@
-"""How texts for people are made, and read, here and on a node: one thing looks the same wherever it stands."""
+"""Texts for people, written and parsed the same way in the notebook and on a node."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 _UNITS = {"GB": 1e9, "MB": 1e6, "kB": 1e3, "B": 1.0}
-HERE = "this machine"  # what people are told in place of a name
-RED = "color:var(--jp-error-color1, #c62828)"  # of what has failed, in a page
+HERE = "this machine"  # shown in place of a name
+RED = "color:var(--jp-error-color1, #c62828)"  # the style of failures in a page
 _REDRAW_S = 0.2
-_RATE_S = 5.0  # what was copied in the last seconds tells the rate
+_RATE_S = 5.0  # the rate is that of the last seconds
 _BAR_CHARS = 30
-USER = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\\)?[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")  # of a host
-USER_RULE = "a user of letters, digits and . _ @ + -, the first no -; DOMAIN\\ may stand before it"
+USER = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,63}\\)?[A-Za-z0-9._@+][A-Za-z0-9._@+-]{0,127}")  # on a host
+USER_RULE = "a user name of letters, digits and . _ @ + -, not beginning with -; DOMAIN\\ may precede it"
 _PASSWORD = re.compile(r":[^\s:@/'\"]+@")
 _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 
 def format_size(size_bytes: float, *, smallest: str = "") -> str:
-    """Three digits and a unit; with the ``smallest`` unit that there is, tenths, and whole numbers of that one."""
+    """Format a size with three digits and a unit; with ``smallest``, with one decimal and no unit below that one."""
     if smallest:
         unit = next(unit for unit, size in _UNITS.items() if size <= max(size_bytes, _UNITS[smallest]))
         return f"{size_bytes / _UNITS[unit]:,.{int(unit != smallest)}f} {unit}"
@@ -34,7 +34,7 @@ def format_size(size_bytes: float, *, smallest: str = "") -> str:
 
 
 def short_number(value: float) -> str:
-    """``2.434``, ``2.29e-04``, ``223 k``, ``nan``."""
+    """Format a number in a few characters: ``2.434``, ``2.29e-04``, ``223 k``, ``nan``."""
     size = abs(value)
     for unit, scale, least in (("G", 1e9, 1e9), ("M", 1e6, 1e6), ("k", 1e3, 1e4)):
         if least <= size < 1e15:
@@ -44,7 +44,7 @@ def short_number(value: float) -> str:
 
 
 def describe_seconds(seconds: float) -> str:
-    """``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 days 4 h``."""
+    """Format a duration: ``12 s``, ``3 min 5 s``, ``2 h 10 min``, ``3 days 4 h``."""
     whole = max(0, round(seconds))
     if whole < 60:
         return f"{whole} s"
@@ -57,43 +57,43 @@ def describe_seconds(seconds: float) -> str:
 
 
 def escape(char: str) -> str:
-    """Write a character as Python's source has it."""
+    """Write a character as an escape of Python source."""
     return char.encode("unicode_escape").decode()
 
 
 def printable(text: str, instead: str | Callable[[str], str] = escape) -> str:
-    """Put something ``instead`` of all that controls a terminal, ends a line, turns the writing, or is no UTF-8."""
-    if text.isprintable():  # most are, and it is looked at fast
+    """Replace control characters, line ends, direction marks and lone surrogates by ``instead``."""
+    if text.isprintable():  # the common case, and fast
         return text
     return "".join(char if char.isprintable() else instead(char) if callable(instead) else instead for char in text)
 
 
 def show(value: object, *, most: int = 60) -> str:
-    """Write a value for a message: on one line, cut where it is long, without the password of ``user:it@host``."""
-    text = " ".join(map(str.strip, repr(value).splitlines()))  # of a text it escapes what does not print
+    """Format a value for a message: one line, cut to ``most`` characters, the password of ``user:it@host`` hidden."""
+    text = " ".join(map(str.strip, repr(value).splitlines()))  # repr escapes what does not print
     text = _PASSWORD.sub(":***@", text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def count_of(number: int, noun: str) -> str:
-    """``1 node``, ``2 nodes``, ``1,024 microbatches``."""
+    """Format a count with its noun: ``1 node``, ``2 nodes``, ``1,024 microbatches``."""
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
 
 
 def name_some(names: Sequence[str], *, most: int = 3, separator: str = ", ") -> str:
-    """Name the first ones, and how many more there are."""
+    """List the first ``most`` names and the number of the others: ``a, b, c and 4 more``."""
     more = len(names) - most
     return separator.join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def told_node(name: str) -> str:
-    """Return the name of a node for people: `HERE` where it has none, or is ``localhost``."""
+    """Return the name of a node for people: `HERE` when it is empty or ``localhost``."""
     return HERE if name in ("", "localhost") else name
 
 
 def split_target(text: str) -> tuple[str | None, str, str | None, bool]:
-    """Take ``[user@]host[:port]`` apart; the last says whether brackets stood around the host. Nothing is checked."""
+    """Split ``[user@]host[:port]`` into user, host, port and whether the host was in brackets; nothing is checked."""
     if match := _TARGET.fullmatch(text):
         user, address, host, port = match.groups()
         return user, host if address is None else address, port, address is not None
@@ -102,7 +102,7 @@ def split_target(text: str) -> tuple[str | None, str, str | None, bool]:
 
 
 def table_lines(rows: Sequence[Sequence[str]], *, num_right: int = 0, min_widths: Sequence[int] = ()) -> list[str]:
-    """Lay out ``rows`` in columns, the first ``num_right`` to the right; ``min_widths`` is of the first too."""
+    """Lay out ``rows`` in columns, the first ``num_right`` aligned right; ``min_widths`` are of the first columns."""
     needed = (max(map(len, column)) for column in zip(*rows))
     widths = [max(both) for both in itertools.zip_longest(needed, min_widths, fillvalue=0)]
     sides = [str.rjust] * num_right + [str.ljust] * len(widths)
@@ -110,9 +110,9 @@ def table_lines(rows: Sequence[Sequence[str]], *, num_right: int = 0, min_widths
 
 
 class CopyProgress:
-    """A copy as a line: a bar, per cent, bytes, bytes a second.
+    """The progress of a copy as one line: a bar, per cent, bytes, bytes per second.
 
-    Called with the files done, the bytes done and the bytes in all, it draws the line, a few times a second.
+    Call it with the files done, the bytes done and the bytes in all; it draws the line a few times per second.
     """
 
     def __init__(self, what: str, draw: Callable[[str], object], *, now: Callable[[], float] = time.monotonic) -> None:
@@ -120,7 +120,7 @@ class CopyProgress:
         self._draw = draw
         self._now = now
         self._drawn_at: float | None = None
-        self._times = deque([(now(), 0)])  # when how many bytes were done
+        self._times = deque([(now(), 0)])  # time, bytes done by then
 
     def __call__(self, files: int, done: int, total: int) -> None:
         now = self._now()
@@ -145,14 +145,14 @@ class CopyProgress:
 
 
 class ShownAsText:
-    """A front end shows it as the text that it prints as, in columns of one width."""
+    """An object that a front end shows as its ``str``, in a monospaced font."""
 
     def _repr_html_(self) -> str:
         return html_text(str(self))
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        cls._repr_pretty_ = _print_text  # type: ignore[attr-defined]  # IPython takes a __repr__ of the class before ours
+        cls._repr_pretty_ = _print_text  # type: ignore[attr-defined]  # else IPython prefers the __repr__ of the class
 
 
 def _print_text(shown: object, printer: Any, cycle: bool) -> None:
@@ -160,7 +160,7 @@ def _print_text(shown: object, printer: Any, cycle: bool) -> None:
 
 
 def html_text(text: str) -> str:
-    """Write it in columns of one width, as a front end shows what was printed: at the same place, in the same size."""
+    """Write text as HTML in the font and size in which a front end shows printed output."""
     style = "margin:0;font-size:var(--jp-code-font-size, inherit);word-break:normal;overflow-wrap:anywhere"
     return f"<pre style='{style}'>{html.escape(text)}</pre>"
 
@@ -172,9 +172,9 @@ def html_cells(texts: Iterable[str], *, tag: str = "td", style: str = "") -> str
 
 
 def html_table(head: str, *bodies: str, caption: Iterable[str] = ()) -> str:
-    """Put a table together: ``head`` is cells, each body is rows; ``caption`` is lines of text, and is escaped.
+    """Build a table: ``head`` holds cells, each body rows; ``caption`` holds lines of text, which are escaped.
 
-    It stands above the table, as wide as the page: a <caption> would be broken where the table ends.
+    The caption is a block above the table, as wide as the page: a <caption> would wrap at the width of the table.
     """
     lines = "<br>".join(map(html.escape, caption))
     top = f"<div>{lines}</div>" if lines else ""

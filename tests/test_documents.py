@@ -322,9 +322,9 @@ def test_error_names_the_file_and_the_line(tmp_path: Path) -> None:
     path.write_bytes(b"#" * 1_000_001)
     with pytest.raises(SpecError, match=rf"^{path}: larger than 1 MB"):
         read_document(path)
-    with pytest.raises(SpecError, match=r"gone\.json cannot be read: it is not there"):
+    with pytest.raises(SpecError, match=r"gone\.json cannot be read: it does not exist"):
         read_document(tmp_path / "gone.json")
-    with pytest.raises(SpecError, match=r"memory://gone\.json cannot be read: it is not there"):
+    with pytest.raises(SpecError, match=r"memory://gone\.json cannot be read: it does not exist"):
         read_document("memory://gone.json")
 
 

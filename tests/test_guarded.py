@@ -51,7 +51,7 @@ def test_folder_of_another_user_among_everybodys_is_refused(everybodys: Path, be
     (everybodys / "work").mkdir()
     _theirs(everybodys / "work")
     with pytest.raises(
-        PermissionError, match=r"/work \(mode \d+, uid 12345\) was made by another user, in a folder that"
+        PermissionError, match=r"/work \(mode \d+, uid 12345\) was made by another user in a world-writable"
     ):
         make_users_folder(everybodys / "work" / below)
     assert not list((everybodys / "work").iterdir())

@@ -84,7 +84,7 @@ def test_what_the_nodes_of_a_job_are_told() -> None:
 @pytest.mark.parametrize(
     ("rendezvous", "changed", "said"),
     [
-        (_SERVER, {"nodes": (1, 2)}, "takes a fixed number of nodes, not 1:2"),
+        (_SERVER, {"nodes": (1, 2)}, "needs a fixed number of nodes, not 1:2"),
         (replace(_SERVER, max_restarts=1), {}, "max_restarts=1 needs the detrain-elastic rendezvous"),
     ],
 )

@@ -123,15 +123,15 @@ def test_missing_library_is_named(url: str, module: str, said: str, monkeypatch:
 @pytest.mark.parametrize(
     "where, said",
     [
-        ("s4://bucket/x", r"^s4://bucket/x: its protocol is unknown: there is .*\bs3\b"),
-        ("htps://h/x", r"is unknown: there is .*\bhttps\b"),
-        ("qqqqqqqqq://x", r"is unknown: there is abfs, .*, s3a$"),
-        ("gpu1:/data", r"^gpu1:/data: its protocol is unknown"),
-        ("%73ftp://h/x", r"is unknown"),
-        ("sf\ntp://h/x", r"^sf\\ntp://h/x: its protocol is unknown"),
+        ("s4://bucket/x", r"^s4://bucket/x: unknown protocol: use one of .*\bs3\b"),
+        ("htps://h/x", r"unknown protocol: use one of .*\bhttps\b"),
+        ("qqqqqqqqq://x", r"unknown protocol: use one of abfs, .*, s3a$"),
+        ("gpu1:/data", r"^gpu1:/data: unknown protocol"),
+        ("%73ftp://h/x", r"unknown protocol"),
+        ("sf\ntp://h/x", r"^sf\\ntp://h/x: unknown protocol"),
         ("s3:/bucket", r"^s3:/bucket: write s3://\.\.\.$"),
         ("file://host/x", r"write file:///\.\.\.$"),
-        ("", "no path and no URL"),
+        ("", "the path is empty"),
     ],
 )
 def test_what_is_no_url_of_ours_is_refused(where: str, said: str) -> None:
@@ -180,7 +180,7 @@ def test_no_url_reaches_a_host_over_ssh(url: str, listener: socket.socket) -> No
 
 
 def test_refusal_says_what_to_do() -> None:
-    with pytest.raises(SpecError, match=r"^ssh://h/x: ssh:// would take any host key: .*files=.*open_sftp_filesystem"):
+    with pytest.raises(SpecError, match=r"^ssh://h/x: ssh:// would accept any host key: .*open_sftp_filesystem"):
         locate("ssh://h/x")
     with pytest.raises(SpecError, match=r"^simplecache::sftp://h/x: a chain of URLs is refused: .*files="):
         locate("simplecache::sftp://h/x")
@@ -188,7 +188,7 @@ def test_refusal_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("protocol", sorted(set(fsspec.available_protocols()) - storage._TAKEN))
 def test_what_fsspec_has_and_nobody_allowed_is_refused(protocol: str) -> None:
-    with pytest.raises(SpecError, match="hand over the file system"):
+    with pytest.raises(SpecError, match=r"pass a file system of fsspec"):
         locate(f"{protocol}://host/x")
 
 
@@ -201,7 +201,7 @@ def test_ssh_of_another_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_file_system_that_is_handed_over_gets_no_url_of_another_host(tmp_path: Path) -> None:
-    with pytest.raises(SpecError, match=r"^sftp://\*\*\*@other/x: with a file system goes a path"):
+    with pytest.raises(SpecError, match=r"^sftp://\*\*\*@other/x: with files= give a path"):
         locate("sftp://me:pass@other/x", files=LocalFileSystem())
 
 
@@ -378,7 +378,7 @@ def test_folder_is_not_taken_for_a_file(folder: Location, tmp_path: Path) -> Non
     with pytest.raises(DetrainError, match="cannot be listed: it is a file"):
         (folder / "sub" / "file").names()
     for source in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(SpecError, match=f"^{source} is no file"):
+        with pytest.raises(SpecError, match=f"^{source} is not a file"):
             (folder / "file").put(source)
     assert left_in(folder / "sub") == ["file"]
     assert folder.names() == left_in(folder) == ["sub"]
@@ -427,7 +427,7 @@ def test_nothing_takes_the_place_of_a_device(kind: str, tmp_path: Path) -> None:
         opened = os.open(tmp_path / "file", os.O_WRONLY)
         path.symlink_to(f"/proc/self/fd/{opened}")
     before = os.lstat(path).st_ino, os.listdir(tmp_path)
-    with pytest.raises(DetrainError, match="out cannot be written: it is no file"):
+    with pytest.raises(DetrainError, match="out cannot be written: it is not a regular file"):
         locate(path).write(b"data")
     assert (os.lstat(path).st_ino, os.listdir(tmp_path)) == before
     if kind == "what the process writes to":
@@ -573,7 +573,7 @@ def test_name_that_leads_elsewhere_is_refused(name: str, folder: Location) -> No
 def test_names_in_messages_have_no_control_characters(tmp_path: Path) -> None:
     with pytest.raises(DetrainError) as caught:
         (locate(tmp_path) / "a\x1b[2J\u202eb\n").read(limit_bytes=1)
-    assert str(caught.value) == f"{tmp_path}/a\\x1b[2J\\u202eb\\n cannot be read: it is not there"
+    assert str(caught.value) == f"{tmp_path}/a\\x1b[2J\\u202eb\\n cannot be read: it does not exist"
 
 
 def test_store_that_does_not_answer_is_an_error_and_no_absence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -601,7 +601,7 @@ def test_server_that_refuses_is_not_told_as_a_file_that_is_not_there() -> None:
             raise FileNotFoundError(path) from causes.pop(0)  # as fsspec does for all of them
 
     causes = [OSError(111, "Connect call failed"), Refused(403), Refused(404)]
-    for reason in ("Connect call failed", "403, of https://host/x", "it is not there"):
+    for reason in ("Connect call failed", "403, of https://host/x", "it does not exist"):
         with pytest.raises(DetrainError, match=f"^/x cannot be read: {reason}$"):
             locate("/x", files=Web()).read(limit_bytes=1)
 
@@ -615,7 +615,7 @@ def test_what_is_not_there_is_said(folder: Location, tmp_path: Path) -> None:
     }.items():
         with pytest.raises(DetrainError) as caught:
             ask()
-        assert str(caught.value) == f"{nothing.name} cannot be {done}: it is not there"
+        assert str(caught.value) == f"{nothing.name} cannot be {done}: it does not exist"
     assert not (tmp_path / "x").exists()
 
 

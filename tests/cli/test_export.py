@@ -115,7 +115,7 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             "detrain-nb: --gpu-model 'A_1': no node",
         ),
         (["export", "slurm", "SPEC", "--training.epoch", "5"], "training.epoch"),
-        (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it is not there"),
+        (["export", "slurm", "gone.yaml"], "gone.yaml cannot be read: it does not exist"),
         (
             ["export", "slurm", "TITAN"],
             "titan.toml: is no spec, but of the kind torchtitan: make one of it first: import",

@@ -247,7 +247,7 @@ def test_cells_of_a_notebook_become_the_script(exporter: str, recorder: str, tmp
     with pytest.raises(SpecError, match=r"no code cell has the tag 'job': tag the cells of the job"):
         _export(exporter, spec)
     path.unlink()
-    with pytest.raises(SpecError, match=r"notebook\.ipynb cannot be read: it is not there"):
+    with pytest.raises(SpecError, match=r"notebook\.ipynb cannot be read: it does not exist"):
         _export(exporter, spec)
 
 

@@ -170,7 +170,7 @@ def test_ranks_that_swamp_a_machine_are_refused_and_those_that_crowd_it_noted(ho
     facts = NodeResources(gpus=0, cpus=1, memory_bytes=10**9, free_bytes=0, torch="2.9.1")
     (note,) = find_crowds(nine.plan(), [LocalTransport()], [facts])
     assert note.startswith(
-        "9 ranks on this machine, which has 1 processor and 1.0 GB of free memory: they take about 2"
+        "9 ranks on this machine, which has 1 processor and 1.0 GB of free memory: they need about 2"
     )
     assert not list(find_crowds(nine.plan(), [LocalTransport()], [replace(facts, cpus=3, memory_bytes=0)]))
 
@@ -372,7 +372,7 @@ def test_two_submits_at_once_are_one(home: Path) -> None:
     ("storage", "said"),
     [
         ("file://store", r"file://store: write file:///\.\.\."),
-        ("sftp://host/store", "would take any host key"),
+        ("sftp://host/store", "would accept any host key"),
     ],
 )
 def test_storage_that_cannot_be_is_refused_before_a_node_is_asked(home: Path, storage: str, said: str) -> None:

@@ -320,7 +320,7 @@ def test_folder_in_which_others_can_put_another_is_refused(tmp_path: Path) -> No
     open_to_all = tmp_path / "all"
     open_to_all.mkdir()
     open_to_all.chmod(0o777)
-    with pytest.raises(JobError, match=r"others can put another one in the place of .*: they can write .*all"):
+    with pytest.raises(JobError, match=r"other users can replace .*: they can write to .*all"):
         Record(open_to_all / "state" / "jobs.sqlite").summaries()
 
 

@@ -316,7 +316,7 @@ def test_ranks_that_ask_for_other_checkpoints_are_told(session: Session, tmp_pat
         assert "step is None on rank 0 and 1 on rank 1: give the same on all ranks" in errors[0]
         assert "is_random_state_wanted is True on rank 0 and False on rank 1" in errors[1]
         assert f"url is {tmp_path} on rank 0 and {tmp_path}/other on rank 1" in errors[2]
-        assert "ssh://h/x: ssh:// would take any host key" in errors[3] and "ssh://h/x: ssh:// would" in errors[4]
+        assert "ssh://h/x: ssh:// would accept any host key" in errors[3] and "ssh://h/x: ssh:// would" in errors[4]
         assert errors[5] == "none"
 
 
@@ -1597,7 +1597,7 @@ OF_LINEAR = {
 def test_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     url = tmp_path / name if name == "x.safetensors" else tmp_path
-    with pytest.raises(DetrainError, match=f"{name} cannot be read: it is no file"):
+    with pytest.raises(DetrainError, match=f"{name} cannot be read: it is not a regular file"):
         training.import_safetensors(str(url), nn.Linear(2, 2))
 
 

@@ -242,7 +242,7 @@ def test_nothing_is_written(tmp_path: Path) -> None:
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes in a folder")
 def test_pipe_is_an_error_and_dev_null_is_empty(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(TransportError, match="cannot be read: it is no file"):
+    with pytest.raises(TransportError, match="cannot be read: it is not a regular file"):
         KnownHosts.read([tmp_path / "pipe"])
     (tmp_path / "known_hosts").symlink_to(os.devnull)
     assert KnownHosts.read([tmp_path / "known_hosts"]).key_types("gpu1", 22) == ()

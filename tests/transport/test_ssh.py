@@ -1013,8 +1013,8 @@ KEY_FILES: dict[str, tuple[Any, str]] = {
     ),
     "another form": ("-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n", "ssh-keygen -p -f"),
     "PuTTY's": ("PuTTY-User-Key-File-3: ssh-ed25519\n", "puttygen"),
-    "a pipe": (lambda path: os.mkfifo(path, 0o600), "cannot be read: it is no file"),
-    "without an end": (lambda path: path.symlink_to("/dev/zero"), "cannot be read: it is no file"),
+    "a pipe": (lambda path: os.mkfifo(path, 0o600), "cannot be read: it is not a regular file"),
+    "without an end": (lambda path: path.symlink_to("/dev/zero"), "cannot be read: it is not a regular file"),
 }
 
 

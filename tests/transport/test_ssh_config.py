@@ -132,8 +132,8 @@ def test_text_without_include_stays_as_it_is(home: Path) -> None:
 @pytest.mark.parametrize(
     "config, complaint",
     [
-        ("Include pipe\n", "cannot be read: it is no file"),
-        ("Include /dev/zero\n", "cannot be read: it is no file"),
+        ("Include pipe\n", "cannot be read: it is not a regular file"),
+        ("Include /dev/zero\n", "cannot be read: it is not a regular file"),
         ("Include again0\n", "has more than 1 MB with all included files"),
         ("Host a\n  User" + " " * 200_000 + "\n", ""),
     ],

@@ -99,7 +99,7 @@ def test_pipeline_that_another_tab_has_open_is_deleted_and_its_form_closed(page:
         ("create", {"name": "../up"}, "a-z, A-Z, 0-9"),
         ("create_example", {"name": "other"}, "one of two-copies"),
         ("edit", {"path": "name", "typed": "x", "revision": 1, "editor": "p"}, "no pipeline is open"),
-        ("open_file", {"path": "gone.yaml"}, "it is not there"),
+        ("open_file", {"path": "gone.yaml"}, "it does not exist"),
         ("open_file", {"path": "a\0b"}, "is not a pipeline"),
         ("change_nodes", {"do": "format", "key": ""}, "one of add"),
     ],
@@ -371,7 +371,7 @@ def test_file_of_another_tool_becomes_a_draft_that_lists_what_was_left_out(page:
     before = page.names()
     assert "cluster.txt: line 2: " in page.refusal("import_pipeline", **{**ask, "kind": "hostfile"})
     assert "is no kind of file to import" in page.refusal("import_pipeline", **{**ask, "kind": "other"})
-    assert "it is not there" in page.refusal("import_pipeline", **{**ask, "path": "gone.json"})
+    assert "it does not exist" in page.refusal("import_pipeline", **{**ask, "path": "gone.json"})
     assert page.refusal("import_pipeline", **{**ask, "path": ""}) == "give a file name"
     assert page.names() == before
 
