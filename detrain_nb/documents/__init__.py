@@ -1,8 +1,8 @@
-"""Documents that people write, in JSON, TOML or YAML: read and written here alone, by the suffix, at a path or a URL.
+"""Documents that people write in JSON, TOML or YAML, chosen by the suffix, at a path or a URL.
 
-What is read is plain: dicts with texts for keys, lists, texts, whole numbers of 64 bits, finite floats, booleans, None.
-It is bounded before it costs time or memory. What not every format can hold (dates, NaN, a name that stands twice, the
-tags, anchors and aliases of YAML) is refused with its place; but None, which TOML cannot write.
+The result is plain: dicts with string keys, lists, strings, 64-bit integers, finite floats, booleans, None. Its size is
+limited before it costs time or memory. What not every format can hold (dates, NaN, duplicate keys, the tags, anchors
+and aliases of YAML) is refused with its place, except None, which only TOML cannot write.
 """
 
 from __future__ import annotations
@@ -33,47 +33,47 @@ SUFFIXES = (".json", ".toml", ".yaml", ".yml")
 
 
 def suffix_of(where: str | os.PathLike[str]) -> str:
-    """Give the suffix of a path or a URL by which a document is read and written. Raises: SpecError for any other."""
+    """Return the suffix of a path or a URL, which selects the format. Raises: SpecError for an unknown one."""
     name = os.fsdecode(where)
-    if "://" in name:  # what stands around the name may be a secret
+    if "://" in name:  # the rest of a URL may be secret
         name = name.partition("?")[0].rpartition("/")[2]
     suffix = PurePath(name).suffix.lower()
     if suffix not in SUFFIXES:
-        raise SpecError(f"{shown(name)}: its name ends in none of {', '.join(SUFFIXES)}")
+        raise SpecError(f"{shown(name)}: the name must end in one of {', '.join(SUFFIXES)}")
     return suffix
 
 
 def read_document(where: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a document at a path or a URL of fsspec. Raises: SpecError with the file, and the place in it."""
+    """Read a document at a path or a URL of fsspec. Raises: SpecError with the file and the place in it."""
     return _only_fields(read_content(where), locate(where).name)
 
 
 def read_content(where: str | os.PathLike[str]) -> Any:
-    """Read what a document holds, which may be a list. Raises: SpecError."""
+    """Read the content of a document, which may be a list. Raises: SpecError."""
     location = locate(where)
     return parse_content(read_text(location), suffix_of(where), where=location.name)
 
 
 def read_text(location: Location) -> str:
-    """Read a text of a bounded size. Raises: SpecError."""
+    """Read a text file of limited size. Raises: SpecError."""
     with named_errors(location.name, "read", kind_of=lambda exc: SpecError), location.open() as file:
         data: bytes = file.read(MOST_BYTES + 1)
     if len(data) > MOST_BYTES:
         raise SpecError(f"{location.name}: {TOO_LARGE}")
     try:
-        return data.decode("utf-8-sig")  # editors on Windows put a mark in front
+        return data.decode("utf-8-sig")  # Windows editors begin files with a byte order mark
     except UnicodeDecodeError as exc:
         line = data.count(b"\n", 0, exc.start) + 1
         raise SpecError(f"{location.name}: line {line}: is not UTF-8: save the file as UTF-8") from None
 
 
 def parse_document(text: str, suffix: str, *, where: str = "") -> dict[str, Any]:
-    """Read a document whose fields stand at its top; ``where`` is what errors begin with. Raises: SpecError."""
+    """Parse a document that is a table of fields; errors begin with ``where``. Raises: SpecError."""
     return _only_fields(parse_content(text, suffix, where=where), where)
 
 
 def parse_content(text: str, suffix: str, *, where: str = "") -> Any:
-    """Read what a document holds, which may be a list. Raises: SpecError."""
+    """Parse the content of a document, which may be a list. Raises: SpecError."""
     read = _READERS[_known(suffix)]
     try:
         check_size(text)
@@ -89,13 +89,13 @@ def parse_content(text: str, suffix: str, *, where: str = "") -> Any:
 
 
 def write_document(where: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write a document at a path or a URL of fsspec, whole or not at all. Raises: SpecError, DetrainError."""
+    """Write a document atomically to a path or a URL of fsspec. Raises: SpecError, DetrainError."""
     location = locate(where)
     location.write(format_document(data, suffix_of(where), where=location.name).encode("utf-8"))
 
 
 def format_document(data: Mapping[str, Any], suffix: str, *, where: str = "") -> str:
-    """Write a document that `parse_document` reads as equal data. TOML has no None. Raises: SpecError."""
+    """Format a document that `parse_document` reads as equal data. Raises: SpecError, also for None in TOML."""
     write = _WRITERS[_known(suffix)]
     content = dict(data)
     try:
@@ -109,13 +109,13 @@ def format_document(data: Mapping[str, Any], suffix: str, *, where: str = "") ->
 
 def _known(suffix: str) -> str:
     if suffix.lower() not in SUFFIXES:
-        raise SpecError(f"{suffix!r} is no format of a document: give one of {', '.join(SUFFIXES)}")
+        raise SpecError(f"{suffix!r} is not a document format: give one of {', '.join(SUFFIXES)}")
     return suffix.lower()
 
 
 def _only_fields(content: object, where: str) -> dict[str, Any]:
     if not isinstance(content, dict):
-        raise SpecError(put_place(where, 'give fields with names, as {"name": "mnist"} in JSON'))
+        raise SpecError(put_place(where, 'must be a table of named fields, such as {"name": "mnist"} in JSON'))
     return content
 
 

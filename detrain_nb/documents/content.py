@@ -1,4 +1,4 @@
-"""What every document may hold: how much, how deep, of which types."""
+"""Limits of every document: its size, depth and types."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..storage import shown
 MOST_BYTES = 1_000_000
 MOST_LEVELS = 100
 MOST_VALUES = 100_000
-# What controls a terminal, or turns the writing: a reader would see something else than what stands there.
+# Control characters and direction marks, which would show a reader something else than the content.
 _TURNS = re.compile("[\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-TOO_LARGE = f"larger than {MOST_BYTES // 1_000_000} MB: give less"
-TOO_DEEP = f"has more than {MOST_LEVELS} levels: give fewer"
-TOO_MANY = f"has more than {MOST_VALUES} values: give fewer"
+TOO_LARGE = f"larger than {MOST_BYTES // 1_000_000} MB: shorten it"
+TOO_DEEP = f"nested more than {MOST_LEVELS} levels deep: nest it less"
+TOO_MANY = f"has more than {MOST_VALUES} values: shorten it"
 
 
 def check_size(text: str) -> None:
@@ -28,7 +28,7 @@ def check_size(text: str) -> None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a value stands; written only when something is wrong there: there may be many values below a long name."""
+    """The place of a value, formatted only for an error, as many values may share a long prefix."""
 
     above: _Place | None = None
     step: str | int = ""
@@ -44,20 +44,20 @@ class _Place:
 
 
 def check_values(content: object) -> None:
-    """Raises: SpecError for what a document cannot hold, or too much of it; a value that holds itself is too deep."""
+    """Check that a document can hold the content. Raises: SpecError, also for a value that contains itself."""
     todo: list[tuple[object, _Place]] = [(content, _Place())]
     num_values = num_chars = 0
     while todo:
         value, place = todo.pop()
         num_values += 1
-        num_chars += len(value) if isinstance(value, str) else 0  # before it takes minutes to write them
+        num_chars += len(value) if isinstance(value, str) else 0  # before writing them takes minutes
         if num_chars > MOST_BYTES:
             raise SpecError(TOO_LARGE)
         below: Iterator[tuple[str | int, object]] = iter(())
         if type(value) is dict:
             for key in value:
-                if fault := _find_fault(key) if type(key) is str else f"{_show(key)} is no text: put it in quotes":
-                    raise SpecError(put_place(str(place), f"the name {fault}"))
+                if fault := _find_fault(key) if type(key) is str else f"{_show(key)} is not a string: quote it":
+                    raise SpecError(put_place(str(place), f"the key {fault}"))
             below = iter(value.items())
         elif type(value) in (list, tuple):
             below = iter(enumerate(value))  # type: ignore[arg-type]  # it is one of these
@@ -76,15 +76,15 @@ def _find_fault(value: object) -> str:
         try:
             value.encode("utf-8")
         except UnicodeEncodeError:
-            return f"{_show(value)} is a text that UTF-8 cannot write"
-    elif type(value) is int:  # of a long one, repr() raises
+            return f"{_show(value)} cannot be encoded in UTF-8"
+    elif type(value) is int:  # no repr() of it, which raises for a long one
         return "" if -(1 << 63) <= value < 1 << 63 else "a number of more than 64 bits"
     elif type(value) is float:
-        return "" if math.isfinite(value) else f"{value} is no finite number"
+        return "" if math.isfinite(value) else f"{value} is not a finite number"
     elif isinstance(value, date | time):
-        return f"{value.isoformat()} is a date or a time, which cannot stand here: a text stands in quotes"
+        return f"{value.isoformat()} is a date or a time, which is not allowed: quote it to make it a string"
     elif value is not None and type(value) is not bool:
-        return f"{_show(value)} is of type {type(value).__name__}: put it in quotes, as a text"
+        return f"{_show(value)} is of type {type(value).__name__}, which is not allowed: quote it to make it a string"
     return ""
 
 
@@ -97,20 +97,20 @@ def put_place(where: str, fault: str) -> str:
 
 
 def say_twice(name: str) -> str:
-    return f"{_show(name)} stands twice in one object: leave out one"
+    return f"duplicate key {_show(name)}: remove one of the two"
 
 
 def say_syntax(text: str) -> str:
-    """What a parser of the standard library says, as an error of ours begins."""
+    """Format the message of a standard library parser in our style: first letter in lower case."""
     return shown(text[:1].lower() + text[1:])
 
 
 def write_visible(text: str) -> str:
-    """Write in the text of a document, where these stand in double quotes alone, what no reader sees."""
+    """Escape invisible characters of a document, where they occur in double quotes only."""
     return _TURNS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def float_text(value: float) -> str:
-    """With a point: YAML 1.1 takes ``1e+16`` for a text."""
+    """Format a float with a point, as YAML 1.1 reads ``1e+16`` as a string."""
     text = repr(value)
     return text if "." in text else text.replace("e", ".0e")

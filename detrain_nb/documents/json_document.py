@@ -1,4 +1,4 @@
-"""Documents in JSON: the standard library reads them; here a name may not stand twice in one object."""
+"""Documents in JSON, read by the standard library; duplicate keys are refused."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*"|[{}\[\],:]', re.DOTALL)
 
 
 class _Twice(ValueError):
-    """A name stands twice in one object."""
+    """A duplicate key in an object."""
 
 
 def read(text: str) -> Any:
-    """Raises: SpecError, RecursionError."""
+    """Parse a document. Raises: SpecError, RecursionError."""
     try:
         return json.loads(text, object_pairs_hook=_refuse_twice)
     except json.JSONDecodeError as exc:
-        if "\0" in text:  # behind each letter of UTF-16
+        if "\0" in text:  # after each letter of UTF-16
             raise SpecError("is not UTF-8: save the file as UTF-8") from None
         raise SpecError(f"line {exc.lineno}, column {exc.colno}: {say_syntax(exc.msg)}") from None
     except _Twice:
@@ -29,7 +29,7 @@ def read(text: str) -> Any:
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON's reader lets the last one win."""
+    """Build an object, refusing duplicate keys, of which the json module keeps the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise _Twice
@@ -37,7 +37,7 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _find_twice(text: str) -> str:
-    """Name the line of a name that stands twice; up to there, the text is JSON."""
+    """Return the error for the first duplicate key, with its line; the text is valid JSON up to there."""
     names: list[set[str]] = []
     before = ""
     for token in _TOKEN.finditer(text):
@@ -51,7 +51,7 @@ def _find_twice(text: str) -> str:
                 return f"line {text.count(chr(10), 0, token.start()) + 1}: {say_twice(name)}"
             names[-1].add(name)
         before = token[0]
-    raise AssertionError("no name stands twice")
+    raise AssertionError("no duplicate key")
 
 
 def write(value: object) -> str:

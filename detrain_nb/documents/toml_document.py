@@ -1,4 +1,4 @@
-"""Documents in TOML: the standard library reads them and writes none, so the writer is here."""
+"""Documents in TOML, read by the standard library, which has no writer, so the writer is here."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ..errors import SpecError
 from ..storage import shown
 from .content import float_text, say_syntax, write_visible
 
-_MOST_DOTS = 20  # in a key: TOML's parser takes memory and time by the square of its parts
-# What may have dots and is no key, what stands between keys, a dot.
+_MOST_DOTS = 20  # in a key: tomllib needs memory and time quadratic in its parts
+# Strings and comments, which may contain dots; separators of keys; a dot.
 _TOKEN = re.compile(
     r"""\"{3}(?:[^\\]|\\.?)*?(?:"{3,5}|\Z)|'{3}.*?(?:'{3,5}|\Z)|"(?:[^"\\\n]|\\.)*"?|'[^'\n]*'?|\#[^\n]*|[\n=,.]""",
     re.DOTALL,
@@ -23,18 +23,18 @@ _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def read(text: str) -> Any:
-    """Raises: SpecError, RecursionError."""
+    """Parse a document. Raises: SpecError, RecursionError."""
     num_dots = 0
     for token in _TOKEN.finditer(text):
         num_dots = 0 if token[0] in ("\n", "=", ",") else num_dots + (token[0] == ".")
         if num_dots > _MOST_DOTS:
             line = text.count("\n", 0, token.start()) + 1
-            raise SpecError(f"line {line}: a key has more than {_MOST_DOTS} dots: give fewer")
+            raise SpecError(f"line {line}: a key has more than {_MOST_DOTS} dots: nest it less")
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as exc:
         if match := _FAULT.fullmatch(str(exc)):
-            place = f"line {match[2]}, column {match[3]}" if match[2] else "at its end"
+            place = f"line {match[2]}, column {match[3]}" if match[2] else "at the end"
             raise SpecError(f"{place}: {say_syntax(match[1])}") from None
         raise SpecError(say_syntax(str(exc))) from None
 
@@ -44,7 +44,7 @@ def write(table: Mapping[str, Any]) -> str:
 
 
 def _blocks(table: Mapping[str, Any], path: tuple[str, ...], *, header: str = "") -> Iterator[str]:
-    """Yield a table, and each that stands below it: a blank line goes between two."""
+    """Yield the text of a table and of each of its sub-tables, to be joined by blank lines."""
     is_flat = len(path) >= _MOST_DOTS // 2
     tables = {key: value for key, value in table.items() if type(value) is dict and not is_flat}
     lists = {
@@ -78,12 +78,12 @@ def _text(text: str) -> str:
 
 def _value(value: Any, key: str) -> str:
     if value is None:
-        raise SpecError(f"{shown(key, most=60)}: TOML has no null: leave it out, or write JSON or YAML")
+        raise SpecError(f"{shown(key, most=60)}: TOML has no null: omit the key, or use JSON or YAML")
     if type(value) is dict:
         return "{" + ", ".join(f"{_key(name)} = {_value(item, name)}" for name, item in value.items()) + "}"
     if type(value) in (list, tuple):
         return "[" + ", ".join(_value(item, key) for item in value) + "]"
-    if type(value) is str and "\n" in value:  # as lines: it may be a script
+    if type(value) is str and "\n" in value:  # over several lines: it may be a script
         quote = '\\"' if '"""' in value or value.endswith('"') else '"'
         lines = [_text(line)[1:-1].replace('\\"', quote) for line in value.split("\n")]
         return '"""\n' + "\n".join(lines) + '"""'

@@ -1,7 +1,7 @@
-"""Documents in YAML, by the core schema of version 1.2: ``no`` is a text, and nothing makes an object.
+"""Documents in YAML, by the core schema of version 1.2: ``no`` is a string, and nothing creates an object.
 
-Of the library the parser and the emitter are used, which know no types. Tags, anchors, aliases and merge keys are
-refused: what a document means stands in it, and it is as large as it looks.
+Only the library's parser and emitter are used, which know no types. Tags, anchors, aliases and merge keys are refused,
+so that a document means what it shows, and is as large as it looks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .content import MOST_LEVELS, MOST_VALUES, TOO_DEEP, TOO_MANY, float_text, s
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _NOT_IN_YAML = re.compile("[^\t\n\r -~\x85\xa0-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
-_TAGS = re.compile("^%TAG", re.MULTILINE)  # of many the library compares each with each
+_TAGS = re.compile("^%TAG", re.MULTILINE)  # the library needs quadratic time for many
 _PLAIN = re.compile(r"[A-Za-z0-9_./~](?:[A-Za-z0-9_./~@+=,()*-]| (?=[A-Za-z0-9_./~]))*")
 _NULL = re.compile("|~|null|Null|NULL")
 _BOOL = re.compile("true|True|TRUE|false|False|FALSE")
@@ -30,14 +30,14 @@ _LEADING_ZERO = re.compile("[-+]?0[0-9]+")
 _BASED = re.compile("0o[0-7]+|0x[0-9a-fA-F]+")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 _NO_NUMBER = re.compile(r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)")
-# What Go's parser of Kubernetes takes for a boolean, a number, a date, and no other version of YAML does.
+# What only Kubernetes' YAML parser in Go reads as a boolean, a number or a date.
 _OF_GO = re.compile("[yYnN]|0[xXoObB].*|[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}.*")
 _IS_TEXT = "tag:yaml.org,2002:str"
 
 
 @dataclass
 class _Open:
-    """A list or a mapping that has not ended yet."""
+    """A list or mapping that is still open."""
 
     content: list[Any] | dict[str, Any]
     key: str | None = None
@@ -48,9 +48,9 @@ class _Open:
         elif self.key is not None:
             self.content[self.key], self.key = value, None
         elif type(value) is not str:
-            raise _fault_at(event, "a name is no text: put it in quotes")
+            raise _fault_at(event, "a key is not a string: quote it")
         elif value == "<<" and event.implicit[0]:
-            raise _fault_at(event, "a merge key: write out what it brings")
+            raise _fault_at(event, "merge keys are refused: write out the merged keys")
         elif value in self.content:
             raise _fault_at(event, say_twice(value))
         else:
@@ -58,13 +58,13 @@ class _Open:
 
 
 def read(text: str) -> Any:
-    """Raises: SpecError."""
+    """Parse a document. Raises: SpecError."""
     if wrong := _NOT_IN_YAML.search(text):
         line = text.count("\n", 0, wrong.start()) + 1
-        raise SpecError(f"line {line}: {wrong[0]!r} may not stand in YAML: write it with a backslash, in double quotes")
+        raise SpecError(f"line {line}: {wrong[0]!r} is not allowed in YAML: escape it in a double-quoted string")
     if tags := _TAGS.search(text):
         line = text.count("\n", 0, tags.start()) + 1
-        raise SpecError(f"line {line}: names for tags are refused: leave them out")
+        raise SpecError(f"line {line}: %TAG directives are refused: remove them")
     documents: list[Any] = []
     opened = [_Open(documents)]
     num_values = 0
@@ -80,12 +80,12 @@ def read(text: str) -> Any:
                     opened.append(_Open(value))
                 if len(opened) - 1 > MOST_LEVELS + 1:
                     raise _fault_at(event, TOO_DEEP)
-                if num_values > 2 * MOST_VALUES:  # names among them
+                if num_values > 2 * MOST_VALUES:  # keys included
                     raise _fault_at(event, TOO_MANY)
             elif isinstance(event, yaml.DocumentStartEvent) and documents:
-                raise _fault_at(event, "a second document begins: give one")
+                raise _fault_at(event, "a second document begins: the file must hold one")
     except yaml.MarkedYAMLError as exc:
-        raise _fault_at(exc, shown(exc.problem or exc.context or "no YAML")) from None
+        raise _fault_at(exc, shown(exc.problem or exc.context or "invalid YAML")) from None
     return documents[0] if documents else None
 
 
@@ -96,20 +96,20 @@ def _fault_at(what: Any, fault: str) -> SpecError:
 
 def _make_value(event: Any) -> Any:
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-        raise _fault_at(event, "anchors and aliases are refused: write out what is meant")
+        raise _fault_at(event, "anchors and aliases are refused: write the value out")
     if event.tag is not None:
-        raise _fault_at(event, f"the tag {shown(repr(event.tag), most=60)} is refused: leave it out")
+        raise _fault_at(event, f"the tag {shown(repr(event.tag), most=60)} is refused: remove it")
     if isinstance(event, yaml.SequenceStartEvent):
         return []
     if isinstance(event, yaml.MappingStartEvent):
         return {}
     if event.implicit[0] and _LEADING_ZERO.fullmatch(event.value):  # octal by version 1.1, decimal by 1.2
-        raise _fault_at(event, "a number that begins with 0 may mean another one: leave out the 0, or quote it")
+        raise _fault_at(event, "a number with a leading 0 is ambiguous: remove the 0, or quote it")
     return _resolve(event.value) if event.implicit[0] else event.value
 
 
 def _resolve(text: str) -> Any:
-    """Give what a plain scalar means, by the core schema of YAML 1.2."""
+    """Return the value of a plain scalar by the core schema of YAML 1.2."""
     if _NULL.fullmatch(text):
         return None
     if _BOOL.fullmatch(text):
@@ -121,7 +121,7 @@ def _resolve(text: str) -> Any:
     if _FLOAT.fullmatch(text):
         return float(text)
     if _NO_NUMBER.fullmatch(text):
-        return float(text.replace(".", ""))  # which no document may have: it is told of with its place
+        return float(text.replace(".", ""))  # check_values refuses it, with its place
     return text
 
 
@@ -160,9 +160,12 @@ def _scalar(value: Any, *, is_key: bool = False) -> Any:
 
 
 def _is_text_everywhere(text: str) -> bool:
-    """By version 1.1, too, where ``no`` is a boolean and ``1:30`` a number, and by Kubernetes, where ``y`` is one."""
+    """Return whether every parser reads a plain scalar as a string.
+
+    In YAML 1.1 ``no`` is a boolean and ``1:30`` a number; for Kubernetes ``y`` is a boolean.
+    """
     plain = text.replace("_", "")
-    if _INT.fullmatch(plain) or _FLOAT.fullmatch(plain) or _OF_GO.fullmatch(text):  # int() takes some digits alone
+    if _INT.fullmatch(plain) or _FLOAT.fullmatch(plain) or _OF_GO.fullmatch(text):  # int() limits the number of digits
         return False
     return type(_resolve(text)) is str and (
         yaml.resolver.Resolver().resolve(yaml.ScalarNode, text, (True, False)) == _IS_TEXT

@@ -327,7 +327,7 @@ def test_file_that_is_no_text_is_never_unpickled_and_never_read_whole(suffix: st
     assert not (tmp_path / "unpickled").exists()
     with (large := tmp_path / f"large{suffix}").open("wb") as file:
         file.truncate(50_000_000)
-    with pytest.raises(SpecError, match=f"^{re.escape(str(large))}: larger than 1 MB: give less$"):
+    with pytest.raises(SpecError, match=f"^{re.escape(str(large))}: larger than 1 MB: shorten it$"):
         import_file(large)
     (binary := tmp_path / f"binary{suffix}").write_bytes(bytes(range(256)))
     with pytest.raises(SpecError, match=f"^{re.escape(str(binary))}: line 2: is not UTF-8"):

@@ -63,7 +63,7 @@ def test_json_is_read_as_json(value: object, indent: int | None, is_ascii: bool)
         ("[1, 2", "the text ends too early"),
         ("{a 1}", "line 1, column 4: '1' stands here: give a colon, and the value of 'a'"),
         ("{a: ]}", "column 5: '\\]' stands here: give a value"),
-        ("{a: 1, 'a': 2}", "column 8: 'a' stands twice in one object"),
+        ("{a: 1, 'a': 2}", "column 8: duplicate key 'a'"),
         ("{} x", "'x' stands behind the end: leave it out"),
         ('{a: "x', "column 5: '\"' cannot stand here, or begins what does not end"),
         ("/* x", "'/' cannot stand here, or begins what does not end"),

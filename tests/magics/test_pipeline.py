@@ -78,7 +78,7 @@ def test_import_is_returned_or_written(
         ("import torchrun t.py", "'t.py' is one word too many: a command line must follow --, as in: import -- t.py"),
         ("plan spec -- x", "-- x: only import takes a command"),
         ("import gone.yaml", "gone.yaml cannot be read: it does not exist"),
-        ("import -o a.txt -- torchrun t.py", "a.txt: its name ends in none of .json, .toml, .yaml, .yml"),
+        ("import -o a.txt -- torchrun t.py", "a.txt: the name must end in one of .json, .toml, .yaml, .yml"),
         ("plan", "the following arguments are required: SPEC"),
         ("plna spec", "'plna' is not a command: did you mean plan?"),
         ("plan gone.json", "gone.json cannot be read: it does not exist"),

@@ -39,7 +39,7 @@ def test_entry_says_mesh_nodes_and_what_is_wrong(mine: MyPipelines) -> None:
     assert here.nodes == "this machine · 2 ranks"
     assert (draft.mesh, draft.nodes, draft.fault) == ("pp 4", "this machine", "2 fields to correct")
     assert not draft.is_spec and draft.is_document
-    assert not broken.is_document and "at its end" in broken.fault
+    assert not broken.is_document and "at the end" in broken.fault
     assert "broken.toml" in str(mine.entries()), "listed with its error, not hidden"
 
 
@@ -181,7 +181,7 @@ def test_file_that_others_have_made_no_document_is_a_conflict(mine: MyPipelines)
     opened = mine.create({**DATA, "name": "train"})
     for text, told in (
         ("", "is not given there and 'train' here)"),
-        ("[", "(it is not a valid document now: at its end: "),
+        ("[", "(it is not a valid document now: at the end: "),
     ):
         opened.path.write_text(text)
         with pytest.raises(Conflict) as caught:
@@ -322,7 +322,7 @@ def test_name_with_suffix_is_of_the_folder_else_of_a_file_where_the_notebook_is(
         with pytest.raises(SpecError, match=said):
             mine.open(Path(name).resolve())
     Path("a.txt").write_text("{ no ]\n")
-    with pytest.raises(SpecError, match="ends in none of"):
+    with pytest.raises(SpecError, match="must end in one of"):
         mine.open(Path("a.txt").resolve())
 
 

@@ -103,11 +103,11 @@ FAULTS = {
     "defaults as a list": ("n.json", '{"defaults": [], "nodes": [{"host": "a"}]}', ["defaults: give a table"]),
     "a number": ("n.json", "3", ["give a list of nodes"]),
     "TOML's syntax": ("n.toml", "[[nodes]]\nhost gpu1\n", ["line 2, column 6: expected '='"]),
-    "TOML's end": ("n.toml", "[[nodes", ["at its end: "]),
+    "TOML's end": ("n.toml", "[[nodes", ["at the end: "]),
     "JSON's syntax": ("n.json", '[\n{"host" "gpu1"}]', ["line 2, column 9: expecting ':'"]),
     "JSON's end": ("n.json", "", ["line 1, column 1: "]),
-    "a name twice in JSON": ("n.json", '[{"host": "a", "host": "b"}]', ["line 1: 'host' stands twice"]),
-    "a name twice in YAML": ("n.yml", "nodes:\n  - host: a\n    host: b", ["line 3, column 5: 'host' stands twice"]),
+    "a name twice in JSON": ("n.json", '[{"host": "a", "host": "b"}]', ["line 1: duplicate key 'host'"]),
+    "a name twice in YAML": ("n.yml", "nodes:\n  - host: a\n    host: b", ["line 3, column 5: duplicate key 'host'"]),
     "a name twice in TOML": ("n.toml", '[[nodes]]\nhost = "a"\nhost = "b"', [""]),
     "not UTF-8": ("n.toml", b'[[nodes]]\nhost = "\xe4"', ["line 2: is not UTF-8: save the file as UTF-8"]),
     "depth": ("n.json", "[" * 100_000, [""]),
@@ -125,14 +125,14 @@ FAULTS = {
     ),
     "a long key in quotes": ("n.toml", "x = {" + '\'.\' .\t"\\"." . ' * 10_000 + "b=1}", ["line 1: a key has more"]),
     "a long key of a table": ("n.toml", "[[" + "a." * 20_000 + "b ]]", ["line 1: a key has more than 20 dots"]),
-    "no number": ("n.json", '[{"host": "a", "latency_ms": NaN}]', ["[0].latency_ms: nan is no finite number"]),
+    "no number": ("n.json", '[{"host": "a", "latency_ms": NaN}]', ["[0].latency_ms: nan is not a finite number"]),
     "a date": (
         "n.toml",
         "[[nodes]]\nhost = 2020-01-01",
-        ["nodes[0].host: 2020-01-01 is a date or a time, which cannot stand here: a text stands in quotes"],
+        ["nodes[0].host: 2020-01-01 is a date or a time, which is not allowed: quote it to make it a string"],
     ),
-    "the suffix": ("nodes.ini", "nodes:", ["its name ends in none of .json, .toml, .yaml"]),
-    "no suffix": ("nodes", "", ["its name ends in none of .json, .toml, .yaml"]),
+    "the suffix": ("nodes.ini", "nodes:", ["the name must end in one of .json, .toml, .yaml"]),
+    "no suffix": ("nodes", "", ["the name must end in one of .json, .toml, .yaml"]),
 }
 
 
@@ -236,7 +236,7 @@ def test_command_line_may_be_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert parse_nodes(text) == (Node(host="gpu1"),)
     with pytest.raises(SpecError, match=r"/gone\.json cannot be read: it does not exist"):
         parse_nodes("gone.json")
-    with pytest.raises(SpecError, match=r"ends in none of \.json.*: import folder/nodes -o nodes\.toml$"):
+    with pytest.raises(SpecError, match=r"must end in one of \.json.*: import folder/nodes -o nodes\.toml$"):
         parse_nodes("folder/nodes")
 
 
@@ -308,7 +308,7 @@ def test_file_that_cannot_be_written_is_left_as_it_was(suffix: str, tmp_path: Pa
     assert path.read_text() == "old"
     with pytest.raises(SpecError, match="cannot be written: No such file or directory"):
         write_nodes(tmp_path / "gone" / path.name, [Node(host="a")])
-    with pytest.raises(SpecError, match="ends in"):
+    with pytest.raises(SpecError, match="must end in"):
         write_nodes(tmp_path / "nodes.ini", [Node(host="a")])
 
 

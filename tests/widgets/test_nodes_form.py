@@ -406,7 +406,7 @@ def test_what_is_wrong_is_not_saved(view: _Collecting, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="gpu1, Port: 'x': give a number"):
         view.asks("save", path=str(tmp_path / "nodes.toml"), over="")
     view.types(view.rows[0]["key"], port="")
-    with pytest.raises(RuntimeError, match="ends in none of"):
+    with pytest.raises(RuntimeError, match="must end in one of"):
         view.asks("save", path=str(tmp_path / "nodes.txt"), over="")
     with pytest.raises(RuntimeError):
         view.asks("save", path=str(tmp_path / "no folder" / "nodes.toml"), over="")

@@ -63,7 +63,7 @@ def test_parts_are_shown_as_one_plan() -> None:
         (({2: PLAN.to_dict()},), r"plans by rank: give one of them, such as plans\[2\]"),
         (({},), "this is no plan"),
         (("{",), "the plan: line 1, column 2"),
-        (("[1]",), "the plan: give fields with names"),
+        (("[1]",), "the plan: must be a table of named fields"),
         (("none.json",), "none.json"),
         ((PLAN, PLAN), "two plans have costs"),
         ((PlanDescription,), "is not a plan"),
