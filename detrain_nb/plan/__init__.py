@@ -1,6 +1,6 @@
-"""WHO does what: which ranks run on which node and device, and what of a pipeline each has.
+"""The plan: which ranks run on which node and device, and which part of a pipeline each one has.
 
-Frozen dataclasses, arithmetic only: it runs in a notebook without torch, and on a node.
+Frozen dataclasses and arithmetic only, so it runs on a node and in a notebook without torch.
 """
 
 from __future__ import annotations

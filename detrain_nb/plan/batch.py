@@ -1,4 +1,4 @@
-"""A global batch, dealt out to replicas and cut into microbatches."""
+"""A global batch, split over replicas and into microbatches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Batch:
 
     @property
     def replica_size(self) -> int:
-        """The samples that a replica sees, which is the batch size of its loader."""
+        """The number of samples per replica and step, which is the batch size of its loader."""
         return self.microbatches * self.micro_size
 
     @property
@@ -39,17 +39,18 @@ def split_batch(
     stages: StageLayout | None = None,
     pipeline_ranks: int = 1,
 ) -> Batch:
-    """Deal a batch out and cut it: by default into one microbatch, or, for a pipeline of ``stages``, as many as are
-    usual there; where these do not divide it, into the most below that do.
+    """Split a batch over replicas and into microbatches.
 
-    Raises: SpecError where it does not divide.
+    Without ``microbatches``: one, or for a pipeline of ``stages`` the usual number of its schedule, or the largest
+    smaller number that divides the batch.
+    Raises: SpecError when the batch is not divisible.
     """
     if global_size < 1:
-        raise SpecError(f"a batch of {global_size}: it has 1 sample or more")
+        raise SpecError(f"batch size {global_size}: must be at least 1")
     size, rest = divmod(global_size, replicas)
     if rest:
         raise SpecError(
-            f"a batch of {global_size} does not divide by {replicas} replicas: give {_near(global_size, replicas)}"
+            f"batch size {global_size} is not divisible by {replicas} replicas: give {_near(global_size, replicas)}"
         )
     num_stages = stages.num_stages(pipeline_ranks) if stages else 1
     if microbatches is None:
@@ -57,25 +58,28 @@ def split_batch(
     if stages:
         stages.require_microbatches(microbatches, num_stages=num_stages, num_ranks=pipeline_ranks)
     elif microbatches < 1:
-        raise SpecError(f"{microbatches} microbatches: a batch is cut into 1 or more")
+        raise SpecError(f"{microbatches} microbatches: must be at least 1")
     if size % microbatches:
         cut = f"{replicas} replicas x {microbatches} microbatches" if replicas > 1 else f"{microbatches} microbatches"
         near = _near(global_size, replicas * microbatches)
         raise SpecError(
-            f"a batch of {global_size} does not divide by {cut}: give {near}, or a number of microbatches that {size} "
-            "divides by"
+            f"batch size {global_size} is not divisible by {cut}: give {near}, or a number of microbatches that "
+            f"divides {size}"
         )
     return Batch(replicas, microbatches, size // microbatches)
 
 
 def _most_that_divide(size: int, stages: StageLayout, num_stages: int, pipeline_ranks: int) -> int:
-    """The usual number where none does, or only so few that the pipeline would be empty: the error names it."""
+    """Return the most microbatches, from the usual number down to the number of stages, that divide ``size``.
+
+    When none does, return the usual number, which the error then names.
+    """
     usual = stages.num_microbatches(num_stages)
     fitting = (count for count in range(usual, num_stages - 1, -1) if size % count == 0)
     return next((count for count in fitting if stages.accepts(count, num_ranks=pipeline_ranks)), usual)
 
 
 def _near(size: int, divisor: int) -> str:
-    """The multiples below and above."""
+    """Format the multiples of ``divisor`` next to ``size``: ``16 or 24``."""
     below = size // divisor * divisor
     return f"{below} or {below + divisor}" if below else str(divisor)

@@ -1,4 +1,4 @@
-"""The names that a spec chooses from, for who has no torch: what they mean is in parallel/ and training/."""
+"""Names that a spec can choose from, readable without torch; parallel/ and training/ implement them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ArgumentStyle = Literal["plain", "detrain"]
 SCHEDULES: tuple[str, ...] = get_args(ScheduleName)
 SCHEDULERS: tuple[str, ...] = get_args(SchedulerName)
 
-ARTIFACTS = ("*.pt", "*.safetensors", "artifacts/")  # what is fetched of a job whose spec says nothing of it
+ARTIFACTS = ("*.pt", "*.safetensors", "artifacts/")  # what is fetched from a job by default
 
-TIMEOUT_S, SILENCE_S = 600.0, 60.0  # within which all nodes of a job come; after which a silent one is lost
+TIMEOUT_S, SILENCE_S = 600.0, 60.0  # for all nodes of a job to join; until a silent node counts as lost
 
-# Of each line one field at most is given; an override of one leaves out the others.
+# Mutually exclusive fields, a group per line; overriding one removes the others.
 ONE_OF: tuple[tuple[str, ...], ...] = (
     ("training.epochs", "training.steps"),
     tuple(f"source.{kind}" for kind in ("script", "script_text", "notebook", "git", "path", "module")),

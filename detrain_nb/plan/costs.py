@@ -1,4 +1,4 @@
-"""What the stages of a model cost, layer by layer, and what follows for a step: numbers alone, without torch."""
+"""Costs of the stages of a model, layer by layer, and the step time that follows: numbers only, without torch."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-_HALVINGS = 30  # of the range in which a time lies
-_SLACK = 1 + 1e-9  # sums are rounded
+_HALVINGS = 30  # steps of the bisection for a time
+_SLACK = 1 + 1e-9  # for rounding errors of sums
 
 
 @dataclass(frozen=True)
 class Layer:
-    """What runs from one place at which a model can be cut to the next; of very many a few together.
+    """The part of a model between two neighbouring cut points; in a very long model, several of them together.
 
     ``time_s``: seconds for one microbatch, forward and backward, on the node of its stage. ``state_bytes``: parameters
-    with their gradients and the optimizer's state; a tied one counts once in a stage, at its first layer there.
-    ``activation_bytes``: of all microbatches that the stage keeps at once. ``input_bytes``: of what comes in.
+    with gradients and optimizer state; a tied parameter counts once per stage, in its first layer there.
+    ``activation_bytes``: of all microbatches that the stage keeps at once. ``input_bytes``: of the layer's input.
     """
 
     name: str
@@ -33,9 +33,10 @@ class Layer:
 
 @dataclass(frozen=True)
 class StageCost:
-    """The next ``num_layers`` layers. ``time_s``: of one microbatch, or of its tensors on the link where that is more.
+    """One stage: the next ``num_layers`` layers.
 
-    ``node`` runs it, which has ``node_memory_bytes``, where that is known.
+    ``time_s``: seconds for one microbatch, or for its tensors on the link if those take longer. ``node`` runs the
+    stage and has ``node_memory_bytes``, None when unknown.
     """
 
     num_layers: int
@@ -47,9 +48,9 @@ class StageCost:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """All layers of a model in their order, and the stages that they make.
+    """All layers of a model in order, and the stages that they form.
 
-    ``even_imbalance``: of equal numbers of layers, for comparison.
+    ``even_imbalance``: the imbalance of stages with equal numbers of layers, for comparison.
     """
 
     layers: tuple[Layer, ...]
@@ -63,7 +64,7 @@ class StageCosts:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Stage ``i`` has the layers from ``bounds[i]`` up to ``bounds[i + 1]``."""
+        """Layer indices: stage ``i`` has the layers from ``bounds[i]`` up to ``bounds[i + 1]``, exclusive."""
         found = [0]
         for stage in self.stages:
             found.append(found[-1] + stage.num_layers)
@@ -75,10 +76,10 @@ class StageCosts:
 
     @property
     def best_slowest_s(self) -> float:
-        """The time of the slowest stage where the same layers are cut best, by their times, of cuts that fit.
+        """The time of the slowest stage in the best cut of the same layers that fits into memory, in seconds.
 
-        Where none fits it is that of now. A layer counts with the activations of as many microbatches as 1F1B keeps in
-        the stage that gets it.
+        When no cut fits, the current time. The activations of a layer are counted for as many microbatches as 1F1B
+        keeps in the stage that gets it.
         """
         if not self._can_be_cut(math.inf):
             return max(self.stage_s)
@@ -89,7 +90,7 @@ class StageCosts:
         return high
 
     def _can_be_cut(self, limit_s: float) -> bool:
-        """Each stage takes what it can: there is a cut whose stages take no longer, or there is none."""
+        """Return whether a cut exists whose stages all take at most ``limit_s``, found by filling each greedily."""
         kept = [min(self.num_microbatches, len(self.stages) - stage) for stage in range(len(self.stages))]
         rooms = [_SLACK * (stage.node_memory_bytes or math.inf) for stage in self.stages]
         now = itertools.chain.from_iterable(
@@ -117,7 +118,7 @@ class StageCosts:
 
 
 def join_layers(layers: Sequence[Layer], bounds: Sequence[int], *, most: int) -> list[list[Layer]]:
-    """Return the layers of each stage; where there are more than ``most`` in all, neighbours count as one."""
+    """Return the layers of each stage; with more than ``most`` in all, neighbours are merged."""
     size = math.ceil(len(layers) / (most - len(bounds))) if len(layers) > most else 1
     return [
         [_join(layers[at : min(at + size, end)]) for at in range(begin, end, size)]
@@ -138,17 +139,20 @@ def _join(layers: Sequence[Layer]) -> Layer:
 
 
 def imbalance_of(stage_s: Sequence[float]) -> float:
-    """The slowest stage's time by the mean; 1 is even."""
+    """Return the time of the slowest stage divided by the mean; 1 is balanced."""
     total = sum(stage_s)
     return max(stage_s) * len(stage_s) / total if total else 1.0
 
 
 def step_of(stage_s: Sequence[float], num_microbatches: int) -> float:
-    """Of one batch through a schedule such as 1F1B: one microbatch through all stages, the others behind it."""
+    """Return the time of one batch in a schedule such as 1F1B, in seconds.
+
+    The first microbatch passes all stages; the others follow at the pace of the slowest stage.
+    """
     return sum(stage_s) + (num_microbatches - 1) * max(stage_s)
 
 
 def bubble_of(stage_s: Sequence[float], num_microbatches: int) -> float:
-    """The share of a step in which the slowest stage waits."""
+    """Return the share of a step in which the slowest stage waits."""
     step_s = step_of(stage_s, num_microbatches)
     return 1 - num_microbatches * max(stage_s) / step_s if step_s else 0.0

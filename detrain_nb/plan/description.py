@@ -1,6 +1,6 @@
-"""A plan as plain JSON, made where the model is and read where no torch is: layers, stages, timelines, memory of ranks.
+"""A plan as plain JSON: layers, stages, timelines, memory of ranks; written next to the model, read without torch.
 
-It has a version, and what it says is checked before it is used: it may come from a rank, a message or a file.
+It has a version, and its content is checked before use, as it may come from a rank, a message or a file.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .passes import StepTimeline, Work
 from .soundness import require_sound_costs, require_sound_memory, require_sound_timelines
 
 VERSION = 1
-_MARK = "detrain_nb_plan"  # the name of the version, by which one is known
+_MARK = "detrain_nb_plan"  # the key of the version, which identifies a plan
 _MOST_CHARS, _MOST_VALUES, _MOST_LEVELS, _MOST_NOTES = 300, 100_000, 8, 20
-_HOW = "give what par.describe_plan returns, or to_dict() of a partition, a timeline or a dry run"
+_HOW = "pass the result of par.describe_plan, or to_dict() of a partition, a timeline or a dry run"
 
 
 @dataclass(frozen=True)
 class PlanDescription:
-    """What is known of how a model is split: any of its parts, and notes of what is not.
+    """The known facts about a split model: any of costs, timelines and memory, and notes about missing parts.
 
-    The first of ``timelines`` is of what is planned; others are there to be compared with it.
+    The first of ``timelines`` is the planned one; the others are for comparison.
     """
 
     name: str = ""
@@ -37,7 +37,7 @@ class PlanDescription:
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain JSON: what a rank gives can be pulled, and written into a file. Raises: SpecError."""
+        """Return the plan as plain JSON, which can be pulled from a rank or written to a file. Raises: SpecError."""
         self._require_sound()
         timelines = [{"schedule": each.schedule, "ranks": list(map(_columns, each.ranks))} for each in self.timelines]
         made: dict[str, Any] = {_MARK: VERSION, "name": self.name}
@@ -49,14 +49,14 @@ class PlanDescription:
 
     @classmethod
     def from_dict(cls, data: object) -> PlanDescription:
-        """Read what ``to_dict`` returned, wherever it has been since. Raises: SpecError, which names the field."""
+        """Read the result of ``to_dict``, which may be untrusted. Raises: SpecError with the field."""
         if not isinstance(data, Mapping) or _MARK not in data:
-            raise SpecError(f"this is no plan ({_MARK} is missing): {_HOW}")
+            raise SpecError(f"this is not a plan ({_MARK} is missing): {_HOW}")
         read = _cleaned(data)
         if (version := read[_MARK]) != VERSION:
             raise SpecError(
-                f"the plan is of version {show(version)}, and this detrain_nb reads version {VERSION}: "
-                "use the same detrain_nb on both sides"
+                f"the plan has version {show(version)}, but this detrain_nb reads version {VERSION}: "
+                "use the same release of detrain_nb on both sides"
             )
         form = build(_Form, read, where="plan")
         made = cls(form.name, form.costs, tuple(map(_timeline, form.timelines)), form.memory, form.notes)
@@ -65,9 +65,9 @@ class PlanDescription:
 
     def _require_sound(self) -> None:
         if self.costs is None and self.memory is None and not self.timelines:
-            raise SpecError(f"the plan has neither costs, nor timelines, nor memory: {_HOW}")
+            raise SpecError(f"the plan has no costs, timelines or memory: {_HOW}")
         if len(self.notes) > _MOST_NOTES:
-            raise SpecError(f"the plan has {len(self.notes)} notes: {_MOST_NOTES} are the most")
+            raise SpecError(f"the plan has {len(self.notes)} notes, the limit is {_MOST_NOTES}")
         if self.costs is not None:
             require_sound_costs(self.costs)
         if self.memory is not None:
@@ -75,10 +75,10 @@ class PlanDescription:
         require_sound_timelines(self.timelines)
 
     def joined(self, other: PlanDescription) -> PlanDescription:
-        """Return what both say together. Raises: SpecError where both have one part."""
+        """Merge two descriptions. Raises: SpecError when both have costs, or both have memory."""
         for part in ("costs", "memory"):
             if getattr(self, part) is not None and getattr(other, part) is not None:
-                raise SpecError(f"two plans have {part}: give one of them, or show each by itself")
+                raise SpecError(f"both plans have {part}: pass one of them, or show each separately")
         return replace(
             self,
             name=self.name or other.name,
@@ -91,7 +91,7 @@ class PlanDescription:
 
 @dataclass(frozen=True)
 class _Lane:
-    """The passes of a rank, by column: a number each where a pass would take names as well."""
+    """The passes of a rank by column, which is more compact than an object per pass."""
 
     kinds: tuple[str, ...]
     stages: tuple[int, ...]
@@ -116,7 +116,7 @@ class _Form:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON reads it back: tuples are lists there."""
+    """Return the value as JSON reads it back: tuples become lists."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
     return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
@@ -134,7 +134,7 @@ def _columns(works: Iterable[Work]) -> dict[str, Any]:
 
 
 def _memory(found: MeshMemory) -> dict[str, Any]:
-    """Of a row what stands in its base class: one of a dry run has more."""
+    """Return memory as JSON; of a row only the fields of its base class, as a dry run adds some."""
     names = [each.name for each in fields(RankBytes)]
     rows = [{name: _plain(getattr(row, name)) for name in names} for row in found.rows]
     return {"mesh": dict(found.mesh), "schedule": found.schedule, "rows": rows}
@@ -147,28 +147,28 @@ def _timeline(form: _Timeline) -> StepTimeline:
 def _works(rank: int, lane: _Lane) -> tuple[Work, ...]:
     columns = (lane.kinds, lane.stages, lane.microbatches, lane.begin_s, lane.end_s)
     if len(set(map(len, columns))) > 1:
-        raise SpecError(f"plan.timelines: rank {rank} has columns of unlike lengths: each pass stands in every one")
+        raise SpecError(f"plan.timelines: the columns of rank {rank} differ in length: give each pass in every column")
     return tuple(Work(*row) for row in zip(*columns))
 
 
 def _cleaned(data: object) -> Any:
-    """Return a copy whose texts can be shown. Raises: SpecError for more than any plan has."""
+    """Return a copy whose texts are safe to show. Raises: SpecError when it is larger than any plan."""
     num_values = 0
 
     def clean(value: object, level: int) -> Any:
         nonlocal num_values
         num_values += 1
         if num_values > _MOST_VALUES or level > _MOST_LEVELS:
-            raise SpecError(f"the plan has more than {_MOST_VALUES} values, or {_MOST_LEVELS} levels: {_HOW}")
+            raise SpecError(f"the plan has more than {_MOST_VALUES} values or {_MOST_LEVELS} levels: {_HOW}")
         if isinstance(value, str):
             if len(value) > _MOST_CHARS:
-                raise SpecError(f"the plan has a text of {len(value)} characters: {_MOST_CHARS} are the most")
+                raise SpecError(f"the plan has a text of {len(value)} characters, the limit is {_MOST_CHARS}")
             return printable(value)
         if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
             raise SpecError("the plan has a number of more than 64 bits")
         if isinstance(value, Mapping):
             if not all(isinstance(name, str) for name in value):
-                raise SpecError(f"the plan has a name that is no text: {_HOW}")
+                raise SpecError(f"the plan has a key that is not a string: {_HOW}")
             return {clean(name, level + 1): clean(each, level + 1) for name, each in value.items()}
         return [clean(each, level + 1) for each in value] if isinstance(value, (list, tuple)) else value
 

@@ -1,6 +1,6 @@
-"""Fields by their types: dataclasses made of JSON, and ``--training.epochs 2`` read as what the field holds.
+"""Fields read by their types: dataclasses from JSON, and overrides such as ``--training.epochs 2``.
 
-Whoever has other classes than dataclasses gives ``fields_of``, which names the fields of one with their types.
+For classes other than dataclasses, pass ``fields_of``, which returns the fields of a class with their types.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import SpecError
 from ..text import show
 from .choices import ONE_OF
 
-FieldsOf = Callable[[Any], Mapping[str, Any] | None]  # the fields of a class with their types; of any other type None
+FieldsOf = Callable[[Any], Mapping[str, Any] | None]  # the fields of a class with their types; None for other types
 _T = TypeVar("_T")
 _WHOLE = re.compile(r"[+-]?[0-9](?:_?[0-9]){0,30}")
 _ARGUMENTS = "source.arguments"
@@ -29,14 +29,14 @@ _FLAGS = dict.fromkeys(("true", "yes", "on", "1"), True) | dict.fromkeys(("false
 
 
 def nearest(name: str, names: Iterable[str], *, before: str = "") -> str:
-    """Say which of ``names`` was meant by one that is not among them, or which there are; ``before`` stands there."""
+    """Suggest the closest of ``names`` to an unknown ``name``, prefixed by ``before``, or else list them."""
     there = list(names)
     close = difflib.get_close_matches(name.lower()[:100], there, n=1)
-    return f"did you mean {before + close[0]!r}?" if close else f"there are {', '.join(there)}"
+    return f"did you mean {before + close[0]!r}?" if close else f"choose from {', '.join(there)}"
 
 
 def read_json(text: str, *, where: str) -> Any:
-    """Read JSON that may be wrong or hostile, but is not long. Raises: SpecError."""
+    """Parse JSON that may be invalid or hostile, but is not long. Raises: SpecError."""
     try:
         return json.loads(text, parse_constant=_no_number)
     except RecursionError:
@@ -46,7 +46,7 @@ def read_json(text: str, *, where: str) -> Any:
 
 
 def _no_number(name: str) -> float:
-    raise ValueError(f"{name} is no number")
+    raise ValueError(f"{name} is not a number")
 
 
 # Dataclasses from data
@@ -61,9 +61,9 @@ def dataclass_fields(kind: Any) -> Mapping[str, Any] | None:
 
 
 def build(kind: type[_T], data: object, *, where: str) -> _T:
-    """Make a dataclass of what JSON gave, every value of its field's type; unknown keys are left out.
+    """Build a dataclass from parsed JSON, checking every value against its field's type; unknown keys are ignored.
 
-    Raises: SpecError, which names the field.
+    Raises: SpecError with the field.
     """
     made: _T = _conform(data, kind, where)
     return made
@@ -83,7 +83,7 @@ def _conform(value: object, hint: Any, where: str) -> Any:
     if origin in (dict, Mapping) and isinstance(value, Mapping) and all(isinstance(name, str) for name in value):
         return {name: _conform(each, inner[1], f"{where}.{name}") for name, each in value.items()}
     if hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        if abs(value) <= sys.float_info.max:  # a whole number may be larger than any float
+        if abs(value) <= sys.float_info.max:  # an int may be larger than any float
             return float(value)
     elif isinstance(hint, type) and type(value) is hint:
         return value
@@ -93,7 +93,7 @@ def _conform(value: object, hint: Any, where: str) -> Any:
 def _conform_to_one(value: object, hint: Any, where: str) -> Any:
     for kind in _alternatives(hint):
         if dataclass_fields(kind) is not None and isinstance(value, Mapping):
-            return _conform(value, kind, where)  # whose error names the field in it
+            return _conform(value, kind, where)  # its error names the inner field
         with contextlib.suppress(SpecError):
             return _conform(value, kind, where)
     raise SpecError(f"{where} {show(value)}: give {_describe(hint)}")
@@ -115,9 +115,10 @@ def _conform_dataclass(value: object, kind: Any, fields: Mapping[str, Any], wher
 
 
 def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> tuple[dict[str, str | None], list[str]]:
-    """Take ``--name value`` and ``--name=value`` of ``words`` where ``is_ours(name)``; return them, and the others.
+    """Split ``words`` into the options ``--name value`` and ``--name=value`` with ``is_ours(name)``, and all others.
 
-    The value of a name is None where another option, or nothing, follows; arguments of a script begin as options do.
+    The value is None when another option, or nothing, follows, except for the script's arguments, which may begin
+    with ``--``.
     """
     found: dict[str, str | None] = {}
     others: list[str] = []
@@ -138,9 +139,10 @@ def split_overrides(words: Sequence[str], *, is_ours: Callable[[str], bool]) -> 
 
 
 def take_fields(words: Sequence[str], *, has_whole: bool = True) -> tuple[list[str], list[str]]:
-    """Take out what sets fields of a spec, as ``--training.epochs 2``; return these, a word each, and the others.
+    """Separate the words that set fields of a spec, such as ``--training.epochs 2``; return these, and the others.
 
-    ``has_whole``: also those at the top of a spec that have no dot, as ``--artifacts``, and are no option of ours.
+    Each field becomes one word. ``has_whole`` includes the top-level fields without a dot, such as ``--artifacts``,
+    which are not options of ours.
     """
     fields, others = split_overrides(words, is_ours=lambda name: "." in name or (has_whole and name in _AT_THE_TOP))
     return [f"--{name}" if text is None else f"--{name}={text}" for name, text in fields.items()], others
@@ -149,9 +151,9 @@ def take_fields(words: Sequence[str], *, has_whole: bool = True) -> tuple[list[s
 def read_override(
     name: str, text: str | None, kind: Any, *, fields_of: FieldsOf = dataclass_fields, where: str = ""
 ) -> Any:
-    """Read ``text`` as a value of the field that ``name``, as ``training.epochs``, has in the class ``kind``.
+    """Read ``text`` as a value of the field ``name``, such as ``training.epochs``, of the class ``kind``.
 
-    None as ``text`` sets a field that is true or false. Raises: SpecError.
+    None as ``text`` sets a boolean field to true. Raises: SpecError.
     """
     hint = kind
     told, before = where + name, where
@@ -160,27 +162,27 @@ def read_override(
         if inner is not None:
             fields = fields_of(inner) or {}
             if part not in fields:
-                raise SpecError(f"{told!r} is no field: {nearest(part, fields, before=before)}")
+                raise SpecError(f"unknown field {told!r}: {nearest(part, fields, before=before)}")
             before += f"{part}."
             hint = fields[part]
         elif get_origin(found := _bare(hint)) is dict:
             hint = get_args(found)[1]
         else:
-            raise SpecError(f"{told!r} is no field: {name.rpartition('.')[0]} has none")
+            raise SpecError(f"unknown field {told!r}: {name.rpartition('.')[0]} has no fields")
     if text is None:
         if bool not in _alternatives(hint):
-            raise SpecError(f"{told}: no value, give {_describe(hint)}; {told}=... where it begins with --")
+            raise SpecError(f"{told}: no value, give {_describe(hint)}; if it begins with --, write {told}=...")
         return True
     return parse_text(text, hint, where=told)
 
 
 def parse_text(text: str, hint: Any, *, where: str) -> Any:
-    """Read ``text`` as a value of the type ``hint``: numbers, true and false, none, lists with commas, or JSON.
+    """Read ``text`` as a value of the type ``hint``: a number, true or false, none, a comma-separated list, or JSON.
 
     Raises: SpecError.
     """
     kinds = _alternatives(hint)
-    for kind in sorted(kinds, key=lambda kind: kind is str):  # everything is text, too
+    for kind in sorted(kinds, key=lambda kind: kind is str):  # last, as everything is a str
         found = _read_as(text, kind)
         if found is not _NOTHING:
             return found
@@ -191,7 +193,7 @@ _NOTHING = object()
 
 
 def _read_as(text: str, kind: Any) -> Any:
-    """``_NOTHING`` where ``text`` is not of that kind."""
+    """Return the value of ``text`` as that kind; ``_NOTHING`` when it is not one."""
     origin = get_origin(kind)
     if kind is str:
         return text
@@ -227,7 +229,7 @@ def _read_float(text: str) -> Any:
 
 
 def set_fields(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``data``, a tree of dicts, with the ``values`` of dotted names; what they stand instead of is left out."""
+    """Return ``data``, a tree of dicts, with the ``values`` of dotted names set and the fields they exclude removed."""
     changed = json.loads(json.dumps(data))
     for name, value in values.items():
         for other in _others_instead(name):
@@ -237,7 +239,7 @@ def set_fields(data: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, 
 
 
 def _others_instead(name: str) -> list[str]:
-    """The fields that are not given beside the one of this name, or beside the one that it is in."""
+    """Return the fields that exclude the named one, or the one that contains it."""
     for group in ONE_OF:
         if any(name == each or name.startswith(f"{each}.") for each in group):
             return [each for each in group if name != each and not name.startswith(f"{each}.")]
@@ -245,7 +247,7 @@ def _others_instead(name: str) -> list[str]:
 
 
 def _table(data: dict[str, Any], name: str) -> dict[str, Any]:
-    """The dict in which the last part of a dotted name stands, made where there is none."""
+    """Return the dict that holds the last part of a dotted name, created if missing."""
     for part in name.split(".")[:-1]:
         if not isinstance(data.get(part), dict):
             data[part] = {}
@@ -272,7 +274,7 @@ def _alternatives(hint: Any) -> list[Any]:
 
 
 def _describe(hint: Any) -> str:
-    """What to give for a type."""
+    """Describe the values of a type, for an error."""
     return " or ".join(dict.fromkeys(map(_describe_one, _alternatives(hint))))
 
 

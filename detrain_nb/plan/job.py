@@ -1,11 +1,11 @@
-"""What a job's script knows of its spec: frozen dataclasses with the spec's names, every number resolved.
+"""The spec of a job as its script reads it: frozen dataclasses with the spec's names, every number resolved.
 
     from detrain_nb import job_spec
 
     job = job_spec()
     print(job.training.epochs, job.parallelism.dp_shard)
 
-It needs Python 3.10 alone.
+It needs nothing but Python 3.10.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = [
     "job_spec",
 ]
 
-JOB_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of all that belongs to a job: its id and node rank
-ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"  # names the folder for what the script makes
-JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # names the file of the job's spec
+JOB_VARIABLE = "DETRAIN_NB_JOB"  # in the environment of every process of a job: its id and node rank
+ARTIFACTS_VARIABLE = "DETRAIN_NB_ARTIFACTS"  # the folder for the script's results
+JOB_SPEC_VARIABLE = "DETRAIN_NB_JOB_SPEC"  # the file of the job's spec
 _SECTIONS = ("parallelism.", "training.", "data.", "model.", "checkpoint.")  # a script's command line may change these
 _JOB_AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 _LAYOUT = {
     "training.batch_size",
     *(f"parallelism.{name}" for name in (*_JOB_AXES, "schedule", "microbatches")),
-}  # what these say, others follow
+}  # fields from which others are resolved
 _FORMAT = 1
 _LIMIT_BYTES = 1_000_000
 _DEV_STEPS = 3
@@ -53,7 +53,7 @@ _DEV_STEPS = 3
 
 @dataclass(frozen=True)
 class JobParallelism:
-    """The size of every axis of the mesh, and how the model is laid out over it; a script sees none that is -1."""
+    """The size of every axis of the mesh, and the layout of the model over it; for a script no size is -1."""
 
     pp: int = 1
     dp_replicate: int = 1
@@ -69,7 +69,7 @@ class JobParallelism:
 
 @dataclass(frozen=True)
 class JobTraining:
-    """How long, with what and how often; ``batch_size`` is that of all replicas together."""
+    """Settings of the training loop; ``batch_size`` is that of all replicas together."""
 
     epochs: int | None = None
     steps: int | None = None
@@ -88,7 +88,7 @@ class JobTraining:
 
 @dataclass(frozen=True)
 class JobData:
-    """Where data is, in what form, and its parts."""
+    """The URL, format and parts of the data."""
 
     url: str
     format: str | None = None
@@ -97,7 +97,7 @@ class JobData:
 
 @dataclass(frozen=True)
 class JobModel:
-    """Where a model is, in what form, and its parts."""
+    """The URL, format and parts of the model."""
 
     url: str
     format: str | None = None
@@ -106,7 +106,7 @@ class JobModel:
 
 @dataclass(frozen=True)
 class JobCheckpoint:
-    """Where checkpoints go, after how many steps each, and how many stay; ``keep`` None: all."""
+    """Where checkpoints are written, every how many steps, and how many are kept; ``keep`` None: all."""
 
     url: str
     interval: int | None = None
@@ -117,7 +117,7 @@ class JobCheckpoint:
 
 @dataclass(frozen=True)
 class JobNode:
-    """A node and its ranks; the name is empty for a job on the submitter's machine."""
+    """A node and its ranks; the name is empty for a job on the machine of the submitter."""
 
     name: str
     ranks: tuple[int, ...]
@@ -125,8 +125,10 @@ class JobNode:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """The spec of a job, resolved; where ``nodes_vary``, as they may in an elastic job, `job_spec` resolves it for the
-    ranks that there are. ``nodes`` are then those of the submission.
+    """The resolved spec of a job.
+
+    When ``nodes_vary``, as in an elastic job, `job_spec` resolves it for the current ranks, while ``nodes`` are those
+    of the submission.
     """
 
     name: str
@@ -143,11 +145,11 @@ class JobSpec:
     nodes_vary: bool = False
 
     def on(self, nodes: Sequence[JobNode], *, batch: Batch | None) -> JobSpec:
-        """Return it for the ranks of ``nodes``."""
+        """Return the spec for the ranks of ``nodes``."""
         return replace(self, nodes=tuple(nodes), world_size=sum(len(node.ranks) for node in nodes), batch=batch)
 
     def for_dev(self) -> JobSpec:
-        """Return it as ``training.dev`` wants it, where that is set: a few steps, each of them told, no checkpoint."""
+        """Return the spec for a trial run if ``training.dev`` is set: a few steps, each logged, no checkpoint."""
         how = self.training
         if not how.dev:
             return self
@@ -163,24 +165,24 @@ class JobSpec:
         return replace(self, training=few, checkpoint=None)
 
     def to_json(self) -> str:
-        """Write it as JSON, which ``from_json`` reads as an equal one."""
+        """Return the spec as JSON, which ``from_json`` reads back as an equal spec."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, text: str, *, where: str = "job spec") -> JobSpec:
-        """Read it from JSON; keys that a later release has are left out. Raises: SpecError."""
+        """Read a spec from JSON; unknown keys, as of a later release, are ignored. Raises: SpecError."""
         if len(text) > _LIMIT_BYTES:
-            raise SpecError(f"{where}: larger than {_LIMIT_BYTES // 1_000_000} MB: this is no job's spec")
+            raise SpecError(f"{where}: larger than {_LIMIT_BYTES // 1_000_000} MB, so not the spec of a job")
         data = read_json(text, where=where)
         if not isinstance(data, Mapping) or data.get("format") != _FORMAT:
             found = data.get("format") if isinstance(data, Mapping) else type(data).__name__
-            raise SpecError(f"{where}: has format {found!r}, this release reads format {_FORMAT}: submit the job anew")
+            raise SpecError(f"{where}: has format {found!r}, this release reads {_FORMAT}: submit the job again")
         return build(cls, data, where=where)
 
     def with_overrides(self, words: Sequence[str]) -> JobSpec:
-        """Return it with what ``words`` of a command line say, as ``--training.epochs 2``; others are left alone.
+        """Return the spec with the overrides in ``words``, such as ``--training.epochs 2``; other words are ignored.
 
-        What they say of the axes or the batch is resolved anew. Raises: SpecError.
+        Changes of the axes or the batch are resolved again. Raises: SpecError.
         """
         found, _ = split_overrides(words, is_ours=lambda name: name.startswith(_SECTIONS))
         values = {name: read_override(name, text, JobSpec, where="--") for name, text in found.items()}
@@ -193,7 +195,7 @@ class JobSpec:
         return changed._resolve() if not _LAYOUT.isdisjoint(values) else changed
 
     def _resolve(self) -> JobSpec:
-        """Raises: SpecError where its axes do not fit its ranks, or its batch its axes."""
+        """Resolve axes and batch. Raises: SpecError when the axes do not fit the ranks, or the batch the axes."""
         how = self.parallelism
         mesh, _, batch = lay_out(
             self.world_size,
@@ -207,16 +209,17 @@ class JobSpec:
 
 
 def job_spec(argv: Sequence[str] | None = None) -> JobSpec:
-    """Read the spec of this job; ``--training.epochs 2`` on the command line wins over what it says.
+    """Read the spec of this job; options on the command line such as ``--training.epochs 2`` override its fields.
 
-    ``argv``: the arguments, by default those of the script. What has no dot, or begins with no part of a spec, is the
-    script's own. Raises: SpecError.
+    ``argv``: the arguments, by default those of the script. Options without a dot, or not beginning with a section of
+    a spec, are the script's own and ignored here.
+    Raises: SpecError when the process has no spec, or it is invalid, also with the overrides.
     """
     path = os.environ.get(JOB_SPEC_VARIABLE)
     if not path:
         raise SpecError(
-            f"{JOB_SPEC_VARIABLE} is not set, so this process has no spec: submit the script as a job, or name there "
-            "the file of one"
+            f"{JOB_SPEC_VARIABLE} is not set, so this process has no spec: submit the script as a job, or set the "
+            "variable to the file of a spec"
         )
     try:
         with Path(path).open("rb") as file:
@@ -228,7 +231,7 @@ def job_spec(argv: Sequence[str] | None = None) -> JobSpec:
 
 
 def _of_round(job: JobSpec, words: Sequence[str]) -> JobSpec:
-    """Resolve it for the ranks that run, which torchrun has counted. Raises: SpecError."""
+    """Resolve the spec for the current ranks, which torchrun has counted. Raises: SpecError."""
     counted = os.environ.get("WORLD_SIZE", "")
     here = replace(job, world_size=int(counted) if counted.isdecimal() else job.world_size)
     try:

@@ -1,4 +1,4 @@
-"""What ranks hold when they hold most, by what it is for: numbers alone, without torch."""
+"""Peak memory of ranks, by purpose: numbers only, without torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class RankBytes:
-    """What each of ``ranks`` holds at most, in bytes, and in which ``phase`` of a step that is."""
+    """The peak memory of each of ``ranks``, in bytes, and the ``phase`` of a step in which it occurs."""
 
     ranks: tuple[int, ...]
     stages: tuple[int, ...]
@@ -37,7 +37,7 @@ class RankBytes:
 
 @dataclass(frozen=True)
 class MeshMemory:
-    """A layout, and what its ranks would hold; ``mesh`` has the sizes of its axes."""
+    """The memory of all ranks of a layout; ``mesh`` maps its axes to their sizes."""
 
     mesh: Mapping[str, int]
     schedule: str
@@ -45,5 +45,5 @@ class MeshMemory:
 
     @property
     def peak(self) -> RankBytes:
-        """The ranks that hold most."""
+        """The ranks with the highest peak."""
         return max(self.rows, key=lambda row: row.total_bytes)

@@ -1,4 +1,4 @@
-"""Ranks laid out on named axes: which of them hold the stages, the replicas and the shards of one model."""
+"""Ranks laid out on named axes: which of them hold the stages, replicas and shards of one model."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from ..errors import SpecError, count_ranks
 from ..text import HERE, name_some, printable
 
-# From the outermost to the innermost: neighbouring ranks, on one node as a rule, are those that say most to each other.
+# From the outermost to the innermost: neighbouring ranks, usually on one node, communicate most.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "ep", "tp")
-DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ on them see other samples
+DATA_AXES = ("dp_replicate", "dp_shard")  # ranks that differ on them see different samples
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """How many parts a batch is dealt out to."""
+        """The number of parts that a batch is split into."""
         return math.prod(self.axes.get(axis, 1) for axis in DATA_AXES)
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank on every axis. Raises: SpecError for one that is not there."""
+        """Return the coordinate of a rank on every axis. Raises: SpecError for a rank outside the mesh."""
         if not 0 <= rank < self.world_size:
-            raise SpecError(f"rank {rank} is not there: mesh {self} has ranks 0-{self.world_size - 1}")
+            raise SpecError(f"rank {rank} does not exist: mesh {self} has ranks 0-{self.world_size - 1}")
         places: dict[str, int] = {}
         for axis in reversed([*self.axes]):
             rank, places[axis] = divmod(rank, self.axes[axis])
@@ -43,17 +43,18 @@ class Mesh:
 
 
 def resolve_axes(sizes: Mapping[str, int], world_size: int, *, nodes: Sequence[str] = ()) -> dict[str, int]:
-    """Return the size of every axis that is given, in the order of ``AXES``, with -1 replaced by what is left.
+    """Return the size of every given axis, in the order of ``AXES``, with -1 replaced by the remaining ranks.
 
-    Without any axis all ranks are on ``dp_shard``; beside ``dp_replicate`` it is there too, so that FSDP2, which wants
-    both, can do what DDP cannot. ``nodes`` are those that have the ranks, for the error. Raises: SpecError.
+    Without any axis all ranks are on ``dp_shard``. It is added next to ``dp_replicate``, as FSDP2, which handles cases
+    that DDP cannot, needs both axes. ``nodes`` are the names of the nodes with the ranks, for the error.
+    Raises: SpecError when the axes are invalid, or do not fit ``world_size``.
     """
     if unknown := [axis for axis in sizes if axis not in AXES]:
-        raise SpecError(f"{unknown[0]!r} is no axis of a mesh: there are {', '.join(AXES)}")
+        raise SpecError(f"unknown mesh axis {unknown[0]!r}: choose from {', '.join(AXES)}")
     ordered = {axis: sizes[axis] for axis in AXES if axis in sizes} or {"dp_shard": -1}
     text = _written(ordered)
     if wrong := [axis for axis, size in ordered.items() if size < 1 and size != -1]:
-        raise SpecError(f"mesh {text}: {wrong[0]} is a number of ranks, 1 or more, or -1 for what is left")
+        raise SpecError(f"mesh {text}: {wrong[0]} must be 1 or more ranks, or -1 for all remaining ranks")
     open_axes = [axis for axis, size in ordered.items() if size == -1]
     if len(open_axes) > 1:
         raise SpecError(f"mesh {text}: only one axis can be -1, not both {' and '.join(open_axes)}")
@@ -69,7 +70,7 @@ def resolve_axes(sizes: Mapping[str, int], world_size: int, *, nodes: Sequence[s
 
 def _misfit(axes: Mapping[str, int], known: int, world_size: int, nodes: Sequence[str]) -> str:
     largest = max(axes, key=lambda axis: axes[axis])
-    if known > world_size:  # an axis that takes what is left has no part in it
+    if known > world_size:  # an axis of -1 is not to blame
         axes, change = {axis: size for axis, size in axes.items() if size != -1}, f"add {'nodes' if nodes else 'ranks'}"
         change = f"{change} or lower {largest}"
     elif -1 in axes.values():
@@ -83,7 +84,7 @@ def _misfit(axes: Mapping[str, int], known: int, world_size: int, nodes: Sequenc
 def _told_offer(world_size: int, nodes: Sequence[str]) -> str:
     named = [printable(name) for name in nodes if name]
     if not nodes:
-        return f", and there {'is' if world_size == 1 else 'are'} {world_size}"
+        return f", but there {'is' if world_size == 1 else 'are'} {world_size}"
     who = f"node{'s' if len(nodes) > 1 else ''} {name_some(named)}" if named else HERE
     return f" but {who} {'offer' if len(nodes) > 1 else 'offers'} {world_size}"
 

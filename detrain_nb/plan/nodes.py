@@ -1,4 +1,4 @@
-"""Which ranks run on which node, on which device."""
+"""The placement of ranks on nodes and devices."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST_RANKS = 1 << 16  # of one session
 
 @dataclass(frozen=True)
 class NodeOffer:
-    """What a node has, and what the user wants of it.
+    """The GPUs of a node, and what the user wants to run on it.
 
-    ``gpus`` are the indices that it may use. ``devices`` is "auto", "cpu", "cuda", or the indices wanted; ``ranks`` is
-    how many, None for one a GPU, on the CPU one.
+    ``gpus`` are the indices of its usable GPUs. ``devices`` is "auto", "cpu", "cuda", or the wanted indices. ``ranks``
+    is the number of ranks; None: one per GPU, or one on the CPU.
     """
 
     name: str
@@ -33,8 +33,7 @@ class NodeOffer:
 class NodePlan:
     """The ranks of one node; the position in ``ranks`` is the local rank.
 
-    ``name`` is empty for this machine. ``gpus`` are the indices of the GPUs, by local rank; None: those there are, in
-    their order.
+    ``name`` is empty for this machine. ``gpus`` are GPU indices by local rank; None: the node's GPUs in their order.
     """
 
     ranks: tuple[int, ...]
@@ -45,10 +44,10 @@ class NodePlan:
 
 @dataclass(frozen=True)
 class Plan(ShownAsText):
-    """A launch, resolved: the nodes in order of node rank, and the group's backend.
+    """A resolved launch: the nodes in order of node rank, and the backend of the process group.
 
-    A pipeline's plan has a mesh too, and the batch of a step where its size was given; ``stages`` are those of every
-    place on the pp axis.
+    The plan of a pipeline also has a mesh, and the batch of a step if its size was given; ``stages[i]`` are the stages
+    at coordinate ``i`` of the pp axis.
     """
 
     nodes: tuple[NodePlan, ...]
@@ -63,12 +62,12 @@ class Plan(ShownAsText):
 
     @property
     def device(self) -> str:
-        """The device type of the ranks; of several, ``cpu+cuda``."""
+        """The device type of the ranks, ``cpu+cuda`` when they differ."""
         return "+".join(sorted({node.device for node in self.nodes}))
 
     @property
     def node_of(self) -> dict[int, int]:
-        """Which node, by its position, has a rank."""
+        """The position of every rank's node."""
         return {rank: index for index, node in enumerate(self.nodes) for rank in node.ranks}
 
     @property
@@ -83,13 +82,13 @@ class Plan(ShownAsText):
 
     @property
     def node_names(self) -> dict[int, str]:
-        """The name of every rank's node, of those that have one."""
+        """The name of every rank's node, without nodes that have no name."""
         return {rank: name for name, ranks in self.hosts.items() for rank in ranks}
 
     def without(self, gone: Collection[int]) -> tuple[Plan, dict[int, int]]:
-        """The plan of those that are left when ranks are ``gone``, numbered from 0 again; and the new number of each.
+        """Return the plan without the ranks ``gone``, the others renumbered from 0, and the new number of each.
 
-        The nodes keep their positions; one may be left without ranks. No mesh fits what is left.
+        The nodes keep their positions; a node may have no ranks left. The new plan has no mesh.
         """
         left = [rank for rank in range(self.world_size) if rank not in gone]
         number = {rank: new for new, rank in enumerate(left)}
@@ -99,7 +98,7 @@ class Plan(ShownAsText):
         return replace(self, nodes=tuple(nodes), mesh=None, batch=None, stages=()), number
 
     def rank_rows(self) -> list[RankRow]:
-        """Say of every rank where it runs, where it is on the mesh, and which stages it has."""
+        """Return for every rank its node and device, its place on the mesh, and its stages."""
         return [
             self._row(rank, node, number, local)
             for number, node in enumerate(self.nodes)
@@ -133,12 +132,12 @@ class Plan(ShownAsText):
 
 
 def plan_one_node(*, ranks: int | None, device: str, backend: str | None, gpus: int) -> Plan:
-    """Place ``ranks`` ranks on one node that has ``gpus`` GPUs; by default one rank a GPU, else two on the CPU.
+    """Place ``ranks`` ranks on one node that has ``gpus`` GPUs; by default one rank per GPU, else two on the CPU.
 
     Raises: SpecError when the numbers do not fit.
     """
     if device not in DEVICES:
-        raise SpecError(f"device {device!r} is none of {', '.join(DEVICES)}")
+        raise SpecError(f"unknown device {device!r}: choose from {', '.join(DEVICES)}")
     if device == "auto":
         device = "cuda" if gpus and (ranks is None or ranks <= gpus) else "cpu"
         if gpus and device == "cpu":
@@ -156,13 +155,13 @@ def plan_one_node(*, ranks: int | None, device: str, backend: str | None, gpus: 
 
 
 def plan_nodes(offers: Sequence[NodeOffer], *, device: str, backend: str | None, ranks: int | None = None) -> Plan:
-    """Number the ranks of several nodes, in the order of the nodes. ``ranks`` is how many each of them has, where it
-    does not say so itself; ``device`` what it uses, where it says "auto".
+    """Number the ranks of several nodes, in the order of the nodes.
 
+    ``ranks`` and ``device`` apply to nodes that set no number of ranks, or have the device "auto".
     Raises: SpecError when the numbers do not fit.
     """
     if device not in DEVICES:
-        raise SpecError(f"device {device!r} is none of {', '.join(DEVICES)}")
+        raise SpecError(f"unknown device {device!r}: choose from {', '.join(DEVICES)}")
     nodes: list[NodePlan] = []
     first = 0
     for offer in offers:
@@ -170,9 +169,9 @@ def plan_nodes(offers: Sequence[NodeOffer], *, device: str, backend: str | None,
         chosen = _gpus_to_use(offer, wanted, offer.ranks or ranks)
         count = offer.ranks or ranks or max(1, len(chosen))
         if chosen and count > len(chosen):
-            raise SpecError(f"{count} ranks on node {offer.name} need {count} GPUs, it has {_list(offer.gpus)}")
+            raise SpecError(f"{count} ranks on node {offer.name} need {count} GPUs, but it has {_list(offer.gpus)}")
         if first + count > MOST_RANKS:
-            raise SpecError(f"{first + count} ranks with those of node {offer.name}: {MOST_RANKS} at most go together")
+            raise SpecError(f"{first + count} ranks up to node {offer.name}: a session can have at most {MOST_RANKS}")
         kind = "cuda" if chosen else "cpu"
         numbers = tuple(range(first, first + count))
         nodes.append(NodePlan(numbers, kind, offer.name, chosen[:count] if chosen else None))
@@ -181,7 +180,7 @@ def plan_nodes(offers: Sequence[NodeOffer], *, device: str, backend: str | None,
 
 
 def _gpus_to_use(offer: NodeOffer, wanted: str | tuple[int, ...], ranks: int | None) -> tuple[int, ...]:
-    """Empty where the ranks of a node use the CPU."""
+    """Return the GPUs that the ranks of a node use; empty when they use the CPU."""
     if wanted == "cpu" or wanted == "auto" and not offer.gpus:
         return ()
     if isinstance(wanted, tuple):

@@ -1,4 +1,4 @@
-"""When each rank of a pipeline computes, and when it waits: passes with their times, without torch."""
+"""The timeline of a pipeline: when each rank computes and when it waits, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ PASSES = {"F": "forward", "B": "backward", "I": "backward, for inputs", "W": "ba
 
 @dataclass(frozen=True)
 class Work:
-    """A rank computes from ``begin_s`` to ``end_s``: ``kind`` "F" forward, "B" backward, "I" and "W" its two halves."""
+    """One pass of a rank, from ``begin_s`` to ``end_s``.
+
+    ``kind`` is "F" for forward, "B" for backward, "I" and "W" for the two halves of a backward pass.
+    """
 
     kind: str
     stage: int
@@ -20,7 +23,7 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What the ranks of a pipeline do in one step."""
+    """The passes of all ranks of a pipeline in one step."""
 
     schedule: str
     ranks: tuple[tuple[Work, ...], ...]
@@ -35,11 +38,11 @@ class StepTimeline:
 
     @property
     def bubble(self) -> float:
-        """The share of all ranks' time in which they wait."""
+        """The share of the ranks' time that they spend waiting, over all ranks."""
         busy = sum(work.end_s - work.begin_s for works in self.ranks for work in works)
         return 1 - busy / (self.step_s * len(self.ranks)) if self.step_s else 0.0
 
     def idle(self, rank: int) -> float:
-        """The share of the step in which this rank waits."""
+        """Return the share of the step in which a rank waits."""
         busy = sum(work.end_s - work.begin_s for work in self.ranks[rank])
         return 1 - busy / self.step_s if self.step_s else 0.0

@@ -1,4 +1,4 @@
-"""What a plan looks like: a cell for each rank, a row for each node; as text, a line for each rank."""
+"""The picture of a plan: in HTML a cell per rank and a row per node, in text a line per rank."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from ..text import html_cells, html_table, printable, table_lines, told_node
 T = TypeVar("T")
 
 _MOST_NODES, _MOST_CELLS, _MOST_LINES = 16, 16, 48
-_AT_THE_END = 4  # of what is cut
-# They lie on the ground of the page, light or dark, so that text stays readable.
+_AT_THE_END = 4  # shown after a cut
+# Translucent over the page's background, light or dark, so that text stays readable.
 _COLOURS = ("66,133,244", "244,152,40", "60,160,80", "214,73,90", "142,96,190", "20,160,170", "190,150,30")
 _SHADES = ("0.5", "0.22")
-_COLOURED_BY = (("pp",), ("dp_replicate", "dp_shard"), ("tp",))  # the first of these that differ; then in shades
+_COLOURED_BY = (("pp",), ("dp_replicate", "dp_shard"), ("tp",))  # hue by the first that varies, shade by the next
 _CELL = "text-align:center;color:var(--jp-ui-font-color1, inherit);border:1px solid var(--jp-border-color2, #8886)"
 _LEFT = "text-align:left"
 
 
 @dataclass(frozen=True)
 class RankRow:
-    """What one rank has of a plan; ``stages`` is empty where they are not known, ``coordinates`` without a mesh."""
+    """The part of a plan that one rank has; ``stages`` is empty when unknown, ``coordinates`` without a mesh."""
 
     rank: int
     node: str
@@ -34,13 +34,13 @@ class RankRow:
     stages: tuple[int, ...] = ()
 
     def place(self, axes: Sequence[str]) -> str:
-        """Say where it is on these axes, and what it runs."""
+        """Describe the rank's place on these axes, and its stages if it has several."""
         places = [f"{axis} {self.coordinates[axis]}" for axis in axes]
         return ", ".join([*places, f"stages {_listed(self.stages)}"] if len(self.stages) > 1 else places)
 
 
 def draw_text(rows: Sequence[RankRow], *, axes: Sequence[str], caption: Sequence[str]) -> str:
-    """Write the caption and a line for each rank; ``axes`` are those to show."""
+    """Write the caption and a line for each rank; ``axes`` are the axes to show."""
     has_stages = any(row.stages for row in rows)
     first, cut, last = _ends(rows, _MOST_LINES)
     table = [["rank", *axes, *["stages"] * has_stages, "device", "node"]]
@@ -56,7 +56,7 @@ def draw_text(rows: Sequence[RankRow], *, axes: Sequence[str], caption: Sequence
 
 
 def draw_html(rows: Sequence[RankRow], *, axes: Sequence[str], caption: Sequence[str]) -> str:
-    """Draw a table; the pipeline stage chooses the colour of a cell and the replica its shade, where they differ."""
+    """Draw a table; the pipeline stage sets the colour of a cell and the replica its shade, if there are several."""
     nodes: dict[int, list[RankRow]] = {}
     for row in rows:
         nodes.setdefault(row.node_rank, []).append(row)
@@ -70,7 +70,7 @@ def draw_html(rows: Sequence[RankRow], *, axes: Sequence[str], caption: Sequence
 
 
 class _Paint:
-    """The colours of ranks: by their places on the first axes that differ, then their shades by the next ones."""
+    """The colours of ranks: hue by their place on the first varying axes, shade by the next ones."""
 
     def __init__(self, axes: Sequence[str]) -> None:
         self.axes = axes
@@ -102,7 +102,7 @@ def _draw_rank(row: RankRow, paint: _Paint) -> str:
 
 
 def _ends(items: Sequence[T], most: int) -> tuple[Sequence[T], int, Sequence[T]]:
-    """The first ones, how many are left out, and the last ones."""
+    """Return the first items, the number of omitted ones, and the last items."""
     if len(items) <= most:
         return items, 0, ()
     return items[: most - _AT_THE_END], len(items) - most, items[-_AT_THE_END:]

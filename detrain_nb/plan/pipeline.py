@@ -1,4 +1,4 @@
-"""The plan of a pipeline: ranks on nodes, laid out on a mesh, with a batch for each step."""
+"""The plan of a pipeline: ranks on nodes, laid out on a mesh, with the batch of a step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def plan_pipeline(
     microbatches: int | None = None,
     schedule: str = "1F1B",
 ) -> Plan:
-    """Number the ranks of the nodes, lay them out on ``axes``, and cut a batch of ``batch_size`` samples, all replicas
-    together. ``schedule`` is a name of ``SCHEDULES``; the stages of one in a file are not known here.
+    """Number the ranks of the nodes, lay them out on ``axes``, and split the batch.
 
-    Raises: SpecError when the numbers do not fit; it says which, and what to change.
+    ``batch_size`` is the number of samples of all replicas together. ``schedule`` is one of ``SCHEDULES``, or a file
+    *.csv, whose stages are unknown here.
+    Raises: SpecError when the numbers do not fit, with the numbers and what to change.
     """
     plan = plan_nodes(offers, device=device, backend=backend)
     mesh, stages, batch = lay_out(
@@ -47,7 +48,7 @@ def lay_out(
     schedule: str,
     nodes: Sequence[str] = (),
 ) -> tuple[Mesh, tuple[tuple[int, ...], ...], Batch | None]:
-    """Return the mesh of so many ranks, the stages of each place of its pipeline, and the batch. Raises: SpecError."""
+    """Return the mesh of ``world_size`` ranks, the stages by pp coordinate, and the batch. Raises: SpecError."""
     mesh = Mesh(resolve_axes(axes, world_size, nodes=nodes))
     pipeline_ranks = mesh.axes.get("pp", 1)
     layout = None if schedule.lower().endswith(".csv") else StageLayout(schedule)

@@ -25,7 +25,7 @@ _READ_BY_SCRIPTS = ("parallelism", "training", "data", "model", "checkpoint")
 
 _FIELDS_OF_A_PLAN = {  # by the beginning of its error
     "mesh": "parallelism",
-    "a batch": "training.batch_size",
+    "batch size": "training.batch_size",
     **dict.fromkeys(SCHEDULES, "parallelism.microbatches"),
 }
 

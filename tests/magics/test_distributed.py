@@ -299,7 +299,7 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
     assert re.search(r"lesson_1 +int +0 … 1 +≠ differs on every rank\nlesson_2 +Tensor +\[2\] .* = same on 2", text)
     assert "1 name on 1 rank" in kernel.run("%distributed vars lesson_1,unheard_of -r 1").rich()[0]
     assert "no variable matches 'nothing'" in kernel.run("%distributed vars nothing").rich()[0]
-    assert "rank 7 is not there" in kernel.run("%distributed vars -r 7").error
+    assert "rank 7 does not exist" in kernel.run("%distributed vars -r 7").error
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
             "%%distributed -n 4\nx",
             "the session has 2 ranks; to have 4, %distributed restart -n 4 (all variables are lost)",
         ),
-        ("%%distributed -r 7\nx", "rank 7 is not there: the session has 2 ranks, 0-1"),
+        ("%%distributed -r 7\nx", "rank 7 does not exist: the session has 2 ranks, 0-1"),
         ("%%rank\nx", "the following arguments are required: RANKS"),
         ("%%distributed --nosuch\nx", "--nosuch is not an option here"),
         ("%%distributed --merge some\nx", "--merge 'some': give one of same, all, rank0"),
@@ -329,7 +329,7 @@ def test_vars_is_a_view_that_leaves_a_table(kernel: Any) -> None:
         ("%distributed status now", "'now' is one word too many: leave it out"),
         ("%distributed doctor", "no session is running on other machines: name hosts with --nodes"),
         ("%distributed put x --nodes gpu1", "'gpu1' is not a node of this session; its nodes: only this machine"),
-        ("%%distributed -r gpu1\nx", "'gpu1' is no choice of ranks: give ranks like 0,2 or 0-3 or -1 or all"),
+        ("%%distributed -r gpu1\nx", "invalid ranks 'gpu1': give ranks like 0,2 or 0-3 or -1 or all"),
         ("%distributed config output=loud", "output must be one of live, final, not 'loud'"),
         ("%distributed config nosuch=1", "give KEY=VALUE with KEY one of"),
         ("%distributed config max_lines=-1", "max_lines must be a number, 0 or more"),

@@ -313,7 +313,7 @@ def test_folder_of_a_repository_is_laid_out_alone(host: GitHost, work: Path, cac
         ({"token": ""}, "is private, or does not exist: name the environment variable"),
         ({"token": "wrong"}, "does not accept the token"),
         ({"token": "two\nlines"}, "contains a space or control character"),
-        ({"ref": "--upload-pack=x"}, "can be no branch"),
+        ({"ref": "--upload-pack=x"}, "is not a branch"),
         ({"url": "ext::sh -c 'touch /tmp/x'"}, "git url"),
         ({"url": "--config=x"}, "begins with -"),
         ({"url": "http://h.example/x"}, "a token is only sent over https"),
@@ -343,7 +343,7 @@ def test_host_that_is_not_reached_is_no_failure_but_said(cache: Path, url: str, 
         text = talk.hear("unreached")["text"]
         assert url in text and "cannot be reached" in text and said in text
         talk.say("source", of="git", url=url, ref="--x")
-        with pytest.raises(Failed, match="can be no branch"):
+        with pytest.raises(Failed, match="is not a branch"):
             talk.hear("ready", "unreached")
 
 
@@ -559,7 +559,7 @@ def test_submodule_of_another_host_is_refused(
         url = host.publish(work, f"bad-{elsewhere[:3]}.git")
         with (
             source_talk(cache) as talk,
-            pytest.raises(Failed, match=r"submodule 'lib/inner': (a submodule comes|git url)"),
+            pytest.raises(Failed, match=r"submodule 'lib/inner': (a submodule is at|git url)"),
         ):
             ask_git(talk, url, token=TOKEN)
         assert not other.asked and not ran.exists()

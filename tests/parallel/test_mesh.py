@@ -26,5 +26,5 @@ def test_neighbouring_ranks_are_on_the_last_axis() -> None:
             "t = torch.tensor([rank]); dist.all_reduce(t, group=mesh['tp'].get_group()); t.item()"
         )
         assert summed.values == {0: 1, 1: 1, 2: 5, 3: 5}
-        with pytest.raises(RankError, match="mesh tp=3 needs 3 ranks, and there are 4: use fewer ranks or raise tp"):
+        with pytest.raises(RankError, match="mesh tp=3 needs 3 ranks, but there are 4: use fewer ranks or raise tp"):
             session.run_cell("par.make_mesh(tp=3)")

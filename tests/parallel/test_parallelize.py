@@ -256,7 +256,7 @@ def test_hook_sends_less_and_trains(two_ranks: Session) -> None:
             "2 cuts make 3 stages, but the schedule needs 2 on this mesh",
         ),
         ({"pp": 2}, {"pp": ["layers.7"]}, "the model has no module 'layers.7': did you mean 'layers."),
-        ({"pp": 2}, {"schedule": "2F2B"}, "there is no schedule '2F2B'"),
+        ({"pp": 2}, {"schedule": "2F2B"}, "unknown schedule '2F2B'"),
         (
             {"dp_shard": 2},
             {"device": "tpu"},

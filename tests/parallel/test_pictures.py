@@ -113,7 +113,7 @@ def test_mesh_of_one_axis_and_a_large_one_are_drawn() -> None:
     assert len(large.patches) == 32 * 32 and large.texts[32].get_text() == "64"
     assert large.get_title() == "4096 ranks, the first 32 of 64 rows"
     assert large.get_xlabel() == "tp, the first 32 of 64"
-    with pytest.raises(SpecError, match="mesh pp=3 needs 3 ranks, and there are 4"):
+    with pytest.raises(SpecError, match="mesh pp=3 needs 3 ranks, but there are 4"):
         draw_mesh({"pp": 3}, 4)
 
 

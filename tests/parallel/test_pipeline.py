@@ -351,14 +351,14 @@ def test_last_batch_may_be_any(session: Session, schedule: str) -> None:
 @pytest.mark.parametrize(
     "code, message",
     [
-        ("schedule='2F2B'", r"there is no schedule '2F2B': choose one of GPipe, 1F1B"),
+        ("schedule='2F2B'", r"unknown schedule '2F2B': choose one of GPipe, 1F1B"),
         ("num_microbatches=1", "1F1B needs at least as many microbatches as stages: 1 are fewer than 2"),
         (
             "schedule='DualPipeV', num_microbatches=3",
             "DualPipeV needs at least as many microbatches as stages: 3 are fewer than 4",
         ),
-        ("num_microbatches=-1", "-1 microbatches: a batch is cut into 1 or more"),
-        ("schedule='zbvzerobubble'", "ZBVZeroBubble has two stages on each rank: 2 ranks need 4, not 2"),
+        ("num_microbatches=-1", "-1 microbatches: must be at least 1"),
+        ("schedule='zbvzerobubble'", "ZBVZeroBubble has two stages per rank: 2 ranks need 4 stages, not 2"),
     ],
 )
 def test_pipeline_that_cannot_be_is_told(session: Session, code: str, message: str) -> None:
@@ -465,10 +465,10 @@ def test_stages_are_laid_on_ranks(
             "GPipe",
             2,
             4,
-            "GPipe has one stage on each rank: 4 stages do not go onto 2 ranks; Interleaved1F1B has several",
+            "GPipe has one stage per rank, but there are 4 stages and 2 ranks: use Interleaved1F1B",
         ),
-        ("LoopedBFS", 2, 5, "5 stages do not divide by 2 ranks: LoopedBFS needs as many on each"),
-        ("DualPipeV", 2, 6, "DualPipeV has two stages on each rank: 2 ranks need 4, not 6"),
+        ("LoopedBFS", 2, 5, "5 stages are not divisible by 2 ranks: LoopedBFS needs equally many"),
+        ("DualPipeV", 2, 6, "DualPipeV has two stages per rank: 2 ranks need 4 stages, not 6"),
     ],
 )
 def test_stages_that_do_not_fit_the_ranks_are_told(

@@ -147,7 +147,7 @@ def test_what_does_not_fit_it_is_told(tmp_path: Path) -> None:
         written.stages_of_rank(0, num_ranks=2, num_stages=4)
     with pytest.raises(SpecError, match=r"num_microbatches=8, but own\.csv has only 4"):
         written.require_microbatches(8, num_stages=2, num_ranks=2)
-    with pytest.raises(SpecError, match=r"there is no schedule '2F2B': choose one of GPipe, .*, or a file"):
+    with pytest.raises(SpecError, match=r"unknown schedule '2F2B': choose one of GPipe, .*, or a file"):
         find_schedule("2F2B")
     with pytest.raises(SpecError, match="cannot be read"):
         find_schedule(str(tmp_path / "none.csv"))

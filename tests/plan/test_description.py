@@ -68,56 +68,65 @@ def test_numbers_follow_from_what_is_in_it() -> None:
 
 Change = Callable[[dict[str, Any]], object]
 REFUSED: dict[str, tuple[Change, str]] = {
-    "no mark": (lambda plan: plan.pop("detrain_nb_plan"), "this is no plan .*give what par.describe_plan returns"),
-    "another version": (lambda plan: plan.update(detrain_nb_plan=2), "is of version 2, and this .* reads version 1"),
-    "nothing in it": (lambda plan: plan.update(costs=None, memory=None, timelines=[]), "neither costs, nor timelines"),
+    "no mark": (lambda plan: plan.pop("detrain_nb_plan"), "this is not a plan .*pass the result of par.describe_plan"),
+    "another version": (lambda plan: plan.update(detrain_nb_plan=2), "has version 2, but this .* reads version 1"),
+    "nothing in it": (
+        lambda plan: plan.update(costs=None, memory=None, timelines=[]),
+        "has no costs, timelines or memory",
+    ),
     "a long text": (lambda plan: plan.update(name="x" * 301), "a text of 301 characters"),
     "a long number": (lambda plan: plan["costs"].update(num_microbatches=1 << 70), "more than 64 bits"),
     "too deep": (lambda plan: plan.update(more=json.loads("[" * 20 + "]" * 20)), "or 8 levels"),
     "too many values": (lambda plan: plan.update(more=[0] * 100_000), "more than 100000 values"),
-    "notes without end": (lambda plan: plan.update(notes=["a"] * 21), "21 notes: 20 are the most"),
+    "notes without end": (lambda plan: plan.update(notes=["a"] * 21), "21 notes, the limit is 20"),
     "a name that is no text": (lambda plan: plan.update(name=3), "plan.name 3: give a text"),
     "no layers": (lambda plan: plan["costs"].update(layers=[]), "0 layers"),
     "too many layers": (lambda plan: plan["costs"].update(layers=1001 * plan["costs"]["layers"][:1]), "1001 layers"),
-    "a layer in no stage": (lambda plan: plan["costs"]["stages"].pop(), "the stages have 1 layers, and the model 2"),
+    "a layer in no stage": (
+        lambda plan: plan["costs"]["stages"].pop(),
+        "the stages have 1 layers, but the model has 2",
+    ),
     "an empty stage": (lambda plan: plan["costs"]["stages"][0].update(num_layers=0), "the stages have 0, 1 layers"),
     "no number": (lambda plan: plan["costs"]["layers"][0].update(time_s=math.nan), r"layers\[0\].time_s nan"),
     "without an end": (lambda plan: plan["costs"]["stages"][0].update(memory_bytes=math.inf), "memory_bytes inf"),
     "time below 0": (lambda plan: plan["costs"]["layers"][1].update(time_s=-1), "layer 1 has the number -1.0"),
-    "bytes that no sum holds": (lambda plan: plan["costs"]["layers"][1].update(state_bytes=1e308), "bytes are from 0"),
+    "bytes that no sum holds": (
+        lambda plan: plan["costs"]["layers"][1].update(state_bytes=1e308),
+        "bytes must be from 0",
+    ),
     "a time that no sum holds": (
         lambda plan: plan["timelines"][0]["ranks"][0].update(end_s=[1.0, 1e308]),
-        r"ends at 1e\+308 s",
+        r"to 1e\+308 s",
     ),
     "memory of no byte": (
         lambda plan: plan["costs"]["stages"][0].update(node_memory_bytes=5e-324),
-        "if it is not known",
+        "when it is unknown",
     ),
     "true as a number": (lambda plan: plan["costs"].update(num_microbatches=True), "give a whole number"),
     "no microbatches": (lambda plan: plan["costs"].update(num_microbatches=0), "0 microbatches"),
     "a field is missing": (lambda plan: plan["costs"]["layers"][0].pop("state_bytes"), "state_bytes is missing"),
-    "a name in a tuple": (lambda plan: plan["costs"].update({("a", "b"): 1}), "a name that is no text"),
+    "a name in a tuple": (lambda plan: plan["costs"].update({("a", "b"): 1}), "a key that is not a string"),
     "a list as costs": (lambda plan: plan.update(costs=[]), r"plan.costs \[\]: give a table of fields"),
     "no lanes": (lambda plan: plan["timelines"][0].update(ranks=[]), "0 ranks of a pipeline"),
-    "columns unlike": (lambda plan: plan["timelines"][0]["ranks"][1]["kinds"].pop(), "rank 1 has columns of unlike"),
+    "columns unlike": (lambda plan: plan["timelines"][0]["ranks"][1]["kinds"].pop(), "the columns of rank 1 differ"),
     "an idle rank": (
         lambda plan: [column.clear() for column in plan["timelines"][0]["ranks"][0].values()],
-        "has a rank without a pass",
+        "has a rank without passes",
     ),
     "a pass of no kind": (lambda plan: plan["timelines"][0]["ranks"][0].update(kinds=["F", "<b>"]), "of kind '<b>'"),
     "passes that overlap": (
         lambda plan: plan["timelines"][0]["ranks"][0].update(begin_s=[0.0, 0.5]),
-        "rank 0 .* begins at 0.5 s .* the pass before 1.0 s",
+        "rank 0 .* has a pass from 0.5 s .* one that ends at 1.0 s",
     ),
     "a stage of no model": (lambda plan: plan["timelines"][0]["ranks"][0].update(stages=[0, 999]), "of stage 999"),
     "no time": (
         lambda plan: [lane.update(begin_s=[0, 0], end_s=[0, 0]) for lane in plan["timelines"][0]["ranks"]],
-        "takes no time",
+        "has length 0 s",
     ),
     "too many timelines": (lambda plan: plan.update(timelines=17 * plan["timelines"]), "17 timelines"),
     "no axes": (lambda plan: plan["memory"].update(mesh={}), "0 axes"),
     "an axis of 0": (lambda plan: plan["memory"].update(mesh={"pp": 0}), "0 ranks along pp"),
-    "a row of nobody": (lambda plan: plan["memory"]["rows"][0].update(ranks=[]), "no rank or no stage"),
+    "a row of nobody": (lambda plan: plan["memory"]["rows"][0].update(ranks=[]), "needs at least 1 rank"),
     "bytes below 0": (lambda plan: plan["memory"]["rows"][0].update(gradient_bytes=-1), "rank 0 has the number -1"),
 }
 
@@ -133,13 +142,13 @@ def test_what_no_plan_can_be_is_refused_in_words(case: str) -> None:
 
 @pytest.mark.parametrize("data", [None, 3, "plan", [], {}, [["detrain_nb_plan", 1]]])
 def test_what_is_no_plan_at_all_says_what_to_give(data: object) -> None:
-    with pytest.raises(SpecError, match=r"this is no plan .*give what par.describe_plan returns"):
+    with pytest.raises(SpecError, match=r"this is not a plan .*pass the result of par.describe_plan"):
         PlanDescription.from_dict(data)
 
 
 def test_too_many_passes_are_refused_where_they_are_written() -> None:
     works = tuple(Work("F", 0, number, float(number), number + 1.0) for number in range(10_001))
-    with pytest.raises(SpecError, match="10001 passes, and 10000 are the most: take fewer microbatches"):
+    with pytest.raises(SpecError, match="10001 passes, the limit is 10000: use fewer microbatches"):
         PlanDescription(timelines=(StepTimeline("GPipe", (works,)),)).to_dict()
 
 
@@ -154,7 +163,7 @@ def test_texts_are_made_fit_to_be_shown() -> None:
 def test_parts_go_together_each_once() -> None:
     both = PlanDescription(costs=COSTS).joined(PlanDescription(timelines=(LINE,), name="GPT"))
     assert both.joined(PlanDescription(memory=MEMORY, notes=WHOLE.notes)) == WHOLE
-    with pytest.raises(SpecError, match="two plans have costs: give one of them"):
+    with pytest.raises(SpecError, match="both plans have costs: pass one of them"):
         both.joined(WHOLE)
 
 

@@ -86,7 +86,7 @@ def test_ref_is_refused(ref: str) -> None:
 
 def test_password_in_a_ref_is_not_shown() -> None:
     for ref in ("https://me:secret@host/a", f"https://me:{'secret' * 99}@host/a", "https://secret@host/a"):
-        with pytest.raises(SpecError, match=r"git ref 'https://\*\*\*@host/a' can be no branch"):
+        with pytest.raises(SpecError, match=r"git ref 'https://\*\*\*@host/a' is not a branch"):
             check_git_ref(ref)
 
 
@@ -122,5 +122,5 @@ def test_token_goes_where_nobody_reads_it(text: str, hides: bool) -> None:
 
 
 def test_relative_path_is_told_what_to_give() -> None:
-    with pytest.raises(SpecError, match=r"'./repo' is none: .* or the full path of one that is on the nodes$"):
+    with pytest.raises(SpecError, match=r"'./repo' is invalid: .* or the full path of a repository on the nodes$"):
         check_git_url("./repo")

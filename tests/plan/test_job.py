@@ -127,7 +127,7 @@ def test_try_of_a_script_is_a_few_steps_without_a_checkpoint(spec_file: Path) ->
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--training.epoch 2", "'--training.epoch' is no field: did you mean '--training.epochs'?"),
+        ("--training.epoch 2", "unknown field '--training.epoch': did you mean '--training.epochs'?"),
         ("--training.epochs two", "--training.epochs 'two': give a whole number or none"),
         ("--training.epochs", "--training.epochs: no value"),
         (
@@ -151,7 +151,7 @@ def test_axes_and_batch_of_a_command_line_are_resolved() -> None:
     assert (changed.parallelism.dp_shard, changed.parallelism.microbatches) == (2, 4)
     with pytest.raises(SpecError, match="mesh pp=3 x dp_shard=2 needs 6 ranks"):
         changed.with_overrides(["--parallelism.pp", "3"])
-    with pytest.raises(SpecError, match="a batch of 30 does not divide by 2 replicas x 4 microbatches"):
+    with pytest.raises(SpecError, match="batch size 30 is not divisible by 2 replicas x 4 microbatches"):
         changed.with_overrides(["--training.batch_size", "30"])
 
 
@@ -167,12 +167,12 @@ def test_axes_and_batch_are_those_of_the_round_where_nodes_vary(
         assert (found.world_size, found.parallelism.tp, found.parallelism.dp_shard) == (world_size, 2, shards)
         assert found.batch and found.batch.global_size == 8 == shards * found.batch.replica_size
     monkeypatch.setenv("WORLD_SIZE", "6")
-    complaint = "with the 6 ranks of this round: a batch of 8 does not divide by 3 replicas: give 6 or 9"
+    complaint = "with the 6 ranks of this round: batch size 8 is not divisible by 3 replicas: give 6 or 9"
     with pytest.raises(SpecError, match=complaint):
         job_spec([])
     assert job_spec(["--training.batch_size", "9"]).batch == Batch(3, 1, 3)
     monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(SpecError, match="with the 1 rank of this round: mesh tp=2 needs 2 ranks, and there is 1"):
+    with pytest.raises(SpecError, match="with the 1 rank of this round: mesh tp=2 needs 2 ranks, but there is 1"):
         job_spec([])
 
 
@@ -196,12 +196,12 @@ def test_process_without_a_spec_says_how_it_gets_one(monkeypatch: pytest.MonkeyP
     [
         ("", "job spec: Expecting value"),
         ("[" * 100_000, "job spec: nested too deeply"),
-        ('{"format": 1, "name": "x", "training": {"clip": NaN}}', "job spec: NaN is no number"),
+        ('{"format": 1, "name": "x", "training": {"clip": NaN}}', "job spec: NaN is not a number"),
         ('{"format": 1, "name": "x", "training": {"clip": 1e999}}', r"job spec\.training\.clip inf: give a number"),
         ('{"format": 1, "name": "x", "world_size": ' + "9" * 5000 + "}", "job spec: "),
         (" " * 1_000_001, "job spec: larger than 1 MB"),
-        ("[]", "job spec: has format 'list', this release reads format 1"),
-        ('{"format": 2, "name": "x"}', "job spec: has format 2, this release reads format 1: submit the job anew"),
+        ("[]", "job spec: has format 'list', this release reads 1"),
+        ('{"format": 2, "name": "x"}', "job spec: has format 2, this release reads 1: submit the job again"),
         ('{"format": 1}', "job spec: name is missing"),
         ('{"format": 1, "name": 3}', "job spec.name 3: give a text"),
         ('{"format": 1, "name": "x", "training": {"dev": 1}}', "job spec.training.dev 1: give true or false"),

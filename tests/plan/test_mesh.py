@@ -34,18 +34,18 @@ def test_axes_have_their_order_and_the_rest_is_left_for_one(
 @pytest.mark.parametrize(
     "sizes, world_size, message",
     [
-        ({"pp": 2, "tp": 4}, 4, "mesh pp=2 x tp=4 needs 8 ranks, and there are 4: add ranks or lower tp"),
-        ({"tp": 2}, 4, "mesh tp=2 needs 2 ranks, and there are 4: use fewer ranks or raise tp"),
+        ({"pp": 2, "tp": 4}, 4, "mesh pp=2 x tp=4 needs 8 ranks, but there are 4: add ranks or lower tp"),
+        ({"tp": 2}, 4, "mesh tp=2 needs 2 ranks, but there are 4: use fewer ranks or raise tp"),
         (
             {"pp": -1, "tp": 3},
             4,
-            "mesh pp=-1 x tp=3 needs a multiple of 3 ranks, and there are 4: change the",
+            "mesh pp=-1 x tp=3 needs a multiple of 3 ranks, but there are 4: change the",
         ),
-        ({"pp": -1, "tp": 8}, 4, "mesh tp=8 needs 8 ranks, and there are 4: add ranks or lower tp"),
+        ({"pp": -1, "tp": 8}, 4, "mesh tp=8 needs 8 ranks, but there are 4: add ranks or lower tp"),
         ({"pp": -1, "tp": -1}, 4, "mesh pp=-1 x tp=-1: only one axis can be -1, not both pp and tp"),
-        ({"tp": 0}, 4, "mesh tp=0: tp is a number of ranks, 1 or more, or -1 for what is left"),
-        ({"tp": -2}, 4, "mesh tp=-2: tp is a number of ranks"),
-        ({"dp": 4}, 4, "'dp' is no axis of a mesh: there are pp, dp_replicate, dp_shard, cp, ep, tp"),
+        ({"tp": 0}, 4, "mesh tp=0: tp must be 1 or more ranks, or -1 for all remaining ranks"),
+        ({"tp": -2}, 4, "mesh tp=-2: tp must be 1 or more ranks"),
+        ({"dp": 4}, 4, "unknown mesh axis 'dp': choose from pp, dp_replicate, dp_shard, cp, ep, tp"),
     ],
 )
 def test_sizes_that_do_not_fit_are_told(sizes: dict[str, int], world_size: int, message: str) -> None:
@@ -97,5 +97,5 @@ def test_sizes_fit_or_are_refused(asked: dict[str, int], world_size: int, nodes:
 
 def test_rank_outside_of_a_mesh_is_refused() -> None:
     for rank in (-1, 4):
-        with pytest.raises(SpecError, match=f"rank {rank} is not there: mesh pp=2 x tp=2 has ranks 0-3"):
+        with pytest.raises(SpecError, match=f"rank {rank} does not exist: mesh pp=2 x tp=2 has ranks 0-3"):
             Mesh({"pp": 2, "dp_shard": 1, "tp": 2}).coordinates(rank)

@@ -79,15 +79,15 @@ def test_stages_are_those_that_torch_runs() -> None:
             {"pp": 2, "dp_shard": 1},
             "mesh pp=2 needs 2 ranks but nodes a, b offer 4: use fewer ranks or raise pp",
         ),
-        ((2, 2), {"batch": 6}, "a batch of 6 does not divide by 4 replicas: give 4 or 8"),
-        ((2, 2), {"batch": 0}, "a batch of 0: it has 1 sample or more"),
+        ((2, 2), {"batch": 6}, "batch size 6 is not divisible by 4 replicas: give 4 or 8"),
+        ((2, 2), {"batch": 0}, "batch size 0: must be at least 1"),
         (
             (2, 2),
             {"batch": 32, "microbatches": 3},
-            "a batch of 32 does not divide by 4 replicas x 3 microbatches: give 24 or 36, or a number of microbatches "
-            "that 8 divides by",
+            "batch size 32 is not divisible by 4 replicas x 3 microbatches: give 24 or 36, or a number of microbatches "
+            "that divides 8",
         ),
-        ((2,), {"batch": 4, "microbatches": 0}, "0 microbatches: a batch is cut into 1 or more"),
+        ((2,), {"batch": 4, "microbatches": 0}, "0 microbatches: must be at least 1"),
         (
             (4,),
             {"pp": 4, "microbatches": 2},
@@ -96,9 +96,9 @@ def test_stages_are_those_that_torch_runs() -> None:
         (
             (2,),
             {"pp": 2, "microbatches": 5, "batch": 20, "schedule": "Interleaved1F1B"},
-            "Interleaved1F1B runs 5 microbatches on 2 ranks in 2 rounds of as many each: give 4, or another number",
+            "Interleaved1F1B runs 5 microbatches on 2 ranks in 2 rounds, but 5 is not divisible by 2: give 4",
         ),
-        ((2,), {"schedule": "2F2B"}, "there is no schedule '2F2B': choose one of GPipe, 1F1B"),
+        ((2,), {"schedule": "2F2B"}, "unknown schedule '2F2B': choose one of GPipe, 1F1B"),
     ],
 )
 def test_what_does_not_fit_is_told_with_what_to_change(
@@ -140,7 +140,7 @@ def test_microbatches_are_two_a_stage_or_the_most_below_that_divide(batch: int, 
 
 def test_of_all_ranks_there_is_a_bound() -> None:
     for ranks in (1 << 16, 10**15):
-        with pytest.raises(SpecError, match="ranks with those of node b: 65536 at most go together"):
+        with pytest.raises(SpecError, match="ranks up to node b: a session can have at most 65536"):
             plan_nodes([NodeOffer("a", (), ranks=1), NodeOffer("b", (), ranks=ranks)], device="cpu", backend=None)
 
 

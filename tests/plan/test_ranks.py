@@ -37,16 +37,16 @@ def test_ranks_win_over_a_machine_that_is_called_like_them() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("7", "rank 7 is not there: the session has 4 ranks, 0-3"),
-        ("0-9", "rank 4 is not there"),
-        ("0-999999999999", "rank 4 is not there"),
-        ("-5", "rank -5 is not there"),
-        ("3-1", "'3-1' runs backwards: give 1-3"),
-        ("x", "'x' is no choice of ranks"),
-        ("1-x", "'1-x' is no choice of ranks"),
-        ("", "'' is no choice of ranks"),
-        ("0,,1", "'0,,1' is no choice of ranks: nothing stands before or behind a comma"),
-        ([], "no rank was chosen"),
+        ("7", "rank 7 does not exist: the session has 4 ranks, 0-3"),
+        ("0-9", "rank 4 does not exist"),
+        ("0-999999999999", "rank 4 does not exist"),
+        ("-5", "rank -5 does not exist"),
+        ("3-1", "invalid ranks '3-1': give the smaller number first, 1-3"),
+        ("x", "invalid ranks 'x'"),
+        ("1-x", "invalid ranks '1-x'"),
+        ("", "invalid ranks ''"),
+        ("0,,1", "invalid ranks '0,,1': nothing before or after a comma"),
+        ([], "no rank is selected"),
     ],
 )
 def test_wrong_ranks_are_refused_with_what_to_write(text: object, complaint: str) -> None:
@@ -78,7 +78,7 @@ def test_ranks_default_to_the_gpus_else_two(wanted: dict[str, object], gpus: int
         ({"ranks": 2, "device": "cuda"}, 0, "no GPU was found"),
         ({"ranks": 4, "device": "cuda"}, 2, "4 ranks on cuda need 4 GPUs but this machine has 2: use -n 2"),
         ({"ranks": 4}, 2, "4 ranks but 2 GPUs: use --device cpu"),
-        ({"device": "tpu"}, 0, "device 'tpu' is none of"),
+        ({"device": "tpu"}, 0, "unknown device 'tpu': choose from"),
     ],
 )
 def test_what_does_not_fit_is_refused_with_the_numbers(wanted: dict[str, object], gpus: int, complaint: str) -> None:

@@ -530,7 +530,7 @@ def test_ranks_of_this_machine_are_chosen_by_its_name_as_errors_have_it(session:
     assert host == "this machine" == session.status().ranks[0].host
     assert f"ranks 0-1 on {host} " in "\n".join(caught.value._render_traceback_())
     assert session.ranks.choose(host) == session.ranks.choose(host, plan=session.ranks.plan_of(1)) == (0, 1)
-    with pytest.raises(SpecError, match=f"'elsewhere' is no choice of ranks: .* or all, or a host: {host}$"):
+    with pytest.raises(SpecError, match=f"invalid ranks 'elsewhere': .* or all, or a host: {host}$"):
         session.ranks.choose("elsewhere")
 
 
@@ -1096,9 +1096,9 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.run_cell("1", first_line="x"), "first_line 'x': give a whole number"),
         (lambda s: s.run_cell("1", number=1 << 60), "RunCell cannot be sent: RunCell.cell is a int"),
         (lambda s: s.run_cell("#" * (17 << 20)), "RunCell cannot be sent: it has 17,8.* bytes, at most 16,777,216"),
-        (lambda s: s.run_cell("1", ranks=1.5), r"1\.5 is no choice of ranks"),
-        (lambda s: s.run_cell("1", ranks=["x"]), "'x' is no rank: give a whole number"),
-        (lambda s: s.run_cell("1", ranks="0,,1"), "nothing stands before or behind a comma"),
+        (lambda s: s.run_cell("1", ranks=1.5), r"invalid ranks 1\.5"),
+        (lambda s: s.run_cell("1", ranks=["x"]), "'x' is not a rank: give a whole number"),
+        (lambda s: s.run_cell("1", ranks="0,,1"), "nothing before or after a comma"),
         (lambda s: s.push("name"), r"variables: give a dict .* not str"),
         (lambda s: s.push(["x"]), r"variables: give a dict .* not list"),
         (lambda s: s.push(None), r"variables: give a dict .* not NoneType"),
@@ -1109,7 +1109,7 @@ def test_start_with_what_is_of_another_type_is_refused_in_words(
         (lambda s: s.broadcast("x", source="first"), "source 'first': give a whole number"),
         (lambda s: s.log.replay(0, cells=["x"]), "cell 'x': give a whole number"),
         (lambda s: s.log.show_again("x", None), "cell 'x': give a whole number"),
-        (lambda s: s.restart(1.5), "no choice of ranks"),
+        (lambda s: s.restart(1.5), "invalid ranks"),
         (lambda s: s.files.put(5), "paths 5: give a path"),
         (lambda s: s.files.get([5]), "give a path"),
         (lambda s: s.files.put("x", nodes=5), "nodes 5: give a name"),

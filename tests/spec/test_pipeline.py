@@ -51,7 +51,7 @@ REFUSED = {
     "too long a warm-up": ({"training": {"steps": 2, "warmup_steps": 3}}, "training: warmup_steps 3 is more than"),
     "an unknown field": ({"training": {"epoch": 1}}, "training.epoch is not a field: did you mean 'epochs'?"),
     "an unknown field at the top": ({"trainning": {}}, "trainning is not a field: did you mean 'training'?"),
-    "a field far from any": ({"zzz": 1}, "zzz is not a field: there are name, description, parallelism"),
+    "a field far from any": ({"zzz": 1}, "zzz is not a field: choose from name, description, parallelism"),
     "nothing where a number goes": (
         {"training": {"learning_rate": None}},
         "training.learning_rate None: give a number",
@@ -212,7 +212,7 @@ def test_mesh_that_does_not_fit_says_ranks_and_nodes() -> None:
 def test_batch_that_does_not_divide_is_told_with_its_field() -> None:
     nodes = [{"host": "a", "ranks": 4}]
     (finding,) = _spec(training={"batch_size": 8}, parallelism={"microbatches": 3}, nodes=nodes).check()
-    assert str(finding).startswith("training.batch_size: a batch of 8 does not divide by 4 replicas x 3 microbatches")
+    assert str(finding).startswith("training.batch_size: batch size 8 is not divisible by 4 replicas x 3 microbatches")
     assert worst([finding]) == "error"
     (finding,) = _spec(parallelism={"pp": 4, "microbatches": 3}, nodes=nodes).check()
     assert str(finding).startswith("parallelism.microbatches: 1F1B needs at least as many microbatches as stages")
@@ -279,7 +279,7 @@ def test_axes_stay_open_where_a_round_may_have_fewer_nodes() -> None:
     assert (same.nodes_vary, same.parallelism.dp_shard, same.parallelism.microbatches) == (False, 8, 1)
     (finding,) = varies.check()
     assert (finding.field, finding.severity) == ("rendezvous.min_nodes", "warning")
-    assert "with 3 of 4 nodes a script that reads its spec cannot continue: a batch of 16" in str(finding)
+    assert "with 3 of 4 nodes a script that reads its spec cannot continue: batch size 16" in str(finding)
     assert fixed.check() == [] == spec(min_nodes=4).check()
 
 
@@ -484,14 +484,14 @@ def test_words_of_a_command_line_win_over_the_spec() -> None:
 @pytest.mark.parametrize(
     ("words", "complaint"),
     [
-        ("--training.epoch 2", "'--training.epoch' is no field: did you mean '--training.epochs'?"),
-        ("--trainin.epochs 2", "'--trainin.epochs' is no field: did you mean '--training'?"),
+        ("--training.epoch 2", "unknown field '--training.epoch': did you mean '--training.epochs'?"),
+        ("--trainin.epochs 2", "unknown field '--trainin.epochs': did you mean '--training'?"),
         ("--training.epochs x", "--training.epochs 'x': give a whole number"),
         ("--training.epochs 1e3", "--training.epochs '1e3': give a whole number"),
         ("--training.clip inf", "--training.clip 'inf': give a number"),
         ("--training.epochs", "--training.epochs: no value, give a whole number or none"),
         ("--training 3", "training 3: give a table"),
-        ("--training.epochs.x 3", "'--training.epochs.x' is no field: training.epochs has none"),
+        ("--training.epochs.x 3", "unknown field '--training.epochs.x': training.epochs has no fields"),
         ("--nodes a,a", "--nodes: nodes 'a,a': nodes 1 and 2 have the same name"),
         ("training.epochs 2", "'training.epochs' is not an override: write --training.epochs"),
         ("spec.toml", "'spec.toml' is not an override: give --field value"),

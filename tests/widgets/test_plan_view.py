@@ -61,11 +61,11 @@ def test_parts_are_shown_as_one_plan() -> None:
         ((None,), "None is not a plan"),
         (([PLAN.to_dict()],), r"as pull returns one for each rank: give one of them, such as plans\[0\]"),
         (({2: PLAN.to_dict()},), r"plans by rank: give one of them, such as plans\[2\]"),
-        (({},), "this is no plan"),
+        (({},), "this is not a plan"),
         (("{",), "the plan: line 1, column 2"),
         (("[1]",), "the plan: must be a table of named fields"),
         (("none.json",), "none.json"),
-        ((PLAN, PLAN), "two plans have costs"),
+        ((PLAN, PLAN), "both plans have costs"),
         ((PlanDescription,), "is not a plan"),
     ],
 )

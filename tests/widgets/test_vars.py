@@ -84,7 +84,7 @@ def test_preview_is_read_in_the_background_and_told_again_when_asked_again(told:
     told.view.preview("missing", 0)
     assert "there is no variable 'missing'" in told.wait_for("preview")["error"]
     told.view.preview("grid", 5)
-    assert "rank 5 is not there" in told.wait_for("preview")["error"]
+    assert "rank 5 does not exist" in told.wait_for("preview")["error"]
 
 
 def test_page_is_checked(told: Told) -> None:
