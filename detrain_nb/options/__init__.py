@@ -1,1 +1,1 @@
-"""The lines that people type, in a notebook and in a shell: what both take, and what is wrong with one."""
+"""Command lines that people type in a notebook and in a shell: the shared options and their errors."""

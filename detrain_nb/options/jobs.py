@@ -1,6 +1,6 @@
-"""The commands for jobs and specs, equal in a notebook and in a shell; each front end adds its own.
+"""Commands about jobs and specs, the same in a notebook and in a shell; each front end adds its own options.
 
-Numbers are only parsed here; their range is checked where they are used.
+Numbers are only parsed here; the function that receives one checks its range.
 """
 
 from __future__ import annotations
@@ -22,33 +22,27 @@ __all__ = [
     "add_one_job",
 ]
 
-FIELDS = "--SECTION.FIELD VALUE sets a field of the spec: --training.epochs 2; --artifacts VALUE sets one at its top."
-SPEC_COMMANDS = ("submit", "check")  # these accept fields
+FIELDS = "--SECTION.FIELD VALUE sets a field of the spec, e.g. --training.epochs 2; --artifacts VALUE one at the top."
+SPEC_COMMANDS = ("submit", "check")  # these take fields
 _NUM_LISTED = 50
-_JOB = "an id, the beginning of an id, or a name (the newest job of that name)"
+_JOB = "id, beginning of an id, or name of a job: the newest of that name"
 
 
 def add_job_commands(commands: Any, *, spec: str) -> dict[str, OptionParser]:
-    """Add all job commands; returns their parsers. ``spec`` describes the argument SPEC."""
+    """Add all commands; return their parsers. ``spec`` is the help text of SPEC."""
     parsers = _add_those_with_a_spec(commands, spec)
     parsers["list"] = _add(commands, "list", "list the newest jobs; nodes of unfinished jobs have 3 s to answer")
     parsers["list"].add_argument(
         "--limit", type=whole, default=_NUM_LISTED, metavar="N", help="number of jobs, default %(default)s"
     )
-    parsers["show"] = add_one_job(commands, "show", "show the state of a job: its nodes, its plan, the last metrics")
-    parsers["logs"] = logs = add_one_job(commands, "logs", "show the output of a job", "train -f --tail 20 --node gpu1")
-    logs.add_argument(
-        "-f", "--follow", action="store_true", help="follow the output to its end; an interrupt leaves the job running"
-    )
-    logs.add_argument(
-        "--tail", type=whole, metavar="N", help="of the output so far, only the last N lines of each rank"
-    )
-    logs.add_argument(
-        "--node", type=not_empty, metavar="NODE", help="only the output of one node, by its name or number"
-    )
-    logs.add_argument("--rank", type=whole, metavar="R", help="only the output of one rank")
-    logs.add_argument("--torchrun", action="store_true", help="also the output of torchrun")
-    parsers["attach"] = add_one_job(commands, "attach", "follow the output of a job to its end; fails if the job fails")
+    parsers["show"] = add_one_job(commands, "show", "show a job: its status, nodes, plan and last metrics")
+    parsers["logs"] = logs = add_one_job(commands, "logs", "print a job's output", "train -f --tail 20 --node gpu1")
+    logs.add_argument("-f", "--follow", action="store_true", help="follow until the job ends; Ctrl-C leaves it running")
+    logs.add_argument("--tail", type=whole, metavar="N", help="begin with the last N lines of each rank")
+    logs.add_argument("--node", type=not_empty, metavar="NODE", help="of one node only, by name or number")
+    logs.add_argument("--rank", type=whole, metavar="R", help="of one rank only")
+    logs.add_argument("--torchrun", action="store_true", help="also the output of torchrun itself")
+    parsers["attach"] = add_one_job(commands, "attach", "follow a job's output to its end; fails if the job fails")
     parsers["stop"] = stop = add_one_job(commands, "stop", "stop all ranks of a job")
     stop.add_argument(
         "--grace", type=number, default=GRACE_S, metavar="S", help="seconds until SIGKILL, default %(default)g"
@@ -64,50 +58,42 @@ def _add_those_with_a_spec(commands: Any, spec: str) -> dict[str, OptionParser]:
     submit = _add(
         commands,
         "submit",
-        "start the job of a spec; it keeps running when you leave",
+        "start a spec as a job, which keeps running when you leave",
         "train.toml --nodes gpu1,gpu2 --follow",
     )
-    check = _add(
-        commands, "check", "show the faults of a spec, and its plan; nothing is started", "train.toml --on-nodes"
-    )
+    check = _add(commands, "check", "check a spec and show its plan, without starting it", "train.toml --on-nodes")
     for parser in (submit, check):
         parser.epilog = f"{FIELDS} {parser.epilog}"
         parser.add_argument("spec", metavar="SPEC", help=spec)
         add_name_and_nodes(parser)
     add_follow(submit)
-    submit.add_argument(
-        "--dry-run", action="store_true", help="show what would run where, and which files would be copied"
-    )
+    submit.add_argument("--dry-run", action="store_true", help="show what would run where, and which files are copied")
     check.add_argument(
-        "--on-nodes",
-        action="store_true",
-        help="also check the nodes: the doctor, torch, libraries, free disk, the port",
+        "--on-nodes", action="store_true", help="also check the nodes: doctor, torch, libraries, free disk, port"
     )
     return {"submit": submit, "check": check}
 
 
 def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
-    fetch = add_one_job(commands, "fetch", "copy the files of a job to this machine", 'train "*.pt" --to models')
+    fetch = add_one_job(commands, "fetch", "copy a job's files to this machine", 'train "*.pt" --to models')
     fetch.add_argument(
-        "patterns", nargs="*", default=(), metavar="PATTERN", help='such as "*.pt"; default: the artifacts of its spec'
+        "patterns", nargs="*", default=(), metavar="PATTERN", help='e.g. "*.pt"; default: the artifacts of its spec'
     )
-    fetch.add_argument(
-        "--to", type=not_empty, default=".", metavar="DIR", help="target folder; default: the current one"
-    )
-    fetch.add_argument("--anyway", action="store_true", help="also from a job that did not succeed or is still running")
-    fetch.add_argument("--replace", action="store_true", help="also overwrite files here that differ")
+    fetch.add_argument("--to", type=not_empty, default=".", metavar="DIR", help="default: the current folder")
+    fetch.add_argument("--anyway", action="store_true", help="also if the job failed or is still running")
+    fetch.add_argument("--replace", action="store_true", help="overwrite files here that differ")
     bare = "a command must follow --, as in: exec JOB -- {}"
     execute = _add(
         commands, "exec", "run a shell command on every node of a job, or of --nodes", "train -- nvidia-smi", bare=bare
     )
     execute.add_argument("job", nargs="?", metavar="JOB", help=_JOB)
-    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, in place of a job")
+    execute.add_argument("--nodes", metavar="NODES", help="a nodes file or hosts, instead of a job")
     execute.add_argument(
         "--timeout",
         type=number,
         default=COMMAND_LIMIT_S,
         metavar="S",
-        help="stop the command after S seconds, default %(default)g",
+        help="kill it after S seconds, default %(default)g",
     )
     remove = _add(
         commands,
@@ -116,28 +102,28 @@ def _add_what_it_leaves(commands: Any) -> dict[str, OptionParser]:
         "--older-than 30",
     )
     remove.add_argument("jobs", nargs="*", metavar="JOB", help=_JOB)
-    remove.add_argument("--older-than", type=number, metavar="DAYS", help="all jobs that ended more than DAYS ago")
-    remove.add_argument("--anyway", action="store_true", help="remove the record here even if nodes do not answer")
+    remove.add_argument("--older-than", type=number, metavar="DAYS", help="all that ended more than DAYS days ago")
+    remove.add_argument("--anyway", action="store_true", help="remove the record even if a node does not answer")
     return {"fetch": fetch, "exec": execute, "rm": remove}
 
 
 def add_name_and_nodes(parser: OptionParser) -> None:
-    """Add the options that replace the name and nodes of a spec, and set how its source is copied."""
+    """Add the options that replace the spec's name and nodes, and select how its source is copied."""
     _add_in_place(parser)
     parser.add_argument(
-        "--storage", metavar="URL", help="copy the source by way of s3://BUCKET/FOLDER, or a shared folder"
+        "--storage", metavar="URL", help="copy the source through s3://BUCKET/FOLDER, or a shared folder"
     )
 
 
 def add_follow(parser: OptionParser) -> None:
-    parser.add_argument("-f", "--follow", action="store_true", help="show the output of the job, to its end")
+    parser.add_argument("-f", "--follow", action="store_true", help="follow its output to its end")
 
 
 def add_export_options(parser: OptionParser, *, spec: str) -> None:
-    """Add the options of the export of a spec."""
+    """Add the options of an export of a spec."""
     parser.add_argument("format", metavar="FORMAT", help=f"one of {', '.join(TARGETS)}")
     parser.add_argument("spec", metavar="SPEC", help=spec)
-    parser.add_argument("-o", "--output", metavar="FILE", help="the file to write; default: print it")
+    parser.add_argument("-o", "--output", metavar="FILE", help="file to write; default: print it")
     parser.add_argument("--gpus", type=whole, default=0, metavar="N", help=GPUS)
     _add_in_place(parser)
     parser.usage = "%(prog)s [-o FILE] [--gpus N] [--OPTION VALUE ...] FORMAT SPEC"
@@ -154,17 +140,17 @@ def add_export_options(parser: OptionParser, *, spec: str) -> None:
 def add_import_options(parser: OptionParser) -> None:
     """Add the options of an import of another tool's file; a command line to import follows ``--``."""
     parser.add_argument("file", metavar="FILE", nargs="?", help="a file of another tool, at a path or a URL")
-    one = f"the kind of the file, one of {', '.join(KINDS)}; default: detected"
+    one = f"its kind, one of {', '.join(KINDS)}; default: detected"
     parser.add_argument("--from", dest="kind", default="", choices=KINDS, metavar="KIND", help=one)
     parser.add_argument(
-        "-o", "--output", metavar="FILE", help="where to write the spec, or the nodes: .json, .toml or .yaml"
+        "-o", "--output", metavar="FILE", help="file to write the spec or the nodes to: .json, .toml or .yaml"
     )
 
 
 def _add_in_place(parser: OptionParser) -> None:
-    parser.add_argument("--name", type=not_empty, metavar="NAME", help="the job's name, in place of the spec's")
+    parser.add_argument("--name", type=not_empty, metavar="NAME", help="name of the job, instead of the spec's")
     parser.add_argument(
-        "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., in place of the spec's nodes"
+        "--nodes", metavar="NODES", help="a nodes file, or [user@]host[:port],..., instead of the spec's nodes"
     )
 
 
@@ -175,7 +161,7 @@ def _add(commands: Any, name: str, words: str, example: str = "", **more: Any) -
 
 
 def add_one_job(commands: Any, name: str, words: str, example: str = "") -> OptionParser:
-    """Add a command for one job."""
+    """Add a command about one job; return its parser."""
     parser = _add(commands, name, words, example)
     if name == "restart":
         parser.add_argument("job", metavar="JOB", help=_JOB)

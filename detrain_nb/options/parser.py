@@ -1,4 +1,4 @@
-"""argparse with errors of one line that say what to write instead, and the types of values that it reads."""
+"""An argparse parser whose errors are one line with advice, and converters for the values of options."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ __all__ = ["OptionParser", "not_empty", "number", "whole"]
 
 
 class OptionParser(argparse.ArgumentParser):
-    """A parser for all front ends; each defines its own ``error``."""
+    """Parser with one-line errors; each front end overrides ``error``."""
 
     def __init__(self, *, bare: str = "leave it out", **options: Any) -> None:
-        """Create a parser; ``bare`` says what to do about a surplus word, which replaces its braces."""
+        """Create a parser; ``bare`` is the advice for a surplus word, which replaces its ``{}``."""
         super().__init__(allow_abbrev=False, **options)
         self._bare = bare
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Report surplus words as an error of the command that they were given to."""
+        """Parse arguments; unknown ones are an error of the subcommand that they were given to."""
         known, left = super().parse_known_args(args, namespace)
         if left:
             self.error(self._describe_unknown(left))
@@ -30,14 +30,14 @@ class OptionParser(argparse.ArgumentParser):
         for word in words:
             if word.startswith("-"):
                 option = word.partition("=")[0]
-                return f"{option} is not an option here{_advice(option, self._option_string_actions)}"
-        return f"{words[0]!r} is one word too many: {self._bare.format(shlex.quote(words[0]))}"
+                return f"unknown option {option}{_advice(option, self._option_string_actions)}"
+        return f"unexpected argument {words[0]!r}: {self._bare.format(shlex.quote(words[0]))}"
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is None or value in action.choices:
             return
         if isinstance(action, argparse._SubParsersAction):
-            self.error(f"{value!r} is not a command{_advice(value, action.choices)}")
+            self.error(f"unknown command {value!r}{_advice(value, action.choices)}")
         name = action.option_strings[-1] if action.option_strings else str(action.dest)
         self.error(f"{name} {value!r}{_advice(value, action.choices, is_short=True)}")
 
@@ -52,7 +52,7 @@ class OptionParser(argparse.ArgumentParser):
 
 
 def _advice(word: str, known: Iterable[str], *, is_short: bool = False) -> str:
-    """Return what to write instead of ``word``: similar known words, else all of them."""
+    """Suggest what to write instead of ``word``: similar names, or else all known ones."""
     known = [name for name in known if is_short or name != "-h"]
     near = difflib.get_close_matches(word, known, n=2, cutoff=0.7)
     if near and not is_short:
@@ -62,7 +62,7 @@ def _advice(word: str, known: Iterable[str], *, is_short: bool = False) -> str:
 
 def not_empty(text: str) -> str:
     if not text:
-        raise argparse.ArgumentTypeError("'' is not a name")
+        raise argparse.ArgumentTypeError("a name must not be empty")
     return text
 
 

@@ -155,7 +155,7 @@ def plan_one_node(*, ranks: int | None, device: str, backend: str | None, gpus: 
 
 
 def plan_nodes(offers: Sequence[NodeOffer], *, device: str, backend: str | None, ranks: int | None = None) -> Plan:
-    """Number the ranks of several nodes, in the order of the nodes.
+    """Plan the ranks of several nodes, numbered in the order of the nodes.
 
     ``ranks`` and ``device`` apply to nodes that set no number of ranks, or have the device "auto".
     Raises: SpecError when the numbers do not fit.

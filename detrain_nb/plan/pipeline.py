@@ -21,7 +21,7 @@ def plan_pipeline(
     microbatches: int | None = None,
     schedule: str = "1F1B",
 ) -> Plan:
-    """Number the ranks of the nodes, lay them out on ``axes``, and split the batch.
+    """Plan a pipeline: number the ranks of the nodes, lay them out on ``axes``, and split the batch.
 
     ``batch_size`` is the number of samples of all replicas together. ``schedule`` is one of ``SCHEDULES``, or a file
     *.csv, whose stages are unknown here.
