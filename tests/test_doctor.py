@@ -156,7 +156,7 @@ def test_progress_is_told_in_the_calling_thread(testbed: Testbed) -> None:
     _examine(testbed, on_progress=lambda line: told.append((line, threading.get_ident())))
     assert [line for line, _ in told] == [
         "examining 2 hosts",
-        "2 of 2 hosts answered: comparing clocks and connections",
+        "2 of 2 hosts answered: comparing clocks and testing connections",
     ]
     assert {thread for _, thread in told} == {threading.get_ident()}
 
@@ -164,7 +164,7 @@ def test_progress_is_told_in_the_calling_thread(testbed: Testbed) -> None:
 def test_host_alone_has_nobody_to_reach(testbed: Testbed) -> None:
     report = _examine(testbed, _nodes(testbed)[:1])
     assert report.is_ok
-    assert report.cell("reaches", "h0") == Cell("there is no other")
+    assert report.cell("reaches", "h0") == Cell("no other host")
     (measured,) = report.measured_nodes()
     assert measured.memory_gb is not None and measured.memory_gb >= 0.1
     assert (measured.model_copy(update={"memory_gb": None}),) == report.nodes
@@ -175,7 +175,7 @@ def test_machine_that_is_named_twice_is_a_problem(testbed: Testbed) -> None:
     report = _examine(testbed, [node, node.model_copy(update={"name": "again"})])
     assert report.cell("address", node.name).state == "good"
     twin = report.cell("address", "again")
-    assert twin.state == "bad" and twin.text.endswith(f", as {node.name}") and "name the machine once" in twin.advice
+    assert twin.state == "bad" and twin.text.endswith(f", as {node.name}") and "list the machine once" in twin.advice
 
 
 def test_this_machine_is_examined_beside_hosts(testbed: Testbed) -> None:
@@ -249,7 +249,7 @@ def test_host_whose_logout_ends_jobs_is_said_with_the_command(examine_liar: Call
 
 
 def test_only_hosts_can_be_examined() -> None:
-    with pytest.raises(SpecError, match="only hosts that are reached over SSH"):
+    with pytest.raises(SpecError, match="only hosts reached over SSH"):
         examine(None)
     with pytest.raises(SpecError, match="the same name 'a'"):
         examine([Node(host="a"), Node(host="b", name="a")])
@@ -373,7 +373,7 @@ def test_python_without_torch_is_told_what_the_others_have(testbed: Testbed, mak
     remote = shlex.split(problem.command)
     assert remote[:2] == ["ssh", "h0"]
     assert shlex.split(remote[2])[:5] == [python, "-m", "pip", "install", f"torch=={torch.__version__}"]
-    assert "the notebook's goes there by itself" in report.cell("IPython", "h0").text
+    assert "the notebook's is copied there" in report.cell("IPython", "h0").text
     assert report.cell("reaches", "h0").state == "good"
 
 
@@ -513,7 +513,7 @@ UNREADABLE = {
 def test_facts_that_do_not_fit_are_one_cell(case: str, examine_liar: Callable[..., Report]) -> None:
     report = examine_liar(_facts(**UNREADABLE[case]))
     assert _states(report, "h0") == {"python": "bad"}
-    assert "what it says of itself cannot be read" in report.cell("python", "h0").text
+    assert "the host's answer is invalid" in report.cell("python", "h0").text
     assert report.cell("torch", "h1").state == "good"
 
 
@@ -547,9 +547,9 @@ def test_gpus_their_memory_and_who_uses_them_are_said(examine_liar: Callable[...
     taken = {**free, "used": 21 * GB, "users": [user]}
     gpus = {"gpus": [free, taken], "driver": "525.60", "cuda": "11.8", "visible": ""}
     report = examine_liar(_facts(gpus=gpus), devices=(0, 2))
-    assert report.cell("GPUs", "h0").text == "2 GPUs, but devices has 2"
+    assert report.cell("GPUs", "h0").text == "2 GPUs, but devices lists 2"
     assert report.cell("GPU use", "h0") == Cell(
-        "GPU 1: 21.0 GB by bob: python (pid 77, 20.0 GB)", "warning", "choose others (devices), or ask them"
+        "GPU 1: 21.0 GB by bob: python (pid 77, 20.0 GB)", "warning", "choose other devices, or ask the users"
     )
     assert report.cell("CUDA", "h0").state == "bad"
     assert "12.8 (driver 525.60, up to CUDA 11.8): the driver is too old" in report.cell("CUDA", "h0").text
@@ -570,7 +570,7 @@ def test_little_room_and_small_shares_are_warnings(examine_liar: Callable[..., R
     states = _states(report, "h0")
     checks = ("home", "/tmp", "/dev/shm", "memory", "processors", "open files")
     assert {states[check] for check in checks} == {"warning"}
-    assert "cannot be found out: Input/output error" in report.cell("/tmp", "h0").text
+    assert "unknown: Input/output error" in report.cell("/tmp", "h0").text
     assert "--shm-size" in report.cell("/dev/shm", "h0").advice
     assert "its cgroup allows 0.5" in report.cell("processors", "h0").text
     assert report.measured_nodes()[0].memory_gb == 0.1, "what its cgroup allows"
@@ -594,7 +594,7 @@ def test_shared_memory_that_ranks_cannot_use_is_a_problem(mount: str, testbed: T
 def test_few_open_files_are_a_warning(testbed: Testbed) -> None:
     nodes = [node.model_copy(update={"setup": ("ulimit -Sn 32",)}) for node in _nodes(testbed)[:1]]
     cell = _examine(testbed, nodes).cell("open files", "h0")
-    assert (cell.text, cell.state) == ("32 for a process", "warning") and "ulimit -n 1024" in cell.advice
+    assert (cell.text, cell.state) == ("32 per process", "warning") and "ulimit -n 1024" in cell.advice
 
 
 # ---- the ways between hosts
@@ -694,7 +694,7 @@ def test_fix_closes_our_folder_and_makes_it_where_it_is_missing(testbed: Testbed
         assert stat.S_IMODE(made.stat().st_mode) == 0o700
         assert [line.split(":")[0] for line in fixed.done] == ["h0", "h1"]
         assert not any(problem.check == "our folder" for problem in fixed.left)
-        assert "done on h0: chmod 700" in repr(fixed)
+        assert "fixed on h0: chmod 700" in repr(fixed)
         assert not _states(_examine(testbed), "h0").get("our folder")
     finally:
         for host in ("h0", "h1"):

@@ -1,4 +1,4 @@
-"""Can these nodes train together, how fast, and what to fix: hosts examined side by side, whatever ails one of them.
+"""The doctor: can these nodes train together, how fast, and what must be fixed. A failing host stops no other.
 
 report = examine("nodes.toml", bandwidth=True, speed=True)
 write_nodes("nodes.toml", report.measured_nodes())

@@ -1,4 +1,4 @@
-"""Hosts are examined side by side, whatever ails one of them, and what is safe to mend is mended."""
+"""Examination of hosts in parallel, whatever fails on one of them, and the fixes that are safe to make."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def examine(
     ask_passphrase: AskPassphrase | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Report:
-    """Examine hosts that are reached over SSH: each by itself, then the ways between them.
+    """Examine hosts that are reached over SSH: each one alone, then the links between them.
 
-    Nothing is written there. For a moment a port is open on each host, on the address at which the others reach it.
-    ``bandwidth``: measure it too, from host to host and from the notebook; that loads the network for a second or two
-    for each other host. ``speed``: measure how fast a rank of each host is beside the fastest, all ranks at once on the
-    devices that they would have; that loads these for a second or two. ``on_progress`` is called with a line before
-    every part, ``ask_passphrase`` when a key needs one, ``meanwhile`` again and again, all in the calling thread; what
-    they raise ends the examination. ``config_path`` is ~/.ssh/config.
-    Raises: SpecError for nodes that cannot be.
+    Nothing is written on the hosts. Each opens a port for a moment, on the address at which the others reach it.
+    ``bandwidth``: also measure it, between the hosts and from the notebook; this loads the network for a second or two
+    for each other host. ``speed``: measure the speed of a rank of each host relative to the fastest, all ranks at once
+    on the devices that they would use; this loads the devices for a second or two. ``on_progress`` is called with a
+    line before every part, ``ask_passphrase`` when a key needs one, ``meanwhile`` repeatedly, all in the calling
+    thread; an exception from any of them ends the examination. ``config_path`` replaces ~/.ssh/config.
+    Raises: SpecError when the nodes are invalid.
     """
     transports = transports_to(nodes)
     chosen = nodes_of(transports)
     if len(chosen) < len(transports):
-        raise SpecError("only hosts that are reached over SSH can be examined: name a nodes file, or hosts")
+        raise SpecError("only hosts reached over SSH can be examined: give a nodes file, or hosts")
     if twice := [name for name, times in Counter(node.name for node in chosen).items() if times > 1]:
-        raise SpecError(f"nodes have the same name {twice[0]!r}: give each a name of its own")
+        raise SpecError(f"two nodes are named {twice[0]!r}: give each a different name")
     with Crew(len(chosen), ask_passphrase, meanwhile=meanwhile) as crew:
         examination = Examination(chosen, crew, on_progress or (lambda line: None), config_path)
         try:
@@ -69,7 +69,7 @@ def examine(
 
 
 def _memory_of(host: Host) -> float | None:
-    """In bytes, what its ranks have: that of its smallest GPU where they use GPUs, else of the machine."""
+    """Return the memory for a host's ranks in bytes: of the smallest GPU they use, else of the machine."""
     if host.facts is None:
         return None
     gpus, memory, wanted = host.facts.gpus, host.facts.memory, host.node.devices
@@ -86,21 +86,21 @@ def _memory_of(host: Host) -> float | None:
 
 @dataclass(frozen=True, repr=False)
 class Fixed:
-    """What `fix` has done, and what is left for the user."""
+    """The fixes that `fix` made, and the problems left for the user."""
 
     done: tuple[str, ...]
     left: tuple[Problem, ...]
 
     def __repr__(self) -> str:
-        done = [f"done on {line}" for line in self.done] or ["nothing is to be done that is safe to do by itself"]
+        done = [f"fixed on {line}" for line in self.done] or ["nothing that is safe to fix automatically"]
         return "\n".join([*done, *(["left for you:"] if self.left else []), *(f"- {problem}" for problem in self.left)])
 
 
 def fix(report: Report) -> Fixed:
-    """Make our folder on the hosts that lack it, and close it to others (mode 700) where it is open to them.
+    """Create our folder on hosts that lack it, and set its mode to 700 where other users can enter it.
 
-    That is all that is safe to do by itself: for everything else the report's commands are returned. Where it fails,
-    all stays as it is.
+    Nothing else is safe to fix automatically: the other problems are returned with their commands. A fix that fails
+    changes nothing.
     """
     done: dict[str, str] = {}
     with Crew(len(report._to_fix), report._ask_passphrase) as crew:

@@ -1,4 +1,4 @@
-"""Asking the hosts: each by itself, then how they reach one another; what fails on one is kept, and stops no other."""
+"""The queries to the hosts: each alone, then how they reach each other; a fault is kept and stops no other host."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ R = TypeVar("R")
 
 _MOST_HOSTS_AT_ONCE = 32
 _LOOK_GAP_S = 0.1
-_MOST_RANKS_AT_ONCE = 64  # of one host, to see how fast they are
+_MOST_RANKS_AT_ONCE = 64  # of one host, when their speed is measured
 
 
 @dataclass
 class Host:
-    """One host, as far as it is known; a fault is what kept us from knowing more."""
+    """What is known of one host; a fault is the reason why no more is known."""
 
     node: Node
     probe: HostProbe
@@ -52,7 +52,7 @@ class Host:
     ways: dict[str, Way] = field(default_factory=dict)
     rates: dict[str, float | Fault] = field(default_factory=dict)
     rate_from_here: float | Fault = field(default_factory=lambda: Fault(""))
-    speed: Speed | Fault | None = None  # where there is no torch
+    speed: Speed | Fault | None = None  # None: the host has no torch
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Host:
 
 
 class Crew:
-    """A thread for every host; what they ask the user is asked in the calling thread, which waits for them."""
+    """One thread per host; their questions to the user are asked in the calling thread, which waits for them."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class Crew:
         *,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """``meanwhile`` is called in the calling thread while it waits; what it raises ends the waiting."""
+        """Call ``meanwhile`` in the calling thread while it waits; an exception from it ends the wait."""
         self.questions = Questions(ask_passphrase, meanwhile=meanwhile) if ask_passphrase else None
         self._meanwhile = meanwhile
         self._pool = ThreadPoolExecutor(max(1, min(num_hosts, _MOST_HOSTS_AT_ONCE)), "detrain_nb doctor")
 
     def do(self, act: Callable[[T], R], items: Sequence[T]) -> list[R | DetrainError]:
-        """What ``act`` returns, or raises, for each of the items."""
+        """Run ``act`` on each item; return its results, or the DetrainError that it raised, in their order."""
         work = [self._pool.submit(act, item) for item in items]
         if self.questions:
             self.questions.serve(work)
@@ -107,7 +107,7 @@ class Crew:
 
 
 class Examination:
-    """Connects to all hosts, asks each, then lets them reach one another."""
+    """Connects to all hosts, queries each, then has them connect to each other."""
 
     def __init__(
         self, nodes: Sequence[Node], crew: Crew, progress: Callable[[str], None], config_path: Path | None
@@ -122,13 +122,13 @@ class Examination:
     def run(self, *, bandwidth: bool, speed: bool) -> None:
         self._progress(f"examining {count_of(len(self.hosts), 'host')}")
         self._crew.do(self._visit, [host for host in self.hosts if not host.is_here])
-        self._crew.do(self._visit, [host for host in self.hosts if host.is_here])  # its address is by that of another
+        self._crew.do(self._visit, [host for host in self.hosts if host.is_here])  # its address depends on those
         asked = [host for host in self.hosts if host.facts]
         answered = f"{len(asked)} of {count_of(len(self.hosts), 'host')} answered"
-        self._progress(f"{answered}: comparing clocks and connections")
+        self._progress(f"{answered}: comparing clocks and testing connections")
         self._crew.do(self._look_around, asked)
         if speed:
-            self._progress(f"measuring how fast ranks are on {count_of(len(asked), 'host')}")
+            self._progress(f"measuring the speed of ranks on {count_of(len(asked), 'host')}")
             self._crew.do(_measure_speed, asked)
         if bandwidth:
             self._measure_rates(asked)
@@ -139,7 +139,7 @@ class Examination:
             host.probe.close()
 
     def _visit(self, host: Host) -> None:
-        """See what there is on a host, and let it listen for the others."""
+        """Query a host, and have it listen for the others."""
         try:
             connection = host.probe.connect()
         except DetrainError as exc:
@@ -154,7 +154,7 @@ class Examination:
             host.fault = str(exc)
             host.probe.close()
             return
-        if self._is_over:  # interrupted meanwhile
+        if self._is_over:  # interrupted in the meantime
             host.probe.close()
         if isinstance(facts.addresses, Fault):
             host.address = facts.addresses
@@ -176,14 +176,14 @@ class Examination:
             host.door = Fault(str(exc))
 
     def _address_here(self, host: Host) -> tuple[str, str]:
-        """Beside the first other host that has one. Raises: LaunchError."""
+        """Return this machine's address towards the first other host that has one. Raises: LaunchError."""
         for other in self.hosts:
             if not other.is_here and not isinstance(other.address, Fault):
                 return address_beside(other.address[0], host.node, reached_from=other.reached_from)
         return address_beside(LOOPBACK, host.node)
 
     def _look_around(self, host: Host) -> None:
-        """Compare its clock with ours, then let it connect to the others."""
+        """Compare a host's clock with ours, then have it connect to the others."""
         try:
             host.clock = host.probe.compare_clocks()
             others = [(other.name, other.door) for other in self.hosts if other is not host]
@@ -197,7 +197,7 @@ class Examination:
                 host.ways = {name: Way(str(exc)) for name in doors}
 
     def _measure_rates(self, hosts: Sequence[Host]) -> None:
-        """Pair by pair, as many at a time as have no host in common; then from the notebook to one after another."""
+        """Measure between pairs of hosts, disjoint pairs at once; then from the notebook to one host after another."""
         rounds = list(_pair_off(hosts))
         for number, pairs in enumerate(rounds, 1):
             self._progress(f"measuring bandwidth between hosts: round {number} of {len(rounds)}")
@@ -211,8 +211,8 @@ class Examination:
 
 
 def _measure_speed(host: Host) -> None:
-    """As all ranks of it would run, and those of the other hosts meanwhile."""
-    assert host.facts is not None  # it was asked
+    """Measure with all ranks of the host running at once, while the other hosts do the same."""
+    assert host.facts is not None  # the host has answered
     torch, processors = host.facts.torch, host.facts.processors
     if isinstance(torch, Fault) or not torch.version:
         return
@@ -228,9 +228,9 @@ def _measure_speed(host: Host) -> None:
 
 
 def _plan_ranks(node: Node, gpus: Gpus | Fault) -> NodePlan:
-    """Those that a session would have there. Raises: SpecError."""
+    """Plan the ranks that a session would have on the node. Raises: SpecError."""
     if (node.ranks or 1) > _MOST_RANKS_AT_ONCE:
-        raise SpecError(f"{node.ranks} ranks are too many to be tried at once")
+        raise SpecError(f"{node.ranks} ranks are too many to measure at once, the limit is {_MOST_RANKS_AT_ONCE}")
     visible: tuple[str, ...] = ()
     if node.devices != "cpu":
         if isinstance(gpus, Fault):
@@ -242,7 +242,7 @@ def _plan_ranks(node: Node, gpus: Gpus | Fault) -> NodePlan:
 
 
 def _pair_off(hosts: Sequence[Host]) -> Iterator[list[tuple[Host, Host]]]:
-    """Rounds in which everybody is in one pair at most; after all of them every pair has met once."""
+    """Yield rounds of disjoint pairs; over all rounds every pair of hosts occurs once."""
     ring: list[Host | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half = len(ring) // 2
     for _ in range(len(ring) - 1):
@@ -252,7 +252,7 @@ def _pair_off(hosts: Sequence[Host]) -> Iterator[list[tuple[Host, Host]]]:
 
 
 def _measure_both(pair: tuple[Host, Host]) -> None:
-    """One direction after the other: they would slow each other down."""
+    """Measure one direction after the other, as they would slow each other down."""
     for source, target in (pair, pair[::-1]):
         way = source.ways.get(target.name)
         if way is None or way.error or not isinstance(target.door, Door):

@@ -1,5 +1,6 @@
-"""What a host says of itself. Nothing of it is trusted: types, ranges, counts and lengths have limits, texts lose their
-control characters.
+"""The facts that a host reports about itself.
+
+None of them is trusted: types, ranges, counts and lengths are limited, control characters are removed from texts.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Fault:
-    """Why something could not be found out there."""
+    """The reason why a fact of a host could not be determined."""
 
     text: str
 
@@ -49,7 +50,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Gpu:
-    """``users`` has a text for every process that computes on it."""
+    """One GPU; ``users`` has a text for every process that computes on it."""
 
     name: str
     total_bytes: int
@@ -59,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Gpus:
-    """``cuda`` is the newest that the driver takes, ``visible`` what CUDA_VISIBLE_DEVICES says."""
+    """All GPUs; ``cuda`` is the newest version that the driver supports, ``visible`` is CUDA_VISIBLE_DEVICES."""
 
     gpus: tuple[Gpu, ...]
     driver: str
@@ -69,7 +70,7 @@ class Gpus:
 
 @dataclass(frozen=True)
 class Torch:
-    """Versions; empty is none. NCCL's is empty too where it is built into torch."""
+    """Versions; empty means missing. That of NCCL is also empty when NCCL is built into torch."""
 
     version: str
     cuda: str
@@ -78,7 +79,7 @@ class Torch:
 
 @dataclass(frozen=True)
 class Folder:
-    """Where our code would live there, and what stands in the way of it; ``other`` is used where it cannot be."""
+    """The folder for our code on the host, and its state; ``other`` is the fallback when it cannot be used."""
 
     path: str
     state: str
@@ -88,7 +89,7 @@ class Folder:
 
 @dataclass(frozen=True)
 class Limited:
-    """Memory in bytes, or processors: what the machine has, what of it is free, what the cgroups allow."""
+    """Memory in bytes, or processors: the machine's total, the free part, and the limit of the cgroups."""
 
     total: float
     free: float
@@ -97,7 +98,7 @@ class Limited:
 
 @dataclass(frozen=True)
 class Logout:
-    """Whether the end of a login of ``user`` kills what is detached, but for scopes where it ``lingers``."""
+    """Whether logging out ``user`` kills detached processes; with ``lingers``, those in scopes survive."""
 
     kills: bool
     lingers: bool
@@ -106,13 +107,13 @@ class Logout:
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What a host says of itself; it may say anything that fits."""
+    """The facts that a host reports about itself; the values are valid but not trusted."""
 
     host: str
     system: str
     python: str
     python_version: tuple[int, int, int]
-    descriptors: int  # that a process may have open
+    descriptors: int  # the limit of open files of a process
     reached_at: str
     torch: Torch | Fault
     ipython: str | Fault
@@ -128,7 +129,7 @@ class HostFacts:
 
     @classmethod
     def read(cls, answer: Mapping[str, Any]) -> HostFacts:
-        """Raises: TransportError for what is not as it should be."""
+        """Read a host's answer. Raises: TransportError for an invalid field."""
         said = Said(answer)
         major, minor, micro = (int(number) for number in said.numbers("python_version", 3, most=999))
         return cls(
@@ -153,11 +154,11 @@ class HostFacts:
 
 
 class Said:
-    """An object of JSON from there, read field by field. Raises: TransportError for what does not fit."""
+    """A JSON object from a host, read field by field. Raises: TransportError for an invalid field."""
 
     def __init__(self, fields: object) -> None:
         if not isinstance(fields, dict):
-            raise TransportError("what it says of itself cannot be read")
+            raise TransportError("the host's answer is invalid: it is not an object")
         self._fields = fields
 
     def text(self, name: str, *, most: int = _MOST_TEXT) -> str:
@@ -188,7 +189,7 @@ class Said:
         return [read(Said(value)) for value in values]
 
     def part(self, name: str, read: Callable[[Said], T]) -> T | Fault:
-        """What ``read`` makes of an object in it, or why it could not be found out there."""
+        """Read an object in the field ``name`` with ``read``, or the fault that the host reports there."""
         part = Said(self._fields.get(name))
         return Fault(part.text("error")) if "error" in part._fields else read(part)
 
@@ -201,11 +202,11 @@ class Said:
         return value  # type: ignore[return-value]
 
     def _complain(self, name: str) -> TransportError:
-        return TransportError(f"what it says of itself cannot be read: {name} is not as it should be")
+        return TransportError(f"the host's answer is invalid: field {name} is missing or malformed")
 
 
 def _read_gpus(said: Said) -> Gpus:
-    visible = said.text("visible", most=1000)  # a UUID has 40
+    visible = said.text("visible", most=1000)  # a UUID has 40 characters
     return Gpus(tuple(said.items("gpus", _read_gpu)), said.text("driver"), said.text("cuda"), visible)
 
 
@@ -244,7 +245,7 @@ def _read_limited(said: Said, free: str, *, total: str = "total") -> Limited:
 def read_addresses(said: Said) -> tuple[tuple[str, str], ...]:
     found = said._fields.get("addresses")
     if not isinstance(found, list) or len(found) > 256:
-        raise TransportError("what it says of itself cannot be read: addresses are not as they should be")
+        raise TransportError("the host's answer is invalid: field addresses is missing or malformed")
     pairs = []
     for entry in found:
         try:
@@ -252,5 +253,5 @@ def read_addresses(said: Said) -> tuple[tuple[str, str], ...]:
             said = Said({"name": name, "address": address})
             pairs.append((said.text("name", most=32), str(ipaddress.ip_address(said.text("address")))))
         except (ValueError, TypeError):
-            raise TransportError("what it says of itself cannot be read: an address is none") from None
+            raise TransportError("the host's answer is invalid: field addresses has an invalid address") from None
     return tuple(pairs)

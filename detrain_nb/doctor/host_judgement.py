@@ -1,4 +1,4 @@
-"""What of a host by itself is good, and what is a problem with something to do about it: a function for each row."""
+"""The judgement of each host alone: what is good, and what is a problem with advice. One function per row."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ FOLDER = "our folder"
 
 _OLDEST_PYTHON = (3, 10)
 _LITTLE_DISK_BYTES = 1e9
-_LITTLE_SHM_BYTES = 512e6  # Docker's 64 MB are too few for the workers of a DataLoader, and for NCCL
+_LITTLE_SHM_BYTES = 512e6  # Docker's default of 64 MB is too small for DataLoader workers and for NCCL
 _LITTLE_MEMORY_BYTES = 1e9
 _FEW_DESCRIPTORS = 256
 _size = functools.partial(format_size, smallest="MB")
-_MUCH_GPU_MEMORY_BYTES = 2e9  # the driver itself takes some
+_MUCH_GPU_MEMORY_BYTES = 2e9  # the driver itself uses some
 
 _VERSION = re.compile(r"\d{1,4}\.\d{1,4}[0-9A-Za-z.+!-]{0,40}")
 _USER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,31}")
 _BUILD = re.compile(r".*\+(cu\d+|cpu|rocm[\d.]+)")
 
-_FOLDER_IS_WELL = {"private": "", "absent": ": made when it is needed"}
+_FOLDER_IS_WELL = {"private": "", "absent": ": created when needed"}
 _FOLDER_AILS: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "loose": ("is open to others", "close it (doctor.fix does it)", ("chmod", "700")),
+    "loose": ("is open to others", "close it (doctor.fix does so)", ("chmod", "700")),
     "foreign": ("belongs to another user", "remove it, or set XDG_CACHE_HOME in the setup lines", ()),
     "no folder": ("is not a directory", "move it away", ()),
-    "not writable": ("cannot be written", "make it writable, or set XDG_CACHE_HOME in the setup lines", ()),
+    "not writable": ("is not writable", "make it writable, or set XDG_CACHE_HOME in the setup lines", ()),
 }
 
 
 @dataclass(frozen=True)
 class Group:
-    """What is compared between hosts: the version of torch, of which most have the major and minor numbers; NCCL's."""
+    """The values that hosts are compared with: the most common torch version, and all versions of NCCL."""
 
     torch: str
     torch_host: str
@@ -86,7 +86,7 @@ def _judge_python(host: Host) -> Cell:
     text = f"{'.'.join(map(str, host.facts.python_version))} ({host.facts.python})"
     if host.facts.python_version[:2] < _OLDEST_PYTHON:
         oldest = ".".join(map(str, _OLDEST_PYTHON))
-        return Cell(f"{text} is too old", "bad", f"name one of {oldest} or newer, python = ... in the nodes file")
+        return Cell(f"{text} is too old", "bad", f"set python = ... in the nodes file to {oldest} or newer")
     return Cell(text, "good")
 
 
@@ -101,15 +101,15 @@ def _judge_torch(host: Host, facts: HostFacts, group: Group) -> Cell:
         return not_known(facts.torch)
     version = facts.torch.version
     if not version:
-        return Cell(f"missing in {facts.python}", "bad", "install it, or name another python", _install(host, group))
+        return Cell(f"missing in {facts.python}", "bad", "install it, or set another python", _install(host, group))
     if not _VERSION.fullmatch(version):
-        return Cell(f"version {version!r} cannot be read", "warning", "install a release of torch")
+        return Cell(f"unknown version {version!r}", "warning", "install a release of torch")
     if version == group.torch:
         return Cell(version, "good")
     text = f"{version}, but {group.torch_host} has {group.torch}"
     if _minor(version) != _minor(group.torch):
-        return Cell(text, "bad", "install the same one everywhere", _install(host, group))
-    return Cell(text, "warning", "should they disagree, install the same one", _install(host, group))
+        return Cell(text, "bad", "install the same version everywhere", _install(host, group))
+    return Cell(text, "warning", "if they turn out to be incompatible, install the same", _install(host, group))
 
 
 def _judge_cuda(host: Host, facts: HostFacts, group: Group) -> Cell:
@@ -117,10 +117,10 @@ def _judge_cuda(host: Host, facts: HostFacts, group: Group) -> Cell:
         return Cell()
     cuda, gpus = facts.torch.cuda, facts.gpus
     if isinstance(gpus, Fault) or not gpus.gpus:
-        return Cell(cuda, "good") if cuda else Cell("none: a build for CPUs", "good")
+        return Cell(cuda, "good") if cuda else Cell("none: CPU build", "good")
     if not cuda:
-        there = f"torch is a build for CPUs, but there are {count_of(len(gpus.gpus), 'GPU')}"
-        return Cell("none", "good") if host.node.devices == "cpu" else Cell(there, "warning", "install one with CUDA")
+        there = f"torch is a CPU build, but the host has {count_of(len(gpus.gpus), 'GPU')}"
+        return Cell("none", "good") if host.node.devices == "cpu" else Cell(there, "warning", "install a CUDA build")
     text = f"{cuda} (driver {gpus.driver}, up to CUDA {gpus.cuda})" if gpus.driver else cuda
     is_newer = _major(cuda) > _major(gpus.cuda) > 0
     advice = "update the driver, or install a torch for an older CUDA"
@@ -144,17 +144,17 @@ def _judge_ipython(host: Host, facts: HostFacts, group: Group) -> Cell:
     if facts.ipython or facts.python_version[:2] < _OLDEST_PYTHON:
         return Cell(facts.ipython, "good") if facts.ipython else Cell()
     if _can_send_ipython(facts.python_version):
-        return Cell("none: the notebook's goes there by itself", "good")
+        return Cell("none: the notebook's is copied there", "good")
     install = command_on(host.node, _python(host), "-m", "pip", "install", "ipython")
-    return Cell("missing, and the notebook's is not for this Python", "bad", "install it", install)
+    return Cell("missing, and the notebook's does not support this Python", "bad", "install it", install)
 
 
 def _judge_gpus(host: Host, facts: HostFacts, group: Group) -> Cell:
     if isinstance(facts.gpus, Fault):
-        return Cell(facts.gpus.text, "warning", "see what nvidia-smi says there")
+        return Cell(facts.gpus.text, "warning", "run nvidia-smi there")
     gpus, wanted = facts.gpus.gpus, host.node.devices
     if isinstance(wanted, tuple) and (missing := [index for index in wanted if index >= len(gpus)]):
-        text = f"{count_of(len(gpus), 'GPU')}, but devices has {', '.join(map(str, missing))}"
+        text = f"{count_of(len(gpus), 'GPU')}, but devices lists {', '.join(map(str, missing))}"
         return Cell(text, "bad", "correct devices in the nodes file")
     kinds = Counter(f"{gpu.name} {_size(gpu.total_bytes)}" for gpu in gpus)
     text = ", ".join(f"{number} x {kind}" for kind, number in kinds.items()) or "none"
@@ -169,7 +169,7 @@ def _judge_gpu_use(host: Host, facts: HostFacts, group: Group) -> Cell:
         for index, gpu in enumerate(facts.gpus.gpus)
         if gpu.users or gpu.used_bytes > _MUCH_GPU_MEMORY_BYTES
     ]
-    return Cell("; ".join(used), "warning", "choose others (devices), or ask them") if used else Cell("free", "good")
+    return Cell("; ".join(used), "warning", "choose other devices, or ask the users") if used else Cell("free", "good")
 
 
 def _judge_memory(host: Host, facts: HostFacts, group: Group) -> Cell:
@@ -180,7 +180,7 @@ def _judge_memory(host: Host, facts: HostFacts, group: Group) -> Cell:
     if limit is not None and limit < facts.memory.total:
         text += f", its cgroup allows {_size(limit)}"
     if min(facts.memory.free, limit or math.inf) < _LITTLE_MEMORY_BYTES:
-        return Cell(text, "warning", "a rank needs more: end what takes it, or ask for a larger share")
+        return Cell(text, "warning", "a rank needs more: stop what uses it, or request a larger share")
     return Cell(text, "good")
 
 
@@ -192,12 +192,12 @@ def _judge_processors(host: Host, facts: HostFacts, group: Group) -> Cell:
     if found.limit is not None and found.limit < found.total:
         text += f", its cgroup allows {found.limit:g}"
     if min(found.free, found.limit or math.inf) < 1:
-        return Cell(text, "warning", "ask for a larger share of the machine")
+        return Cell(text, "warning", "request a larger share of the machine")
     return Cell(text, "good")
 
 
 def _judge_descriptors(host: Host, facts: HostFacts, group: Group) -> Cell:
-    text = f"{facts.descriptors:,} for a process"
+    text = f"{facts.descriptors:,} per process"
     if facts.descriptors < _FEW_DESCRIPTORS:
         return Cell(text, "warning", f"a rank needs more: ulimit -n {4 * _FEW_DESCRIPTORS} in the setup lines")
     return Cell(text, "good")
@@ -214,8 +214,8 @@ def _judge_tmp(host: Host, facts: HostFacts, group: Group) -> Cell:
 def _judge_shm(host: Host, facts: HostFacts, group: Group) -> Cell:
     if isinstance(facts.shm, Fault) or not facts.shm.free_bytes:
         text = facts.shm.text if isinstance(facts.shm, Fault) else "it is full"
-        return Cell(text, "bad", "ranks need a tmpfs there that they can write, with room in it (mode 1777)")
-    return _judge_disk(facts.shm, _LITTLE_SHM_BYTES, "workers of a DataLoader need more: docker run --shm-size=8g")
+        return Cell(text, "bad", "ranks need a writable tmpfs there (mode 1777) with free space")
+    return _judge_disk(facts.shm, _LITTLE_SHM_BYTES, "DataLoader workers need more: docker run --shm-size=8g")
 
 
 def _judge_disk(disk: Disk | Fault, little_bytes: float, advice: str) -> Cell:
@@ -227,13 +227,13 @@ def _judge_disk(disk: Disk | Fault, little_bytes: float, advice: str) -> Cell:
 
 def _judge_folder(host: Host, facts: HostFacts, group: Group) -> Cell:
     if host.is_here:
-        return Cell()  # its sessions are elsewhere
+        return Cell()  # sessions of this machine use the run directory
     found = facts.folder
     if isinstance(found, Fault):
         return not_known(found)
     if found.state in _FOLDER_IS_WELL:
         return Cell(f"{found.path}{_FOLDER_IS_WELL[found.state]}", "good")
-    what, advice, command = _FOLDER_AILS.get(found.state, ("cannot be used", "look at it", ()))
+    what, advice, command = _FOLDER_AILS.get(found.state, ("cannot be used", "inspect it", ()))
     text, shown = f"{found.path} {what}", command_on(host.node, *command, found.path) if command else ""
     if found.other_state in _FOLDER_IS_WELL:
         return Cell(f"{text}: {found.other} is used instead", "warning", advice, shown)
@@ -245,14 +245,14 @@ def _judge_logout(host: Host, facts: HostFacts, group: Group) -> Cell:
     if isinstance(found, Fault):
         return not_known(found)
     if not found.kills:
-        return Cell("jobs and sessions go on", "good")
+        return Cell("jobs and sessions survive", "good")
     if found.lingers:
-        return Cell("jobs go on; sessions end with the login (KillUserProcesses)", "good")
+        return Cell("jobs survive; sessions end at logout (KillUserProcesses)", "good")
     user = found.user if _USER.fullmatch(found.user) else "USER"
     return Cell(
-        "jobs and sessions end with the login (KillUserProcesses)",
+        "jobs and sessions end at logout (KillUserProcesses)",
         "warning",
-        "let jobs stay, which may need an administrator",
+        "let jobs survive; may need an administrator",
         command_on(host.node, "loginctl", "enable-linger", user),
     )
 
@@ -282,8 +282,8 @@ OF_FACTS: Mapping[str, Callable[[Host, HostFacts, Group], Cell]] = {
 
 
 def not_known(fault: Fault) -> Cell:
-    """What is shown of what could not be found out there."""
-    return Cell(f"cannot be found out: {fault.text or 'it was not asked'}", "warning", "look there yourself")
+    """Return the cell of a fact that could not be determined."""
+    return Cell(f"unknown: {fault.text or 'the host was not asked'}", "warning", "check it on the host")
 
 
 def _can_send_ipython(python_version: tuple[int, int, int]) -> bool:
@@ -293,7 +293,7 @@ def _can_send_ipython(python_version: tuple[int, int, int]) -> bool:
 
 
 def _install(host: Host, group: Group) -> str:
-    """The command that installs the torch that the others have, from PyTorch's index where the build says which."""
+    """Return the command that installs the other hosts' torch, from PyTorch's index for the build if it names one."""
     words = [_python(host), "-m", "pip", "install", f"torch=={group.torch}" if group.torch else "torch"]
     if build := _BUILD.fullmatch(group.torch):
         words += ["--index-url", f"https://download.pytorch.org/whl/{build[1]}"]
@@ -301,12 +301,12 @@ def _install(host: Host, group: Group) -> str:
 
 
 def _python(host: Host) -> str:
-    """As the user calls it there; that of this machine may be the notebook's."""
+    """Return Python as the user calls it on the host; on this machine it may be the notebook's."""
     return host.facts.python if host.is_here and host.facts else host.node.python
 
 
 def command_on(node: Node, *words: str) -> str:
-    """What the user would run here to have that run there: quoted for both shells, whatever a host has said."""
+    """Return the command to type here that runs ``words`` on the node, quoted for both shells, whatever it contains."""
     if node.is_this_machine:
         return shlex.join(words)
     options: list[str] = []

@@ -1,4 +1,4 @@
-"""A host, asked by programs on it (node/ssh/: probe.py, speed.py) over one connection; host_facts.py reads answers."""
+"""The probe of one host: programs on it (node/ssh/: probe.py, speed.py) answer over one connection."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ _MAGIC = b"\ndetrain-nb probe 1\n"
 _SPEED_MAGIC = b"\ndetrain-nb speed 1\n"
 _CONNECT_LIMIT_S = 8.0
 _START_LIMIT_S = 10.0
-_SETUP_LIMIT_S = 60.0  # `module load` of a cluster takes its time
+_SETUP_LIMIT_S = 60.0  # `module load` on a cluster is slow
 _ANSWER_LIMIT_S = 10.0
-_REACH_LIMIT_S = 6.0  # packets may be lost on the way, and are sent again after a second or three
+_REACH_LIMIT_S = 6.0  # lost packets are sent again after one or three seconds
 _TRANSFER_LIMIT_S = 20.0
 _SPEED_LIMIT_S = 60  # nearly all of it for `import torch`, in all ranks at once
 _LEAST_GFLOP_S, _MOST_GFLOP_S = 1e-6, 1e6  # 1e6 is ten times a B200
 _CLOCK_ROUNDS = 8
-_CLOCK_LIMIT_S = 0.5  # after which no further round begins
+_CLOCK_LIMIT_S = 0.5  # no further round begins after this time
 _MOST_BYTES = 1 << 28
 
 
 @dataclass(frozen=True)
 class Clock:
-    """How far a host's clock is ahead of the notebook's, and what it took to ask."""
+    """How far a host's clock is ahead of the notebook's, and the time of the round trip that measured it."""
 
     offset_s: float
     uncertainty_s: float
@@ -52,7 +52,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Door:
-    """Where a probe listens for those of the other hosts, who show that they have the token."""
+    """Where a probe listens for the probes of other hosts, which prove themselves with the token."""
 
     address: str
     port: int
@@ -61,7 +61,7 @@ class Door:
 
 @dataclass(frozen=True)
 class Way:
-    """From one host to another; ``error`` is empty when it could be gone."""
+    """The link from one host to another; ``error`` is empty when the connection succeeded."""
 
     error: str
     round_trip_s: float = 0.0
@@ -69,7 +69,7 @@ class Way:
 
 @dataclass(frozen=True)
 class Speed:
-    """1e9 operations a second of the slowest of the ranks, all at once; ``threads`` is None where they have GPUs."""
+    """GFLOP/s of the slowest rank while all ranks run at once; ``threads`` per rank is None when they use GPUs."""
 
     gflop_s: float
     num_ranks: int
@@ -77,10 +77,10 @@ class Speed:
 
 
 class HostProbe:
-    """One host: connected to, then asked. Used by one thread at a time.
+    """One host: connect to it, then query it. Used by one thread at a time.
 
-    Every method that asks raises LaunchError when what it asks for failed there, TransportError when nothing more can
-    be asked.
+    Every method that queries raises LaunchError when the operation failed on the host, TransportError when the
+    connection can no longer be used.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class HostProbe:
         self._round_trip_s = 0.0
 
     def connect(self) -> Connection:
-        """Connect and authenticate, where it is another machine. Raises: TransportError, SpecError."""
+        """Connect and authenticate, unless the node is this machine. Raises: TransportError, SpecError."""
         if self.node.is_this_machine:
             self._connection = HereConnection()
         else:
@@ -107,12 +107,12 @@ class HostProbe:
         return self._connection
 
     def look(self) -> HostFacts:
-        """Start the program; what it sees."""
+        """Start the probe program; return the facts it reports."""
         self._started = self._start("probe", _MAGIC)
         return HostFacts.read(self._ask("look"))
 
     def compare_clocks(self) -> Clock:
-        """The clock there against ours, by the quickest of a few questions: it was read somewhere on the way."""
+        """Compare the host's clock with ours, by the fastest of a few round trips, which bounds the error."""
         best = Clock(0.0, math.inf, math.inf)
         enough = time.monotonic() + _CLOCK_LIMIT_S
         for _ in range(_CLOCK_ROUNDS):
@@ -127,23 +127,23 @@ class HostProbe:
         return best
 
     def listen(self, address: str) -> Door:
-        """Let the program listen on one address, on a port that the system picks, as long as it runs."""
+        """Make the program listen on one address and a port chosen by the system, until it exits."""
         token = secrets.token_hex(32)
         port = Said(self._ask("listen", address=address, token=token)).number("port", low=1, most=65535)
         return Door(address, int(port), token)
 
     def reach(self, doors: Sequence[Door]) -> list[Way]:
-        """Let it connect to other hosts, all at once."""
+        """Make it connect to the doors of other hosts, all at once; return the links in their order."""
         answer = Said(self._ask("reach", peers=list(map(asdict, doors)), within_s=_REACH_LIMIT_S))
         return answer.items("peers", _read_way, count=len(doors))
 
     def measure_rate(self, door: Door) -> float:
-        """Bytes a second that arrive at another host, over one connection."""
+        """Measure the rate, in bytes per second, at which data arrives at another host over one connection."""
         answer = self._ask("send", limit_s=_TRANSFER_LIMIT_S + 5.0, peer=asdict(door), within_s=_TRANSFER_LIMIT_S)
         return Said(answer).number("bytes_per_s", low=1e-3, most=1e15)
 
     def measure_rate_from_here(self) -> float:
-        """Bytes a second that arrive there from the notebook, measured as between hosts (probe.py)."""
+        """Measure the rate, in bytes per second, from the notebook to the host, as between hosts (probe.py)."""
         deadline = time.monotonic() + _TRANSFER_LIMIT_S
         send = partial(self._send_bulk, deadline=deadline)
         try:
@@ -153,8 +153,8 @@ class HostProbe:
             raise
 
     def _send_bulk(self, size: int, *, deadline: float) -> float:
-        """Bytes a second, as the other side has counted them; 0 where it has not."""
-        chunk = os.urandom(min(size, CHUNK_BYTES))  # which nothing on the way can compress
+        """Send ``size`` bytes; return the rate that the peer measured, in bytes per second, 0 if it measured none."""
+        chunk = os.urandom(min(size, CHUNK_BYTES))  # incompressible
         self._program.say(type="sink", size=size)
         for start in range(0, size, CHUNK_BYTES):
             self._program.send(chunk[: size - start], limit_s=max(0.1, deadline - time.monotonic()))
@@ -163,7 +163,7 @@ class HostProbe:
         return counted / seconds if counted and seconds else 0.0
 
     def measure_speed(self, ranks: NodePlan, *, threads: int) -> Speed:
-        """Let a program of its own do what the ranks would, on their GPUs or with so many threads each."""
+        """Measure in a separate program that computes as the ranks would, on their GPUs or with ``threads`` each."""
         count = len(ranks.ranks)
         program = self._start("speed", _SPEED_MAGIC)
         try:
@@ -175,18 +175,18 @@ class HostProbe:
         return Speed(min(speeds), count, None if ranks.gpus else threads)
 
     def fix(self) -> str:
-        """Let it make our folder, or close it to others; what was done, empty when there was nothing to do."""
+        """Make it create our folder, or close it to others; return what was done, empty when nothing was."""
         return Said(self._ask("fix")).text("done", most=1000)
 
     def close(self) -> None:
-        """Hang up; the program there ends."""
+        """Close the connection; the program on the host then exits."""
         if self._started is not None:
             self._started.close()
         if self._connection is not None:
             self._connection.close()
 
     def _start(self, name: str, magic: bytes) -> RemoteProgram:
-        assert self._connection is not None  # it was connected to
+        assert self._connection is not None  # connect was called
         node = self.node
         if node.is_this_machine:
             node = node.model_copy(update={"python": own_python(node)})
@@ -200,19 +200,19 @@ class HostProbe:
 
     @property
     def _program(self) -> RemoteProgram:
-        assert self._started is not None  # it has looked
+        assert self._started is not None  # look was called
         return self._started
 
     def _ask(self, kind: str, *, limit_s: float = _ANSWER_LIMIT_S, **fields: object) -> Mapping[str, Any]:
         try:
             self._program.say(type=kind, **fields)
             return self._program.hear(kind, limit_s=limit_s)
-        except TransportError:  # a late answer would be taken for that to the next question
+        except TransportError:  # a late answer would be taken for the answer to the next query
             self.close()
             raise
 
 
 def _read_way(said: Said) -> Way:
     if said.has("error"):
-        return Way(said.text("error") or "no reason is given")
+        return Way(said.text("error") or "no reason given")
     return Way("", said.number("round_trip_s"))

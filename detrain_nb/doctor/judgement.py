@@ -1,4 +1,4 @@
-"""What was found, as rows: of each host by itself (host_judgement.py), then of the ways between them, and speed."""
+"""The findings as rows: of each host alone (host_judgement.py), then of the links between them, and speed."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ __all__ = ["relative_speeds", "write_rows"]
 
 _MOST_CLOCK_OFFSET_S = 1.0
 _MOST_NAMED = 4
-_SLOW = 0.5  # beside the fastest
+_SLOW = 0.5  # relative to the fastest
 
 _THERE = Way("")
-_SLOW_ADVICE = "every step waits for the slowest rank: see what else runs there, give it fewer ranks, or leave it out"
-_OPEN_THE_WAY = "let TCP pass on all ports between the hosts (firewall), or give the address that the others can reach"
+_SLOW_ADVICE = "every step waits for the slowest rank: stop other load there, give it fewer ranks, or leave it out"
+_OPEN_THE_WAY = "open all TCP ports between the hosts in the firewall, or give the address that the others can reach"
 
 
 def write_rows(hosts: Sequence[Host], *, has_bandwidth: bool, has_speed: bool) -> Iterator[Row]:
+    """Yield the rows of a report."""
     group = Group.of(hosts)
     for name, of_connection in OF_CONNECTION.items():
         yield Row(name, tuple(map(of_connection, hosts)))
@@ -39,7 +40,7 @@ def write_rows(hosts: Sequence[Host], *, has_bandwidth: bool, has_speed: bool) -
 
 
 def relative_speeds(hosts: Sequence[Host]) -> dict[str, float]:
-    """How fast a rank is beside the fastest, 1.0, for each host on which that was measured."""
+    """Return the speed of a rank relative to the fastest, which is 1.0, for each host that was measured."""
     speeds = {host.name: host.speed.gflop_s for host in hosts if isinstance(host.speed, Speed)}
     return {name: max(0.001, round(speed / max(speeds.values()), 3)) for name, speed in speeds.items()}
 
@@ -55,26 +56,24 @@ def _judge_clock(host: Host, hosts: Sequence[Host]) -> Cell:
         text = f"{offset_s:+,.0f} s ± {uncertainty_s:.1f} s"
     if abs(offset_s) - uncertainty_s <= _MOST_CLOCK_OFFSET_S:
         return Cell(text, "good")
-    return Cell(
-        text, "warning", "let it be set over the network", command_on(host.node, "timedatectl", "set-ntp", "true")
-    )
+    return Cell(text, "warning", "synchronize it by NTP", command_on(host.node, "timedatectl", "set-ntp", "true"))
 
 
 def _judge_address(host: Host, hosts: Sequence[Host]) -> Cell:
     if isinstance(host.address, Fault):
-        return Cell(host.address.text or "is not known", "bad")
+        return Cell(host.address.text or "unknown", "bad")
     text = f"{host.address[0]} ({host.address[1]})"
     if isinstance(host.door, Fault):
-        return Cell(f"{text}: cannot be listened on: {host.door.text}", "bad", "give another address in the nodes file")
+        return Cell(f"{text}: cannot listen there: {host.door.text}", "bad", "give another address in the nodes file")
     for other in hosts[: hosts.index(host)]:
         if other.address == host.address and other.node.user == host.node.user:
-            return Cell(f"{text}, as {other.name}", "bad", "name the machine once, with ranks = N for several ranks")
+            return Cell(f"{text}, same as {other.name}", "bad", "list the machine once, with ranks = N")
     return Cell(text, "good")
 
 
 def _judge_ways(host: Host, hosts: Sequence[Host]) -> Cell:
     if not host.ways:
-        return Cell("there is no other" if len(hosts) == 1 else "-")
+        return Cell("no other host" if len(hosts) == 1 else "-")
     failed: dict[str, list[str]] = {}
     for name, way in host.ways.items():
         if way.error:
@@ -101,7 +100,7 @@ def _judge_round_trip_from_here(host: Host, hosts: Sequence[Host]) -> Cell:
 
 def _judge_rates(host: Host) -> Cell:
     if failed := [f"to {name}: {rate.text}" for name, rate in host.rates.items() if isinstance(rate, Fault)]:
-        return Cell("; ".join(failed), "warning", "look at the network between them")
+        return Cell("; ".join(failed), "warning", "check the network between them")
     rates = [rate for rate in host.rates.values() if not isinstance(rate, Fault)]
     return Cell(_describe_range(rates, _describe_rate), "good") if rates else Cell()
 
@@ -117,7 +116,7 @@ def _judge_rate_from_here(host: Host) -> Cell:
 def _judge_speed(host: Host, relative: Mapping[str, float]) -> Cell:
     speed = host.speed
     if speed is None:
-        return Cell("not measured: there is no torch")
+        return Cell("not measured: torch is missing")
     if isinstance(speed, Fault):
         return Cell(f"not measured: {speed.text}", "warning")
     ranks = f"{speed.num_ranks} ranks at once, each with" if speed.num_ranks > 1 else "1 rank with"

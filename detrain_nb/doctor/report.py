@@ -1,4 +1,4 @@
-"""What an examination found, as a table: hosts are the columns, checks the rows."""
+"""The findings of an examination as a table: hosts are the columns, checks the rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TABLE_WIDTH = 118
 _NAME_WIDTH = 12
 _NARROWEST, _WIDEST = 18, 48
 _MARKS: dict[State, str] = {"good": "", "none": "", "warning": "! ", "bad": "✗ "}
-_LEFT = "text-align:left"  # as the values below and beside it
+_LEFT = "text-align:left"  # as the values
 _STYLES: dict[State, str] = {
     "good": "",
     "none": "color:gray",
@@ -37,9 +37,9 @@ _STYLES: dict[State, str] = {
 
 @dataclass(frozen=True)
 class Cell:
-    """What was found of one host; what to do about it when it is not good, as a command where there is one.
+    """One finding about a host, with advice when it is not good, and the command for it if there is one.
 
-    Whatever a host has said: texts are of one line, without control characters, and no longer than a screen.
+    Whatever a host reports, texts are one line, without control characters, and limited in length.
     """
 
     text: str = "-"
@@ -50,7 +50,7 @@ class Cell:
     def __post_init__(self) -> None:
         for name in ("text", "advice"):
             object.__setattr__(self, name, printable(" ".join(getattr(self, name).split()), "")[:_MOST_TEXT])
-        object.__setattr__(self, "command", printable(self.command, "")[:_MOST_TEXT])  # as it is: it was quoted
+        object.__setattr__(self, "command", printable(self.command, "")[:_MOST_TEXT])  # spaces kept: it was quoted
 
     def __str__(self) -> str:
         return _MARKS[self.state] + self.text + (f": {self.advice}" if self.advice else "")
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Problem:
-    """``advice`` and ``command`` say what to do; what is only a warning need not keep anybody from training."""
+    """One problem of a host; ``advice`` and ``command`` say what to do. A warning does not prevent training."""
 
     host: str
     check: str
@@ -82,7 +82,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Link:
-    """The way from one host to another; ``error`` is empty when it could be gone. What was not measured is None."""
+    """The link from one host to another; ``error`` is empty when it works. None: not measured."""
 
     source: str
     target: str
@@ -93,7 +93,7 @@ class Link:
 
 @dataclass(frozen=True, repr=False)
 class Report:
-    """What was found. ``rows`` have their cells in the order of ``nodes``."""
+    """The findings; the cells of each row are in the order of ``nodes``."""
 
     nodes: tuple[Node, ...]
     rows: tuple[Row, ...]
@@ -110,7 +110,7 @@ class Report:
 
     @property
     def problems(self) -> list[Problem]:
-        """What is wrong, and what to do: by host, in the order of the rows."""
+        """Everything that is wrong and what to do, by host, in the order of the rows."""
         return [
             Problem(host, row.check, cell.text, cell.advice, cell.command, cell.state == "warning")
             for number, host in enumerate(self.hosts)
@@ -120,18 +120,18 @@ class Report:
 
     @property
     def is_ok(self) -> bool:
-        """Nothing keeps these nodes from training together; there may be warnings."""
+        """Whether these nodes can train together; there may be warnings."""
         return all(problem.is_warning for problem in self.problems)
 
     def cell(self, check: str, host: str) -> Cell:
-        """The cell of a row and a host. Raises: KeyError."""
+        """Return the cell of a check and a host. Raises: KeyError, ValueError."""
         return {row.check: row.cells for row in self.rows}[check][self.hosts.index(host)]
 
     def measured_nodes(self) -> tuple[Node, ...]:
-        """The nodes with ``memory_gb``, ``bandwidth_mbit_s``, ``latency_ms`` and ``relative_speed`` as found.
+        """Return the nodes with ``memory_gb``, ``bandwidth_mbit_s``, ``latency_ms`` and ``relative_speed`` as measured.
 
-        What was not found stays as it was. Of a node's links to the others it is the median: one bad link is not the
-        fault of all it leads to. A link is as fast as its slower direction; latency is half a round trip.
+        Values that were not measured stay unchanged. A node gets the median of its links, so that one bad link does
+        not spoil the nodes at its other end. A link is as fast as its slower direction; latency is half a round trip.
         """
         return tuple(node.model_copy(update=self._measures_of(node.name)) for node in self.nodes)
 
@@ -178,7 +178,7 @@ class Report:
 
 
 def _wrap_row(check: str, cells: Sequence[Cell], width: int) -> list[tuple[str, ...]]:
-    """The lines of a row of the table: texts that are too long go on below."""
+    """Return the lines of one row of the table; long texts are wrapped."""
     columns = [textwrap.wrap(str(cell), width, break_on_hyphens=False) or [""] for cell in cells]
     return list(itertools.zip_longest(textwrap.wrap(check, _NAME_WIDTH), *columns, fillvalue=""))
 

@@ -64,7 +64,7 @@ def test_speed_of_hosts_and_this_machine_is_measured_and_can_be_saved(testbed: T
     nodes = (Node(host="localhost", devices="cpu"), _node("h0"), _node("h1", ranks=2))
     config = Path(testbed.inventory.ssh_config)
     report = examine(nodes, speed=True, on_progress=told.append, config_path=config)
-    assert told[-1] == "measuring how fast ranks are on 3 hosts"
+    assert told[-1] == "measuring the speed of ranks on 3 hosts"
     path = tmp_path / "nodes.toml"
     write_nodes(path, report.measured_nodes())
     speeds = {node.name: node.relative_speed for node in read_nodes(path)}
@@ -105,7 +105,7 @@ def test_host_without_torch_is_not_measured_and_that_is_no_problem(
 ) -> None:
     python = make_python(f'exec {sys.executable} -I -S "$@"')
     report = _examine(testbed, _node("h0", python=python), _node("h1"))
-    assert report.cell("speed", "h0") == Cell("not measured: there is no torch")
+    assert report.cell("speed", "h0") == Cell("not measured: torch is missing")
     assert "1.0 of the fastest" in report.cell("speed", "h1").text
     assert [node.relative_speed for node in report.measured_nodes()] == [None, 1.0]
 
@@ -134,7 +134,7 @@ def test_torch_that_fails_is_said_of_its_host_alone(
 
 def test_ranks_that_cannot_be_are_not_tried(testbed: Testbed) -> None:
     report = _examine(testbed, _node("h0", ranks=65), _node("h1", devices=(0,)))
-    assert report.cell("speed", "h0").text == "not measured: 65 ranks are too many to be tried at once"
+    assert report.cell("speed", "h0").text == "not measured: 65 ranks are too many to measure at once, the limit is 64"
     assert report.cell("speed", "h1").text == "not measured: node h1 has no GPU 0: it has none"
 
 
@@ -190,7 +190,7 @@ FORGED = {
 def test_speed_that_cannot_be_is_refused(case: str, examine_liar: Callable[..., Report]) -> None:
     report = examine_liar(f'{{"type": "speed", "gflop_s": {FORGED[case]}}}\n')
     cell = report.cell("speed", "h0")
-    assert cell.state == "warning" and cell.text.startswith("not measured: what it says of itself cannot be read")
+    assert cell.state == "warning" and cell.text.startswith("not measured: the host's answer is invalid")
     assert report.measured_nodes()[0].relative_speed is None
 
 
