@@ -60,7 +60,7 @@ def start_agent(
         agent = subprocess.Popen(
             [sys.executable, "-X", "utf8", "-c", RUN_MODULE, AGENT_MODULE, str(folder), str(lock)],
             cwd="/",  # a folder that no other user can change
-            env={**os.environ, **(env or {})},  # without what C libraries, such as readline, have set behind Python
+            env={**os.environ, **(env or {})},  # without variables that C libraries, such as readline, set on their own
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

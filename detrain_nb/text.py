@@ -24,7 +24,7 @@ _TARGET = re.compile(r"(?:(.+)@)?(?:\[([^]]*)\]|([^@:]*))(?::([0-9]+))?")
 
 
 def format_size(size_bytes: float, *, smallest: str = "") -> str:
-    """Format a size with three digits and a unit; with ``smallest``, with one decimal and no unit below that one."""
+    """Format a size with three digits and a unit; with ``smallest``, one decimal, and whole numbers of that unit."""
     if smallest:
         unit = next(unit for unit, size in _UNITS.items() if size <= max(size_bytes, _UNITS[smallest]))
         return f"{size_bytes / _UNITS[unit]:,.{int(unit != smallest)}f} {unit}"

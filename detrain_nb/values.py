@@ -341,7 +341,7 @@ class _Packer:
 
     def _pack_tensor(self, tensor: torch.Tensor) -> Json:
         if any(step.template is not _ITEM for step in self._trail):
-            raise self._refuse(tensor, advice="identity does not survive the transfer; use its name instead")
+            raise self._refuse(tensor, advice="identity, by which keys are found, does not travel; use a name instead")
         if problem := _tensor_problem(tensor):
             raise self._refuse(tensor, what=problem[0], advice=problem[1])
         self._require_room(tensor.numel() * tensor.element_size())

@@ -535,7 +535,7 @@ def test_what_others_have_written_meanwhile_is_seen() -> None:
 def test_reading_has_a_limit(folder: Location) -> None:
     (folder / "file").write(b"x" * 1000)
     assert len((folder / "file").read(limit_bytes=1000)) == 1000
-    with pytest.raises(DetrainError, match=r"file has more than 999 bytes$"):
+    with pytest.raises(DetrainError, match=r"file is larger than 999 bytes$"):
         (folder / "file").read(limit_bytes=999)
 
 

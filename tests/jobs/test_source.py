@@ -74,7 +74,7 @@ def test_script_travels_alone(tmp_path: Path, node: Path) -> None:
     source = plan(script=str(tmp_path / "a b/größe.py"))
     assert (source.program, str(source)) == (("größe.py",), "1 file, 9 B")
     assert arrive(source, node) == {"größe.py": b"print(1)\n"}
-    with pytest.raises(DetrainError, match=r"gone\.py.*it is not there"):
+    with pytest.raises(DetrainError, match=r"gone\.py.*it does not exist"):
         plan(script=str(tmp_path / "gone.py"))
 
 

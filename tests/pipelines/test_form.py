@@ -170,7 +170,7 @@ def test_text_of_one_kind_of_source_waits_while_another_is_chosen() -> None:
 def test_what_no_file_can_hold_is_refused_with_its_place() -> None:
     with pytest.raises(SpecError, match=r"^training\.steps: 2020-01-01 is a date or a time"):
         SpecForm({**RIGHT, "training": {"steps": date(2020, 1, 1)}})
-    with pytest.raises(SpecError, match=r"^source: the name \('script',\) is no text"):
+    with pytest.raises(SpecError, match=r"^source: the key \('script',\) is not a string"):
         SpecForm({"source": {("script",): "train.py"}})
 
 

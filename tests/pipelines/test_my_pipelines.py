@@ -482,7 +482,7 @@ def test_odd_files_are_listed_with_what_is_wrong_with_them(mine: MyPipelines) ->
     found = mine.entries()
     faults = {each.name: each.fault for each in found}
     assert {r"\x1b[2Jnameless", r"\udcff"} < faults.keys()
-    assert "Is a directory" in faults["folder"] and "is no file" in faults["pipe"]
+    assert "Is a directory" in faults["folder"] and "is not a regular file" in faults["pipe"]
     assert "larger than 1 MB" in faults["large"] and "UTF-8" in faults["latin"] and "levels" in faults["deep"]
     assert faults["here"] == "" and len(found) == 9
     assert str(found).replace("\n", "").isprintable()
