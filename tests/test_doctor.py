@@ -175,7 +175,9 @@ def test_machine_that_is_named_twice_is_a_problem(testbed: Testbed) -> None:
     report = _examine(testbed, [node, node.model_copy(update={"name": "again"})])
     assert report.cell("address", node.name).state == "good"
     twin = report.cell("address", "again")
-    assert twin.state == "bad" and twin.text.endswith(f", as {node.name}") and "list the machine once" in twin.advice
+    assert (
+        twin.state == "bad" and twin.text.endswith(f", same as {node.name}") and "list the machine once" in twin.advice
+    )
 
 
 def test_this_machine_is_examined_beside_hosts(testbed: Testbed) -> None:
