@@ -114,7 +114,7 @@ def launch_node(
 ) -> NodeLaunch:
     """Write the command line of one node of a session.
 
-    ``start`` is "fork" (torchrun's agent in our launcher, with forked ranks) or "exec" (the plain torchrun command).
+    ``start`` is "fork" (torchrun's elastic agent in our launcher, with forked ranks) or "exec" (plain torchrun).
     ``store`` is the address and port of node 0 at which the store listens. ``interface`` is the network interface
     through which the ranks of this node reach the other nodes. Without a ``store`` the nodes cannot reach each other:
     each has a store of its own, and no process group is created.
