@@ -1,4 +1,4 @@
-"""Specs as other people's files, and their files as specs: text in and text out."""
+"""Specs written as files of other tools, and such files read as specs: text in, text out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = [
 
 _MOST_OPTION_CHARS = 4096
 
-# ``export(spec, plan)`` writes the text of a file; the options of its target are more keywords, each a text.
+# ``export(spec, plan)`` returns the text of a file; the target's options are further keywords, each a string.
 EXPORTERS: Mapping[str, Callable[..., str]] = {
     "torchrun": torchrun.export,
     "slurm": slurm.export,
@@ -46,12 +46,12 @@ EXPORTERS: Mapping[str, Callable[..., str]] = {
 
 
 def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[str, str | None] | None = None) -> str:
-    """Write a spec as a file of the format ``to``. A node that names no devices has ``gpus`` GPUs.
+    """Return a spec as the text of a file in the format ``to``; a node without ``devices`` has ``gpus`` GPUs.
 
-    ``options`` are those of the target; one that is None or empty was not given. Raises: SpecError.
+    ``options`` are those of the target; None or an empty string means not given. Raises: SpecError.
     """
     if to not in EXPORTERS:
-        raise SpecError(f"{to!r} is no format to export to: give one of {', '.join(EXPORTERS)}")
+        raise SpecError(f"{to!r} is not an export format: give one of {', '.join(EXPORTERS)}")
     target = TARGETS[to]
     given = {name: value for name, value in (options or {}).items() if value}
     if unknown := [name for name in given if name not in target.options]:
@@ -67,32 +67,32 @@ def export_spec(spec: PipelineSpec, to: str, *, gpus: int = 0, options: Mapping[
 
 
 def check_export(spec: PipelineSpec, *, gpus: int = 0) -> list[Finding]:
-    """Return what is wrong with a spec that is exported, and what may be, for who reads the file."""
-    findings = [found for found in spec.check() if found.field != "image"]  # that is about jobs of ours
+    """Return the faults of a spec as an export, and the possible ones as warnings."""
+    findings = [found for found in spec.check() if found.field != "image"]  # which concerns only our own jobs
     if len(spec.nodes) == 1 and (said := explain_no_host(spec.nodes[0].host)):
         findings.append(Finding("nodes.host", said, "warning"))
     if not gpus and (names := _name_unknown(spec)):
-        said = f"no GPUs are exported for {name_some(names)}: where there are some, give --gpus, how many each has"
+        said = f"no GPUs are exported for {name_some(names)}: if each has some, give their number as --gpus"
         findings.append(Finding("nodes.devices", said, "warning"))
     return findings
 
 
 def _name_unknown(spec: PipelineSpec) -> list[str]:
-    """The nodes of which nothing says how many GPUs they have."""
+    """Return the names of the nodes whose number of GPUs is unknown."""
     return [node.name for node in spec.nodes if node.devices == "auto"] if spec.nodes else ["this machine"]
 
 
 def write_export(text: str, target: str) -> str:
-    """Write what was exported to a path or URL; returns what was done, for people. Raises as `storage.locate`."""
+    """Write an exported text to a path or URL; returns a message of what was done. Raises as `storage.locate`."""
     place = locate(target)
-    before = ", in place of what was there" if place.exists() else ""
+    before = ", replacing the old file" if place.exists() else ""
     place.write(text.encode("utf-8"))
     return f"wrote {place.name}{before}"
 
 
 def write_import(imported: Imported, target: str) -> str:
-    """Write what was imported as a spec, or as a nodes file, by the suffix; returns what was done, for people.
+    """Write what was imported as a spec, or as a nodes file, in the format of the suffix.
 
-    Raises: SpecError, and as `storage.locate`.
+    Returns a message of what was done. Raises: SpecError, and as `storage.locate`.
     """
     return write_export(format_document(imported.to_dict(), suffix_of(target), where=target), target)

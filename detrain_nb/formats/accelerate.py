@@ -1,4 +1,4 @@
-"""A pipeline as the configuration of Hugging Face Accelerate, for one of its nodes: `accelerate launch` reads it."""
+"""A pipeline as the Hugging Face Accelerate configuration of one of its nodes, for `accelerate launch`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _USED = (
 
 
 def export(spec: PipelineSpec, plan: Plan, *, node: str = "") -> str:
-    """Write the file of the ``node`` with that name or number, by default of the first.
+    """Return the configuration of the ``node`` with that name or number, by default the first.
 
-    Raises: SpecError for what Accelerate cannot be told.
+    Raises: SpecError for a spec that Accelerate cannot express.
     """
     number = _number_of(node, plan)
     _check(spec, plan)
@@ -49,12 +49,12 @@ def export(spec: PipelineSpec, plan: Plan, *, node: str = "") -> str:
     }
     told = [
         *(["activations"] if kind == "FSDP" and spec.parallelism.activations == "full" else []),
-        *(["precision"] if spec.parallelism.precision == "bf16" else []),  # else it stays the model's
+        *(["precision"] if spec.parallelism.precision == "bf16" else []),  # otherwise the model keeps its own
     ]
     what = f"{describe(spec, plan)}. On node {number}: accelerate launch --config_file {spec.name}.yaml SCRIPT"
     head = write_head(spec, what, used=(*_USED, *(f"parallelism.{name}" for name in told)), by="Accelerate")
     if kind == "MULTI_CPU":
-        head.append("# On the CPU it starts one rank: MPI starts several, with mpirun_config here, or by mpirun.")
+        head.append("# On CPUs Accelerate starts one rank; for several use MPI: add mpirun_config, or run mpirun.")
     return "\n".join(head) + "\n" + format_document(content, ".yaml")
 
 
@@ -64,20 +64,20 @@ def _number_of(node: str, plan: Plan) -> int:
         return names.index(node) if node else 0
     if node.isdecimal() and int(node) < len(names):
         return int(node)
-    raise SpecError(f"--node {node!r}: give the name of a node, one of {', '.join(names)}, or its number from 0")
+    raise SpecError(f"--node {node!r}: give the name of a node, one of {', '.join(names)}, or its index from 0")
 
 
 def _check(spec: PipelineSpec, plan: Plan) -> None:
     check_ranks(plan, by="Accelerate")
     if (stages := axis(plan, "pp")) > 1:
-        raise SpecError(f"parallelism.pp {stages}: Accelerate trains no pipeline of stages: give 1")
+        raise SpecError(f"parallelism.pp {stages}: Accelerate has no pipeline parallelism: give 1")
     if plan.device == "cpu" and (parts := [name for name in ("dp_shard", "tp") if axis(plan, name) > 1]):
         raise SpecError(
-            f"parallelism.{parts[0]} {axis(plan, parts[0])}: Accelerate splits a model on GPUs alone: give --gpus "
+            f"parallelism.{parts[0]} {axis(plan, parts[0])}: Accelerate splits a model only on GPUs: give --gpus "
             "if the nodes have some, else 1, and dp_replicate -1"
         )
     if spec.rendezvous.is_elastic:
-        raise SpecError("rendezvous: Accelerate starts its ranks once: leave max_restarts, min_nodes and max_nodes out")
+        raise SpecError("rendezvous: Accelerate starts ranks only once: leave out max_restarts, min_nodes, max_nodes")
 
 
 def _kind(plan: Plan) -> str:
@@ -106,7 +106,7 @@ def _say_shards(spec: PipelineSpec) -> dict[str, Any]:
 
 
 def _say_mesh(plan: Plan) -> dict[str, Any]:
-    """The mesh, where it has more than one axis along which ranks differ, or parts of layers."""
+    """Return the mesh if it needs more than one data-parallel axis, or tensor parallelism."""
     axes = {name: axis(plan, name) for name in ("dp_replicate", "dp_shard", "tp")}
     if axes["tp"] == 1 and 1 in (axes["dp_replicate"], axes["dp_shard"]):
         return {}

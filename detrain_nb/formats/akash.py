@@ -1,6 +1,6 @@
-"""A pipeline as an SDL of Akash: each node is a service of one lease, which runs the job, or waits for a session.
+"""A pipeline as an Akash SDL: each node is a service of one lease, which runs the job or waits for a session.
 
-What a service is, which ports lead to it and how the nodes meet is said here; `akash_terms` says what it has.
+This module writes the services, their ports and how the nodes meet; `akash_terms` their resources and prices.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from .shell import MOST_ARGUMENT_BYTES, quote, quote_command
 
 __all__ = ["export"]
 
-_KEY = "SSH_PUBKEY"  # the entrypoint lets in who has one of these
+_KEY = "SSH_PUBKEY"  # the entrypoint authorizes these keys
 _PLACEMENT = "akash"
 _MOST_NODES = 20  # of a lease: validation_config.go of Akash's chain-sdk
-# Kubernetes makes other names of it, with up to ten characters behind: a volume's, that of its port.
+# Kubernetes derives names from it for volumes and ports, with suffixes of up to ten characters.
 _SERVICE = re.compile(r"[a-z](?:[-a-z0-9]{0,50}[a-z0-9])?")
 _PUBLIC_KEY = re.compile(r"(?:ssh|ecdsa|sk)-[!-~]+ [A-Za-z0-9+/=]+(?: [ -~]*)?")
 _ADDRESS = "DETRAIN_NB_JOB_ADDRESS"
@@ -51,17 +51,18 @@ _PORTS = "gloo and NCCL listen on ports that no lease forwards"
 def export(
     spec: PipelineSpec, plan: Plan, *, start: str = "job", part: str = "all", ssh_key: str = "", **terms: str
 ) -> str:
-    """Write the SDL of a lease that has a service for each node.
+    """Return the SDL of a lease that has a service for each node.
 
-    ``start`` is "job" or "session": sshd alone, for ``%distributed start``. ``part`` is "all", "first" or "others":
-    which nodes the lease has. ``ssh_key`` is a public one; ``terms`` are the fields of `Terms`. Raises: SpecError.
+    ``start`` is "job", or "session" for nodes that only run sshd, for ``%distributed start``. ``part`` is "all",
+    "first" or "others": which nodes the lease has. ``ssh_key`` is a public key; ``terms`` are the fields of `Terms`.
+    Raises: SpecError.
     """
     image = need_image(spec, by="Akash")
     _check_choices(plan, start, part, ssh_key)
     names = _name_services(spec, plan)
     chosen = {"all": names, "first": names[:1], "others": names[1:]}[part]
     if len(chosen) > _MOST_NODES:
-        raise SpecError(f"{len(chosen)} nodes: a lease of Akash has at most {_MOST_NODES}: give fewer, with more ranks")
+        raise SpecError(f"{len(chosen)} nodes: an Akash lease has at most {_MOST_NODES}: give fewer, with more ranks")
     asked, mount = Terms(**terms), find_checkpoint_folder(spec, by="Akash")
     _check_use(asked, has_gpus=any(plan.nodes[names.index(name)].device == "cuda" for name in chosen), mount=mount)
     program = read_program(spec, plan) if start == "job" else None
@@ -94,35 +95,35 @@ def _check_choices(plan: Plan, start: str, part: str, ssh_key: str) -> None:
         if value not in CHOICES[name]:
             raise SpecError(f"--{name} {value!r}: give one of {', '.join(CHOICES[name])}")
     if part == "others" and len(plan.nodes) < 2:
-        raise SpecError("--part others: there is one node: give --part all")
+        raise SpecError("--part others: the spec has only one node: give --part all")
     if start == "job" and part != "all" and len(plan.nodes) > 1:
         raise SpecError(
-            f"--part {part}: the other nodes are another lease then, and a process group across leases hangs in its "
-            f"first collective: {_PORTS}: give --part all; or --start session, and begin sessions with --no-init"
+            f"--part {part}: the nodes would be in two leases, and a process group across leases hangs in its first "
+            f"collective: {_PORTS}: give --part all; or --start session, and start sessions with --no-init"
         )
     if ssh_key and not _PUBLIC_KEY.fullmatch(ssh_key):
-        raise SpecError('--ssh-key: is no public key: give what its file has: --ssh-key "$(cat ~/.ssh/id_ed25519.pub)"')
+        raise SpecError('--ssh-key: not a public key: give the text of its file: "$(cat ~/.ssh/id_ed25519.pub)"')
 
 
 def _check_use(asked: Terms, *, has_gpus: bool, mount: str) -> None:
-    """Raises: SpecError for an option that nothing in this lease has a use for."""
+    """Check that this lease uses every option. Raises: SpecError for one that nothing in it uses."""
     if asked.gpu_model and not has_gpus:
         raise SpecError(
             f"--gpu-model {asked.gpu_model!r}: no node of this lease has a GPU: leave it out, or give --gpus"
         )
     if asked.volume and not mount:
         raise SpecError(
-            f"--volume {asked.volume!r}: no checkpoint goes to a path: leave it out, or give checkpoint.url"
+            f"--volume {asked.volume!r}: no checkpoints are saved to a path: leave it out, or give checkpoint.url"
         )
 
 
 def _name_services(spec: PipelineSpec, plan: Plan) -> list[str]:
-    """Name them as the nodes; all by number where a name that was taken from a host is none for a service."""
+    """Return the nodes' names, or node-0, node-1, ... if a name derived from a host is invalid for a service."""
     for index, node in enumerate(spec.nodes):
         if node.name != default_name(node.host) and not _is_service(node.name):
             raise SpecError(
-                f"nodes[{index}].name {node.name}: Akash names a service after it: give a-z, 0-9 and -, at most 52, "
-                "the first a letter, the last no -"
+                f"nodes[{index}].name {node.name}: is invalid as the name of an Akash service: give a-z, 0-9 and -, at "
+                "most 52, the first a letter, the last not -"
             )
     names = [node.name for node in spec.nodes]
     if names and all(map(_is_service, names)):
@@ -137,27 +138,29 @@ def _is_service(name: str) -> bool:
 def _port(spec: PipelineSpec) -> int:
     port = spec.rendezvous.port or DEFAULT_PORT
     if port == SSH_PORT:
-        raise SpecError(f"rendezvous.port {port}: the container's sshd listens there: give another, as {DEFAULT_PORT}")
+        raise SpecError(
+            f"rendezvous.port {port}: the container's sshd listens there: give another, such as {DEFAULT_PORT}"
+        )
     return port
 
 
 def _write_env(spec: PipelineSpec, ssh_key: str, mount: str, *, is_job: bool) -> list[str]:
-    """What the container is given. The script of a job sets the variables of the spec; a session brings its secrets."""
+    """Return the container's variables: a job's script sets those of the spec, a session brings its own secrets."""
     secrets = list_needed(spec) if is_job else []
     if _KEY in spec.env or _KEY in list_needed(spec):
-        raise SpecError(f"{_KEY} says who may log in to a node: leave it out of env and secrets, and give --ssh-key")
+        raise SpecError(f"{_KEY} holds the keys that may log in: leave it out of env and secrets, and give --ssh-key")
     env = {
         _KEY: ssh_key,
         **dict.fromkeys(secrets, ""),
-        **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # they are in no file, and no login has them
-        **({"DETRAIN_NB_VOLUME": mount} if mount else {}),  # a provider gives it to root; an image may change that
+        **({"DETRAIN_NB_SECRETS": " ".join(secrets)} if secrets else {}),  # no file, and no login, gets their values
+        **({"DETRAIN_NB_VOLUME": mount} if mount else {}),  # it is mounted for root; an image may change its owner
         **({} if is_job else spec.env),
     }
     return [_keep_from_kubernetes(f"{name}={value}") for name, value in env.items()]
 
 
 def _expose(chosen: Sequence[str], name: str, port: int) -> list[dict[str, Any]]:
-    """sshd is reached from everywhere, and the first node's rendezvous by its peers alone."""
+    """Expose sshd to everyone, and the rendezvous of the first node only to its peers."""
     peers = [{"service": peer} for peer in chosen if peer != name]
     exposed = [{"port": SSH_PORT, "as": SSH_PORT, "proto": "tcp", "to": [{"global": True}, *peers]}]
     if peers and name == chosen[0]:
@@ -166,7 +169,7 @@ def _expose(chosen: Sequence[str], name: str, port: int) -> list[dict[str, Any]]
 
 
 def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: int, names: Sequence[str]) -> str:
-    """Write the job of one node. Its peers know the first one as a service; that one knows only its own address."""
+    """Return the job script of one node: its peers reach the first by its service, the first itself by its address."""
     several, is_elastic, port = len(names) > 1, spec.rendezvous.is_elastic, _port(spec)
     launch = launch_on(
         spec,
@@ -176,7 +179,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
         endpoint=("localhost" if index == 0 else names[0], port if several else spec.rendezvous.port),
         local_address=_ADDRESS if several and is_elastic else "",
     )
-    # a pod may not reach itself through its service, and no peer knows the name that a pod gives itself
+    # a pod may be unable to reach itself through its service, and its own host name does not resolve on its peers
     filled = {"--local-addr": f'"${_ADDRESS}"'}
     if several and index == 0 and not is_elastic:
         filled["--rdzv-endpoint"] = f'"${_ADDRESS}":{port}'
@@ -195,7 +198,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, program: JobProgram, index: in
     )
     if (size := len(script.encode())) > MOST_ARGUMENT_BYTES:
         raise SpecError(
-            f"source: the job's script has {size:,} bytes and goes as one argument, which has at most "
+            f"source: the job's script has {size:,} bytes, but is passed as one argument of at most "
             f"{MOST_ARGUMENT_BYTES:,}: give source.git, or a module of the image"
         )
     return _keep_from_kubernetes(script)
@@ -208,26 +211,24 @@ def _need_volume(spec: PipelineSpec) -> list[str]:
 
 
 def _keep_from_kubernetes(text: str) -> str:
-    """It fills in $(NAME), and makes one $ of two, in arguments and in variables."""
+    """Double each $: Kubernetes expands $(NAME) and reads $$ as $, in arguments and in variables."""
     return text.replace("$", "$$")
 
 
 def _write_head(spec: PipelineSpec, plan: Plan, chosen: Sequence[str], *, is_session: bool, has_key: bool) -> list[str]:
     is_part = len(chosen) < len(plan.nodes)
     to_fill = [*([] if has_key else [_KEY]), *([] if is_session else list_needed(spec))]
-    lines = [f"# {describe(spec, plan)}. An SDL of Akash{', for ' + ', '.join(chosen) if is_part else ''}."]
+    lines = [f"# {describe(spec, plan)}. An Akash SDL{', for ' + ', '.join(chosen) if is_part else ''}."]
     if is_session:
         lines += [
-            "# Its nodes run no job: save what `provider-services lease-status` prints as lease.json, then",
+            "# Its nodes run no job: save the output of `provider-services lease-status` as lease.json, then",
             f"#   %distributed start --nodes lease.json{' --no-init' if is_part else ''}",
         ]
     if is_part:
-        lines.append(f"# With nodes of another lease there is no process group: {_PORTS}.")
+        lines.append(f"# Nodes of different leases cannot form a process group: {_PORTS}.")
     if to_fill:
-        lines.append(f"# Fill in what is empty below: {', '.join(to_fill)}. The provider can read it.")
+        lines.append(f"# Fill in the empty values below: {', '.join(to_fill)}. The provider can read them.")
     if find_checkpoint_folder(spec, by="Akash"):
-        lines.append(
-            "# Each node has a volume of its own, which belongs to root: the image has to be one that starts as root."
-        )
+        lines.append("# Each node has its own volume, which belongs to root: the image must start as root.")
     endpoint = ["rendezvous.endpoint"] if spec.rendezvous.endpoint else []
     return [*lines, *write_left_out(spec, *list_chosen_there(spec), *endpoint)]

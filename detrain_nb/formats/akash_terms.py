@@ -1,4 +1,4 @@
-"""What a node has of a provider of Akash, and may cost: the options of an export, within what the network takes."""
+"""The resources of a node on Akash, and its price: the options of an export, within the network's limits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ..plan import NodePlan
 from ..plan.targets import CHOICES
 
 SHM, CHECKPOINT = "shm", "checkpoint"  # volumes, by name
-# What the network takes at most of one service: validation_config.go of Akash's chain-sdk.
+# The network's limits for one service: validation_config.go of Akash's chain-sdk.
 _MOST_GPUS, _MOST_CPUS, _MOST_PRICE = 24, 384, 10_000_000
 _MOST_MEMORY_GI, _MOST_STORAGE_GI = 2 << 10, 32 << 10
 _NUMBER = re.compile(r"[0-9]{1,12}")
 _SIZE = re.compile(r"([0-9]{1,9})(?:Gi)?")
 _MODEL = re.compile(r"([a-z0-9](?:[a-z0-9-]{0,30}[a-z0-9])?)(?::([1-9][0-9]{0,3}Gi))?")
-# A rank on a CPU, a GPU: what a node has for each, unless an option says it.
+# The defaults for each rank, by its device; the last two are per node.
 _CPUS_FOR_EACH = {"cpu": 2, "cuda": 8}
 _MEMORY_FOR_EACH_GI = {"cpu": 4, "cuda": 32}
 _SHM_GI = {"cpu": 2, "cuda": 16}
@@ -28,7 +28,7 @@ _PRICE = {"cpu": 10_000, "cuda": 100_000}
 
 @dataclass(frozen=True)
 class Terms:
-    """The options of an export that say what nodes have, as they were given; empty: what suits a node."""
+    """The options of an export that set what nodes have, as given; empty means the default for the node."""
 
     gpu_model: str = ""
     price: str = ""
@@ -40,14 +40,14 @@ class Terms:
     volume: str = ""
 
     def price_of(self, node: NodePlan) -> dict[str, Any]:
-        """Return what a block may cost at most. Raises: SpecError."""
+        """Return the highest price per block. Raises: SpecError."""
         if (denom := self.denom or CHOICES["denom"][0]) not in CHOICES["denom"]:
             raise SpecError(f"--denom {denom!r}: give one of {', '.join(CHOICES['denom'])}")
-        advice = f"give a whole number of {denom} for a block, 1 to {_MOST_PRICE}"
+        advice = f"give a whole number of {denom} per block, 1 to {_MOST_PRICE}"
         return {"denom": denom, "amount": _read_number("price", self.price, _PRICE[node.device], _MOST_PRICE, advice)}
 
     def resources_of(self, node: NodePlan, *, memory_gb: float | None, has_volume: bool) -> dict[str, Any]:
-        """Return the resources of a profile; ``memory_gb`` is what the spec says of it. Raises: SpecError."""
+        """Return the resources of a profile; ``memory_gb`` is the spec's value for the node. Raises: SpecError."""
         return {
             "cpu": {"units": self._count_cpus(node)},
             "memory": {"size": self._size_memory(node, memory_gb)},
@@ -69,10 +69,10 @@ class Terms:
 
     def _size_memory(self, node: NodePlan, memory_gb: float | None) -> str:
         usual = min(_MOST_MEMORY_GI, _MEMORY_FOR_EACH_GI[node.device] * len(node.ranks))
-        if memory_gb is not None and node.device == "cpu":  # else it is that of a GPU
-            usual = max(1, math.ceil(round(min(memory_gb, 1e9) * 1e9 / (1 << 30), 6)))  # whole Gi stay as many
+        if memory_gb is not None and node.device == "cpu":  # otherwise it is the memory of a GPU
+            usual = max(1, math.ceil(round(min(memory_gb, 1e9) * 1e9 / (1 << 30), 6)))  # whole GiB stay exact
             if usual > _MOST_MEMORY_GI and not self.memory:
-                raise SpecError(f"memory_gb {memory_gb:g} of a node: Akash has at most {_MOST_MEMORY_GI}Gi: give less")
+                raise SpecError(f"memory_gb {memory_gb:g} of a node: Akash allows {_MOST_MEMORY_GI}Gi: give less")
         return _read_size("memory", self.memory, usual, _MOST_MEMORY_GI)
 
     def _list_volumes(self, has_volume: bool) -> Sequence[dict[str, Any]]:
@@ -86,8 +86,8 @@ class Terms:
             return {}
         if (gpus := len(node.ranks)) > _MOST_GPUS:
             where = f"node {node.name}" if node.name else "one node"
-            raise SpecError(f"{gpus} GPUs on {where}: Akash has at most {_MOST_GPUS}: share them among more nodes")
-        # no interface of a GPU is asked for: providers look for it under a label that nodes do not have
+            raise SpecError(f"{gpus} GPUs on {where}: Akash allows at most {_MOST_GPUS}: spread them over more nodes")
+        # no GPU interface is requested: providers look for it in a label that nodes do not have
         return {"gpu": {"units": gpus, "attributes": {"vendor": {"nvidia": models or None}}}}
 
 
@@ -107,10 +107,10 @@ def _read_size(name: str, text: str, usual: int, most: int) -> str:
 
 
 def _read_models(text: str) -> list[dict[str, str]]:
-    """Read ``a100:80Gi,h100``; none: any model."""
+    """Parse ``a100:80Gi,h100``; empty means any model."""
     models = []
     for word in text.split(",") if text else ():
         if not (match := _MODEL.fullmatch(word.strip())):
-            raise SpecError(f"--gpu-model {word!r}: give models of NVIDIA as Akash names them, as a100:80Gi,h100")
+            raise SpecError(f"--gpu-model {word!r}: give NVIDIA models as Akash names them, such as a100:80Gi,h100")
         models.append({"model": match[1], **({"ram": match[2]} if match[2] else {})})
     return models

@@ -1,4 +1,4 @@
-"""Nodes that another one chooses: they are all the same, and come all at once."""
+"""Nodes that a scheduler chooses: all are alike, and all are available at once."""
 
 from __future__ import annotations
 
@@ -15,45 +15,45 @@ _SAME = ("python", "workdir", "setup")
 
 
 def check_alike(spec: PipelineSpec, plan: Plan, *, by: str) -> tuple[int, Node | None]:
-    """Return how many ranks every node has, and what else they have in common; ``by`` chooses them.
+    """Return how many ranks each node has, and the node whose settings all share; ``by`` names the scheduler.
 
-    Raises: SpecError where they differ.
+    Raises: SpecError when the nodes differ.
     """
     settings = spec.rendezvous
     if settings.min_nodes is not None or settings.max_nodes is not None:
-        raise SpecError(f"rendezvous.min_nodes and max_nodes: {by} gives a job all its nodes at once: leave them out")
+        raise SpecError(f"rendezvous.min_nodes and max_nodes: {by} starts all nodes of a job at once: leave them out")
     ranks = check_ranks(plan, by=by)
     for node in spec.nodes[1:]:
         if differs := [name for name in _SAME if getattr(node, name) != getattr(spec.nodes[0], name)]:
             raise SpecError(
-                f"{by} chooses the nodes: {differs[0]} of {spec.nodes[0].name} and {node.name} differ: give them the "
-                "same"
+                f"{by} chooses the nodes, but {differs[0]} of {spec.nodes[0].name} and {node.name} differ: give both "
+                "the same"
             )
     return ranks, spec.nodes[0] if spec.nodes else None
 
 
 def check_ranks(plan: Plan, *, by: str) -> int:
-    """Return how many ranks every node has. Raises: SpecError where they differ in that, or in the device."""
+    """Return how many ranks each node has. Raises: SpecError when nodes differ in that, or in the device."""
     first = plan.nodes[0]
     for other in plan.nodes[1:]:
         if len(other.ranks) != len(first.ranks) or other.device != first.device:
             raise SpecError(
-                f"{by} gives every node the same: {first.name} has {count_ranks(len(first.ranks))} on {first.device}, "
-                f"{other.name} has {len(other.ranks)} on {other.device}: give them the same"
+                f"{by} needs nodes that are alike: {first.name} has {count_ranks(len(first.ranks))} on {first.device}, "
+                f"{other.name} has {len(other.ranks)} on {other.device}: give both the same"
             )
     return len(first.ranks)
 
 
 def list_chosen_there(spec: PipelineSpec) -> Iterator[str]:
-    """What the spec says of nodes and another one chooses: of devices their kind and number count."""
+    """Yield the fields of nodes that the scheduler overrules: of devices it uses only the kind and number."""
     if any(node.address for node in spec.nodes):
         yield "nodes.address"
     if any(isinstance(node.devices, tuple) for node in spec.nodes):
-        yield "the numbers in nodes.devices"
+        yield "the indices in nodes.devices"
 
 
 def list_meeting(spec: PipelineSpec) -> Iterator[str]:
-    """What the spec says of where the nodes meet, and an operator says instead."""
+    """Yield the fields of the rendezvous that the operator overrules."""
     if spec.rendezvous.endpoint:
         yield "rendezvous.endpoint"
     if spec.rendezvous.port:
@@ -61,7 +61,7 @@ def list_meeting(spec: PipelineSpec) -> Iterator[str]:
 
 
 def fill_in_host(spec: PipelineSpec) -> dict[str, str]:
-    """What the shell fills into torchrun's options where ranks may begin anew: the first node hosts the store."""
+    """Return the torchrun options that the shell fills in if ranks may restart: the first node hosts the store."""
     if not spec.rendezvous.max_restarts:
         return {}
     return {"--rdzv-conf": f'join_timeout={round(spec.rendezvous.timeout_s)},is_host="$(({NODE} == 0))"'}
@@ -76,9 +76,9 @@ def launch_alike(
     is_told_address: bool,
     options: Sequence[str] = (),
 ) -> NodeLaunch:
-    """Write the command line of every node; the shell fills in which one it is, and where the first one is reached.
+    """Return the command line of every node; the shell fills in its node rank and the first node's endpoint.
 
-    Where it ``is_told_address`` the shell fills in its own, too.
+    With ``is_told_address`` the shell fills in the node's own address as well.
     """
     settings = spec.rendezvous
     rendezvous = Rendezvous(
@@ -110,10 +110,10 @@ def write_on_node(
     local_address: str = "",
     options: Sequence[str] = (),
 ) -> list[str]:
-    """Write what every node does that finds its number in ``NODE``: it prepares itself, and becomes torchrun.
+    """Return the lines that every node runs, with its node rank in ``NODE``: they prepare it and exec torchrun.
 
-    ``endpoint`` is where the first node is reached, and ``local_address`` where this one is: words of the shell.
-    ``options`` are more of torchrun's own. Raises: SpecError.
+    ``endpoint`` (of the first node) and ``local_address`` (of this one) are shell words. ``options`` are further
+    options of torchrun. Raises: SpecError.
     """
     program = read_program(spec, plan)
     is_told = bool(local_address)

@@ -1,4 +1,4 @@
-"""What the configurations for other trainers have in common: they say how is trained, and run nothing."""
+"""What the configurations for other trainers share: they describe a training, and run nothing."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ from ..spec import PipelineSpec
 
 
 def axis(plan: Plan, name: str) -> int:
-    """Return the size of an axis of the mesh; 1 where there is none."""
+    """Return the size of an axis of the mesh, 1 if the mesh has no such axis."""
     return plan.mesh.axes.get(name, 1) if plan.mesh else 1
 
 
 def write_head(spec: PipelineSpec, what: str, *, used: Collection[str], by: str) -> list[str]:
-    """Say in comments what stands in the file, and which fields of the spec have no place there: ``used`` are those
-    that have.
-    """
+    """Return comments: ``what`` the file is, and which fields of the spec it leaves out, those not ``used``."""
     unused = [name for name in dict.fromkeys(_list_given(spec.to_dict())) if name not in ("name", *used)]
     return [
         f"# {what}",
-        *([f"# Left out, as {by} has no place for it: {', '.join(unused)}."] if unused else []),
+        *([f"# Left out, because {by} has no setting for it: {', '.join(unused)}."] if unused else []),
     ]
 
 
 def _list_given(document: Mapping[str, Any]) -> Iterator[str]:
-    """Name the fields that a spec gives, as training.steps; those of all nodes have one name each."""
+    """Yield the fields that a spec gives, such as training.steps; nodes share one name per field."""
     for name, value in document.items():
         for table in value if name == "nodes" else [value]:
             is_section = isinstance(table, Mapping) and name != "env"

@@ -1,6 +1,6 @@
-"""What a script for one node of a job does before torchrun: its files, its environment, its set-up.
+"""What the script of a job's node does before torchrun: it writes files, sets the environment, runs the setup lines.
 
-It needs a shell, and Python with torch. No secret is written: the node has to have it, in a variable of that name.
+It needs a shell, and Python with torch. Secrets are never written: the node must have them in its environment.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from .cloning import write_clone
 from .shell import export, quote, quote_path, write_file
 
 DEFAULT_PORT = 29500  # torchrun's own
-# What no volume may hide in a container, or it does not start.
+# Folders that a volume must not hide, or the container does not start.
 _OF_SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/lib64", "/proc", "/sbin", "/sys", "/usr")
-# Variables of the script itself: no spec can set one that begins so.
+# Variables of the script itself: a spec cannot set any with this prefix.
 FOLDER, NODE = "DETRAIN_NB_JOB_FOLDER", "DETRAIN_NB_JOB_NODE"
-FIRST, ENDPOINT = "DETRAIN_NB_FIRST", "DETRAIN_NB_ENDPOINT"  # of Slurm: the first node, and where the others meet it
+FIRST, ENDPOINT = "DETRAIN_NB_FIRST", "DETRAIN_NB_ENDPOINT"  # with Slurm: the first node, and its rendezvous endpoint
 SOURCE = f'"${FOLDER}/source"'  # where the ranks run, unless their node has a workdir
 JOB_SPEC = f'"${FOLDER}/job_spec.json"'
 _GPUS = "CUDA_VISIBLE_DEVICES"
 _ARTIFACTS = f'"${FOLDER}/artifacts"'
 
-# In a folder in which everybody can write, as in /tmp, another user may have made that of the job, or a link there.
-_SQUATTED = ": cannot be made, or another user made it where everybody can write: start this elsewhere"
+# In a world-writable folder such as /tmp, another user may have created the job's folder, or a link in its place.
+_SQUATTED = ": cannot be created, or another user owns it in a world-writable folder: start this elsewhere"
 _JOB_FOLDER = f'"${{{FOLDER}%/*}}"'
 _REFUSE_SQUATTED = (
     'if [ -n "$(find "$PWD/." -prune -perm -0002)" ]; then',
@@ -46,18 +46,18 @@ _REFUSE_SQUATTED = (
     "fi",
 )
 _NOT_IN_DEV = ("epochs", "steps", "warmup_steps", "log_every", "evaluate_every")
-_ODD_FOLDER = "a folder above has a $ in its name: start this elsewhere"
+_ODD_FOLDER = "a parent folder has a $ in its name: start this elsewhere"
 
 
 class Put(Protocol):
-    """Writes the line of the shell by which a text comes to be a file; ``to`` is a word of the shell."""
+    """A function that returns a shell line which writes a text to a file; ``to`` is a shell word."""
 
     def __call__(self, text: str, *, to: str) -> str: ...
 
 
 @dataclass(frozen=True)
 class JobProgram:
-    """What the ranks run, in which folder for the shell, and how it comes to the node."""
+    """What the ranks run, the shell word of the folder it is in, and the lines that bring it to the node."""
 
     program: Program
     below: str = ""
@@ -65,9 +65,9 @@ class JobProgram:
 
 
 def read_program(spec: PipelineSpec, plan: Plan, *, put: Put = write_file) -> JobProgram:
-    """Read what the spec names; a script and the cells of a notebook travel by ``put``, by default in the text.
+    """Return the program of the spec; ``put`` writes a script, or a notebook's cells, by default inside the text.
 
-    Raises: SpecError for what no script of a shell can bring to a node.
+    Raises: SpecError for a source that a shell script cannot bring to a node.
     """
     source, arguments = spec.source, spec.program_arguments(plan)
     if source.module is not None:
@@ -80,11 +80,11 @@ def read_program(spec: PipelineSpec, plan: Plan, *, put: Put = write_file) -> Jo
         assert source.entry is not None
         if "://" in source.path:
             raise SpecError(
-                "source.path: a script of a shell cannot fetch a URL: give a folder that all nodes have at the same "
-                "path, or source.git"
+                "source.path: a shell script cannot fetch a URL: give a folder that all nodes have at the same path, "
+                "or source.git"
             )
         whole = os.path.join(os.path.abspath(os.path.expanduser(source.path)), source.entry)
-        missing = f"source.path: {whole} is not there: every node needs it at this path"
+        missing = f"source.path: {whole} does not exist: every node needs it at this path"
         return JobProgram(
             Program("script", (whole, *arguments)), lines=[f"[ -f {quote(whole)} ] || fail {quote(missing)}"]
         )
@@ -103,21 +103,21 @@ def _read_script(spec: PipelineSpec) -> tuple[str, str]:
 
 
 def list_image(spec: PipelineSpec) -> list[str]:
-    """Name the image where the script starts no container: its ranks run in the Python of their nodes."""
+    """Return the field ``image`` if set, for a script that starts no container: ranks use their node's Python."""
     return ["image"] if spec.image is not None else []
 
 
 def need_image(spec: PipelineSpec, *, by: str) -> str:
     """Return the image of the containers that ``by`` starts. Raises: SpecError without one."""
     if spec.image is None:
-        raise SpecError(f"image: {by} starts a container on every node: give image, as ghcr.io/you/train:1")
+        raise SpecError(f"image: {by} starts a container on every node: give image, such as ghcr.io/you/train:1")
     return spec.image
 
 
 def find_checkpoint_folder(spec: PipelineSpec, *, by: str, taken: Sequence[str] = ()) -> str:
-    """Return the folder of checkpoints, at which ``by`` mounts a volume; empty where none is kept in a folder.
+    """Return the folder of checkpoints, at which ``by`` mounts a volume; empty if they are not saved to a folder.
 
-    Raises: SpecError for a folder that hides what the container has: its system, and the folders ``taken``.
+    Raises: SpecError for a folder that would hide system folders of the container, or those ``taken``.
     """
     if spec.checkpoint is None:
         return ""
@@ -128,8 +128,8 @@ def find_checkpoint_folder(spec: PipelineSpec, *, by: str, taken: Sequence[str] 
     hides = any(f"{folder}/".startswith(f"{each}/") for each in (*_OF_SYSTEM, *taken))
     if not path.startswith("/") or folder == "/" or ":" in folder or hides:
         raise SpecError(
-            f"checkpoint.url {spec.checkpoint.url}: {by} mounts a volume there: give the whole path of a folder of its "
-            "own, as /checkpoints, or a URL of storage, as s3://bucket/folder"
+            f"checkpoint.url {spec.checkpoint.url}: {by} mounts a volume there: give the absolute path of a folder of "
+            "its own, such as /checkpoints, or a storage URL, such as s3://bucket/folder"
         )
     return folder
 
@@ -143,9 +143,9 @@ def launch_on(
     endpoint: tuple[str, int],
     local_address: str = "",
 ) -> NodeLaunch:
-    """Write the command line of one node of those that the plan has; ``endpoint`` is where the first one listens.
+    """Return the command line of one node of the plan; ``endpoint`` is where the first node listens.
 
-    ``local_address`` is where the others reach the node; empty: as torch finds it.
+    ``local_address`` is where the other nodes reach this one; empty: torch determines it.
     """
     settings, nodes = spec.rendezvous, len(plan.nodes)
     is_static = nodes > 1 and not settings.is_elastic
@@ -168,24 +168,24 @@ def launch_on(
 
 
 def describe(spec: PipelineSpec, plan: Plan) -> str:
-    """Say what the script starts: its first line."""
+    """Return what the script starts, for its first line."""
     nodes = len(plan.nodes)
     return f"{spec.name}: {count_ranks(plan.world_size)} on {nodes} node{'s' if nodes > 1 else ''}, {plan.device}"
 
 
 def write_left_out(spec: PipelineSpec, *more: str) -> list[str]:
-    """Name in a comment what the spec says and a job alone does, and ``more`` of it."""
+    """Return a comment that names the fields of the spec which only our own jobs use, and ``more`` of them."""
     fields = [
         *(["artifacts"] if spec.artifacts != ARTIFACTS else []),
         *(["rendezvous.silence_s"] if spec.rendezvous.silence_s != SILENCE_S else []),
         *list_unused_in_dev(spec),
         *more,
     ]
-    return [f"# Left out, as nothing here has a use for it: {', '.join(fields)}."] if fields else []
+    return [f"# Left out, because nothing here uses it: {', '.join(fields)}."] if fields else []
 
 
 def list_unused_in_dev(spec: PipelineSpec) -> list[str]:
-    """Name what the spec says and its script is not told where it is tried: three steps, and no checkpoint."""
+    """Return the fields that a trial run ignores, if training.dev is set: it has three steps and no checkpoint."""
     if not spec.training.dev:
         return []
     given = spec.training.to_fields()
@@ -193,7 +193,7 @@ def list_unused_in_dev(spec: PipelineSpec) -> list[str]:
 
 
 def write_begin(name: str) -> list[str]:
-    """What stands at the top of a script: the first error ends it."""
+    """Return the beginning of a script: it exits at the first error."""
     return [
         "set -e",
         "",
@@ -205,7 +205,7 @@ def write_begin(name: str) -> list[str]:
 
 
 def list_needed(spec: PipelineSpec) -> list[str]:
-    """The variables that a node has to have: their values are written nowhere."""
+    """Return the variables that a node must already have: their values are written nowhere."""
     token = spec.source.git.token if spec.source.git else None
     return list(dict.fromkeys([*_list_for_ranks(spec), *([token] if token else [])]))
 
@@ -217,11 +217,11 @@ def _list_for_ranks(spec: PipelineSpec) -> list[str]:
 def write_preparation(
     spec: PipelineSpec, plan: Plan, program: JobProgram, *, env: dict[str, str], put: Put = write_file
 ) -> list[str]:
-    """Fill the folder of the job on a node, which the shell has in ``FOLDER``, and the environment of its ranks."""
+    """Return lines that fill the job's folder on a node (the shell's ``FOLDER``) and the environment of its ranks."""
     token = spec.source.git.token if spec.source.git else None
     return [
         *map(_need, list_needed(spec)),
-        # torchrun fills in what has a $ in the path of its program
+        # torchrun expands a $ in the path of its program
         f"case \"${FOLDER}\" in *'$'*) fail {quote(_ODD_FOLDER)} ;; esac",
         *_REFUSE_SQUATTED,
         f"mkdir -p {SOURCE} {_ARTIFACTS}",
@@ -235,12 +235,12 @@ def write_preparation(
 
 
 def _need(name: str) -> str:
-    fault = f"{name} is not set: export it on this node first, its value does not stand in this script"
+    fault = f"{name} is not set: export it on this node first; this script does not contain its value"
     return f'[ -n "${{{name}-}}" ] || fail {quote(fault)}'
 
 
 def write_setup(spec: PipelineSpec, node: Node | None) -> list[str]:
-    """Run the lines of the user, and go to the folder of the ranks. They may do what they like with the shell."""
+    """Return the user's setup lines, in an ``eval``, and a cd to the folder of the ranks."""
     lines = [*(node.setup if node else ()), *spec.source.setup]
     workdir = node.workdir if node else None
     return [
@@ -251,7 +251,7 @@ def write_setup(spec: PipelineSpec, node: Node | None) -> list[str]:
 
 
 def hide_gpus(spec: PipelineSpec, node: Node | None) -> list[str]:
-    """Hide the GPUs of a node whose ranks the spec puts on the CPU; a variable of the user's stays."""
+    """Hide the GPUs of a node whose ranks run on the CPU, unless the user's env sets the variable."""
     is_hidden = node is not None and node.devices == "cpu" and _GPUS not in spec.env
     return [export(_GPUS, "")] if is_hidden else []
 
@@ -264,7 +264,7 @@ def _source_folder(spec: PipelineSpec) -> str:
 
 
 def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
-    """Return where the first node is reached; a node alone finds a free port. Raises: SpecError."""
+    """Return the address and port of the first node; port 0 on a single node is any free one. Raises: SpecError."""
     settings = spec.rendezvous
     if len(spec.nodes) < 2:
         return settings.endpoint or "localhost", settings.port
@@ -272,13 +272,13 @@ def find_first_node(spec: PipelineSpec) -> tuple[str, int]:
     address = settings.endpoint or first.address
     if address is None and first.host in ("localhost", "127.0.0.1", "::1"):
         raise SpecError(
-            f"nodes[0] {first.name}: the other nodes do not reach it at {first.host}: give nodes[0].address, or "
+            f"nodes[0] {first.name}: the other nodes cannot reach it at {first.host}: give nodes[0].address, or "
             "rendezvous.endpoint"
         )
     beside = [node.name for node in spec.nodes[1:] if node.host == first.host and node.port != first.port]
     if address is None and beside:
         raise SpecError(
-            f"nodes[0] {first.name}: {beside[0]} has the same host, so both are reached through forwarded ports, which "
-            "lead to sshd alone: give nodes[0].address or rendezvous.endpoint, or export akash"
+            f"nodes[0] {first.name}: {beside[0]} has the same host, so both are reached through forwarded ports, and "
+            "those lead only to sshd: give nodes[0].address or rendezvous.endpoint, or export akash"
         )
     return address or first.host, settings.port or DEFAULT_PORT

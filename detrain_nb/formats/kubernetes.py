@@ -1,7 +1,7 @@
-"""What both of Kubeflow's operators are given: the files of a job as a ConfigMap, a claim for what it makes, its pods.
+"""What the exports for both Kubeflow operators share: a ConfigMap of a job's files, a claim for its output, its pods.
 
-Every pod runs one node: its container runs a script of the ConfigMap, which becomes torchrun. Where the first node is,
-and which one this is, the operator says in torchrun's own variables. A Service gives all pods one name of DNS.
+Every pod runs one node: its container runs a script of the ConfigMap, which execs torchrun. The operator passes the
+first node's address and the node rank in torchrun's own variables. A Service gives all pods one DNS name.
 """
 
 from __future__ import annotations
@@ -42,29 +42,29 @@ from .kubernetes_words import (
 from .shell import quote, quote_command
 
 FILES_AT = "/etc/detrain-nb"  # in a container: the ConfigMap
-WORK_AT = "/detrain-nb"  # there, too: what the folder of the job is in
+WORK_AT = "/detrain-nb"  # in a container: the parent of the job's folder
 POD_IP = "DETRAIN_NB_POD_IP"
 _FILES = "DETRAIN_NB_JOB_FILES"  # in the script: where the ConfigMap is
 _SHM = "2Gi"
 _CLAIM = "10Gi"
-_NO_CLAIM = "# What it makes is gone when its pods end: --pvc-size makes a claim for it, and --pvc names one."
-_USERS = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}  # whoever the image runs as may write to the claim
+_NO_CLAIM = "# Its output is lost when its pods exit: --pvc-size creates a claim to keep it, --pvc names one."
+_USERS = {"fsGroup": 1000, "fsGroupChangePolicy": "OnRootMismatch"}  # so any user of an image may write to the claim
 
 
 @dataclass(frozen=True)
 class Pods:
-    """The pods of a job: what their containers have in common, and the documents that come before the job's own."""
+    """The pods of a job: what their containers share, and the documents that precede the job's own."""
 
     metadata: dict[str, Any]
     ranks: int
     container: dict[str, Any]  # image, command and env
     resources: dict[str, Any]
     mounts: list[dict[str, Any]]
-    volumes: dict[str, Any]  # and whose they are: fields of the pod
+    volumes: dict[str, Any]  # and their security context: fields of the pod
     documents: list[dict[str, Any]]
     head: list[str]
-    secret: str  # how one is made, where one is read
-    claim: str  # where what it makes is kept; empty: nowhere
+    secret: str  # the words for kubectl that create it; empty if none is read
+    claim: str  # where its output is kept; empty: nowhere
 
     @property
     def kubectl(self) -> str:
@@ -75,10 +75,10 @@ class Pods:
 def make_pods(
     spec: PipelineSpec, plan: Plan, options: Options, *, by: str, longest: str, label: str, port: int
 ) -> Pods:
-    """Read what the spec runs, and write it as pods need it; ``longest`` ends the name of the last pod.
+    """Return the pods that run the spec; ``longest`` is the suffix of the longest pod name.
 
-    The operator gives each pod the ``label`` with the job's name, and has nodes meet at the ``port`` of the first.
-    Raises: SpecError for what ``by``, or Kubernetes, cannot do.
+    The operator gives each pod the ``label`` with the job's name; nodes meet at the ``port`` of the first.
+    Raises: SpecError for a spec that ``by``, or Kubernetes, cannot run.
     """
     image = check_image(spec, by=by)
     check_name(spec.name, longest=longest)
@@ -117,7 +117,7 @@ def make_pods(
 
 @dataclass
 class _Files:
-    """What lies in the ConfigMap, and how the script takes it from there."""
+    """The texts in the ConfigMap, and the lines by which the script copies them from there."""
 
     data: dict[str, str] = field(default_factory=dict)
 
@@ -133,7 +133,7 @@ def _write_script(
     launch = _launch(spec, program, nodes=len(plan.nodes), ranks=ranks)
     filled = {
         "--rdzv-endpoint": '"$PET_MASTER_ADDR:$PET_MASTER_PORT"',
-        "--local-addr": f'"${POD_IP}"',  # the name of a pod leads nowhere on the others
+        "--local-addr": f'"${POD_IP}"',  # a pod's host name does not resolve on the others
         **fill_in_host(spec),
     }
     return [
@@ -152,7 +152,7 @@ def _write_script(
 
 
 def _launch(spec: PipelineSpec, program: JobProgram, *, nodes: int, ranks: int) -> NodeLaunch:
-    """Where ranks may begin anew, the nodes meet by c10d: what an operator says is for a meeting that is held once."""
+    """Return the launch; with restarts, nodes meet by c10d: the operator's variables serve only one rendezvous."""
     if not spec.rendezvous.max_restarts:
         return launch_in_operator(program.program, python=spec.python_of(0))
     return launch_alike(spec, program, nodes=nodes, ranks=ranks, is_told_address=True)
@@ -183,19 +183,19 @@ def _list_volumes(name: str, options: Options, *, claim: str, checkpoints: str) 
         {"name": "files", "configMap": {"name": name}},
         {"name": "work", **work},
         {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": options.shm or _SHM}},
-        # once more, as a TrainJob mounts a volume at one place
+        # the same claim again, as a TrainJob mounts a volume at only one path
         *([{"name": "checkpoints", **work}] if checkpoints else []),
     ]
     return {**({"securityContext": _USERS} if claim else {}), "volumes": volumes}
 
 
 def _name_service(job: str) -> str:
-    """Neither operator makes one of this name: theirs are called as the job, or as a pod."""
+    """Return a name that no operator uses: their Services are named as the job, or as a pod."""
     return f"{job}-pods"
 
 
 def _serve(metadata: dict[str, Any], *, label: str, port: int) -> dict[str, Any]:
-    """Make one name of DNS lead to all pods of the job, from their start on."""
+    """Return a Service: one DNS name for all pods of the job, even before they are ready."""
     name = metadata["name"]
     return {
         "apiVersion": "v1",
@@ -224,16 +224,16 @@ def _claim(metadata: dict[str, Any], options: Options, *, nodes: int) -> dict[st
 
 
 def write_documents(pods: Pods, job: dict[str, Any], *, needs: str, logs: str, first: str) -> str:
-    """Write all documents, below what a person does with them; ``first`` is the first pod for the shell.
+    """Return all documents, after comments on how to use them; ``first`` is the first pod as a shell word.
 
-    Raises: SpecError where the script does not fit into a ConfigMap, which holds as much as a document of ours.
+    Raises: SpecError when the script is larger than a ConfigMap, whose limit is that of our own documents.
     """
     try:
         texts = [format_document(document, ".yaml") for document in [*pods.documents, job]]
     except SpecError:
         raise SpecError(
-            "source: the script is too large for a ConfigMap, which holds 1 MB: give source.git, or put it into the "
-            "image and give source.module"
+            "source: the script is too large for a ConfigMap, which holds 1 MB: give source.git, or put the script "
+            "into the image and give source.module"
         ) from None
     told = _tell(pods, kind=job["kind"].lower(), needs=needs, logs=logs, first=first)
     return "\n".join([*pods.head, *told]) + "\n" + "---\n".join(texts)
@@ -243,7 +243,7 @@ def _tell(pods: Pods, *, kind: str, needs: str, logs: str, first: str) -> list[s
     name, kubectl = pods.metadata["name"], f"#   {pods.kubectl}"
     made = f"{WORK_AT}/{name}.job/0/artifacts"
     return [
-        f"# It needs {needs}.",
+        f"# Needs {needs}.",
         *([f"{kubectl} {pods.secret}"] if pods.secret else []),
         f"{kubectl} apply --server-side -f {name}.yaml",
         f"{kubectl} {logs}",
@@ -254,14 +254,14 @@ def _tell(pods: Pods, *, kind: str, needs: str, logs: str, first: str) -> list[s
 
 
 def _tell_claim(pods: Pods, *, kubectl: str, made: str) -> list[str]:
-    """How files come from a claim when no pod of the job runs any more."""
+    """Return comments on how to copy files from a claim when no pod of the job is running."""
     reader, image = f"{pods.metadata['name']}-files", pods.container["image"]
     mount = {"name": "work", "mountPath": WORK_AT}
     container = {"name": reader, "image": image, "command": ["sleep", "3600"], "volumeMounts": [mount]}
     volume = {"name": "work", "persistentVolumeClaim": {"claimName": pods.claim}}
     overrides = json.dumps({"spec": {"containers": [container], "volumes": [volume]}})
     return [
-        f"# The claim {pods.claim} keeps {made}: when the job has ended, another pod reads it there.",
+        f"# The claim {pods.claim} keeps {made}: after the job's end, copy it with another pod:",
         f"{kubectl} run {reader} --image={image} --restart=Never --overrides={quote(overrides)}",
         f"{kubectl} cp {reader}:{made} artifacts",
         f"{kubectl} delete pod {reader}",

@@ -1,4 +1,4 @@
-"""A pipeline as a PyTorchJob of Kubeflow's training operator: one YAML that kubectl applies."""
+"""A pipeline as a PyTorchJob of Kubeflow's training operator: one YAML file for kubectl apply."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ _LABEL, _PORT = "training.kubeflow.org/job-name", 23456  # the operator's own
 
 
 def export(spec: PipelineSpec, plan: Plan, **options: str) -> str:
-    """Write the documents of a job. Kubernetes chooses nodes; of the spec's, their number counts, and what each has.
+    """Return the documents of a job. Kubernetes chooses the nodes; the spec gives their number and what each has.
 
-    The operator makes one more Service for each pod. Raises: SpecError for what it cannot do.
+    The operator creates another Service for each pod. Raises: SpecError for a spec that it cannot run.
     """
     workers = len(plan.nodes) - 1
     longest = f"-worker-{workers - 1}" if workers else "-master-0"
     by = "the training operator"
     pods = make_pods(spec, plan, Options(**options), by=by, longest=longest, label=_LABEL, port=_PORT)
     container = {
-        "name": "pytorch",  # the operator looks for it
+        "name": "pytorch",  # the operator looks for this name
         **pods.container,
         **({"resources": pods.resources} if pods.resources else {}),
         "volumeMounts": pods.mounts,
     }
 
     def replicas(count: int) -> dict[str, Any]:
-        # torchrun begins the ranks anew; a pod that did so once more would multiply that
+        # torchrun restarts the ranks; restarts of pods would multiply that
         pod = {"spec": {"containers": [container], **pods.volumes}}
         return {"replicas": count, "restartPolicy": "Never", "template": pod}
 

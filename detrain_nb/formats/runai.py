@@ -1,6 +1,6 @@
-"""A pipeline as the command that submits it to Run:ai: as many pods as nodes, and each of them becomes torchrun.
+"""A pipeline as a script that submits it to Run:ai: one pod per node, and each execs torchrun.
 
-The exported script is also what the pods run: it hands itself over, as one argument of the command.
+The pods run the exported script itself: it passes its own text as one argument of the command.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ __all__ = ["export"]
 
 _PVC = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?:/[^\s,:]{1,200}")
 _RANKS = re.compile(r"[0-9]{1,5}(,[0-9]{1,5})*")
-# Where the operator of PyTorch jobs says that the first pod is; a pod alone is told nothing.
+# The PyTorch operator sets these variables to the first pod; a single pod has none.
 _ENDPOINT = f'"${{MASTER_ADDR:-localhost}}:${{MASTER_PORT:-{DEFAULT_PORT}}}"'
-_OWN_ADDRESS = '"$(hostname -i | cut -d " " -f 1)"'  # the pod's name means nothing to the others
-# Kubernetes reads $$ and $(NAME) in an argument: each $ is doubled for it.
+_OWN_ADDRESS = '"$(hostname -i | cut -d " " -f 1)"'  # the pod's host name does not resolve on the others
+# Kubernetes expands $$ and $(NAME) in an argument: each $ is doubled.
 _ITSELF = r"""sh -c "$(LC_ALL=C sed 's/\$/$$/g' "$0")" sh node"""
 
 
@@ -45,11 +45,11 @@ def export(
     secret: str = "",
     log_ranks: str = "",
 ) -> str:
-    """Write a script that submits the job: with the ``cli`` "new" by `runai training`, with "old" by `runai submit`.
+    """Return a script that submits the job: with ``cli`` "new" by `runai training`, with "old" by `runai submit`.
 
-    ``pvc`` is CLAIM:/path, a volume that is there. ``secret`` is the Kubernetes secret which has those of the spec, by
-    default the one of the job's name. ``log_ranks`` are the local ranks whose lines are in the log of a pod.
-    Raises: SpecError for what Run:ai cannot do.
+    ``pvc`` is CLAIM:/path of an existing volume. ``secret`` is the Kubernetes secret with the secrets of the spec, by
+    default the one named as the job. ``log_ranks`` are the local ranks whose lines go to the log of a pod.
+    Raises: SpecError for a spec that Run:ai cannot run.
     """
     ranks, node = check_alike(spec, plan, by="Run:ai")
     _check_spec(spec, plan, ranks)
@@ -59,8 +59,8 @@ def export(
         *([f"-p {project}"] if project else []),
         f"-i {check_image(spec, by='Run:ai')}",
         *_ask_for(ranks, plan.device, cli),
-        "--backoff-limit 0",  # torchrun begins the ranks anew: pods that did so, too, would multiply that
-        "--large-shm",  # loaders of torch hand batches over in it
+        "--backoff-limit 0",  # torchrun restarts the ranks: restarts of pods would multiply that
+        "--large-shm",  # torch's data loaders pass batches through it
         *([_mount(pvc)] if pvc else []),
         *(_name_secret(name, secret or spec.name, cli) for name in list_needed(spec)),
         f"--command -- {_ITSELF}",
@@ -86,7 +86,7 @@ def _write_script(spec: PipelineSpec, plan: Plan, on_node: list[str], words: lis
         "",
         "on_node() {",
         f'{NODE}="${{RANK:-0}}"',
-        *([f"cd {quote(at)}"] if at else []),  # what the job makes stays on the volume
+        *([f"cd {quote(at)}"] if at else []),  # so the job's files stay on the volume
         f'{FOLDER}="$PWD"/{quote(spec.name)}.job/${NODE}',
         *on_node,
         "}",
@@ -109,18 +109,18 @@ def _check_spec(spec: PipelineSpec, plan: Plan, ranks: int) -> None:
 def _check_options(*, cli: str, project: str, pvc: str, secret: str, log_ranks: str, ranks: int) -> None:
     if cli not in CHOICES["cli"]:
         raise SpecError(f'--cli {cli!r}: give "new", for runai training ..., or "old", for runai submit ...')
-    check_word("project", project, rule="namespace")  # Run:ai makes a namespace for it, runai-PROJECT
+    check_word("project", project, rule="namespace")  # Run:ai creates the namespace runai-PROJECT for it
     check_word("secret", secret)
     if pvc and not _PVC.fullmatch(pvc):
-        raise SpecError(f"--pvc {pvc!r}: give the claim and where it is mounted, as my-claim:/mnt/data")
+        raise SpecError(f"--pvc {pvc!r}: give the claim and its mount path, such as my-claim:/mnt/data")
     if log_ranks and not _RANKS.fullmatch(log_ranks):
-        raise SpecError(f"--log-ranks {log_ranks!r}: give local ranks, as 0 or 0,1")
+        raise SpecError(f"--log-ranks {log_ranks!r}: give local ranks, such as 0 or 0,1")
     if log_ranks and (beyond := [rank for rank in log_ranks.split(",") if int(rank) >= ranks]):
-        raise SpecError(f"--log-ranks {log_ranks}: a node has the ranks 0 to {ranks - 1}, and no {beyond[0]}")
+        raise SpecError(f"--log-ranks {log_ranks}: a node has local ranks 0 to {ranks - 1}, not {beyond[0]}")
 
 
 def _name_workload(spec: PipelineSpec, nodes: int, cli: str) -> list[str]:
-    """Of several pods one is called the master, and the others workers."""
+    """Return the words that submit the workload: of several pods one is the master, the others are workers."""
     workers = [f"--workers {nodes - 1}"] if nodes > 1 else []
     if cli == "new":
         return [f"runai training {'pytorch ' if workers else ''}submit {spec.name}", *workers]
@@ -139,14 +139,14 @@ def _mount(pvc: str) -> str:
 
 
 def _name_secret(name: str, secret: str, cli: str) -> str:
-    """Have a pod take a variable from the key of that name."""
+    """Return the option that sets a pod's variable from the secret's key of the same name."""
     return f"--env-secret {name}={secret},key={name}" if cli == "new" else f"-e {name}=SECRET:{secret},{name}"
 
 
 def _check_length(text: str) -> str:
     if (size := len(text.encode()) + text.count("$")) > MOST_ARGUMENT_BYTES:
         raise SpecError(
-            f"source: the script has {size:,} bytes, and Run:ai takes {MOST_ARGUMENT_BYTES:,} on its command line: "
+            f"source: the script has {size:,} bytes, but Run:ai accepts {MOST_ARGUMENT_BYTES:,} on its command line: "
             "give source.git, or an image that has the script, and source.module or source.path"
         )
     return text

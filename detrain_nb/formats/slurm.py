@@ -1,4 +1,4 @@
-"""A pipeline as a batch script of Slurm: sbatch takes it, and srun runs it once more on each node, as torchrun."""
+"""A pipeline as a Slurm batch script: sbatch submits it, and srun runs it on each node, where it execs torchrun."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _TIME = re.compile(
 
 
 def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "", account: str = "") -> str:
-    """Write a batch script. Slurm chooses the nodes; of the spec's, their number counts, and what each has.
+    """Return a batch script. Slurm chooses the nodes; the spec gives their number and what each has.
 
-    ``time``, ``partition`` and ``account`` are those of sbatch. Raises: SpecError for what Slurm cannot do.
+    ``time``, ``partition`` and ``account`` are options of sbatch. Raises: SpecError for a spec that Slurm cannot run.
     """
     ranks, node = check_alike(spec, plan, by="Slurm")
     if time and not _TIME.fullmatch(time):
@@ -30,7 +30,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
     given = {"time": time, "partition": partition, "account": account}
     for name, value in given.items():
         if value and not _OPTION.fullmatch(value):
-            raise SpecError(f"--{name} {value!r}: give it as sbatch takes it, without spaces")
+            raise SpecError(f"--{name} {value!r}: give a value that sbatch accepts, without spaces")
     needed = "--gpus-per-node" if plan.device == "cuda" else "--cpus-per-task"
     lines = [
         "#!/bin/bash",
@@ -45,7 +45,7 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         *write_begin(spec.name),
         "",
         "on_node() {",
-        f"{NODE}=$SLURM_NODEID",  # the ranks may be given another one
+        f"{NODE}=$SLURM_NODEID",  # read here, as the environment of the ranks may set another value
         f'{FOLDER}="$PWD"/{quote(spec.name)}-$SLURM_JOB_ID.job/${NODE}',
         *write_on_node(spec, plan, ranks=ranks, node=node, endpoint=f'"${ENDPOINT}"'),
         "}",
@@ -54,8 +54,8 @@ def export(spec: PipelineSpec, plan: Plan, *, time: str = "", partition: str = "
         "  on_node </dev/null",
         "fi",
         *_find_first_node(spec),
-        # every node reads this script on its standard input: none needs a folder that all share
-        # with SBATCH_EXPORT=NONE they would get no variable of it, and no PATH
+        # every node reads this script from stdin, so no shared folder is needed
+        # without --export=ALL, SBATCH_EXPORT=NONE would leave the nodes without its variables and PATH
         f'exec srun --export=ALL --kill-on-bad-exit=1 {needed}={ranks} /bin/bash -s node <"$0"',
     ]
     return hide_breaks(lines)
@@ -67,7 +67,7 @@ def _find_first_node(spec: PipelineSpec) -> list[str]:
     if settings.endpoint:
         host = quote(f"[{settings.endpoint}]" if ":" in settings.endpoint else settings.endpoint)
     port = str(settings.port) if settings.port else "$((20000 + SLURM_JOB_ID % 10000))"
-    unknown = "scontrol names no node of this job: start it by sbatch, or give rendezvous.endpoint"
+    unknown = "scontrol lists no node of this job: start it with sbatch, or give rendezvous.endpoint"
     return [
         f"{FIRST}={host}",
         f'[ -n "${FIRST}" ] || fail {quote(unknown)}',

@@ -1,4 +1,4 @@
-"""A pipeline as a script of a shell: on each node it is run with the node's name, and becomes torchrun there."""
+"""A pipeline as a shell script: each node runs it with the node's name, and it execs torchrun."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ["export"]
 
 
 def export(spec: PipelineSpec, plan: Plan) -> str:
-    """Write the script that is run on every node, as ``sh mnist.sh gpu1``; with one node, without its name.
+    """Return the script to run on every node, as ``sh mnist.sh gpu1``; on a single node without the name.
 
-    Raises: SpecError for what such a script cannot do.
+    Raises: SpecError for a spec that such a script cannot run.
     """
     program = read_program(spec, plan)
     endpoint = find_first_node(spec)
@@ -62,13 +62,13 @@ def _head(spec: PipelineSpec, plan: Plan) -> list[str]:
     names = [node.name for node in plan.nodes if node.name]
     what = f"# {describe(spec, plan)}."
     if len(names) < 2:
-        return [what, "# It needs Python with torch, and makes the folder of the job where it is started."]
+        return [what, "# It needs Python with torch, and creates the job's folder in the current directory."]
     address, port = find_first_node(spec)
     return [
-        f"{what} On each node, at about the same time:",
+        f"{what} On each node, at about the same time, run:",
         *(f"#   sh {spec.name}.sh {name}" for name in names),
-        f"# Each needs Python with torch, and reaches {names[0]} at {address}, port {port}.",
-        "# It makes the folder of the job where it is started.",
+        f"# Each needs Python with torch, and must reach {names[0]} at {address}, port {port}.",
+        "# The script creates the job's folder in the current directory.",
     ]
 
 

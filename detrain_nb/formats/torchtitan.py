@@ -1,4 +1,4 @@
-"""A pipeline as a configuration of torchtitan: the function in Python that it takes today, and the TOML of before."""
+"""A pipeline as a torchtitan configuration: the Python function that it takes now, and the TOML of older releases."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .torchtitan_settings import (
 
 __all__ = ["export", "export_toml"]
 
-# Where torchtitan has what its function is made of.
+# The modules of torchtitan's names in that function.
 _HOMES = {
     "CheckpointManager": "torchtitan.components.checkpointer",
     "ConcatThenSplitPackingConfig": "torchtitan.components.data",
@@ -60,9 +60,9 @@ def export_toml(
     plan: Plan,
     **given: str,
 ) -> str:
-    """Write the file for ``--job.config_file``, with the sections of v0.2.2; ``given`` are options.
+    """Return the file for ``--job.config_file``, with the sections of v0.2.2; ``given`` are options.
 
-    Raises: SpecError for what torchtitan cannot do.
+    Raises: SpecError for a spec that torchtitan cannot train.
     """
     options = read_options(spec, given)
     job = check_job(spec, plan)
@@ -93,7 +93,7 @@ def _every(steps: int | None) -> dict[str, int]:
 
 
 def _train(job: JobSpec) -> dict[str, Any]:
-    """What both forms call the same."""
+    """Return the settings of training that have the same names in both forms."""
     how, precision = job.training, job.parallelism.precision
     return {
         **({"max_norm": how.clip} if how.clip is not None else {}),
@@ -103,7 +103,7 @@ def _train(job: JobSpec) -> dict[str, Any]:
 
 
 def _count_samples(job: JobSpec, options: Options) -> dict[str, int]:
-    """A replica's samples of one forward pass; a pipeline cuts them, and without one gradients are added up."""
+    """Count a replica's samples per forward pass: a pipeline splits them; without one, gradients are accumulated."""
     said, batch, local = {"seq_len": options.seq_len}, job.batch, options.local_batch_size
     if batch is None:
         return {"local_batch_size": local, **said} if local else said
@@ -125,13 +125,13 @@ def export(
     release: str = "0.3",
     **given: str,
 ) -> str:
-    """Write a module with a function that makes torchtitan's configuration; ``given`` are options.
+    """Return a module with a function that builds torchtitan's configuration; ``given`` are options.
 
-    ``release`` is "0.3", or "main", whose function counts tokens, no samples. Raises: SpecError for what torchtitan
-    cannot do.
+    ``release`` is "0.3", or "main", which counts tokens instead of samples. Raises: SpecError for a spec that
+    torchtitan cannot train.
     """
     if release not in CHOICES["release"]:
-        raise SpecError(f"--release {release!r}: give 0.3, or main, which is that of 2026-08")
+        raise SpecError(f"--release {release!r}: give 0.3, or main for the main branch of 2026-08")
     options, job = read_options(spec, given), check_job(spec, plan, optimizers=("adamw",))
     name, config = _name_function(spec), _configure(spec, job, options, release)
     lines = [
@@ -154,7 +154,7 @@ def _name_function(spec: PipelineSpec) -> str:
 
 @dataclass(frozen=True)
 class _Call:
-    """A name of torchtitan's that is called with keywords; None: the name alone."""
+    """A name of torchtitan, called with keywords; with None, the name alone."""
 
     name: str
     keywords: Mapping[str, Any] | None = None
@@ -162,7 +162,7 @@ class _Call:
 
 def _write(value: Any, *, indent: int) -> str:
     if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False)  # which Python reads, too
+        return json.dumps(value, ensure_ascii=False)  # also valid Python
     if not isinstance(value, _Call) or value.keywords is None:
         return value.name if isinstance(value, _Call) else repr(value)
     margin = "    " * indent
@@ -189,7 +189,7 @@ def _configure(spec: PipelineSpec, job: JobSpec, options: Options, release: str)
     else:
         data = _Call("HuggingFaceTextDataLoader.Config", {"dataset": options.dataset})
         batch, microbatches = _count_samples(job, options), _size_microbatches(job)
-    without_graphs = {"disable_cuda_graphs": True} if axes.pp > 1 else {}  # it refuses them with a pipeline
+    without_graphs = {"disable_cuda_graphs": True} if axes.pp > 1 else {}  # torchtitan refuses them with a pipeline
     validation = {"enable": True, **_every(how.evaluate_every)}
     keywords = {
         "loss": _Call("ChunkedLossWrapper.Config", {"loss_fn": loss}),
@@ -211,13 +211,13 @@ def _configure(spec: PipelineSpec, job: JobSpec, options: Options, release: str)
 
 
 def _name_betas(said: Mapping[str, Any]) -> dict[str, Any]:
-    """Write the numbers of AdamW as torch has them."""
+    """Return the settings of AdamW under torch's names."""
     betas = {"betas": (said.get("beta1", 0.9), said.get("beta2", 0.95))} if {"beta1", "beta2"} & said.keys() else {}
     return {"lr": said["lr"], **betas, **{name: said[name] for name in ("eps", "weight_decay") if name in said}}
 
 
 def _count_tokens(job: JobSpec, options: Options) -> dict[str, int]:
-    """A replica's tokens of one forward pass, or of a microbatch of its pipeline."""
+    """Count a replica's tokens per forward pass, or per microbatch of its pipeline."""
     said, batch, local = {"max_context_length": options.seq_len}, job.batch, options.local_batch_size
     if batch is None and local and job.parallelism.pp == 1:
         return {"num_tokens_per_microbatch_per_dp_rank": local * options.seq_len, **said}

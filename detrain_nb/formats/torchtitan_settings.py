@@ -1,4 +1,4 @@
-"""What torchtitan is told of a spec, whichever of its forms says it."""
+"""The settings of a spec for torchtitan, shared by both forms of its configuration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 _MODULE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,99}")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 _PROGRAM = "torchtitan.train"
-_ARGUMENTS = {  # of torchtitan 0.2.2, which no field of a spec stands for
+_ARGUMENTS = {  # options of torchtitan 0.2.2 that have no field in a spec
     "model": "model.name",
     "flavor": "model.flavor",
     "seq_len": "training.seq_len",
@@ -26,7 +26,7 @@ _ARGUMENTS = {  # of torchtitan 0.2.2, which no field of a spec stands for
 }
 _RATIO, _DEGREE = re.compile(r"(?:0?\.[0-9]{1,12}|1(?:\.0)?)"), re.compile(r"[1-9][0-9]{0,5}")
 _NUMBER = re.compile(r"(?:[0-9]{1,6}\.?[0-9]{0,20}|\.[0-9]{1,20})(?:[eE][+-]?[0-9]{1,2})?")
-_MORE: dict[str, dict[str, tuple[re.Pattern[str], type]]] = {  # which today's torchtitan calls the same
+_MORE: dict[str, dict[str, tuple[re.Pattern[str], type]]] = {  # with the same names in current torchtitan
     "lr_scheduler": {
         "decay_ratio": (_RATIO, float),
         "decay_type": (re.compile("linear|sqrt|cosine"), str),
@@ -35,7 +35,7 @@ _MORE: dict[str, dict[str, tuple[re.Pattern[str], type]]] = {  # which today's t
     "optimizer": dict.fromkeys(("beta1", "beta2", "eps", "weight_decay"), (_NUMBER, float)),
     "parallelism": {f"{axis}_parallel_degree": (_DEGREE, int) for axis in ("context", "expert")},
 }
-_DUMP_FOLDER = "outputs/"  # below which torchtitan puts what has no whole path
+_DUMP_FOLDER = "outputs/"  # torchtitan resolves relative paths against it
 _PATH = re.compile(r"[^\x00-\x1f\x7f]{1,1000}")
 _USED = (
     *(f"training.{name}" for name in ("steps", "batch_size", "learning_rate", "optimizer", "loss", "scheduler")),
@@ -43,12 +43,12 @@ _USED = (
     *(f"parallelism.{name}" for name in ("pp", "dp_replicate", "dp_shard", "tp", "schedule", "microbatches")),
     *(f"parallelism.{name}" for name in ("activations", "compile", "precision", "algorithm")),
     *(f"checkpoint.{name}" for name in ("url", "interval", "keep", "asynchronous")),
-    *(f"nodes.{name}" for name in ("name", "host", "ranks", "devices")),  # whoever starts torchtitan knows them
+    *(f"nodes.{name}" for name in ("name", "host", "ranks", "devices")),  # given by whoever starts torchtitan
 )
 
 
 def list_used(spec: PipelineSpec) -> list[str]:
-    """Return the fields that torchtitan is told of, or that are its own program."""
+    """Return the fields that the configuration uses, and those that name torchtitan's program."""
     used = [*_USED, *(["source.module"] if spec.source.module == _PROGRAM else [])]
     unused = list_unused_in_dev(spec)
     return [name for name in used if name not in unused and name.partition(".")[0] not in unused]
@@ -56,26 +56,26 @@ def list_used(spec: PipelineSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class Options:
-    """What no spec has a field for; empty: as torchtitan has it."""
+    """Settings that no field of a spec has, with torchtitan's own defaults."""
 
     model: str = "llama3"
     flavor: str = "debugmodel"
     seq_len: int = 2048
     hf_assets: str = "./tests/assets/tokenizer"
     dataset: str = "c4_test"
-    local_batch_size: int | None = None  # where no batch of all replicas is given
+    local_batch_size: int | None = None  # used if no global batch is given
 
 
 def read_options(spec: PipelineSpec, given: Mapping[str, str]) -> Options:
-    """Return those ``given``, else those of ``source.arguments`` where it is torchtitan's. Raises: SpecError."""
+    """Return the options ``given``, else those in ``source.arguments`` for torchtitan. Raises: SpecError."""
     said = {**_said_in_arguments(spec), **{name: value for name, value in given.items() if value}}
     model, flavor, dataset = (said.get(name, "") for name in ("model", "flavor", "dataset"))
     seq_len, hf_assets, local = (said.get(name, "") for name in ("seq_len", "hf_assets", "local_batch_size"))
     for name, value in {"model": model, "flavor": flavor, "dataset": dataset}.items():
         if value and not (_MODULE if name == "model" else _NAME).fullmatch(value):
-            raise SpecError(f"--{name} {value!r}: give a name that torchtitan has, as {getattr(Options, name)}")
+            raise SpecError(f"--{name} {value!r}: give a name that torchtitan has, such as {getattr(Options, name)}")
     if seq_len and not re.fullmatch(r"[1-9][0-9]{0,8}", seq_len):
-        raise SpecError(f"--seq-len {seq_len!r}: give a number of tokens, as 8192")
+        raise SpecError(f"--seq-len {seq_len!r}: give a number of tokens, such as 8192")
     if hf_assets and not _PATH.fullmatch(hf_assets):
         raise SpecError(f"--hf-assets {hf_assets!r}: give the path of a folder, on one line")
     return Options(
@@ -89,20 +89,20 @@ def read_options(spec: PipelineSpec, given: Mapping[str, str]) -> Options:
 
 
 def describe_arguments(spec: PipelineSpec) -> list[str]:
-    """Say in a comment which of torchtitan's own arguments stand in the file, as most have no field of a spec."""
+    """Return a comment that lists torchtitan's own arguments in the file, as most have no field in a spec."""
     more = [f"{section}.{name}" for section in _MORE for name in _say_more(spec, section)]
     said = ", ".join(f"--{name}" for name in [*(_ARGUMENTS[name] for name in _said_in_arguments(spec)), *more])
-    return [f"# Taken from source.arguments, unless an option of the export says otherwise: {said}."] if said else []
+    return [f"# Taken from source.arguments, unless an option of the export overrides it: {said}."] if said else []
 
 
 def _said_in_arguments(spec: PipelineSpec) -> dict[str, str]:
-    """What the arguments say of the options."""
+    """Return the options in the arguments, by their names here."""
     said = _read_arguments(spec)
     return {name: said[option] for name, option in _ARGUMENTS.items() if option in said}
 
 
 def _say_more(spec: PipelineSpec, section: str) -> dict[str, int | float | str]:
-    """What the arguments say of a section of torchtitan's where a field of the spec says less, or nothing."""
+    """Return the arguments of a section of torchtitan that the fields of the spec do not cover."""
     arguments, said = _read_arguments(spec), {}
     for name, (form, kind) in _MORE[section].items():
         value = arguments.get(f"{section}.{name}", "")
@@ -112,7 +112,7 @@ def _say_more(spec: PipelineSpec, section: str) -> dict[str, int | float | str]:
 
 
 def _read_arguments(spec: PipelineSpec) -> dict[str, str]:
-    """Read those of torchtitan, as ``--model.flavor=8B`` or in two words; the last one holds."""
+    """Parse torchtitan's arguments, such as ``--model.flavor=8B`` or in two words; the last one wins."""
     if spec.source.module != _PROGRAM:
         return {}
     words = spec.source.arguments
@@ -124,32 +124,32 @@ def _read_arguments(spec: PipelineSpec) -> dict[str, str]:
 
 
 def check_job(spec: PipelineSpec, plan: Plan, *, optimizers: Collection[str] = ("adamw", "adam")) -> JobSpec:
-    """Return what is trained, with every number resolved. Raises: SpecError for what torchtitan cannot do."""
+    """Return the resolved spec of the job. Raises: SpecError for a spec that torchtitan cannot train."""
     job = spec.job_spec(plan)
     how, saved = job.training, job.checkpoint
     if how.epochs is not None:
         raise SpecError(f"training.epochs {how.epochs}: torchtitan counts steps: give training.steps")
     if how.optimizer.lower() not in optimizers:
         raise SpecError(
-            f"training.optimizer {how.optimizer!r}: torchtitan takes {' or '.join(optimizers)} here: give that"
+            f"training.optimizer {how.optimizer!r}: torchtitan lacks it here: give {' or '.join(optimizers)}"
         )
     if how.loss not in (None, "cross_entropy"):
-        raise SpecError(f"training.loss {how.loss!r}: torchtitan trains with cross_entropy: give that, or leave it out")
+        raise SpecError(f"training.loss {how.loss!r}: torchtitan has only cross_entropy: give that, or leave it out")
     if how.scheduler is not None and how.steps is None:
-        raise SpecError(f"training.scheduler {how.scheduler!r}: it ends with the last step: give training.steps")
+        raise SpecError(f"training.scheduler {how.scheduler!r}: needs the number of steps: give training.steps")
     if saved and ("://" in saved.url or saved.url.startswith("~")):
         raise SpecError(
-            f"checkpoint.url {saved.url}: torchtitan writes into a folder that all ranks see: give its whole path"
+            f"checkpoint.url {saved.url}: torchtitan writes to a folder that all ranks share: give its absolute path"
         )
     if saved and saved.keep == 1:
-        raise SpecError("checkpoint.keep 1: torchtitan keeps two or more, as the last one may be half written: give 2")
+        raise SpecError("checkpoint.keep 1: torchtitan keeps two or more, as the last may be incomplete: give 2")
     if spec.rendezvous.fewest(len(plan.nodes)) < len(plan.nodes):
-        raise SpecError("rendezvous.min_nodes: the axes and the batch of torchtitan are fixed: leave it out")
+        raise SpecError("rendezvous.min_nodes: torchtitan fixes its axes and batch: leave it out")
     return _cut_as_said(spec, job)
 
 
 def _cut_as_said(spec: PipelineSpec, job: JobSpec) -> JobSpec:
-    """Have a pass as many samples as the arguments say, where the spec does not say how a batch is cut."""
+    """Return the job with the arguments' samples per pass, if the spec itself does not split the batch."""
     said, batch = _said_in_arguments(spec).get("local_batch_size", ""), job.batch
     if batch is None or job.parallelism.pp > 1 or spec.parallelism.microbatches or not _DEGREE.fullmatch(said):
         return job
@@ -158,25 +158,25 @@ def _cut_as_said(spec: PipelineSpec, job: JobSpec) -> JobSpec:
 
 
 def describe_optimizer(spec: PipelineSpec, job: JobSpec) -> dict[str, int | float | str]:
-    """Return its name among those of torch, and its numbers, in the words of 0.2.2."""
+    """Return the optimizer's name in torch, and its settings, under the names of 0.2.2."""
     name = _OPTIMIZERS[job.training.optimizer.lower()]
     return {"name": name, "lr": job.training.learning_rate, **_say_more(spec, "optimizer")}
 
 
 def schedule_rate(spec: PipelineSpec, job: JobSpec) -> dict[str, int | float | str]:
-    """Say how the learning rate goes, in torchtitan's words. Without a scheduler it decays as torchtitan has it."""
+    """Return torchtitan's settings of the learning rate's schedule; without a scheduler its own default decay holds."""
     kinds: dict[str | None, dict[str, int | float | str]] = {
         "constant": {"decay_ratio": 0.0},
         "linear": {"decay_type": "linear"},
         "cosine": {"decay_type": "cosine"},
-        "wsd": {"decay_type": "linear", "decay_ratio": 0.2},  # the last fifth, as with our own
+        "wsd": {"decay_type": "linear", "decay_ratio": 0.2},  # the last fifth, as our own scheduler does
     }
     kind = {**kinds.get(job.training.scheduler, {}), **_say_more(spec, "lr_scheduler")}
     return {"warmup_steps": job.training.warmup_steps, **kind}
 
 
 def lay_out(spec: PipelineSpec, job: JobSpec) -> dict[str, int | str]:
-    """Return the degrees of all axes, and the schedule of a pipeline; what is left stays -1 for shards."""
+    """Return the degrees of all axes, and a pipeline's schedule; a dp_shard of -1 (the rest) stays -1."""
     axes = job.parallelism
     said: dict[str, int | str] = {
         "data_parallel_replicate_degree": axes.dp_replicate,
@@ -193,7 +193,7 @@ def lay_out(spec: PipelineSpec, job: JobSpec) -> dict[str, int | str]:
 
 
 def say_checkpoints(job: JobSpec) -> dict[str, bool | int | str]:
-    """Say when checkpoints are written, and where: torchtitan goes on from the newest one that is there."""
+    """Return when and where checkpoints are saved: torchtitan resumes from the newest one that exists."""
     if (saved := job.checkpoint) is None:
         return {"enable": False}
     interval = saved.interval or job.training.steps  # the last step is saved whatever the interval

@@ -1,4 +1,4 @@
-"""A pipeline as a TrainJob of Kubeflow Trainer: one YAML that kubectl applies."""
+"""A pipeline as a TrainJob of Kubeflow Trainer: one YAML file for kubectl apply."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from .kubernetes_words import Options, check_word
 
 __all__ = ["export"]
 
-_NODE = "node"  # what the runtimes for torch call their job, and its container
-_RANDOM = "-xxxxx"  # ends the name of each pod
-_LABEL, _PORT = "jobset.sigs.k8s.io/jobset-name", 29500  # of JobSet, which makes the pods, and of Trainer
+_NODE = "node"  # the name of the job, and of its container, in the runtimes for torch
+_RANDOM = "-xxxxx"  # the random suffix of each pod's name
+_LABEL, _PORT = "jobset.sigs.k8s.io/jobset-name", 29500  # of JobSet, which creates the pods, and of Trainer
 
 
 def export(spec: PipelineSpec, plan: Plan, *, runtime: str = "torch-distributed", **options: str) -> str:
-    """Write the documents of a job. Kubernetes chooses nodes; of the spec's, their number counts, and what each has.
+    """Return the documents of a job. Kubernetes chooses the nodes; the spec gives their number and what each has.
 
-    ``runtime`` is a ClusterTrainingRuntime; it makes one more Service. Raises: SpecError for what it cannot do.
+    ``runtime`` is a ClusterTrainingRuntime, which creates another Service. Raises: SpecError for a spec that Trainer
+    cannot run.
     """
     check_word("runtime", runtime, rule="secret")
     longest = f"-{_NODE}-0-{len(plan.nodes) - 1}{_RANDOM}"

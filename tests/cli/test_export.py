@@ -29,7 +29,7 @@ def test_script_is_printed(spec: str, capsys: pytest.CaptureFixture[str]) -> Non
     text, errors = capsys.readouterr()
     assert text.startswith("#!/bin/sh\n# mnist: 2 ranks on 2 nodes")
     assert '"epochs": 7' in text and "--rdzv-endpoint=a:77" in text
-    told = "no GPUs are exported for a, b: where there are some, give --gpus, how many each has"
+    told = "no GPUs are exported for a, b: if each has some, give their number as --gpus"
     assert errors == f"detrain-nb: warning: nodes.devices: {told}\n"
     assert main(["export", "runai", spec, *words, "--gpus", "2", "--image", "a/b:1"]) == 0
     assert capsys.readouterr().err == "", "what is said of an image is about jobs of ours"
@@ -56,7 +56,7 @@ def test_script_is_written(spec: str, tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["export", "slurm", spec, *words]) == 0
     assert capsys.readouterr() == ("", f"wrote {output}\n")
     assert main(["export", "slurm", spec, *words]) == 0
-    assert capsys.readouterr() == ("", f"wrote {output}, in place of what was there\n")
+    assert capsys.readouterr() == ("", f"wrote {output}, replacing the old file\n")
     text = output.read_text()
     assert (
         "#SBATCH --nodes=3\n" in text
@@ -93,7 +93,7 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     text, errors = capsys.readouterr()
     assert parse_document(text, ".toml")["source"] == {"script": "a.py", "arguments": ["--training.lr", "1"]}
     assert errors == "detrain-nb: left out: --tee: a spec has no field for it\n"
-    for before in ("", ", in place of what was there"):
+    for before in ("", ", replacing the old file"):
         assert main(["import", "-o", str(tmp_path / "a.json"), *command]) == 0
         assert capsys.readouterr() == ("", f"{errors}wrote {tmp_path}/a.json{before}\n")
     assert PipelineSpec.load(tmp_path / "a.json").source.script == "a.py"
@@ -104,7 +104,7 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         (["import"], "give a file, or a command line after --"),
         (["import", "SPEC", "--from", "command"], "my spec.yaml: starts neither torchrun nor accelerate"),
-        (["export", "torchrn", "SPEC"], "'torchrn' is no format to export to: give one of torchrun, slurm"),
+        (["export", "torchrn", "SPEC"], "'torchrn' is not an export format: give one of torchrun, slurm"),
         (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option --time: it has no options"),
         (
             ["export", "akash", "SPEC", "--time", "5"],

@@ -77,7 +77,9 @@ def test_what_the_script_has_to_read_itself_stands_in_a_comment() -> None:
         env={"A": "b"},
         parallelism={"activations": "selective"},
     )
-    told = "# Left out, as Accelerate has no place for it: parallelism.activations, training.steps, training.seed, "
+    told = (
+        "# Left out, because Accelerate has no setting for it: parallelism.activations, training.steps, training.seed, "
+    )
     (line,) = (line for line in export_spec(spec, "accelerate").splitlines() if line.startswith("# Left out"))
     assert line.startswith(told) and {"source.script_text", "nodes.workdir", "env"} <= {
         *line[:-1].split(": ")[1].split(", ")
@@ -92,12 +94,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         "a has 4 ranks on cuda, b has 1 on cuda",
     ),
-    "restarts": ({"nodes": [FOUR], "rendezvous": {"max_restarts": 1}}, {}, "^rendezvous: .*: leave max_restarts"),
-    "no such node": ({"nodes": [FOUR]}, {"node": "1"}, "^--node '1': give the name of a node, one of a, or its number"),
+    "restarts": ({"nodes": [FOUR], "rendezvous": {"max_restarts": 1}}, {}, "^rendezvous: .*: leave out max_restarts"),
+    "no such node": ({"nodes": [FOUR]}, {"node": "1"}, "^--node '1': give the name of a node, one of a, or its index"),
     "a first node that nobody reaches": (
         {"nodes": [{**FOUR, "host": "localhost"}, {**FOUR, "host": "b"}]},
         {},
-        r"^nodes\[0\] localhost: the other nodes do not reach it",
+        r"^nodes\[0\] localhost: the other nodes cannot reach it",
     ),
 }
 

@@ -230,7 +230,7 @@ def test_session_runs_nothing_and_has_the_variables() -> None:
         "SSH_PUBKEY=",
         "VALUE=a $(SSH_PUBKEY)\n$$ b",
     ]
-    assert "# Fill in what is empty below: SSH_PUBKEY." in text and "HF_TOKEN" not in text
+    assert "# Fill in the empty values below: SSH_PUBKEY." in text and "HF_TOKEN" not in text
     assert "%distributed start --nodes lease.json\n" in text
     assert "checkpoint" not in service["params"]["storage"]
 
@@ -238,7 +238,7 @@ def test_session_runs_nothing_and_has_the_variables() -> None:
 def test_secrets_of_a_job_are_named_to_you_and_to_the_entrypoint() -> None:
     nodes = [{**node, "env": ["OTHER_TOKEN"]} for node in GPUS]
     text = export_spec(_spec(*nodes, secrets=["HF_TOKEN"]), "akash", options={"ssh_key": KEY})
-    assert "# Fill in what is empty below: HF_TOKEN, OTHER_TOKEN." in text
+    assert "# Fill in the empty values below: HF_TOKEN, OTHER_TOKEN." in text
     env = [f"SSH_PUBKEY={KEY}", "HF_TOKEN=", "OTHER_TOKEN=", "DETRAIN_NB_SECRETS=HF_TOKEN OTHER_TOKEN"]
     assert yaml.safe_load(text)["services"]["b"]["env"] == env
 
@@ -284,29 +284,33 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "99 GPUs": (
         {"nodes": [{"host": "a", "devices": [*range(99)]}]},
         {},
-        "99 GPUs on node a: Akash has at most 24: share",
+        "99 GPUs on node a: Akash allows at most 24: spread",
     ),
     "a name": ({"nodes": [{"host": "a", "name": "GPU_1"}]}, {}, r"nodes\[0\]\.name GPU_1: .*: give a-z, 0-9 and -"),
     "21 nodes": ({"nodes": [{"host": f"n{each}"} for each in range(21)]}, {}, "21 nodes: .* at most 20: give fewer"),
-    "the port of sshd": ({"rendezvous": {"port": 2222}}, {}, r"rendezvous\.port 2222: .*: give another, as 29500"),
-    "a folder of the job": ({"checkpoint": {"url": "out"}}, {}, r"checkpoint\.url out: .*: give the whole path"),
-    "no whole path": ({"checkpoint": {"url": "local://c"}}, {}, r"checkpoint\.url local://c: .*: give the whole path"),
-    "the root": ({"checkpoint": {"url": "/"}}, {}, r"checkpoint\.url /: .*: give the whole path"),
-    "shared memory": ({"checkpoint": {"url": "/dev/shm"}}, {}, r"checkpoint\.url /dev/shm: .*: give the whole path"),
-    "the system": ({"checkpoint": {"url": "//usr/lib"}}, {}, r"checkpoint\.url //usr/lib: .*: give the whole path"),
+    "the port of sshd": ({"rendezvous": {"port": 2222}}, {}, r"rendezvous\.port 2222: .*: give another, such as 29500"),
+    "a folder of the job": ({"checkpoint": {"url": "out"}}, {}, r"checkpoint\.url out: .*: give the absolute path"),
+    "no whole path": (
+        {"checkpoint": {"url": "local://c"}},
+        {},
+        r"checkpoint\.url local://c: .*: give the absolute",
+    ),
+    "the root": ({"checkpoint": {"url": "/"}}, {}, r"checkpoint\.url /: .*: give the absolute path"),
+    "shared memory": ({"checkpoint": {"url": "/dev/shm"}}, {}, r"checkpoint\.url /dev/shm: .*: give the absolute path"),
+    "the system": ({"checkpoint": {"url": "//usr/lib"}}, {}, r"checkpoint\.url //usr/lib: .*: give the absolute path"),
     "a long script": ({"source": {"script_text": "#" * 140_000}}, {}, r"source: .* at most 131,071: give source\.git"),
     "4 TB of memory": ({"nodes": [{"host": "a", "memory_gb": 4000}]}, {}, "memory_gb 4000 of a node: .* 2048Gi"),
-    "a price": ({}, {"price": "1.5"}, "--price '1.5': give a whole number of uact for a block, 1 to 10000000"),
+    "a price": ({}, {"price": "1.5"}, "--price '1.5': give a whole number of uact per block, 1 to 10000000"),
     "no price": ({}, {"price": "0"}, "--price '0': give a whole number"),
     "a size": ({}, {"memory": "32GB"}, "--memory '32GB': give a size in GiB, 1Gi to 2048Gi"),
     "a large size": ({}, {"disk": "33000Gi"}, "--disk '33000Gi': give a size in GiB, 1Gi to 32768Gi"),
     "processors": ({}, {"cpus": "385"}, "--cpus '385': give a whole number, 1 to 384"),
     "a denomination": ({}, {"denom": "usd"}, "--denom 'usd': give one of uact, uakt"),
-    "a model": ({"nodes": GPUS[:1]}, {"gpu_model": "a100:80GB"}, "--gpu-model 'a100:80GB': give models of NVIDIA"),
+    "a model": ({"nodes": GPUS[:1]}, {"gpu_model": "a100:80GB"}, "--gpu-model 'a100:80GB': give NVIDIA models"),
     "no model": (
         {"nodes": GPUS[:1]},
         {"gpu_model": "h100,,a100"},
-        "--gpu-model '': give models of NVIDIA",
+        "--gpu-model '': give NVIDIA models",
     ),
     "a model of no GPU": (
         {},
@@ -316,21 +320,25 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a volume of nothing": (
         {"checkpoint": {"url": "s3://b/c"}},
         {"volume": "9Gi"},
-        "--volume '9Gi': no checkpoint goes to",
+        "--volume '9Gi': no checkpoints are saved to",
     ),
     "a private key": (
         {},
         {"ssh_key": "-----BEGIN OPENSSH PRIVATE KEY-----"},
-        "--ssh-key: is no public key: give what its file has",
+        "--ssh-key: not a public key: give the text of its file",
     ),
     "a key of whoever wrote the spec": (
         {"env": {"SSH_PUBKEY": "ssh-ed25519 AAAA mallory"}},
         {"start": "session", "ssh_key": KEY},
-        "SSH_PUBKEY says who may log in to a node: leave it out of env and secrets, and give --ssh-key",
+        "SSH_PUBKEY holds the keys that may log in: leave it out of env and secrets, and give --ssh-key",
     ),
-    "a key that is to be filled in": ({"secrets": ["SSH_PUBKEY"]}, {"ssh_key": KEY}, "SSH_PUBKEY says who may log in"),
+    "a key that is to be filled in": (
+        {"secrets": ["SSH_PUBKEY"]},
+        {"ssh_key": KEY},
+        "SSH_PUBKEY holds the keys that may log in",
+    ),
     "a start": ({}, {"start": "now"}, "--start 'now': give one of job, session"),
-    "others of one": ({}, {"part": "others"}, "--part others: there is one node: give --part all"),
+    "others of one": ({}, {"part": "others"}, "--part others: the spec has only one node: give --part all"),
 }
 
 

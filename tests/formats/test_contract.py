@@ -286,7 +286,7 @@ def test_folder_of_another_user_is_not_that_of_the_job(
     text = _export(exporter, spec)
     ended = run_on_node(exporter, text, shell=shell, folder=at)
     assert (ended.seen, ended.status) == (None, 2)
-    assert "another user made it where everybody can write: start this elsewhere" in ended.errors
+    assert "another user owns it in a world-writable folder: start this elsewhere" in ended.errors
     os.rename(theirs, tmp_path / "gone")
     for _ in range(2):
         assert run_on_node(exporter, text, shell=shell, folder=at).seen
@@ -364,7 +364,7 @@ def test_folder_that_all_nodes_have_is_named_by_its_whole_path(exporter: str, re
     text = _export(exporter, _spec(exporter, source=source, nodes=[{"host": "a", "python": recorder}]))
     ended = run_on_node(exporter, text, shell="sh", folder=tmp_path / "node")
     assert ended.status == 2
-    assert ended.errors == f"mnist: source.path: {folder}/a/train.py is not there: every node needs it at this path\n"
+    assert ended.errors == f"mnist: source.path: {folder}/a/train.py does not exist: every node needs it at this path\n"
     (folder / "a").mkdir(parents=True)
     (folder / "a" / "train.py").touch()
     seen = run_on_node(exporter, text, shell="sh", folder=tmp_path / "node").seen
@@ -394,7 +394,7 @@ GIT = {"url": "https://example.org/a.git"}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a token that all can read": (
         {"source": {"script_text": None, "git": {"url": "http://a.org/a.git", "token": "T"}, "entry": "a.py"}},
-        r"source\.git\.token: nothing hides it on the way to http://a\.org: give a url with https://",
+        r"source\.git\.token: http://a\.org would receive it unencrypted: give an https:// url",
     ),
     "a bundle": (
         {"source": {"script_text": None, "git": {**GIT, "how": "bundle"}, "entry": "a.py"}},
@@ -402,7 +402,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a URL": (
         {"source": {"script_text": None, "path": "s3://bucket/a", "entry": "a.py"}},
-        r"source\.path: a script of a shell cannot fetch a URL: give",
+        r"source\.path: a shell script cannot fetch a URL: give",
     ),
     "a script that is gone": ({"source": {"script_text": None, "script": "gone.py"}}, "gone.py cannot be read"),
 }
@@ -421,7 +421,7 @@ def test_what_a_script_cannot_do_is_refused_with_one_line(exporter: str, case: s
 def test_image_is_needed_where_a_container_is_started_and_named_elsewhere(exporter: str) -> None:
     if "image" not in WAYS[exporter].needs:
         text = _export(exporter, _spec(exporter, image="a/b:1"))
-        assert "# Left out, as nothing here has a use for it: image" in text
+        assert "# Left out, because nothing here uses it: image" in text
         return
     with pytest.raises(SpecError, match=r"^image: .* give image, "):
         _export(exporter, _spec(exporter, image=None))

@@ -348,7 +348,7 @@ def test_head_says_what_to_do(kind: str) -> None:
     spec = _spec({"host": "a", "address": "10.0.0.1"}, secrets=["HF_TOKEN"], rendezvous={"port": 1, "timeout_s": 9})
     head = [line for line in export_spec(spec, kind, options={"namespace": "ml"}).splitlines() if line.startswith("#")]
     left_out = "nodes.address, rendezvous.port, rendezvous.timeout_s"
-    assert head[:2] == ["# train: 1 rank on 1 node, cpu.", f"# Left out, as nothing here has a use for it: {left_out}."]
+    assert head[:2] == ["# train: 1 rank on 1 node, cpu.", f"# Left out, because nothing here uses it: {left_out}."]
     commands = [line.removeprefix("#   kubectl -n ml ") for line in head[3:] if line.startswith("#   ")]
     assert commands[:2] == [
         'create secret generic train --from-literal=HF_TOKEN="$HF_TOKEN"',
@@ -358,7 +358,7 @@ def test_head_says_what_to_do(kind: str) -> None:
     for command in commands:
         done = subprocess.run(["sh", "-n"], input=command, text=True, capture_output=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
-    assert any("is gone when its pods end" in line for line in head)
+    assert any("is lost when its pods exit" in line for line in head)
     head = [line for line in export_spec(spec, kind, options={"pvc": "shared"}).splitlines() if line.startswith("#")]
     assert any("--overrides=" in line and '"claimName": "shared"' in line for line in head)
 
@@ -367,30 +367,34 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "a name with capitals": (
         {"name": "My_Job"},
         {},
-        r"^name My_Job: Kubernetes takes a-z, 0-9 and -, at most \d\d here",
+        r"^name My_Job: is invalid in Kubernetes: give a-z, 0-9 and -, at most \d\d here",
     ),
-    "a name that is too long": ({"name": "a" * 55}, {}, r"^name aaa.*: Kubernetes takes .* at most [45]\d here"),
+    "a name that is too long": (
+        {"name": "a" * 55},
+        {},
+        r"^name aaa.*: is invalid in Kube.* at most [45]\d here",
+    ),
     "99 GPUs on a node": (
         {"nodes": [{"host": "a", "devices": list(range(99))}]},
         {},
-        r"^99 GPUs on a node: a node has at most 16: share them among more nodes$",
+        r"^99 GPUs on a node: a node has at most 16: spread them over more nodes$",
     ),
     "more variables than a TrainJob has": (
         {"secrets": [f"TOKEN_{index}" for index in range(129)]},
         {},
-        r"^secrets: a container reads at most 120 of a Secret, .*: give fewer, or shorter names$",
+        r"^secrets: a container reads at most 120 keys of a Secret, .*: give fewer, or shorter names$",
     ),
     "a variable that no Secret can have": ({"secrets": ["T" * 255]}, {}, r"^secrets: .* of at most 253 characters: "),
-    "an image that is none": ({"image": "a'b"}, {}, r"^image \"a'b\": give the name of an image, as "),
+    "an image that is none": ({"image": "a'b"}, {}, r"^image \"a'b\": give the name of an image, such as "),
     "a key file": (
         {"source": {"script_text": None, "git": {"url": "git@a.org:b", "ssh_key": "~/k"}, "entry": "a.py"}},
         {},
-        r"^source\.git\.ssh_key: a container has no key file: give source\.git\.token",
+        r"^source\.git\.ssh_key: containers have no key file: give source\.git\.token",
     ),
     "a folder for checkpoints that is nowhere": (
         {"checkpoint": {"url": "checkpoints"}},
         {},
-        r"^checkpoint\.url checkpoints: .* give the whole path .*, or a URL of storage, as .*$",
+        r"^checkpoint\.url checkpoints: .* give the absolute path .*, or a storage URL, such as .*$",
     ),
     "a folder of the system": ({"checkpoint": {"url": "/a/../etc"}}, {}, r"^checkpoint\.url /a/\.\./etc: .* path"),
     "a script of 1 MB": (
@@ -398,11 +402,11 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
         {},
         r"^source: the script is too large for a ConfigMap, which holds 1 MB: give source\.git, or ",
     ),
-    "a size of no kind": ({}, {"memory": "32GB"}, r"^--memory '32GB': give a size of Kubernetes, as 16Gi$"),
+    "a size of no kind": ({}, {"memory": "32GB"}, r"^--memory '32GB': give a Kubernetes size, such as 16Gi$"),
     "a claim that is there and its size": (
         {},
         {"pvc": "a", "pvc_size": "1Gi"},
-        r"^--pvc a is a claim .*: leave out --pvc-size$",
+        r"^--pvc a is an existing claim: leave out --pvc-size$",
     ),
     "fewer nodes": (
         {"nodes": [{"host": "a"}, {"host": "b"}], "rendezvous": {"min_nodes": 1}},

@@ -89,12 +89,16 @@ def test_what_the_job_makes_is_on_the_volume(tmp_path: Path) -> None:
 
 def test_what_the_cluster_decides_stands_in_a_comment() -> None:
     spec = _spec({"host": "a", "address": "10.0.0.1"}, {"host": "b"}, rendezvous={"endpoint": "a", "port": 77})
-    told = "# Left out, as nothing here has a use for it: nodes.address, rendezvous.endpoint, rendezvous.port."
+    told = "# Left out, because nothing here uses it: nodes.address, rendezvous.endpoint, rendezvous.port."
     assert told in export_spec(spec, "runai").splitlines()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
-    "a name of a file": ({"name": "Train_1"}, {}, r"^name Train_1: Kubernetes takes a-z, 0-9 and -, at most 59 here"),
+    "a name of a file": (
+        {"name": "Train_1"},
+        {},
+        r"^name Train_1: is invalid in Kubernetes: .* at most 59 here",
+    ),
     "a name without room for that of a pod": (
         {"name": "a" * 55, "nodes": [{"host": "a"}, {"host": "b"}]},
         {},
@@ -108,17 +112,17 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, str], str]] = {
     "nodes that differ": (
         {"nodes": [{"host": "a"}, {"host": "b", "ranks": 2}]},
         {},
-        "^Run:ai gives every node the same",
+        "^Run:ai needs nodes that are alike",
     ),
     "a long script": (
         {"source": {"script_text": "#" * 131_000}},
         {},
-        r"^source: the script has 13\d,\d{3} bytes, and Run:ai takes 131,071 ",
+        r"^source: the script has 13\d,\d{3} bytes, but Run:ai accepts 131,071 ",
     ),
     "a command line of nobody": ({}, {"cli": "v3"}, "^--cli 'v3': give \"new\""),
-    "a claim that is mounted nowhere": ({}, {"pvc": "data"}, "^--pvc 'data': give the claim and where it is mounted"),
+    "a claim that is mounted nowhere": ({}, {"pvc": "data"}, "^--pvc 'data': give the claim and its mount path"),
     "a path with a comma": ({}, {"pvc": "data:/a,ro"}, "^--pvc "),
-    "a rank that no pod has": ({}, {"log_ranks": "0,2"}, r"^--log-ranks 0,2: a node has the ranks 0 to 1, and no 2"),
+    "a rank that no pod has": ({}, {"log_ranks": "0,2"}, r"^--log-ranks 0,2: a node has local ranks 0 to 1, not 2"),
 }
 
 

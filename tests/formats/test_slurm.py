@@ -153,7 +153,7 @@ def test_script_without_slurm_says_so(tmp_path: Path) -> None:
     (tmp_path / "head").symlink_to(str(shutil.which("head")))
     env = {"PATH": str(tmp_path), "SLURM_JOB_NODELIST": "n[0-1]", "SLURM_JOB_ID": "1"}
     done = subprocess.run(["/bin/bash", script], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "train: scontrol names no node of this job: start it by sbatch" in done.stderr
+    assert done.returncode == 2 and "train: scontrol lists no node of this job: start it with sbatch" in done.stderr
 
 
 def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
@@ -162,7 +162,7 @@ def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
     )
     spec = spec.with_overrides({"artifacts": ["*.txt"]})
     lines = slurm.export(spec, spec.plan(gpus={"a": 4, "b": 2})).splitlines()
-    told = "# Left out, as nothing here has a use for it: artifacts, nodes.address, the numbers in nodes.devices."
+    told = "# Left out, because nothing here uses it: artifacts, nodes.address, the indices in nodes.devices."
     assert told in lines[: lines.index("set -e")]
     assert "Left out" not in slurm.export(_spec("a = 1"), _spec("a = 1").plan())
 
@@ -170,7 +170,7 @@ def test_what_slurm_chooses_itself_stands_in_a_comment() -> None:
 @pytest.mark.parametrize("value", ["a b", "a\n#SBATCH --uid=0", "$(id)", "'"])
 def test_option_that_is_none_is_refused(value: str) -> None:
     spec = _spec("a = 1")
-    with pytest.raises(SpecError, match=r"^--partition .*: give it as sbatch takes it"):
+    with pytest.raises(SpecError, match=r"^--partition .*: give a value that sbatch accepts"):
         slurm.export(spec, spec.plan(), partition=value)
 
 
@@ -179,9 +179,9 @@ def test_nodes_that_differ_are_refused() -> None:
         spec = _spec("a = 1").with_overrides({"nodes": list(nodes), **fields})
         slurm.export(spec, spec.plan())
 
-    with pytest.raises(SpecError, match="a has 1 rank on cpu, b has 2 on cpu: give them the same"):
+    with pytest.raises(SpecError, match="a has 1 rank on cpu, b has 2 on cpu: give both the same"):
         export({"host": "a"}, {"host": "b", "ranks": 2})
-    with pytest.raises(SpecError, match="workdir of a and b differ: give them the same"):
+    with pytest.raises(SpecError, match="workdir of a and b differ: give both the same"):
         export({"host": "a"}, {"host": "b", "workdir": "/x"})
-    with pytest.raises(SpecError, match="Slurm gives a job all its nodes at once"):
+    with pytest.raises(SpecError, match="Slurm starts all nodes of a job at once"):
         export({"host": "a"}, {"host": "b"}, **{"rendezvous.min_nodes": 1})

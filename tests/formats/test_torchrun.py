@@ -146,7 +146,7 @@ def test_first_node_has_an_address_that_leads_there() -> None:
     assert endpoint({"host": "a"}) == "a:29500"
     assert endpoint({"host": "a", "address": "10.0.0.1"}, port=77) == "10.0.0.1:77"
     assert endpoint({"host": "a", "address": "10.0.0.1"}, endpoint="fd00::1") == "[fd00::1]:29500'"
-    with pytest.raises(SpecError, match=r"nodes\[0\] localhost: the other nodes do not reach it at localhost: give"):
+    with pytest.raises(SpecError, match=r"nodes\[0\] localhost: the other nodes cannot reach it at localhost: give"):
         endpoint({"host": "localhost"})
     assert endpoint({"name": "a", "host": "b"}) == "b:29500", "two nodes of one machine"
     with pytest.raises(SpecError, match=r"nodes\[0\] a: b has the same host, .* or export akash$") as caught:
@@ -158,11 +158,11 @@ def test_first_node_has_an_address_that_leads_there() -> None:
 
 def test_what_a_job_alone_does_stands_in_a_comment() -> None:
     spec = _spec(artifacts=["*.txt"], rendezvous={"silence_s": 10})
-    told = "# Left out, as nothing here has a use for it: artifacts, rendezvous.silence_s."
+    told = "# Left out, because nothing here uses it: artifacts, rendezvous.silence_s."
     assert told in torchrun.export(spec, spec.plan()).splitlines()
     assert "Left out" not in torchrun.export(_spec(), _spec().plan())
     spec = _spec(training={"dev": True, "steps": 9}, checkpoint={"url": "kept"})
-    told = "# Left out, as nothing here has a use for it: training.steps, checkpoint."
+    told = "# Left out, because nothing here uses it: training.steps, checkpoint."
     assert told in torchrun.export(spec, spec.plan()).splitlines()
 
 

@@ -166,7 +166,7 @@ def test_imported_options_are_exported_where_no_other_is_given(read_toml: Callab
     config = read_toml(text := export_spec(spec, "torchtitan-toml", gpus=16))
     assert (config.model.name, config.model.flavor) == ("llama3", "8B")
     assert (config.training.dataset, config.training.seq_len) == ("c4", 4096)
-    assert "\n# Taken from source.arguments, unless an option of the export says otherwise: --model." in text
+    assert "\n# Taken from source.arguments, unless an option of the export overrides it: --model." in text
     unsized = spec.with_overrides({"parallelism.pp": 1, "training.batch_size": None})
     assert read_toml(export_spec(unsized, "torchtitan-toml", gpus=8)).training.local_batch_size == 2
     added = spec.with_overrides({"parallelism.pp": 1, "parallelism.microbatches": None, "training.batch_size": 128})
@@ -364,18 +364,18 @@ def test_what_torchtitan_has_no_place_for_stands_in_a_comment() -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "epochs": ({"training.epochs": 2}, "^training.epochs 2: torchtitan counts steps: give training.steps"),
-    "an optimizer": ({"training.optimizer": "sgd"}, "^training.optimizer 'sgd': torchtitan takes adamw"),
-    "a loss": ({"training.loss": "mse"}, "^training.loss 'mse': torchtitan trains with cross_entropy"),
+    "an optimizer": ({"training.optimizer": "sgd"}, "^training.optimizer 'sgd': torchtitan lacks it here: give adamw"),
+    "a loss": ({"training.loss": "mse"}, "^training.loss 'mse': torchtitan has only cross_entropy"),
     "a scheduler without an end": (
         {"training": {"scheduler": "linear"}},
-        "^training.scheduler 'linear': it ends with the last step: give training.steps",
+        "^training.scheduler 'linear': needs the number of steps: give training.steps",
     ),
-    "a bucket": ({"checkpoint.url": "s3://a/b"}, "^checkpoint.url s3://a/b: torchtitan writes into a folder"),
-    "a folder of somebody": ({"checkpoint.url": "~/c"}, "^checkpoint.url ~/c: .*: give its whole path"),
+    "a bucket": ({"checkpoint.url": "s3://a/b"}, "^checkpoint.url s3://a/b: torchtitan writes to a folder"),
+    "a folder of somebody": ({"checkpoint.url": "~/c"}, "^checkpoint.url ~/c: .*: give its absolute path"),
     "one checkpoint": ({"checkpoint.keep": 1}, "^checkpoint.keep 1: torchtitan keeps two or more"),
     "fewer nodes": (
         {"rendezvous.min_nodes": 1},
-        "^rendezvous.min_nodes: the axes and the batch of torchtitan are fixed",
+        "^rendezvous.min_nodes: torchtitan fixes its axes and batch",
     ),
 }
 
