@@ -1,4 +1,4 @@
-"""A git clone of a script of a shell, as a repository of a spec."""
+"""A git clone in a shell script, as the repository of a spec."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .reading import NO_FIELD
 from .secret_words import may_be_secret
 from .shell_words import Command, Word
 
-# Options of git clone that have a value behind them, and those of which the same files come.
+# Options of git clone that take a value, and those that do not change the cloned files.
 _VALUED = (
     "--depth",
     "-c",
@@ -35,7 +35,7 @@ _OUR_SSH = re.compile(r"GIT_SSH_COMMAND=ssh (?:-o \w+=\w+ )*-i ((?:[^\s\\'\"]|'[
 
 @dataclass
 class Clone:
-    """What a git clone brings, and to which folder; no ``git`` where a shell fills in its URL."""
+    """What a git clone fetches, and to which folder; ``git`` is empty if its URL contains a variable."""
 
     git: dict[str, Any] = field(default_factory=dict)
     folder: str = ""
@@ -44,13 +44,13 @@ class Clone:
 
 @dataclass
 class Repository:
-    """What git clone has brought to a folder."""
+    """A repository that git clone has put into a folder."""
 
     git: dict[str, Any]
     folder: str
 
     def place(self, source: dict[str, Any], path: str, *, here: str) -> None:
-        """Say of a script, at a path in that folder, that it comes of the repository; ``here`` is where it starts."""
+        """Set the repository as the ``source`` of a script at ``path``, which starts in the folder ``here``."""
         below, folder = path.removeprefix(f"{self.folder}/"), ""
         if here.startswith(f"{self.folder}/"):
             folder = here.removeprefix(f"{self.folder}/")
@@ -61,7 +61,7 @@ class Repository:
 
 
 def read_clone(command: Command) -> Clone:
-    """Read a command that clones a repository. Raises: SpecError."""
+    """Parse a command that clones a repository. Raises: SpecError."""
     words = command.words[[word.text for word in command.words].index("clone") + 1 :]
     clone = Clone()
     git, plain = _find_key(command, clone), list[Word]()
@@ -84,7 +84,7 @@ def read_clone(command: Command) -> Clone:
         clone.git = {"url": _without_password(plain[0].text, command, clone), **git}
         query = clone.git["url"].partition("?")[2]
         if any(may_be_secret(*pair.partition("=")[::2]) for pair in query.split("&")):
-            said = "what stands behind the ? of its URL may be a secret, and a spec keeps it: give source.git.token"
+            said = "the part of its URL after ? may be a secret, and the spec contains it: give source.git.token"
             clone.left_out.append(f"git clone: {said}")
         base = posixpath.basename(clone.git["url"].rstrip("/")).removesuffix(".git")
         clone.folder = plain[1].text if plain[1:] else base
@@ -96,14 +96,14 @@ def _without_password(url: str, command: Command, clone: Clone) -> str:
         return url
     scheme, slashes, rest = url.partition("://")
     server, slash, path = rest.partition("/")
-    if not slashes or "@" not in server:  # nobody can say where the password ends
-        raise SpecError(f"line {command.line}: git clone: leave the password out of its URL")
+    if not slashes or "@" not in server:  # the end of the password is ambiguous
+        raise SpecError(f"line {command.line}: git clone: the URL contains a password: leave it out")
     clone.left_out.append("git clone: the user and password in its URL: give source.git.token")
     return f"{scheme}://{server.rpartition('@')[2]}{slash}{path}"
 
 
 def _find_key(command: Command, clone: Clone) -> dict[str, Any]:
-    """What a script of ours lets git in with: the name of a variable with a token, or the path of a key."""
+    """Return the credentials in a script of ours: the name of a variable with a token, or the path of a key."""
     for word in command.words:
         if token := re.fullmatch(r'credential\.\S+\.helper=!f\(\) \{ .* "\$(\w+)"; \}; f', word.text):
             return {"token": token[1]}

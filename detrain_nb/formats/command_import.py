@@ -1,4 +1,4 @@
-"""What a command line of torchrun or accelerate starts, as fields of a spec; nothing of it is run or filled in."""
+"""A command line of torchrun or accelerate as fields of a spec; nothing in it is run or expanded."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ _GPUS = re.compile(r"[0-9]{1,3}(?:,[0-9]{1,3}){0,99}")
 _PORT = re.compile(r"[0-9]{1,5}")
 _MACRO = re.compile(r"(?<!\$)(?:\$\$)*\$(?:\{\w+\}|[A-Za-z_]\w*)")
 _HERE = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
-_FILLED_IN = "the shell puts something in its place: write it out"
+_FILLED_IN = "the shell expands it: write out the value"
 
 
 @dataclass
 class Launch:
-    """What one command line starts: fields as a document of a spec has them, and what is known of its nodes."""
+    """What one command line starts: fields as in the document of a spec, and what is known of its nodes."""
 
     fields: dict[str, Any]  # source, rendezvous, env, secrets, parallelism
     name: str = ""
-    run_id: str = ""  # by which its nodes know each other
-    nodes: tuple[int, int] = (1, 1)  # how few, and how many
-    node: dict[str, Any] = field(default_factory=dict)  # what every one has: ranks, devices, python
+    run_id: str = ""  # the id of the rendezvous
+    nodes: tuple[int, int] = (1, 1)  # the fewest and the most
+    node: dict[str, Any] = field(default_factory=dict)  # the fields of every node: ranks, devices, python
     node_rank: int = 0
-    address: str = ""  # of the first one
+    address: str = ""  # of the first node
     left_out: list[str] = field(default_factory=list)
 
 
 def read_command(words: Sequence[str]) -> Launch:
-    """Read the words of one command line. Raises: SpecError."""
+    """Parse the words of one command line. Raises: SpecError."""
     if found := find_launcher(as_words(words)):
         return found
     said = f"{shown(repr(words[0]), most=60)} starts no ranks" if words else "no command was given"
@@ -67,7 +67,7 @@ def read_command(words: Sequence[str]) -> Launch:
 
 
 def find_launcher(words: Sequence[Word]) -> Launch | None:
-    """Read a command line; None where it is none of torchrun or accelerate. Raises: SpecError."""
+    """Parse a command line; returns None if it starts neither torchrun nor accelerate. Raises: SpecError."""
     at, variables = 0, dict[str, Word]()
     before: list[str] = []
     while at < len(words):
@@ -87,7 +87,7 @@ def find_launcher(words: Sequence[Word]) -> Launch | None:
 
 
 def _find_here(words: Sequence[Word], at: int) -> tuple[Launcher, int, bool] | None:
-    """Say which launcher begins there, where its options begin, and whether it gives scripts --local-rank."""
+    """Return the launcher at that word, where its options begin, and whether it passes --local-rank to scripts."""
     texts = [word.text for word in words[at : at + 8]]
     program = posixpath.basename(texts[0])
     if program == "torchrun":
@@ -120,15 +120,15 @@ def _read(
     _read_program(options, launch)
     (_read_torchrun if launcher is TORCHRUN else _read_accelerate)(options, launch)
     put_variables(launch, others)
-    if words[begin - 1].text in _MODULES:  # behind a Python, whatever that is called
+    if words[begin - 1].text in _MODULES:  # after a Python executable, whatever its name
         if not words[at].is_known():
             launch.left_out.append(f"{shown(words[at].text, most=60)}: {_FILLED_IN}, as nodes.python")
         elif words[at].text != "python3":
             launch.node["python"] = words[at].text
     elif "/" in words[at].text:
-        launch.left_out.append(f"{words[at].text}: a spec names the Python of a node: give nodes.python")
+        launch.left_out.append(f"{words[at].text}: a spec names a node's Python, not its launcher: give nodes.python")
     if options.given.pop("use-env", None) is None and gives_rank:
-        launch.left_out.append("--local-rank: ranks are not given it: read LOCAL_RANK in the script")
+        launch.left_out.append("--local-rank: is not passed to ranks: read LOCAL_RANK in the script")
     for option in list(options.given):
         options.leave(option, NO_FIELD)
     launch.left_out += options.left_out
@@ -136,7 +136,7 @@ def _read(
 
 
 def put_variables(launch: Launch, variables: Mapping[str, Word]) -> None:
-    """Put environment variables into a launch; its own stay as they are, and GPUs are those of its nodes."""
+    """Add environment variables to a launch without replacing its own; visible GPUs become the nodes' devices."""
     for name, word in variables.items():
         if name == "CUDA_VISIBLE_DEVICES" and _GPUS.fullmatch(word.text):
             _put_devices(launch, word.text)
@@ -147,13 +147,13 @@ def put_variables(launch: Launch, variables: Mapping[str, Word]) -> None:
 
 
 def put_variable(launch: Launch, name: str, word: Word) -> None:
-    """Put an environment variable into a launch; what looks like a secret, or has a password, by its name alone."""
+    """Add an environment variable to a launch; only its name, if the value looks like a secret or has a password."""
     if not _is_free(launch, name):
         return
     if may_be_secret(name, word.text):
         put_secret(launch, name)
         if not word.fills:
-            launch.left_out.append(f"{name}: its value may be a secret and stays out of a spec: export it instead")
+            launch.left_out.append(f"{name}: the value may be a secret and is not put into the spec: export it instead")
         return
     if word.fills:
         launch.left_out.append(f"{name}: {shown(word.fills[0], most=60)}: {_FILLED_IN}")
@@ -161,21 +161,22 @@ def put_variable(launch: Launch, name: str, word: Word) -> None:
 
 
 def put_secret(launch: Launch, name: str) -> None:
-    """Put the name of a variable into a launch, whose value stays out of it. Raises: SpecError where there are many."""
+    """Add a variable to a launch by its name only. Raises: SpecError when there are too many."""
     secrets = launch.fields.setdefault("secrets", [])
     if not _is_free(launch, name):
         return
     if len(secrets) == _MOST_SECRETS:
-        raise SpecError(f"there are more than {_MOST_SECRETS:,} secrets: give fewer")
+        raise SpecError(f"more than {_MOST_SECRETS:,} secrets: give fewer")
     secrets += [] if name in secrets else [name]
 
 
 def _is_free(launch: Launch, name: str) -> bool:
-    """Whether the variable is the user's to set; else it is named as left out."""
+    """Return whether the user may set the variable; otherwise report it as left out."""
     try:
         check_free(name)
     except ValueError as exc:
-        said = str(exc).removeprefix(f"{name} ").partition(": give")[0]  # it was right where it comes from
+        # without its advice to rename: the name is right in its own file
+        said = str(exc).removeprefix(f"{name} ").partition(": give")[0]
         launch.left_out.append(f"{name}: {shown(said)}")
         return False
     return True
@@ -187,9 +188,7 @@ def _read_program(options: Options, launch: Launch) -> None:
     first, *arguments = options.program
     is_module = options.has("module")
     if not is_module and not first.text.lower().endswith(".py"):
-        said = (
-            "the shell puts something in its place" if first.fills[:1] == (first.text,) else "a spec runs a Python file"
-        )
+        said = "the shell expands it" if first.fills[:1] == (first.text,) else "a spec runs a Python file"
         raise SpecError(f"{shown(repr(first.text), most=60)}: {said}: give a file that ends in .py")
     for word in options.program:
         if word.fills:
@@ -204,11 +203,11 @@ def _read_program(options: Options, launch: Launch) -> None:
 
 
 def _fill(word: Word, options: Options, launch: Launch) -> str:
-    """Write what a rank gets: torchrun takes ``$$`` for ``$``, and has names of its own behind one."""
+    """Return a word as ranks get it: torchrun reads ``$$`` as ``$``, and expands macros of its own."""
     if options.launcher is not TORCHRUN or word.fills:
         return word.text
     if macro := _MACRO.search(word.text):
-        launch.left_out.append(f"{shown(macro[0])}: torchrun puts something in its place that a spec has no word for")
+        launch.left_out.append(f"{shown(macro[0])}: is a macro of torchrun, which a spec cannot express")
     return word.text.replace("$$", "$")
 
 
@@ -217,21 +216,21 @@ def _read_torchrun(options: Options, launch: Launch) -> None:
     match = _RANGE.fullmatch(nodes)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= least <= most <= MOST_NODES:
-        raise options.fault("nnodes", nodes, f"a number of nodes, 1 to {MOST_NODES:,}, or a range as 1:4")
+        raise options.fault("nnodes", nodes, f"a number of nodes, 1 to {MOST_NODES:,}, or a range such as 1:4")
     launch.nodes = least, most
     _read_ranks(options, launch)
     launch.node_rank = options.whole("node-rank", 0, most=MOST_NODES)
     _read_meeting(options, launch, address="master-addr", port="master-port")
     _read_conf(options, launch)
     if options.has("standalone") and most > 1:
-        raise SpecError(f"torchrun --standalone has one node and --nnodes {nodes}: leave out one of them")
+        raise SpecError(f"torchrun --standalone is for one node, but --nnodes is {nodes}: leave out one of them")
 
 
 def _read_ranks(options: Options, launch: Launch) -> None:
     ranks = options.text("nproc-per-node", "" if "nproc-per-node" in options.given or options.has_more else "1")
     if ranks == "cpu":
         launch.node["devices"] = "cpu"
-        launch.left_out.append("--nproc-per-node cpu: one rank for each processor: give nodes.ranks")
+        launch.left_out.append("--nproc-per-node cpu: means one rank per CPU: give nodes.ranks")
     elif ranks not in ("auto", "gpu", ""):
         if not re.fullmatch("[0-9]{1,9}", ranks) or not 1 <= int(ranks) <= MOST_RANKS:
             raise options.fault("nproc-per-node", ranks, f"auto, gpu, cpu or a number, 1 to {MOST_RANKS:,}")
@@ -239,10 +238,10 @@ def _read_ranks(options: Options, launch: Launch) -> None:
 
 
 def _read_meeting(options: Options, launch: Launch, *, address: str, port: str) -> None:
-    """How the nodes find each other; ``address`` and ``port``: the options that name the first one."""
+    """Read how the nodes meet; ``address`` and ``port`` are the options that name the first node."""
     meeting = _read_id(options, launch)
     if (backend := options.text("rdzv-backend", "static")) not in ("static", "c10d"):
-        options.leave("rdzv-backend", f"{shown(backend)}: the nodes of a spec meet at the first one")
+        options.leave("rdzv-backend", f"{shown(backend)}: the nodes of a spec meet at the first node")
     host = options.text(address)
     if endpoint := options.text("rdzv-endpoint"):
         user, host, digits, _ = split_target(endpoint)
@@ -256,9 +255,9 @@ def _read_meeting(options: Options, launch: Launch, *, address: str, port: str) 
             raise options.fault("rdzv-endpoint" if endpoint else address, host, "the address of a host")
         launch.address = host
         if launch.nodes[1] == 1:
-            launch.left_out.append(f"{host}: no node of the spec is called so: write it as the host of the first one")
+            launch.left_out.append(f"{host}: is not a host of the spec: make it the host of the first node")
     elif launch.nodes[1] > 1 and host:
-        launch.left_out.append(f"{host}: the other nodes do not reach the first one there: give rendezvous.endpoint")
+        launch.left_out.append(f"{host}: the other nodes cannot reach the first one there: give rendezvous.endpoint")
     if restarts := options.whole("max-restarts", 0, most=1000):
         meeting["max_restarts"] = restarts
     if launch.nodes[0] < launch.nodes[1]:
@@ -272,11 +271,11 @@ def _read_id(options: Options, launch: Launch) -> dict[str, Any]:
     if run_id in ("", "none"):
         return {}
     if not NAME.fullmatch(run_id):
-        options.leave("rdzv-id", "is no name that a spec can have")
+        options.leave("rdzv-id", "is not a valid name for a spec")
         return {}
     if run_id.isdecimal():
         return {"id": run_id}
-    launch.name = run_id  # which a spec has as its id where it gives none
+    launch.name = run_id  # the default id of a spec's rendezvous
     return {}
 
 
@@ -290,7 +289,7 @@ def _read_conf(options: Options, launch: Launch) -> None:
             if not re.fullmatch(r"[0-9]{1,5}", value) or not 1 <= int(value) <= 86400:
                 raise options.fault("rdzv-conf", pair, "a timeout in seconds, 1 to 86400")
             launch.fields.setdefault("rendezvous", {})["timeout_s"] = float(value)
-        elif name == "is_host":  # only elastic nodes have it, which are given no number
+        elif name == "is_host":  # only elastic nodes have it, and they have no node rank
             launch.node_rank = launch.node_rank or int(value in ("0", "false"))
         elif name != "rank":
             launch.left_out.append(f"--rdzv-conf {shown(name)}: {NO_FIELD}")
@@ -302,7 +301,7 @@ def _read_accelerate(options: Options, launch: Launch) -> None:
     launch.nodes = nodes, nodes
     given = options.given.get("num-processes")
     if has_unknown_nodes and given:
-        options.leave("num-processes", "how many machines have these ranks, the shell fills in: give nodes.ranks")
+        options.leave("num-processes", "the shell expands the number of machines: give nodes.ranks")
     elif given and given.fills:
         options.text("num-processes")
     elif given:
@@ -328,19 +327,19 @@ def _read_accelerate(options: Options, launch: Launch) -> None:
     if precision == "bf16":
         axes["precision"] = precision
     elif precision != "no":
-        options.leave("mixed-precision", f"{shown(precision)}: a spec has bf16 and fp32")
+        options.leave("mixed-precision", f"{shown(precision)}: a spec has only bf16 and fp32")
     if axes:
         launch.fields["parallelism"] = axes
     if "config-file" in options.given:
-        options.leave("config-file", "what it says is not read: import that file, too")
+        options.leave("config-file", "the file is not read: import it, too")
 
 
 def _put_devices(launch: Launch, gpus: str) -> None:
-    """Give the nodes the GPUs with these indices, where that is as many as they have ranks."""
+    """Set the nodes' devices to these GPU indices, if there is one per rank."""
     indices = [int(index) for index in gpus.split(",")]
     ranks = launch.node.get("ranks", len(indices))
     if ranks != len(indices) or len(set(indices)) < len(indices):
-        said = f"a node has {count_of(ranks, 'rank')}, and each has a GPU of its own: give nodes.devices"
+        said = f"a node has {count_of(ranks, 'rank')}, and each needs its own GPU: give nodes.devices"
         launch.left_out.append(f"GPUs {gpus}: {said}")
         return
     launch.node.pop("ranks", None)
@@ -348,10 +347,10 @@ def _put_devices(launch: Launch, gpus: str) -> None:
 
 
 def describe_nodes(launches: Sequence[Launch], *, count: int = 0) -> tuple[list[dict[str, Any]], list[str]]:
-    """Write the nodes of a spec that these command lines start, one for all nodes or one for each; and what is missing.
+    """Return the nodes that these command lines start, one line for all nodes or one per node, and what is missing.
 
-    A host that no command line says is called by its number, as node-1; a node alone is this machine. ``count`` is how
-    many there are, where another one says so.
+    A host that no command line names gets its number, such as node-1; a single node is this machine. ``count`` is the
+    number of nodes if it is known from elsewhere.
     """
     first = launches[0]
     most = count or first.nodes[1]
@@ -363,5 +362,5 @@ def describe_nodes(launches: Sequence[Launch], *, count: int = 0) -> tuple[list[
     unknown = [table["host"] for table in tables if table["host"] != first.address]
     some = unknown[0] if len(unknown) == 1 else f"{unknown[0]} to {unknown[-1]}"
     return [{"host": table.pop("host"), **table} for table in tables], [
-        f"nodes: the command does not say which host is {some}: write their names"
+        f"nodes: the command has no host name for {some}: write the real one"
     ]

@@ -1,4 +1,4 @@
-"""The words around a launcher in a command line: what may stand before it, and the text that a shell is given."""
+"""The words around a launcher in a command line: what may precede it, and the text passed to a shell."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _IMAGE = re.compile(r".+\.(?:sif|simg|sqsh)|(?:docker|oras|library|shub)://.+", 
 
 
 def name_before(words: Sequence[str], what: str) -> list[str]:
-    """Name what begins a command line before ``what``, as srun, and the image of its container."""
+    """Report the program that precedes ``what`` in a command line, such as srun, and the image of its container."""
     begun = [word for word in words if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
     if not begun:
         return []
     image = _find_image(begun)
     nor_image = f", nor its image {shown(image, most=200)}" if image else ""
-    return [f"{posixpath.basename(begun[0])}: what stands before {what} is not carried over{nor_image}"]
+    return [f"{posixpath.basename(begun[0])}: the part before {what} is not imported{nor_image}"]
 
 
 def _find_image(words: Sequence[str]) -> str:
@@ -39,11 +39,11 @@ def _find_image(words: Sequence[str]) -> str:
         if _IMAGE.fullmatch(word):
             return word
     is_run = "run" in words and posixpath.basename(words[0]) in ("docker", "podman")
-    return words[-1] if is_run else ""  # behind its options, before the command
+    return words[-1] if is_run else ""  # after its options, before the command
 
 
 def find_text(words: Sequence[str]) -> str | None:
-    """Find what a shell runs as a text, as in ``srun bash -lc "torchrun train.py"``."""
+    """Return the text that a shell runs, as in ``srun bash -lc "torchrun train.py"``."""
     begun = [at for at, word in enumerate(words) if word not in KEYWORDS and not ASSIGNMENT.fullmatch(word)]
     may_follow = bool(begun) and posixpath.basename(words[begun[0]]) in WRAPPERS
     for at in begun if may_follow else begun[:1]:
@@ -53,5 +53,5 @@ def find_text(words: Sequence[str]) -> str | None:
 
 
 def name_before_text(words: Sequence[str], text: str) -> list[str]:
-    """Name what begins a command line before the shell whose text ``find_text`` found."""
+    """Report the program that precedes the shell whose text ``find_text`` found."""
     return name_before(words[: max(0, words.index(text) - 2)], "the text of its shell")

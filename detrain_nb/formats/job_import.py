@@ -1,4 +1,4 @@
-"""What a script that we have exported says of its job: the spec that its ranks read, and how its nodes meet."""
+"""What an import reads from our own exported scripts: the job's spec for its ranks, and how its nodes meet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["keep_own_setup", "read_job", "read_meeting"]
 
 
 def read_job(text: str) -> dict[str, Any]:
-    """Say what of a job's spec are fields of a pipeline, and the names of its nodes. Raises: SpecError."""
+    """Return the pipeline fields in a job's spec, and the names of its nodes. Raises: SpecError."""
     job = JobSpec.from_json(text)
     said = asdict(job)
     fields = {name: said[name] for name in ("name", "description", "artifacts")}
@@ -28,7 +28,7 @@ def read_job(text: str) -> dict[str, Any]:
 
 
 def read_meeting(first: Launch, name: str, nodes: Sequence[str], *, variables: Mapping[str, Word]) -> dict[str, Any]:
-    """Say how the ``nodes`` of a job meet, where its ``name`` and that of its first node do not."""
+    """Return the rendezvous of a job's ``nodes``, without what its ``name`` and its first node imply."""
     meeting = dict(first.fields.get("rendezvous", {}))
     if first.run_id not in ("", name):
         meeting["id"] = first.run_id
@@ -45,7 +45,7 @@ def read_meeting(first: Launch, name: str, nodes: Sequence[str], *, variables: M
 
 
 def keep_own_setup(launches: Sequence[Launch]) -> None:
-    """Give each node its lines of set-up where they differ; else they are those of the source."""
+    """Give each node its own setup lines if they differ; otherwise they stay those of the source."""
     setups = [launch.fields["source"].get("setup", []) for launch in launches]
     if any(setup != setups[0] for setup in setups):
         for launch, setup in zip(launches, setups, strict=True):

@@ -1,4 +1,4 @@
-"""The options of torchrun and of accelerate launch, as they stand on a command line, and the program behind them."""
+"""The options of torchrun and accelerate launch on a command line, and the program that follows them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WHOLE = re.compile(r"[0-9]{1,15}")
 
 @dataclass(frozen=True)
 class Launcher:
-    """One command: its options in the spelling with ``-``, and what its single letters mean.
+    """A command: its options, spelled with ``-``, and the meanings of its single letters.
 
-    ``valued`` are those with a value, which may be cut short as argparse has it; None: all others, which are too many.
+    ``valued`` are the options with a value, which may be abbreviated as in argparse; None: all options but the flags.
     """
 
     name: str
@@ -30,7 +30,7 @@ class Launcher:
     letters: Mapping[str, str]
 
     def find(self, name: str) -> str:
-        """Return the whole name of an option, in the spelling with ``-``. Raises: SpecError."""
+        """Return the full name of an option, spelled with ``-``. Raises: SpecError."""
         wanted = name.replace("_", "-")
         if self.valued is None or wanted in self.flags | self.valued:
             return wanted
@@ -39,8 +39,8 @@ class Launcher:
             return begun[0]
         said = f"{self.name} --{shown(name, most=60)}:"
         if begun:
-            raise SpecError(f"{said} may be {' or '.join(f'--{each}' for each in begun[:4])}: write it out")
-        raise SpecError(f"{said} it has no such option: correct it, or leave it out")
+            raise SpecError(f"{said} could be {' or '.join(f'--{each}' for each in begun[:4])}: write it out")
+        raise SpecError(f"{said} no such option: correct it, or leave it out")
 
 
 def _names(text: str) -> frozenset[str]:
@@ -73,25 +73,25 @@ ACCELERATE = Launcher(  # of accelerate 1
 
 @dataclass
 class Options:
-    """What stands on one command line; what is not taken is left out."""
+    """The options and program of one command line; options that are not taken are reported as left out."""
 
     launcher: Launcher
     given: dict[str, Word] = field(default_factory=dict)
     program: list[Word] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    has_more: bool = False  # which the shell fills in
+    has_more: bool = False  # in a variable of the shell
 
     def has(self, name: str) -> bool:
-        """Whether a flag is given, which is taken by that."""
+        """Take a flag; returns whether it was given."""
         return self.given.pop(name, None) is not None
 
     def text(self, name: str, default: str = "") -> str:
-        """Take the value of an option; one that the shell fills in is left out."""
+        """Take the value of an option; one that the shell would expand is left out."""
         word = self.given.pop(name, None)
         if word is None:
             return default
         if word.fills:
-            self.leave(name, f"the shell puts something in the place of {shown(word.fills[0], most=60)}: write it out")
+            self.leave(name, f"the shell expands {shown(word.fills[0], most=60)}: write out the value")
             return default
         return word.text
 
@@ -106,20 +106,20 @@ class Options:
         return SpecError(f"{self.launcher.name} --{name} {show(text)}: give {advice}")
 
     def leave(self, name: str, reason: str) -> None:
-        """Name an option as left out; its value may be a secret."""
+        """Report an option as left out, without its value, which may be a secret."""
         self.given.pop(name, None)
         self.left_out.append(f"--{name}: {reason}")
 
 
 def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
-    """Take the options from the begin of ``words``; behind them stands the program. Raises: SpecError."""
+    """Take the options at the start of ``words``, and the program after them. Raises: SpecError."""
     options, at, has_end = Options(launcher), 0, False
     while at < len(words) and _is_option(words[at]):
         word = words[at]
         at += 1
         if word.fills[:1] == (word.text,):
             options.left_out.append(
-                f"{shown(word.text, most=60)}: options of {launcher.name} that the shell fills in: write them out"
+                f"{shown(word.text, most=60)}: options of {launcher.name} in a variable of the shell: write them out"
             )
             options.has_more = True
             continue
@@ -139,12 +139,12 @@ def read_options(launcher: Launcher, words: Sequence[Word]) -> Options:
     if not has_end and [word.text for word in words[at + 1 : at + 2]] == ["--"]:  # argparse eats the first one
         del options.program[1]
     if not options.program:
-        raise SpecError(f"{launcher.name}: no program stands behind its options: give a script, or -m and a module")
+        raise SpecError(f"{launcher.name}: no program after its options: give a script, or -m and a module")
     return options
 
 
 def _is_option(word: Word) -> bool:
-    """Whether it is one, or by the name of its variable some of them: ``${DISTRIBUTED_ARGS[@]}``."""
+    """Return whether a word is an option, or by its variable's name several: ``${DISTRIBUTED_ARGS[@]}``."""
     if word.fills[:1] == (word.text,):
         return bool(_MORE_OPTIONS.fullmatch(word.text))
     return word.text.startswith("-") and word.text != "-"
@@ -157,5 +157,5 @@ def _take_apart(launcher: Launcher, word: Word) -> tuple[str, Word | None]:
     letter, value = word.text[1], word.text[2:].removeprefix("=")
     if letter not in launcher.letters:
         known = ", ".join(f"-{each}" for each in launcher.letters)
-        raise SpecError(f"{launcher.name} -{shown(letter)}: it has no such option: give one of {known}")
+        raise SpecError(f"{launcher.name} -{shown(letter)}: no such option: give one of {known}")
     return launcher.letters[letter], Word(value, word.fills) if value else None

@@ -1,4 +1,4 @@
-"""What the commands of a shell's script do up to where they start ranks, read and not run."""
+"""The effects of a shell script's commands up to those that start ranks; nothing is run."""
 
 from __future__ import annotations
 
@@ -37,37 +37,37 @@ _LAUNCH_ENV = launch_job(  # what every launch sets
 
 @dataclass
 class Script:
-    """What the commands of a script have done, up to here."""
+    """The state of a script after the commands read so far."""
 
     folder: str = ""
     left: str = ""  # the folder before that one
     variables: dict[str, Word] = field(default_factory=dict)
-    filled: set[str] = field(default_factory=set)  # the names of those whose values are in words now
+    filled: set[str] = field(default_factory=set)  # the names of those that were expanded
     values: Values = field(default_factory=lambda: Values([], {}, used=set()))
-    own: dict[str, tuple[Word, int]] = field(default_factory=dict)  # not exported, with their lines
+    own: dict[str, tuple[Word, int]] = field(default_factory=dict)  # variables that are not exported, with their lines
     repositories: list[Repository] = field(default_factory=list)
     setup: list[str] = field(default_factory=list)
-    written: dict[str, tuple[str, int]] = field(default_factory=dict)  # files, with their texts and the lines of these
-    used_lines: set[int] = field(default_factory=set)  # of texts of programs
-    needed: list[str] = field(default_factory=list)  # variables without which it does not go on
+    written: dict[str, tuple[str, int]] = field(default_factory=dict)  # files, each with its text and line
+    used_lines: set[int] = field(default_factory=set)  # of files that are started
+    needed: list[str] = field(default_factory=list)  # variables without which the script exits
     image: str = ""
     before_case: Script | None = None
     num_commands: int = 0
     num_fills: int = 0
-    num_chars: int = 0  # in texts that shells are given
-    num_seen: int = 0  # by all that it starts: variables, repositories
+    num_chars: int = 0  # in texts passed to shells
+    num_seen: int = 0  # variables and repositories, summed over all launches
     launches: list[tuple[int, Launch]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
-    others: dict[str, list[int]] = field(default_factory=dict)  # commands that are not carried over, with their lines
+    others: dict[str, list[int]] = field(default_factory=dict)  # commands that are not imported, with their lines
 
     @property
     def job(self) -> dict[str, Any]:
-        """What a script that we have exported says of its job; empty for any other."""
+        """The job that one of our own exported scripts runs; empty for other scripts."""
         found = self.written.get(_JOB_SPEC)
         return read_job(found[0]) if found is not None else {}
 
     def forget(self, path: str) -> None:
-        """Say of a file no more what stands in it: who wrote it is a command that is not carried over."""
+        """Forget the text of a file; the command that wrote it then counts as not imported."""
         if (found := self.written.pop(path, None)) is not None:
             self.others.setdefault("printf", []).append(found[1])
 
@@ -75,22 +75,22 @@ class Script:
         self.before_case = replace(self, variables=dict(self.variables), setup=list(self.setup), before_case=None)
 
     def end_branch(self) -> None:
-        """Forget what a branch of a case has done to the shell: another one runs instead of it."""
+        """Undo the effects of a case's branch on the shell, as the next branch is an alternative."""
         if (before := self.before_case) is not None:
             self.folder, self.left = before.folder, before.left
             self.variables, self.setup = dict(before.variables), list(before.setup)
 
 
 def take_all(script: Script, commands: Sequence[Command], values: Values) -> None:
-    """Take the commands of one shell."""
+    """Apply the commands of one shell to ``script``. Raises: SpecError."""
     outer, script.values = script.values, values
     script.num_commands += len(commands)
     if script.num_commands > _MOST_COMMANDS:
-        said = f"there are more than {_MOST_COMMANDS:,} commands up to here: give fewer"
+        said = f"more than {_MOST_COMMANDS:,} commands up to here: give fewer"
         raise SpecError(f"line {commands[0].line}: {said}")
     for command in commands:
         script.num_fills += sum(len(word.fills) for word in command.words)
-        may_fill = script.num_fills <= _MOST_FILLS  # what is not filled in is told
+        may_fill = script.num_fills <= _MOST_FILLS  # variables that stay unexpanded are reported
         _take(script, replace(command, words=values.fill(command.words) if may_fill else command.words))
     script.values = outer
 
@@ -118,9 +118,9 @@ def _take_words(script: Script, command: Command) -> None:
         script.own[command.array] = Word(""), command.line
     elif (text := find_text(texts)) is not None:
         script.left_out += name_before_text(texts, text)
-        script.num_chars += 1000 + len(text)  # each is handed the variables, too
+        script.num_chars += 1000 + len(text)  # each shell gets a copy of the variables, too
         if script.num_chars > MOST_BYTES:
-            raise SpecError(f"line {command.line}: the texts of shells up to here are {TOO_LARGE}")
+            raise SpecError(f"line {command.line}: the texts passed to shells up to here are {TOO_LARGE}")
         _take_inner(script, command, split_script(text))
     elif name == "export" or _are_variables(texts):
         _take_variables(script, command, is_exported=name == "export")
@@ -163,7 +163,7 @@ def _go(folder: str, path: str) -> str:
 
 
 def _sets_variable(texts: Sequence[str]) -> bool:
-    """Whether ``set`` has more than options, as in other shells than those of POSIX, where it sets a variable."""
+    """Return whether ``set`` has arguments besides options, which sets a variable in shells other than POSIX ones."""
     return texts[0] == "set" and any(
         text[:1] not in ("-", "+") and not (before[-1:] == "o" and before[:1] in ("-", "+"))
         for before, text in itertools.pairwise(texts)
@@ -171,7 +171,7 @@ def _sets_variable(texts: Sequence[str]) -> bool:
 
 
 def _take_ours(script: Script, command: Command, texts: list[str]) -> bool:
-    """Take what the scripts consist of that we export; say whether that is any."""
+    """Apply a command as our own exported scripts use them; returns whether it is such a command."""
     last = command.words[-1]
     if texts[0] == "case":
         script.begin_case()
@@ -199,16 +199,16 @@ def _take_variables(script: Script, command: Command, *, is_exported: bool) -> N
             is_set_up = is_exported and word.fills and word.is_known(*_OF_NODE, match[1])
             if is_set_up and not may_be_secret(match[1], match[2]):
                 script.setup.append(f"export {word.written}")
-            elif is_exported or match[1] in script.variables:  # which stays exported
+            elif is_exported or match[1] in script.variables:  # a variable stays exported
                 script.variables[match[1]] = value
             else:
                 script.own[match[1]] = value, command.line
         elif is_exported and word.text in script.own:
             script.variables[word.text] = script.own.pop(word.text)[0]
         elif is_added:
-            script.left_out.append(f"{shown(name, most=60)}: more is added to it (line {command.line}): write it out")
+            script.left_out.append(f"{shown(name, most=60)}: += (line {command.line}) is not applied: give the value")
     if len(script.variables) + len(script.own) > _MOST_VARIABLES:
-        raise SpecError(f"line {command.line}: there are more than {_MOST_VARIABLES:,} variables: give fewer")
+        raise SpecError(f"line {command.line}: more than {_MOST_VARIABLES:,} variables: give fewer")
 
 
 def _take_clone(script: Script, command: Command) -> None:
@@ -221,23 +221,23 @@ def _take_clone(script: Script, command: Command) -> None:
 
 
 def _take_runai(script: Script, texts: Sequence[str]) -> None:
-    """Take the image of a command that submits to Run:ai; what else it says is Run:ai's."""
+    """Take the image from a command that submits to Run:ai; its other options are for Run:ai."""
     for option, value in itertools.pairwise(texts):
         if option in ("-i", "--image"):
             script.image = value
-    script.left_out.append("runai: of what it is given the image alone is carried over")
+    script.left_out.append("runai: of its options only the image is imported")
 
 
 def _start(script: Script, launch: Launch, command: Command) -> None:
-    """Note a command that starts ranks, with what it finds: variables, and the folder that it is in.
+    """Add a command that starts ranks, with the variables and the folder that it sees.
 
-    Raises: SpecError where so many are started that it would take minutes.
+    Raises: SpecError when there are so many that it would take minutes.
     """
     script.num_seen += len(script.needed) + len(script.repositories)
     texts = [*(word.text for word in script.variables.values()), *script.setup]
     script.num_seen += sum(1 + len(text) // 1000 for text in texts)
     if script.num_seen > MOST_VALUES:
-        said = "the commands up to here start ranks with too many variables, or lines before them: give fewer"
+        said = "the commands up to here start ranks with too many variables, or too many setup lines: give fewer"
         raise SpecError(f"line {command.line}: {said}")
     put_variables(launch, {name: word for name, word in script.variables.items() if word.text != _LAUNCH_ENV.get(name)})
     if script.needed:
@@ -258,9 +258,9 @@ def _start(script: Script, launch: Launch, command: Command) -> None:
 
 
 def _place_source(script: Script, source: dict[str, Any]) -> bool:
-    """Say in which folder, or repository, the script is; whether that is where its ranks run."""
+    """Put the folder, or the repository, of the script into ``source``; returns whether its ranks run there."""
     named = source["script"]
-    if named.startswith(_SOURCE):  # torchrun is told $$ there, for $
+    if named.startswith(_SOURCE):  # in arguments of torchrun $$ means $
         named = _SOURCE + named.removeprefix(_SOURCE).replace("$$", "$")
     path = _go(script.folder, named)
     if path in script.written:
@@ -268,7 +268,7 @@ def _place_source(script: Script, source: dict[str, Any]) -> bool:
         script.used_lines.add(line)
         del source["script"]
         return False
-    is_ours = _JOB_SPEC in script.written  # it goes to the folder of the source first, and on to that of the node
+    is_ours = _JOB_SPEC in script.written  # it changes to the folder of the source, then to that of the node
     folders = [script.folder, *([script.left] if is_ours else [])]
     for repository in reversed(script.repositories):
         if path.startswith(f"{repository.folder}/"):

@@ -1,4 +1,4 @@
-"""Scripts of a shell that start torchrun or accelerate, and single command lines, as a spec; nothing of them is run."""
+"""Shell scripts that start torchrun or accelerate, and single command lines, as a spec; nothing in them is run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OUR_SBATCH = ("job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-pe
 
 
 def import_command(words: Sequence[str]) -> Imported:
-    """Read one command line, which has been split into words. Raises: SpecError."""
+    """Import a command line that has been split into words. Raises: SpecError."""
     script = Script()
     if (text := find_text(words)) is not None:
         found = _read_text(text, "")
@@ -58,7 +58,7 @@ def _read(foreign: Foreign) -> Imported:
         raise SpecError(put_place(foreign.name, str(exc))) from None
 
 
-COMMAND = Importer(_is_one, _read, "a command line of torchrun or accelerate launch, or a script of a shell with one")
+COMMAND = Importer(_is_one, _read, "a command line of torchrun or accelerate launch, or a shell script with one")
 
 
 def _read_text(text: str, stem: str) -> Imported:
@@ -70,7 +70,7 @@ def _read_text(text: str, stem: str) -> Imported:
     named = [name for name in options if name not in used and (not script.job or name not in _OUR_SBATCH)]
     if named:
         shown_names = ", ".join(f"--{name}" if name[1:] else f"-{name}" for name in named)
-        script.left_out.append(f"#SBATCH {shown_names}: for Slurm alone: see the options of export slurm")
+        script.left_out.append(f"#SBATCH {shown_names}: only for Slurm: see the options of export slurm")
     return _make(script, stem)
 
 
@@ -91,19 +91,19 @@ def _make(script: Script, stem: str) -> Imported:
         missing = []
     if nodes:
         fields["nodes"] = nodes
-        # the others are as these: what is wrong with a long one is not found thousands of times
+        # the remaining nodes are copies: a fault is then not reported thousands of times
         PipelineSpec.from_dict({**fields, "nodes": nodes[: len(launches) + 1]})
     if script.image:
         fields["image"] = script.image
     if len(launches) == 1 and first.node_rank and not job:
-        missing.append(f"node {first.node_rank}: the command is that of one node: all nodes get the same")
+        missing.append(f"node {first.node_rank}: the command is for this node: all nodes get the same")
     own = [
-        f"{name}: a variable of the shell alone (line {line})"
+        f"{name}: a shell variable that is not exported (line {line})"
         for name, (_, line) in script.own.items()
         if name not in script.filled
     ]
     left_out = [*own, *script.left_out, *(each for launch in launches for each in launch.left_out), *missing]
-    setup = first.fields["source"].get("setup", ())  # that of all
+    setup = first.fields["source"].get("setup", ())  # of all nodes
     left_out += [f"source.setup: {said}" for line in setup for said in warn_of_secrets(line.split())]
     for path in list(script.written):
         script.forget(path)
@@ -112,14 +112,14 @@ def _make(script: Script, stem: str) -> Imported:
             continue
         at = ", ".join(map(str, lines[:_MOST_LINES])) + (" and more" if lines[_MOST_LINES:] else "")
         if not job or not (name in _OUR_COMMANDS or name.isdecimal() or name in names):
-            left_out.append(f"{shown(name, most=60)} (line {at}): a command of the shell: give source.setup if needed")
-    if job:  # what we have written there is carried
+            left_out.append(f"{shown(name, most=60)} (line {at}): a shell command: put it into source.setup if needed")
+    if job:  # the lines of our own script are imported
         left_out = [line for line in left_out if not _OUR_OWN.match(line) and not line.startswith(f"{first.address}: ")]
     return Imported("command", PipelineSpec.from_dict(fields), left_out=tuple(dict.fromkeys(left_out)))
 
 
 def _whole(launch: Launch) -> dict[str, Any]:
-    """Give its fields with the program at one path, from whichever folder it is started."""
+    """Return its fields with the path of the program as one, so that launches can be compared."""
     source = dict(launch.fields["source"])
     path, entry = source.pop("path", ""), source.pop("entry", "")
     named = posixpath.join(path, entry) if path else source.pop("script", entry)
@@ -127,14 +127,14 @@ def _whole(launch: Launch) -> dict[str, Any]:
 
 
 def _order(script: Script) -> list[Launch]:
-    """Give the commands that start ranks by their nodes. Raises: SpecError where they are of several jobs."""
+    """Return the commands that start ranks, sorted by node rank. Raises: SpecError for several jobs."""
     if not script.launches:
-        raise SpecError("starts neither torchrun nor accelerate in a command of its own: write that command out")
+        raise SpecError("no command starts torchrun or accelerate directly: write that command out")
     (line, first), *others = script.launches
     for other_line, other in others:
         if _whole(other) != _whole(first) or other.nodes != first.nodes:
-            raise SpecError(f"line {other_line}: starts something else than line {line}: give a file with one of them")
+            raise SpecError(f"line {other_line}: starts a different job than line {line}: give a file with one of them")
     launches = [launch for _, launch in sorted(script.launches, key=lambda each: each[1].node_rank)]
     if not script.job and others and len({launch.node_rank for launch in launches}) < len(launches):
-        raise SpecError(f"line {others[0][0]}: starts the same as line {line}: give a file with one of them")
+        raise SpecError(f"line {others[0][0]}: starts the same job as line {line}: give a file with one of them")
     return launches

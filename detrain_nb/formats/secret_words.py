@@ -1,4 +1,4 @@
-"""What may be a secret in a file of somebody else's: by its name, by how it begins, or as the password of a URL."""
+"""Detection of likely secrets in other tools' files: by name, by prefix, or as the password of a URL."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _GIVEN = re.compile(r"([-+]{0,2}[A-Za-z_][\w.-]*+)=(.*)", re.DOTALL | re.ASCII)
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Whether the value of a variable or an option of that name looks like one."""
+    """Return whether a variable or an option looks like a secret, by its name or its value."""
     return bool(SECRET_NAME.search(name.replace("-", "_")) or _TOKEN.search(value)) or has_password_of_user(value)
 
 
 def warn_of_secrets(words: Sequence[str]) -> Iterator[str]:
-    """Name the arguments that look like secrets, or have one behind them: the script needs them, so they are kept."""
+    """Yield a warning for each argument that looks like a secret; they are kept, as the script needs them."""
     for before, text in itertools.pairwise(("", *words)):
         option = before if before.startswith("--") and "=" not in before and text[:2] != "--" else ""
         given = _GIVEN.fullmatch(text)
@@ -36,5 +36,5 @@ def warn_of_secrets(words: Sequence[str]) -> Iterator[str]:
             option = given[1]
         elif not may_be_secret(option, text):
             continue
-        said = "its value may be a secret, and a spec keeps it: have the script read a variable instead"
+        said = "its value may be a secret, and the spec contains it: have the script read a variable instead"
         yield f"{shown(option, most=60) or 'an argument'}: {said}"

@@ -1,6 +1,6 @@
-"""What variables of a script have, where it says that once and in plain signs, and the numbers of #SBATCH: filled in.
+"""Expansion of shell variables whose value is certain: set once, to plain text, or by a number of #SBATCH.
 
-What a branch, a loop, another shell or a command may change stays as it is, and so does what may be a secret.
+A variable that a branch, a loop, another shell or a command may change is not expanded, nor is a likely secret.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .shell_words import FILLS, Command, Word
 
 __all__ = ["BATCH_NUMBERS", "Values", "read_batch_options"]
 
-BATCH_NUMBERS: Mapping[str, tuple[str, ...]] = {  # the variables that have the number of an option of sbatch
+BATCH_NUMBERS: Mapping[str, tuple[str, ...]] = {  # the variables that sbatch sets from an option
     **dict.fromkeys(("nodes", "N"), ("SLURM_NNODES", "SLURM_JOB_NUM_NODES")),
     **dict.fromkeys(("ntasks", "n"), ("SLURM_NTASKS", "SLURM_NPROCS")),
     **dict.fromkeys(("cpus-per-task", "c"), ("SLURM_CPUS_PER_TASK",)),
@@ -41,7 +41,7 @@ _SETTERS = (
 
 
 class Values:
-    """What variables surely have in the commands of one shell; ``used`` takes the names of those filled in."""
+    """The certain values of variables in one shell's commands; ``used`` collects the names of those expanded."""
 
     def __init__(self, commands: Sequence[Command], known: Mapping[str, str], *, used: set[str]) -> None:
         times = Counter(name for name, _ in _list_changes(commands))
@@ -50,13 +50,13 @@ class Values:
         self._used = used
 
     def note(self, name: str, word: Word) -> None:
-        """Take what a command gives a variable, where it keeps that."""
+        """Record the value of an assignment, if the variable keeps it."""
         is_plain = not word.fills and _PLAIN.fullmatch(word.text)
         if name in self._once and is_plain and not may_be_secret(name, word.text):
             self.known[name] = word.text
 
     def fill(self, words: Sequence[Word]) -> list[Word]:
-        """Fill in what is sure."""
+        """Return the words with certain variables expanded."""
         filled: list[Word] = []
         for before, word in zip([Word(""), *words], words):
             new = self._fill(word)
@@ -74,7 +74,7 @@ class Values:
             or not any(_name_of(each) in self.known for each in word.fills)
         ):
             return word
-        if FILLS.findall(word.text) != [fill for fill in word.fills if fill[0] in "$`"]:  # some of it is in quotes
+        if FILLS.findall(word.text) != [fill for fill in word.fills if fill[0] in "$`"]:  # some are quoted
             return word
 
         def put(found: re.Match[str]) -> str:
@@ -89,7 +89,7 @@ def _name_of(fill: str) -> str:
 
 
 def _list_changes(commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
-    """Name each variable that a command changes, and whether it is sure to give it what stands there."""
+    """Yield each variable that a command changes, and whether the assignment is certain to run as written."""
     depth = 0
     for command in commands:
         texts, at = [word.text for word in command.words], 0
@@ -112,7 +112,7 @@ def _list_changes(commands: Sequence[Command]) -> Iterator[tuple[str, bool]]:
 
 
 def read_batch_options(text: str) -> tuple[list[str], dict[str, str]]:
-    """Return the options in lines of #SBATCH, and the variables that have the number of one in the job."""
+    """Return the options in #SBATCH lines, and the values of the variables that sbatch sets from them."""
     given: dict[str, set[str]] = {}
     for line in _BATCH_LINE.findall(text):
         words = _split(line)

@@ -1,7 +1,7 @@
-"""The commands in a script of a shell, taken apart and never run: nothing is filled in, and what would be is told.
+"""The commands of a shell script, split but never run: nothing is expanded, but expansions are reported.
 
-The time grows with the length alone. What decides which commands run (if, case, loops, functions) is not followed: all
-of them are given, in their order.
+The time is linear in the length. Control flow (if, case, loops, functions) is not followed: all commands are
+returned, in order.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..storage import shown
 __all__ = ["FILLS", "Command", "Word", "as_words", "split_script"]
 
 _MOST_COMMANDS, _MOST_WORDS, _MOST_PIECES = 10_000, MOST_VALUES, 2 * MOST_VALUES
-# What the shell fills in; it ends at the next $ at the latest: all of them are found in one pass.
+# What the shell expands; a match ends at the next $ at the latest, so one pass finds all.
 FILLS = re.compile(r"\$\{[^}$]*+\}?|\$\([^)$]*+\)?|\$[A-Za-z_]\w*+|\$[0-9@*#?$!-]|`[^`]*+`?", re.ASCII)
 _PIECE = re.compile(
     r"""
@@ -34,19 +34,19 @@ _PIECE = re.compile(
     """,
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
-# What may stand in quotes, in $(...) and in ${...}, each by what ends it, and what ends what begins there.
+# What to look for inside quotes, $(...) and ${...}, keyed by what closes them: escapes, nested openings, the close.
 _INSIDE = {
     '"': re.compile(r"""\\.|`[^`]*+`|\$[({]|["]""", re.DOTALL),
     ")": re.compile(r"""\\.|`[^`]*+`|'[^']*+'|\$[({]|["()]""", re.DOTALL),
     "}": re.compile(r"""\\.|`[^`]*+`|\$[({]|["}]""", re.DOTALL),
 }
 _NO_BEGIN = re.compile("#|[0-9]++")
-_DOCUMENT = re.compile("[0-9]*<<-?")  # the redirect with which one begins
-_WHOLE = re.compile(r"1?>\|?")  # with which a file gets all that is printed, and nothing else
+_DOCUMENT = re.compile("[0-9]*<<-?")  # the redirect that begins a here-document
+_WHOLE = re.compile(r"1?>\|?")  # a redirect that makes stdout the whole content of a file
 _CLOSES = {'"': '"', "$(": ")", "(": ")", "${": "}"}
 _MOST_LEVELS = 100
 _OF_WORDS = ("single", "double", "escaped", "filled", "plain")
-# What the shell puts names of files, or several words, in the place of, where no quotes are around it.
+# What the shell expands to file names, or to several words, unless quoted.
 _FILES, _BRACES = re.compile(r"[*?]|\[[^\[\]]++\]"), re.compile(r"\{([^{}]*+)\}")
 _TILDE = re.compile(r"(?:[A-Za-z_]\w*+=(?:[^:~]*+:)*+)?(~[^:]*+)", re.ASCII)
 _ARRAY = re.compile(r"([A-Za-z_]\w*+)\+?=", re.ASCII)
@@ -56,9 +56,9 @@ _IN_QUOTES = re.compile(r"""\\(["\\$`])|\\\n""")
 
 @dataclass(frozen=True)
 class Word:
-    """One word as the shell hands it on; ``fills``: the parts of it that the shell would put something in place of.
+    """One word as the shell passes it on; ``fills`` are the parts that the shell would expand.
 
-    ``written`` is how it stands in the script, with its quotes.
+    ``written`` is its spelling in the script, with its quotes.
     """
 
     text: str
@@ -66,33 +66,33 @@ class Word:
     written: str = field(default="", compare=False)
 
     def is_known(self, *names: str) -> bool:
-        """Whether any shell fills it in alike: with the homes of users, and with variables of these names."""
+        """Return whether it expands alike in any shell: it has only ``~``, and variables of these names."""
         return all(fill[0] == "~" or fill.strip("${}") in names for fill in self.fills)
 
 
 @dataclass
 class Command:
-    """The words of one command, its line in the script, and the words behind ``<`` and ``>``, which are none of it."""
+    """The words of one command, its line in the script, and the files of its redirects."""
 
     line: int = 0
     words: list[Word] = field(default_factory=list)
     files: list[Word] = field(default_factory=list)
-    outputs: dict[str, bool] = field(default_factory=dict)  # behind >: is what it prints all that they have?
-    is_sure: bool = False  # this shell runs it, unless a keyword says otherwise: no &&, no ||, no pipe, no brackets
-    ends_branch: bool = False  # of a case: ;; stands behind it, maybe with no word before
-    array: str = ""  # the name of a variable that has these words, which are then no command
+    outputs: dict[str, bool] = field(default_factory=dict)  # files after >; whether its output is all they contain
+    is_sure: bool = False  # this shell runs it, apart from keywords: no &&, no ||, no pipe, no parentheses
+    ends_branch: bool = False  # of a case: ;; follows it, possibly with no words
+    array: str = ""  # the name of a variable that is set to these words, which are then not a command
 
     def __str__(self) -> str:
         return " ".join(word.text for word in self.words)
 
 
 def as_words(argv: Sequence[str]) -> list[Word]:
-    """Take words that a shell, or nobody, has split; a ``$NAME`` in one is told as in a script."""
+    """Return words of an argv; a ``$NAME`` in one is reported as an expansion, as in a script."""
     return [Word(text, tuple(part for part in FILLS.findall(text) if part != "$$")) for text in argv]
 
 
 def split_script(text: str) -> list[Command]:
-    """Split a script into its commands. Raises: SpecError with the line; so where there are very many of them."""
+    """Split a script into its commands. Raises: SpecError with the line, also when there are too many."""
     found: list[Command] = []
     for command in _Splitter(text).commands():
         found += [command] if command.words or command.ends_branch else []
@@ -102,12 +102,12 @@ def split_script(text: str) -> list[Command]:
 
 
 class _Splitter:
-    """One pass over a script."""
+    """One pass over a script, which yields its commands."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
         self._line = 1
-        self._ends: list[tuple[str, bool]] = []  # of here-documents; may tabs stand before?
+        self._ends: list[tuple[str, bool]] = []  # of here-documents; whether tabs may precede them
 
     def commands(self) -> Iterator[Command]:
         command, pieces, is_file, num_words = Command(), list[tuple[str, str]](), False, 0
@@ -157,12 +157,12 @@ class _Splitter:
             found = _PIECE.match(self._text, self._at)
             if found is None:
                 sign = self._text[self._at]
-                raise SpecError(f"line {self._line}: {sign!r} begins what does not end: close it")
+                raise SpecError(f"line {self._line}: {sign!r} is not closed: close it")
             piece, kind, line = found[0], str(found.lastgroup), self._line
             if kind == "opens":
                 piece, kind = self._read_to_end(piece), "double" if piece == '"' else "filled"
             elif is_in_word and kind in ("comment", "redirect") and (plain := _NO_BEGIN.match(piece)):
-                piece, kind = plain[0], "plain"  # behind an escaped sign, which looks like the end of a word
+                piece, kind = plain[0], "plain"  # after an escaped character, which looks like the end of a word
             elif kind == "comment":
                 piece = self._text[self._at : self._line_end()]
             is_in_word = kind in _OF_WORDS or (is_in_word and kind == "joined")
@@ -178,12 +178,12 @@ class _Splitter:
         return len(self._text) if end < 0 else end
 
     def _read_to_end(self, opened: str) -> str:
-        """Return what begins here with ``opened``, with all that stands inside of it."""
+        """Return the text from ``opened`` to what closes it."""
         closes, at = [_CLOSES[opened]], self._at + len(opened)
         while closes:
             found = _INSIDE[closes[-1]].search(self._text, at)
             if found is None or len(closes) > _MOST_LEVELS:
-                raise SpecError(f"line {self._line}: {opened!r} begins what does not end: close it")
+                raise SpecError(f"line {self._line}: {opened!r} is not closed: close it")
             at = found.end()
             if found[0] == closes[-1]:
                 closes.pop()
@@ -192,12 +192,12 @@ class _Splitter:
         return self._text[self._at : at]
 
     def _pass_documents(self) -> None:
-        """Go on behind the here-documents that were begun."""
+        """Skip the here-documents that were begun."""
         for end, is_indented in self._ends:
             begun, line = self._line, None
             while line != end:
                 if self._at >= len(self._text):
-                    raise SpecError(f"line {begun}: the text up to {shown(repr(end), most=60)} has no end: give one")
+                    raise SpecError(f"line {begun}: the here-document has no line {shown(repr(end), most=60)}: add it")
                 after = self._text.find("\n", self._at) + 1 or len(self._text) + 1
                 line = self._text[self._at : after - 1].removesuffix("\r")
                 line = line.lstrip("\t") if is_indented else line
@@ -207,7 +207,7 @@ class _Splitter:
 
 
 def _name_array(pieces: Sequence[tuple[str, str]]) -> str:
-    """Return the name of the variable whose list of words begins behind these pieces; empty where none does."""
+    """Return the name of the variable whose array begins after these pieces; empty if none does."""
     match = _ARRAY.fullmatch(pieces[0][1]) if len(pieces) == 1 and pieces[0][0] == "plain" else None
     return match[1] if match else ""
 
@@ -217,7 +217,7 @@ def _is_expanded(plain: str) -> bool:
 
 
 def _join(pieces: Sequence[tuple[str, str]]) -> Word:
-    """Make one word of what stands there without a blank."""
+    """Join adjacent pieces into one word."""
     texts, fills = list[str](), list[str]()
     if pieces[0][0] == "plain" and (home := _TILDE.match(pieces[0][1])):
         fills.append(home[1])

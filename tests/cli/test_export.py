@@ -103,7 +103,7 @@ def test_spec_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     ("words", "said"),
     [
         (["import"], "give a file, or a command line after --"),
-        (["import", "SPEC", "--from", "command"], "my spec.yaml: starts neither torchrun nor accelerate"),
+        (["import", "SPEC", "--from", "command"], "my spec.yaml: no command starts torchrun or accelerate"),
         (["export", "torchrn", "SPEC"], "'torchrn' is not an export format: give one of torchrun, slurm"),
         (["export", "torchrun", "SPEC", "--time", "5"], "torchrun has no option --time: it has no options"),
         (

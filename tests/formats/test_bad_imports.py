@@ -163,9 +163,12 @@ SQUARES |= {  # these took minutes, or gigabytes
     "a name in a host": (f"Host {'a' * 250}\n HostName {'%h' * 450_000}", "hostname .*at most 4,096 characters"),
     "a long name of a host": (f"Host {'a' * 990_000}", "Host a{60}: "),
     "escaped signs": ("torchrun a.py\n" + r"\ #" * 320_000, "more than 200,000 blanks"),
-    "texts of shells": (f"sh -c '{'x' * 99}\n'\n" * 9000 + "torchrun a.py", "texts of shells up to here are larger"),
+    "texts of shells": (
+        f"sh -c '{'x' * 99}\n'\n" * 9000 + "torchrun a.py",
+        "texts passed to shells up to here are",
+    ),
     "commands of shells": ((f"sh -c '{'x;' * 9000}'\n") * 3 + "torchrun a.py", "more than 20,000 commands up to here"),
-    "setup of launches": ("ulimit -n 9\n" * 4900 + ONCE_MORE[:60_000], "too many variables, or lines"),
+    "setup of launches": ("ulimit -n 9\n" * 4900 + ONCE_MORE[:60_000], "too many variables, or too many setup lines"),
     "variables of one line": (f"{MANY}\ntorchrun a.py", "more than 1,000 variables"),
     "commands of services": (
         format_document(

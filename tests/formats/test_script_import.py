@@ -109,7 +109,7 @@ def test_options_of_torchrun_are_read_in_every_spelling(begin: str) -> None:
     }
     named = " ".join(left_out)
     assert all(f"{each}: " in named for each in ("--rdzv-conf x", "--role", "--redirects", "--tee", "log"))
-    assert "which host is node-1 to node-3" in named
+    assert "no host name for node-1 to node-3" in named
     assert ("srun: " in named) == ("/opt/x/torchrun: " in named) == begin.startswith("srun")
 
 
@@ -254,17 +254,15 @@ def test_options_in_a_variable_are_named_and_the_program_is_found() -> None:
         "${RUN_ARGS[@]}",
         "--tee",
     ]
-    with pytest.raises(
-        SpecError, match=r"line 1: '\$RUN': the shell puts something in its place: give a file that ends"
-    ):
+    with pytest.raises(SpecError, match=r"line 1: '\$RUN': the shell expands it: give a file that ends"):
         _fields("torchrun $RUN a.py")
     fields, left_out = _fields("CUDA_VISIBLE_DEVICES=0,1 accelerate launch --num_processes $N a.py")
     assert fields["nodes"] == [{"host": "localhost", "devices": [0, 1]}] and "--num-processes: " in left_out[0]
     assert _fields("set -euo pipefail\nset -x A 1\ndocker run -it i torchrun a.py")[1] == (
-        "docker: what stands before torchrun is not carried over, nor its image i",
-        "set (line 2): a command of the shell: give source.setup if needed",
+        "docker: the part before torchrun is not imported, nor its image i",
+        "set (line 2): a shell command: put it into source.setup if needed",
     )
-    with pytest.raises(SpecError, match="in a command of its own: write that command out"):
+    with pytest.raises(SpecError, match="no command starts torchrun or accelerate directly: write that command out"):
         _fields("# torchrun a.py\nssh h 'torchrun a.py'")
     fields, left_out = _fields("accelerate launch --num_machines $N --num_processes 16 a.py")
     assert "nodes" not in fields and len(left_out) == 2
@@ -303,10 +301,10 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
         "entry": "a.py",
     }
     assert left_out == ("git clone: the user and password in its URL: give source.git.token",)
-    with pytest.raises(SpecError, match=r"^start\.sh: line 1: git clone: leave the password out of its URL$"):
+    with pytest.raises(SpecError, match=r"^start\.sh: line 1: git clone: the URL contains a password: leave it out$"):
         _fields("git clone https://me:sec/ret@example.org/a; torchrun a/a.py")
     left_out = _fields("git clone 'https://example.org/a/b.git?private_token=x' b; torchrun b/a.py")[1]
-    assert left_out[0].startswith("git clone: what stands behind the ? of its URL may be a secret")
+    assert left_out[0].startswith("git clone: the part of its URL after ? may be a secret")
     clone = 'GIT_SSH_COMMAND="ssh -i \'" git clone --depth=1 -u evil --template x -c a.b=c -q https://a.org/b'
     fields, left_out = _fields(f"{clone}\ntorchrun b/a.py")
     assert fields["source"] == {"git": {"url": "https://a.org/b"}, "entry": "a.py"}
@@ -314,7 +312,7 @@ def test_repository_and_folder_are_found_where_the_script_goes() -> None:
     assert [line.partition(":")[0] for line in left_out] == named
     assert _fields("cd x; bash -lc 'cd y; torchrun z/a.py'")[0]["source"] == {"path": "x/y", "entry": "z/a.py"}
     assert _fields("python other.py lr=1\ntorchrun a.py")[1] == (
-        "python (line 1): a command of the shell: give source.setup if needed",
+        "python (line 1): a shell command: put it into source.setup if needed",
     )
 
 
@@ -324,7 +322,7 @@ def test_text_of_the_program_is_all_that_its_file_has_or_the_command_is_named() 
     for line in (">>train.py", "2>train.py", "<train.py", ">train.py\necho x >>train.py", ">other.py"):
         fields, left_out = _fields(f"{write} {line}\ntorchrun train.py")
         assert fields["source"] == {"path": "d", "entry": "train.py"}
-        assert "printf (line 1): a command of the shell: give source.setup if needed" in left_out
+        assert "printf (line 1): a shell command: put it into source.setup if needed" in left_out
 
 
 def test_lines_that_set_up_a_node_and_the_image_are_carried() -> None:
@@ -361,7 +359,7 @@ def test_gpus_that_are_named_are_those_of_the_node() -> None:
     assert _fields(f"{gpus} torchrun --nproc-per-node 2 a.py")[0]["nodes"] == [{"host": "localhost", "devices": [2, 3]}]
     fields, left_out = _fields(f"export {gpus}\ntorchrun --nproc-per-node 3 a.py")
     assert fields["nodes"] == [{"host": "localhost", "ranks": 3}]
-    assert left_out == ("GPUs 2,3: a node has 3 ranks, and each has a GPU of its own: give nodes.devices",)
+    assert left_out == ("GPUs 2,3: a node has 3 ranks, and each needs its own GPU: give nodes.devices",)
 
 
 def test_exported_script_comes_back_from_other_folders_too() -> None:
@@ -397,7 +395,7 @@ def test_what_was_added_to_an_exported_script_is_named() -> None:
     ],
 )
 def test_image_that_stands_before_a_command_is_named(before: str, image: str) -> None:
-    said = f" is not carried over{f', nor its image {image}' if image else ''}"
+    said = f" is not imported{f', nor its image {image}' if image else ''}"
     for command in (f"{before} torchrun a.py", f"{before} bash -lc 'torchrun a.py'"):
         assert any(line.endswith(said) for line in _fields(command)[1])
     words = [*before.split(), "bash", "-c", "torchrun a.py"]
@@ -412,25 +410,28 @@ def test_command_lines_of_several_nodes_are_one_job() -> None:
     assert fields["nodes"] == [{"host": "a", "ranks": 1}, {"host": "node-1", "ranks": 2}]
     text = "\nsrun --container-image=x bash -c '\n\npip install x; torchrun a.py' >log"
     assert [line.partition(": ")[0] for line in _fields(text)[1]] == ["srun", "log", "pip (line 2)"]
-    with pytest.raises(SpecError, match=r"^start\.sh: line 2: starts something else than line 1: give a file with one"):
+    with pytest.raises(SpecError, match=r"^start\.sh: line 2: starts a different job than line 1: give a file with"):
         _fields("torchrun a.py\ntorchrun b.py")
 
 
 @pytest.mark.parametrize(
     "command, fault",
     [
-        ("torchrun --nnodes 0 a.py", r"torchrun --nnodes '0': give a number of nodes, 1 to 10,000, or a range as 1:4"),
+        (
+            "torchrun --nnodes 0 a.py",
+            r"torchrun --nnodes '0': give a number of nodes, 1 to 10,000, or a range such as",
+        ),
         ("torchrun --nnodes 3:2 a.py", "--nnodes '3:2': give"),
         ("torchrun --nproc-per-node many a.py", "--nproc-per-node 'many': give auto, gpu, cpu or a number"),
         ("torchrun --rdzv-endpoint u:pw@h a.py", r"--rdzv-endpoint 'u:\*\*\*@h': give host:port"),
         ("torchrun --nproc-per-node 99999999 a.py", "--nproc-per-node '99999999': give"),
-        ("torchrun --rdzv a.py", "torchrun --rdzv: may be --rdzv-backend or --rdzv-conf"),
-        ("torchrun --gpus 2 a.py", "torchrun --gpus: it has no such option"),
+        ("torchrun --rdzv a.py", "torchrun --rdzv: could be --rdzv-backend or --rdzv-conf"),
+        ("torchrun --gpus 2 a.py", "torchrun --gpus: no such option"),
         ("torchrun --nnodes", "torchrun --nnodes has no value: give one"),
-        ("torchrun", "torchrun: no program stands behind its options"),
+        ("torchrun", "torchrun: no program after its options"),
         ("torchrun --no-python ./a", "--no-python: a spec runs Python"),
         ("torchrun train", "'train': a spec runs a Python file"),
-        ("torchrun --standalone --nnodes 2 a.py", "--standalone has one node"),
+        ("torchrun --standalone --nnodes 2 a.py", "--standalone is for one node"),
         ("torchrun --master-port 99999 a.py", "--master-port '99999': give a whole number, 0 to 65,535"),
         ("accelerate launch --num_machines 2 --num_processes 3 a.py", "give a multiple of --num-machines, which is 2"),
         ("make all", "'make' starts no ranks: give a command line of torchrun or accelerate launch"),
@@ -489,7 +490,7 @@ def test_what_a_shell_fills_in_may_hold_quotes_and_brackets() -> None:
     assert [(str(command), command.line) for command in commands[1:]] == [("cat", 2), ("m", 5)]
     assert [str(each) for each in split_script("a \\\r\n b\r\nc <<E\r\nd\r\nE\r\ne\r\n")] == ["a b", "c", "e"]
     assert [str(each) for each in split_script("a <<E\n\tE\nb\nE\nc <<<d &>e\nf\n")] == ["a", "c", "f"]
-    with pytest.raises(SpecError, match=r"^line 2: '\$\(' begins what does not end"):
+    with pytest.raises(SpecError, match=r"^line 2: '\$\(' is not closed"):
         split_script("a\n$(b (c)")
-    with pytest.raises(SpecError, match=r"^line 2: the text up to 'END' has no end"):
+    with pytest.raises(SpecError, match=r"^line 2: the here-document has no line 'END'"):
         split_script("a <<END\nb")
